@@ -1,0 +1,58 @@
+# make demo: train the small GRPO policy.  make test: everything CI checks.  make test-<leg>: one leg.
+# Needs Python 3.12, pip and make; each target builds the environment it is missing.
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+UV := .tools/bin/uv
+RUN := JAX_PLATFORMS=cpu .venv/bin/python
+LEGS := lint ops docs grpo learning newest
+JOBS ?= 2
+# -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
+PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
+
+.PHONY: demo test $(LEGS:%=test-%) clean
+
+demo: .venv/ready
+	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
+
+test:
+	@set -e; start=$$SECONDS; for leg in $(LEGS); do $(MAKE) --no-print-directory test-$$leg; done; \
+	echo "make test: all legs passed in $$((SECONDS - start)) s"
+
+define leg
+	@echo "== $@"; start=$$SECONDS; set -e; $(1); echo "== $@: $$((SECONDS - start)) s"
+endef
+
+test-lint: .venv/ready
+	$(call leg,.venv/bin/ruff check .; .venv/bin/ruff format --check .; .venv/bin/mypy)
+
+test-ops: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/test_docs.py)
+
+test-docs: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py)
+
+test-grpo: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests/grpo -m "not learning")
+
+test-learning: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests/grpo -m learning)
+
+test-newest: .venv-newest/ready
+	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) tests --ignore=tests/grpo)
+
+$(UV):
+	@test -n "$(PYTHON)" || { echo "Python 3.12 or later was not found; name one with PYTHON=..."; exit 1; }
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --target .tools uv
+
+.venv/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv
+	$(UV) pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+.venv-newest/ready: $(UV) pyproject.toml
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-newest
+	$(UV) pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-newest .tools .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,160 @@
+"""What every implementation of linear_logp takes and gives, and the two formulas they share.
+
+An implementation is a pair of functions (`LinearLogpFunctions`): `forward` gives the values and a residual,
+`gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+WeightLayout = Literal["vd", "dv"]
+
+
+class LinearLogp(NamedTuple):
+    """What `linear_logp` knows of each token, float32 `[*lead]`; None where it was not asked for."""
+
+    logp: Array
+    lse: Array | None
+    entropy: Array | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static facts of one call."""
+
+    vocab_size: int
+    """Rows of the weight; columns from `real_vocab_size` on are padding and count as logits of −inf."""
+    real_vocab_size: int
+    weight_layout: WeightLayout
+    logit_softcap: float | None
+    return_lse: bool
+    return_entropy: bool
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call as the user shaped them: hidden `[*lead, D]`, target_ids `[*lead]`, temperature `[]` or
+    `[*lead]`.
+    """
+
+    hidden: Any
+    lm_head_weight: Any
+    target_ids: Any
+    bias: Any
+    temperature: Any
+
+
+class Operands(NamedTuple):
+    """The differentiable inputs: hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None."""
+
+    hidden: Array
+    weight: Array
+    bias: Array | None
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Needs:
+    """Which operands need a gradient; the others cost no work."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients in their operands' shapes and dtypes; None where none is needed."""
+
+    hidden: Array | None
+    weight: Array | None
+    bias: Array | None
+
+    def like(self, operands: Operands) -> "Gradients":
+        """The gradients rounded to their operands' dtypes."""
+        pairs = zip(self, operands, strict=True)
+        return Gradients(*(None if g is None or x is None else g.astype(x.dtype) for g, x in pairs))
+
+
+class Tokens(NamedTuple):
+    """One row per token `[N]`: id (int32, in range), temperature (float32; NaN poisons the row), does it count."""
+
+    target_ids: Array
+    temperature: Array
+    active: Array
+
+
+class Statistics(NamedTuple):
+    """The softmax of each token `[N]`, float32. max and log_sum stay apart: one float32 lse loses 4e-3 at |z| = 100."""
+
+    max: Array
+    log_sum: Array
+    """ln Σ exp(z − max)"""
+    target_logit: Array
+    gap: Array | None
+    """Σ p·(max − z) >= 0, so that entropy = log_sum + gap; None where entropy was not asked for"""
+
+
+@dataclass(frozen=True)
+class LinearLogpFunctions:
+    forward: Callable[[Options, Operands, Tokens], tuple[LinearLogp, Any]]
+    gradients: Callable[[Options, Needs, Operands, Tokens, Any, LinearLogp], Gradients]
+
+
+def values_of(options: Options, statistics: Statistics) -> LinearLogp:
+    """logp = (z_t − max) − log_sum; lse = max + log_sum; entropy = log_sum + gap."""
+    logp = (statistics.target_logit - statistics.max) - statistics.log_sum
+    lse = statistics.max + statistics.log_sum if options.return_lse else None
+    entropy = statistics.log_sum + statistics.gap if statistics.gap is not None else None
+    return LinearLogp(logp, lse, entropy)
+
+
+def logits_of(options: Options, products: Array, bias: Array, temperature: Array, columns: Array) -> Array:
+    """softcap(products + bias) / temperature, −inf in padding columns. Divides: a reciprocal could be fused into other
+    bits.
+    """
+    logits = products + bias
+    if options.logit_softcap is not None:
+        logits = options.logit_softcap * jnp.tanh(logits / options.logit_softcap)
+    logits = logits / temperature[:, None]
+    # A poisoned row stays NaN in every column, so that its max is NaN too.
+    return jnp.where(
+        columns < options.real_vocab_size, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None]
+    )
+
+
+def dproducts_of(
+    options: Options,
+    products: Array,
+    bias: Array,
+    tokens: Tokens,
+    columns: Array,
+    statistics: Statistics,
+    upstream: LinearLogp,
+) -> Array:
+    """Gradient with respect to `products` [rows, columns], exactly 0 in rows that are not active.
+
+    With p = exp(z − lse) and upstream gradients g:
+      dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)),
+    and at the target −g_logp·expm1(logp) in the place of g_logp·(1 − p).
+    """
+    logits = logits_of(options, products, bias, tokens.temperature, columns)
+    centred = logits - statistics.max[:, None]
+    logprob = centred - statistics.log_sum[:, None]
+    probability = jnp.exp(logprob)
+    is_target = columns == tokens.target_ids[:, None]
+    g_logp = upstream.logp[:, None]
+    gradient = -g_logp * jnp.where(is_target, jnp.expm1(logprob), probability)
+    if upstream.lse is not None:
+        gradient += upstream.lse[:, None] * probability
+    if upstream.entropy is not None:
+        assert statistics.gap is not None
+        # p = 0 at logits of −inf, where 0·∞ must be 0.
+        spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
+        gradient -= upstream.entropy[:, None] * (probability * spread)
+    if options.logit_softcap is not None:
+        gradient *= 1 - jnp.square(jnp.tanh((products + bias) / options.logit_softcap))
+    return jnp.where(tokens.active[:, None], gradient / tokens.temperature[:, None], 0)

@@ -1,0 +1,54 @@
+"""How the ops behave under JAX's transformations: vmap folds the batch into rows, second derivatives are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bool) -> Callable[[Any, Any], Any]:
+    """`function(shared, rows)` under vmap: one call on all rows of the batch while `shared` is not batched itself.
+
+    Every leaf of `rows` is `[N, ...]`. Where `shared` is batched, or an output is no row (a weight gradient per
+    example), the batch elements run one after the other.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def folding(shared: Any, rows: Any) -> Any:
+        return function(shared, rows)
+
+    @folding.def_vmap
+    def rule(axis_size: int, in_batched: list[Any], shared: Any, rows: Any) -> tuple[Any, Any]:
+        shared_batched, rows_batched = in_batched
+        rows = jax.tree.map(
+            lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape)), rows, rows_batched
+        )
+        if outputs_are_rows and not any(jax.tree.leaves(shared_batched)):
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+            outputs = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), folding(shared, flat))
+        else:
+            outputs = jax.lax.map(
+                lambda i: folding(
+                    jax.tree.map(lambda x, batched: x[i] if batched else x, shared, shared_batched),
+                    jax.tree.map(lambda x: x[i], rows),
+                ),
+                jnp.arange(axis_size),
+            )
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return folding
+
+
+def refuse_derivative(message: str, tree: Any) -> Any:
+    """The identity; differentiating it raises ValueError(message)."""
+
+    @jax.custom_jvp
+    def identity(x: Any) -> Any:
+        return x
+
+    @identity.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        raise ValueError(message)
+
+    return identity(tree)

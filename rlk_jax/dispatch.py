@@ -1,0 +1,164 @@
+"""Which implementation of an op runs for these arguments on this device, and why the others do not.
+
+The choice may depend on vocabulary, hidden size, dtypes, options and device, never on the number of tokens: a row
+keeps its bits.
+"""
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from rlk_jax import deterministic, reference, xla
+
+log = logging.getLogger("rlk_jax")
+
+IMPLEMENTATIONS = ("mosaic", "cuda", "triton", "xla", "deterministic", "reference")
+"""Every name `implementation=` takes, fastest first."""
+
+numerics_version = {"linear_logp": 1}
+"""Per op, a number that rises when the bits of a promise-keeping implementation change."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the arguments live: a JAX platform ("cpu", "gpu", "tpu") and, on NVIDIA GPUs, the compute capability
+    ("9.0").
+    """
+
+    platform: str
+    kind: str
+    compute_capability: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an implementation may look at when it says whether it can run: no fact that changes with the batch."""
+
+    op: str
+    device: Device
+    dtypes: tuple[str, ...]
+    dim: int
+    options: Any
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run one op."""
+
+    name: str
+    functions: Any
+    why_not: Callable[[Problem], list[str]] = lambda problem: []
+    """Reasons why it cannot run this problem; none means that it can."""
+    by_name_only: str | None = None
+    """Why it is never chosen by itself."""
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    """Where it is meant to run: there, being passed over is a fallback and is logged."""
+
+
+TABLE: dict[str, tuple[Implementation, ...]] = {
+    "linear_logp": (
+        Implementation("xla", xla.LINEAR_LOGP),
+        Implementation("deterministic", deterministic.LINEAR_LOGP, by_name_only="slow: promises bits, not speed"),
+        Implementation("reference", reference.LINEAR_LOGP, by_name_only="holds [N, V] logits: the gold of the tests"),
+    ),
+}
+"""Implementations of each op, fastest first. A new kernel joins by one entry here."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `explain` returns: the implementation that runs, and a reason for each one that does not."""
+
+    op: str
+    choice: str
+    reasons: dict[str, list[str]]
+    device: Device
+    numerics_version: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.device.kind} runs {self.choice} (numerics version {self.numerics_version})"]
+        return "\n".join(lines + [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons.items()])
+
+
+def device_of(arrays: Sequence[Any]) -> Device:
+    """The device that holds the arguments; where that cannot be seen (inside jit), JAX's default device."""
+    device: Any
+    committed = [x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed]
+    default = jax.config.jax_default_device
+    if committed:
+        device = next(iter(committed[0].sharding.addressable_devices))
+    elif isinstance(default, jax.Device):
+        device = default
+    else:
+        device = jax.devices(default)[0]
+    return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
+
+
+def _reasons(problem: Problem) -> dict[str, list[str]]:
+    """For every name, why it cannot run; an empty list where it can."""
+    table = {x.name: x for x in TABLE[problem.op]}
+    missing = f"{problem.op} has no such implementation in this release"
+    return {name: table[name].why_not(problem) if name in table else [missing] for name in IMPLEMENTATIONS}
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    log.warning(message)
+
+
+def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str, list[str]]) -> None:
+    """A faster implementation meant for this device was passed over: one log line per reason, an error under
+    RLK_STRICT=1.
+    """
+    for faster in TABLE[problem.op]:
+        if faster is chosen:
+            return
+        if problem.device.platform not in faster.platforms or faster.by_name_only:
+            continue
+        message = f"{problem.op} runs {chosen.name} instead of {faster.name}: {'; '.join(reasons[faster.name])}"
+        if os.environ.get("RLK_STRICT") == "1" and problem.device.platform == "gpu":
+            raise ValueError(f"RLK_STRICT=1: {message}")
+        _log_once(message)
+
+
+def choose(problem: Problem, implementation: str | None) -> Implementation:
+    """The named implementation, or the fastest that can run; ValueError with the reasons where there is none."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}.")
+    reasons = _reasons(problem)
+    if implementation is not None and reasons[implementation]:
+        raise ValueError(f"{problem.op} cannot run {implementation!r} here: {'; '.join(reasons[implementation])}.")
+    for candidate in TABLE[problem.op]:
+        if implementation == candidate.name:
+            return candidate
+        if implementation is None and not reasons[candidate.name] and not candidate.by_name_only:
+            _check_fallback(problem, candidate, reasons)
+            return candidate
+    listed = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items() if why)
+    raise ValueError(f"{problem.op} has no implementation for these arguments: {listed}.")
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
+    """Which implementation `rlk_jax.<op>(*args, **kwargs)` would run and why not the others; runs nothing.
+
+    Arrays may be `jax.ShapeDtypeStruct`. Raises ValueError as the op itself would, and for an op that does not exist.
+    """
+    if op not in TABLE:
+        raise ValueError(f"unknown op {op!r}; the ops are {tuple(TABLE)}.")
+    problem, implementation = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
+    chosen = choose(problem, implementation)
+    reasons = _reasons(problem)
+    for other in TABLE[op]:
+        if other.name != chosen.name and not reasons[other.name]:
+            reasons[other.name] = [other.by_name_only or f"{chosen.name} comes first"]
+    del reasons[chosen.name]
+    return Decision(op, chosen.name, reasons, problem.device, numerics_version[op])

@@ -1,0 +1,68 @@
+"""The gold: each op as its plain definition on float32-upcast inputs. Materialises everything; nothing clever, ever."""
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax._problem import (
+    Array,
+    Gradients,
+    LinearLogp,
+    LinearLogpFunctions,
+    Needs,
+    Operands,
+    Options,
+    Tokens,
+)
+
+
+def linear_logp(options: Options, operands: Operands, tokens: Tokens) -> LinearLogp:
+    """z = softcap(hidden·Wᵀ + bias) / temperature; logp = log_softmax(z)[target], lse = logsumexp(z), entropy = −Σ p·ln
+    p.
+    """
+    hidden, weight, bias = (None if x is None else x.astype(jnp.float32) for x in operands)
+    assert hidden is not None and weight is not None
+    if options.weight_layout == "vd":
+        weight = weight.T
+    logits = jnp.matmul(hidden, weight, precision=jax.lax.Precision.HIGHEST)
+    if bias is not None:
+        logits = logits + bias
+    if options.logit_softcap is not None:
+        logits = options.logit_softcap * jnp.tanh(logits / options.logit_softcap)
+    logits = logits / tokens.temperature[:, None]
+    is_padding = jnp.arange(options.vocab_size) >= options.real_vocab_size
+    logits = jnp.where(is_padding, -jnp.inf, logits)
+    logprobs = jax.nn.log_softmax(logits)
+    probability = jnp.exp(logprobs)
+    # An impossible token has p·ln p = 0; the inner where keeps its infinite logarithm out of the gradient too.
+    surprise = probability * jnp.where(probability > 0, logprobs, 0)
+    return LinearLogp(
+        logp=jnp.take_along_axis(logprobs, tokens.target_ids[:, None], axis=-1)[:, 0],
+        lse=jax.nn.logsumexp(logits, axis=-1) if options.return_lse else None,
+        entropy=-surprise.sum(axis=-1) if options.return_entropy else None,
+    )
+
+
+def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Array | None]:
+    return linear_logp(options, operands, tokens), None
+
+
+def _gradients(
+    options: Options, needs: Needs, operands: Operands, tokens: Tokens, residual: None, upstream: LinearLogp
+) -> Gradients:
+    """JAX's own derivative of the definition, on the active rows."""
+    operands = operands._replace(hidden=jnp.where(tokens.active[:, None], operands.hidden, 0))
+    tokens = tokens._replace(temperature=jnp.where(tokens.active, tokens.temperature, 1))
+
+    def values(operands: Operands) -> LinearLogp:
+        logp, lse, entropy = linear_logp(options, operands, tokens)
+        return LinearLogp(logp, None if upstream.lse is None else lse, None if upstream.entropy is None else entropy)
+
+    gradients = jax.vjp(values, operands)[1](upstream)[0]
+    return Gradients(
+        hidden=gradients.hidden if needs.hidden else None,
+        weight=gradients.weight if needs.weight else None,
+        bias=gradients.bias if needs.bias else None,
+    )
+
+
+LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)

@@ -1,0 +1,205 @@
+"""Every check of an input and its message, once. Static facts first (`linear_logp`), then values (`token_values`)."""
+
+import math
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from rlk_jax._problem import Array, Inputs, Options, WeightLayout
+
+FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_INT32 = np.iinfo(np.int32)
+_TARGETS_OUT_OF_RANGE = (
+    "target_ids out of range: expected [0, {last}], got [{low}, {high}]. "
+    "Mask or filter padding / ignore-index values (e.g. -100) before this op."
+)
+_BAD_TEMPERATURE = "temperature must be positive and finite, got values in [{low}, {high}]"
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _describe(x: Any) -> str:
+    kind = type(x)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the values of `x` can be read now."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def as_array(name: str, x: Any) -> Any:
+    """`x` as a JAX or NumPy array or a ShapeDtypeStruct; nnx variables are unwrapped."""
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
+    _require(
+        isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct),
+        f"{name} must be a JAX or NumPy array, got {_describe(x)}.",
+    )
+    return x
+
+
+def _check_dtypes(inputs: Inputs) -> None:
+    for name, x in inputs._asdict().items():
+        if name == "target_ids":
+            _require(jnp.issubdtype(x.dtype, jnp.integer), f"target_ids must be integers, got {x.dtype}.")
+        elif x is not None:
+            _require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+
+
+def _committed_devices(x: Any) -> set[str] | None:
+    """Devices that hold a concrete array and will not let it go; None for anything that can follow another array."""
+    return set(map(str, x.sharding.device_set)) if isinstance(x, jax.Array) and is_concrete(x) and x.committed else None
+
+
+def _check_devices(inputs: Inputs) -> None:
+    home = _committed_devices(inputs.hidden)
+    for name, x in inputs._asdict().items():
+        here = _committed_devices(x)
+        if home is not None and here is not None:
+            _require(home == here, f"{name} device {sorted(here)} must match hidden device {sorted(home)}.")
+
+
+def _check_shapes(inputs: Inputs, layout: WeightLayout) -> None:
+    hidden, weight, target_ids, bias, temperature = inputs
+    _require(hidden.ndim >= 1, "hidden must be [*lead, D], got a scalar.")
+    _require(weight.ndim == 2, f"lm_head_weight must be 2-D, got shape {weight.shape}.")
+    vocab_size, dim = weight.shape if layout == "vd" else weight.shape[::-1]
+    _require(vocab_size > 0, "lm_head_weight must contain at least one vocab row.")
+    _require(hidden.shape[-1] > 0, "hidden dim must be at least 1, got 0.")
+    _require(hidden.shape[-1] == dim, f"hidden dim {hidden.shape[-1]} must match lm_head_weight dim {dim}.")
+    _require(
+        hidden.shape[:-1] == target_ids.shape,
+        f"hidden leading shape {hidden.shape[:-1]} must match target_ids shape {target_ids.shape}.",
+    )
+    if bias is not None:
+        _require(bias.shape == (vocab_size,), f"bias must have V={vocab_size} elements, got shape {bias.shape}.")
+    _require(
+        temperature.shape in ((), target_ids.shape),
+        f"temperature must be a scalar or have target_ids shape {target_ids.shape}, got {temperature.shape}.",
+    )
+
+
+def _check_options(
+    vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
+) -> None:
+    _require(
+        logit_softcap is None or (isinstance(logit_softcap, int | float) and 0 < logit_softcap < math.inf),
+        f"logit_softcap must be a positive finite number, got {logit_softcap}.",
+    )
+    _require(
+        global_vocab_size is None or (isinstance(global_vocab_size, int) and 1 <= global_vocab_size <= vocab_size),
+        f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size}.",
+    )
+    real = global_vocab_size or vocab_size
+    _require(
+        ignore_index is None or (isinstance(ignore_index, int) and _INT32.min <= ignore_index <= _INT32.max),
+        f"ignore_index must be a 32-bit integer, got {ignore_index}.",
+    )
+    _require(
+        ignore_index is None or not 0 <= ignore_index < real,
+        f"ignore_index {ignore_index} is a valid token id; it must lie outside [0, {real - 1}].",
+    )
+
+
+def _temperature(temperature: Any) -> Any:
+    """A number is a static fact and is checked here; the values of an array are checked by `token_values`."""
+    if not isinstance(temperature, int | float | np.number):
+        return as_array("temperature", temperature)
+    _require(0 < temperature < math.inf, _BAD_TEMPERATURE.format(low=temperature, high=temperature))
+    return np.float32(temperature)
+
+
+def linear_logp(
+    hidden: Any,
+    lm_head_weight: Any,
+    target_ids: Any,
+    bias: Any,
+    *,
+    temperature: Any,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    global_vocab_size: int | None,
+    weight_layout: WeightLayout,
+    return_lse: bool,
+    return_entropy: bool,
+    validate: bool | None,
+) -> tuple[Inputs, Options]:
+    """Static checks of linear_logp; raises ValueError before anything runs."""
+    layouts = get_args(WeightLayout)
+    _require(weight_layout in layouts, f"weight_layout must be one of {layouts}, got {weight_layout!r}.")
+    _require(validate in (None, True, False), f"validate must be None, True or False, got {validate!r}.")
+    inputs = Inputs(
+        hidden=as_array("hidden", hidden),
+        lm_head_weight=as_array("lm_head_weight", lm_head_weight),
+        target_ids=as_array("target_ids", target_ids),
+        bias=None if bias is None else as_array("bias", bias),
+        temperature=_temperature(temperature),
+    )
+    _check_shapes(inputs, weight_layout)
+    _check_dtypes(inputs)
+    vocab_size = inputs.lm_head_weight.shape[0 if weight_layout == "vd" else 1]
+    _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size)
+    _check_devices(inputs)
+    return inputs, Options(
+        vocab_size=vocab_size,
+        real_vocab_size=global_vocab_size or vocab_size,
+        weight_layout=weight_layout,
+        logit_softcap=None if logit_softcap is None else float(logit_softcap),
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+    )
+
+
+def as_int32(ids: Any) -> Array:
+    """Integer ids as int32. Ids beyond int32 saturate, so that an id out of range stays out of range instead of
+    wrapping.
+    """
+    info = jnp.iinfo(ids.dtype)
+    low, high = max(info.min, _INT32.min), min(info.max, _INT32.max)
+    clip = np.clip if isinstance(ids, np.ndarray | np.generic) else jnp.clip
+    return jnp.asarray(clip(ids, low, high).astype(np.int32))
+
+
+@jax.jit
+def _extremes(ids: Array, counted: Array, temperature: Array) -> tuple[Array, Array, Array, Array]:
+    """Smallest and largest counted id and temperature."""
+    lowest = jnp.min(ids, where=counted, initial=_INT32.max)
+    highest = jnp.max(ids, where=counted, initial=_INT32.min)
+    return lowest, highest, jnp.min(temperature, initial=jnp.inf), jnp.max(temperature, initial=-jnp.inf)
+
+
+def token_values(ids: Array, counted: Array, temperature: Array, *, vocab_size: int, validate: bool | None) -> Array:
+    """Which rows hold a target in [0, vocab_size) and a positive finite temperature; `counted` excludes ignored tokens.
+
+    validate=True reads the values back once and raises ValueError; None does so where they can be read. Otherwise bad
+    rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
+    """
+    readable = all(map(is_concrete, (ids, counted, temperature)))
+    if validate and not readable:
+        raise ValueError(
+            "validate=True needs concrete target_ids and temperature; under jit use jax.experimental.checkify."
+        )
+    id_is_good = (ids >= 0) & (ids < vocab_size)
+    temperature_is_good = (temperature > 0) & (temperature < jnp.inf)
+    low, high, coldest, hottest = _extremes(ids, counted, temperature)
+    messages = (
+        _TARGETS_OUT_OF_RANGE.replace("{last}", str(vocab_size - 1)),
+        _BAD_TEMPERATURE,
+    )
+    ids_fit = jnp.all(id_is_good | ~counted)
+    temperatures_fit = jnp.all(temperature_is_good)
+    if readable and validate is not False:
+        flags = jax.device_get((ids_fit, temperatures_fit, low, high, coldest, hottest))
+        _require(bool(flags[0]), messages[0].format(low=flags[2], high=flags[3]))
+        _require(bool(flags[1]), messages[1].format(low=flags[4], high=flags[5]))
+    else:
+        checkify.debug_check(ids_fit, messages[0], low=low, high=high)
+        checkify.debug_check(temperatures_fit, messages[1], low=coldest, high=hottest)
+    return id_is_good & temperature_is_good

@@ -1,0 +1,142 @@
+"""Portable implementations that never hold `[N, V]`: chunks of tokens against the whole vocabulary.
+
+Sums stay float32 to the end. XLA runs token chunks as full-width GEMMs (650–700 TFLOP/s on an H100; chunks of the
+vocabulary run at half that).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax._problem import (
+    Array,
+    Gradients,
+    LinearLogp,
+    LinearLogpFunctions,
+    Needs,
+    Operands,
+    Options,
+    Statistics,
+    Tokens,
+    dproducts_of,
+    logits_of,
+    values_of,
+)
+from rlk_jax._rows import Block, fold_blocks
+
+MEMORY_BUDGET = 256 * 2**20
+"""Bytes that one chunk of logits and its gradient may take, whatever N is."""
+_BYTES_PER_LOGIT = 10
+"""float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
+_MIN_CHUNK = 16
+
+
+def chunk_rows(vocab_size: int, tokens: int, memory_budget: int = MEMORY_BUDGET) -> int:
+    """Rows of a chunk: as many as the budget holds, a multiple of 16, and no more than there are tokens."""
+    affordable = memory_budget // (_BYTES_PER_LOGIT * vocab_size) // _MIN_CHUNK * _MIN_CHUNK
+    return max(min(affordable, -(-tokens // _MIN_CHUNK) * _MIN_CHUNK), _MIN_CHUNK)
+
+
+def _matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """float32 accumulation and output; float32 operands in full precision rather than TF32."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _products(options: Options, hidden: Array, weight: Array) -> Array:
+    return _matmul(hidden, weight, (1, 1 if options.weight_layout == "vd" else 0))
+
+
+def _bias(operands: Operands) -> Array:
+    return jnp.zeros((), jnp.float32) if operands.bias is None else operands.bias.astype(jnp.float32)
+
+
+def _statistics(options: Options, operands: Operands, tokens: Tokens) -> Statistics:
+    n = tokens.active.shape[0]
+    bias, columns = _bias(operands), jnp.arange(options.vocab_size, dtype=jnp.int32)
+
+    def of_block(block: Block) -> Statistics:
+        products = _products(options, block.take_hidden(operands.hidden), operands.weight)
+        target_ids, temperature, _ = block.take_tokens(tokens)
+        logits = logits_of(options, products, bias, temperature, columns)
+        maximum = logits.max(axis=1)
+        centred = logits - maximum[:, None]
+        exponentials = jnp.exp(centred)
+        total = exponentials.sum(axis=1)
+        gap = None
+        if options.return_entropy:
+            gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) / total
+        target_logit = jnp.take_along_axis(logits, target_ids[:, None], axis=1)[:, 0]
+        return Statistics(maximum, jnp.log(total), target_logit, gap)
+
+    def step(block: Block, so_far: Statistics) -> Statistics:
+        return jax.tree.map(block.store, so_far, of_block(block))
+
+    zeros = jnp.zeros(n, jnp.float32)
+    start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
+    return fold_blocks(tokens.active, chunk_rows(options.vocab_size, n), step, start)
+
+
+def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
+    statistics = _statistics(options, operands, tokens)
+    return values_of(options, statistics), statistics
+
+
+def _rounding_scale(dtype: jnp.dtype, tokens: Tokens, upstream: LinearLogp) -> Array:
+    """A power of two that brings gradients of logits near the top of float16, where g·p near 1e-9 survives; 1 for other
+    dtypes.
+    """
+    if dtype != jnp.float16:
+        return jnp.ones((), jnp.float32)
+    # |p·(z − Σ p·z)| <= 1/e + ln V < 14 bounds the entropy's share.
+    bound = sum(weight * jnp.abs(g) for weight, g in zip((1, 1, 14), upstream, strict=True) if g is not None)
+    _, exponent = jnp.frexp(jnp.max(jnp.where(tokens.active, bound / tokens.temperature, 0)))
+    return jnp.ldexp(jnp.float32(1), jnp.clip(15 - exponent, -100, 100))
+
+
+def _gradients(
+    options: Options,
+    needs: Needs,
+    operands: Operands,
+    tokens: Tokens,
+    statistics: Statistics,
+    upstream: LinearLogp,
+) -> Gradients:
+    bias, columns = _bias(operands), jnp.arange(options.vocab_size, dtype=jnp.int32)
+    dtype = jnp.promote_types(operands.hidden.dtype, operands.weight.dtype)
+
+    def step(block: Block, so_far: Gradients) -> Gradients:
+        hidden, own = block.take_hidden(operands.hidden), block.take_tokens(tokens)
+        own_statistics, own_upstream = block.take((statistics, upstream))
+        products = _products(options, hidden, operands.weight)
+        exact = dproducts_of(options, products, bias, own, columns, own_statistics, own_upstream)
+        scale = _rounding_scale(dtype, own, own_upstream)
+        rounded = (exact * scale).astype(dtype)
+        d_hidden, d_weight, d_bias = so_far
+        if d_hidden is not None:
+            rows = _matmul(rounded, operands.weight, (1, 0 if options.weight_layout == "vd" else 1))
+            d_hidden = block.store(d_hidden, rows / scale)
+        if d_weight is not None:
+            pair = (rounded, hidden) if options.weight_layout == "vd" else (hidden, rounded)
+            d_weight += _matmul(*pair, (0, 0)) / scale
+        if d_bias is not None:
+            d_bias += exact.sum(axis=0)
+        return Gradients(d_hidden, d_weight, d_bias)
+
+    start = Gradients(
+        jnp.zeros_like(operands.hidden) if needs.hidden else None,
+        jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
+        jnp.zeros(options.vocab_size, jnp.float32) if needs.bias else None,
+    )
+    rows = chunk_rows(options.vocab_size, tokens.active.shape[0])
+    return fold_blocks(tokens.active, rows, step, start).like(operands)
+
+
+LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
