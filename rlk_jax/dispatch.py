@@ -73,11 +73,13 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What `explain` returns: the implementation that runs, and a reason for each one that does not."""
+    """What `explain` returns: the implementation that runs, and why each other one does not."""
 
     op: str
     choice: str
     reasons: dict[str, list[str]]
+    by_name: tuple[str, ...]
+    """The others that would run if `implementation=` named them."""
     device: Device
     numerics_version: int
 
@@ -157,8 +159,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
     problem, implementation = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
     chosen = choose(problem, implementation)
     reasons = _reasons(problem)
-    for other in TABLE[op]:
-        if other.name != chosen.name and not reasons[other.name]:
-            reasons[other.name] = [other.by_name_only or f"{chosen.name} comes first"]
     del reasons[chosen.name]
-    return Decision(op, chosen.name, reasons, problem.device, numerics_version[op])
+    others = {x.name: x for x in TABLE[op] if x is not chosen and not reasons[x.name]}
+    reasons |= {name: [x.by_name_only or f"{chosen.name} was chosen"] for name, x in others.items()}
+    return Decision(op, chosen.name, reasons, tuple(others), problem.device, numerics_version[op])

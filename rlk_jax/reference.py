@@ -52,6 +52,7 @@ def _gradients(
     """JAX's own derivative of the definition, on the active rows."""
     operands = operands._replace(hidden=jnp.where(tokens.active[:, None], operands.hidden, 0))
     tokens = tokens._replace(temperature=jnp.where(tokens.active, tokens.temperature, 1))
+    upstream = jax.tree.map(lambda g: jnp.where(tokens.active, g, 0), upstream)
 
     def values(operands: Operands) -> LinearLogp:
         logp, lse, entropy = linear_logp(options, operands, tokens)

@@ -31,7 +31,7 @@ _BYTES_PER_LOGIT = 10
 _MIN_CHUNK = 16
 
 
-def chunk_rows(vocab_size: int, tokens: int, memory_budget: int = MEMORY_BUDGET) -> int:
+def chunk_rows(vocab_size: int, tokens: int, memory_budget: int) -> int:
     """Rows of a chunk: as many as the budget holds, a multiple of 16, and no more than there are tokens."""
     affordable = memory_budget // (_BYTES_PER_LOGIT * vocab_size) // _MIN_CHUNK * _MIN_CHUNK
     return max(min(affordable, -(-tokens // _MIN_CHUNK) * _MIN_CHUNK), _MIN_CHUNK)
@@ -81,7 +81,7 @@ def _statistics(options: Options, operands: Operands, tokens: Tokens) -> Statist
 
     zeros = jnp.zeros(n, jnp.float32)
     start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
-    return fold_blocks(tokens.active, chunk_rows(options.vocab_size, n), step, start)
+    return fold_blocks(tokens.active, chunk_rows(options.vocab_size, n, MEMORY_BUDGET), step, start)
 
 
 def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
@@ -135,7 +135,7 @@ def _gradients(
         jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
         jnp.zeros(options.vocab_size, jnp.float32) if needs.bias else None,
     )
-    rows = chunk_rows(options.vocab_size, tokens.active.shape[0])
+    rows = chunk_rows(options.vocab_size, tokens.active.shape[0], MEMORY_BUDGET)
     return fold_blocks(tokens.active, rows, step, start).like(operands)
 
 

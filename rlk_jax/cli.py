@@ -1,0 +1,81 @@
+"""The command line: `rlk doctor` says what would run here and why; `rlk grpo` trains."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlk_jax.grpo import command as grpo_command
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jax-triton", "triton", "torch")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; argparse ends bad usage with status 2."""
+    parser = argparse.ArgumentParser(prog="rlk", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what runs on this machine, and why the rest does not")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    doctor.set_defaults(run=lambda options: _doctor(as_json=options.json))
+    grpo_command.add_parser(commands)
+    options = parser.parse_args(argv)
+    return options.run(options)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def report() -> dict[str, Any]:
+    """Versions, devices and, per op, the implementation that would run on a typical bfloat16 call and why no other."""
+    import jax
+    import jax.numpy as jnp
+
+    from rlk_jax.dispatch import explain
+
+    def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    typical = {"linear_logp": (of(4096, 4096), of(151936, 4096), of(4096, dtype=jnp.int32))}
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
+        "devices": [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()],
+        "ops": {op: explain(op, *arguments).to_dict() for op, arguments in typical.items()},
+    }
+
+
+def _doctor(as_json: bool) -> int:
+    found = report()
+    if as_json:
+        json.dump(found, sys.stdout, indent=2)
+        print()
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = Table("what", "found", title="this machine")
+    machine.add_row("python", found["python"])
+    for name, version in found["packages"].items():
+        machine.add_row(name, version or "not installed")
+    for device in found["devices"]:
+        machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")
+    console = Console()
+    console.print(machine)
+    for op, decision in found["ops"].items():
+        table = Table("implementation", "runs", "reason", title=f"{op} (bfloat16, D = 4096, V = 151936)")
+        table.add_row(decision["choice"], "yes", "the choice: fastest that runs here")
+        for name, reasons in decision["reasons"].items():
+            table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

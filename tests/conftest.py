@@ -1,0 +1,36 @@
+"""Eight CPU devices for every test, and the table of measured errors against the contract at the end of a run."""
+
+import jax
+import pytest
+
+from tests import helpers
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+_measured: dict[str, tuple[float, float]] = {}
+
+
+def _merge(errors: dict[str, tuple[float, float]]) -> None:
+    for entry, (error, allowed) in errors.items():
+        _measured[entry] = (max(error, _measured.get(entry, (0.0, 0.0))[0]), allowed)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["measured_errors"] = helpers.measured_errors
+    else:
+        _merge(helpers.measured_errors)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    _merge(getattr(node, "workeroutput", {}).get("measured_errors", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _measured:
+        return
+    terminalreporter.section("measured errors against the contract")
+    for entry, (error, allowed) in sorted(_measured.items()):
+        headroom = f"{allowed / error:5.1f}x head-room" if error else "exact"
+        terminalreporter.write_line(f"{entry:45s} measured {error:.1e}  allowed {allowed:.1e}  {headroom}")

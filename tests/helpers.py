@@ -1,0 +1,193 @@
+"""What the tests share: raw bits, checks against the contract, random problems and their independent float64 gold."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlk_jax import LinearLogp, linear_logp
+from rlk_jax.checker import relative_norm, tolerance
+
+measured_errors: dict[str, tuple[float, float]] = {}
+"""Per contract entry, the worst error that this process met, and what is allowed."""
+
+IMPLEMENTATIONS = ("xla", "deterministic", "reference")
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def bits(x: Any) -> np.ndarray:
+    """The raw bits of a float array: equality that tells −0 from 0 and one NaN from another."""
+    x = np.asarray(x)
+    return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(e))
+
+
+def assert_error(error: float, op_class: str, dtype: Any, kind: Any) -> None:
+    allowed = tolerance(op_class, dtype, kind)
+    entry = f"{op_class} {np.dtype(dtype).name} {kind}"
+    measured_errors[entry] = (max(error, measured_errors.get(entry, (0.0, 0.0))[0]), allowed)
+    assert error <= allowed, f"{entry}: error {error:.2e} is above {allowed:.2e}"
+
+
+def assert_within_contract(actual: Any, gold: Any, op_class: str, dtype: Any, kind: Any) -> None:
+    assert_error(relative_norm(actual, gold), op_class, dtype, kind)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of linear_logp by its sizes and options."""
+
+    name: str
+    lead: tuple[int, ...]
+    dim: int
+    vocab: int
+    bias: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    temperature: float | str = 1.0
+    """A number, or "per token"."""
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Problem(NamedTuple):
+    """Arrays of one case. `weight` is `[V, D]`; upstream gradients of (logp, lse, entropy) are float32 `[*lead]`."""
+
+    hidden: jax.Array
+    weight: jax.Array
+    target_ids: jax.Array
+    bias: jax.Array | None
+    temperature: Any
+    upstream: tuple[jax.Array, ...]
+
+    def call(self, case: Case, implementation: str, **changes: Any) -> LinearLogp:
+        """linear_logp with all outputs."""
+        options = {"return_lse": True, "return_entropy": True, **case.options, **changes}
+        weight = self.weight.T if options.get("weight_layout") == "dv" else self.weight
+        return linear_logp(
+            self.hidden,
+            weight,
+            self.target_ids,
+            self.bias,
+            temperature=self.temperature,
+            implementation=implementation,
+            **options,
+        )
+
+    def gradients(self, case: Case, implementation: str, **changes: Any) -> tuple[jax.Array, ...]:
+        """Gradients of hidden, weight and, where there is one, bias under the problem's upstream gradients."""
+
+        def loss(operands: tuple[jax.Array, ...]) -> jax.Array:
+            problem = self._replace(**dict(zip(("hidden", "weight", "bias"), operands, strict=False)))
+            return weighted(problem.call(case, implementation, **changes), self.upstream)
+
+        return jax.jit(jax.grad(loss))(tuple(x for x in (self.hidden, self.weight, self.bias) if x is not None))
+
+
+def weighted(values: LinearLogp, upstream: tuple[jax.Array, ...]) -> jax.Array:
+    """A scalar whose upstream gradients of the values are `upstream`."""
+    return sum(jnp.vdot(g, x) for g, x in zip(upstream, values, strict=True) if x is not None)
+
+
+def make(case: Case, dtype: Any, seed: int = 0) -> Problem:
+    rng = np.random.default_rng(seed)
+    real = case.options.get("global_vocab_size", case.vocab)
+    temperature: Any = case.temperature
+    if temperature == "per token":
+        temperature = jnp.asarray(rng.uniform(0.5, 2.0, case.lead), jnp.float32)
+    return Problem(
+        hidden=jnp.asarray(rng.normal(size=(*case.lead, case.dim)), dtype),
+        weight=jnp.asarray(rng.normal(size=(case.vocab, case.dim)) * case.scale / case.dim**0.5, dtype),
+        target_ids=jnp.asarray(rng.integers(0, real, case.lead), jnp.int32),
+        bias=jnp.asarray(rng.normal(size=case.vocab), dtype) if case.bias else None,
+        temperature=temperature,
+        upstream=tuple(jnp.asarray(rng.normal(size=case.lead), jnp.float32) for _ in range(3)),
+    )
+
+
+class Gold(NamedTuple):
+    values: tuple[np.ndarray, ...]
+    gradients: tuple[np.ndarray, ...]
+    logits: np.ndarray
+
+
+def gold(case: Case, problem: Problem) -> Gold:
+    """The definition and its hand-written derivative in float64 NumPy. Shares no code with the library."""
+    h, w = (np.asarray(x, np.float64) for x in (problem.hidden.reshape(-1, case.dim), problem.weight))
+    b = 0.0 if problem.bias is None else np.asarray(problem.bias, np.float64)
+    t = np.asarray(problem.target_ids).reshape(-1)
+    rows = np.arange(len(t))
+    temperature = np.broadcast_to(np.asarray(problem.temperature, np.float64), case.lead).reshape(-1, 1)
+    raw = h @ w.T + b
+    cap = case.options.get("logit_softcap")
+    capped = cap * np.tanh(raw / cap) if cap else raw
+    z = capped / temperature
+    z[:, case.options.get("global_vocab_size", case.vocab) :] = -np.inf
+    m = z.max(axis=1, keepdims=True)
+    lse = m + np.log(np.exp(z - m).sum(axis=1, keepdims=True))
+    p = np.exp(z - lse)
+    finite = np.where(p > 0, z, 0)
+    mean = (p * finite).sum(axis=1, keepdims=True)
+    values = (z[rows, t] - lse[:, 0], lse[:, 0], (lse - mean)[:, 0])
+    g_logp, g_lse, g_entropy = (np.asarray(g, np.float64).reshape(-1, 1) for g in problem.upstream)
+    dz = p * (g_lse - g_logp - g_entropy * (finite - mean))
+    dz[rows, t] += g_logp[:, 0]
+    d_raw = dz / temperature
+    if cap:
+        d_raw *= 1 - (capped / cap) ** 2
+    gradients = ((d_raw @ w).reshape(problem.hidden.shape), d_raw.T @ h)
+    if problem.bias is not None:
+        gradients += (d_raw.sum(axis=0),)
+    return Gold(tuple(x.reshape(case.lead) for x in values), gradients, z.reshape(*case.lead, -1))
+
+
+MODEL_SHAPES = {
+    "gpt2": (768, 50257, None),
+    "llama2-7b": (4096, 32000, None),
+    "llama3-8b": (4096, 128256, None),
+    "qwen3-8b": (4096, 151936, None),
+    "qwen3-8b-padded": (4096, 152064, None),
+    "gemma2-2b": (2304, 256000, 30.0),
+}
+"""Hidden size, vocabulary and softcap of heads in use."""
+
+
+def model_case(name: str, lead: tuple[int, ...], shrink: int) -> Case:
+    """A real vocabulary with the hidden size divided by `shrink`, for a 2-core machine."""
+    dim, vocab, softcap = MODEL_SHAPES[name]
+    options = {} if softcap is None else {"logit_softcap": softcap}
+    if name.endswith("padded"):
+        options["global_vocab_size"] = 151936
+    return Case(name, lead, dim // shrink, vocab, options=options)
+
+
+_EVERYTHING = {"logit_softcap": 3.0, "global_vocab_size": 290}
+OPTION_CASES = (
+    Case("plain", (40,), 80, 300),
+    Case("bias", (40,), 80, 300, bias=True),
+    Case("temperature", (40,), 80, 300, temperature=0.7),
+    Case("per-token temperature", (5, 8), 80, 300, temperature="per token"),
+    Case("softcap", (40,), 80, 300, options={"logit_softcap": 2.0}, scale=4.0),
+    Case("padded vocabulary", (40,), 80, 300, bias=True, options={"global_vocab_size": 257}),
+    Case("everything", (4, 10), 80, 300, bias=True, temperature="per token", options=_EVERYTHING),
+)
+SHAPE_CASES = (
+    Case("one of each", (1,), 1, 2),
+    Case("no lead", (), 64, 70),
+    Case("odd", (7,), 3, 5),
+    Case("three leads", (2, 3, 4), 17, 63, bias=True),
+    Case("one past a chunk", (33,), 48, 2049),
+    Case("several blocks", (130,), 24, 1000, bias=True),
+    *(model_case(name, (3,), shrink=64) for name in MODEL_SHAPES),
+)
+
+
+def with_options(case: Case, **options: Any) -> Case:
+    return replace(case, options={**case.options, **options})

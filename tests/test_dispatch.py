@@ -1,0 +1,118 @@
+"""Which implementation runs, what is said about the others, and what strict mode refuses."""
+
+import dataclasses
+import importlib
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rlk_jax
+from rlk_jax import dispatch, linear_logp
+
+ARGUMENTS = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
+
+
+def refuses(name: str, reason: str, platform: str = "cpu") -> dispatch.Implementation:
+    xla = dispatch.TABLE["linear_logp"][0]
+    return dataclasses.replace(xla, name=name, why_not=lambda problem: [reason], platforms=(platform,))
+
+
+@pytest.fixture
+def with_entry(monkeypatch):
+    """Adds an implementation in front of the table of linear_logp, as a kernel would join."""
+
+    def add(entry: dispatch.Implementation) -> None:
+        monkeypatch.setitem(dispatch.TABLE, "linear_logp", (entry, *dispatch.TABLE["linear_logp"]))
+        dispatch._log_once.cache_clear()
+
+    return add
+
+
+def test_xla_is_the_choice_here_and_every_other_name_has_a_reason():
+    decision = rlk_jax.explain("linear_logp", *ARGUMENTS)
+    assert decision.choice == "xla"
+    assert set(decision.reasons) == set(dispatch.IMPLEMENTATIONS) - {"xla"}
+    assert all(decision.reasons.values())
+    assert decision.by_name == ("deterministic", "reference")
+    assert decision.device.platform == "cpu"
+    assert decision.numerics_version == rlk_jax.numerics_version["linear_logp"]
+    assert "runs xla" in str(decision) and "not mosaic" in str(decision)
+
+
+def test_explain_takes_shapes_and_options_and_runs_nothing():
+    spec = jax.ShapeDtypeStruct
+    shapes = (spec((10**6, 4096), jnp.bfloat16), spec((151936, 4096), jnp.bfloat16), spec((10**6,), jnp.int32))
+    assert rlk_jax.explain("linear_logp", *shapes, implementation="deterministic").choice == "deterministic"
+
+
+def test_explain_raises_as_the_op_does():
+    with pytest.raises(ValueError, match=r"unknown op 'conv'; the ops are \('linear_logp',\)"):
+        rlk_jax.explain("conv", *ARGUMENTS)
+    with pytest.raises(ValueError, match="must match lm_head_weight dim"):
+        rlk_jax.explain("linear_logp", jnp.ones((4, 7)), *ARGUMENTS[1:])
+    with pytest.raises(TypeError, match="colour"):
+        rlk_jax.explain("linear_logp", *ARGUMENTS, colour="red")
+
+
+@pytest.mark.parametrize("name", ["mosaic", "cuda", "triton"])
+def test_a_named_implementation_that_cannot_run_raises_its_reasons(name):
+    with pytest.raises(
+        ValueError, match=f"linear_logp cannot run '{name}' here: linear_logp has no such implementation"
+    ):
+        linear_logp(*ARGUMENTS, implementation=name)
+
+
+def test_the_choice_never_depends_on_the_number_of_tokens():
+    spec = jax.ShapeDtypeStruct
+    problems = set()
+    for lead in [(), (0,), (1,), (7, 3), (10**6,)]:
+        hidden, ids = spec((*lead, 8), jnp.float32), spec(lead, jnp.int32)
+        problems.add(importlib.import_module("rlk_jax.linear_logp").describe(hidden, ARGUMENTS[1], ids)[0])
+    assert len(problems) == 1
+
+
+def test_a_new_entry_is_chosen_and_reported(with_entry):
+    with_entry(dataclasses.replace(dispatch.TABLE["linear_logp"][0], name="mosaic"))
+    decision = rlk_jax.explain("linear_logp", *ARGUMENTS)
+    assert decision.choice == "mosaic" and decision.reasons["xla"] == ["mosaic was chosen"]
+    linear_logp(*ARGUMENTS)
+
+
+def test_a_fallback_is_logged_once_per_reason(with_entry, caplog):
+    with_entry(refuses("mosaic", "float32 inputs"))
+    with caplog.at_level(logging.WARNING, logger="rlk_jax"):
+        linear_logp(*ARGUMENTS)
+        linear_logp(*ARGUMENTS)
+    assert [r.message for r in caplog.records] == ["linear_logp runs xla instead of mosaic: float32 inputs"]
+
+
+def test_no_fallback_is_logged_where_the_faster_one_does_not_belong(with_entry, caplog):
+    with_entry(refuses("mosaic", "needs a Hopper GPU", platform="gpu"))
+    linear_logp(*ARGUMENTS)
+    assert not caplog.records
+
+
+def test_strict_mode_refuses_a_fallback_on_a_gpu(with_entry, monkeypatch):
+    with_entry(refuses("mosaic", "float32 inputs", platform="gpu"))
+    gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: gpu)
+    linear_logp(*ARGUMENTS)
+    monkeypatch.setenv("RLK_STRICT", "1")
+    with pytest.raises(ValueError, match="RLK_STRICT=1: linear_logp runs xla instead of mosaic: float32 inputs"):
+        linear_logp(*ARGUMENTS)
+    linear_logp(*ARGUMENTS, implementation="xla")
+
+
+def test_nothing_runs_where_nothing_can(monkeypatch):
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (refuses("xla", "no"),))
+    with pytest.raises(ValueError, match=r"linear_logp has no implementation for these arguments: .*xla: no"):
+        linear_logp(*ARGUMENTS)
+
+
+def test_the_device_is_where_the_arguments_live():
+    third = jax.devices("cpu")[2]
+    assert dispatch.device_of([jax.device_put(ARGUMENTS[0], third)]).kind == third.device_kind
+    with jax.default_device(third):
+        assert dispatch.device_of(ARGUMENTS).platform == "cpu"

@@ -1,0 +1,253 @@
+"""What every implementation of linear_logp must give: the values and gradients of the definition."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax import LinearLogp, linear_logp
+from tests import helpers
+from tests.helpers import Case, assert_error, assert_within_contract
+
+every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+every_dtype = pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: np.dtype(d).name)
+
+
+def check_against_gold(case: Case, dtype, implementation: str) -> None:
+    problem = helpers.make(case, dtype)
+    gold = helpers.gold(case, problem)
+    values = problem.call(case, implementation)
+    for value, expected in zip(values, gold.values, strict=True):
+        chex.assert_type(value, jnp.float32)
+        assert_within_contract(value, expected, "linear_logp", dtype, "forward")
+    gradients = problem.gradients(case, implementation)
+    for gradient, expected in zip(gradients, gold.gradients, strict=True):
+        chex.assert_type(gradient, dtype)
+        assert_within_contract(gradient, expected, "linear_logp", dtype, "gradient")
+
+
+@every_implementation
+@every_dtype
+@pytest.mark.parametrize("case", helpers.OPTION_CASES, ids=str)
+def test_options_against_float64(case, dtype, implementation):
+    check_against_gold(case, dtype, implementation)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("case", helpers.SHAPE_CASES, ids=str)
+def test_shapes_against_float64(case, dtype, implementation):
+    check_against_gold(case, dtype, implementation)
+
+
+@every_implementation
+@every_dtype
+def test_dv_layout_equals_vd(dtype, implementation):
+    case = helpers.OPTION_CASES[-1]
+    problem = helpers.make(case, dtype)
+    dv = helpers.with_options(case, weight_layout="dv")
+    for a, b in zip(problem.call(dv, implementation), problem.call(case, implementation), strict=True):
+        assert_within_contract(a, b, "linear_logp", dtype, "forward")
+    gradients = zip(problem.gradients(dv, implementation), problem.gradients(case, implementation), strict=True)
+    for a, b in gradients:
+        assert_within_contract(a, b, "linear_logp", dtype, "gradient")
+
+
+PEAKED = (
+    Case("p = 0.999", (40,), 64, 300, scale=0.1),
+    Case("logits of ±100", (40,), 64, 300, scale=25.0),
+)
+
+
+@every_implementation
+@every_dtype
+@pytest.mark.parametrize("case", PEAKED, ids=str)
+def test_peaked_and_large_logits(case, dtype, implementation):
+    problem = helpers.make(case, dtype)
+    if case.name.startswith("p ="):  # row i points at its target alone
+        weight = problem.weight.at[problem.target_ids].set(problem.hidden * jnp.asarray(13.0 / case.dim, dtype))
+        problem = problem._replace(weight=weight)
+    gold = helpers.gold(case, problem)
+    largest = np.abs(gold.logits).max()
+    for value, expected in zip(problem.call(case, implementation), gold.values, strict=True):
+        assert_error(float(np.abs(value - expected).max() / largest), "linear_logp_peaked", dtype, "forward")
+    for gradient, expected in zip(problem.gradients(case, implementation), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_peaked", dtype, "gradient")
+
+
+@every_implementation
+def test_fp16_gradients_survive_tiny_upstream(implementation):
+    """g·p near 1e-9 lies below float16's range: gradients of logits must be scaled before they are rounded."""
+    case = Case("tiny upstream", (16,), 64, 151936)
+    problem = helpers.make(case, jnp.float16)
+    upstream = (jnp.full(16, 1e-4 / 16), jnp.zeros(16), jnp.zeros(16))
+    problem = problem._replace(hidden=problem.hidden * 64, weight=problem.weight * 16, upstream=upstream)
+    expected = helpers.gold(case, problem).gradients[0]
+    (actual,) = (problem.gradients(case, implementation)[0],)
+    assert_within_contract(actual, expected, "linear_logp_tiny_upstream", jnp.float16, "gradient")
+
+
+@every_implementation
+def test_mixed_dtypes_and_numpy_inputs(implementation):
+    case = helpers.OPTION_CASES[1]
+    problem = helpers.make(case, jnp.bfloat16)
+    mixed = problem._replace(weight=problem.weight.astype(jnp.float32), bias=np.asarray(problem.bias, np.float16))
+    gold = helpers.gold(case, mixed)
+    as_numpy = mixed._replace(hidden=np.asarray(mixed.hidden), target_ids=np.asarray(mixed.target_ids, np.int64))
+    assert_within_contract(
+        as_numpy.call(case, implementation).logp, gold.values[0], "linear_logp", jnp.float32, "forward"
+    )
+    for x, gradient in zip(mixed[:2], mixed.gradients(case, implementation), strict=False):
+        chex.assert_trees_all_equal_shapes_and_dtypes(x, gradient)
+
+
+@pytest.mark.parametrize(
+    "ids_dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, jnp.int32], ids=lambda d: np.dtype(d).name
+)
+def test_every_integer_dtype_of_ids(ids_dtype):
+    case = Case("ids", (6,), 8, 100)
+    problem = helpers.make(case, jnp.float32)
+    other = problem._replace(target_ids=problem.target_ids.astype(ids_dtype))
+    chex.assert_trees_all_equal(problem.call(case, "xla"), other.call(case, "xla"))
+
+
+@every_implementation
+def test_only_what_was_asked_for(implementation):
+    case = helpers.OPTION_CASES[0]
+    problem = helpers.make(case, jnp.float32)
+    logp = problem.call(case, implementation, return_lse=False, return_entropy=False)
+    chex.assert_shape(logp, case.lead)
+    with_lse = problem.call(case, implementation, return_entropy=False)
+    assert isinstance(with_lse, LinearLogp) and with_lse.entropy is None
+    with_entropy = problem.call(case, implementation, return_lse=False)
+    assert with_entropy.lse is None and with_entropy.entropy is not None
+    chex.assert_trees_all_equal(logp, with_lse.logp, with_entropy.logp)
+
+
+@every_implementation
+@pytest.mark.parametrize("lead", [(0,), (3, 0)])
+def test_no_tokens(implementation, lead):
+    case = Case("empty", lead, 8, 20, bias=True)
+    problem = helpers.make(case, jnp.float32)
+    chex.assert_shape(list(problem.call(case, implementation)), lead)
+    d_hidden, d_weight, d_bias = problem.gradients(case, implementation)
+    chex.assert_shape(d_hidden, (*lead, 8))
+    chex.assert_trees_all_equal((d_weight, d_bias), (jnp.zeros((20, 8)), jnp.zeros(20)))
+
+
+@every_implementation
+def test_one_word_vocabulary(implementation):
+    case = Case("V = 1", (3,), 4, 1)
+    problem = helpers.make(case, jnp.float32)
+    values = problem.call(case, implementation)
+    chex.assert_trees_all_equal((values.logp, values.entropy), (jnp.zeros(3), jnp.zeros(3)))
+
+
+@every_implementation
+def test_ignored_tokens_contribute_exactly_nothing(implementation):
+    case = helpers.OPTION_CASES[1]
+    problem = helpers.make(case, jnp.float32)
+    ignored = jnp.arange(40) % 3 == 0
+    masked = problem._replace(
+        hidden=jnp.where(ignored[:, None], jnp.nan, problem.hidden),
+        target_ids=jnp.where(ignored, -100, problem.target_ids),
+    )
+    values = masked.call(case, implementation, ignore_index=-100)
+    for value, expected in zip(values, problem.call(case, implementation), strict=True):
+        chex.assert_trees_all_equal(value[ignored], jnp.zeros(int(ignored.sum())))
+        assert_within_contract(value[~ignored], expected[~ignored], "linear_logp", jnp.float32, "forward")
+    kept = problem._replace(upstream=tuple(jnp.where(ignored, 0, g) for g in problem.upstream))
+    expected = helpers.gold(case, kept).gradients
+    d_hidden, d_weight, d_bias = masked.gradients(case, implementation, ignore_index=-100)
+    np.testing.assert_array_equal(d_hidden[ignored], 0)
+    for a, b in zip((d_hidden, d_weight, d_bias), expected, strict=True):
+        assert_within_contract(a, b, "linear_logp", jnp.float32, "gradient")
+
+
+@every_implementation
+def test_rows_with_zero_upstream_contribute_exactly_nothing(implementation):
+    """A masked loss: NaN rows and bad ids under a zero gradient reach no gradient."""
+    case = helpers.OPTION_CASES[1]
+    problem = helpers.make(case, jnp.float32)
+    off = jnp.arange(40) % 2 == 0
+    masked = problem._replace(
+        hidden=jnp.where(off[:, None], jnp.nan, problem.hidden),
+        target_ids=jnp.where(off, 10**6, problem.target_ids),
+        upstream=tuple(jnp.where(off, 0, g) for g in problem.upstream),
+    )
+    expected = helpers.gold(case, problem._replace(upstream=masked.upstream)).gradients
+    actual = masked.gradients(case, implementation)
+    chex.assert_tree_all_finite(actual)
+    np.testing.assert_array_equal(actual[0][off], 0)
+    for a, b in zip(actual, expected, strict=True):
+        assert_within_contract(a, b, "linear_logp", jnp.float32, "gradient")
+
+
+@every_implementation
+@pytest.mark.parametrize("bad", [300, -1, -100, 10**6])
+def test_unvalidated_bad_ids_give_nan(implementation, bad):
+    case = helpers.OPTION_CASES[1]
+    problem = helpers.make(case, jnp.float32)
+    poisoned = problem._replace(target_ids=problem.target_ids.at[3].set(bad))
+    clean, values = (p.call(case, implementation, validate=False) for p in (problem, poisoned))
+    is_row_3 = jnp.arange(40) == 3
+    np.testing.assert_array_equal(jnp.isnan(values.logp), is_row_3)
+    assert_within_contract(values.logp[~is_row_3], clean.logp[~is_row_3], "linear_logp", jnp.float32, "forward")
+    d_hidden, d_weight, d_bias = poisoned.gradients(case, implementation)
+    np.testing.assert_array_equal(jnp.isnan(d_hidden).all(axis=1), is_row_3)
+    np.testing.assert_array_equal(jnp.isnan(d_hidden).any(axis=1), is_row_3)
+    assert jnp.isnan(d_weight).all() and jnp.isnan(d_bias).all()
+
+
+@every_implementation
+@pytest.mark.parametrize("bad", [0.0, -1.0, jnp.nan, jnp.inf])
+def test_unvalidated_bad_temperatures_give_nan(implementation, bad):
+    case = helpers.OPTION_CASES[3]
+    problem = helpers.make(case, jnp.float32)
+    poisoned = problem._replace(temperature=problem.temperature.at[1, 2].set(bad))
+    values = poisoned.call(case, implementation, validate=False)
+    is_bad = jnp.zeros(case.lead, bool).at[1, 2].set(True)
+    np.testing.assert_array_equal(jnp.isnan(values.logp), is_bad)
+
+
+@every_implementation
+def test_impossible_tokens(implementation):
+    """−inf in the bias forbids tokens: they have probability 0, no NaN appears, and forbidding a target gives −inf."""
+    case = Case("forbidden", (6,), 8, 600, bias=True)
+    problem = helpers.make(case, jnp.float32)
+    bias = problem.bias.at[:256].set(-jnp.inf)
+    targets = jnp.asarray([256, 300, 599, 400, 500, 5])
+    problem = problem._replace(bias=bias, target_ids=targets)
+    gold = helpers.gold(case, problem._replace(target_ids=jnp.where(targets == 5, 300, targets)))
+    values = problem.call(case, implementation)
+    assert_within_contract(values.logp[:5], gold.values[0][:5], "linear_logp", jnp.float32, "forward")
+    assert values.logp[5] == -jnp.inf
+    for value, expected in zip(values[1:], gold.values[1:], strict=True):
+        assert_within_contract(value, expected, "linear_logp", jnp.float32, "forward")
+    chex.assert_tree_all_finite(problem.gradients(case, implementation))
+
+
+def test_tied_embeddings_sum_their_gradients():
+    case = Case("tied", (12,), 16, 50)
+    problem = helpers.make(case, jnp.float32)
+    inputs = jnp.arange(12)
+
+    def loss(embedding, head):
+        return linear_logp(embedding[inputs], head, problem.target_ids).sum()
+
+    tied = jax.grad(lambda w: loss(w, w))(problem.weight)
+    apart = jax.grad(loss, argnums=(0, 1))(problem.weight, problem.weight)
+    assert_within_contract(tied, apart[0] + apart[1], "linear_logp", jnp.float32, "gradient")
+
+
+@every_implementation
+def test_strided_inputs(implementation):
+    """Views of every argument give what their copies give."""
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(24, 16)).astype(np.float32)[::2, ::2]
+    weight = rng.normal(size=(8, 60)).astype(np.float32).T[::2]
+    ids, bias = rng.integers(0, 30, 24)[::2], rng.normal(size=60).astype(np.float32)[::2]
+    strided = linear_logp(hidden, weight, ids, bias, implementation=implementation)
+    copied = linear_logp(*(np.ascontiguousarray(x) for x in (hidden, weight, ids, bias)), implementation=implementation)
+    chex.assert_trees_all_equal(strided, copied)

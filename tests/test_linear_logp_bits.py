@@ -1,0 +1,161 @@
+"""The promises of `deterministic`, as raw bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlk_jax import deterministic, linear_logp
+from tests import helpers
+from tests.helpers import Case, assert_same_bits
+
+CASE = Case("bits", (1000,), 40, 2049, bias=True, temperature="per token")
+SOFTCAP = Case("bits, softcap", (1000,), 40, 2049, bias=True, temperature="per token", options={"logit_softcap": 4.0})
+
+
+def rows_of(problem: helpers.Problem, index) -> helpers.Problem:
+    """The same problem with other tokens, in another order."""
+    return problem._replace(
+        hidden=problem.hidden[index],
+        target_ids=problem.target_ids[index],
+        temperature=problem.temperature[index],
+        upstream=tuple(g[index] for g in problem.upstream),
+    )
+
+
+def outputs(case: Case, problem: helpers.Problem, **changes):
+    """(logp, lse, entropy, dH) of every row, and (dW, db)."""
+    values = problem.call(case, "deterministic", **changes)
+    d_hidden, *d_head = problem.gradients(case, "deterministic", **changes)
+    return (*(x for x in values if x is not None), d_hidden), tuple(d_head)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def whole(request):
+    problem = helpers.make(CASE, request.param)
+    return problem, *outputs(CASE, problem)
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 100, 1000])
+def test_rows_do_not_depend_on_the_batch(whole, n):
+    problem, rows, _ = whole
+    rng = np.random.default_rng(n)
+    for index in (rng.permutation(1000)[:n], np.arange(1000 - n, 1000)):
+        assert_same_bits(outputs(CASE, rows_of(problem, index))[0], [x[index] for x in rows])
+
+
+def test_rows_with_softcap_do_not_depend_on_the_batch():
+    problem = helpers.make(SOFTCAP, jnp.float32)
+    rows, _ = outputs(SOFTCAP, problem)
+    index = np.random.default_rng(0).permutation(1000)[:65]
+    assert_same_bits(outputs(SOFTCAP, rows_of(problem, index))[0], [x[index] for x in rows])
+
+
+def test_run_to_run(whole):
+    problem, rows, head = whole
+    jax.clear_caches()
+    assert_same_bits(outputs(CASE, problem), (rows, head))
+
+
+def test_with_and_without_the_other_outputs(whole):
+    problem, (logp, lse, entropy, _), _ = whole
+    for changes in ({"return_entropy": False}, {"return_lse": False}, {"return_lse": False, "return_entropy": False}):
+        assert_same_bits(jax.tree.leaves(problem.call(CASE, "deterministic", **changes))[0], logp)
+    assert_same_bits(problem.call(CASE, "deterministic", return_entropy=False).lse, lse)
+    assert_same_bits(problem.call(CASE, "deterministic", return_lse=False).entropy, entropy)
+
+
+def test_gradient_with_and_without_the_other_outputs(whole):
+    problem, _, _ = whole
+    logp_only = problem._replace(upstream=(problem.upstream[0], *(jnp.zeros(1000),) * 2))
+    assert_same_bits(logp_only.gradients(CASE, "deterministic"), _logp_gradients(logp_only))
+
+
+def _logp_gradients(problem: helpers.Problem):
+    def loss(operands):
+        hidden, weight, bias = operands
+        logp = linear_logp(
+            hidden, weight, problem.target_ids, bias, temperature=problem.temperature, implementation="deterministic"
+        )
+        return jnp.vdot(problem.upstream[0], logp)
+
+    return jax.grad(loss)((problem.hidden, problem.weight, problem.bias))
+
+
+def test_transformations_do_not_change_bits(whole):
+    problem, (logp, *_), _ = whole
+
+    def f(hidden, target_ids, temperature):
+        return linear_logp(
+            hidden, problem.weight, target_ids, problem.bias, temperature=temperature, implementation="deterministic"
+        )
+
+    arguments = (problem.hidden, problem.target_ids, problem.temperature)
+    assert_same_bits(f(*arguments), logp)
+    assert_same_bits(jax.jit(f)(*arguments), logp)
+    assert_same_bits(jax.vmap(f)(*arguments), logp)
+    assert_same_bits(jax.vmap(f)(*(x.reshape(4, 250, *x.shape[1:]) for x in arguments)).reshape(-1), logp)
+    assert_same_bits(jax.jit(jax.checkpoint(f))(*arguments), logp)
+    surrounded = jax.jit(lambda h, t, s: (f(h * 1, t, s * 1), jnp.exp(f(h, t, s)) * 3 - 1))
+    assert_same_bits(surrounded(*arguments)[0], logp)
+
+
+def test_ignored_rows_anywhere(whole):
+    """NaN rows inserted at random places change no bit of any other row, of dW, or of db."""
+    problem, _, _ = whole
+    kept = rows_of(problem, np.arange(200))
+    rows, head = outputs(CASE, kept)
+    place = np.sort(np.random.default_rng(1).permutation(317)[:200])
+
+    def spread(x, fill):
+        return jnp.full((317, *x.shape[1:]), fill, x.dtype).at[place].set(x)
+
+    sparse = kept._replace(
+        hidden=spread(kept.hidden, jnp.nan),
+        target_ids=spread(kept.target_ids, -100),
+        temperature=spread(kept.temperature, 1),
+        upstream=tuple(spread(g, 3) for g in kept.upstream),
+    )
+    sparse_rows, sparse_head = outputs(CASE, sparse, ignore_index=-100)
+    assert_same_bits([x[place] for x in sparse_rows], rows)
+    assert_same_bits(sparse_head, head)
+
+
+def test_rows_with_zero_upstream_appended_or_inserted(whole):
+    problem, _, _ = whole
+    kept = rows_of(problem, np.arange(100))
+    _, head = outputs(CASE, kept)
+    mask = jnp.arange(250) % 5 < 2
+    masked = rows_of(problem, np.cumsum(np.asarray(mask)) - 1)
+    masked = masked._replace(upstream=tuple(jnp.where(mask, g, 0) for g in masked.upstream))
+    assert_same_bits(outputs(CASE, masked)[1], head)
+
+
+def test_the_chain_is_what_it_says():
+    """fma over ascending k from c: emulated in float64, where a product of two float32 numbers is exact."""
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.normal(size=s).astype(np.float32) for s in ((37, 64), (37, 256), (64, 256)))
+    expected = c
+    for k in range(37):
+        expected = (expected.astype(np.float64) + a[k][:, None].astype(np.float64) * b[k]).astype(np.float32)
+    chain = jax.jit(deterministic.chain)
+    assert_same_bits(chain(a, b, c), expected)
+    for cut in (1, 16, 36):
+        assert_same_bits(chain(a[cut:], b[cut:], chain(a[:cut], b[:cut], c)), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 19), min_size=1, max_size=70),
+    vocab=st.sampled_from([3, 64, 700]),
+    seed=st.integers(0, 100),
+)
+def test_any_selection_of_rows(rows, vocab, seed):
+    case = Case("property", (20,), 9, vocab)
+    problem = helpers.make(case, jnp.float32, seed)
+    whole = problem.call(case, "deterministic")
+    index = np.asarray(rows)
+    selected = problem._replace(hidden=problem.hidden[index], target_ids=problem.target_ids[index])
+    assert_same_bits(selected.call(case, "deterministic"), [x[index] for x in whole])

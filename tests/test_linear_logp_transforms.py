@@ -1,0 +1,224 @@
+"""linear_logp under JAX's transformations, and what the compiled program does not do."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlk_jax import linear_logp, xla
+from tests import helpers
+from tests.helpers import Case, assert_within_contract
+
+CASE = Case("transforms", (12,), 16, 300, bias=True)
+every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return helpers.make(CASE, jnp.float32)
+
+
+def assert_equal_up_to_rounding(actual, expected, kind="gradient"):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_within_contract(a, e, "linear_logp", jnp.float32, kind)
+
+
+class Variants(chex.TestCase):
+    """With and without jit, the op and its gradient agree with the definition."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_values_and_gradients(self):
+        problem = helpers.make(CASE, jnp.float32)
+        gold = helpers.gold(CASE, problem)
+        for implementation in helpers.IMPLEMENTATIONS:
+
+            def loss(operands, target_ids, implementation=implementation):
+                changed = problem._replace(
+                    hidden=operands[0], weight=operands[1], bias=operands[2], target_ids=target_ids
+                )
+                values = changed.call(CASE, implementation)
+                return helpers.weighted(values, problem.upstream), values
+
+            variant = self.variant(jax.value_and_grad(loss, has_aux=True))
+            (_, values), gradients = variant((problem.hidden, problem.weight, problem.bias), problem.target_ids)
+            chex.assert_tree_all_finite((values, gradients))
+            assert_equal_up_to_rounding(tuple(values), gold.values, "forward")
+            assert_equal_up_to_rounding(gradients, gold.gradients)
+
+
+def test_traces_once_for_many_batches(problem):
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def logp(hidden, target_ids):
+        return linear_logp(hidden, problem.weight, target_ids, problem.bias)
+
+    for i in range(3):
+        logp(problem.hidden + i, (problem.target_ids + i) % 300)
+
+
+def test_eager_calls_compile_once(problem):
+    def call(i):
+        return linear_logp(problem.hidden + i, problem.weight, problem.target_ids, problem.bias)
+
+    call(0)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr("logging.Logger.handle", lambda self, record: compiled.append(record.getMessage()))
+        call(1)
+    assert not [m for m in compiled if "Compiling" in m]
+
+
+@every_implementation
+def test_vmap(problem, implementation):
+    def logp(h, w, t):
+        return linear_logp(h, w, t, implementation=implementation)
+
+    h, w, t = problem.hidden, problem.weight, problem.target_ids
+    whole = logp(h, w, t)
+    h3, t3 = h.reshape(3, 4, -1), t.reshape(3, 4)
+    chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(h, w, t), whole)
+    chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(h3, w, t3).reshape(-1), whole)
+    nested = jax.vmap(jax.vmap(logp, (0, None, 0)), (0, None, 0))(h3, w, t3)
+    chex.assert_trees_all_equal(nested.reshape(-1), whole)
+    heads = jnp.stack([w, 2 * w])
+    chex.assert_trees_all_equal(jax.vmap(logp, (None, 0, None))(h, heads, t)[1], logp(h, 2 * w, t))
+    same_token = jax.vmap(lambda h: logp(h, w, t[:4]))(h3)
+    chex.assert_trees_all_equal(same_token, jnp.stack([logp(x, w, t[:4]) for x in h3]))
+
+    expected = jax.grad(lambda h, w: logp(h, w, t).sum(), (0, 1))(h, w)
+    of_sum = jax.grad(lambda h, w: jax.vmap(logp, (0, None, 0))(h3, w, t3).sum() + 0 * h.sum(), (0, 1))(h, w)
+    assert_equal_up_to_rounding(of_sum[1], expected[1])
+    per_example = jax.vmap(jax.grad(lambda h, w, t: logp(h, w, t).sum(), (0, 1)), (0, None, 0))(h3, w, t3)
+    assert_equal_up_to_rounding((per_example[0].reshape(h.shape), per_example[1].sum(0)), expected)
+
+
+@every_implementation
+@pytest.mark.parametrize("wrap", ["jit", "remat", "scan", "saved"])
+def test_gradients_through_transformations(problem, implementation, wrap):
+    def logp(h, w, b, t):
+        return linear_logp(h, w, t, b, implementation=implementation).sum()
+
+    def scanned(h, w, b, t):
+        def step(total, x):
+            return total + logp(x[0], w, b, x[1]), None
+
+        return jax.lax.scan(step, 0.0, (h.reshape(3, 4, -1), t.reshape(3, 4)))[0]
+
+    wrapped = {
+        "jit": jax.jit(logp),
+        "remat": jax.checkpoint(logp),
+        "saved": jax.checkpoint(logp, policy=jax.checkpoint_policies.everything_saveable),
+        "scan": scanned,
+    }[wrap]
+    arguments = (problem.hidden, problem.weight, problem.bias, problem.target_ids)
+    expected = jax.grad(logp, (0, 1, 2))(*arguments)
+    assert_equal_up_to_rounding(jax.grad(wrapped, (0, 1, 2))(*arguments), expected)
+    assert_equal_up_to_rounding(jax.jit(jax.grad(wrapped, (0, 1, 2)))(*arguments), expected)
+
+
+@every_implementation
+def test_x64(problem, implementation):
+    with jax.enable_x64(True):
+        gold = helpers.gold(CASE, problem)
+        wide = problem._replace(target_ids=jnp.asarray(problem.target_ids, jnp.int64))
+        assert wide.target_ids.dtype == jnp.int64
+        values = wide.call(CASE, implementation)
+        chex.assert_type(list(values), jnp.float32)
+        assert_equal_up_to_rounding(tuple(values), gold.values, "forward")
+        gradients = wide.gradients(CASE, implementation)
+        chex.assert_type(gradients, jnp.float32)
+        assert_equal_up_to_rounding(gradients, gold.gradients)
+        with pytest.raises(ValueError, match="target_ids out of range"):
+            wide._replace(target_ids=wide.target_ids.at[0].set(2**32)).call(CASE, implementation)
+
+
+def test_eval_shape():
+    spec = jax.ShapeDtypeStruct
+    arguments = (spec((2, 3, 8), jnp.bfloat16), spec((50, 8), jnp.bfloat16), spec((2, 3), jnp.int32))
+    chex.assert_trees_all_equal(jax.eval_shape(linear_logp, *arguments), spec((2, 3), jnp.float32))
+
+
+def count_dots(function, *arguments) -> int:
+    """Matrix products in the compiled HLO, a fused computation as often as it is called, a loop's body once."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    computations, entry, lines = {}, "", []
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%([\w.-]+) .*\{$", line):
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        lines.append(line)
+
+    def count(name: str) -> int:
+        body = "\n".join(computations[name])
+        called = re.findall(r"(?:calls|body|to_apply)=%([\w.-]+)", body)
+        return len(re.findall(r" dot\(", body)) + sum(map(count, called))
+
+    return count(entry)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_frozen_sides_cost_no_gemm(wrap, monkeypatch):
+    """The forward takes one GEMM, the backward one to recompute and one for each side that needs a gradient.
+
+    Several chunks: with one alone XLA finds that forward and backward can share a GEMM.
+    """
+    jax.clear_caches()
+    monkeypatch.setattr(xla, "MEMORY_BUDGET", 0)
+    case = Case("dots", (256,), 64, 4096)
+    problem = helpers.make(case, jnp.float32)
+    arguments = (problem.hidden, problem.weight, problem.target_ids)
+
+    def loss(*arguments):
+        return wrap(functools.partial(linear_logp, ignore_index=-1, implementation="xla"))(*arguments).sum()
+
+    remat = wrap is jax.checkpoint  # runs the forward once more
+    assert count_dots(loss, *arguments) == 1
+    assert count_dots(jax.value_and_grad(loss, (0, 1)), *arguments) == 4 + remat
+    assert count_dots(jax.value_and_grad(loss, 0), *arguments) == 3 + remat
+    assert count_dots(jax.value_and_grad(loss, 1), *arguments) == 3 + remat
+
+
+def test_temperature_is_a_constant(problem):
+    gradient = jax.grad(lambda t: linear_logp(problem.hidden, problem.weight, problem.target_ids, temperature=t).sum())
+    assert gradient(jnp.float32(0.7)) == 0
+
+
+def temporary_bytes(tokens: int, dim: int, vocab: int) -> int:
+    """Temporary bytes of the compiled forward and backward, beyond the float32 accumulator of dW."""
+    spec = jax.ShapeDtypeStruct
+    function = jax.value_and_grad(lambda h, w, t: linear_logp(h, w, t, implementation="xla").sum(), (0, 1))
+    arguments = (spec((tokens, dim), jnp.bfloat16), spec((vocab, dim), jnp.bfloat16), spec((tokens,), jnp.int32))
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes - 4 * vocab * dim
+
+
+def test_memory_is_a_small_part_of_the_logits_and_does_not_grow():
+    tokens, dim, vocab = 8192, 256, 65536
+    at_8192 = temporary_bytes(tokens, dim, vocab)
+    assert at_8192 <= 0.15 * tokens * vocab * 4
+    # A few numbers per token stay, as in any log-softmax; nothing of the vocabulary's size does.
+    assert temporary_bytes(4 * tokens, dim, vocab) - at_8192 <= 3 * tokens * 64
+
+
+@pytest.mark.parametrize(("vocab", "tokens"), [(1, 1), (2049, 100), (65536, 8192), (151936, 10**6), (10**8, 50)])
+def test_chunks_fit_the_budget(vocab, tokens):
+    rows = xla.chunk_rows(vocab, tokens, xla.MEMORY_BUDGET)
+    assert rows % 16 == 0 and 16 <= rows <= max(16, tokens + 15)
+    assert rows == 16 or rows * vocab * 10 <= xla.MEMORY_BUDGET
+    assert xla.chunk_rows(vocab, tokens, 0) == 16
+
+
+def test_any_budget_gives_the_same_answer(problem, monkeypatch):
+    case = Case("budget", (200,), 24, 1000, bias=True)
+    problem = helpers.make(case, jnp.float32)
+    gold = helpers.gold(case, problem)
+    for budget in (0, 10 * 1000 * 48, 10**9):
+        jax.clear_caches()
+        monkeypatch.setattr(xla, "MEMORY_BUDGET", budget)
+        assert_equal_up_to_rounding(tuple(problem.call(case, "xla")), gold.values, "forward")
+        assert_equal_up_to_rounding(problem.gradients(case, "xla"), gold.gradients)

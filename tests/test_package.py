@@ -1,0 +1,60 @@
+"""What `import rlk_jax` brings and costs, and that the public names are documented."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import rlk_jax
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_public_names_are_documented():
+    documented = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
+    for name in rlk_jax.__all__:
+        assert f"`{name}" in documented or f"rlk_jax.{name}" in documented, name
+        assert getattr(rlk_jax, name) is not None
+
+
+@pytest.mark.parametrize("module", ["torch", "triton", "flax", "optax", "rich", "matplotlib"])
+def test_import_stays_light(module):
+    code = f"import sys, rlk_jax; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_import_adds_little_to_jax_and_flax():
+    """Counted in modules, which do not depend on the machine's load: fewer than half of what jax and flax bring."""
+    code = "import sys; import {}; print(len(sys.modules))"
+    count = [
+        int(subprocess.run([sys.executable, "-c", code.format(x)], capture_output=True, text=True, check=True).stdout)
+        for x in ("jax, flax", "jax, flax, rlk_jax")
+    ]
+    assert count[1] < 1.5 * count[0]
+
+
+def test_kernels_and_ops_keep_their_rooms():
+    """Kernels never import rlk_jax, rlk_jax never imports torch."""
+    forbidden = {"pallas_kernels": ("rlk_jax", "torch"), "rlk_jax": ("torch", "torch_bridge")}
+    for package, names in forbidden.items():
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                imported = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not [x for x in imported if x.split(".")[0] in names], path
+
+
+def test_no_registry_host_is_written_down():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        text = (ROOT / name).read_bytes().decode(errors="ignore")
+        assert not re.search(r"https?://(?:[\w.-]*\.)?(?:pypi|pythonhosted|npmjs|debian)\.", text), name
+
+
+def test_tolerances_live_in_the_contract():
+    """No test compares floats within a number of its own."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        assert not re.search(r"\b(?:atol|rtol)=\s*[\d.]", path.read_text()), path
