@@ -25,10 +25,15 @@ from rlk_jax._problem import (
 from rlk_jax._rows import Block, fold_blocks
 
 MEMORY_BUDGET = 256 * 2**20
-"""Bytes that one chunk of logits and its gradient may take, whatever N is."""
+"""Bytes that one chunk of logits and its gradient may take, whatever N is; or those of the head, where it is larger."""
 _BYTES_PER_LOGIT = 10
 """float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
 _MIN_CHUNK = 16
+
+
+def memory_budget(weight: Array) -> int:
+    """Every chunk reads and writes dW once: chunks grow with the head, or that would outweigh their matrix products."""
+    return max(MEMORY_BUDGET, weight.size * weight.dtype.itemsize)
 
 
 def chunk_rows(vocab_size: int, tokens: int, memory_budget: int) -> int:
@@ -81,7 +86,7 @@ def _statistics(options: Options, operands: Operands, tokens: Tokens) -> Statist
 
     zeros = jnp.zeros(n, jnp.float32)
     start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
-    return fold_blocks(tokens.active, chunk_rows(options.vocab_size, n, MEMORY_BUDGET), step, start)
+    return fold_blocks(tokens.active, chunk_rows(options.vocab_size, n, memory_budget(operands.weight)), step, start)
 
 
 def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
@@ -135,7 +140,7 @@ def _gradients(
         jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
         jnp.zeros(options.vocab_size, jnp.float32) if needs.bias else None,
     )
-    rows = chunk_rows(options.vocab_size, tokens.active.shape[0], MEMORY_BUDGET)
+    rows = chunk_rows(options.vocab_size, tokens.active.shape[0], memory_budget(operands.weight))
     return fold_blocks(tokens.active, rows, step, start).like(operands)
 
 

@@ -213,6 +213,12 @@ def test_chunks_fit_the_budget(vocab, tokens):
     assert xla.chunk_rows(vocab, tokens, 0) == 16
 
 
+def test_the_budget_grows_with_the_head_alone():
+    spec = jax.ShapeDtypeStruct
+    assert xla.memory_budget(spec((65536, 256), jnp.bfloat16)) == xla.MEMORY_BUDGET
+    assert xla.memory_budget(spec((151936, 4096), jnp.bfloat16)) == 151936 * 4096 * 2
+
+
 def test_any_budget_gives_the_same_answer(problem, monkeypatch):
     case = Case("budget", (200,), 24, 1000, bias=True)
     problem = helpers.make(case, jnp.float32)
