@@ -1,7 +1,8 @@
 """Time and temporary memory of linear_logp against the naive definition: python -m benchmarks.linear_logp --help.
 
 The implementations of a shape are timed in turn, round after round, in one process; figures are medians, compared as
-ratios to "naive": JAX's own log_softmax over logits of the input dtype. Memory is the compiled program's temporary bytes.
+ratios to "naive": JAX's own log_softmax over logits of the input dtype. Memory is what the compiled program allocates
+for itself, beyond its inputs and outputs.
 """
 
 import argparse

@@ -5,7 +5,7 @@ logits.
 import functools
 import inspect
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,44 @@ from rlk_jax._problem import (
 )
 
 _NO_SECOND_DERIVATIVE = "linear_logp has no second derivative: its gradient cannot be differentiated again."
+
+
+class _CommonOptions(TypedDict, total=False):
+    """The options that do not decide what linear_logp returns, for its overloads."""
+
+    temperature: float | Float[ArrayLike, "*lead"]
+    logit_softcap: float | None
+    ignore_index: int | None
+    global_vocab_size: int | None
+    weight_layout: WeightLayout
+    validate: bool | None
+    implementation: str | None
+
+
+@overload
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_CommonOptions],
+) -> Float[Array, "*lead"]: ...
+
+
+@overload
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[_CommonOptions],
+) -> LinearLogp: ...
 
 
 def linear_logp(

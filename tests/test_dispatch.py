@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import logging
 
 import jax
@@ -116,3 +117,9 @@ def test_the_device_is_where_the_arguments_live():
     assert dispatch.device_of([jax.device_put(ARGUMENTS[0], third)]).kind == third.device_kind
     with jax.default_device(third):
         assert dispatch.device_of(ARGUMENTS).platform == "cpu"
+
+
+def test_typed_options_are_those_of_the_op():
+    module = importlib.import_module("rlk_jax.linear_logp")
+    keywords = {p.name for p in inspect.signature(linear_logp).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert set(module._CommonOptions.__annotations__) == keywords - {"return_lse", "return_entropy"}
