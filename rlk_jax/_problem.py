@@ -156,5 +156,7 @@ def dproducts_of(
         spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
         gradient -= upstream.entropy[:, None] * (probability * spread)
     if options.logit_softcap is not None:
-        gradient *= 1 - jnp.square(jnp.tanh((products + bias) / options.logit_softcap))
+        # 1 − tanh², without the cancellation where tanh is near 1.
+        decay = jnp.exp(-2 * jnp.abs((products + bias) / options.logit_softcap))
+        gradient *= 4 * decay / jnp.square(1 + decay)
     return jnp.where(tokens.active[:, None], gradient / tokens.temperature[:, None], 0)

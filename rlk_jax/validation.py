@@ -1,7 +1,8 @@
 """Every check of an input and its message, once. Static facts first (`linear_logp`), then values (`token_values`)."""
 
+import functools
 import math
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -167,12 +168,29 @@ def as_int32(ids: Any) -> Array:
     return jnp.asarray(clip(ids, low, high).astype(np.int32))
 
 
-@jax.jit
-def _extremes(ids: Array, counted: Array, temperature: Array) -> tuple[Array, Array, Array, Array]:
-    """Smallest and largest counted id and temperature."""
+class _Findings(NamedTuple):
+    """What one fused pass over the tokens finds: which rows are good, and the extremes for the messages."""
+
+    is_good: Array
+    ids_fit: Array
+    temperatures_fit: Array
+    ids: tuple[Array, Array]
+    temperatures: tuple[Array, Array]
+
+
+@functools.partial(jax.jit, static_argnames="vocab_size")
+def _inspect(ids: Array, counted: Array, temperature: Array, *, vocab_size: int) -> _Findings:
+    id_is_good = (ids >= 0) & (ids < vocab_size)
+    temperature_is_good = (temperature > 0) & (temperature < jnp.inf)
     lowest = jnp.min(ids, where=counted, initial=_INT32.max)
     highest = jnp.max(ids, where=counted, initial=_INT32.min)
-    return lowest, highest, jnp.min(temperature, initial=jnp.inf), jnp.max(temperature, initial=-jnp.inf)
+    return _Findings(
+        is_good=id_is_good & temperature_is_good,
+        ids_fit=jnp.all(id_is_good | ~counted),
+        temperatures_fit=jnp.all(temperature_is_good),
+        ids=(lowest, highest),
+        temperatures=(jnp.min(temperature, initial=jnp.inf), jnp.max(temperature, initial=-jnp.inf)),
+    )
 
 
 def token_values(ids: Array, counted: Array, temperature: Array, *, vocab_size: int, validate: bool | None) -> Array:
@@ -186,20 +204,15 @@ def token_values(ids: Array, counted: Array, temperature: Array, *, vocab_size: 
         raise ValueError(
             "validate=True needs concrete target_ids and temperature; under jit use jax.experimental.checkify."
         )
-    id_is_good = (ids >= 0) & (ids < vocab_size)
-    temperature_is_good = (temperature > 0) & (temperature < jnp.inf)
-    low, high, coldest, hottest = _extremes(ids, counted, temperature)
-    messages = (
-        _TARGETS_OUT_OF_RANGE.replace("{last}", str(vocab_size - 1)),
-        _BAD_TEMPERATURE,
+    found = _inspect(ids, counted, temperature, vocab_size=vocab_size)
+    checks = (
+        (found.ids_fit, found.ids, _TARGETS_OUT_OF_RANGE.replace("{last}", str(vocab_size - 1))),
+        (found.temperatures_fit, found.temperatures, _BAD_TEMPERATURE),
     )
-    ids_fit = jnp.all(id_is_good | ~counted)
-    temperatures_fit = jnp.all(temperature_is_good)
-    if readable and validate is not False:
-        flags = jax.device_get((ids_fit, temperatures_fit, low, high, coldest, hottest))
-        _require(bool(flags[0]), messages[0].format(low=flags[2], high=flags[3]))
-        _require(bool(flags[1]), messages[1].format(low=flags[4], high=flags[5]))
-    else:
-        checkify.debug_check(ids_fit, messages[0], low=low, high=high)
-        checkify.debug_check(temperatures_fit, messages[1], low=coldest, high=hottest)
-    return id_is_good & temperature_is_good
+    must_raise = readable and validate is not False
+    for fits, (low, high), message in jax.device_get(checks) if must_raise else checks:
+        if must_raise:
+            _require(fits, message.format(low=low, high=high))
+        else:
+            checkify.debug_check(fits, message, low=low, high=high)
+    return found.is_good

@@ -2,10 +2,13 @@
 
 import jax
 import pytest
+from hypothesis import settings
 
 from tests import helpers
 
 jax.config.update("jax_num_cpu_devices", 8)
+settings.register_profile("rlk_jax", derandomize=True)
+settings.load_profile("rlk_jax")
 
 _measured: dict[str, tuple[float, float]] = {}
 

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlk_jax import LinearLogp, linear_logp
 from tests import helpers
@@ -251,3 +253,27 @@ def test_strided_inputs(implementation):
     strided = linear_logp(hidden, weight, ids, bias, implementation=implementation)
     copied = linear_logp(*(np.ascontiguousarray(x) for x in (hidden, weight, ids, bias)), implementation=implementation)
     chex.assert_trees_all_equal(strided, copied)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    dim=st.integers(1, 70),
+    vocab=st.integers(20, 600),
+    padding=st.integers(0, 3),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
+    layout=st.sampled_from(["vd", "dv"]),
+    bias=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.3, "per token"]),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_options_against_float64(lead, dim, vocab, padding, softcap, layout, bias, temperature, seed):
+    options = {"logit_softcap": softcap, "weight_layout": layout, "global_vocab_size": vocab - padding}
+    case = Case("any", lead, dim, vocab, bias, options, temperature)
+    problem = helpers.make(case, jnp.float32, seed)
+    gold = helpers.gold(case, problem)
+    values, gradients = problem.call(case, "xla"), problem.gradients(case, "xla")
+    # One number alone may lie close to 0, where a relative error says nothing: judge all of a call together.
+    for actual, expected, kind in ((values, gold.values, "forward"), (gradients, gold.gradients, "gradient")):
+        joined = [np.concatenate([np.ravel(x) for x in xs]) for xs in (actual, expected)]
+        assert_within_contract(*joined, "linear_logp", jnp.float32, kind)
