@@ -35,7 +35,7 @@ test-grpo: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/grpo -m "not learning")
 
 test-learning: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/grpo -m learning)
+	$(call leg,$(RUN) $(PYTEST) tests/grpo -m learning -s -n 0)
 
 test-newest: .venv-newest/ready
 	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) tests --ignore=tests/grpo)

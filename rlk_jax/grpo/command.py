@@ -1,0 +1,76 @@
+"""`rlk grpo`: the command line of the trainer."""
+
+import argparse
+import signal
+import sys
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+from rich.console import Console
+
+from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.tasks import arithmetic_task, load_prompts
+
+_EXTRA_PACKAGES = {"flax", "optax", "orbax", "matplotlib"}
+_DESCRIPTION = "Train a small Flax policy by GRPO: a supervised warm start, then exact-answer rewards."
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `grpo` with one option per field of `GrpoConfig`, and its output folder."""
+    parser = subparsers.add_parser("grpo", help=_DESCRIPTION, description=_DESCRIPTION)
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, metrics and report")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
+    existing.add_argument("--overwrite", action="store_true", help="delete the run in --out and start again")
+    types_of = typing.get_type_hints(GrpoConfig)
+    for option in fields(GrpoConfig):
+        flag, help_text = "--" + option.name.replace("_", "-"), option.metadata["help"]
+        if types_of[option.name] is bool:
+            parser.add_argument(flag, action="store_true", help=help_text)
+            continue
+        kind = _plain_type(types_of[option.name])
+        if option.default is not None:
+            help_text += " (default: %(default)s)"
+        parser.add_argument(flag, type=kind, default=option.default, metavar=kind.__name__.upper(), help=help_text)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train as the parsed arguments say; the exit status: 0 done, 2 bad input, 128 + signal when interrupted."""
+    try:
+        config = GrpoConfig(**{option.name: getattr(arguments, option.name) for option in fields(GrpoConfig)})
+        return _train(config, arguments)
+    except BadInput as error:
+        print(f"rlk grpo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rlk grpo: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _train(config: GrpoConfig, arguments: argparse.Namespace) -> int:
+    # Imported here so that `rlk grpo --help` does not wait for flax, orbax and matplotlib.
+    try:
+        from rlk_jax.grpo.run_folder import RunFolder
+        from rlk_jax.grpo.steps import build_steps, check_implementation, make_mesh
+        from rlk_jax.grpo.trainer import train
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
+            raise
+        raise BadInput(f"{error.name} is not installed: pip install 'rlk-jax[grpo]'") from error
+
+    check_implementation(config.implementation)
+    task = arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
+    steps = build_steps(config, task, make_mesh(config))
+    folder = RunFolder(arguments.out)
+    if arguments.resume:
+        folder.check_resumable(config, task.digest)
+    else:
+        folder.start(config, task.digest, overwrite=arguments.overwrite)
+    return train(config, steps, folder, Console())
+
+
+def _plain_type(annotation: typing.Any) -> type:
+    """`int`, `float` or `str` from an annotation that may be optional."""
+    return next((member for member in typing.get_args(annotation) if member is not type(None)), annotation)

@@ -1,0 +1,87 @@
+"""Every choice of a `rlk grpo` run, in one frozen dataclass that checks itself."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class BadInput(ValueError):
+    """Something that the user gave cannot work; the command line shows it as one line."""
+
+
+def _option(
+    default: Any,
+    description: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of `GrpoConfig`: its command-line help and the bound that a value must keep."""
+    return field(default=default, metadata={"help": description, "minimum": minimum, "above": above, "below": below})
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """One run of `rlk grpo`; equal configs give equal parameters, bit for bit, on equal machines and versions.
+
+    Raises BadInput, in one line that names the field, for a value that cannot work.
+    """
+
+    seed: int = _option(0, "seed of weights, batches and samples", minimum=0, below=2**32)
+    warmup_steps: int = _option(500, "supervised steps before GRPO", minimum=0)
+    grpo_steps: int = _option(200, "GRPO steps", minimum=1)
+    prompts_per_step: int = _option(32, "prompts per GRPO step", minimum=1)
+    samples_per_prompt: int = _option(8, "completions per prompt: one group", minimum=2)
+    updates_per_rollout: int = _option(3, "optimizer steps on each rollout", minimum=1)
+    warmup_learning_rate: float = _option(2e-3, "learning rate of the supervised phase", above=0)
+    learning_rate: float = _option(3e-4, "learning rate of GRPO", above=0)
+    clip_eps: float = _option(0.2, "clip range of the probability ratio", above=0)
+    beta: float = _option(0.01, "weight of the KL to the reference", minimum=0)
+    width: int = _option(64, "model width", minimum=1)
+    layers: int = _option(2, "decoder layers", minimum=1)
+    heads: int = _option(4, "attention heads", minimum=1)
+    max_operand: int = _option(69, "largest operand of the arithmetic prompts", minimum=4, below=1000)
+    demonstration_errors: float = _option(
+        0.5, "share of arithmetic warm-start answers that are another prompt's, for GRPO to correct", minimum=0, below=1
+    )
+    prompts: str | None = _option(None, "JSONL file of prompt/answer pairs, instead of arithmetic")
+    mesh: str = _option("data=1,tensor=1", "devices along each mesh axis")
+    implementation: str | None = _option(None, "implementation of linear_logp (default: the fastest that runs)")
+    shuffle_advantages: bool = _option(False, "control: permute advantages over the samples, so nothing is learnt")
+    checkpoint_every: int = _option(100, "steps between checkpoints", minimum=1)
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            _check_bounds(option.name, getattr(self, option.name), **option.metadata)
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
+        data, tensor = self.mesh_shape
+        if self.prompts_per_step % data:
+            raise BadInput(f"prompts_per_step ({self.prompts_per_step}) must be a multiple of the data axis ({data})")
+        if tensor > 1:
+            raise BadInput(f"mesh {self.mesh}: tensor must be 1; the vocabulary-parallel LM head does not exist yet")
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """Devices along ("data", "tensor"). Raises BadInput when `mesh` does not read `data=N,tensor=M`."""
+        names, _, sizes = zip(*(part.partition("=") for part in self.mesh.split(",")), strict=True)
+        if names != ("data", "tensor") or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise BadInput(f"mesh must read data=N,tensor=M with N, M at least 1, got {self.mesh!r}")
+        return int(sizes[0]), int(sizes[1])
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of both phases; checkpoints and metrics count them through."""
+        return self.warmup_steps + self.grpo_steps
+
+
+def _check_bounds(
+    name: str, value: Any, *, help: str, minimum: float | None, above: float | None, below: float | None
+) -> None:
+    if minimum is not None and not (math.isfinite(value) and value >= minimum):
+        raise BadInput(f"{name} must be at least {minimum}, got {value}")
+    if above is not None and not (math.isfinite(value) and value > above):
+        raise BadInput(f"{name} must be greater than {above}, got {value}")
+    if below is not None and value >= below:
+        raise BadInput(f"{name} must be less than {below}, got {value}")

@@ -1,0 +1,120 @@
+"""The output folder of a run: its files, and what may be done to an existing one."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import orbax.checkpoint as ocp
+
+from rlk_jax.grpo.config import BadInput, GrpoConfig
+
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where one run keeps its files. Paths only: nothing is touched before `start`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration and the digest of the prompts, as JSON."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per step, from step 0."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Orbax checkpoints, named by the number of steps done."""
+        return self.path / "checkpoints"
+
+    @property
+    def summary(self) -> Path:
+        """Held-out rewards before and after, as JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """Plot of reward, KL and clip fraction."""
+        return self.path / "report.png"
+
+    def start(self, config: GrpoConfig, prompts_digest: str, *, overwrite: bool) -> None:
+        """Make the folder ready for a new run. Raises BadInput rather than touch files of anybody else."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"cannot make folder {self.path}: {error.strerror}") from error
+        if any(self.path.iterdir()):
+            if not overwrite:
+                raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
+            self._read_config()
+            for file in (self.metrics, self.summary, self.report):
+                file.unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
+
+    def check_resumable(self, config: GrpoConfig, prompts_digest: str) -> None:
+        """Check that the folder holds a run of this very configuration. Raises BadInput naming what differs."""
+        before, now = self._read_config(), asdict(config) | {"prompts_digest": prompts_digest}
+        for field in now | before:
+            if before.get(field) != now.get(field):
+                raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
+        with open_checkpoints(self) as checkpoints:
+            if checkpoints.latest_step() is None:
+                raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
+
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            config = json.loads(self.config.read_text())
+        except (OSError, ValueError):
+            config = None
+        if not isinstance(config, dict) or "prompts_digest" not in config:
+            raise BadInput(f"{self.path} holds no run of rlk grpo: --resume and --overwrite touch nothing else")
+        return config
+
+    @contextmanager
+    def metrics_after(self, step: int) -> Iterator[TextIO]:
+        """The metrics file, cut to its first `step` lines and open for the next."""
+        with self.metrics.open("a+") as file:
+            file.seek(0)
+            for _ in range(step):
+                file.readline()
+            file.truncate(file.tell())
+            yield file
+
+
+@contextmanager
+def open_checkpoints(folder: RunFolder) -> Iterator[ocp.CheckpointManager]:
+    """The checkpoint manager of a run: synchronous, atomic, keeping the last few."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS, enable_async_checkpointing=False)
+    manager = ocp.CheckpointManager(folder.checkpoints.absolute(), options=options)
+    try:
+        yield manager
+    finally:
+        manager.close()
+
+
+def save(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
+    """Write the state after `step` steps."""
+    checkpoints.save(step, args=ocp.args.StandardSave(state))
+
+
+def restore_latest[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:
+    """The newest state, with the types and shardings of `like`, and its step; `like` and 0 when there is none."""
+    step = checkpoints.latest_step()
+    if step is None:
+        return like, 0
+    return checkpoints.restore(step, args=ocp.args.StandardRestore(like)), step
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Indented JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,201 @@
+"""The steps of a run: supervised warm start, GRPO, evaluation. Each is one jitted program of (state, step)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from rlk_jax import linear_logp
+from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.losses import group_advantages, grpo_loss_from_logps, masked_mean
+from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.rollout import sample_completions
+from rlk_jax.grpo.tasks import VOCAB_SIZE, Examples, Task, completion_mask, exact_answer_reward
+
+MAX_GRADIENT_NORM = 1.0
+ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
+EVALUATION_SAMPLES = 8  # per held-out prompt
+_IGNORED = -100  # target of completion slots after EOS
+_EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds. `reference` is the frozen policy that the KL is taken to."""
+
+    params: nnx.State
+    reference: nnx.State
+    opt_state: optax.OptState
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The jitted programs of one run."""
+
+    initial_state: Callable[[], TrainState]
+    start_grpo: Callable[[TrainState], TrainState]
+    warmup_step: Callable[[TrainState, int], tuple[TrainState, Metrics]]
+    grpo_step: Callable[[TrainState, int], tuple[TrainState, Metrics]]
+    heldout_rewards: Callable[[nnx.State], Metrics]
+
+
+def make_mesh(config: GrpoConfig) -> Mesh:
+    """Mesh ("data", "tensor") of the first devices. Raises BadInput when there are too few."""
+    data, tensor = config.mesh_shape
+    devices = jax.devices()
+    if data * tensor > len(devices):
+        raise BadInput(f"mesh {config.mesh} needs {data * tensor} devices and there are {len(devices)}")
+    return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+
+
+def check_implementation(name: str | None) -> None:
+    """Raises BadInput when linear_logp has no implementation of that name on this device."""
+    hidden, kernel, ids = jnp.zeros((1, 1)), jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32)
+    try:
+        jax.eval_shape(lambda: linear_logp(hidden, kernel, ids, weight_layout="dv", implementation=name))
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def completion_logps(
+    model: Decoder,
+    prompt_ids: Int[Array, "B P"],
+    padding: Int[Array, "B"],
+    completion_ids: Int[Array, "B C"],
+    mask: Bool[Array, "B C"],
+    implementation: str | None,
+) -> Float[Array, "B C"]:
+    """fp32 log-prob of every completion token given all before it; 0 where masked."""
+    tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
+    first = prompt_ids.shape[1] - 1  # the last prompt slot predicts the first completion token
+    hidden = model(tokens[:, :-1], padding)[:, first:]
+    targets = jnp.where(mask, completion_ids, _IGNORED)
+    return linear_logp(
+        hidden,
+        model.lm_head.kernel[...],
+        targets,
+        ignore_index=_IGNORED,
+        weight_layout="dv",
+        implementation=implementation,
+    )
+
+
+def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
+    """Bind config, examples and mesh into the programs of a run; each is compiled when first called.
+
+    All randomness of step k comes from (seed, k), so a run can stop and go on anywhere without changing a bit.
+    """
+    replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    train, heldout = jax.device_put((task.train, task.heldout), replicated)
+    run_key = jax.random.key(config.seed)
+
+    def new_model() -> Decoder:
+        return Decoder(VOCAB_SIZE, config.width, config.layers, config.heads, rngs=nnx.Rngs(config.seed))
+
+    graph = nnx.graphdef(nnx.eval_shape(new_model))
+    demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
+    warmup_optimizer = _optimizer(config.warmup_learning_rate)
+    grpo_optimizer = _optimizer(config.learning_rate)
+
+    def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
+        rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
+        return jax.lax.with_sharding_constraint(jax.tree.map(lambda array: array[rows], examples), by_row)
+
+    def logps(params: nnx.State, examples: Examples, completion_ids: Array, mask: Array) -> Array:
+        model = nnx.merge(graph, params)
+        return completion_logps(
+            model, examples.prompt_ids, examples.padding, completion_ids, mask, config.implementation
+        )
+
+    def sample(params: nnx.State, examples: Examples, key: PRNGKeyArray, greedy: bool = False) -> Array:
+        model = nnx.merge(graph, params)
+        length = examples.answer_ids.shape[1]
+        return sample_completions(model, examples.prompt_ids, examples.padding, key, length=length, greedy=greedy)
+
+    def initial_state() -> TrainState:
+        params = nnx.state(new_model())
+        return TrainState(params, params, warmup_optimizer.init(params))
+
+    def start_grpo(state: TrainState) -> TrainState:
+        return TrainState(state.params, state.params, grpo_optimizer.init(state.params))
+
+    def warmup_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
+        batch_key, wrong_key, other_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
+        count = config.prompts_per_step * config.samples_per_prompt
+        batch = draw(train, batch_key, count)
+        wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (count, 1))
+        answer_ids = jnp.where(wrong, draw(train, other_key, count).answer_ids, batch.answer_ids)
+        mask = completion_mask(answer_ids)
+
+        def loss_of(params: nnx.State) -> Array:
+            return -masked_mean(logps(params, batch, answer_ids, mask), mask)
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        params, opt_state = _apply(warmup_optimizer, grads, state.params, state.opt_state)
+        return state._replace(params=params, opt_state=opt_state), {"loss": loss}
+
+    def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
+        prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
+        prompts = draw(train, prompt_key, config.prompts_per_step)
+        batch = jax.tree.map(lambda array: jnp.repeat(array, config.samples_per_prompt, axis=0), prompts)
+        completion_ids = sample(state.params, batch, sample_key)
+        mask = completion_mask(completion_ids)
+        rewards = exact_answer_reward(completion_ids, batch.answer_ids).astype(jnp.float32)
+        advantages = group_advantages(rewards, samples_per_prompt=config.samples_per_prompt)
+        if config.shuffle_advantages:
+            advantages = jax.random.permutation(shuffle_key, advantages)
+        old_logps = logps(state.params, batch, completion_ids, mask)
+        ref_logps = logps(state.reference, batch, completion_ids, mask)
+
+        def loss_of(params: nnx.State) -> tuple[Array, Metrics]:
+            logp = logps(params, batch, completion_ids, mask)
+            loss = grpo_loss_from_logps(
+                logp, old_logps, ref_logps, advantages, mask, clip_eps=config.clip_eps, beta=config.beta
+            )
+            return loss.loss, loss._asdict()
+
+        def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
+            grads, metrics = jax.grad(loss_of, has_aux=True)(carry[0])
+            return _apply(grpo_optimizer, grads, *carry), metrics
+
+        carry = (state.params, state.opt_state)
+        (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
+        last = jax.tree.map(lambda values: values[-1], metrics)
+        return TrainState(params, state.reference, opt_state), {"reward": rewards.mean(), **last}
+
+    def heldout_rewards(params: nnx.State) -> Metrics:
+        batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
+        key = jax.random.fold_in(run_key, _EVALUATION_STEP)
+        sampled = exact_answer_reward(sample(params, batch, key), batch.answer_ids)
+        greedy = exact_answer_reward(sample(params, heldout, key, greedy=True), heldout.answer_ids)
+        return {"sampled": sampled.mean(), "greedy": greedy.mean()}
+
+    def jit(program: Callable) -> Callable:
+        return jax.jit(program, out_shardings=replicated)
+
+    return Steps(
+        initial_state=jit(initial_state),
+        start_grpo=jit(start_grpo),
+        warmup_step=jit(warmup_step),
+        grpo_step=jit(grpo_step),
+        heldout_rewards=jit(heldout_rewards),
+    )
+
+
+def _optimizer(learning_rate: float) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adam(learning_rate, b2=ADAM_B2))
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, grads: nnx.State, params: nnx.State, opt_state: optax.OptState
+) -> tuple[nnx.State, optax.OptState]:
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state

@@ -1,0 +1,140 @@
+"""Prompts with one exact answer each: the built-in arithmetic, or a user's own file; split into train and held-out."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from rlk_jax.grpo.config import BadInput
+
+PAD, EOS = 0, 1
+_FIRST_CHARACTER, _LAST_CHARACTER = " ", "~"
+_SPECIALS = 2
+VOCAB_SIZE = _SPECIALS + ord(_LAST_CHARACTER) - ord(_FIRST_CHARACTER) + 1
+HELDOUT_FRACTION = 0.2
+_SPLIT_SEED = 0
+
+
+class Pair(NamedTuple):
+    """A prompt and the one completion that is worth a reward."""
+
+    prompt: str
+    answer: str
+
+
+class Examples(NamedTuple):
+    """Encoded pairs. Prompts are padded on the left, so every completion starts at the same slot."""
+
+    prompt_ids: Int[Array, "N P"]
+    padding: Int[Array, "N"]  # how many pad slots stand before each prompt
+    answer_ids: Int[Array, "N C"]  # answer, EOS, then PAD
+
+
+@dataclass(frozen=True)
+class Task:
+    """Train and held-out examples of the same widths, without a prompt in common."""
+
+    train: Examples
+    heldout: Examples
+    digest: str  # of all pairs, so that a resumed run can tell that its prompts changed
+
+
+def encode(text: str) -> list[int]:
+    """Character ids of printable ASCII text. Raises ValueError naming the first character outside it."""
+    for character in text:
+        if not _FIRST_CHARACTER <= character <= _LAST_CHARACTER:
+            raise ValueError(f"character {character!r} is not printable ASCII")
+    return [ord(character) - ord(_FIRST_CHARACTER) + _SPECIALS for character in text]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """The text of ids up to the first EOS; PAD is skipped."""
+    ids = list(ids)
+    ids = ids[: ids.index(EOS)] if EOS in ids else ids
+    return "".join(chr(i - _SPECIALS + ord(_FIRST_CHARACTER)) for i in ids if i != PAD)
+
+
+def completion_mask(completion_ids: Int[Array, "*B C"]) -> Bool[Array, "*B C"]:
+    """True up to and including the first EOS: the tokens the policy chose."""
+    ended = completion_ids == EOS
+    return ended.cumsum(axis=-1) - ended == 0
+
+
+def exact_answer_reward(completion_ids: Int[Array, "B C"], answer_ids: Int[Array, "B C"]) -> Bool[Array, "B"]:
+    """True where a completion is the answer, character for character, and then EOS."""
+    return ((completion_ids == answer_ids) | ~completion_mask(answer_ids)).all(axis=-1)
+
+
+def arithmetic_task(max_operand: int) -> Task:
+    """Sums `a+b=` for a, b in 0..max_operand. `a+b` and `b+a` fall on the same side of the split."""
+    operands = range(max_operand + 1)
+    questions = [sorted({(a, b), (b, a)}) for a in operands for b in operands if a <= b]
+    return _split([[Pair(f"{a}+{b}=", str(a + b)) for a, b in question] for question in questions])
+
+
+def load_prompts(path: Path) -> Task:
+    """Task from a JSONL file of `{"prompt": ..., "answer": ...}` lines; other keys are ignored, so are blank lines.
+
+    Equal prompts fall on the same side of the split. Raises BadInput naming the file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"cannot read prompts file {path}: {error}") from error
+    questions: dict[str, list[Pair]] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            pair = _parse_pair(line)
+        except ValueError as error:
+            raise BadInput(f"{path}, line {number}: {error}") from error
+        questions.setdefault(pair.prompt, []).append(pair)
+    if len(questions) < 2:
+        raise BadInput(f"{path}: needs at least 2 different prompts to hold one out, found {len(questions)}")
+    return _split(list(questions.values()))
+
+
+def _parse_pair(line: str) -> Pair:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}") from error
+    if not isinstance(entry, dict):
+        raise ValueError('expected an object {"prompt": ..., "answer": ...}')
+    for key in Pair._fields:
+        if not isinstance(entry.get(key), str) or not entry[key]:
+            raise ValueError(f'"{key}" must be a non-empty string')
+        encode(entry[key])
+    return Pair(entry["prompt"], entry["answer"])
+
+
+def _split(questions: list[list[Pair]]) -> Task:
+    """Hold out a fixed fraction of the questions, the same ones for every run seed."""
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(questions))
+    held = max(1, round(HELDOUT_FRACTION * len(questions)))
+    heldout = [pair for index in order[:held] for pair in questions[index]]
+    train = [pair for index in order[held:] for pair in questions[index]]
+    prompt_width = max(len(pair.prompt) for pair in train + heldout)
+    answer_width = max(len(pair.answer) for pair in train + heldout) + 1
+    return Task(
+        train=_encode_pairs(train, prompt_width, answer_width),
+        heldout=_encode_pairs(heldout, prompt_width, answer_width),
+        digest=hashlib.sha256(json.dumps([train, heldout]).encode()).hexdigest(),
+    )
+
+
+def _encode_pairs(pairs: list[Pair], prompt_width: int, answer_width: int) -> Examples:
+    prompt_ids = np.full((len(pairs), prompt_width), PAD, np.int32)
+    answer_ids = np.full((len(pairs), answer_width), PAD, np.int32)
+    for row, pair in enumerate(pairs):
+        prompt_ids[row, prompt_width - len(pair.prompt) :] = encode(pair.prompt)
+        answer_ids[row, : len(pair.answer) + 1] = [*encode(pair.answer), EOS]
+    padding = (prompt_ids == PAD).sum(axis=1, dtype=np.int32)
+    return Examples(jnp.asarray(prompt_ids), jnp.asarray(padding), jnp.asarray(answer_ids))

@@ -1,0 +1,161 @@
+"""`rlk grpo`: files, progress and errors, as a user meets them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import matplotlib.image
+import pytest
+
+from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.tasks import arithmetic_task
+from tests.grpo import tiny
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> RunFolder:
+    """A finished run of five steps, two devices wide."""
+    folder = RunFolder(tmp_path_factory.mktemp("run") / "out")
+    assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", folder.path) == 0
+    return folder
+
+
+def test_a_run_writes_its_files(finished):
+    lines = [json.loads(line) for line in finished.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(5))
+    assert [line["phase"] for line in lines] == ["warmup"] * 3 + ["grpo"] * 2
+    assert lines[-1].keys() >= {"reward", "kl", "clip_fraction", "loss", "policy_loss"}
+    summary = json.loads(finished.summary.read_text())
+    assert summary["before"].keys() == summary["after"].keys() == {"sampled", "greedy"}
+    assert matplotlib.image.imread(finished.report).std() > 0
+    assert json.loads(finished.config.read_text())["mesh"] == "data=2,tensor=1"
+
+
+def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished, capsys):
+    before = finished.metrics.read_bytes()
+    assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", finished.path, "--overwrite") == 0
+    assert finished.metrics.read_bytes() == before
+    output = capsys.readouterr().out
+    for expected in ("warmup step 1/5", "grpo step 5/5", "held-out reward", str(finished.report)):
+        assert expected in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples_per_prompt": 1}, "samples_per_prompt must be at least 2, got 1"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 2**32}, "seed must be less than 4294967296, got 4294967296"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+        ({"grpo_steps": 0}, "grpo_steps must be at least 1, got 0"),
+        ({"prompts_per_step": 0}, "prompts_per_step must be at least 1, got 0"),
+        ({"updates_per_rollout": 0}, "updates_per_rollout must be at least 1, got 0"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
+        ({"max_operand": 3}, "max_operand must be at least 4, got 3"),
+        ({"max_operand": 1000}, "max_operand must be less than 1000, got 1000"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
+        ({"learning_rate": "nan"}, "learning_rate must be greater than 0, got nan"),
+        ({"warmup_learning_rate": "inf"}, "warmup_learning_rate must be greater than 0, got inf"),
+        ({"clip_eps": 0}, "clip_eps must be greater than 0, got 0.0"),
+        ({"beta": -0.1}, "beta must be at least 0, got -0.1"),
+        ({"demonstration_errors": 1}, "demonstration_errors must be less than 1, got 1.0"),
+        ({"width": 9}, "width must be an even multiple of heads, got width 9 and 2 heads"),
+        ({"width": 6}, "width must be an even multiple of heads, got width 6 and 2 heads"),
+        ({"mesh": "data=2"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=2'"),
+        ({"mesh": "data=0,tensor=1"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=0,tensor=1'"),
+        (
+            {"mesh": "data=1,tensor=2"},
+            "mesh data=1,tensor=2: tensor must be 1; the vocabulary-parallel LM head does not exist yet",
+        ),
+        ({"mesh": "data=3,tensor=1"}, "prompts_per_step (4) must be a multiple of the data axis (3)"),
+        (
+            {"mesh": "data=16,tensor=1", "prompts_per_step": 16},
+            "mesh data=16,tensor=1 needs 16 devices and there are 8",
+        ),
+        ({"prompts": ""}, "cannot read prompts file .: "),
+        ({"prompts": "absent.jsonl"}, "cannot read prompts file absent.jsonl: "),
+        ({"implementation": "magic"}, "implementation"),
+    ],
+)
+def test_bad_option_is_one_line_and_status_2(tmp_path, capsys, options, message):
+    assert tiny.run_here(*tiny.options(**options), "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlk grpo: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def make_strange(folder: Path, kind: str) -> None:
+    """An output folder that is not ready to be used."""
+    if kind == "file":
+        folder.write_text("")
+        return
+    folder.mkdir()
+    if kind == "foreign":
+        (folder / "thesis.tex").write_text("")
+    if kind == "damaged":
+        (folder / "config.json").write_text("{")
+    if kind == "no checkpoint":
+        RunFolder(folder).start(tiny.config(), arithmetic_task(tiny.config().max_operand).digest, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "message"),
+    [
+        ("file", "--overwrite", "out: File exists"),
+        ("foreign", None, " is not empty: --resume continues its run, --overwrite starts again"),
+        ("foreign", "--overwrite", " holds no run of rlk grpo: --resume and --overwrite touch nothing else"),
+        ("foreign", "--resume", " holds no run of rlk grpo"),
+        ("damaged", "--overwrite", " holds no run of rlk grpo"),
+        ("no checkpoint", "--resume", ": it has no checkpoint; --overwrite starts again"),
+    ],
+)
+def test_strange_folder_is_left_alone(tmp_path, capsys, kind, flag, message):
+    folder = tmp_path / "out"
+    make_strange(folder, kind)
+    files = sorted(tmp_path.rglob("*.*"))
+    assert tiny.run_here(*tiny.options(), "--out", folder, *([flag] if flag else [])) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(tmp_path.rglob("*.*")) == files
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tiny.run_here("--out", tmp_path, "--resume", "--overwrite")
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["flax", "optax", "orbax", "matplotlib"])
+def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch, package):
+    for name in list(sys.modules):
+        if name.startswith("rlk_jax.grpo.") or name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 2
+    assert "is not installed: pip install 'rlk-jax[grpo]'\n" in capsys.readouterr().err
+
+
+def test_losses_and_help_need_no_flax():
+    code = (
+        "import sys, rlk_jax.grpo, rlk_jax.grpo.command;"
+        "assert not {'flax', 'optax', 'orbax', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def test_interrupt_before_the_first_step(tmp_path, capsys, monkeypatch):
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jax, "devices", interrupted)
+    assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "rlk grpo: interrupted\n"

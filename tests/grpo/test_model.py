@@ -1,0 +1,137 @@
+"""The decoder against a float64 definition, its KV cache, and rollouts."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rlk_jax.grpo.model import ROTARY_BASE, Decoder
+from rlk_jax.grpo.rollout import sample_completions
+from rlk_jax.grpo.steps import completion_logps
+from rlk_jax.grpo.tasks import EOS, PAD, VOCAB_SIZE, completion_mask
+from tests import helpers
+
+WIDTH, HEADS = 16, 2
+PROMPT_WIDTH, LENGTH = 6, 5
+PADDING = np.array([0, 3, 5, 1], np.int32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def prompt_ids() -> np.ndarray:
+    ids = np.random.default_rng(0).integers(EOS + 1, VOCAB_SIZE, (len(PADDING), PROMPT_WIDTH), np.int32)
+    return np.where(np.arange(PROMPT_WIDTH) < PADDING[:, None], PAD, ids)
+
+
+@pytest.fixture(scope="module")
+def completion_ids() -> np.ndarray:
+    return np.random.default_rng(1).integers(EOS + 1, VOCAB_SIZE, (len(PADDING), LENGTH), np.int32)
+
+
+def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Log-prob of each next token of one unpadded sequence: the architecture written out in float64 NumPy."""
+
+    def array(parameter):
+        return np.asarray(parameter[...], np.float64)
+
+    def norm(x, layer):
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * array(layer.scale)
+
+    def turned(x):  # pairs (i, i + half) as complex numbers, turned by position · base^(−i/half)
+        half = x.shape[-1] // 2
+        angles = np.arange(len(x))[:, None] * ROTARY_BASE ** (-np.arange(half) / half)
+        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    x = array(model.embed.embedding)[tokens]
+    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    for block in model.blocks:
+        projected = norm(x, block.attention_norm) @ array(block.attention.query_key_value.kernel)
+        heads = []
+        for head in range(HEADS):
+            columns = slice(head * WIDTH // HEADS, (head + 1) * WIDTH // HEADS)
+            q, k, v = (part[:, columns] for part in np.split(projected, 3, axis=1))
+            scores = np.where(causal, turned(q) @ turned(k).T / np.sqrt(WIDTH // HEADS), -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            heads.append(weights / weights.sum(axis=1, keepdims=True) @ v)
+        x = x + np.concatenate(heads, axis=1) @ array(block.attention.out.kernel)
+        gate, up = np.split(norm(x, block.feed_forward_norm) @ array(block.feed_forward.gate_up.kernel), 2, axis=1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ array(block.feed_forward.down.kernel)
+    logits = norm(x, model.norm) @ array(model.lm_head.kernel)
+    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return logp[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+@pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+def test_completion_logps_equal_the_definition_whatever_the_padding(model, prompt_ids, completion_ids, implementation):
+    mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
+    actual = completion_logps(model, prompt_ids, PADDING, completion_ids, mask, implementation)
+    gold = np.zeros(mask.shape)
+    for row, padding in enumerate(PADDING):
+        sequence = np.concatenate([prompt_ids[row, padding:], completion_ids[row]])
+        gold[row] = gold_logps(model, sequence)[-LENGTH:] * mask[row]
+    assert not np.any(np.asarray(actual)[~mask])
+    helpers.assert_within_contract(actual, gold, "grpo_decoder", jnp.float32, "forward")
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8])
+def test_decoding_with_the_cache_equals_the_full_forward(model, prompt_ids, completion_ids, cut):
+    tokens = np.concatenate([prompt_ids, completion_ids], axis=1)
+    extend = nnx.jit(Decoder.extend)
+    hidden, cache = extend(model, tokens[:, :cut], PADDING, model.empty_cache(*tokens.shape), 0)
+    pieces = [hidden]
+    for slot in range(cut, tokens.shape[1]):
+        hidden, cache = extend(model, tokens[:, slot : slot + 1], PADDING, cache, slot)
+        pieces.append(hidden)
+    real = np.arange(tokens.shape[1]) >= PADDING[:, None]
+    cached, full = np.concatenate(pieces, axis=1)[real], np.asarray(model(tokens, PADDING))[real]
+    helpers.assert_within_contract(cached, full, "decoder_cache", jnp.float32, "forward")
+
+
+def test_padding_slots_hold_nothing(model, prompt_ids):
+    real = np.arange(PROMPT_WIDTH) >= PADDING[:, None]
+    other = np.where(real, prompt_ids, 7)
+    chex.assert_trees_all_equal(model(prompt_ids, PADDING)[real], model(other, PADDING)[real])
+
+
+def test_greedy_rollout_takes_the_most_likely_token_of_the_full_forward(model, prompt_ids):
+    ids = sample_completions(model, prompt_ids, PADDING, jax.random.key(0), length=LENGTH, greedy=True)
+    tokens = jnp.concatenate([prompt_ids, ids], axis=1)
+    likely = jnp.argmax(model.lm_head(model(tokens[:, :-1], PADDING)[:, PROMPT_WIDTH - 1 :]), axis=-1)
+    mask = completion_mask(ids)
+    chex.assert_trees_all_equal(jnp.where(mask, ids, PAD), jnp.where(mask, likely, PAD))
+
+
+def test_rollout_samples_from_the_policy(model, prompt_ids):
+    """Token frequencies lie within Hoeffding's bound of the probabilities, for all tokens together, at odds of 1e-9."""
+    count = 4096
+    prompts = jnp.repeat(prompt_ids[1:2], count, axis=0)
+    ids = sample_completions(model, prompts, jnp.repeat(PADDING[1:2], count), jax.random.key(0), length=1)
+    frequencies = np.bincount(ids[:, 0], minlength=VOCAB_SIZE) / count
+    probabilities = jax.nn.softmax(model.lm_head(model(prompt_ids[1:2], PADDING[1:2])[:, -1]))[0]
+    assert np.abs(frequencies - probabilities).max() <= np.sqrt(np.log(2 * VOCAB_SIZE / 1e-9) / (2 * count))
+
+
+def test_rollout_stops_at_eos_and_pads_the_rest(prompt_ids):
+    model = Decoder(VOCAB_SIZE, WIDTH, 1, HEADS, rngs=nnx.Rngs(1))
+    kernel = model.lm_head.kernel[...]
+    model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))  # EOS comes early and often
+    prompts, padding = jnp.tile(prompt_ids, (64, 1)), jnp.tile(PADDING, 64)
+    ids = np.asarray(sample_completions(model, prompts, padding, jax.random.key(0), length=8))
+    ends = np.where((ids == EOS).any(axis=1), (ids == EOS).argmax(axis=1), ids.shape[1])
+    assert len(set(ends.tolist())) > 2
+    assert np.all(ids[np.arange(ids.shape[1]) > ends[:, None]] == PAD)
+
+
+def test_rollout_depends_on_key_and_nothing_else(model, prompt_ids):
+    def sample(key):
+        return sample_completions(model, prompt_ids, PADDING, jax.random.key(key), length=LENGTH)
+
+    chex.assert_trees_all_equal(sample(0), sample(0))
+    assert np.any(sample(0) != sample(1))

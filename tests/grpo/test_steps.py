@@ -1,0 +1,126 @@
+"""The jitted steps: what they compute, on one device and on a mesh."""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlk_jax.checker import tolerance
+from rlk_jax.grpo.steps import Steps, TrainState, build_steps, make_mesh
+from rlk_jax.grpo.tasks import arithmetic_task
+from tests import helpers
+from tests.grpo import tiny
+
+WARMUP, GRPO = 3, 3
+
+
+class Run(NamedTuple):
+    """A few steps of both phases: the state before GRPO, the last one, and what every step measured."""
+
+    steps: Steps
+    warm: TrainState
+    final: TrainState
+    measured: dict[str, np.ndarray]
+
+
+def build(**changes) -> Steps:
+    config = tiny.config(**changes)
+    return build_steps(config, arithmetic_task(config.max_operand), make_mesh(config))
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainState:
+    """Weights that are right now and then, so that GRPO has something to learn from."""
+    steps = build(demonstration_errors=0.0, warmup_learning_rate=1e-2)
+    state = steps.initial_state()
+    for step in range(70):
+        state, _ = steps.warmup_step(state, step)
+    return state
+
+
+def run(trained: TrainState, **changes) -> Run:
+    changes = {"learning_rate": 5e-3, **changes}
+    steps, config = build(**changes), tiny.config(**changes)
+    state, rows = jax.device_put(trained, NamedSharding(make_mesh(config), PartitionSpec())), []
+    for step in range(WARMUP):
+        state, metrics = steps.warmup_step(state, step)
+        rows.append(metrics)
+    warm = state
+    state = steps.start_grpo(state)
+    for step in range(WARMUP, WARMUP + GRPO):
+        state, metrics = steps.grpo_step(state, step)
+        rows.append(metrics)
+    measured = {name: np.array([row[name] for row in rows if name in row]) for name in rows[-1]}
+    return Run(steps, warm, state, measured)
+
+
+@pytest.fixture(scope="module")
+def plain(trained) -> Run:
+    return run(trained)
+
+
+def assert_trains_like(actual: Run, expected: Run) -> None:
+    measured = [np.concatenate(list(run.measured.values())) for run in (actual, expected)]
+    helpers.assert_within_contract(*measured, "grpo_training", jnp.float32, "forward")
+    moved = [
+        jax.tree.map(lambda a, b: np.asarray(a - b).ravel(), r.final.params, r.warm.params) for r in (actual, expected)
+    ]
+    flat = [np.concatenate(jax.tree.leaves(move)) for move in moved]
+    helpers.assert_within_contract(*flat, "grpo_training", jnp.float32, "gradient")
+
+
+def test_grpo_acts_in_these_tests(plain):
+    assert 0 < plain.measured["reward"].mean() < 1
+    assert np.all(plain.measured["kl"] > 0)
+    assert plain.measured["clip_fraction"].max() > 0
+    chex.assert_tree_all_finite(plain.measured)
+
+
+def test_each_phase_is_compiled_once(plain):
+    assert plain.steps.warmup_step._cache_size() == plain.steps.grpo_step._cache_size() == 1
+
+
+def test_reference_is_frozen_at_the_end_of_the_warm_start(plain):
+    chex.assert_trees_all_equal(plain.final.reference, plain.warm.params)
+    moved = jax.tree.map(lambda a, b: np.any(a != b), plain.final.params, plain.final.reference)
+    assert any(jax.tree.leaves(moved))
+
+
+def test_runs_repeat_bit_for_bit(trained, plain):
+    again = run(trained)
+    chex.assert_trees_all_equal(again.final, plain.final)
+    chex.assert_trees_all_equal(again.measured, plain.measured)
+
+
+def test_the_first_update_starts_at_ratio_one(trained):
+    """Policy, old and reference log-probs come from the same weights: no clip, and a KL of rounding error squared."""
+    first = run(trained, updates_per_rollout=1).measured
+    assert first["clip_fraction"][0] == 0
+    assert first["kl"][0] <= tolerance("grpo_training", jnp.float32, "forward") * first["kl"][1]
+
+
+def test_two_devices_train_like_one(trained, plain):
+    wide = run(trained, mesh="data=2,tensor=1")
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(wide.final)} == {2}
+    assert_trains_like(wide, plain)
+
+
+@pytest.mark.parametrize("implementation", ["deterministic", "reference"])
+def test_every_implementation_trains_alike(trained, plain, implementation):
+    assert_trains_like(run(trained, implementation=implementation), plain)
+
+
+def test_shuffling_changes_the_update_and_not_the_first_rollout(trained, plain):
+    shuffled = run(trained, shuffle_advantages=True).measured
+    assert shuffled["reward"][0] == plain.measured["reward"][0]
+    assert shuffled["policy_loss"][0] != plain.measured["policy_loss"][0]
+
+
+def test_demonstration_errors_change_the_warm_start(trained, plain):
+    _, wrong = plain.steps.warmup_step(trained, 0)
+    _, right = build(demonstration_errors=0.0).warmup_step(trained, 0)
+    assert wrong["loss"] > right["loss"]

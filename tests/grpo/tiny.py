@@ -1,0 +1,44 @@
+"""A job small enough for a test, and ways to run it."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlk_jax.grpo.command import add_parser
+from rlk_jax.grpo.config import GrpoConfig
+
+COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
+SIZES: dict[str, Any] = {
+    "width": 8,
+    "layers": 1,
+    "heads": 2,
+    "max_operand": 4,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+}
+
+
+def config(**changes: Any) -> GrpoConfig:
+    return GrpoConfig(**{**SIZES, "warmup_steps": 3, "grpo_steps": 2, **changes})
+
+
+def options(**changes: Any) -> list[str]:
+    """The command-line options that give `config(**changes)`."""
+    values = {**SIZES, "warmup_steps": 3, "grpo_steps": 2, **changes}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+
+
+def run_here(*arguments: str | Path) -> int:
+    """`rlk grpo` in this process; its exit status."""
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["grpo", *map(str, arguments)])
+    return parsed.run(parsed)
+
+
+def environment(compile_cache: Path) -> dict[str, str]:
+    """For `rlk grpo` in its own process: CPU, and one compilation cache for all runs of a test."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(compile_cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", **cache}
