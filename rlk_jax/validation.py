@@ -67,6 +67,17 @@ def _check_devices(inputs: Inputs) -> None:
             _require(home == here, f"{name} device {sorted(here)} must match hidden device {sorted(home)}.")
 
 
+def _check_sharding(inputs: Inputs) -> None:
+    """Auto axes are left to XLA; Explicit ones (those of jax.make_mesh) would stop at the first gather."""
+    for name, x in inputs._asdict().items():
+        spec = tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
+        _require(
+            not any(spec),
+            f"{name} is sharded as {spec} over Explicit mesh axes, which linear_logp does not take yet: "
+            "make the mesh with Auto axes (jax.sharding.Mesh), or call it inside jax.shard_map.",
+        )
+
+
 def _check_shapes(inputs: Inputs, layout: WeightLayout) -> None:
     hidden, weight, target_ids, bias, temperature = inputs
     _require(hidden.ndim >= 1, "hidden must be [*lead, D], got a scalar.")
@@ -148,6 +159,7 @@ def linear_logp(
     vocab_size = inputs.lm_head_weight.shape[0 if weight_layout == "vd" else 1]
     _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size)
     _check_devices(inputs)
+    _check_sharding(inputs)
     return inputs, Options(
         vocab_size=vocab_size,
         real_vocab_size=global_vocab_size or vocab_size,
