@@ -56,7 +56,6 @@ class Operands(NamedTuple):
     bias: Array | None
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Needs:
     """Which operands need a gradient; the others cost no work."""
@@ -112,9 +111,19 @@ def values_of(options: Options, statistics: Statistics) -> LinearLogp:
     return LinearLogp(logp, lse, entropy)
 
 
+def rounded_product(a: Array, b: Array) -> Array:
+    """a·b, rounded whatever is added to it: abs and select keep compilers from fusing a product and a sum.
+
+    Which products they fuse depends on the surrounding program; bits must not.
+    """
+    magnitude = jnp.abs(a * b)
+    return jnp.where((a < 0) != (b < 0), -magnitude, magnitude)
+
+
 def logits_of(options: Options, products: Array, bias: Array, temperature: Array, columns: Array) -> Array:
-    """softcap(products + bias) / temperature, −inf in padding columns. Divides: a reciprocal could be fused into other
-    bits.
+    """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`.
+
+    It divides, by the reason of `rounded_product`: a product with the reciprocal could be fused with a later sum.
     """
     logits = products + bias
     if options.logit_softcap is not None:
@@ -135,7 +144,7 @@ def dproducts_of(
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Array:
-    """Gradient with respect to `products` [rows, columns], exactly 0 in rows that are not active.
+    """Gradient with respect to `products` `[rows, columns]`; exactly 0 in inactive rows and in padding columns.
 
     With p = exp(z − lse) and upstream gradients g:
       dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)),
@@ -146,17 +155,17 @@ def dproducts_of(
     logprob = centred - statistics.log_sum[:, None]
     probability = jnp.exp(logprob)
     is_target = columns == tokens.target_ids[:, None]
-    g_logp = upstream.logp[:, None]
-    gradient = -g_logp * jnp.where(is_target, jnp.expm1(logprob), probability)
+    gradient = rounded_product(-upstream.logp[:, None], jnp.where(is_target, jnp.expm1(logprob), probability))
     if upstream.lse is not None:
-        gradient += upstream.lse[:, None] * probability
+        gradient += rounded_product(upstream.lse[:, None], probability)
     if upstream.entropy is not None:
         assert statistics.gap is not None
         # p = 0 at logits of −inf, where 0·∞ must be 0.
         spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
-        gradient -= upstream.entropy[:, None] * (probability * spread)
+        gradient += rounded_product(-upstream.entropy[:, None], probability * spread)
     if options.logit_softcap is not None:
         # 1 − tanh², without the cancellation where tanh is near 1.
         decay = jnp.exp(-2 * jnp.abs((products + bias) / options.logit_softcap))
         gradient *= 4 * decay / jnp.square(1 + decay)
-    return jnp.where(tokens.active[:, None], gradient / tokens.temperature[:, None], 0)
+    counts = tokens.active[:, None] & (columns < options.real_vocab_size)
+    return jnp.where(counts, gradient / tokens.temperature[:, None], 0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax._problem import Array, Tokens
+from rlk_jax._transforms import start_of_loop
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
     only.
     """
     n = active.shape[0]
+    if n == 0:
+        return start
     padding = -n % rows
     order = jnp.argsort(~active, stable=True).astype(jnp.int32)
     is_active = jnp.pad(active[order], (0, padding))
@@ -54,4 +57,4 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
         block = Block(*(lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (order, is_active)))
         return step(block, carry)
 
-    return lax.fori_loop(0, count, body, start)
+    return lax.fori_loop(0, count, body, start_of_loop(start, active))

@@ -24,6 +24,7 @@ def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bo
         rows = jax.tree.map(
             lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape)), rows, rows_batched
         )
+
         if outputs_are_rows and not any(jax.tree.leaves(shared_batched)):
             flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
             outputs = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), folding(shared, flat))
@@ -38,6 +39,30 @@ def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bo
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return folding
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes of the surrounding shard_map over which x varies; none under check_vma=False."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def equally_varying[Tree](tree: Tree) -> Tree:
+    """Inside shard_map: every leaf made to vary over each mesh axis that any of them varies over; else the tree itself.
+
+    Outside the custom_vjp this lets JAX sum the gradient of a replicated operand over the axes that it was spread over.
+    """
+    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(tree)))
+
+    def spread(x: Any) -> Any:
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(spread, tree)
+
+
+def start_of_loop[Tree](start: Tree, like: jax.Array) -> Tree:
+    """Constants that a loop starts from, varying as `like` does: a loop's carry must keep its type."""
+    return equally_varying((start, like))[0]
 
 
 def refuse_derivative(message: str, tree: Any) -> Any:

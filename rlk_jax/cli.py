@@ -10,7 +10,11 @@ from typing import Any
 
 from rlk_jax.grpo import command as grpo_command
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jax-triton", "triton", "torch")
+PACKAGES = (
+    *("jax", "jaxlib", "jaxtyping", "numpy", "rich"),
+    *("flax", "optax", "orbax-checkpoint", "matplotlib"),
+    *("jax-triton", "triton", "torch"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +36,33 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _devices() -> list[dict[str, Any]]:
+    """What JAX finds; raises RuntimeError where it cannot start."""
+    import jax
+
+    try:
+        return [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
+    except Exception as problem:
+        # Plugins fail in their own ways, a bare AssertionError among them.
+        raise RuntimeError(f"JAX cannot start a backend here: {problem or type(problem).__name__}") from problem
+
+
 def report() -> dict[str, Any]:
-    """Versions, devices and, per op, the implementation that would run on a typical bfloat16 call and why no other."""
+    """Versions, devices and, per op, the implementation that would run on a typical bfloat16 call and why no other.
+
+    Where JAX has no backend there is an "error" in the place of devices and ops.
+    """
+    versions = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
+    }
+    try:
+        return {**versions, "devices": _devices(), "ops": _decisions()}
+    except RuntimeError as problem:
+        return {**versions, "error": str(problem)}
+
+
+def _decisions() -> dict[str, dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
@@ -43,12 +72,7 @@ def report() -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     typical = {"linear_logp": (of(4096, 4096), of(151936, 4096), of(4096, dtype=jnp.int32))}
-    return {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
-        "devices": [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()],
-        "ops": {op: explain(op, *arguments).to_dict() for op, arguments in typical.items()},
-    }
+    return {op: explain(op, *arguments).to_dict() for op, arguments in typical.items()}
 
 
 def _doctor(as_json: bool) -> int:
@@ -56,7 +80,7 @@ def _doctor(as_json: bool) -> int:
     if as_json:
         json.dump(found, sys.stdout, indent=2)
         print()
-        return 0
+        return 1 if "error" in found else 0
     from rich.console import Console
     from rich.table import Table
 
@@ -64,10 +88,13 @@ def _doctor(as_json: bool) -> int:
     machine.add_row("python", found["python"])
     for name, version in found["packages"].items():
         machine.add_row(name, version or "not installed")
-    for device in found["devices"]:
+    for device in found.get("devices", ()):
         machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")
     console = Console()
     console.print(machine)
+    if "error" in found:
+        print(f"rlk doctor: {found['error']}", file=sys.stderr)
+        return 1
     for op, decision in found["ops"].items():
         table = Table("implementation", "runs", "reason", title=f"{op} (bfloat16, D = 4096, V = 151936)")
         table.add_row(decision["choice"], "yes", "the choice: fastest that runs here")

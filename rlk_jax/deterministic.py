@@ -4,7 +4,8 @@ Every sum has one written-down order, and every operation runs on blocks of cons
 neither the number of tokens nor a token's place can reach a bit:
   - a matrix product is, per element, one chain over ascending K (`chain`), never a library GEMM;
   - the softmax is a fixed tree over the vocabulary: eight groups of ceil(V/64)·8 columns, chunks of 256 columns inside
-    a group, halving sums inside a chunk; chunks and then groups are folded in ascending order.
+    a group, halving sums inside a chunk; chunks and then groups are folded in ascending order. V is the true
+    vocabulary: padding rows of the head are never read.
 """
 
 from typing import NamedTuple
@@ -25,9 +26,11 @@ from rlk_jax._problem import (
     Tokens,
     dproducts_of,
     logits_of,
+    rounded_product,
     values_of,
 )
 from rlk_jax._rows import Block, fold_blocks
+from rlk_jax._transforms import start_of_loop
 
 ROWS = 64
 COLUMNS = 256
@@ -36,7 +39,7 @@ _K_BLOCK = 64
 
 
 def group_width(vocab_size: int) -> int:
-    """Columns of one of the eight groups; the last ones may be short or empty."""
+    """For a true vocabulary of this size, columns of one of the eight groups; the last ones may be short or empty."""
     return -(-vocab_size // 64) * 8
 
 
@@ -46,7 +49,7 @@ def chain(a_transposed: Array, b: Array, c: Array) -> Array:
     def step(k: Array, c: Array) -> Array:
         return c + a_transposed[k][:, None] * b[k][None, :]
 
-    return lax.fori_loop(0, b.shape[0], step, c)
+    return lax.fori_loop(0, b.shape[0], step, start_of_loop(c, b))
 
 
 class _Partial(NamedTuple):
@@ -58,13 +61,6 @@ class _Partial(NamedTuple):
     total: Array
     target_logit: Array
     gap: Array
-
-
-def _positive_product(a: Array, b: Array) -> Array:
-    """a·b for results >= 0. The abs keeps a compiler from fusing the product with a sum, which would round once instead
-    of twice.
-    """
-    return jnp.abs(a * b)
 
 
 def _halving_sum(x: Array) -> Array:
@@ -84,7 +80,7 @@ def _partial(logits: Array, is_target: Array) -> _Partial:
     maximum = logits.max(axis=1)
     below = _finite(maximum)[:, None] - logits
     exponentials = jnp.exp(-below)
-    gaps = jnp.where(exponentials == 0, 0, _positive_product(exponentials, below))
+    gaps = jnp.where(exponentials == 0, 0, rounded_product(exponentials, below))
     return _Partial(
         max=maximum,
         total=_halving_sum(exponentials),
@@ -99,17 +95,15 @@ def _fold(a: _Partial, b: _Partial) -> _Partial:
     def rescaled(x: _Partial) -> tuple[Array, Array]:
         below = _finite(maximum) - x.max
         factor = jnp.exp(-below)
-        shift = jnp.where(x.total == 0, 0, _positive_product(x.total, below))
-        return _positive_product(x.total, factor), _positive_product(x.gap + shift, factor)
+        shift = jnp.where(x.total == 0, 0, rounded_product(x.total, below))
+        return rounded_product(x.total, factor), rounded_product(x.gap + shift, factor)
 
     (total_a, gap_a), (total_b, gap_b) = rescaled(a), rescaled(b)
     return _Partial(maximum, total_a + total_b, a.target_logit + b.target_logit, gap_a + gap_b)
 
 
 class _Chunk(NamedTuple):
-    """Up to 256 columns of one group: their ids, which of the 256 are real, and their weight `[256, D]` and bias, zero
-    elsewhere.
-    """
+    """Up to 256 columns of one group: ids, bias `[1, 256]` and weight `[256, D]`, and which of them are real."""
 
     start: Array
     columns: Array
@@ -124,15 +118,19 @@ def _padded_columns(x: Array) -> Array:
 
 
 def _chunk(options: Options, operands: Operands, group: Array, chunk: Array) -> _Chunk:
-    width = group_width(options.vocab_size)
+    width = group_width(options.real_vocab_size)
     start = group * width + chunk * COLUMNS
     columns = start + jnp.arange(COLUMNS, dtype=jnp.int32)
-    valid = columns < jnp.minimum((group + 1) * width, options.vocab_size)
-    index = jnp.minimum(columns, options.vocab_size - 1)
+    valid = columns < jnp.minimum((group + 1) * width, options.real_vocab_size)
+    index = jnp.minimum(columns, options.real_vocab_size - 1)
     weight = operands.weight[index] if options.weight_layout == "vd" else operands.weight[:, index].T
     bias = jnp.zeros(COLUMNS, jnp.float32) if operands.bias is None else operands.bias[index].astype(jnp.float32)
     return _Chunk(
-        start, columns, valid, _padded_columns(jnp.where(valid[:, None], weight, 0)), jnp.where(valid, bias, 0)
+        start,
+        columns[None],
+        valid[None],
+        _padded_columns(jnp.where(valid[:, None], weight, 0)),
+        jnp.where(valid, bias, 0)[None],
     )
 
 
@@ -153,17 +151,25 @@ def _block_statistics(options: Options, operands: Operands, hidden: Array, token
 
     def of_group(group: Array) -> _Partial:
         return lax.fori_loop(
-            0, _chunks_in_group(options.vocab_size), lambda c, so_far: _fold(so_far, of_chunk(group, c)), empty
+            0, _chunks_in_group(options.real_vocab_size), lambda c, so_far: _fold(so_far, of_chunk(group, c)), empty
         )
 
     zeros = jnp.zeros(ROWS, jnp.float32)
     empty = _Partial(jnp.full(ROWS, -jnp.inf, jnp.float32), zeros, zeros, zeros)
+    empty = start_of_loop(empty, tokens.active)
     whole = lax.fori_loop(0, GROUPS, lambda g, so_far: _fold(so_far, of_group(g)), empty)
     gap = whole.gap / whole.total if options.return_entropy else None
     return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap)
 
 
+def _unfolded(tokens: Tokens) -> Tokens:
+    """Keeps a division by a constant temperature from becoming a product with its reciprocal, or nothing at all."""
+    return tokens._replace(temperature=lax.optimization_barrier(tokens.temperature))
+
+
 def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
+    tokens = _unfolded(tokens)
+
     def step(block: Block, so_far: Statistics) -> Statistics:
         hidden = _padded_columns(block.take_hidden(operands.hidden))
         statistics = _block_statistics(options, operands, hidden, block.take_tokens(tokens))
@@ -187,7 +193,8 @@ def _gradients(
 
     Gradients of logits stay float32.
     """
-    dim, vocab_size = operands.hidden.shape[1], options.vocab_size
+    dim, vocab_size = operands.hidden.shape[1], options.real_vocab_size
+    tokens = _unfolded(tokens)
 
     def of_chunk(group: Array, index: Array, hidden: Array, own: tuple, so_far: Gradients) -> Gradients:
         chunk = _chunk(options, operands, group, index)
@@ -216,13 +223,13 @@ def _gradients(
             )
             return done._replace(hidden=jax.tree.map(jnp.add, so_far.hidden, done.hidden))
 
-        zeros = jnp.zeros_like(hidden) if needs.hidden else None
+        zeros = start_of_loop(jnp.zeros_like(hidden), hidden) if needs.hidden else None
         done = lax.fori_loop(0, GROUPS, of_group, so_far._replace(hidden=zeros))
         d_hidden = jax.tree.map(lambda into, rows: block.store(into, rows[:, :dim]), so_far.hidden, done.hidden)
         return done._replace(hidden=d_hidden)
 
     # A chunk writes 256 rows, though only those of its group are not zero: keep room behind the last one.
-    padded_vocab = GROUPS * group_width(vocab_size) + COLUMNS
+    padded_vocab = max(GROUPS * group_width(vocab_size) + COLUMNS, options.vocab_size)
     padded_dim = dim + -dim % _K_BLOCK
     start = Gradients(
         jnp.zeros_like(operands.hidden) if needs.hidden else None,
@@ -231,9 +238,9 @@ def _gradients(
     )
     d_hidden, d_weight, d_bias = fold_blocks(tokens.active, ROWS, step, start)
     if d_weight is not None:
-        d_weight = d_weight[:vocab_size, :dim]
+        d_weight = d_weight[: options.vocab_size, :dim]
         d_weight = d_weight if options.weight_layout == "vd" else d_weight.T
-    return Gradients(d_hidden, d_weight, None if d_bias is None else d_bias[:vocab_size, 0]).like(operands)
+    return Gradients(d_hidden, d_weight, None if d_bias is None else d_bias[: options.vocab_size, 0]).like(operands)
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)

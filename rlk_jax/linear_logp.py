@@ -137,6 +137,7 @@ def linear_logp(
         return_entropy=return_entropy,
         validate=validate,
     )
+    validation.require_values(inputs)
     chosen = dispatch.choose(_problem(inputs, options), implementation)
     tokens = _tokens(inputs, options, ignore_index, validate)
     lead, dim = inputs.hidden.shape[:-1], inputs.hidden.shape[-1]
@@ -180,19 +181,14 @@ def _tokens(inputs: Inputs, options: Options, ignore_index: int | None, validate
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear_logp(functions: LinearLogpFunctions, options: Options, operands: Operands, tokens: Tokens) -> LinearLogp:
     """The values come from a pass that JAX does not differentiate; `_with_gradients` ties the gradients to them."""
-    n = operands.hidden.shape[0]
-    if n == 0:  # runs as one ignored token
-        operands = operands._replace(hidden=jnp.pad(operands.hidden, ((0, 1), (0, 0))))
-        tokens = jax.tree.map(lambda x: jnp.zeros(1, x.dtype), tokens)
-    tokens = lax.stop_gradient(tokens)
+    operands, tokens = _transforms.equally_varying((operands, lax.stop_gradient(tokens)))
     forward = _transforms.vmap_folds_rows(
         lambda shared, rows: functions.forward(options, Operands(rows[0], *shared), rows[1]), outputs_are_rows=True
     )
     hidden, *shared = lax.stop_gradient(operands)
     values, residual = forward(shared, (hidden, tokens))
     values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
-    values = _with_gradients(functions, options, values, operands, tokens, residual)
-    return jax.tree.map(lambda x: x[:n], values)
+    return _with_gradients(functions, options, values, operands, tokens, residual)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -209,13 +205,18 @@ def _with_gradients(
 
 
 def _save(functions: LinearLogpFunctions, options: Options, *primals: Any) -> tuple[LinearLogp, Any]:
+    """Which operands need a gradient is saved as the length of an array, 1 or 0: static, and of this linearisation.
+
+    JAX keeps one residual tree for all linearisations of a jitted function: a flag in the tree would be the last one's.
+    """
     values, operands, tokens, residual = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    needs = Needs(*(x is not None and x.perturbed for x in primals[1]))
+    needs = tuple(jnp.zeros(int(x is not None and x.perturbed)) for x in primals[1])
     return values, (needs, operands, tokens, residual)
 
 
 def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, upstream: LinearLogp) -> tuple[Any, ...]:
-    needs, operands, tokens, residual = saved
+    needed, operands, tokens, residual = saved
+    needs = Needs(*(x.shape[0] > 0 for x in needed))
     given = [None if isinstance(g, SymbolicZero) else g for g in upstream]
     upstream = LinearLogp(jnp.zeros_like(tokens.temperature) if given[0] is None else given[0], *given[1:])
     operands, upstream = _transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (operands, upstream))

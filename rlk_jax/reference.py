@@ -19,17 +19,15 @@ def linear_logp(options: Options, operands: Operands, tokens: Tokens) -> LinearL
     """z = softcap(hidden·Wᵀ + bias) / temperature; logp = log_softmax(z)[target], lse = logsumexp(z), entropy = −Σ p·ln
     p.
     """
-    hidden, weight, bias = (None if x is None else x.astype(jnp.float32) for x in operands)
-    assert hidden is not None and weight is not None
-    if options.weight_layout == "vd":
-        weight = weight.T
-    logits = jnp.matmul(hidden, weight, precision=jax.lax.Precision.HIGHEST)
-    if bias is not None:
-        logits = logits + bias
+    is_padding = jnp.arange(options.vocab_size)[None] >= options.real_vocab_size
+    weight = operands.weight.T if options.weight_layout == "vd" else operands.weight
+    weight = jnp.where(is_padding, 0, weight.astype(jnp.float32))
+    logits = jnp.matmul(operands.hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+    if operands.bias is not None:
+        logits = logits + jnp.where(is_padding, 0, operands.bias.astype(jnp.float32)[None])
     if options.logit_softcap is not None:
         logits = options.logit_softcap * jnp.tanh(logits / options.logit_softcap)
     logits = logits / tokens.temperature[:, None]
-    is_padding = jnp.arange(options.vocab_size) >= options.real_vocab_size
     logits = jnp.where(is_padding, -jnp.inf, logits)
     logprobs = jax.nn.log_softmax(logits)
     probability = jnp.exp(logprobs)

@@ -1,7 +1,7 @@
 """Every check of an input and its message, once. Static facts first (`linear_logp`), then values (`token_values`)."""
 
 import functools
-import math
+import numbers
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -13,6 +13,8 @@ from rlk_jax._problem import Array, Inputs, Options, WeightLayout
 
 FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _INT32 = np.iinfo(np.int32)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+"""The smallest positive number that survives in float32 everywhere; smaller ones may count as 0."""
 _TARGETS_OUT_OF_RANGE = (
     "target_ids out of range: expected [0, {last}], got [{low}, {high}]. "
     "Mask or filter padding / ignore-index values (e.g. -100) before this op."
@@ -98,20 +100,34 @@ def _check_shapes(inputs: Inputs, layout: WeightLayout) -> None:
     )
 
 
+def _is_integer(x: Any) -> bool:
+    """Python or NumPy, but no bool."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _fits_float32(x: float) -> bool:
+    """Whether x is positive and finite, and still is as a float32."""
+    return _SMALLEST <= x <= float(np.finfo(np.float32).max)
+
+
 def _check_options(
     vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
 ) -> None:
     _require(
-        logit_softcap is None or (isinstance(logit_softcap, int | float) and 0 < logit_softcap < math.inf),
+        logit_softcap is None or (_is_number(logit_softcap) and _fits_float32(logit_softcap)),
         f"logit_softcap must be a positive finite number, got {logit_softcap}.",
     )
     _require(
-        global_vocab_size is None or (isinstance(global_vocab_size, int) and 1 <= global_vocab_size <= vocab_size),
+        global_vocab_size is None or (_is_integer(global_vocab_size) and 1 <= global_vocab_size <= vocab_size),
         f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size}.",
     )
     real = global_vocab_size or vocab_size
     _require(
-        ignore_index is None or (isinstance(ignore_index, int) and _INT32.min <= ignore_index <= _INT32.max),
+        ignore_index is None or (_is_integer(ignore_index) and _INT32.min <= ignore_index <= _INT32.max),
         f"ignore_index must be a 32-bit integer, got {ignore_index}.",
     )
     _require(
@@ -122,9 +138,9 @@ def _check_options(
 
 def _temperature(temperature: Any) -> Any:
     """A number is a static fact and is checked here; the values of an array are checked by `token_values`."""
-    if not isinstance(temperature, int | float | np.number):
+    if not _is_number(temperature):
         return as_array("temperature", temperature)
-    _require(0 < temperature < math.inf, _BAD_TEMPERATURE.format(low=temperature, high=temperature))
+    _require(_fits_float32(temperature), _BAD_TEMPERATURE.format(low=temperature, high=temperature))
     return np.float32(temperature)
 
 
@@ -162,12 +178,21 @@ def linear_logp(
     _check_sharding(inputs)
     return inputs, Options(
         vocab_size=vocab_size,
-        real_vocab_size=global_vocab_size or vocab_size,
+        real_vocab_size=vocab_size if global_vocab_size is None else int(global_vocab_size),
         weight_layout=weight_layout,
         logit_softcap=None if logit_softcap is None else float(logit_softcap),
         return_lse=return_lse,
         return_entropy=return_entropy,
     )
+
+
+def require_values(inputs: Inputs) -> None:
+    """Refuses shapes in the place of arrays; `rlk_jax.explain` alone takes those."""
+    for name, x in inputs._asdict().items():
+        _require(
+            not isinstance(x, jax.ShapeDtypeStruct),
+            f"{name} is a ShapeDtypeStruct: use jax.eval_shape, or rlk_jax.explain.",
+        )
 
 
 def as_int32(ids: Any) -> Array:
@@ -193,15 +218,18 @@ class _Findings(NamedTuple):
 @functools.partial(jax.jit, static_argnames="vocab_size")
 def _inspect(ids: Array, counted: Array, temperature: Array, *, vocab_size: int) -> _Findings:
     id_is_good = (ids >= 0) & (ids < vocab_size)
-    temperature_is_good = (temperature > 0) & (temperature < jnp.inf)
+    temperature_is_good = (temperature >= _SMALLEST) & (temperature < jnp.inf)
     lowest = jnp.min(ids, where=counted, initial=_INT32.max)
     highest = jnp.max(ids, where=counted, initial=_INT32.min)
     return _Findings(
         is_good=id_is_good & temperature_is_good,
         ids_fit=jnp.all(id_is_good | ~counted),
-        temperatures_fit=jnp.all(temperature_is_good),
+        temperatures_fit=jnp.all(temperature_is_good | ~counted),
         ids=(lowest, highest),
-        temperatures=(jnp.min(temperature, initial=jnp.inf), jnp.max(temperature, initial=-jnp.inf)),
+        temperatures=(
+            jnp.min(temperature, where=counted, initial=jnp.inf),
+            jnp.max(temperature, where=counted, initial=-jnp.inf),
+        ),
     )
 
 

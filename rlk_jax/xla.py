@@ -42,9 +42,14 @@ def chunk_rows(vocab_size: int, tokens: int, memory_budget: int) -> int:
     return max(min(affordable, -(-tokens // _MIN_CHUNK) * _MIN_CHUNK), _MIN_CHUNK)
 
 
+def _common_dtype(a: Array, b: Array) -> jnp.dtype:
+    """The dtype that a product of both runs in: their own, or float32 where they differ."""
+    return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
+
+
 def _matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """float32 accumulation and output; float32 operands in full precision rather than TF32."""
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = _common_dtype(a, b)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         a.astype(dtype),
@@ -60,12 +65,22 @@ def _products(options: Options, hidden: Array, weight: Array) -> Array:
 
 
 def _bias(operands: Operands) -> Array:
-    return jnp.zeros((), jnp.float32) if operands.bias is None else operands.bias.astype(jnp.float32)
+    return jnp.zeros((1, 1), jnp.float32) if operands.bias is None else operands.bias.astype(jnp.float32)[None]
+
+
+def _columns(options: Options) -> Array:
+    return jnp.arange(options.vocab_size, dtype=jnp.int32)[None]
+
+
+def _d_hidden(options: Options, gradient: Array, weight: Array) -> Array:
+    """gradient·W over the true vocabulary: padding rows may hold anything, and 0·NaN is NaN."""
+    real, axis = options.real_vocab_size, 0 if options.weight_layout == "vd" else 1
+    return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
 
 
 def _statistics(options: Options, operands: Operands, tokens: Tokens) -> Statistics:
     n = tokens.active.shape[0]
-    bias, columns = _bias(operands), jnp.arange(options.vocab_size, dtype=jnp.int32)
+    bias, columns = _bias(operands), _columns(options)
 
     def of_block(block: Block) -> Statistics:
         products = _products(options, block.take_hidden(operands.hidden), operands.weight)
@@ -114,8 +129,8 @@ def _gradients(
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Gradients:
-    bias, columns = _bias(operands), jnp.arange(options.vocab_size, dtype=jnp.int32)
-    dtype = jnp.promote_types(operands.hidden.dtype, operands.weight.dtype)
+    bias, columns = _bias(operands), _columns(options)
+    dtype = _common_dtype(operands.hidden, operands.weight)
 
     def step(block: Block, so_far: Gradients) -> Gradients:
         hidden, own = block.take_hidden(operands.hidden), block.take_tokens(tokens)
@@ -126,8 +141,7 @@ def _gradients(
         rounded = (exact * scale).astype(dtype)
         d_hidden, d_weight, d_bias = so_far
         if d_hidden is not None:
-            rows = _matmul(rounded, operands.weight, (1, 0 if options.weight_layout == "vd" else 1))
-            d_hidden = block.store(d_hidden, rows / scale)
+            d_hidden = block.store(d_hidden, _d_hidden(options, rounded, operands.weight) / scale)
         if d_weight is not None:
             pair = (rounded, hidden) if options.weight_layout == "vd" else (hidden, rounded)
             d_weight += _matmul(*pair, (0, 0)) / scale

@@ -1,6 +1,8 @@
 """`rlk doctor`, and what every command does with bad usage."""
 
 import json
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -36,5 +38,20 @@ def test_bad_usage_exits_2_with_one_line(arguments, capsys):
 
 
 def test_the_command_is_installed():
-    rlk = [sys.executable, "-m", "rlk_jax.cli", "--help"]
-    assert "doctor" in subprocess.run(rlk, capture_output=True, text=True, check=True).stdout
+    rlk = pathlib.Path(sys.executable).parent / "rlk"
+    assert "doctor" in subprocess.run([rlk, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_doctor_survives_a_backend_that_does_not_start(arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlk_jax.cli", *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        pytest.skip("this machine has a GPU")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "JAX cannot start a backend here" in done.stdout + done.stderr and "jaxlib" in done.stdout

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -277,3 +278,45 @@ def test_any_shape_and_options_against_float64(lead, dim, vocab, padding, softca
     for actual, expected, kind in ((values, gold.values, "forward"), (gradients, gold.gradients, "gradient")):
         joined = [np.concatenate([np.ravel(x) for x in xs]) for xs in (actual, expected)]
         assert_within_contract(*joined, "linear_logp", jnp.float32, kind)
+
+
+@every_implementation
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_padding_of_the_head_may_hold_anything(implementation, layout):
+    case = Case(
+        "garbage", (12,), 16, 70, True, {"global_vocab_size": 63, "logit_softcap": 3.0, "weight_layout": layout}
+    )
+    problem = helpers.make(case, jnp.float32)
+    zeros = problem._replace(weight=problem.weight.at[63:].set(0), bias=problem.bias.at[63:].set(0))
+    garbage = problem._replace(weight=problem.weight.at[63:].set(jnp.nan), bias=problem.bias.at[63:].set(jnp.nan))
+    chex.assert_trees_all_equal(garbage.call(case, implementation), zeros.call(case, implementation))
+    gradients = garbage.gradients(case, implementation)
+    chex.assert_trees_all_equal(gradients, zeros.gradients(case, implementation))
+    chex.assert_tree_all_finite(gradients)
+    np.testing.assert_array_equal(gradients[1][63:], 0)
+
+
+@every_implementation
+def test_the_temperature_of_an_ignored_token_is_not_looked_at(implementation):
+    case = helpers.OPTION_CASES[3]
+    problem = helpers.make(case, jnp.float32)
+    ids, temperature = problem.target_ids.at[2, 1].set(-100), problem.temperature.at[2, 1].set(0)
+    ignored = problem._replace(target_ids=ids, temperature=temperature)
+    values = ignored.call(case, implementation, ignore_index=-100)
+    assert values.logp[2, 1] == 0
+    chex.assert_tree_all_finite((values, ignored.gradients(case, implementation, ignore_index=-100)))
+
+
+def test_nnx_variables_and_numpy_scalars():
+    case = helpers.OPTION_CASES[1]
+    problem = helpers.make(case, jnp.float32)
+    head = nnx.Param(problem.weight)
+    options = {"temperature": np.float64(0.5), "logit_softcap": np.float32(30), "ignore_index": np.int32(-100)}
+    plain = {"temperature": 0.5, "logit_softcap": 30.0, "ignore_index": -100, "global_vocab_size": 299}
+    chex.assert_trees_all_equal(
+        linear_logp(problem.hidden, head, problem.target_ids % 299, global_vocab_size=np.int64(299), **options),
+        linear_logp(problem.hidden, problem.weight, problem.target_ids % 299, **plain),
+    )
+    gradient = jax.grad(lambda w: linear_logp(problem.hidden, w, problem.target_ids).sum())(head)
+    expected = jax.grad(lambda w: linear_logp(problem.hidden, w, problem.target_ids).sum())(problem.weight)
+    chex.assert_trees_all_equal(gradient[...], expected)

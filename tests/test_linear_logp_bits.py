@@ -67,21 +67,40 @@ def test_with_and_without_the_other_outputs(whole):
     assert_same_bits(problem.call(CASE, "deterministic", return_lse=False).entropy, entropy)
 
 
-def test_gradient_with_and_without_the_other_outputs(whole):
-    problem, _, _ = whole
-    logp_only = problem._replace(upstream=(problem.upstream[0], *(jnp.zeros(1000),) * 2))
-    assert_same_bits(logp_only.gradients(CASE, "deterministic"), _logp_gradients(logp_only))
+@pytest.mark.parametrize("case", [CASE, SOFTCAP], ids=str)
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 1), (0, 2)], ids=["logp", "entropy", "logp lse", "logp entropy"])
+def test_an_unused_output_and_one_of_zero_gradient_are_the_same(case, used):
+    """Zeros as arrays, and no gradient at all: two programs, one answer. Temperatures per token, and constants."""
+    problem = rows_of(helpers.make(case, jnp.float32), np.arange(70))
+    for temperature in (problem.temperature, 1.0, 0.7):
+        problem = problem._replace(temperature=temperature)
+
+        def loss(operands, upstream, problem=problem):
+            changed = problem._replace(hidden=operands[0], weight=operands[1], bias=operands[2])
+            values = changed.call(case, "deterministic")
+            return sum(jnp.vdot(g, x) for g, x in zip(upstream, values, strict=True) if g is not None)
+
+        operands = (problem.hidden, problem.weight, problem.bias)
+        gradient = jax.jit(jax.grad(loss))
+        absent = [g if i in used else None for i, g in enumerate(problem.upstream)]
+        zeros = [g if i in used else jnp.zeros(70) for i, g in enumerate(problem.upstream)]
+        expected = gradient(operands, absent)
+        assert_same_bits(gradient(operands, zeros), expected)
+        assert_same_bits(jax.jit(lambda: jax.grad(loss)(operands, absent))(), expected)  # noqa: B023 (called at once)
+        assert_same_bits(jax.jit(jax.grad(lambda h: loss((h, *operands[1:]), absent)))(operands[0]), expected[0])  # noqa: B023
 
 
-def _logp_gradients(problem: helpers.Problem):
-    def loss(operands):
-        hidden, weight, bias = operands
-        logp = linear_logp(
-            hidden, weight, problem.target_ids, bias, temperature=problem.temperature, implementation="deterministic"
-        )
-        return jnp.vdot(problem.upstream[0], logp)
-
-    return jax.grad(loss)((problem.hidden, problem.weight, problem.bias))
+def test_padding_rows_of_the_head_change_no_bits():
+    """A head padded to 2112 rows gives what its 2049 real rows give."""
+    problem = rows_of(helpers.make(CASE, jnp.float32), np.arange(70))
+    padded_case = helpers.with_options(CASE, global_vocab_size=2049)
+    padded = problem._replace(
+        weight=jnp.pad(problem.weight, ((0, 63), (0, 0)), constant_values=jnp.nan), bias=jnp.pad(problem.bias, (0, 63))
+    )
+    rows, head = outputs(CASE, problem)
+    padded_rows, padded_head = outputs(padded_case, padded)
+    assert_same_bits(padded_rows, rows)
+    assert_same_bits([x[:2049] for x in padded_head], head)
 
 
 def test_transformations_do_not_change_bits(whole):

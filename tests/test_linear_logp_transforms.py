@@ -122,6 +122,35 @@ def test_gradients_through_transformations(problem, implementation, wrap):
 
 
 @every_implementation
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_tokens(problem, implementation, check_vma):
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:4], ("data",))
+    whole, rows = jax.P(), jax.P("data")
+
+    def logp(h, w, b, t):
+        return linear_logp(h, w, t, b, implementation=implementation)
+
+    def loss(f, h, w, b):
+        return jnp.vdot(problem.upstream[0], f(h, w, b, problem.target_ids))
+
+    sharded = jax.shard_map(logp, mesh=mesh, in_specs=(rows, whole, whole, rows), out_specs=rows, check_vma=check_vma)
+    operands = (problem.hidden, problem.weight, problem.bias)
+    actual = jax.jit(jax.value_and_grad(functools.partial(loss, sharded), (0, 1, 2)))(*operands)
+    expected = jax.value_and_grad(functools.partial(loss, logp), (0, 1, 2))(*operands)
+    assert_equal_up_to_rounding(actual, expected)
+
+
+@every_implementation
+def test_strict_jax_modes(problem, implementation):
+    mixed = problem._replace(hidden=problem.hidden.astype(jnp.bfloat16))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
+        mixed.call(CASE, implementation, ignore_index=-1)
+        jax.grad(
+            lambda h: linear_logp(h, mixed.weight, mixed.target_ids, mixed.bias, implementation=implementation).sum()
+        )(mixed.hidden)
+
+
+@every_implementation
 def test_x64(problem, implementation):
     with jax.enable_x64(True):
         gold = helpers.gold(CASE, problem)
@@ -188,21 +217,30 @@ def test_temperature_is_a_constant(problem):
     assert gradient(jnp.float32(0.7)) == 0
 
 
-def temporary_bytes(tokens: int, dim: int, vocab: int) -> int:
+def temporary_bytes(tokens: int, dim: int, vocab: int, dtype, options: dict) -> int:
     """Temporary bytes of the compiled forward and backward, beyond the float32 accumulator of dW."""
     spec = jax.ShapeDtypeStruct
-    function = jax.value_and_grad(lambda h, w, t: linear_logp(h, w, t, implementation="xla").sum(), (0, 1))
-    arguments = (spec((tokens, dim), jnp.bfloat16), spec((vocab, dim), jnp.bfloat16), spec((tokens,), jnp.int32))
+    head = (dim, vocab) if options.get("weight_layout") == "dv" else (vocab, dim)
+
+    def total(h, w, t):
+        return sum(map(jnp.sum, jax.tree.leaves(linear_logp(h, w, t, implementation="xla", **options))))
+
+    function = jax.value_and_grad(total, (0, 1))
+    arguments = (spec((tokens, dim), dtype), spec(head, dtype), spec((tokens,), jnp.int32))
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes - 4 * vocab * dim
 
 
-def test_memory_is_a_small_part_of_the_logits_and_does_not_grow():
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_layout": "dv"}, {"return_entropy": True, "logit_softcap": 30.0}], ids=str
+)
+def test_memory_is_a_small_part_of_the_logits_and_does_not_grow(dtype, options):
     tokens, dim, vocab = 8192, 256, 65536
-    at_8192 = temporary_bytes(tokens, dim, vocab)
+    at_8192 = temporary_bytes(tokens, dim, vocab, dtype, options)
     assert at_8192 <= 0.15 * tokens * vocab * 4
     # A few numbers per token stay, as in any log-softmax; nothing of the vocabulary's size does.
-    assert temporary_bytes(4 * tokens, dim, vocab) - at_8192 <= 3 * tokens * 64
+    assert temporary_bytes(4 * tokens, dim, vocab, dtype, options) - at_8192 <= 3 * tokens * 40
 
 
 @pytest.mark.parametrize(("vocab", "tokens"), [(1, 1), (2049, 100), (65536, 8192), (151936, 10**6), (10**8, 50)])
