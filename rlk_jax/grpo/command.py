@@ -1,7 +1,6 @@
 """`rlk grpo`: the command line of the trainer."""
 
 import argparse
-import signal
 import sys
 import typing
 from dataclasses import fields
@@ -9,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
+from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
 from rlk_jax.grpo.tasks import arithmetic_task, load_prompts
 
 _EXTRA_PACKAGES = {"flax", "optax", "orbax", "matplotlib"}
@@ -37,24 +37,25 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train as the parsed arguments say; the exit status: 0 done, 2 bad input, 128 + signal when interrupted."""
-    try:
-        config = GrpoConfig(**{option.name: getattr(arguments, option.name) for option in fields(GrpoConfig)})
-        return _train(config, arguments)
-    except BadInput as error:
-        print(f"rlk grpo: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("rlk grpo: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    """Train as the parsed arguments say.
+
+    The exit status: 0 done, 1 diverged, 2 bad input, 128 + signal when interrupted.
+    """
+    with stop_on_signal() as stop:
+        try:
+            config = GrpoConfig(**{option.name: getattr(arguments, option.name) for option in fields(GrpoConfig)})
+            return _train(config, arguments, stop)
+        except (BadInput, Diverged) as error:
+            print(f"rlk grpo: error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, BadInput) else 1
 
 
-def _train(config: GrpoConfig, arguments: argparse.Namespace) -> int:
+def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     # Imported here so that `rlk grpo --help` does not wait for flax, orbax and matplotlib.
     try:
         from rlk_jax.grpo.run_folder import RunFolder
         from rlk_jax.grpo.steps import build_steps, check_implementation, make_mesh
-        from rlk_jax.grpo.trainer import train
+        from rlk_jax.grpo.trainer import say_stopped, train
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
             raise
@@ -63,12 +64,14 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace) -> int:
     check_implementation(config.implementation)
     task = arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
     steps = build_steps(config, task, make_mesh(config))
-    folder = RunFolder(arguments.out)
+    folder, console = RunFolder(arguments.out), Console()
+    if stop.signal is not None:  # before --overwrite deletes anything
+        return say_stopped(console, stop.signal, done=0)
     if arguments.resume:
         folder.check_resumable(config, task.digest)
     else:
         folder.start(config, task.digest, overwrite=arguments.overwrite)
-    return train(config, steps, folder, Console())
+    return train(config, steps, folder, console, stop)
 
 
 def _plain_type(annotation: typing.Any) -> type:

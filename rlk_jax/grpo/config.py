@@ -2,11 +2,23 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class BadInput(ValueError):
     """Something that the user gave cannot work; the command line shows it as one line."""
+
+
+class Diverged(ArithmeticError):
+    """Training left the finite numbers; the command line shows it as one line."""
+
+
+class Bounds(NamedTuple):
+    """What a number must keep: `minimum` included, `above` and `below` not."""
+
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
 
 
 def _option(
@@ -17,8 +29,8 @@ def _option(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of `GrpoConfig`: its command-line help and the bound that a value must keep."""
-    return field(default=default, metadata={"help": description, "minimum": minimum, "above": above, "below": below})
+    """A field of `GrpoConfig`: its command-line help and the bounds that a value must keep."""
+    return field(default=default, metadata={"help": description, "bounds": Bounds(minimum, above, below)})
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class GrpoConfig:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            _check_bounds(option.name, getattr(self, option.name), **option.metadata)
+            _check_bounds(option.name, getattr(self, option.name), option.metadata["bounds"])
         if self.width % self.heads or self.width // self.heads % 2:
             raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
         data, tensor = self.mesh_shape
@@ -76,9 +88,8 @@ class GrpoConfig:
         return self.warmup_steps + self.grpo_steps
 
 
-def _check_bounds(
-    name: str, value: Any, *, help: str, minimum: float | None, above: float | None, below: float | None
-) -> None:
+def _check_bounds(name: str, value: Any, bounds: Bounds) -> None:
+    minimum, above, below = bounds
     if minimum is not None and not (math.isfinite(value) and value >= minimum):
         raise BadInput(f"{name} must be at least {minimum}, got {value}")
     if above is not None and not (math.isfinite(value) and value > above):

@@ -56,9 +56,7 @@ class RunFolder:
             if not overwrite:
                 raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
             self._read_config()
-            for file in (self.metrics, self.summary, self.report):
-                file.unlink(missing_ok=True)
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
+            self._delete_results()
         write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
 
     def check_resumable(self, config: GrpoConfig, prompts_digest: str) -> None:
@@ -71,6 +69,17 @@ class RunFolder:
             if checkpoints.latest_step() is None:
                 raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
 
+    def _delete_results(self) -> None:
+        """Delete all but the configuration; raises BadInput when something is left, for a run would go on from it."""
+        try:
+            # A link goes, and not what it points to.
+            if self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
+                shutil.rmtree(self.checkpoints)
+            for file in (self.checkpoints, self.metrics, self.summary, self.report):
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise BadInput(f"cannot overwrite {self.path}: {error}") from error
+
     def _read_config(self) -> dict[str, Any]:
         try:
             config = json.loads(self.config.read_text())
@@ -82,11 +91,12 @@ class RunFolder:
 
     @contextmanager
     def metrics_after(self, step: int) -> Iterator[TextIO]:
-        """The metrics file, cut to its first `step` lines and open for the next."""
+        """The metrics file, cut to its first `step` lines and open for the next. Raises BadInput when it has fewer."""
         with self.metrics.open("a+") as file:
             file.seek(0)
             for _ in range(step):
-                file.readline()
+                if not file.readline().endswith("\n"):
+                    raise BadInput(f"cannot resume {self.path}: {self.metrics.name} does not have {step} lines")
             file.truncate(file.tell())
             yield file
 
@@ -108,11 +118,17 @@ def save(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
 
 
 def restore_latest[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:
-    """The newest state, with the types and shardings of `like`, and its step; `like` and 0 when there is none."""
+    """The newest state, with the types and shardings of `like`, and its step; `like` and 0 when there is none.
+
+    Raises BadInput naming the checkpoint when it cannot be read.
+    """
     step = checkpoints.latest_step()
     if step is None:
         return like, 0
-    return checkpoints.restore(step, args=ocp.args.StandardRestore(like)), step
+    try:
+        return checkpoints.restore(step, args=ocp.args.StandardRestore(like)), step
+    except Exception as error:  # Orbax and its storage raise many types, ValueError and KeyError among them
+        raise BadInput(f"cannot read checkpoint {checkpoints.directory / str(step)}: it is damaged") from error
 
 
 def write_json(path: Path, value: Any) -> None:

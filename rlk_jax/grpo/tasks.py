@@ -84,7 +84,8 @@ def load_prompts(path: Path) -> Task:
     Equal prompts fall on the same side of the split. Raises BadInput naming the file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also cuts at characters that JSON strings may hold, such as U+2028.
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"cannot read prompts file {path}: {error}") from error
     questions: dict[str, list[Pair]] = {}
@@ -92,7 +93,7 @@ def load_prompts(path: Path) -> Task:
         if not line.strip():
             continue
         try:
-            pair = _parse_pair(line)
+            pair = _parse_pair(line.removesuffix("\r"))
         except ValueError as error:
             raise BadInput(f"{path}, line {number}: {error}") from error
         questions.setdefault(pair.prompt, []).append(pair)
@@ -106,6 +107,8 @@ def _parse_pair(line: str) -> Pair:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError("not JSON: nested too deep") from error
     if not isinstance(entry, dict):
         raise ValueError('expected an object {"prompt": ..., "answer": ...}')
     for key in Pair._fields:

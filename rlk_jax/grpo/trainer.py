@@ -1,87 +1,82 @@
 """A run from start, or from its last checkpoint, to its report: phases, checkpoints, interruption."""
 
 import json
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import math
 
 import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from rich.console import Console
 
-from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.config import Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, progress
 from rlk_jax.grpo.report import plot_report
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest, save, write_json
 from rlk_jax.grpo.steps import Metrics, Steps, TrainState
+from rlk_jax.grpo.stopping import StopRequest
 
 
-@dataclass
-class StopRequest:
-    """The signal that asked the run to stop, once there is one."""
-
-    signal: int | None = None
-
-
-def train(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console) -> int:
+def train(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
     """Run what is left of the job and write its report; the exit status: 0, or 128 + signal when interrupted."""
-    with stop_on_signal() as stop:
-        state = run_steps(config, steps, folder, console, stop)
-        if stop.signal:
-            console.print("stopped; the same command with --resume, not --overwrite, continues", soft_wrap=True)
-            return 128 + stop.signal
-        before = to_floats(steps.heldout_rewards(state.reference))
-        after = to_floats(steps.heldout_rewards(state.params))
-        write_json(folder.summary, {"before": before, "after": after})
-        plot_report(folder.metrics, folder.report)
+    state, done = run_steps(config, steps, folder, console, stop)
+    if stop.signal is not None:
+        return say_stopped(console, stop.signal, done)
+    before = to_floats(steps.heldout_rewards(state.reference))
+    after = to_floats(steps.heldout_rewards(state.params))
+    if stop.signal is not None:
+        return say_stopped(console, stop.signal, done)
+    write_json(folder.summary, {"before": before, "after": after})
+    plot_report(folder.metrics, folder.report)
     console.print(final_table(before, after))
     print_files(console, folder)
     return 0
 
 
-def run_steps(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console, stop: StopRequest) -> TrainState:
-    """Both phases from the newest checkpoint on, until the last step or a request to stop; the state is then saved."""
+def run_steps(
+    config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console, stop: StopRequest
+) -> tuple[TrainState, int]:
+    """Both phases from the newest checkpoint on, until the last step or a request to stop: the state and steps done.
+
+    That state is then saved. Raises Diverged for a number that is not finite, which is neither logged nor saved.
+    """
     with open_checkpoints(folder) as checkpoints:
-        state, start = restore_latest(checkpoints, steps.initial_state())
-        with folder.metrics_after(start) as log, progress(console, start, config.total_steps) as show:
-            for step in range(start, config.total_steps):
-                if step == config.warmup_steps:
+        state, done = restore_latest(checkpoints, steps.initial_state())
+        with folder.metrics_after(done) as log, progress(console, done, config.total_steps) as show:
+            while done < config.total_steps and stop.signal is None:
+                if done == config.warmup_steps:
                     state = steps.start_grpo(state)
-                phase = "warmup" if step < config.warmup_steps else "grpo"
+                phase = "warmup" if done < config.warmup_steps else "grpo"
                 program = steps.warmup_step if phase == "warmup" else steps.grpo_step
-                state, measured = program(state, step)
+                state, measured = program(state, done)
                 metrics = to_floats(measured)
-                log.write(json.dumps({"step": step, "phase": phase, **metrics}) + "\n")
+                for name, value in metrics.items():
+                    if not math.isfinite(value):
+                        raise Diverged(f"training diverged: {name} is {value} at step {done} ({phase})")
+                log.write(json.dumps({"step": done, "phase": phase, **metrics}) + "\n")
                 log.flush()
-                done = step + 1
+                done += 1
                 show(done, phase, metrics)
-                stopping = stop.signal is not None  # read once: a signal that comes later finishes one more step
-                if stopping or done % config.checkpoint_every == 0 or done == config.total_steps:
-                    save(checkpoints, done, state)
-                if stopping:
-                    break
-    return state
+                if done % config.checkpoint_every == 0:
+                    save_finite(checkpoints, done, state)
+        if done and checkpoints.latest_step() != done:
+            save_finite(checkpoints, done, state)
+    return state, done
 
 
-@contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request; the second one ends the process at once."""
-    request = StopRequest()
+def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState) -> None:
+    """Save a state that a run can continue from. Metrics are those before the last update, so they do not tell."""
+    if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)):
+        raise Diverged(f"training diverged: parameters are not finite after step {done - 1}")
+    save(checkpoints, done, state)
 
-    def ask(number: int, _: Any) -> None:
-        request.signal = number
-        for name in previous:
-            signal.signal(name, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step; once more stops at once\n")  # print is not safe in a handler
 
-    previous = {name: signal.signal(name, ask) for name in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield request
-    finally:
-        for name, handler in previous.items():
-            signal.signal(name, handler)
+def say_stopped(console: Console, number: int, done: int) -> int:
+    """Say how to go on after `done` steps; the exit status of a process that this signal stopped."""
+    if done:
+        console.print("stopped; the same command with --resume, not --overwrite, continues", soft_wrap=True)
+    else:
+        console.print("stopped before the first step; nothing was saved", soft_wrap=True)
+    return 128 + number
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:

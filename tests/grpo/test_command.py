@@ -1,16 +1,19 @@
 """`rlk grpo`: files, progress and errors, as a user meets them."""
 
 import json
+import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import matplotlib.image
 import pytest
 
+from rlk_jax.grpo import trainer
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.tasks import arithmetic_task
 from tests.grpo import tiny
@@ -102,6 +105,9 @@ def make_strange(folder: Path, kind: str) -> None:
         (folder / "thesis.tex").write_text("")
     if kind == "damaged":
         (folder / "config.json").write_text("{")
+    if kind == "obstacle":
+        (folder / "config.json").write_text('{"prompts_digest": ""}')
+        (folder / "metrics.jsonl").mkdir()
     if kind == "no checkpoint":
         RunFolder(folder).start(tiny.config(), arithmetic_task(tiny.config().max_operand).digest, overwrite=False)
 
@@ -114,6 +120,7 @@ def make_strange(folder: Path, kind: str) -> None:
         ("foreign", "--overwrite", " holds no run of rlk grpo: --resume and --overwrite touch nothing else"),
         ("foreign", "--resume", " holds no run of rlk grpo"),
         ("damaged", "--overwrite", " holds no run of rlk grpo"),
+        ("obstacle", "--overwrite", "cannot overwrite "),
         ("no checkpoint", "--resume", ": it has no checkpoint; --overwrite starts again"),
     ],
 )
@@ -152,10 +159,88 @@ def test_losses_and_help_need_no_flax():
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
-def test_interrupt_before_the_first_step(tmp_path, capsys, monkeypatch):
-    def interrupted(*_) -> None:
-        raise KeyboardInterrupt
+SIGNAL_AT_FIRST = """
+import os, signal, sys
+from rlk_jax import cli
+event, name, *arguments = sys.argv[1:]
+pending = [signal.SIGINT]
+def hook(happened, details):
+    if pending and happened == event and str(details[0]).endswith(name):
+        os.kill(os.getpid(), pending.pop())
+sys.addaudithook(hook)
+sys.exit(cli.main(arguments))
+"""
+"""A command that gets SIGINT the first time that it imports, or opens, something of that name."""
 
-    monkeypatch.setattr(jax, "devices", interrupted)
-    assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 128 + signal.SIGINT
-    assert capsys.readouterr().err == "rlk grpo: interrupted\n"
+
+@pytest.mark.parametrize(("event", "name"), [("import", "flax"), ("open", "config.json"), ("open", "metrics.jsonl")])
+def test_signal_before_the_first_step_is_one_line_and_saves_nothing(tmp_path, event, name):
+    out = RunFolder(tmp_path / "out")
+    command = [sys.executable, "-c", SIGNAL_AT_FIRST, event, name, "grpo", *tiny.options(), "--out", str(out.path)]
+    ended = subprocess.run(command, env=tiny.environment(tmp_path / "cache"), capture_output=True, text=True)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == "stopped before the first step; nothing was saved\n"
+    assert not out.metrics.exists() or not out.metrics.read_text()
+    assert not list(out.path.glob("checkpoints/*"))
+
+
+def test_signal_during_the_evaluation_is_answered_and_resume_finishes(tmp_path, capsys, monkeypatch):
+    out, real, pending = RunFolder(tmp_path / "out"), trainer.to_floats, [signal.SIGINT]
+
+    def interrupted(metrics):
+        if "greedy" in metrics and pending:
+            os.kill(os.getpid(), pending.pop())
+        return real(metrics)
+
+    monkeypatch.setattr(trainer, "to_floats", interrupted)
+    assert tiny.run_here(*tiny.options(), "--out", out.path) == 128 + signal.SIGINT
+    assert "--resume, not --overwrite, continues" in capsys.readouterr().out
+    assert not out.summary.exists()
+    assert tiny.run_here(*tiny.options(), "--out", out.path, "--resume") == 0
+    assert out.summary.exists() and out.report.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "logged"),
+    [
+        ({"learning_rate": 1e300}, r"kl is (nan|inf) at step 3 \(grpo\)", 3),
+        ({"warmup_learning_rate": 1e300}, r"loss is (nan|inf) at step 1 \(warmup\)", 1),
+        ({"warmup_steps": 0, "grpo_steps": 1, "updates_per_rollout": 1, "learning_rate": 1e300}, "parameters", 1),
+    ],
+)
+def test_divergence_is_one_line_and_status_1(tmp_path, capsys, changes, message, logged):
+    out = RunFolder(tmp_path / "out")
+    assert tiny.run_here(*tiny.options(**changes), "--out", out.path) == 1
+    error = capsys.readouterr().err
+    assert re.search("training diverged: " + message, error)
+    assert error.count("\n") == 1
+    lines = [json.loads(line) for line in out.metrics.read_text().splitlines()]
+    assert len(lines) == logged
+    assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
+
+
+def test_overwrite_removes_a_link_to_checkpoints_and_starts_again(tmp_path):
+    out, kept = RunFolder(tmp_path / "out"), tmp_path / "kept"
+    assert tiny.run_here(*tiny.options(), "--out", out.path) == 0
+    out.checkpoints.rename(kept)
+    out.checkpoints.symlink_to(kept)
+    assert tiny.run_here(*tiny.options(seed=1), "--out", out.path, "--overwrite") == 0
+    assert (kept / "5").is_dir()
+    assert not out.checkpoints.is_symlink()
+    assert len(out.metrics.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("checkpoints/5/default", "cannot read checkpoint "), ("metrics.jsonl", "metrics.jsonl does not have 5 lines")],
+)
+def test_damaged_run_is_one_line_on_resume(tmp_path, capsys, finished, damage, message):
+    folder = tmp_path / "out"
+    shutil.copytree(finished.path, folder)
+    lost = folder / damage
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", folder, "--resume") == 2
+    error = capsys.readouterr().err
+    assert str(folder) in error and message in error
+    assert error.count("\n") == 1

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk_jax.grpo import group_advantages, grpo_loss_from_logps, k3_kl, masked_mean
+from rlk_jax.grpo import (
+    clipped_surrogate,
+    clipped_tokens,
+    group_advantages,
+    grpo_loss_from_logps,
+    k3_kl,
+    masked_mean,
+)
 from tests import helpers
 
 CLIP_EPS, BETA = 0.2, 0.05
@@ -61,6 +68,24 @@ class LossVariants(chex.TestCase):
         rewards = np.random.default_rng(1).normal(size=24).astype(np.float32)
         advantages = self.variant(lambda x: group_advantages(x, samples_per_prompt=6))(rewards)
         helpers.assert_within_contract(advantages, gold_advantages(rewards, 6), "grpo_losses", jnp.float32, "forward")
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_terms_equal_the_definition(self):
+        logp, old, ref, advantages, mask = make_tokens(2)
+        x, o, r, a = (array.astype(np.float64) for array in (logp, old, ref, advantages[:, None]))
+        ratio = np.exp(x - o)
+        limited = np.where(a > 0, np.minimum(ratio, 1 + CLIP_EPS), np.maximum(ratio, 1 - CLIP_EPS))
+        for function, arguments, gold in (
+            (lambda *x: clipped_surrogate(*x, CLIP_EPS), (logp, old, advantages[:, None]), limited * a),
+            (k3_kl, (logp, ref), np.exp(r - x) - 1 - (r - x)),
+            (masked_mean, (logp, mask), x[mask].sum() / mask.sum()),
+        ):
+            value = self.variant(function)(*arguments)
+            chex.assert_type(value, jnp.float32)
+            helpers.assert_within_contract(value, gold, "grpo_losses", jnp.float32, "forward")
+        clipped = self.variant(lambda *x: clipped_tokens(*x, CLIP_EPS))(logp, old, advantages[:, None])
+        np.testing.assert_array_equal(clipped, limited != ratio)
+        assert 0 < np.sum(clipped) < clipped.size  # both sides of the clip are in this data
 
 
 @settings(deadline=None, max_examples=25)

@@ -14,8 +14,8 @@ import pytest
 
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
 from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
+from rlk_jax.grpo.stopping import stop_on_signal
 from rlk_jax.grpo.tasks import arithmetic_task
-from rlk_jax.grpo.trainer import stop_on_signal
 from tests.grpo import tiny
 
 PHASE_STEPS = 300

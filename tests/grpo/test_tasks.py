@@ -96,10 +96,22 @@ def test_prompt_file_is_split_without_losing_a_line(tmp_path):
     assert task.digest == again.digest != arithmetic_task(4).digest
 
 
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("note", ["", "\u2028", "\x85"])
+def test_prompt_file_as_editors_write_it(tmp_path, bom, end, note):
+    path = tmp_path / "edited.jsonl"
+    lines = [json.dumps({"prompt": name, "answer": name, "note": note}, ensure_ascii=False) + end for name in "ab"]
+    path.write_bytes((bom + "".join(lines)).encode())
+    task = load_prompts(path)
+    assert sorted(texts(task.train) + texts(task.heldout)) == [("a", "a"), ("b", "b")]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "not JSON: "),
+        ("[" * 100_000, "not JSON: nested too deep"),
         ("[1]", 'expected an object {"prompt": ..., "answer": ...}'),
         ('{"prompt": "a"}', '"answer" must be a non-empty string'),
         ('{"prompt": "", "answer": "b"}', '"prompt" must be a non-empty string'),
