@@ -1,3 +1,1 @@
-"""Device code: arrays in, arrays out, static configuration. No policy, no validation, no autodiff; never imports
-`rlk_jax`.
-"""
+"""Device code: arrays in, arrays out, static configuration. No policy, no autodiff; never imports `rlk_jax`."""

@@ -37,9 +37,7 @@ class Options:
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call as the user shaped them: hidden `[*lead, D]`, target_ids `[*lead]`, temperature `[]` or
-    `[*lead]`.
-    """
+    """One call's arrays as the user shaped them; hidden `[*lead, D]`, ids `[*lead]`, temperature `[]` or `[*lead]`."""
 
     hidden: Any
     lm_head_weight: Any

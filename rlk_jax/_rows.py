@@ -1,6 +1,4 @@
-"""Active tokens in blocks of constant shape: static shapes, a dynamic number of blocks, so cost follows the active
-tokens.
-"""
+"""Active tokens in blocks of constant shape, a dynamic number of them: cost follows the active tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +13,7 @@ from rlk_jax._transforms import start_of_loop
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens `index`, in their own order; where `active` is False the row only fills the block and must contribute
-    nothing.
-    """
+    """Tokens `index`, in their own order; where not `active`, a row fills the block and must contribute nothing."""
 
     index: Array
     active: Array
@@ -41,9 +37,7 @@ class Block:
 
 
 def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], Carry], start: Carry) -> Carry:
-    """`step` over blocks of `rows` tokens that hold every active token `[N]`, ascending; no block holds inactive ones
-    only.
-    """
+    """`step` over as many blocks of `rows` tokens as hold every active token `[N]`, in ascending order."""
     n = active.shape[0]
     if n == 0:
         return start

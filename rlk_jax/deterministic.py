@@ -53,9 +53,7 @@ def chain(a_transposed: Array, b: Array, c: Array) -> Array:
 
 
 class _Partial(NamedTuple):
-    """Softmax over some columns, one row per token: the maximum, Σ e, the target's logit if it is among them, Σ e·(max
-    − z).
-    """
+    """Softmax over some columns, a row per token: maximum, Σ e, the target's logit if among them, Σ e·(max − z)."""
 
     max: Array
     total: Array

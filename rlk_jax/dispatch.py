@@ -118,9 +118,7 @@ def _log_once(message: str) -> None:
 
 
 def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str, list[str]]) -> None:
-    """A faster implementation meant for this device was passed over: one log line per reason, an error under
-    RLK_STRICT=1.
-    """
+    """A faster implementation meant for this device was passed over: logged once per reason, refused if strict."""
     for faster in TABLE[problem.op]:
         if faster is chosen:
             return

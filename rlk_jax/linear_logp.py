@@ -1,6 +1,4 @@
-"""linear_logp: the log-probability of each taken token straight from hidden states and the LM head, without `[N, V]`
-logits.
-"""
+"""linear_logp: log-probabilities of the taken tokens from hidden states and the LM head, without the logits."""
 
 import functools
 import inspect

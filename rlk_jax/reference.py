@@ -16,9 +16,7 @@ from rlk_jax._problem import (
 
 
 def linear_logp(options: Options, operands: Operands, tokens: Tokens) -> LinearLogp:
-    """z = softcap(hidden·Wᵀ + bias) / temperature; logp = log_softmax(z)[target], lse = logsumexp(z), entropy = −Σ p·ln
-    p.
-    """
+    """z = softcap(hidden·Wᵀ + bias) / temperature; logp = log_softmax(z)[target], lse, entropy = −Σ p·ln p."""
     is_padding = jnp.arange(options.vocab_size)[None] >= options.real_vocab_size
     weight = operands.weight.T if options.weight_layout == "vd" else operands.weight
     weight = jnp.where(is_padding, 0, weight.astype(jnp.float32))

@@ -196,9 +196,7 @@ def require_values(inputs: Inputs) -> None:
 
 
 def as_int32(ids: Any) -> Array:
-    """Integer ids as int32. Ids beyond int32 saturate, so that an id out of range stays out of range instead of
-    wrapping.
-    """
+    """Integer ids as int32. Ids beyond int32 saturate: one out of range must stay so, not wrap."""
     info = jnp.iinfo(ids.dtype)
     low, high = max(info.min, _INT32.min), min(info.max, _INT32.max)
     clip = np.clip if isinstance(ids, np.ndarray | np.generic) else jnp.clip

@@ -110,9 +110,7 @@ def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[Line
 
 
 def _rounding_scale(dtype: jnp.dtype, tokens: Tokens, upstream: LinearLogp) -> Array:
-    """A power of two that brings gradients of logits near the top of float16, where g·p near 1e-9 survives; 1 for other
-    dtypes.
-    """
+    """A power of two that lifts float16 gradients of logits, so that g·p near 1e-9 survives; 1 for other dtypes."""
     if dtype != jnp.float16:
         return jnp.ones((), jnp.float32)
     # |p·(z − Σ p·z)| <= 1/e + ln V < 14 bounds the entropy's share.
