@@ -34,6 +34,10 @@ class Options:
     logit_softcap: float | None
     return_lse: bool
     return_entropy: bool
+    may_ignore: bool
+    """Some tokens may be ignored: without an ignore_index, an implementation need not look."""
+    memory_budget: int | None
+    """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
 
 
 class Inputs(NamedTuple):
@@ -116,6 +120,19 @@ def rounded_product(a: Array, b: Array) -> Array:
     """
     magnitude = jnp.abs(a * b)
     return jnp.where((a < 0) != (b < 0), -magnitude, magnitude)
+
+
+def gradient_bound(temperature: Array, upstream: LinearLogp) -> Array:
+    """A bound on |gradient of a logit| of each row: |p·(z − Σ p·z)| <= 1/e + ln V < 14 is the entropy's share."""
+    return (
+        sum(weight * jnp.abs(g) for weight, g in zip((1, 1, 14), upstream, strict=True) if g is not None) / temperature
+    )
+
+
+def lifting_power(bound: Array) -> Array:
+    """The power of two that lifts `bound` to between 2¹⁴ and 2¹⁵: float16 gradients near 1e-9 survive it."""
+    _, exponent = jnp.frexp(bound)
+    return jnp.ldexp(jnp.float32(1), jnp.clip(15 - exponent, -100, 100))
 
 
 def logits_of(options: Options, products: Array, bias: Array, temperature: Array, columns: Array) -> Array:

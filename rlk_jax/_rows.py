@@ -1,4 +1,4 @@
-"""Active tokens in blocks of constant shape, a dynamic number of them: cost follows the active tokens."""
+"""Active tokens in front of the others, or in blocks of constant shape: cost follows the active tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,3 +52,47 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
         return step(block, carry)
 
     return lax.fori_loop(0, count, body, start_of_loop(start, active))
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """The active ones of N tokens, in their own order, at the front of `size` rows.
+
+    `index` says which token a row holds and `place` in which row a token is; both are None where all are active and
+    stay where they are.
+    """
+
+    size: int
+    count: Array
+    active: Array
+    index: Array | None
+    place: Array | None
+
+    def take(self, x: Array, fill: float = 0) -> Array:
+        """`[size, ...]`: the rows of `x [N, ...]`, and `fill` behind them."""
+        if self.index is None:
+            padding = ((0, self.size - x.shape[0]), *((0, 0),) * (x.ndim - 1))
+            return jnp.pad(x, padding, constant_values=fill)
+        is_row = jnp.arange(self.size, dtype=jnp.int32) < self.count
+        return jnp.where(is_row.reshape(-1, *(1,) * (x.ndim - 1)), x[self.index], jnp.asarray(fill, x.dtype))
+
+    def spread(self, rows: Array) -> Array:
+        """`[N, ...]` from `rows [size, ...]`: 0 where a token is not active."""
+        if self.place is None:
+            return rows[: self.active.shape[0]]
+        return jnp.where(self.active.reshape(-1, *(1,) * (rows.ndim - 1)), rows[self.place], 0)
+
+
+def compact(active: Array, size: int, *, all_active: bool = False) -> Compacted:
+    """Compacts tokens of which `active [N]` are; all_active says that all are."""
+    n = active.shape[0]
+    if all_active:
+        return Compacted(size, jnp.full(1, n, jnp.int32), active, None, None)
+    place = jnp.cumsum(active, dtype=jnp.int32) - 1
+    tokens = jnp.arange(n, dtype=jnp.int32)
+    index = (
+        jnp.zeros(size, jnp.int32)
+        .at[jnp.where(active, place, size + tokens)]
+        .set(tokens, mode="drop", unique_indices=True)
+    )
+    return Compacted(size, place[-1:] + 1, active, index, jnp.maximum(place, 0))

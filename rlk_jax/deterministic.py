@@ -31,16 +31,11 @@ from rlk_jax._problem import (
 )
 from rlk_jax._rows import Block, fold_blocks
 from rlk_jax._transforms import start_of_loop
+from rlk_jax._tree import GROUPS, group_width
 
 ROWS = 64
 COLUMNS = 256
-GROUPS = 8
 _K_BLOCK = 64
-
-
-def group_width(vocab_size: int) -> int:
-    """For a true vocabulary of this size, columns of one of the eight groups; the last ones may be short or empty."""
-    return -(-vocab_size // 64) * 8
 
 
 def chain(a_transposed: Array, b: Array, c: Array) -> Array:

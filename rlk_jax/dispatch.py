@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from rlk_jax import deterministic, reference, xla
+from rlk_jax import deterministic, mosaic, reference, xla
 
 log = logging.getLogger("rlk_jax")
 
@@ -63,6 +63,7 @@ class Implementation:
 
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
+        Implementation("mosaic", mosaic.LINEAR_LOGP, mosaic.why_not, platforms=("gpu",)),
         Implementation("xla", xla.LINEAR_LOGP),
         Implementation("deterministic", deterministic.LINEAR_LOGP, by_name_only="slow: promises bits, not speed"),
         Implementation("reference", reference.LINEAR_LOGP, by_name_only="holds [N, V] logits: the gold of the tests"),

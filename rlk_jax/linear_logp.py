@@ -34,6 +34,7 @@ class _CommonOptions(TypedDict, total=False):
     ignore_index: int | None
     global_vocab_size: int | None
     weight_layout: WeightLayout
+    memory_budget: int | None
     validate: bool | None
     implementation: str | None
 
@@ -77,6 +78,7 @@ def linear_logp(
     weight_layout: WeightLayout = "vd",
     return_lse: bool = False,
     return_entropy: bool = False,
+    memory_budget: int | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*lead"] | LinearLogp:
@@ -98,6 +100,9 @@ def linear_logp(
       global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf.
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels). Neither is transposed.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
+      memory_budget: bytes for the logits and their gradients that are held at a time, and the copies beside them, never
+        for less than one block of them; None for the implementation's default. `mosaic` and `deterministic` give the
+        same bits for every budget.
       validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
         device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
         outputs and in every gradient it reaches, and is reported under `jax.experimental.checkify`.
@@ -133,6 +138,7 @@ def linear_logp(
         weight_layout=weight_layout,
         return_lse=return_lse,
         return_entropy=return_entropy,
+        memory_budget=memory_budget,
         validate=validate,
     )
     validation.require_values(inputs)

@@ -115,7 +115,11 @@ def _fits_float32(x: float) -> bool:
 
 
 def _check_options(
-    vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
+    vocab_size: int,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    global_vocab_size: int | None,
+    memory_budget: int | None,
 ) -> None:
     _require(
         logit_softcap is None or (_is_number(logit_softcap) and _fits_float32(logit_softcap)),
@@ -124,6 +128,10 @@ def _check_options(
     _require(
         global_vocab_size is None or (_is_integer(global_vocab_size) and 1 <= global_vocab_size <= vocab_size),
         f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size}.",
+    )
+    _require(
+        memory_budget is None or (_is_integer(memory_budget) and memory_budget >= 1),
+        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
     )
     real = global_vocab_size or vocab_size
     _require(
@@ -157,6 +165,7 @@ def linear_logp(
     weight_layout: WeightLayout,
     return_lse: bool,
     return_entropy: bool,
+    memory_budget: int | None,
     validate: bool | None,
 ) -> tuple[Inputs, Options]:
     """Static checks of linear_logp; raises ValueError before anything runs."""
@@ -173,7 +182,7 @@ def linear_logp(
     _check_shapes(inputs, weight_layout)
     _check_dtypes(inputs)
     vocab_size = inputs.lm_head_weight.shape[0 if weight_layout == "vd" else 1]
-    _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size)
+    _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size, memory_budget)
     _check_devices(inputs)
     _check_sharding(inputs)
     return inputs, Options(
@@ -183,6 +192,8 @@ def linear_logp(
         logit_softcap=None if logit_softcap is None else float(logit_softcap),
         return_lse=return_lse,
         return_entropy=return_entropy,
+        may_ignore=ignore_index is not None,
+        memory_budget=None if memory_budget is None else int(memory_budget),
     )
 
 

@@ -19,6 +19,8 @@ from rlk_jax._problem import (
     Statistics,
     Tokens,
     dproducts_of,
+    gradient_bound,
+    lifting_power,
     logits_of,
     values_of,
 )
@@ -31,9 +33,9 @@ _BYTES_PER_LOGIT = 10
 _MIN_CHUNK = 16
 
 
-def memory_budget(weight: Array) -> int:
+def memory_budget(options: Options, weight: Array) -> int:
     """Every chunk reads and writes dW once: chunks grow with the head, or that would outweigh their matrix products."""
-    return max(MEMORY_BUDGET, weight.size * weight.dtype.itemsize)
+    return options.memory_budget or max(MEMORY_BUDGET, weight.size * weight.dtype.itemsize)
 
 
 def chunk_rows(vocab_size: int, tokens: int, memory_budget: int) -> int:
@@ -101,7 +103,9 @@ def _statistics(options: Options, operands: Operands, tokens: Tokens) -> Statist
 
     zeros = jnp.zeros(n, jnp.float32)
     start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
-    return fold_blocks(tokens.active, chunk_rows(options.vocab_size, n, memory_budget(operands.weight)), step, start)
+    return fold_blocks(
+        tokens.active, chunk_rows(options.vocab_size, n, memory_budget(options, operands.weight)), step, start
+    )
 
 
 def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
@@ -113,10 +117,8 @@ def _rounding_scale(dtype: jnp.dtype, tokens: Tokens, upstream: LinearLogp) -> A
     """A power of two that lifts float16 gradients of logits, so that g·p near 1e-9 survives; 1 for other dtypes."""
     if dtype != jnp.float16:
         return jnp.ones((), jnp.float32)
-    # |p·(z − Σ p·z)| <= 1/e + ln V < 14 bounds the entropy's share.
-    bound = sum(weight * jnp.abs(g) for weight, g in zip((1, 1, 14), upstream, strict=True) if g is not None)
-    _, exponent = jnp.frexp(jnp.max(jnp.where(tokens.active, bound / tokens.temperature, 0)))
-    return jnp.ldexp(jnp.float32(1), jnp.clip(15 - exponent, -100, 100))
+    bound = jnp.where(tokens.active, gradient_bound(tokens.temperature, upstream), 0)
+    return lifting_power(jnp.max(bound))
 
 
 def _gradients(
@@ -152,7 +154,7 @@ def _gradients(
         jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
         jnp.zeros(options.vocab_size, jnp.float32) if needs.bias else None,
     )
-    rows = chunk_rows(options.vocab_size, tokens.active.shape[0], memory_budget(operands.weight))
+    rows = chunk_rows(options.vocab_size, tokens.active.shape[0], memory_budget(options, operands.weight))
     return fold_blocks(tokens.active, rows, step, start).like(operands)
 
 

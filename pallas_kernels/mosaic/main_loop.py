@@ -1,0 +1,287 @@
+"""The one main loop: tiles of A·B on Hopper's tensor cores, and a kernel's own epilogue on each.
+
+One producer warpgroup keeps a ring of shared-memory stages full by TMA; the compute warpgroups, 64 rows each, multiply
+from it with wgmma. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the stages
+of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, Tile
+
+Array = jax.Array
+Ref = Any
+"""A reference to memory inside a kernel, or a slice of one."""
+
+ROW = plgpu.Layout.WGMMA.reduce(1)
+"""A value per row of an accumulator."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""A value per column of an accumulator."""
+WARPGROUP_ROWS = 64
+
+
+class Block(NamedTuple):
+    """Where a tile stands: its first row (of this warpgroup in the epilogue, of this block in the loads), its column
+    block, and the compute warpgroup.
+    """
+
+    row: Array
+    column_block: Array
+    warpgroup: Array
+
+
+class Staging(NamedTuple):
+    """Shared memory through which an epilogue stores, `[warpgroups, slots, 64 rows, columns]`."""
+
+    slots: int
+    columns: int
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel: which blocks of A and B a tile multiplies, and what becomes of it. `refs` are its arguments.
+
+    A tile of A is `[rows, K]`, or `[K, rows]` with `a_transposed`; of B `[K, columns]`, or `[columns, K]` with
+    `b_transposed`.
+    """
+
+    name: str
+    tile: Tile
+    dtype: Any
+    a_transposed: bool
+    b_transposed: bool
+    max_blocks: tuple[int, int]
+    """The most row blocks (of a cluster) and column blocks that `blocks` can give."""
+    blocks: Callable[[Any], tuple[Any, Any]]
+    steps: Callable[[Any], Any]
+    load_a: Callable[[Any, Block, Array], Ref]
+    load_b: Callable[[Any, Block, Array], Ref]
+    finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
+    """`finish(refs, block, product, staging)` calls `product(start=None)` once for the float32 tile `[64, 256]`; before
+    that it loads what it needs, after that it stores."""
+    staging: Staging | None = None
+
+
+def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """The layout of a shared-memory tile that both TMA and wgmma read."""
+    item = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * item * 8)
+    transforms: Any = plgpu
+    return transforms.TilingTransform((8, swizzle // item)), transforms.SwizzleTransform(swizzle)
+
+
+def _scratch(product: Product) -> dict[str, Any]:
+    tile = product.tile
+    a = (DEPTH, tile.rows) if product.a_transposed else (tile.rows, DEPTH)
+    b = (COLUMNS, DEPTH) if product.b_transposed else (DEPTH, COLUMNS)
+    ring = {
+        name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=_tiled(shape[1], product.dtype))
+        for name, shape in (("a_smem", a), ("b_smem", b))
+    }
+    if product.staging is not None:
+        slots, columns, dtype = product.staging
+        shape = (tile.warpgroups, slots, WARPGROUP_ROWS, columns)
+        ring["staging"] = plgpu.SMEM(shape, dtype, transforms=_tiled(columns, dtype))
+    empty: Any
+    if tile.cluster > 1:
+        empty = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=tile.warpgroups, num_barriers=tile.stages
+        )
+    else:
+        empty = plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages)
+    return {**ring, "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages), "empty": empty}
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The stages of one block and the two barriers of each: `full` when loaded, `empty` when read by every reader."""
+
+    product: Product
+    a_smem: Ref
+    b_smem: Ref
+    full: Ref
+    empty: Ref
+
+    def slot(self, step: Array) -> Array:
+        return lax.rem(step, jnp.int32(self.product.tile.stages))
+
+    def load(self, first: Array, steps: Array, a_of: Callable[[Array], Ref], b_of: Callable[[Array], Ref]) -> Array:
+        """Producer: issue the loads of one tile. `first` counts the steps before it; returns the new count."""
+        stages, cluster = self.product.tile.stages, self.product.tile.cluster
+
+        def step(k: Array, count: Array) -> Array:
+            slot = self.slot(count)
+
+            @pl.when(count >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(self.empty.at[slot])
+
+            shared = "cluster" if cluster > 1 else None
+            plgpu.copy_gmem_to_smem(a_of(k), self.a_smem.at[slot], self.full.at[slot])
+            plgpu.copy_gmem_to_smem(b_of(k), self.b_smem.at[slot], self.full.at[slot], collective_axes=shared)
+            return count + 1
+
+        return lax.fori_loop(0, steps, step, first)
+
+    def drain(self, count: Array) -> None:
+        """Producer, at the end: wait for every stage, so that a cluster's blocks outlive each other's reads."""
+
+        def step(i: Array, _: None) -> None:
+            plgpu.barrier_wait(self.empty.at[self.slot(i)])
+
+        lax.fori_loop(jnp.maximum(count - self.product.tile.stages, 0), count, step, None)
+
+    def multiply(self, first: Array, steps: Array, warpgroup: Array, acc: Ref) -> Array:
+        """Compute warpgroup: acc += A·B over the steps of one tile, one wgmma group in flight; the new count."""
+        rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+        def operands(slot: Array) -> tuple[Ref, Ref]:
+            a, b = self.a_smem, self.b_smem
+            a = a.at[slot, :, rows].transpose((1, 0)) if self.product.a_transposed else a.at[slot, rows]
+            return a, b.at[slot].transpose((1, 0)) if self.product.b_transposed else b.at[slot]
+
+        def step(k: Array, count: Array) -> Array:
+            slot = self.slot(count)
+            plgpu.barrier_wait(self.full.at[slot])
+            plgpu.wgmma(acc, *operands(slot))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _() -> None:
+                plgpu.barrier_arrive(self.empty.at[self.slot(count - 1)])
+
+            return count + 1
+
+        count = lax.fori_loop(0, steps, step, first)
+        plgpu.wgmma_wait(0)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            plgpu.barrier_arrive(self.empty.at[self.slot(count - 1)])
+
+        return count
+
+
+def multiply(product: Product, machine: Machine, arguments: Any) -> None:
+    """Launch `product`. `arguments` is a tree of arrays, and of `jax.new_ref` references that the kernel writes."""
+    tile = product.tile
+    clusters = min(machine.sm_count // tile.cluster, product.max_blocks[0] * product.max_blocks[1])
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def body(*flat: Ref, a_smem: Ref, b_smem: Ref, full: Ref, empty: Ref, staging: Ref = None) -> None:
+        refs = jax.tree.unflatten(tree, flat)
+        ring = _Ring(product, a_smem, b_smem, full, empty)
+        warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cluster")
+        row_blocks, column_blocks = product.blocks(refs)
+
+        def over_tiles(visit: Callable[[Block, Array], Array]) -> Array:
+            @plgpu.nd_loop((row_blocks * column_blocks,), collective_axes="blocks", init_carry=jnp.int32(0))
+            def count(loop: Any, carry: Array) -> Array:
+                row_block, column_block = plgpu.planar_snake(loop.index[0], (row_blocks, column_blocks), 0, tile.band)
+                return visit(Block((row_block * tile.cluster + cta) * tile.rows, column_block, warpgroup), carry)
+
+            return count
+
+        @pl.when(warpgroup == tile.warpgroups)
+        def _producer() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+
+            def visit(block: Block, count: Array) -> Array:
+                return ring.load(
+                    count,
+                    product.steps(refs),
+                    lambda k: product.load_a(refs, block, k),
+                    lambda k: product.load_b(refs, block, k),
+                )
+
+            ring.drain(over_tiles(visit))
+
+        @pl.when(warpgroup < tile.warpgroups)
+        def _compute() -> None:
+            plgpu.set_max_registers(232, action="increase")
+
+            def visit(block: Block, count: Array) -> Array:
+                steps = product.steps(refs)
+
+                def tile_of(start: Array | None = None) -> Array:
+                    def accumulate(acc: Ref) -> tuple[Array, Array]:
+                        if start is not None and machine.interpret is None:
+                            acc[...] = start
+                        after = ring.multiply(count, steps, warpgroup, acc)
+                        # The interpreter cannot store to accumulators: it adds C at the chain's end.
+                        return acc[...] if start is None or machine.interpret is None else acc[...] + start, after
+
+                    values, after = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, COLUMNS), jnp.float32))
+                    counts.append(after)
+                    return values
+
+                counts: list[Array] = []
+                product.finish(refs, block._replace(row=block.row + warpgroup * WARPGROUP_ROWS), tile_of, staging)
+                return counts[0]
+
+            over_tiles(visit)
+            if product.staging is not None:
+                plgpu.wait_smem_to_gmem(0)
+
+    plgpu.kernel(
+        body,
+        out_type=(),
+        scratch_types=_scratch(product),
+        grid=(clusters,),
+        grid_names=("blocks",),
+        cluster=(tile.cluster,),
+        cluster_names=("cluster",),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name=product.name,
+        interpret=machine.interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(*leaves)
+
+
+def store_through(
+    staging: Ref, warpgroup: Array, strip_of: Callable[[int], Array], store: Callable[[int, Ref], None]
+) -> None:
+    """Store a tile by TMA, a strip of columns at a time: `store(strip, smem)` issues the copies of `strip_of(strip)`.
+
+    It leaves them uncommitted, so that each strip is one group however many copies it takes. Strips are computed one
+    after the other, which keeps an epilogue's temporaries few.
+    """
+    slots, columns = staging.shape[1], staging.shape[3]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for strip in range(COLUMNS // columns):
+        slot = strip % slots
+        values = strip_of(strip)
+        if strip >= slots:
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        staging[warpgroup, slot] = values
+        plgpu.commit_smem()
+        store(strip, staging.at[warpgroup, slot])
+        plgpu.commit_smem_to_gmem_group()
+
+
+def row_vector(ref: Ref, row: Array) -> Array:
+    """64 values of a `[rows]` array, one per row of an accumulator."""
+    return plgpu.load(ref.at[pl.ds(row, WARPGROUP_ROWS)], layout=ROW, optimized=False)
+
+
+def over_columns(rows: Array, columns: int = COLUMNS) -> Array:
+    return lax.broadcast_in_dim(rows, (WARPGROUP_ROWS, columns), [0])
+
+
+def over_rows(columns: Array) -> Array:
+    return lax.broadcast_in_dim(columns, (WARPGROUP_ROWS, columns.shape[0]), [1])
+
+
+def column_numbers(columns: int = COLUMNS) -> Array:
+    """0, 1, 2, … along the columns of an accumulator."""
+    return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS, columns), 1, layout=plgpu.Layout.WGMMA)

@@ -1,0 +1,194 @@
+"""Forward of linear_logp: for each row and chunk of 256 columns, the softmax over them; then the fold over chunks.
+
+Logits are scaled to powers of two: y = z·log2(e). A partial is (k, s, t, u) with k = round(max y) an integer,
+s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from which the entropy
+follows. k is an integer so that rescaling a partial is exact.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.main_loop import (
+    COLUMN,
+    WARPGROUP_ROWS,
+    Block,
+    Product,
+    Staging,
+    column_numbers,
+    multiply,
+    over_columns,
+    over_rows,
+    row_vector,
+)
+from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
+from pallas_kernels.mosaic.vocabulary import Head
+
+Array = jax.Array
+Ref = Any
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+FOLD_ROWS = 128
+
+
+class Slice(NamedTuple):
+    """int32 scalars: rows that count, first chunk and number of chunks of the slice; `[1]` each."""
+
+    rows: Any
+    first_chunk: Any
+    chunks: Any
+
+
+class Partials(NamedTuple):
+    """float32 `[chunks or groups, rows]` each, or references to such; `gap` only where entropy is asked for."""
+
+    shift: Any
+    total: Any
+    target: Any
+    gap: Any
+
+
+class _Arguments(NamedTuple):
+    where: Slice
+    hidden: Ref
+    weight: Ref
+    bias: Ref | None
+    target_ids: Ref
+    holds_target: Ref | None
+    temperature: Ref
+    out: Partials
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a product becomes logits in units of ln 2: softcap(product + bias) · log2(e) / temperature."""
+
+    head: Head
+    softcap: float | None
+
+    def bounded(self, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
+        """softcap(products + bias), and its derivative where there is a softcap.
+
+        With e = exp(−2x/c) and q = (1 + e)^(−1/2): tanh(x/c) = (1 − e)·q², its derivative 4·e·q⁴; e is kept finite.
+        The hardware's own tanh is not accurate enough.
+        """
+        values = products if bias is None else products + over_rows(bias)
+        if self.softcap is None:
+            return values, None
+        e = jnp.exp2(jnp.minimum(values * (-2 * LOG2_E / self.softcap), 60.0))
+        root = lax.rsqrt(1 + e)
+        inverse = root * root
+        return self.softcap * ((1 - e) * inverse), 4 * e * (inverse * inverse)
+
+    def masked(self, values: Array, width: Array, fill: float) -> Array:
+        """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill."""
+        if not self.head.vocabulary.is_ragged:
+            return values
+        columns = values.shape[1]
+        other = jnp.asarray(fill, values.dtype)
+        return lax.cond(
+            width < columns, lambda: jnp.where(column_numbers(columns) < width, values, other), lambda: values
+        )
+
+
+def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
+    """Bias of some columns; asked for before the product, its latency hides there."""
+    if bias is None:
+        return None
+    return plgpu.load(bias.at[pl.ds(first, columns)], layout=COLUMN, optimized=False)
+
+
+def target_places(target_ids: Ref, row: Array, start: Array, width: Array) -> Array:
+    """Per row, the target's place in a chunk; −1 where it is not there."""
+    place = row_vector(target_ids, row) - start
+    return jnp.where(place < width, place, -1)
+
+
+def row_clusters(rows: Array, cluster_rows: int) -> Array:
+    return lax.div(rows + (cluster_rows - 1), jnp.int32(cluster_rows))
+
+
+def product_with_head(
+    name: str, head: Head, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, staging: Staging | None = None
+) -> Product:
+    """hidden·Wᵀ over one slice of chunks. The kernel's arguments have fields `where`, `hidden` and `weight`."""
+    rows, dim = hidden.shape
+
+    def load_b(refs: Any, block: Block, k: Array) -> Ref:
+        columns = pl.ds(head.row(refs.where.first_chunk[0], block.column_block), COLUMNS)
+        depth = pl.ds(k * DEPTH, DEPTH)
+        return refs.weight.at[columns, depth] if head.layout == "vd" else refs.weight.at[depth, columns]
+
+    return Product(
+        name=name,
+        tile=tile,
+        dtype=hidden.dtype,
+        a_transposed=False,
+        b_transposed=head.layout == "vd",
+        max_blocks=(padded(rows, tile.cluster_rows) // tile.cluster_rows, slice_chunks),
+        blocks=lambda refs: (row_clusters(refs.where.rows[0], tile.cluster_rows), refs.where.chunks[0]),
+        steps=lambda refs: jnp.int32(-(-dim // DEPTH)),
+        load_a=lambda refs, block, k: refs.hidden.at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)],
+        load_b=load_b,
+        finish=finish,
+        staging=staging,
+    )
+
+
+def partials(
+    logits: Logits,
+    machine: Machine,
+    where: Slice,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    target_ids: Array,
+    holds_target: Array | None,
+    temperature: Array,
+    out: Partials,
+) -> None:
+    """Write the partials of one slice of chunks into the references `out`.
+
+    hidden `[rows, D]` (whole tiles of rows), weight as `logits.head` says, bias float32 `[slice's chunks · 256]`,
+    target_ids int32 and temperature float32 `[rows]`. holds_target int32 `[rows / 64, all chunks]` is not 0 where one
+    of 64 rows has its target in a chunk; None looks everywhere.
+    """
+    head = logits.head
+
+    def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
+        chunk = refs.where.first_chunk[0] + block.column_block
+        width = head.vocabulary.width(chunk)
+        target = target_places(refs.target_ids, block.row, head.vocabulary.start(chunk), width)
+        scale = LOG2_E / row_vector(refs.temperature, block.row)
+        added = column_bias(refs.bias, block.column_block * COLUMNS, COLUMNS)
+        values, _ = logits.bounded(product(), added)
+
+        def pick() -> Array:
+            return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * scale
+
+        if refs.holds_target is None:
+            picked = pick()
+        else:
+            holds = refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
+            picked = lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
+        values = logits.masked(values, width, -jnp.inf)
+        shift = lax.round(values.max(axis=1) * scale, lax.RoundingMethod.TO_NEAREST_EVEN)
+        shift = jnp.where(shift == -jnp.inf, 0.0, shift)
+        y_minus_shift = values * over_columns(scale) - over_columns(shift)
+        weights = jnp.exp2(y_minus_shift)
+        there = (chunk, pl.ds(block.row, WARPGROUP_ROWS))
+        refs.out.shift[there] = shift
+        refs.out.total[there] = weights.sum(axis=1)
+        refs.out.target[there] = picked
+        if refs.out.gap is not None:
+            # A logit of −∞ has weight 0, and 0·∞ must be 0.
+            refs.out.gap[there] = (weights * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+
+    tile, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
+    product = product_with_head("linear_logp_statistics", head, tile, hidden, chunks, finish)
+    multiply(product, machine, _Arguments(where, hidden, weight, bias, target_ids, holds_target, temperature, out))

@@ -1,0 +1,313 @@
+"""linear_logp on Hopper: which rows and columns the Mosaic GPU kernels see, and in which slices.
+
+The forward is one pass over the head that keeps a partial softmax per row and chunk of 256 columns. The backward cuts
+the vocabulary into slices whose gradients of logits fit the memory budget; for each it recomputes the logits, writes
+their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, padded, statistics_tile
+from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from rlk_jax._problem import (
+    Array,
+    Gradients,
+    LinearLogp,
+    LinearLogpFunctions,
+    Needs,
+    Operands,
+    Options,
+    Tokens,
+    gradient_bound,
+    lifting_power,
+)
+from rlk_jax._rows import Compacted, compact
+from rlk_jax._transforms import equally_varying
+from rlk_jax._tree import GROUPS, group_width
+
+if TYPE_CHECKING:
+    from pallas_kernels.mosaic.fold import Softmax
+    from pallas_kernels.mosaic.statistics import Slice
+    from rlk_jax.dispatch import Problem
+
+MEMORY_BUDGET = 512 * 2**20
+"""Bytes for a slice's gradients of logits and the copies beside them."""
+_THREADS = 128
+"""Of a warpgroup; kernels without a product keep one row in each."""
+
+
+def why_not(problem: "Problem") -> list[str]:
+    """Reasons why the kernels cannot run this problem."""
+    reasons = []
+    device, (hidden, weight) = problem.device, problem.dtypes[:2]
+    if device.compute_capability != "9.0":
+        reasons.append(f"needs compute capability 9.0 (Hopper), not {device.compute_capability or device.kind}")
+    if hidden != weight or hidden not in ("bfloat16", "float16"):
+        reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
+    if problem.dim % 8:
+        reasons.append(f"needs a hidden dim that is a multiple of 8, not {problem.dim}")
+    return reasons
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static facts of one pass: how many rows the kernels see, and the vocabulary in slices of chunks."""
+
+    options: Options
+    dim: int
+    tokens: int
+    slice_chunks: int
+
+    @property
+    def slices(self) -> int:
+        return -(-_vocabulary(self.options).chunks // self.slice_chunks)
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of hidden and of dlogits: whole tiles."""
+        return padded(self.tokens, statistics_tile(self.tokens).cluster_rows)
+
+    @property
+    def rows(self) -> int:
+        """Rows of what is kept per token: a row for each thread, too."""
+        return padded(self.matrix_rows, _THREADS)
+
+
+def _vocabulary(options: Options) -> Vocabulary:
+    return Vocabulary(options.real_vocab_size, GROUPS, group_width(options.real_vocab_size))
+
+
+def reads_in_place(options: Options, dim: int) -> bool:
+    """Whether TMA can read the head where it is: its strides and every chunk's first column suit TMA's tiles."""
+    if options.weight_layout == "vd":
+        return dim % DEPTH == 0 and options.vocab_size % 8 == 0
+    return options.vocab_size % 64 == 0 and group_width(options.real_vocab_size) % 64 == 0
+
+
+def _plan(options: Options, dim: int, tokens: int, bytes_per_chunk: int, fixed_bytes: int = 0) -> Plan:
+    """Slices as wide as the budget holds, at least one chunk, and all of about the same width."""
+    chunks = _vocabulary(options).chunks
+    budget = options.memory_budget or MEMORY_BUDGET
+    affordable = max(1, min(chunks, (budget - fixed_bytes) // bytes_per_chunk if bytes_per_chunk else chunks))
+    slices = -(-chunks // affordable)
+    return Plan(options, dim, tokens, -(-chunks // slices))
+
+
+def forward_plan(options: Options, dim: int, tokens: int) -> Plan:
+    """One slice where the head is read in place; else slices whose copies fit the budget."""
+    return _plan(options, dim, tokens, 0 if reads_in_place(options, dim) else _head_chunk_bytes(dim))
+
+
+def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> Plan:
+    """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows."""
+    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+    copies = 0 if reads_in_place(options, dim) else _head_chunk_bytes(dim) * (2 if needs.weight else 1)
+    hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
+    return _plan(options, dim, tokens, 2 * COLUMNS * rows + copies, 2 * rows * padded(dim, DEPTH) * hidden_copies)
+
+
+def _head_chunk_bytes(dim: int) -> int:
+    """Of one chunk of a copied head, and of the gather that makes it."""
+    return 2 * 2 * COLUMNS * padded(dim, DEPTH)
+
+
+@dataclass(frozen=True)
+class _SliceOfHead:
+    """One slice of the vocabulary: what the kernels read of the head there, and where its columns belong."""
+
+    where: "Slice"
+    head: Head
+    weight: Array
+    bias: Array | None
+    columns: Array
+    """Column of each place `[slice_chunks · 256]`; V where a place holds none."""
+
+
+def _slice(plan: Plan, operands: Operands, rows: Compacted, index: Any, copied: bool) -> _SliceOfHead:
+    from pallas_kernels.mosaic.statistics import Slice
+
+    options, vocabulary = plan.options, _vocabulary(plan.options)
+    first = jnp.asarray(index, jnp.int32) * plan.slice_chunks
+    count = jnp.minimum(plan.slice_chunks, vocabulary.chunks - first)
+    chunk = (first + jnp.arange(plan.slice_chunks, dtype=jnp.int32))[:, None]
+    place = jnp.arange(COLUMNS, dtype=jnp.int32)
+    holds = (place < vocabulary.width(chunk)) & (chunk < vocabulary.chunks)
+    columns = jnp.where(holds, vocabulary.start(chunk) + place, options.vocab_size).reshape(-1)
+    there = jnp.minimum(columns, options.real_vocab_size - 1)
+    weight, bias = operands.weight, None
+    if copied:
+        taken = weight[there] if options.weight_layout == "vd" else weight[:, there].T
+        taken = jnp.where(holds.reshape(-1, 1), taken, 0)
+        weight = jnp.pad(taken, ((0, 0), (0, -plan.dim % DEPTH)))
+    if operands.bias is not None:
+        bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
+    where = Slice(rows.count, first.reshape(1), count.reshape(1))
+    head = Head(vocabulary, "vd" if copied else options.weight_layout, copied)
+    return _SliceOfHead(where, head, weight, bias, columns)
+
+
+def _over_slices(slices: int, copied_from: int, step: Callable[[Any, bool], None]) -> None:
+    """`step(slice, copied)` for all slices in ascending order; those from `copied_from` on copy their head."""
+    for first, end, copied in ((0, copied_from, False), (copied_from, slices, True)):
+        if end - first == 1:
+            step(first, copied)
+        elif end > first:
+            lax.fori_loop(first, end, lambda i, _, copied=copied: step(i, copied), None)
+
+
+def _matrix(plan: Plan, rows: Compacted, hidden: Array) -> Array:
+    """The compacted hidden rows, zeros behind them and up to a hidden dim that is a multiple of 64."""
+    return jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -plan.dim % DEPTH)))
+
+
+def _holds_target(plan: Plan, target_ids: Array) -> Array | None:
+    """Where 64 rows have a target in a chunk, `[rows / 64, chunks]`. For few rows it costs more than it saves."""
+    if plan.tokens <= 128:
+        return None
+    vocabulary = _vocabulary(plan.options)
+    block = jnp.arange(plan.rows, dtype=jnp.int32) // 64
+    return jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32).at[block, vocabulary.chunk_of(target_ids)].set(1)
+
+
+def _machine() -> Machine:
+    """The GPU that programs are traced for; an H200 where there is none (compiling ahead of time)."""
+    return Machine(getattr(jax.devices()[0], "core_count", None) or Machine().sm_count)
+
+
+def _forward(
+    machine: Machine | None, options: Options, operands: Operands, tokens: Tokens
+) -> tuple[LinearLogp, "Softmax"]:
+    from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+    from pallas_kernels.mosaic.statistics import Logits, Partials, partials
+
+    machine = machine or _machine()
+    n, dim = operands.hidden.shape
+    plan, vocabulary = forward_plan(options, dim, max(n, 1)), _vocabulary(options)
+    rows = compact(tokens.active, plan.rows, all_active=not options.may_ignore)
+    hidden = _matrix(plan, rows, operands.hidden)
+    target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
+
+    holds_target = _holds_target(plan, target_ids)
+
+    def new() -> Any:
+        return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
+
+    out = Partials(new(), new(), new(), new() if options.return_entropy else None)
+
+    def step(index: Any, copied: bool) -> None:
+        part = _slice(plan, operands, rows, index, copied)
+        logits = Logits(part.head, options.logit_softcap)
+        partials(
+            logits, machine, part.where, hidden, part.weight, part.bias, target_ids, holds_target, temperature, out
+        )
+
+    _over_slices(plan.slices, plan.slices if reads_in_place(options, dim) else 0, step)
+    groups = fold_chunks(jax.tree.map(jax.freeze, out), GROUPS, rows.count, machine)
+    softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine))
+    softmax = equally_varying((softmax, operands))[0]
+    return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax
+
+
+def _gradients(
+    machine: Machine | None,
+    options: Options,
+    needs: Needs,
+    operands: Operands,
+    tokens: Tokens,
+    softmax: "Softmax",
+    upstream: LinearLogp,
+) -> Gradients:
+    from pallas_kernels.mosaic import gradients
+    from pallas_kernels.mosaic.dlogits import Rows, dlogits
+    from pallas_kernels.mosaic.statistics import Logits
+
+    machine = machine or _machine()
+    n, dim = operands.hidden.shape
+    dtype = operands.hidden.dtype
+    plan = backward_plan(options, dim, max(n, 1), needs=needs, dtype=dtype)
+    rows = compact(tokens.active, plan.rows)
+    hidden = _matrix(plan, rows, operands.hidden)
+    lifts = dtype == jnp.float16
+    scale = lifting_power(gradient_bound(tokens.temperature, upstream)) if lifts else None
+    # Neutral values behind the rows that count: their gradients are 0.
+    row_facts = Rows(
+        target_ids=rows.take(tokens.target_ids),
+        temperature=rows.take(tokens.temperature, 1),
+        logp=rows.take(softmax.logp),
+        shift=rows.take(softmax.shift),
+        total=rows.take(softmax.total, 1),
+        gap=None if upstream.entropy is None else rows.take(softmax.gap),
+        g_logp=rows.take(upstream.logp),
+        g_lse=None if upstream.lse is None else rows.take(upstream.lse),
+        g_entropy=None if upstream.entropy is None else rows.take(upstream.entropy),
+        scale=None if scale is None else rows.take(scale, 1),
+    )
+    common, weight_hidden = None, hidden
+    if row_facts.scale is not None:
+        # dW sums rows of different scales: hidden makes up for it, the smallest scale (the largest row) exactly.
+        common = jnp.min(jnp.where(jnp.arange(plan.rows) < rows.count, row_facts.scale, jnp.inf))
+        factor = (common / row_facts.scale)[: plan.matrix_rows, None]
+        weight_hidden = (hidden * factor).astype(dtype)
+
+    d_hidden = d_weight = d_bias = None
+    if needs.hidden:
+        d_hidden = jax.new_ref(jnp.zeros((plan.rows, padded(dim, COLUMNS)), jnp.float32))
+    if needs.weight:
+        is_padded = options.real_vocab_size < options.vocab_size
+        d_weight = jax.new_ref((jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype))
+    if needs.bias:
+        d_bias = jax.new_ref(jnp.zeros(options.vocab_size, jnp.float32))
+
+    def step(index: Any, copied: bool) -> None:
+        part = _slice(plan, operands, rows, index, copied)
+        logits = Logits(part.head, options.logit_softcap)
+        buffer = jax.new_ref(lax.empty((plan.matrix_rows, plan.slice_chunks * COLUMNS), dtype))
+        dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_facts, buffer)
+        slice_dlogits = jax.freeze(buffer)
+        if d_hidden is not None:
+            gradients.add_hidden_gradient(part.head, machine, part.where, slice_dlogits, part.weight, d_hidden)
+        if d_weight is not None:
+            unscale = None if common is None else (1 / common).reshape(1)
+            store = functools.partial(
+                gradients.store_weight_gradient, part.head, machine, part.where, slice_dlogits, weight_hidden, unscale
+            )
+            if copied:
+                rows_of_slice = jax.new_ref(lax.empty(part.weight.shape, dtype))
+                store(rows_of_slice)
+                d_weight[...] = _stored(d_weight[...], jax.freeze(rows_of_slice)[:, :dim], part.columns, options)
+            else:
+                store(d_weight)
+        if d_bias is not None:
+            row_unscale = None if row_facts.scale is None else 1 / row_facts.scale
+            sums = gradients.column_sums(part.where, slice_dlogits, row_unscale, machine)
+            d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
+
+    in_place = plan.slices - (options.real_vocab_size < options.vocab_size)
+    _over_slices(plan.slices, in_place if reads_in_place(options, dim) else 0, step)
+    done = Gradients(*(None if x is None else jax.freeze(x) for x in (d_hidden, d_weight, d_bias)))
+    if done.hidden is not None:
+        by_row = done.hidden[:, :dim]
+        done = done._replace(hidden=rows.spread(by_row if scale is None else by_row / row_facts.scale[:, None]))
+    return equally_varying((done.like(operands), operands))[0]
+
+
+def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Options) -> Array:
+    """`d_weight` with the rows of one slice `[places, D]` where their columns are."""
+    if options.weight_layout == "vd":
+        return d_weight.at[columns].set(rows_of_slice, mode="drop")
+    return d_weight.at[:, columns].set(rows_of_slice.T, mode="drop")
+
+
+def linear_logp(machine: Machine | None = None) -> LinearLogpFunctions:
+    """The implementation for one machine; None for the GPU that JAX sees."""
+    return LinearLogpFunctions(functools.partial(_forward, machine), functools.partial(_gradients, machine))
+
+
+LINEAR_LOGP = linear_logp()
