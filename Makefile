@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint ops docs grpo learning newest
+LEGS := lint ops mosaic docs grpo learning newest
 JOBS ?= 2
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
@@ -26,7 +26,11 @@ test-lint: .venv/ready
 	$(call leg,.venv/bin/ruff check .; .venv/bin/ruff format --check .; .venv/bin/mypy)
 
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/test_docs.py)
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/test_docs.py)
+
+# Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
+test-mosaic: .venv/ready .sm90/ready
+	$(call leg,$(RUN) $(PYTEST) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
 
 test-docs: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py)
@@ -38,7 +42,7 @@ test-learning: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/grpo -m learning -s -n 0)
 
 test-newest: .venv-newest/ready
-	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) tests --ignore=tests/grpo)
+	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic)
 
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or later was not found; name one with PYTHON=..."; exit 1; }
@@ -54,5 +58,10 @@ $(UV):
 	$(UV) pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[test]'
 	@touch $@
 
+.sm90/ready: .venv/ready
+	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \
+	$(UV) pip install --quiet --python .venv/bin/python --target .sm90 --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-newest .tools .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .venv-newest .sm90 .tools .mypy_cache .ruff_cache .hypothesis runs

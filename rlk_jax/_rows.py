@@ -95,4 +95,4 @@ def compact(active: Array, size: int, *, all_active: bool = False) -> Compacted:
         .at[jnp.where(active, place, size + tokens)]
         .set(tokens, mode="drop", unique_indices=True)
     )
-    return Compacted(size, place[-1:] + 1, active, index, jnp.maximum(place, 0))
+    return Compacted(size, jnp.sum(active, dtype=jnp.int32, keepdims=True), active, index, jnp.maximum(place, 0))

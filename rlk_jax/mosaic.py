@@ -184,12 +184,18 @@ def _machine() -> Machine:
 def _forward(
     machine: Machine | None, options: Options, operands: Operands, tokens: Tokens
 ) -> tuple[LinearLogp, "Softmax"]:
-    from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+    from pallas_kernels.mosaic.fold import Softmax, fold_chunks, fold_groups
     from pallas_kernels.mosaic.statistics import Logits, Partials, partials
 
     machine = machine or _machine()
     n, dim = operands.hidden.shape
-    plan, vocabulary = forward_plan(options, dim, max(n, 1)), _vocabulary(options)
+    if n == 0:
+        none = jnp.zeros(0, jnp.float32)
+        entropy = none if options.return_entropy else None
+        return LinearLogp(none, none if options.return_lse else None, entropy), Softmax(
+            none, none, entropy, none, none, entropy
+        )
+    plan, vocabulary = forward_plan(options, dim, n), _vocabulary(options)
     rows = compact(tokens.active, plan.rows, all_active=not options.may_ignore)
     hidden = _matrix(plan, rows, operands.hidden)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
@@ -231,7 +237,11 @@ def _gradients(
     machine = machine or _machine()
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
-    plan = backward_plan(options, dim, max(n, 1), needs=needs, dtype=dtype)
+    if n == 0:
+        needed = (needs.hidden, needs.weight, needs.bias)
+        pairs = zip(needed, operands, strict=True)
+        return Gradients(*(jnp.zeros_like(x) if need and x is not None else None for need, x in pairs))
+    plan = backward_plan(options, dim, n, needs=needs, dtype=dtype)
     rows = compact(tokens.active, plan.rows)
     hidden = _matrix(plan, rows, operands.hidden)
     lifts = dtype == jnp.float16

@@ -7,7 +7,7 @@ from hypothesis import settings
 from tests import helpers
 
 jax.config.update("jax_num_cpu_devices", 8)
-settings.register_profile("rlk_jax", derandomize=True)
+settings.register_profile("rlk_jax", derandomize=True, deadline=None)
 settings.load_profile("rlk_jax")
 
 _measured: dict[str, tuple[float, float]] = {}

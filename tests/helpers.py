@@ -112,6 +112,24 @@ def make(case: Case, dtype: Any, seed: int = 0) -> Problem:
     )
 
 
+def rows_of(problem: Problem, index: Any) -> Problem:
+    """The same problem with other tokens, in another order."""
+    per_token = isinstance(problem.temperature, jax.Array)
+    return problem._replace(
+        hidden=problem.hidden[index],
+        target_ids=problem.target_ids[index],
+        temperature=problem.temperature[index] if per_token else problem.temperature,
+        upstream=tuple(g[index] for g in problem.upstream),
+    )
+
+
+def outputs(case: Case, problem: Problem, implementation: str, **changes: Any) -> tuple[tuple[jax.Array, ...], ...]:
+    """(logp, lse, entropy, dH) of every row, and (dW, db)."""
+    values = problem.call(case, implementation, **changes)
+    d_hidden, *d_head = problem.gradients(case, implementation, **changes)
+    return (*(x for x in values if x is not None), d_hidden), tuple(d_head)
+
+
 class Gold(NamedTuple):
     values: tuple[np.ndarray, ...]
     gradients: tuple[np.ndarray, ...]

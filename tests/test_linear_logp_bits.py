@@ -15,21 +15,8 @@ CASE = Case("bits", (1000,), 40, 2049, bias=True, temperature="per token")
 SOFTCAP = Case("bits, softcap", (1000,), 40, 2049, bias=True, temperature="per token", options={"logit_softcap": 4.0})
 
 
-def rows_of(problem: helpers.Problem, index) -> helpers.Problem:
-    """The same problem with other tokens, in another order."""
-    return problem._replace(
-        hidden=problem.hidden[index],
-        target_ids=problem.target_ids[index],
-        temperature=problem.temperature[index],
-        upstream=tuple(g[index] for g in problem.upstream),
-    )
-
-
 def outputs(case: Case, problem: helpers.Problem, **changes):
-    """(logp, lse, entropy, dH) of every row, and (dW, db)."""
-    values = problem.call(case, "deterministic", **changes)
-    d_hidden, *d_head = problem.gradients(case, "deterministic", **changes)
-    return (*(x for x in values if x is not None), d_hidden), tuple(d_head)
+    return helpers.outputs(case, problem, "deterministic", **changes)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -43,14 +30,14 @@ def test_rows_do_not_depend_on_the_batch(whole, n):
     problem, rows, _ = whole
     rng = np.random.default_rng(n)
     for index in (rng.permutation(1000)[:n], np.arange(1000 - n, 1000)):
-        assert_same_bits(outputs(CASE, rows_of(problem, index))[0], [x[index] for x in rows])
+        assert_same_bits(outputs(CASE, helpers.rows_of(problem, index))[0], [x[index] for x in rows])
 
 
 def test_rows_with_softcap_do_not_depend_on_the_batch():
     problem = helpers.make(SOFTCAP, jnp.float32)
     rows, _ = outputs(SOFTCAP, problem)
     index = np.random.default_rng(0).permutation(1000)[:65]
-    assert_same_bits(outputs(SOFTCAP, rows_of(problem, index))[0], [x[index] for x in rows])
+    assert_same_bits(outputs(SOFTCAP, helpers.rows_of(problem, index))[0], [x[index] for x in rows])
 
 
 def test_run_to_run(whole):
@@ -71,7 +58,7 @@ def test_with_and_without_the_other_outputs(whole):
 @pytest.mark.parametrize("used", [(0,), (2,), (0, 1), (0, 2)], ids=["logp", "entropy", "logp lse", "logp entropy"])
 def test_an_unused_output_and_one_of_zero_gradient_are_the_same(case, used):
     """Zeros as arrays, and no gradient at all: two programs, one answer. Temperatures per token, and constants."""
-    problem = rows_of(helpers.make(case, jnp.float32), np.arange(70))
+    problem = helpers.rows_of(helpers.make(case, jnp.float32), np.arange(70))
     for temperature in (problem.temperature, 1.0, 0.7):
         problem = problem._replace(temperature=temperature)
 
@@ -92,7 +79,7 @@ def test_an_unused_output_and_one_of_zero_gradient_are_the_same(case, used):
 
 def test_padding_rows_of_the_head_change_no_bits():
     """A head padded to 2112 rows gives what its 2049 real rows give."""
-    problem = rows_of(helpers.make(CASE, jnp.float32), np.arange(70))
+    problem = helpers.rows_of(helpers.make(CASE, jnp.float32), np.arange(70))
     padded_case = helpers.with_options(CASE, global_vocab_size=2049)
     padded = problem._replace(
         weight=jnp.pad(problem.weight, ((0, 63), (0, 0)), constant_values=jnp.nan), bias=jnp.pad(problem.bias, (0, 63))
@@ -124,7 +111,7 @@ def test_transformations_do_not_change_bits(whole):
 def test_ignored_rows_anywhere(whole):
     """NaN rows inserted at random places change no bit of any other row, of dW, or of db."""
     problem, _, _ = whole
-    kept = rows_of(problem, np.arange(200))
+    kept = helpers.rows_of(problem, np.arange(200))
     rows, head = outputs(CASE, kept)
     place = np.sort(np.random.default_rng(1).permutation(317)[:200])
 
@@ -144,10 +131,10 @@ def test_ignored_rows_anywhere(whole):
 
 def test_rows_with_zero_upstream_appended_or_inserted(whole):
     problem, _, _ = whole
-    kept = rows_of(problem, np.arange(100))
+    kept = helpers.rows_of(problem, np.arange(100))
     _, head = outputs(CASE, kept)
     mask = jnp.arange(250) % 5 < 2
-    masked = rows_of(problem, np.cumsum(np.asarray(mask)) - 1)
+    masked = helpers.rows_of(problem, np.cumsum(np.asarray(mask)) - 1)
     masked = masked._replace(upstream=tuple(jnp.where(mask, g, 0) for g in masked.upstream))
     assert_same_bits(outputs(CASE, masked)[1], head)
 

@@ -103,12 +103,13 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
             # A row without a finite logit has no softmax: NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
             log_total = jnp.log2(total)
-            out.logp[rows] = ((target - shift) - log_total) * LN_2
+            # Rounding must not make a probability larger than 1, or an entropy negative.
+            out.logp[rows] = jnp.minimum((target - shift) - log_total, 0) * LN_2
             out.lse[rows] = (shift + log_total) * LN_2
             out.shift[rows] = shift
             out.total[rows] = total
             if gap is not None:
-                out.entropy[rows] = (log_total + gap / total) * LN_2
+                out.entropy[rows] = jnp.maximum(log_total + gap / total, 0) * LN_2
                 out.gap[rows] = gap / total
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)

@@ -83,7 +83,8 @@ class Logits:
         e = jnp.exp2(jnp.minimum(values * (-2 * LOG2_E / self.softcap), 60.0))
         root = lax.rsqrt(1 + e)
         inverse = root * root
-        return self.softcap * ((1 - e) * inverse), 4 * e * (inverse * inverse)
+        # Written so that the compiler keeps few values alive: other orders spill registers in the backward.
+        return (1 - e) * (inverse * self.softcap), (e * inverse) * (4 * inverse)
 
     def masked(self, values: Array, width: Array, fill: float) -> Array:
         """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill."""

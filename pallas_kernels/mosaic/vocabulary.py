@@ -52,7 +52,7 @@ class Vocabulary:
     def chunk_of(self, column: Array) -> Array:
         """The chunk that holds a column."""
         group, inside = _divmod(column, self.group_width)
-        return group * self.group_chunks + lax.div(inside, jnp.full_like(inside, COLUMNS))
+        return group * self.group_chunks + _divmod(inside, COLUMNS)[0]
 
     def steps_before(self, chunk: Array) -> Array:
         """K steps of all chunks before this one; a chunk's last step may be padded with zeros."""
@@ -71,7 +71,7 @@ class Vocabulary:
 
 def _divmod(x: Array, n: int) -> tuple[Array, Array]:
     """For x >= 0; rounding towards minus infinity would cost a kernel more."""
-    divisor = jnp.full_like(x, n)
+    divisor = jnp.broadcast_to(jnp.int32(n), x.shape)
     return lax.div(x, divisor), lax.rem(x, divisor)
 
 

@@ -9,11 +9,6 @@ import rlk_jax
 from tests import helpers
 from tests.helpers import Case, assert_same_bits, assert_within_contract
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; jax found none"),
-]
-
 
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: np.dtype(d).name)
@@ -53,7 +48,11 @@ def test_xla_memory_does_not_grow_with_the_tokens():
     assert temporary(32768) - temporary(8192) <= 3 * 8192 * 64
 
 
-def test_the_choice_here():
-    arguments = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
-    decision = rlk_jax.explain("linear_logp", *arguments)
-    assert decision.device.platform == "gpu" and decision.choice == "xla"
+@pytest.mark.parametrize(("dtype", "choice"), [("bfloat16", "mosaic"), ("float16", "mosaic"), ("float32", "xla")])
+def test_the_choice_here(dtype, choice):
+    decision = rlk_jax.explain("linear_logp", jnp.ones((4, 8), dtype), jnp.ones((20, 8), dtype), jnp.arange(4))
+    assert decision.device.platform == "gpu" and decision.choice == choice
+    if choice == "xla":
+        assert decision.reasons["mosaic"] == [
+            "needs hidden and lm_head_weight both bfloat16 or both float16, not float32 and float32"
+        ]

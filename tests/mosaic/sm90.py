@@ -1,0 +1,216 @@
+"""Compiles every shipped kernel configuration for an H200 on a machine without one: python -m tests.mosaic.sm90.
+
+Prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
+serialised (ptxas warning C7510). Needs ptxas, and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+sys.path.insert(0, os.environ["RLK_SM90_PLUGINS"])
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+
+from pallas_kernels.mosaic import gradients, statistics
+from pallas_kernels.mosaic.dlogits import Rows, dlogits
+from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+from pallas_kernels.mosaic.statistics import Logits, Partials, Slice
+from pallas_kernels.mosaic.tiles import COLUMNS, Machine
+from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from rlk_jax._tree import GROUPS, group_width
+
+MACHINE = Machine()
+Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Rows pick the tile; the vocabulary is whole chunks or ragged; a copied head is always "vd"."""
+
+    rows: int = 512
+    dim: int = 512
+    vocab: int = 131072
+    layout: Any = "vd"
+    copied: bool = False
+    dtype: Any = jnp.bfloat16
+    softcap: float | None = None
+    bias: bool = False
+    lse: bool = False
+    entropy: bool = False
+    slice_chunks: int = 16
+
+    def __str__(self) -> str:
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
+
+    @property
+    def vector_rows(self) -> int:
+        return max(self.rows, 128)
+
+    @property
+    def head(self) -> Head:
+        return Head(Vocabulary(self.vocab, GROUPS, group_width(self.vocab)), self.layout, self.copied)
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        rows = self.slice_chunks * COLUMNS if self.copied else self.vocab
+        return jax.ShapeDtypeStruct((rows, self.dim) if self.layout == "vd" else (self.dim, rows), self.dtype)
+
+    def vector(self, wanted: bool = True, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct | None:
+        return jax.ShapeDtypeStruct((self.vector_rows,), dtype) if wanted else None
+
+    def common(self) -> dict[str, Any]:
+        scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
+        bias = jax.ShapeDtypeStruct((self.slice_chunks * COLUMNS,), jnp.float32) if self.bias else None
+        return {
+            "where": Slice(scalar, scalar, scalar),
+            "hidden": jax.ShapeDtypeStruct((self.rows, self.dim), self.dtype),
+            "weight": self.weight,
+            "bias": bias,
+        }
+
+    def dlogits_array(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.slice_chunks * COLUMNS), self.dtype)
+
+
+def forward(p: Problem) -> Configuration:
+    def run(where, hidden, weight, bias, target_ids, holds_target, temperature):
+        shape = (p.head.vocabulary.chunks, p.vector_rows)
+        new = [jax.new_ref(lax.empty(shape, jnp.float32)) if i < 3 or p.entropy else None for i in range(4)]
+        out = Partials(*new)
+        statistics.partials(
+            Logits(p.head, p.softcap), MACHINE, where, hidden, weight, bias, target_ids, holds_target, temperature, out
+        )
+        groups = fold_chunks(jax.tree.map(jax.freeze, out), GROUPS, where.rows, MACHINE)
+        return fold_groups(groups, where.rows, MACHINE)
+
+    holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
+    vectors = {"target_ids": p.vector(dtype=jnp.int32), "holds_target": holds, "temperature": p.vector()}
+    return f"forward {p}", run, {**p.common(), **vectors}
+
+
+def logit_gradients(p: Problem) -> Configuration:
+    def run(where, hidden, weight, bias, rows):
+        out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+        dlogits(Logits(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
+        return jax.freeze(out)
+
+    wanted = {"gap": p.entropy, "g_lse": p.lse, "g_entropy": p.entropy, "scale": p.dtype == jnp.float16}
+    rows = Rows(
+        *(p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32) for name in Rows._fields)
+    )
+    return f"dlogits {p}", run, {**p.common(), "rows": rows}
+
+
+def hidden_gradient(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, weight):
+        out = jax.new_ref(jnp.zeros((p.vector_rows, -(-p.dim // COLUMNS) * COLUMNS), jnp.float32))
+        gradients.add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, out)
+        return jax.freeze(out)
+
+    arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "weight": p.weight}
+    return f"d_hidden {p}", run, arguments
+
+
+def weight_gradient(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, hidden, unscale):
+        out = jax.new_ref(lax.empty(p.weight.shape, p.dtype))
+        gradients.store_weight_gradient(p.head, MACHINE, where, slice_dlogits, hidden, unscale, out)
+        return jax.freeze(out)
+
+    unscale = jax.ShapeDtypeStruct((1,), jnp.float32) if p.dtype == jnp.float16 else None
+    common = p.common()
+    arguments = {"where": common["where"], "slice_dlogits": p.dlogits_array(), "hidden": common["hidden"]}
+    return f"d_weight {p}", run, {**arguments, "unscale": unscale}
+
+
+def bias_gradient(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, row_unscale):
+        return gradients.column_sums(where, slice_dlogits, row_unscale, MACHINE)
+
+    row_unscale = p.vector(p.dtype == jnp.float16)
+    arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "row_unscale": row_unscale}
+    return f"d_bias {p}", run, arguments
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every tile with every set of options that reaches a kernel; layouts, dtypes and ragged heads beside them."""
+    heads = ({}, {"vocab": 151936}, {"layout": "dv"}, {"copied": True, "vocab": 50257})
+    for rows, bias, softcap, entropy in itertools.product((64, 128, 512), (False, True), (None, 30.0), (False, True)):
+        options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
+        yield forward(Problem(vocab=151936, **options))
+        yield logit_gradients(Problem(vocab=151936, lse=entropy, **options))
+    for head, dtype in itertools.product(heads, (jnp.bfloat16, jnp.float16)):
+        yield forward(Problem(dtype=dtype, **head))
+        yield logit_gradients(Problem(dtype=dtype, lse=True, **head))
+        for rows in (64, 512):
+            yield hidden_gradient(Problem(rows=rows, dtype=dtype, **head))
+            yield weight_gradient(Problem(rows=rows, dtype=dtype, **head))
+    yield weight_gradient(Problem(dim=64, layout="dv"))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        yield bias_gradient(Problem(dtype=dtype))
+
+
+@contextlib.contextmanager
+def _captured_output(into: list[str]) -> Iterator[None]:
+    """What C++ prints on file descriptors 1 and 2: ptxas writes there."""
+    with tempfile.TemporaryFile() as file:
+        sys.stdout.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            for descriptor, old in zip((1, 2), saved, strict=True):
+                os.dup2(old, descriptor)
+                os.close(old)
+            file.seek(0)
+            into.append(file.read().decode(errors="replace"))
+
+
+def verdict(run: Callable[..., Any], arguments: dict[str, Any], sharding: Any) -> tuple[bool, str]:
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    log: list[str] = []
+    try:
+        with _captured_output(log):
+            jax.jit(run).lower(**specs).compile()
+    except Exception as problem:
+        return False, f"{type(problem).__name__}: {str(problem)[:400]}"
+    spills = [int(x) for x in re.findall(r"(\d+) bytes spill stores", log[0])]
+    registers = [int(x) for x in re.findall(r"Used (\d+) registers", log[0])]
+    serialised = "C7510" in log[0]
+    if not registers:
+        return False, "ptxas printed no report"
+    text = f"registers {registers} spills {spills}" + (" serialised wgmma" if serialised else "")
+    return not any(spills) and not serialised, text
+
+
+def main() -> int:
+    target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    failed = 0
+    for name, run, arguments in configurations():
+        ok, text = verdict(run, arguments, sharding)
+        failed += not ok
+        print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
+    print(f"{failed} of these configurations failed" if failed else "no spills, no serialised wgmma")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

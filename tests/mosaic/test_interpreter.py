@@ -1,0 +1,75 @@
+"""Every Mosaic kernel in Pallas' interpreter, with race detection, at tiny odd shapes, against the float64 gold."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.tiles import Machine
+from rlk_jax import dispatch, mosaic
+from tests import helpers
+from tests.helpers import Case, assert_within_contract
+
+CASES = (
+    Case("plain", (40,), 128, 300),
+    Case("one row", (1,), 64, 5),
+    Case("two blocks, bias, odd", (70,), 80, 301, bias=True),
+    Case("two row tiles, softcap", (140,), 64, 1000, options={"logit_softcap": 2.0}, temperature="per token"),
+    Case("dv", (40,), 72, 512, options={"weight_layout": "dv"}),
+    Case("dv, odd", (40,), 64, 300, bias=True, options={"weight_layout": "dv"}),
+    Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257}),
+    Case("slices", (40,), 64, 3000, options={"memory_budget": 2**17}),
+    Case("more stages than steps", (70,), 512, 100, bias=True),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted():
+    """`mosaic` means two multiprocessors (a cluster of two blocks) in the interpreter."""
+    machine = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
+    functions = mosaic.linear_logp(machine)
+    before = dispatch.TABLE["linear_logp"]
+    dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
+    yield
+    dispatch.TABLE["linear_logp"] = before
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, dtype):
+    if dtype == jnp.float16 and not case.bias:
+        pytest.skip("float16 differs in the scaling of gradients alone: run where there is also a bias")
+    problem = helpers.make(case, dtype)
+    gold = helpers.gold(case, problem)
+    for value, expected in zip(problem.call(case, "mosaic"), gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
+    for gradient, expected in zip(problem.gradients(case, "mosaic"), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+
+
+def test_ignored_rows_hold_anything():
+    case = Case("ignored", (150,), 64, 300, options={"ignore_index": -1})
+    problem = helpers.make(case, jnp.bfloat16)
+    ignored = np.random.default_rng(0).permutation(150)[:100]
+    problem = problem._replace(
+        hidden=problem.hidden.at[ignored].set(jnp.nan), target_ids=problem.target_ids.at[ignored].set(-1)
+    )
+    kept = np.setdiff1d(np.arange(150), ignored)
+    part = helpers.rows_of(problem, kept)
+    gold = helpers.gold(dataclasses.replace(case, lead=(50,)), part)
+    rows, (d_weight,) = helpers.outputs(case, problem, "mosaic")
+    for x, expected in zip(rows, (*gold.values, gold.gradients[0]), strict=True):
+        kind = "forward" if x.ndim == 1 else "gradient"
+        assert_within_contract(x[kept], expected, "linear_logp_wgmma", jnp.bfloat16, kind)
+        assert not np.asarray(x[ignored]).astype(np.float32).any()
+    assert_within_contract(d_weight, gold.gradients[1], "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+def test_no_row_at_all():
+    case = Case("nothing", (0,), 64, 300, bias=True)
+    rows, head = helpers.outputs(case, helpers.make(case, jnp.bfloat16), "mosaic")
+    assert [x.shape for x in rows] == [(0,), (0,), (0,), (0, 64)]
+    assert all(not np.asarray(x).astype(np.float32).any() for x in jax.tree.leaves(head))

@@ -1,0 +1,110 @@
+"""The pure functions around the kernels: tiles, the vocabulary's chunks, slices under a budget, compaction."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, gemm_tile, padded, statistics_tile
+from pallas_kernels.mosaic.vocabulary import Vocabulary
+from rlk_jax import mosaic
+from rlk_jax._problem import Needs, Options
+from rlk_jax._rows import compact
+from rlk_jax._tree import GROUPS, group_width
+
+SHARED_MEMORY = 232448
+"""Bytes that a block of an H200 can have."""
+
+
+def vocabulary(size: int) -> Vocabulary:
+    return Vocabulary(size, GROUPS, group_width(size))
+
+
+def options(size: int, **changes) -> Options:
+    plain = Options(
+        size, size, "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+@given(rows=st.integers(1, 1 << 20))
+def test_tiles_fit_the_machine(rows):
+    for tile in (statistics_tile(rows), gemm_tile(rows)):
+        ring = tile.stages * 2 * DEPTH * (tile.rows + COLUMNS)
+        staging = tile.warpgroups * 2 * 2 * 64 * 64
+        assert ring + staging <= SHARED_MEMORY
+        assert tile.rows == 64 * tile.warpgroups and padded(rows, tile.cluster_rows) % 64 == 0
+
+
+def test_few_rows_get_small_tiles():
+    assert [statistics_tile(n).cluster_rows for n in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 300_000))
+def test_chunks_partition_the_vocabulary(size):
+    v = vocabulary(size)
+    chunk = jnp.arange(v.chunks, dtype=jnp.int32)
+    start, width = np.asarray(v.start(chunk)), np.asarray(v.width(chunk))
+    held = np.concatenate([np.arange(s, s + w) for s, w in zip(start, width, strict=True)])
+    np.testing.assert_array_equal(held, np.arange(size))
+    assert v.is_ragged == bool((width < COLUMNS).any())
+    column = jnp.arange(0, size, max(1, size // 500), dtype=jnp.int32)
+    of = np.asarray(v.chunk_of(column))
+    assert ((start[of] <= column) & (column < start[of] + width[of])).all()
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 300_000))
+def test_every_step_of_k_has_its_chunk(size):
+    v = vocabulary(size)
+    before = np.asarray(v.steps_before(jnp.arange(v.chunks + 1, dtype=jnp.int32)))
+    assert before[0] == 0 and (np.diff(before) >= 1).all() and (np.diff(before) <= 4).all()
+    chunk, step = (np.asarray(x) for x in v.place(jnp.arange(before[-1], dtype=jnp.int32)))
+    np.testing.assert_array_equal(before[chunk] + step, np.arange(before[-1]))
+
+
+@given(
+    size=st.integers(1, 300_000), tokens=st.integers(1, 40_000), dim=st.integers(1, 600), budget=st.integers(1, 1 << 33)
+)
+def test_slices_respect_the_budget(size, tokens, dim, budget):
+    dim *= 8
+    given_options = options(size, memory_budget=budget)
+    plan = mosaic.backward_plan(given_options, dim, tokens, needs=Needs(True, True, True), dtype=jnp.bfloat16)
+    assert 1 <= plan.slice_chunks <= vocabulary(size).chunks <= plan.slice_chunks * plan.slices
+    used = 2 * plan.matrix_rows * (plan.slice_chunks * COLUMNS + padded(dim, 64))
+    assert used <= budget or plan.slice_chunks == 1
+    assert mosaic.forward_plan(given_options, dim, tokens).slices == 1 or not mosaic.reads_in_place(given_options, dim)
+
+
+@pytest.mark.parametrize(
+    ("size", "dim", "layout", "in_place"),
+    [
+        (131072, 2048, "vd", True),
+        (151936, 4096, "vd", True),
+        (131072, 2048, "dv", True),
+        (131072, 2056, "dv", True),
+        (50257, 768, "vd", False),
+        (32000, 72, "vd", False),
+        (151936, 4096, "dv", False),
+        (50257, 768, "dv", False),
+    ],
+)
+def test_which_heads_are_read_in_place(size, dim, layout, in_place):
+    assert mosaic.reads_in_place(options(size, weight_layout=layout), dim) == in_place
+
+
+@given(active=st.lists(st.booleans(), min_size=1, max_size=40), room=st.integers(0, 9))
+def test_compaction_and_back(active, room):
+    mask = np.asarray(active)
+    rows = compact(jnp.asarray(mask), len(mask) + room)
+    x = np.arange(1.0, len(mask) + 1, dtype=np.float32)
+    taken = np.asarray(rows.take(jnp.asarray(x), -1))
+    count = int(mask.sum())
+    np.testing.assert_array_equal(taken[:count], x[mask])
+    np.testing.assert_array_equal(taken[count:], -1)
+    np.testing.assert_array_equal(rows.spread(jnp.asarray(taken)), np.where(mask, x, 0))
+    assert int(rows.count[0]) == count
