@@ -1,19 +1,16 @@
-"""Time and temporary memory of linear_logp against the naive definition: python -m benchmarks.linear_logp --help.
+"""Time and memory of linear_logp beside the bare GEMM: python -m benchmarks.linear_logp --help.
 
-The implementations of a shape are timed in turn, round after round, in one process; figures are medians, compared as
-ratios to "naive": JAX's own log_softmax over logits of the input dtype. Memory is what the compiled program allocates
-for itself, beyond its inputs and outputs.
+G is XLA's own GEMM [N, D] x [D, V] that writes logits in the input dtype. All candidates of a shape are timed in turn,
+round after round, in one process, each back to back for half a second first; ratios are to G of the same rounds.
+Memory is what the compiled program (or torch's allocator) takes beyond inputs and results.
+
+With --mask-density below 1 that share of the tokens counts (whole prompts in front): "forward" and "forward+backward"
+ignore the others by ignore_index, "masked loss" gives them upstream gradients of 0.
 """
 
-import argparse
-import datetime
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,144 +18,180 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from rlk_jax import cli, linear_logp
+from benchmarks import common, peers
+from benchmarks.common import Launch
+from rlk_jax import linear_logp
 
-DEFAULT_SHAPES = "8192,256,65536"
+SHAPES = "4096,2048,131072;4096,4096,131072;8192,4096,151936;16384,2048,32768"
 SMOKE_SHAPES = "64,32,1000"
+IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation on one shape; milliseconds, mebibytes."""
+    """One candidate in one pass over one shape."""
 
     shape: str
     dtype: str
+    mask_density: float
     implementation: str
+    what: str
     status: str
-    forward_ms: float | None = None
-    both_ms: float | None = None
-    both_ratio_to_naive: float | None = None
-    temporary_mib: float | None = None
-    temporary_of_logits: float | None = None
-    """Temporary bytes of forward and backward over N·V·4, the bytes of float32 logits."""
+    ms: float | None = None
+    of_gemm: float | None = None
+    tflops: float | None = None
+    extra_mib: float | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    name: str
-    forward: Any
-    both: Any
+    launch: Launch
+    gemms: int
+    """Products [N, D] x [D, V] that the pass cannot do without; for the TFLOP/s."""
+    extra_bytes: int | None
 
 
-def naive(hidden: jax.Array, weight: jax.Array, target_ids: jax.Array) -> jax.Array:
+def naive(hidden: jax.Array, weight: jax.Array, target_ids: jax.Array, **options: Any) -> jax.Array:
     """What a trainer writes without this library."""
     logits = (hidden @ weight.T).astype(jnp.float32)
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), target_ids[:, None], axis=-1)[:, 0]
+    ids = jnp.maximum(target_ids, 0)[:, None]
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1)[:, 0]
+    return jnp.where(target_ids == IGNORED, 0, logp)
 
 
-def _function(name: str) -> Callable[..., jax.Array]:
-    if name == "naive":
-        return naive
-    return lambda h, w, t: linear_logp(h, w, t, implementation=name)
+@dataclass(frozen=True)
+class Problem:
+    hidden: jax.Array
+    weight: jax.Array
+    target_ids: jax.Array
+    bias: jax.Array
+    upstream: jax.Array
+    density: float
+
+    @property
+    def active(self) -> jax.Array:
+        tokens = self.hidden.shape[0]
+        return jnp.arange(tokens) >= tokens - round(self.density * tokens)
 
 
-def _compile(name: str, arguments: tuple[jax.Array, ...]) -> Candidate:
-    logp = _function(name)
-    both = jax.value_and_grad(lambda h, w, t: logp(h, w, t).sum(), argnums=(0, 1))
-    return Candidate(name, *(jax.jit(f).lower(*arguments).compile() for f in (logp, both)))
-
-
-def _milliseconds(function: Any, arguments: tuple[jax.Array, ...]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return 1e3 * (time.perf_counter() - start)
-
-
-def measure(shape: str, dtype: str, implementations: Sequence[str], rounds: int) -> list[Row]:
-    """All implementations on one shape, "naive" among them; one that cannot run here says so in its status."""
+def make(shape: str, dtype: str, density: float) -> Problem:
     tokens, dim, vocab = map(int, shape.split(","))
-    keys = jax.random.split(jax.random.key(0), 3)
-    arguments = (
+    keys = jax.random.split(jax.random.key(0), 5)
+    return Problem(
         jax.random.normal(keys[0], (tokens, dim), dtype),
         (jax.random.normal(keys[1], (vocab, dim)) / dim**0.5).astype(dtype),
         jax.random.randint(keys[2], (tokens,), 0, vocab),
+        jax.random.normal(keys[3], (vocab,), dtype),
+        jax.random.normal(keys[4], (tokens,)),
+        density,
     )
-    candidates, rows = [], []
-    for name in ("naive", *implementations):
+
+
+def _candidate(f: Callable[..., Any], gemms: int, *arguments: jax.Array) -> Candidate:
+    compiled = jax.jit(f).lower(*arguments).compile()
+    analysis = compiled.memory_analysis()
+    return Candidate(
+        Launch(lambda: compiled(*arguments)), gemms, None if analysis is None else analysis.temp_size_in_bytes
+    )
+
+
+def candidates(name: str, p: Problem) -> dict[str, Candidate]:
+    """The passes of one implementation; raises what it raises where it cannot run."""
+    is_ours = name != "naive"
+    masked: dict[str, Any] = {"ignore_index": IGNORED} if p.density < 1 else {}
+    ids = jnp.where(p.active, p.target_ids, IGNORED) if masked else p.target_ids
+
+    def logp(h: jax.Array, w: jax.Array, t: jax.Array, b: jax.Array | None = None, **options: Any) -> Any:
+        return linear_logp(h, w, t, b, implementation=name, **options) if is_ours else naive(h, w, t)
+
+    def gradient(argnums: tuple[int, ...], **options: Any) -> Callable[..., Any]:
+        return jax.grad(lambda h, w, t, g: jnp.vdot(logp(h, w, t, **options), g), argnums)
+
+    operands, g = (p.hidden, p.weight, ids), p.upstream
+    found = {
+        "forward": _candidate(lambda h, w, t: logp(h, w, t, **masked), 1, *operands),
+        "forward+backward": _candidate(gradient((0, 1), **masked), 3, *operands, g),
+        "frozen head": _candidate(gradient((0,), **masked), 2, *operands, g),
+    }
+    if p.density < 1:
+        zeroed = jnp.where(p.active, g, 0)
+        found["masked loss"] = _candidate(gradient((0, 1)), 3, p.hidden, p.weight, p.target_ids, zeroed)
+    elif is_ours:
+        found |= {
+            "forward, entropy": _candidate(lambda h, w, t: logp(h, w, t, return_entropy=True), 1, *operands),
+            "forward, bias": _candidate(logp, 1, *operands, p.bias),
+            "forward, softcap": _candidate(lambda h, w, t: logp(h, w, t, logit_softcap=30.0), 1, *operands),
+        }
+    return found
+
+
+def _peer(name: str, p: Problem) -> dict[str, Candidate]:
+    found = peers.launches(name, (p.hidden, p.weight, p.target_ids), p.upstream)
+    gradients = p.hidden.nbytes + p.weight.nbytes
+    results = {"forward": 0, "forward+backward": gradients}
+    gemms = {"forward": 1, "forward+backward": 3}
+    return {w: Candidate(x, gemms[w], max(0, peers.peak_bytes(x) - results[w])) for w, x in found.items()}
+
+
+def measure(
+    shape: str, dtype: str, density: float, implementations: Sequence[str], rounds: int, seconds: float
+) -> list[Row]:
+    """All implementations on one shape; one that cannot run here says so in its status."""
+    p = make(shape, dtype, density)
+    found = {("GEMM", "G"): _candidate(lambda h, w: h @ w.T, 1, p.hidden, p.weight)}
+    rows = []
+    for name in implementations:
         try:
-            candidates.append(_compile(name, arguments))
-        except ValueError as problem:
-            rows.append(Row(shape, dtype, name, f"not available: {problem}"))
-    samples: dict[str, list[tuple[float, float]]] = {c.name: [] for c in candidates}
-    for _ in range(rounds + 1):
-        for c in candidates:
-            samples[c.name].append((_milliseconds(c.forward, arguments), _milliseconds(c.both, arguments)))
-    median = {name: [statistics.median(x) for x in zip(*s[1:], strict=True)] for name, s in samples.items()}
-    for c in candidates:
-        temporary = c.both.memory_analysis().temp_size_in_bytes
-        rows.append(
-            Row(
-                shape,
-                dtype,
-                c.name,
-                "pass",
-                forward_ms=median[c.name][0],
-                both_ms=median[c.name][1],
-                both_ratio_to_naive=median[c.name][1] / median["naive"][1],
-                temporary_mib=temporary / 2**20,
-                temporary_of_logits=temporary / (4 * tokens * vocab),
-            )
-        )
+            passes = _peer(name, p) if name in peers.PEERS else candidates(name, p)
+            found |= {(name, what): x for what, x in passes.items()}
+        except Exception as problem:
+            status = "out of memory" if "out of memory" in str(problem).lower() else "not available"
+            rows.append(Row(shape, dtype, density, name, "", f"{status}: {str(problem).splitlines()[0][:160]}"))
+    launches = {f"{name}: {what}": x.launch for (name, what), x in found.items()}
+    ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
+    gemm = ms["GEMM: G"]
+    flops = 2 * p.hidden.size * p.weight.shape[0]
+    for (name, what), x in found.items():
+        t = ms[f"{name}: {what}"]
+        extra = None if x.extra_bytes is None else x.extra_bytes / 2**20
+        rows.append(Row(shape, dtype, density, name, what, "pass", t, t / gemm, x.gemms * flops / t / 1e9, extra))
     return rows
 
 
 def _print(rows: Sequence[Row], device: str) -> None:
-    table = Table("N,D,V", "implementation", "forward", "forward+backward", "of naive", "temporary", "of logits")
+    table = Table("N,D,V", "implementation", "pass", "time", "of G", "TFLOP/s", "memory")
     for r in rows:
-        if r.status != "pass":
-            table.add_row(r.shape, r.implementation, r.status)
-            continue
-        table.add_row(
-            r.shape,
-            r.implementation,
-            f"{r.forward_ms:.1f} ms",
-            f"{r.both_ms:.1f} ms",
-            f"{r.both_ratio_to_naive:.2f}x",
-            f"{r.temporary_mib:.0f} MiB",
-            f"{100 * (r.temporary_of_logits or 0):.1f} %",
-        )
+        figures = ("", r.status, "", "")
+        if r.status == "pass":
+            memory = "" if r.extra_mib is None else f"{r.extra_mib:.0f} MiB"
+            figures = (f"{r.ms:.3f} ms", f"{r.of_gemm:.3f}", f"{r.tflops:.0f}", memory)
+        table.add_row(r.shape, r.implementation, r.what, *figures)
     console = Console()
     # A log file counts as 80 columns wide, which would cut the figures.
-    console.width = max(console.width, 110)
-    console.print(f"linear_logp, {rows[0].dtype}, {device}", table)
+    console.width = max(console.width, 120)
+    console.print(f"linear_logp, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_logp", description=__doc__)
-    parser.add_argument("--shapes", default=DEFAULT_SHAPES, help='"N,D,V;N,D,V;…"')
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--implementations", default="xla", help="comma-separated names of rlk_jax implementations")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds after one untimed")
-    parser.add_argument("--json", type=Path, help="also write the rows with command, date, device and versions")
-    parser.add_argument("--smoke", action="store_true", help="one tiny shape, one round")
-    options = parser.parse_args(argv)
+    options = common.parser(
+        "linear_logp", __doc__, shapes=SHAPES, implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS))
+    ).parse_args(argv)
     shapes = SMOKE_SHAPES if options.smoke else options.shapes
-    rounds = 1 if options.smoke else options.rounds
-    rows = []
+    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
+    rows: list[Row] = []
     for shape in shapes.split(";"):
         print(f"measuring {shape} …", file=sys.stderr)
-        rows += measure(shape, options.dtype, options.implementations.split(","), rounds)
-    device = jax.devices()[0].device_kind
-    _print(rows, device)
+        names = options.implementations.split(",")
+        rows += measure(shape, options.dtype, options.mask_density, names, rounds, seconds)
+    _print(rows, jax.devices()[0].device_kind)
     if options.json:
-        record = {
-            "command": "python -m benchmarks.linear_logp " + " ".join(argv if argv is not None else sys.argv[1:]),
-            "date": datetime.date.today().isoformat(),
-            "device": device,
-            "packages": cli.report()["packages"],
-            "rows": [asdict(r) for r in rows],
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        common.write(options.json, "linear_logp", argv, [asdict(r) for r in rows])
+    if options.plot:
+        groups: dict[str, dict[str, float]] = {}
+        for r in rows:
+            if r.of_gemm is not None and r.what != "G":
+                groups.setdefault(f"{r.shape}: {r.what}", {})[r.implementation] = r.of_gemm
+        common.plot(options.plot, groups, "time, in bare GEMMs of the same run")
     return 0
 
 

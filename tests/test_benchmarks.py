@@ -2,15 +2,31 @@
 
 import json
 
+import pytest
+
 from benchmarks import linear_logp
 
 
-def test_smoke(tmp_path, capsys):
-    out = tmp_path / "rows.json"
-    assert linear_logp.main(["--smoke", "--implementations", "xla,deterministic,mosaic", "--json", str(out)]) == 0
+@pytest.mark.parametrize("density", ["1", "0.5"])
+def test_smoke(tmp_path, capsys, density):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--implementations", "mosaic,xla,deterministic,naive,torch eager,quack (mean loss)"]
+    arguments += ["--mask-density", density, "--json", str(out), "--plot", str(picture)]
+    assert linear_logp.main(arguments) == 0
     record = json.loads(out.read_text())
-    status = {r["implementation"]: r["status"] for r in record["rows"]}
-    assert status["naive"] == status["xla"] == status["deterministic"] == "pass"
-    assert status["mosaic"].startswith("not available")
+    status = {(r["implementation"], r["what"]): r["status"] for r in record["rows"]}
+    passes = {"forward", "forward+backward", "frozen head"}
+    passes |= {"masked loss"} if density == "0.5" else {"forward, entropy", "forward, bias", "forward, softcap"}
+    for name in ("xla", "deterministic"):
+        assert {what for n, what in status if n == name} == passes
+    assert status["GEMM", "G"] == status["naive", "forward"] == status["xla", "forward"] == "pass"
+    for name in ("mosaic", "torch eager", "quack (mean loss)"):
+        assert status[name, ""].startswith("not available")
     assert record["command"].startswith("python -m benchmarks.linear_logp --smoke") and record["device"]
-    assert "of naive" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+    assert "of G" in capsys.readouterr().out
+
+
+def test_half_of_the_tokens_count():
+    problem = linear_logp.make("10,8,20", "float32", 0.5)
+    assert problem.active.tolist() == [False] * 5 + [True] * 5

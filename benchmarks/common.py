@@ -1,0 +1,99 @@
+"""What the benchmark modules share: options, interleaved timing, the record of a run, tables and plots."""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rlk_jax import cli
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Something to time: `start()` begins one run and returns what `wait` waits for."""
+
+    start: Callable[[], Any]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+
+
+def parser(module: str, description: str | None, *, shapes: str, implementations: str) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
+    options.add_argument("--shapes", default=shapes, help='"N,D,V;N,D,V;…"')
+    options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    options.add_argument("--mask-density", type=float, default=1.0, help="share of the tokens that count")
+    options.add_argument("--implementations", default=implementations, help="comma-separated names")
+    options.add_argument("--rounds", type=int, default=5, help="interleaved rounds; figures are their medians")
+    options.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
+    options.add_argument("--plot", type=Path, help="draw the rows as a PNG")
+    options.add_argument("--smoke", action="store_true", help="one tiny shape, one short round")
+    return options
+
+
+def _run(launch: Launch, times: int) -> float:
+    start, last = time.perf_counter(), None
+    for _ in range(times):
+        last = launch.start()
+    launch.wait(last)
+    return (time.perf_counter() - start) / times
+
+
+def milliseconds(launches: Mapping[str, Launch], rounds: int, *, warm: float, timed: float) -> dict[str, float]:
+    """Median over interleaved rounds; in each, `warm` seconds back to back and then `timed` seconds on the clock.
+
+    Wall time of back-to-back runs: the chip slows under sustained load, and short runs would flatter it.
+    """
+    once = {}
+    for name, launch in launches.items():
+        _run(launch, 1)
+        once[name] = max(_run(launch, 1), 1e-6)
+    samples: dict[str, list[float]] = {name: [] for name in launches}
+    for i in range(rounds):
+        for name, launch in launches.items():
+            print(f"\rround {i + 1} of {rounds}: {name:40s}", end="", file=sys.stderr, flush=True)
+            _run(launch, max(1, int(warm / once[name])))
+            samples[name].append(_run(launch, max(1, int(timed / once[name]))))
+    print(file=sys.stderr)
+    return {name: 1e3 * statistics.median(x) for name, x in samples.items()}
+
+
+def write(path: Path, module: str, argv: Sequence[str] | None, rows: Sequence[dict[str, Any]]) -> None:
+    """A run as JSON: its command, date, device, versions and rows."""
+    record = {
+        "command": f"python -m benchmarks.{module} " + " ".join(argv if argv is not None else sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "timing": "back-to-back wall time, median of interleaved rounds",
+        "packages": cli.report()["packages"],
+        "rows": list(rows),
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def plot(path: Path, groups: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Horizontal bars, a panel per group."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = sum(len(x) for x in groups.values())
+    figure, panels = pyplot.subplots(
+        len(groups), 1, figsize=(9, 1.2 * len(groups) + 0.28 * bars), squeeze=False, constrained_layout=True
+    )
+    for panel, (title, values) in zip(panels[:, 0], groups.items(), strict=True):
+        panel.barh(list(values)[::-1], list(values.values())[::-1])
+        panel.set_title(title, fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.grid(axis="x", alpha=0.3)
+    panels[-1, 0].set_xlabel(label)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,95 @@
+"""Other libraries' per-token log-probabilities on torch tensors. Each is imported only where it is asked for.
+
+Each entry gives `loss(hidden, weight, target_ids) -> Tensor`: per-token log-probs (or their negatives), or a mean loss
+where the name says so.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from benchmarks.common import Launch
+
+
+def _torch_eager() -> Callable[..., Any]:
+    def logp(hidden: Any, weight: Any, target_ids: Any) -> Any:
+        logits = (hidden @ weight.T).float()
+        return logits.gather(1, target_ids[:, None])[:, 0] - logits.logsumexp(1)
+
+    return logp
+
+
+def _torch_compile() -> Callable[..., Any]:
+    import torch
+
+    return torch.compile(_torch_eager())
+
+
+def _cce() -> Callable[..., Any]:
+    cce: Any = importlib.import_module("cut_cross_entropy")
+    return lambda h, w, t: cce.linear_cross_entropy(h, w, t, reduction="none")
+
+
+def _liger_sm90() -> Callable[..., Any]:
+    liger: Any = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
+    return lambda h, w, t: liger.LigerFusedScaledCrossEntropySM90Function.apply(h, w, t)[0]
+
+
+def _liger_triton() -> Callable[..., Any]:
+    liger: Any = importlib.import_module("liger_kernel.transformers.functional")
+    return lambda h, w, t: liger.liger_fused_linear_cross_entropy(h, w, t)
+
+
+def _quack() -> Callable[..., Any]:
+    quack: Any = importlib.import_module("quack.linear_cross_entropy")
+    return lambda h, w, t: quack.chunked_linear_cross_entropy(h, w, t)
+
+
+PEERS = {
+    "torch eager": _torch_eager,
+    "torch.compile": _torch_compile,
+    "cce": _cce,
+    "liger sm90": _liger_sm90,
+    "liger triton (mean loss)": _liger_triton,
+    "quack (mean loss)": _quack,
+}
+
+
+def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
+    """A peer's "forward" and "forward+backward"; raises what its import or first run raises."""
+    import torch
+
+    loss = PEERS[name]()
+    if jax.default_backend() != "gpu":
+        raise RuntimeError("peers are measured on GPUs only")
+    hidden, weight, target_ids = (torch.from_dlpack(x) for x in arguments)
+    target_ids, g = target_ids.long(), torch.from_dlpack(upstream)
+    operands = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return loss(hidden, weight, target_ids)
+
+    def both() -> Any:
+        values = loss(*operands, target_ids)
+        return torch.autograd.grad(values, operands, g.to(values.dtype) if values.ndim else None)
+
+    def wait(x: Any) -> None:
+        torch.cuda.synchronize()
+
+    found = {"forward": Launch(forward, wait), "forward+backward": Launch(both, wait)}
+    for launch in found.values():
+        wait(launch.start())
+    return found
+
+
+def peak_bytes(launch: Launch) -> int:
+    """Bytes beyond what was held before, the result's own included."""
+    import torch
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    launch.wait(launch.start())
+    return torch.cuda.max_memory_allocated() - before
