@@ -22,8 +22,7 @@ def _torch_eager() -> Callable[..., Any]:
 
 
 def _torch_compile() -> Callable[..., Any]:
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     return torch.compile(_torch_eager())
 
 
@@ -59,8 +58,7 @@ PEERS = {
 
 def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
     """A peer's "forward" and "forward+backward"; raises what its import or first run raises."""
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     loss = PEERS[name]()
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
@@ -87,8 +85,7 @@ def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -
 
 def peak_bytes(launch: Launch) -> int:
     """Bytes beyond what was held before, the result's own included."""
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     launch.wait(launch.start())
