@@ -57,13 +57,15 @@ class Implementation:
     """Reasons why it cannot run this problem; none means that it can."""
     by_name_only: str | None = None
     """Why it is never chosen by itself."""
-    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
-    """Where it is meant to run: there, being passed over is a fallback and is logged."""
+    meant_for: Callable[[Device], bool] = lambda device: True
+    """Where being passed over is a fallback, which is logged."""
 
 
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
-        Implementation("mosaic", mosaic.LINEAR_LOGP, mosaic.why_not, platforms=("gpu",)),
+        Implementation(
+            "mosaic", mosaic.LINEAR_LOGP, mosaic.why_not, meant_for=lambda device: device.compute_capability == "9.0"
+        ),
         Implementation("xla", xla.LINEAR_LOGP),
         Implementation("deterministic", deterministic.LINEAR_LOGP, by_name_only="slow: promises bits, not speed"),
         Implementation("reference", reference.LINEAR_LOGP, by_name_only="holds [N, V] logits: the gold of the tests"),
@@ -123,7 +125,7 @@ def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str,
     for faster in TABLE[problem.op]:
         if faster is chosen:
             return
-        if problem.device.platform not in faster.platforms or faster.by_name_only:
+        if faster.by_name_only or not faster.meant_for(problem.device):
             continue
         message = f"{problem.op} runs {chosen.name} instead of {faster.name}: {'; '.join(reasons[faster.name])}"
         if os.environ.get("RLK_STRICT") == "1" and problem.device.platform == "gpu":

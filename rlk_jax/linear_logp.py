@@ -119,9 +119,9 @@ def linear_logp(
     Gradients flow to hidden, lm_head_weight and bias, in their dtypes. An operand that needs none costs no work, and
     neither does a row whose upstream gradients are all 0: it contributes exactly 0, even if it holds NaN.
 
-    Same bits: `deterministic` gives a row the same raw bits in any batch, at any position and beside any neighbours,
-    and dW, db the same bits with ignored rows anywhere; `xla` promises accuracy only. docs/linear_logp.md has the
-    whole contract.
+    Same bits: `mosaic` and `deterministic` give a row the same raw bits in any batch, at any position and beside any
+    neighbours, and dW, db the same bits with ignored rows anywhere; `xla` promises accuracy only. docs/linear_logp.md
+    has the whole contract.
 
     Source: RL-Kernel's linear_logp; the pair (max, ln Σ) as in online softmax (Milakov and Gimelshein,
     arXiv 1805.02867).

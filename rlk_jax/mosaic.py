@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rlk_jax.dispatch import Problem
 
 MEMORY_BUDGET = 512 * 2**20
-"""Bytes for a slice's gradients of logits and the copies beside them."""
+"""Bytes for a slice's gradients of logits and the copies beside them; three times hidden's, where those are more."""
 _THREADS = 128
 """Of a warpgroup; kernels without a product keep one row in each."""
 
@@ -94,7 +94,7 @@ def reads_in_place(options: Options, dim: int) -> bool:
 def _plan(options: Options, dim: int, tokens: int, bytes_per_chunk: int, fixed_bytes: int = 0) -> Plan:
     """Slices as wide as the budget holds, at least one chunk, and all of about the same width."""
     chunks = _vocabulary(options).chunks
-    budget = options.memory_budget or MEMORY_BUDGET
+    budget = options.memory_budget or max(MEMORY_BUDGET, 3 * 2 * dim * tokens)
     affordable = max(1, min(chunks, (budget - fixed_bytes) // bytes_per_chunk if bytes_per_chunk else chunks))
     slices = -(-chunks // affordable)
     return Plan(options, dim, tokens, -(-chunks // slices))
@@ -151,6 +151,16 @@ def _slice(plan: Plan, operands: Operands, rows: Compacted, index: Any, copied: 
     where = Slice(rows.count, first.reshape(1), count.reshape(1))
     head = Head(vocabulary, "vd" if copied else options.weight_layout, copied)
     return _SliceOfHead(where, head, weight, bias, columns)
+
+
+def _slices_in_place(plan: Plan) -> int:
+    """Slices from the first on whose K steps of 64 columns read no padding row: 0·NaN must not reach dH."""
+    options = plan.options
+    if not reads_in_place(options, plan.dim):
+        return 0
+    if options.real_vocab_size == options.vocab_size:
+        return plan.slices
+    return _vocabulary(options).chunk_of(max(0, options.real_vocab_size - DEPTH)) // plan.slice_chunks
 
 
 def _over_slices(slices: int, copied_from: int, step: Callable[[Any, bool], None]) -> None:
@@ -246,12 +256,12 @@ def _gradients(
     hidden = _matrix(plan, rows, operands.hidden)
     lifts = dtype == jnp.float16
     scale = lifting_power(gradient_bound(tokens.temperature, upstream)) if lifts else None
-    # Neutral values behind the rows that count: their gradients are 0.
+    # Behind the rows that count, values whose exponentials and gradients are 0 whatever the bias.
     row_facts = Rows(
         target_ids=rows.take(tokens.target_ids),
         temperature=rows.take(tokens.temperature, 1),
         logp=rows.take(softmax.logp),
-        shift=rows.take(softmax.shift),
+        shift=rows.take(softmax.shift, jnp.inf),
         total=rows.take(softmax.total, 1),
         gap=None if upstream.entropy is None else rows.take(softmax.gap),
         g_logp=rows.take(upstream.logp),
@@ -299,8 +309,7 @@ def _gradients(
             sums = gradients.column_sums(part.where, slice_dlogits, row_unscale, machine)
             d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
 
-    in_place = plan.slices - (options.real_vocab_size < options.vocab_size)
-    _over_slices(plan.slices, in_place if reads_in_place(options, dim) else 0, step)
+    _over_slices(plan.slices, _slices_in_place(plan), step)
     done = Gradients(*(None if x is None else jax.freeze(x) for x in (d_hidden, d_weight, d_bias)))
     if done.hidden is not None:
         by_row = done.hidden[:, :dim]

@@ -13,11 +13,13 @@ import rlk_jax
 from rlk_jax import dispatch, linear_logp
 
 ARGUMENTS = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
+XLA = next(x for x in dispatch.TABLE["linear_logp"] if x.name == "xla")
 
 
 def refuses(name: str, reason: str, platform: str = "cpu") -> dispatch.Implementation:
-    xla = dispatch.TABLE["linear_logp"][0]
-    return dataclasses.replace(xla, name=name, why_not=lambda problem: [reason], platforms=(platform,))
+    return dataclasses.replace(
+        XLA, name=name, why_not=lambda problem: [reason], meant_for=lambda device: device.platform == platform
+    )
 
 
 @pytest.fixture
@@ -57,7 +59,23 @@ def test_explain_raises_as_the_op_does():
         rlk_jax.explain("linear_logp", *ARGUMENTS, colour="red")
 
 
-@pytest.mark.parametrize("name", ["mosaic", "cuda", "triton"])
+def test_mosaic_says_everything_that_it_lacks():
+    reasons = "needs compute capability 9.0 .Hopper., not cpu; needs hidden and .* not float32 and float32; .* not 7"
+    arguments = (jnp.ones((4, 7)), jnp.ones((20, 7)), jnp.arange(4))
+    with pytest.raises(ValueError, match=f"linear_logp cannot run 'mosaic' here: {reasons}"):
+        linear_logp(*arguments, implementation="mosaic")
+
+
+@pytest.mark.parametrize("kind", ["8.0", "10.0", None])
+def test_mosaic_is_not_missed_on_other_gpus(kind, monkeypatch, caplog):
+    """Strict mode too: there is nothing faster that was meant for them."""
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "some GPU", kind))
+    monkeypatch.setenv("RLK_STRICT", "1")
+    linear_logp(*ARGUMENTS)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
 def test_a_named_implementation_that_cannot_run_raises_its_reasons(name):
     with pytest.raises(
         ValueError, match=f"linear_logp cannot run '{name}' here: linear_logp has no such implementation"
@@ -75,33 +93,33 @@ def test_the_choice_never_depends_on_the_number_of_tokens():
 
 
 def test_a_new_entry_is_chosen_and_reported(with_entry):
-    with_entry(dataclasses.replace(dispatch.TABLE["linear_logp"][0], name="mosaic"))
+    with_entry(dataclasses.replace(XLA, name="cuda"))
     decision = rlk_jax.explain("linear_logp", *ARGUMENTS)
-    assert decision.choice == "mosaic" and decision.reasons["xla"] == ["mosaic was chosen"]
+    assert decision.choice == "cuda" and decision.reasons["xla"] == ["cuda was chosen"]
     linear_logp(*ARGUMENTS)
 
 
 def test_a_fallback_is_logged_once_per_reason(with_entry, caplog):
-    with_entry(refuses("mosaic", "float32 inputs"))
+    with_entry(refuses("cuda", "float32 inputs"))
     with caplog.at_level(logging.WARNING, logger="rlk_jax"):
         linear_logp(*ARGUMENTS)
         linear_logp(*ARGUMENTS)
-    assert [r.message for r in caplog.records] == ["linear_logp runs xla instead of mosaic: float32 inputs"]
+    assert [r.message for r in caplog.records] == ["linear_logp runs xla instead of cuda: float32 inputs"]
 
 
 def test_no_fallback_is_logged_where_the_faster_one_does_not_belong(with_entry, caplog):
-    with_entry(refuses("mosaic", "needs a Hopper GPU", platform="gpu"))
+    with_entry(refuses("cuda", "needs a Hopper GPU", platform="gpu"))
     linear_logp(*ARGUMENTS)
     assert not caplog.records
 
 
 def test_strict_mode_refuses_a_fallback_on_a_gpu(with_entry, monkeypatch):
-    with_entry(refuses("mosaic", "float32 inputs", platform="gpu"))
-    gpu = dispatch.Device("gpu", "NVIDIA H200", "9.0")
+    with_entry(refuses("cuda", "float32 inputs", platform="gpu"))
+    gpu = dispatch.Device("gpu", "NVIDIA A100", "8.0")
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: gpu)
     linear_logp(*ARGUMENTS)
     monkeypatch.setenv("RLK_STRICT", "1")
-    with pytest.raises(ValueError, match="RLK_STRICT=1: linear_logp runs xla instead of mosaic: float32 inputs"):
+    with pytest.raises(ValueError, match="RLK_STRICT=1: linear_logp runs xla instead of cuda: float32 inputs"):
         linear_logp(*ARGUMENTS)
     linear_logp(*ARGUMENTS, implementation="xla")
 

@@ -1,5 +1,6 @@
 """Kernels for Hopper in Pallas Mosaic GPU: one warp-specialised TMA + wgmma main loop, and kernels as epilogues on it.
 
 tiles.py picks tile sizes, main_loop.py multiplies, vocabulary.py lays out the columns, statistics.py and dlogits.py are
-the epilogues of linear_logp, gemm.py those of its gradients, rows.py small kernels over finished rows and columns.
+the epilogues of linear_logp's two products with the head, gradients.py those of its gradients, fold.py folds partial
+softmaxes, simple.py launches kernels without a product.
 """

@@ -94,7 +94,7 @@ def _coefficients(rows: Rows) -> _Coefficients:
     if rows.g_entropy is not None:
         slope = -LN_2 * rows.g_entropy
         # log p = ln(2)·(y − shift) − ln(total), so that at the target y − shift needs no product of its own.
-        target_y = rows.logp * LOG2_E + jnp.log2(rows.total)
+        target_y = jnp.maximum(rows.logp * LOG2_E + jnp.log2(rows.total), -1e30)
         at_target = at_target + slope * (target_y + rows.gap) * probability
         others = others + slope * rows.gap
     weight = per_logit / rows.total
@@ -113,7 +113,8 @@ def _gradient(
     """Gradients of some columns of products; `target` is the target's place among them."""
     columns = products.shape[1]
     values, derivative = logits.bounded(products, bias)
-    y = values * over_columns(c.scale, columns) - over_columns(c.shift, columns)
+    # y − shift is at most 1/2; where y has no digits behind the point, a fused product would exceed it by far.
+    y = jnp.minimum(values * over_columns(c.scale, columns) - over_columns(c.shift, columns), 1.0)
     exponentials = jnp.exp2(y)
     if rounds_exponentials:
         exponentials = exponentials.astype(jnp.bfloat16).astype(jnp.float32)

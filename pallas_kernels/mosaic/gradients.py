@@ -121,7 +121,8 @@ def store_weight_gradient(
         def store(strip: int, smem: Ref) -> None:
             """Only places that hold columns: the next ones belong to another group.
 
-            And only strips within the array: where it is one strip wide, TMA would wrap another one onto it.
+            And only strips within the array: Mosaic drops the index of a dimension that is one tile wide, and with it
+            the bounds check.
             """
             start = strip * _STRIP
             if vocabulary_is_rows and dim <= start:

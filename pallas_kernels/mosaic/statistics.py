@@ -33,7 +33,8 @@ Array = jax.Array
 Ref = Any
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-FOLD_ROWS = 128
+_LARGE_SOFTCAP = 64.0
+"""From here on 1 − exp(−2x/c) loses digits of small logits that matter: a series stands in for them."""
 
 
 class Slice(NamedTuple):
@@ -80,11 +81,17 @@ class Logits:
         values = products if bias is None else products + over_rows(bias)
         if self.softcap is None:
             return values, None
-        e = jnp.exp2(jnp.minimum(values * (-2 * LOG2_E / self.softcap), 60.0))
+        share = values * (1 / self.softcap)
+        e = jnp.exp2(jnp.minimum(share * (-2 * LOG2_E), 60.0))
         root = lax.rsqrt(1 + e)
         inverse = root * root
         # Written so that the compiler keeps few values alive: other orders spill registers in the backward.
-        return (1 - e) * (inverse * self.softcap), (e * inverse) * (4 * inverse)
+        capped = (1 - e) * (inverse * self.softcap)
+        if self.softcap > _LARGE_SOFTCAP:
+            square = share * share
+            series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315)))
+            capped = jnp.where(jnp.abs(share) < 0.2, values * series, capped)
+        return capped, (e * inverse) * (4 * inverse)
 
     def masked(self, values: Array, width: Array, fill: float) -> Array:
         """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill."""
@@ -178,9 +185,13 @@ def partials(
             holds = refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
             picked = lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
         values = logits.masked(values, width, -jnp.inf)
-        shift = lax.round(values.max(axis=1) * scale, lax.RoundingMethod.TO_NEAREST_EVEN)
-        shift = jnp.where(shift == -jnp.inf, 0.0, shift)
-        y_minus_shift = values * over_columns(scale) - over_columns(shift)
+        largest = values.max(axis=1)
+        largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+        shift = lax.round(largest * scale, lax.RoundingMethod.TO_NEAREST_EVEN)
+        # Not values·scale − shift: once y has no digits behind the point, that is far from 0 at the maximum itself.
+        rest = largest * scale - shift
+        rest = jnp.where(jnp.abs(rest) > 0.5, 0.0, rest)
+        y_minus_shift = (values - over_columns(largest)) * over_columns(scale) + over_columns(rest)
         weights = jnp.exp2(y_minus_shift)
         there = (chunk, pl.ds(block.row, WARPGROUP_ROWS))
         refs.out.shift[there] = shift

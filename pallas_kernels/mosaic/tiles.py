@@ -25,7 +25,7 @@ class Tile:
 
     rows: int = 128
     stages: int = 4
-    """Pipeline steps in flight. Four of 48 KiB leave 36 KiB for what an epilogue writes."""
+    """Pipeline steps in flight. Four of 48 KiB leave 35 KiB for what an epilogue writes."""
     cluster: int = 2
     """Neighbouring blocks, one below the other, that load each tile of columns once for both (TMA multicast)."""
     band: int = 8

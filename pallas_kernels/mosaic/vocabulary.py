@@ -5,7 +5,7 @@ gradients of logits, a copied slice of the head) every chunk has 256 places and 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ class Vocabulary:
         end = jnp.minimum((group + 1) * self.group_width, self.size)
         return jnp.clip(end - group * self.group_width - inside * COLUMNS, 0, COLUMNS)
 
-    def chunk_of(self, column: Array) -> Array:
-        """The chunk that holds a column."""
+    def chunk_of(self, column: Any) -> Any:
+        """The chunk that holds a column, of an array or an int."""
         group, inside = _divmod(column, self.group_width)
         return group * self.group_chunks + _divmod(inside, COLUMNS)[0]
 
@@ -69,8 +69,10 @@ class Vocabulary:
         return -(-self.group_width // DEPTH)
 
 
-def _divmod(x: Array, n: int) -> tuple[Array, Array]:
+def _divmod(x: Any, n: int) -> tuple[Any, Any]:
     """For x >= 0; rounding towards minus infinity would cost a kernel more."""
+    if isinstance(x, int):
+        return divmod(x, n)
     divisor = jnp.broadcast_to(jnp.int32(n), x.shape)
     return lax.div(x, divisor), lax.rem(x, divisor)
 

@@ -33,6 +33,8 @@ SHAPES = (
     Case("dv", (300,), 72, 4096, options={"weight_layout": "dv"}),
     Case("dv, ragged", (129,), 128, 1000, bias=True, options={"weight_layout": "dv"}),
     Case("dv, padded", (70,), 64, 1024, options={"weight_layout": "dv", "global_vocab_size": 1001}),
+    Case("padding and short chunks", (40,), 64, 2112, options={"global_vocab_size": 2049, "memory_budget": 60000}),
+    Case("large softcap", (40,), 64, 300, options={"logit_softcap": 1e4}),
     Case("many slices", (700,), 128, 6000, bias=True, options={"memory_budget": 2**20}),
     *(helpers.model_case(name, (70,), shrink=4) for name in ("gpt2", "llama2-7b", "llama3-8b", "qwen3-8b-padded")),
 )

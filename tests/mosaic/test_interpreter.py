@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.tiles import Machine
 from rlk_jax import dispatch, mosaic
 from tests import helpers
-from tests.helpers import Case, assert_within_contract
+from tests.helpers import Case, assert_error, assert_within_contract
 
 CASES = (
     Case("plain", (40,), 128, 300),
@@ -48,6 +48,48 @@ def test_against_float64(case, dtype):
         assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
     for gradient, expected in zip(problem.gradients(case, "mosaic"), gold.gradients, strict=True):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+
+
+def test_extreme_biases():
+    """A whole chunk masked with −1e30, a bias of 100 beside rows that only fill a tile, a target of −∞."""
+    case = Case("biases", (40,), 64, 2304, bias=True)
+    problem = helpers.make(case, jnp.bfloat16)
+    ids = problem.target_ids.at[:20].set(jnp.arange(20))
+    bias = problem.bias.at[1500:].set(-1e30).at[3].set(100).at[ids[5]].set(-jnp.inf)
+    problem = problem._replace(bias=bias, target_ids=jnp.minimum(ids, 1499))
+    gold = helpers.gold(case, problem)
+    (*values, d_hidden), d_head = helpers.outputs(case, problem, "mosaic")
+    for actual, expected in zip((*values, d_hidden, *d_head), (*gold.values, *gold.gradients), strict=True):
+        finite = np.isfinite(np.asarray(expected, np.float32))
+        assert (np.isfinite(np.asarray(actual, np.float32)) == finite).all()
+        is_value = actual.dtype == jnp.float32
+        actual, expected = (np.where(finite, np.asarray(x, np.float32), 0) for x in (actual, expected))
+        if is_value:
+            assert_error(np.abs(actual - expected).max() / 100, "linear_logp_peaked_wgmma", jnp.bfloat16, "forward")
+        else:
+            assert_within_contract(actual, expected, "linear_logp_peaked_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize("budget", [None, 60000])
+def test_garbage_in_padding_rows(budget):
+    """The last chunk is empty and the one before it short: more than one slice meets the padding."""
+    case = Case("padding", (40,), 64, 2112, options={"global_vocab_size": 2049, "memory_budget": budget})
+    problem = helpers.make(case, jnp.bfloat16)
+    garbage = problem._replace(weight=problem.weight.at[2049:].set(jnp.nan))
+    gold = helpers.gold(case, problem)
+    for gradient, expected in zip(garbage.gradients(case, "mosaic"), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize(("softcap", "temperature"), [(1e4, 1.0), (None, 1e-9)])
+def test_large_softcaps_and_low_temperatures(softcap, temperature):
+    case = Case("extreme", (40,), 64, 300, options={"logit_softcap": softcap}, temperature=temperature)
+    problem = helpers.make(case, jnp.bfloat16)
+    gold = helpers.gold(case, problem)
+    for value, expected in zip(problem.call(case, "mosaic"), gold.values, strict=True):
+        if expected.any():
+            assert_within_contract(value, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in problem.gradients(case, "mosaic"))
 
 
 def test_ignored_rows_hold_anything():
