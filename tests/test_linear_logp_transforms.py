@@ -1,5 +1,6 @@
 """linear_logp under JAX's transformations, and what the compiled program does not do."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlk_jax import linear_logp, xla
+from rlk_jax._problem import Options
 from tests import helpers
 from tests.helpers import Case, assert_within_contract
 
@@ -251,10 +253,14 @@ def test_chunks_fit_the_budget(vocab, tokens):
     assert xla.chunk_rows(vocab, tokens, 0) == 16
 
 
-def test_the_budget_grows_with_the_head_alone():
+def test_the_budget_grows_with_the_head_alone_or_is_the_one_given():
     spec = jax.ShapeDtypeStruct
-    assert xla.memory_budget(spec((65536, 256), jnp.bfloat16)) == xla.MEMORY_BUDGET
-    assert xla.memory_budget(spec((151936, 4096), jnp.bfloat16)) == 151936 * 4096 * 2
+    default = Options(1, 1, "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None)
+    given = dataclasses.replace(default, memory_budget=1000)
+    small, large = spec((65536, 256), jnp.bfloat16), spec((151936, 4096), jnp.bfloat16)
+    assert xla.memory_budget(default, small) == xla.MEMORY_BUDGET
+    assert xla.memory_budget(default, large) == 151936 * 4096 * 2
+    assert xla.memory_budget(given, large) == 1000
 
 
 def test_any_budget_gives_the_same_answer(problem, monkeypatch):
@@ -264,5 +270,8 @@ def test_any_budget_gives_the_same_answer(problem, monkeypatch):
     for budget in (0, 10 * 1000 * 48, 10**9):
         jax.clear_caches()
         monkeypatch.setattr(xla, "MEMORY_BUDGET", budget)
+        if budget:
+            given = problem.call(case, "xla", memory_budget=budget)
+            assert_equal_up_to_rounding(tuple(given), gold.values, "forward")
         assert_equal_up_to_rounding(tuple(problem.call(case, "xla")), gold.values, "forward")
         assert_equal_up_to_rounding(problem.gradients(case, "xla"), gold.gradients)
