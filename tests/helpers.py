@@ -29,7 +29,8 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def assert_error(error: float, op_class: str, dtype: Any, kind: Any) -> None:
-    allowed = tolerance(op_class, dtype, kind)
+    # A plain float: pytest's workers cannot send NumPy's.
+    error, allowed = float(error), tolerance(op_class, dtype, kind)
     entry = f"{op_class} {np.dtype(dtype).name} {kind}"
     measured_errors[entry] = (max(error, measured_errors.get(entry, (0.0, 0.0))[0]), allowed)
     assert error <= allowed, f"{entry}: error {error:.2e} is above {allowed:.2e}"
