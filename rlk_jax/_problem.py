@@ -1,7 +1,7 @@
 """What every implementation of linear_logp takes and gives, and the two formulas they share.
 
 An implementation is a pair of functions (`LinearLogpFunctions`): `forward` gives the values and a residual,
-`gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 1.
+`gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 0.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, padded, statistics_tile
+from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
 from rlk_jax._problem import (
     Array,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 MEMORY_BUDGET = 512 * 2**20
 """Bytes for a slice's gradients of logits and the copies beside them; three times hidden's, where those are more."""
-_THREADS = 128
-"""Of a warpgroup; kernels without a product keep one row in each."""
 
 
 def why_not(problem: "Problem") -> list[str]:
@@ -77,7 +75,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of what is kept per token: a row for each thread, too."""
-        return padded(self.matrix_rows, _THREADS)
+        return padded(self.matrix_rows, THREADS)
 
 
 def _vocabulary(options: Options) -> Vocabulary:

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.main_loop import (
+    STRIP,
     WARPGROUP_ROWS,
     Block,
-    Staging,
     column_numbers,
     multiply,
     over_columns,
@@ -28,16 +28,14 @@ from pallas_kernels.mosaic.statistics import (
     LOG2_E,
     Logits,
     Slice,
+    chunk_of,
     column_bias,
     product_with_head,
-    target_places,
 )
 from pallas_kernels.mosaic.tiles import COLUMNS, Machine, statistics_tile
 
 Array = jax.Array
 Ref = Any
-STRIP = 64
-"""Columns that are computed and stored together."""
 
 
 class Rows(NamedTuple):
@@ -144,9 +142,7 @@ def dlogits(
     head = logits.head
 
     def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
-        chunk = refs.where.first_chunk[0] + block.column_block
-        width = head.vocabulary.width(chunk)
-        target = target_places(refs.rows.target_ids, block.row, head.vocabulary.start(chunk), width)
+        _, width, target = chunk_of(head, refs.where, block, refs.rows.target_ids)
         c = _coefficients(jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows))
         products = product()
 
@@ -165,6 +161,6 @@ def dlogits(
 
         store_through(staging, block.warpgroup, strip_of, store)
 
-    tile, chunks, staging = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS, Staging(2, STRIP, out.dtype)
-    product = product_with_head("linear_logp_dlogits", head, tile, hidden, chunks, finish, staging)
+    tile, chunks = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS
+    product = product_with_head("linear_logp_dlogits", head, tile, hidden, chunks, finish, out.dtype)
     multiply(product, machine, _Arguments(where, hidden, weight, bias, rows, out))

@@ -10,12 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import LN_2, Partials
-from pallas_kernels.mosaic.tiles import Machine
+from pallas_kernels.mosaic.tiles import THREADS, Machine
 
 Array = jax.Array
 Ref = Any
-ROWS = 128
-"""Rows of a block: one per thread of a warpgroup."""
 _AT_ONCE = 8
 """Partials loaded together, so that their latencies overlap."""
 
@@ -32,11 +30,11 @@ class Softmax(NamedTuple):
 
 
 def _layout() -> Any:
-    return plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
+    return plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 def _fill(value: float) -> Array:
-    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), _layout())
+    return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), _layout())
 
 
 def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -> Partials:
@@ -74,11 +72,11 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
     chunks, n = partials.shift.shape
 
     def body(active: Ref, refs: Partials, out: Partials) -> None:
-        block, group = lax.axis_index("rows"), lax.axis_index("groups")
+        block, group = lax.axis_index("blocks"), lax.axis_index("groups")
 
-        @pl.when(block * ROWS < active[0])
+        @pl.when(block * THREADS < active[0])
         def _() -> None:
-            rows = pl.ds(block * ROWS, ROWS)
+            rows = pl.ds(block * THREADS, THREADS)
             folded = _fold_all(refs, group * (chunks // groups), chunks // groups, rows)
             for ref, value in zip(out, folded, strict=True):
                 if ref is not None:
@@ -86,7 +84,7 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
 
     row = jax.ShapeDtypeStruct((groups, n), jnp.float32)
     out_type = Partials(row, row, row, None if partials.gap is None else row)
-    return launch(body, "linear_logp_fold", machine, out_type, (n // ROWS, groups), active, partials)
+    return launch(body, "linear_logp_fold", machine, out_type, (n // THREADS, groups), active, partials)
 
 
 def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
@@ -94,11 +92,11 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     groups, n = partials.shift.shape
 
     def body(active: Ref, refs: Partials, out: Softmax) -> None:
-        block = lax.axis_index("rows")
+        block = lax.axis_index("blocks")
 
-        @pl.when(block * ROWS < active[0])
+        @pl.when(block * THREADS < active[0])
         def _() -> None:
-            rows = pl.ds(block * ROWS, ROWS)
+            rows = pl.ds(block * THREADS, THREADS)
             shift, total, target, gap = _fold_all(refs, 0, groups, rows)
             # A row without a finite logit has no softmax: NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
@@ -115,4 +113,4 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
     entropy = None if partials.gap is None else row
     out_type = Softmax(row, row, entropy, row, row, entropy)
-    return launch(body, "linear_logp_merge", machine, out_type, (n // ROWS,), active, partials)
+    return launch(body, "linear_logp_merge", machine, out_type, (n // THREADS,), active, partials)

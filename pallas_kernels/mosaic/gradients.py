@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Staging, multiply, store_through
+from pallas_kernels.mosaic.main_loop import STRIP, WARPGROUP_ROWS, Block, Product, multiply, store_through
 from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import Slice, row_clusters
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
@@ -16,7 +16,6 @@ from pallas_kernels.mosaic.vocabulary import Head
 
 Array = jax.Array
 Ref = Any
-_STRIP = 64
 _EIGHT = 8
 """Rows of the smallest piece that TMA stores."""
 
@@ -124,14 +123,14 @@ def store_weight_gradient(
             And only strips within the array: Mosaic drops the index of a dimension that is one tile wide, and with it
             the bounds check.
             """
-            start = strip * _STRIP
+            start = strip * STRIP
             if vocabulary_is_rows and dim <= start:
                 return
             if not vocabulary_is_rows:
-                to = refs.out.at[pl.ds(block.row, WARPGROUP_ROWS), pl.ds(there + start, _STRIP)]
+                to = refs.out.at[pl.ds(block.row, WARPGROUP_ROWS), pl.ds(there + start, STRIP)]
                 copy(smem, to, start < width)
                 return
-            columns = pl.ds(block.column_block * COLUMNS + start, _STRIP)
+            columns = pl.ds(block.column_block * COLUMNS + start, STRIP)
             whole = row_in_chunk + WARPGROUP_ROWS <= width
             copy(smem, refs.out.at[pl.ds(there, WARPGROUP_ROWS), columns], whole)
 
@@ -142,7 +141,7 @@ def store_weight_gradient(
                     copy(smem.at[pl.ds(piece, _EIGHT)], to, row_in_chunk + piece < width)
 
         def strip_of(strip: int) -> Array:
-            return values[:, strip * _STRIP : (strip + 1) * _STRIP].astype(out.dtype)
+            return values[:, strip * STRIP : (strip + 1) * STRIP].astype(out.dtype)
 
         store_through(staging, block.warpgroup, strip_of, store)
 
@@ -175,7 +174,7 @@ def store_weight_gradient(
         load_a=load_a,
         load_b=load_b,
         finish=finish,
-        staging=Staging(2, _STRIP, out.dtype),
+        store_dtype=out.dtype,
     )
     multiply(product, machine, _WeightArguments(where, dlogits, hidden, unscale, out))
 
@@ -189,7 +188,7 @@ def column_sums(where: Slice, dlogits: Array, row_unscale: Array | None, machine
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
 
     def body(where: Slice, dlogits: Ref, row_unscale: Ref | None, out: Ref) -> None:
-        here = pl.ds(lax.axis_index("rows") * COLUMNS, COLUMNS)
+        here = pl.ds(lax.axis_index("blocks") * COLUMNS, COLUMNS)
 
         def block_sum(block: Array) -> Array:
             total = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)

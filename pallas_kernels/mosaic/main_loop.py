@@ -26,6 +26,9 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """A value per column of an accumulator."""
 WARPGROUP_ROWS = 64
+STRIP = 64
+"""Columns that an epilogue computes and stores together."""
+_STRIPS_IN_FLIGHT = 2
 
 
 class Block(NamedTuple):
@@ -36,14 +39,6 @@ class Block(NamedTuple):
     row: Array
     column_block: Array
     warpgroup: Array
-
-
-class Staging(NamedTuple):
-    """Shared memory through which an epilogue stores, `[warpgroups, slots, 64 rows, columns]`."""
-
-    slots: int
-    columns: int
-    dtype: Any
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,8 @@ class Product:
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
     """`finish(refs, block, product, staging)` calls `product(start=None)` once for the float32 tile `[64, 256]`; before
     that it loads what it needs, after that it stores."""
-    staging: Staging | None = None
+    store_dtype: Any = None
+    """Of what `finish` stores through shared memory (`store_through`); None where it stores otherwise."""
 
 
 def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
@@ -87,10 +83,9 @@ def _scratch(product: Product) -> dict[str, Any]:
         name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=_tiled(shape[1], product.dtype))
         for name, shape in (("a_smem", a), ("b_smem", b))
     }
-    if product.staging is not None:
-        slots, columns, dtype = product.staging
-        shape = (tile.warpgroups, slots, WARPGROUP_ROWS, columns)
-        ring["staging"] = plgpu.SMEM(shape, dtype, transforms=_tiled(columns, dtype))
+    if product.store_dtype is not None:
+        shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, WARPGROUP_ROWS, STRIP)
+        ring["staging"] = plgpu.SMEM(shape, product.store_dtype, transforms=_tiled(STRIP, product.store_dtype))
     empty: Any
     if tile.cluster > 1:
         empty = plgpu.ClusterBarrier(
@@ -229,7 +224,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                 return counts[0]
 
             over_tiles(visit)
-            if product.staging is not None:
+            if product.store_dtype is not None:
                 plgpu.wait_smem_to_gmem(0)
 
     plgpu.kernel(
@@ -256,13 +251,12 @@ def store_through(
     It leaves them uncommitted, so that each strip is one group however many copies it takes. Strips are computed one
     after the other, which keeps an epilogue's temporaries few.
     """
-    slots, columns = staging.shape[1], staging.shape[3]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for strip in range(COLUMNS // columns):
-        slot = strip % slots
+    for strip in range(COLUMNS // STRIP):
+        slot = strip % _STRIPS_IN_FLIGHT
         values = strip_of(strip)
-        if strip >= slots:
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        if strip >= _STRIPS_IN_FLIGHT:
+            plgpu.wait_smem_to_gmem(_STRIPS_IN_FLIGHT - 1, wait_read_only=True)
         staging[warpgroup, slot] = values
         plgpu.commit_smem()
         store(strip, staging.at[warpgroup, slot])

@@ -12,7 +12,7 @@ Ref = Any
 
 def launch(body: Any, name: str, machine: Machine, out_type: Any, grid: tuple[int, ...], *arguments: Any) -> Any:
     """`body(*argument references, output references)`, both in the shapes of their trees, over the axes
-    "rows" and "groups" of the grid.
+    "blocks" and "groups" of the grid.
     """
     leaves, tree = jax.tree.flatten(arguments)
     out_leaves, out_tree = jax.tree.flatten(out_type)
@@ -24,7 +24,7 @@ def launch(body: Any, name: str, machine: Machine, out_type: Any, grid: tuple[in
         flat,
         out_type=tuple(out_leaves),
         grid=grid,
-        grid_names=("rows", "groups")[: len(grid)],
+        grid_names=("blocks", "groups")[: len(grid)],
         kernel_name=name,
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),

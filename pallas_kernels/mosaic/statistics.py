@@ -19,7 +19,6 @@ from pallas_kernels.mosaic.main_loop import (
     WARPGROUP_ROWS,
     Block,
     Product,
-    Staging,
     column_numbers,
     multiply,
     over_columns,
@@ -111,10 +110,12 @@ def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
     return plgpu.load(bias.at[pl.ds(first, columns)], layout=COLUMN, optimized=False)
 
 
-def target_places(target_ids: Ref, row: Array, start: Array, width: Array) -> Array:
-    """Per row, the target's place in a chunk; −1 where it is not there."""
-    place = row_vector(target_ids, row) - start
-    return jnp.where(place < width, place, -1)
+def chunk_of(head: Head, where: Slice, block: Block, target_ids: Ref) -> tuple[Array, Array, Array]:
+    """A tile's chunk, its width, and per row the target's place in it: negative where it is not there."""
+    chunk = where.first_chunk[0] + block.column_block
+    width = head.vocabulary.width(chunk)
+    place = row_vector(target_ids, block.row) - head.vocabulary.start(chunk)
+    return chunk, width, jnp.where(place < width, place, -1)
 
 
 def row_clusters(rows: Array, cluster_rows: int) -> Array:
@@ -122,7 +123,7 @@ def row_clusters(rows: Array, cluster_rows: int) -> Array:
 
 
 def product_with_head(
-    name: str, head: Head, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, staging: Staging | None = None
+    name: str, head: Head, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, store_dtype: Any = None
 ) -> Product:
     """hidden·Wᵀ over one slice of chunks. The kernel's arguments have fields `where`, `hidden` and `weight`."""
     rows, dim = hidden.shape
@@ -144,7 +145,7 @@ def product_with_head(
         load_a=lambda refs, block, k: refs.hidden.at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)],
         load_b=load_b,
         finish=finish,
-        staging=staging,
+        store_dtype=store_dtype,
     )
 
 
@@ -169,9 +170,7 @@ def partials(
     head = logits.head
 
     def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
-        chunk = refs.where.first_chunk[0] + block.column_block
-        width = head.vocabulary.width(chunk)
-        target = target_places(refs.target_ids, block.row, head.vocabulary.start(chunk), width)
+        chunk, width, target = chunk_of(head, refs.where, block, refs.target_ids)
         scale = LOG2_E / row_vector(refs.temperature, block.row)
         added = column_bias(refs.bias, block.column_block * COLUMNS, COLUMNS)
         values, _ = logits.bounded(product(), added)

@@ -10,6 +10,9 @@ COLUMNS = 256
 DEPTH = 64
 """K of one pipeline step: 128 bytes of a 16-bit type, the widest swizzle."""
 
+THREADS = 128
+"""Of a warpgroup: kernels without a product keep one row in each."""
+
 
 @dataclass(frozen=True)
 class Machine:
