@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import random
 import statistics
 import sys
 import time
@@ -49,7 +50,8 @@ def _run(launch: Launch, times: int) -> float:
 def milliseconds(launches: Mapping[str, Launch], rounds: int, *, warm: float, timed: float) -> dict[str, float]:
     """Median over interleaved rounds; in each, `warm` seconds back to back and then `timed` seconds on the clock.
 
-    Wall time of back-to-back runs: the chip slows under sustained load, and short runs would flatter it.
+    Wall time of back-to-back runs: the chip slows under sustained load, and short runs would flatter it. Each round
+    has an order of its own: what follows a launch that leaves the chip cool runs faster for longer than the warm-up.
     """
     once = {}
     for name, launch in launches.items():
@@ -57,7 +59,7 @@ def milliseconds(launches: Mapping[str, Launch], rounds: int, *, warm: float, ti
         once[name] = max(_run(launch, 1), 1e-6)
     samples: dict[str, list[float]] = {name: [] for name in launches}
     for i in range(rounds):
-        for name, launch in launches.items():
+        for name, launch in random.Random(i).sample(list(launches.items()), len(launches)):
             print(f"\rround {i + 1} of {rounds}: {name:40s}", end="", file=sys.stderr, flush=True)
             _run(launch, max(1, int(warm / once[name])))
             samples[name].append(_run(launch, max(1, int(timed / once[name]))))
@@ -71,7 +73,7 @@ def write(path: Path, module: str, argv: Sequence[str] | None, rows: Sequence[di
         "command": f"python -m benchmarks.{module} " + " ".join(argv if argv is not None else sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
-        "timing": "back-to-back wall time, median of interleaved rounds",
+        "timing": "back-to-back wall time, median of interleaved rounds, each in another order",
         "packages": cli.report()["packages"],
         "rows": list(rows),
     }

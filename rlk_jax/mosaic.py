@@ -267,8 +267,9 @@ def _gradients(
         g_entropy=None if upstream.entropy is None else rows.take(upstream.entropy),
         scale=None if scale is None else rows.take(scale, 1),
     )
-    common, weight_hidden = None, hidden
+    common, weight_hidden, row_unscale = None, hidden, None
     if row_facts.scale is not None:
+        row_unscale = 1 / row_facts.scale
         # dW sums rows of different scales: hidden makes up for it, the smallest scale (the largest row) exactly.
         common = jnp.min(jnp.where(jnp.arange(plan.rows) < rows.count, row_facts.scale, jnp.inf))
         factor = (common / row_facts.scale)[: plan.matrix_rows, None]
@@ -276,7 +277,8 @@ def _gradients(
 
     d_hidden = d_weight = d_bias = None
     if needs.hidden:
-        d_hidden = jax.new_ref(jnp.zeros((plan.rows, padded(dim, COLUMNS)), jnp.float32))
+        shape = (plan.rows, padded(dim, COLUMNS))
+        d_hidden = gradients.HiddenGradient(*(jax.new_ref(lax.empty(shape, t)) for t in (jnp.float32, dtype)))
     if needs.weight:
         is_padded = options.real_vocab_size < options.vocab_size
         d_weight = jax.new_ref((jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype))
@@ -290,7 +292,9 @@ def _gradients(
         dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_facts, buffer)
         slice_dlogits = jax.freeze(buffer)
         if d_hidden is not None:
-            gradients.add_hidden_gradient(part.head, machine, part.where, slice_dlogits, part.weight, d_hidden)
+            gradients.add_hidden_gradient(
+                part.head, machine, part.where, slice_dlogits, part.weight, row_unscale, d_hidden
+            )
         if d_weight is not None:
             unscale = None if common is None else (1 / common).reshape(1)
             store = functools.partial(
@@ -303,15 +307,12 @@ def _gradients(
             else:
                 store(d_weight)
         if d_bias is not None:
-            row_unscale = None if row_facts.scale is None else 1 / row_facts.scale
             sums = gradients.column_sums(part.where, slice_dlogits, row_unscale, machine)
             d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
 
     _over_slices(plan.slices, _slices_in_place(plan), step)
-    done = Gradients(*(None if x is None else jax.freeze(x) for x in (d_hidden, d_weight, d_bias)))
-    if done.hidden is not None:
-        by_row = done.hidden[:, :dim]
-        done = done._replace(hidden=rows.spread(by_row if scale is None else by_row / row_facts.scale[:, None]))
+    hidden_rows = None if d_hidden is None else rows.spread(jax.freeze(d_hidden.rounded)[:, :dim])
+    done = Gradients(hidden_rows, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
     return equally_varying((done.like(operands), operands))[0]
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -30,6 +31,7 @@ from pallas_kernels.mosaic.statistics import (
     Slice,
     chunk_of,
     column_bias,
+    place_of,
     product_with_head,
 )
 from pallas_kernels.mosaic.tiles import COLUMNS, Machine, statistics_tile
@@ -115,7 +117,11 @@ def _gradient(
     y = jnp.minimum(values * over_columns(c.scale, columns) - over_columns(c.shift, columns), 1.0)
     exponentials = jnp.exp2(y)
     if rounds_exponentials:
-        exponentials = exponentials.astype(jnp.bfloat16).astype(jnp.float32)
+        exponentials = exponentials.astype(jnp.bfloat16)
+        if derivative is None:
+            # So that one instruction rounds two of them, not each one as slow as exp2; spills beside a softcap.
+            exponentials = lax.optimization_barrier(exponentials)
+        exponentials = exponentials.astype(jnp.float32)
     factor = over_columns(c.constant, columns)
     if c.slope is not None:
         # An exponential of 0 stands beside y = −∞, and 0·∞ must be 0.
@@ -142,9 +148,12 @@ def dlogits(
     head = logits.head
 
     def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
-        _, width, target = chunk_of(head, refs.where, block, refs.rows.target_ids)
-        c = _coefficients(jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows))
+        # Asked for before the product and used after it: the latency of memory hides there.
+        rows = jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows)
         products = product()
+        chunk, width = chunk_of(head.vocabulary, refs.where, block)
+        target = place_of(head.vocabulary, rows.target_ids, chunk, width)
+        c = _coefficients(rows)
 
         def strip_of(strip: int) -> Array:
             start = strip * STRIP
@@ -159,7 +168,7 @@ def dlogits(
             there = refs.out.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
             plgpu.copy_smem_to_gmem(smem, there, commit_group=False)
 
-        store_through(staging, block.warpgroup, strip_of, store)
+        store_through(staging, block.warpgroup, machine, strip_of, store)
 
     tile, chunks = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS
     product = product_with_head("linear_logp_dlogits", head, tile, hidden, chunks, finish, out.dtype)

@@ -8,7 +8,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.main_loop import STRIP, WARPGROUP_ROWS, Block, Product, multiply, store_through
+from pallas_kernels.mosaic.main_loop import (
+    STRIP,
+    WARPGROUP_ROWS,
+    Block,
+    Product,
+    multiply,
+    over_columns,
+    row_vector,
+    store_through,
+)
 from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import Slice, row_clusters
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
@@ -20,20 +29,37 @@ _EIGHT = 8
 """Rows of the smallest piece that TMA stores."""
 
 
+class HiddenGradient(NamedTuple):
+    """References `[rows, multiple of 256 columns]`: the float32 chain, and what its last slice rounds it to."""
+
+    chain: Any
+    rounded: Any
+
+
 class _HiddenArguments(NamedTuple):
     where: Slice
     dlogits: Ref
     weight: Ref
-    out: Ref
+    unscale: Ref | None
+    out: HiddenGradient
 
 
-def add_hidden_gradient(head: Head, machine: Machine, where: Slice, dlogits: Array, weight: Array, out: Ref) -> None:
-    """out += dlogits·W over one slice of chunks, in place; out float32 `[rows, multiple of 256 columns]`.
+def add_hidden_gradient(
+    head: Head,
+    machine: Machine,
+    where: Slice,
+    dlogits: Array,
+    weight: Array,
+    unscale: Array | None,
+    out: HiddenGradient,
+) -> None:
+    """out.chain += dlogits·W over one slice of chunks, in place; behind the last slice out.rounded instead.
 
-    The chain of each element goes on from where the slice before left it, so slices change no bits.
+    The chain of each element goes on from where the slice before left it, so slices change no bits; the first slice
+    starts it from 0, whatever `out` holds. unscale float32 `[rows]` multiplies each row before it is rounded.
     """
     vocabulary = head.vocabulary
-    n, columns = out.shape
+    n, columns = out.chain.shape
     tile = gemm_tile(n)
 
     def first_step(refs: Any) -> Array:
@@ -58,8 +84,22 @@ def add_hidden_gradient(head: Head, machine: Machine, where: Slice, dlogits: Arr
         return refs.weight.at[depth, wide] if head.layout == "vd" else refs.weight.at[wide, depth]
 
     def finish(refs: Any, block: Block, product: Any, staging: Ref) -> None:
-        there = refs.out.at[pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * COLUMNS, COLUMNS)]
-        there[...] = product(plgpu.load(there, layout=plgpu.Layout.WGMMA, optimized=False))
+        there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * COLUMNS, COLUMNS)
+        where = refs.where
+        # Not a branch around the load: ptxas would then serialise the wgmmas.
+        so_far = plgpu.load(refs.out.chain.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
+        goes_on = jnp.broadcast_to(where.first_chunk[0] > 0, so_far.shape)
+        values = product(jnp.where(goes_on, so_far, 0.0))
+        is_last = where.first_chunk[0] + where.chunks[0] == vocabulary.chunks
+
+        @pl.when(jnp.logical_not(is_last))
+        def _() -> None:
+            refs.out.chain[there] = values
+
+        @pl.when(is_last)
+        def _() -> None:
+            done = values if refs.unscale is None else values * over_columns(row_vector(refs.unscale, block.row))
+            refs.out.rounded[there] = done.astype(out.rounded.dtype)
 
     row_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows
     product = Product(
@@ -75,7 +115,7 @@ def add_hidden_gradient(head: Head, machine: Machine, where: Slice, dlogits: Arr
         load_b=load_b,
         finish=finish,
     )
-    multiply(product, machine, _HiddenArguments(where, dlogits, weight, out))
+    multiply(product, machine, _HiddenArguments(where, dlogits, weight, unscale, out))
 
 
 class _WeightArguments(NamedTuple):
@@ -143,7 +183,7 @@ def store_weight_gradient(
         def strip_of(strip: int) -> Array:
             return values[:, strip * STRIP : (strip + 1) * STRIP].astype(out.dtype)
 
-        store_through(staging, block.warpgroup, strip_of, store)
+        store_through(staging, block.warpgroup, machine, strip_of, store)
 
     def blocks(refs: Any) -> tuple[Any, Any]:
         chunks = refs.where.chunks[0]

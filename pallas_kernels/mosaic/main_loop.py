@@ -244,19 +244,25 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
 
 
 def store_through(
-    staging: Ref, warpgroup: Array, strip_of: Callable[[int], Array], store: Callable[[int, Ref], None]
+    staging: Ref,
+    warpgroup: Array,
+    machine: Machine,
+    strip_of: Callable[[int], Array],
+    store: Callable[[int, Ref], None],
 ) -> None:
     """Store a tile by TMA, a strip of columns at a time: `store(strip, smem)` issues the copies of `strip_of(strip)`.
 
     It leaves them uncommitted, so that each strip is one group however many copies it takes. Strips are computed one
     after the other, which keeps an epilogue's temporaries few.
     """
+    # The interpreter counts copies instead of groups, and a strip may take none or several: there, wait for all.
+    unread = _STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for strip in range(COLUMNS // STRIP):
         slot = strip % _STRIPS_IN_FLIGHT
         values = strip_of(strip)
         if strip >= _STRIPS_IN_FLIGHT:
-            plgpu.wait_smem_to_gmem(_STRIPS_IN_FLIGHT - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
         staging[warpgroup, slot] = values
         plgpu.commit_smem()
         store(strip, staging.at[warpgroup, slot])

@@ -26,7 +26,7 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
 )
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
-from pallas_kernels.mosaic.vocabulary import Head
+from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
 
 Array = jax.Array
 Ref = Any
@@ -110,12 +110,16 @@ def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
     return plgpu.load(bias.at[pl.ds(first, columns)], layout=COLUMN, optimized=False)
 
 
-def chunk_of(head: Head, where: Slice, block: Block, target_ids: Ref) -> tuple[Array, Array, Array]:
-    """A tile's chunk, its width, and per row the target's place in it: negative where it is not there."""
+def chunk_of(vocabulary: Vocabulary, where: Slice, block: Block) -> tuple[Array, Array]:
+    """A tile's chunk and its width."""
     chunk = where.first_chunk[0] + block.column_block
-    width = head.vocabulary.width(chunk)
-    place = row_vector(target_ids, block.row) - head.vocabulary.start(chunk)
-    return chunk, width, jnp.where(place < width, place, -1)
+    return chunk, vocabulary.width(chunk)
+
+
+def place_of(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width: Array) -> Array:
+    """Per row the target's place in a chunk: negative where it is not there."""
+    place = target_ids - vocabulary.start(chunk)
+    return jnp.where(place < width, place, -1)
 
 
 def row_clusters(rows: Array, cluster_rows: int) -> Array:
@@ -170,19 +174,24 @@ def partials(
     head = logits.head
 
     def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
-        chunk, width, target = chunk_of(head, refs.where, block, refs.target_ids)
-        scale = LOG2_E / row_vector(refs.temperature, block.row)
+        chunk, width = chunk_of(head.vocabulary, refs.where, block)
+        there = (chunk, pl.ds(block.row, WARPGROUP_ROWS))
+        # Asked for before the product and used after it: the latency of memory hides there.
+        temperature = row_vector(refs.temperature, block.row)
+        holds = (
+            None
+            if refs.holds_target is None
+            else refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
+        )
         added = column_bias(refs.bias, block.column_block * COLUMNS, COLUMNS)
         values, _ = logits.bounded(product(), added)
+        scale = LOG2_E / temperature
 
         def pick() -> Array:
+            target = place_of(head.vocabulary, row_vector(refs.target_ids, block.row), chunk, width)
             return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * scale
 
-        if refs.holds_target is None:
-            picked = pick()
-        else:
-            holds = refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
-            picked = lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
+        picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
         values = logits.masked(values, width, -jnp.inf)
         largest = values.max(axis=1)
         largest = jnp.where(largest == -jnp.inf, 0.0, largest)
@@ -192,7 +201,6 @@ def partials(
         rest = jnp.where(jnp.abs(rest) > 0.5, 0.0, rest)
         y_minus_shift = (values - over_columns(largest)) * over_columns(scale) + over_columns(rest)
         weights = jnp.exp2(y_minus_shift)
-        there = (chunk, pl.ds(block.row, WARPGROUP_ROWS))
         refs.out.shift[there] = shift
         refs.out.total[there] = weights.sum(axis=1)
         refs.out.target[there] = picked

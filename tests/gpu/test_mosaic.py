@@ -375,6 +375,7 @@ def test_transformations(whole):
     assert_same_bits(mapped.reshape(128, -1), d_hidden)
     with jax.enable_x64(True):
         assert_same_bits(jax.jit(logp)(*args), expected)
+        assert_same_bits(jax.grad(lambda h: logp(h, t, temperature).sum())(h), d_hidden)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -1,5 +1,6 @@
 """Every Mosaic kernel in Pallas' interpreter, with race detection, at tiny odd shapes, against the float64 gold."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -35,6 +36,24 @@ def interpreted():
     dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
     yield
     dispatch.TABLE["linear_logp"] = before
+
+
+@pytest.fixture(autouse=True)
+def no_races(capsys):
+    """The interpreter prints every race that it sees; its own flag is that of the last kernel alone."""
+    yield
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def test_a_missing_wait_is_seen(monkeypatch, capsys):
+    wait = plgpu.wait_smem_to_gmem
+    at_the_end = lambda n, wait_read_only=False: None if wait_read_only else wait(n)  # noqa: E731
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", at_the_end)
+    case = Case("no wait", (10,), 64, 600)
+    # jax 0.12 raises the race as well.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(helpers.make(case, jnp.bfloat16).gradients(case, "mosaic"))
+    assert "RACE DETECTED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
