@@ -1,10 +1,12 @@
 """Benchmarks run end to end on a tiny shape and say what could not run."""
 
+import dataclasses
 import json
 
 import pytest
 
 from benchmarks import linear_logp
+from benchmarks.common import Launch
 
 
 @pytest.mark.parametrize("density", ["1", "0.5"])
@@ -25,6 +27,22 @@ def test_smoke(tmp_path, capsys, density):
     assert record["command"].startswith("python -m benchmarks.linear_logp --smoke") and record["device"]
     assert picture.stat().st_size > 1000
     assert "of G" in capsys.readouterr().out
+
+
+def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
+    def exhausted():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    candidates = linear_logp.candidates
+
+    def short(name, p):
+        found = candidates(name, p)
+        return found | {"forward": dataclasses.replace(found["forward"], launch=Launch(exhausted))}
+
+    monkeypatch.setattr(linear_logp, "candidates", short)
+    rows = linear_logp.measure("16,8,20", "float32", 1.0, ["naive"], 1, 0.0)
+    status = {r.what: r.status.split(":")[0] for r in rows}
+    assert status == {"G": "pass", "forward": "out of memory", "forward+backward": "pass", "frozen head": "pass"}
 
 
 def test_half_of_the_tokens_count():
