@@ -55,17 +55,31 @@ def why_not(problem: "Problem") -> list[str]:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Chunks first … end − 1 of the vocabulary, in slices of `width` chunks that read the head in place or copy it."""
+
+    first: int
+    end: int
+    width: int
+    copied: bool
+
+    @property
+    def slices(self) -> int:
+        return -(-(self.end - self.first) // self.width)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The static facts of one pass: how many rows the kernels see, and the vocabulary in slices of chunks."""
+    """The static facts of one pass: how many rows the kernels see, and the vocabulary in runs of slices."""
 
     options: Options
     dim: int
     tokens: int
-    slice_chunks: int
+    runs: tuple[Run, ...]
 
     @property
     def slices(self) -> int:
-        return -(-_vocabulary(self.options).chunks // self.slice_chunks)
+        return sum(run.slices for run in self.runs)
 
     @property
     def matrix_rows(self) -> int:
@@ -89,26 +103,56 @@ def reads_in_place(options: Options, dim: int) -> bool:
     return options.vocab_size % 64 == 0 and group_width(options.real_vocab_size) % 64 == 0
 
 
-def _plan(options: Options, dim: int, tokens: int, bytes_per_chunk: int, fixed_bytes: int = 0) -> Plan:
-    """Slices as wide as the budget holds, at least one chunk, and all of about the same width."""
+def chunks_in_place(options: Options, dim: int) -> int:
+    """Chunks from the first on whose K steps of 64 columns read no padding row: 0·NaN must not reach dH."""
+    vocabulary = _vocabulary(options)
+    if not reads_in_place(options, dim):
+        return 0
+    if options.real_vocab_size == options.vocab_size:
+        return vocabulary.chunks
+    return vocabulary.chunk_of(max(0, options.real_vocab_size - DEPTH))
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What a pass holds: for a chunk of its slice, for a copy of the head's chunk beside that, and in any case."""
+
+    chunk: int
+    copy: int
+    fixed: int = 0
+
+
+def _plan(options: Options, dim: int, tokens: int, in_place: int, held: _Bytes) -> Plan:
+    """Slices as wide as the budget holds, at least one chunk, and all of a run of about the same width."""
     chunks = _vocabulary(options).chunks
     budget = options.memory_budget or max(MEMORY_BUDGET, 3 * 2 * dim * tokens)
-    affordable = max(1, min(chunks, (budget - fixed_bytes) // bytes_per_chunk if bytes_per_chunk else chunks))
-    slices = -(-chunks // affordable)
-    return Plan(options, dim, tokens, -(-chunks // slices))
+
+    def width(count: int, per_chunk: int) -> int:
+        affordable = max(1, (budget - held.fixed) // per_chunk) if per_chunk else count
+        return -(-count // -(-count // affordable))
+
+    runs = ((0, in_place, False, held.chunk), (in_place, chunks, True, held.chunk + held.copy))
+    return Plan(
+        options, dim, tokens, tuple(Run(a, b, width(b - a, each), copied) for a, b, copied, each in runs if b > a)
+    )
 
 
 def forward_plan(options: Options, dim: int, tokens: int) -> Plan:
     """One slice where the head is read in place; else slices whose copies fit the budget."""
-    return _plan(options, dim, tokens, 0 if reads_in_place(options, dim) else _head_chunk_bytes(dim))
+    in_place = _vocabulary(options).chunks if reads_in_place(options, dim) else 0
+    return _plan(options, dim, tokens, in_place, _Bytes(0, _head_chunk_bytes(dim)))
 
 
 def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> Plan:
-    """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows."""
+    """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows.
+
+    Of a padded head that is read in place, only the chunks that end within 64 columns of the padding are copied.
+    """
     rows = padded(tokens, statistics_tile(tokens).cluster_rows)
-    copies = 0 if reads_in_place(options, dim) else _head_chunk_bytes(dim) * (2 if needs.weight else 1)
+    copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    return _plan(options, dim, tokens, 2 * COLUMNS * rows + copies, 2 * rows * padded(dim, DEPTH) * hidden_copies)
+    held = _Bytes(2 * COLUMNS * rows, copies, 2 * rows * padded(dim, DEPTH) * hidden_copies)
+    return _plan(options, dim, tokens, chunks_in_place(options, dim), held)
 
 
 def _head_chunk_bytes(dim: int) -> int:
@@ -125,49 +169,39 @@ class _SliceOfHead:
     weight: Array
     bias: Array | None
     columns: Array
-    """Column of each place `[slice_chunks · 256]`; V where a place holds none."""
+    """Column of each place `[slice's chunks · 256]`; V where a place holds none."""
 
 
-def _slice(plan: Plan, operands: Operands, rows: Compacted, index: Any, copied: bool) -> _SliceOfHead:
+def _slice(plan: Plan, run: Run, index: Any, operands: Operands, rows: Compacted) -> _SliceOfHead:
     from pallas_kernels.mosaic.statistics import Slice
 
     options, vocabulary = plan.options, _vocabulary(plan.options)
-    first = jnp.asarray(index, jnp.int32) * plan.slice_chunks
-    count = jnp.minimum(plan.slice_chunks, vocabulary.chunks - first)
-    chunk = (first + jnp.arange(plan.slice_chunks, dtype=jnp.int32))[:, None]
+    first = run.first + jnp.asarray(index, jnp.int32) * run.width
+    count = jnp.minimum(run.width, run.end - first)
+    chunk = (first + jnp.arange(run.width, dtype=jnp.int32))[:, None]
     place = jnp.arange(COLUMNS, dtype=jnp.int32)
-    holds = (place < vocabulary.width(chunk)) & (chunk < vocabulary.chunks)
+    holds = (place < vocabulary.width(chunk)) & (chunk < run.end)
     columns = jnp.where(holds, vocabulary.start(chunk) + place, options.vocab_size).reshape(-1)
     there = jnp.minimum(columns, options.real_vocab_size - 1)
     weight, bias = operands.weight, None
-    if copied:
+    if run.copied:
         taken = weight[there] if options.weight_layout == "vd" else weight[:, there].T
         taken = jnp.where(holds.reshape(-1, 1), taken, 0)
         weight = jnp.pad(taken, ((0, 0), (0, -plan.dim % DEPTH)))
     if operands.bias is not None:
         bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
     where = Slice(rows.count, first.reshape(1), count.reshape(1))
-    head = Head(vocabulary, "vd" if copied else options.weight_layout, copied)
+    head = Head(vocabulary, "vd" if run.copied else options.weight_layout, run.copied)
     return _SliceOfHead(where, head, weight, bias, columns)
 
 
-def _slices_in_place(plan: Plan) -> int:
-    """Slices from the first on whose K steps of 64 columns read no padding row: 0·NaN must not reach dH."""
-    options = plan.options
-    if not reads_in_place(options, plan.dim):
-        return 0
-    if options.real_vocab_size == options.vocab_size:
-        return plan.slices
-    return _vocabulary(options).chunk_of(max(0, options.real_vocab_size - DEPTH)) // plan.slice_chunks
-
-
-def _over_slices(slices: int, copied_from: int, step: Callable[[Any, bool], None]) -> None:
-    """`step(slice, copied)` for all slices in ascending order; those from `copied_from` on copy their head."""
-    for first, end, copied in ((0, copied_from, False), (copied_from, slices, True)):
-        if end - first == 1:
-            step(first, copied)
-        elif end > first:
-            lax.fori_loop(first, end, lambda i, _, copied=copied: step(i, copied), None)
+def _over_slices(plan: Plan, step: Callable[[Run, Any], None]) -> None:
+    """`step(run, slice of the run)` for all slices in ascending order."""
+    for run in plan.runs:
+        if run.slices == 1:
+            step(run, 0)
+        else:
+            lax.fori_loop(0, run.slices, lambda i, _, run=run: step(run, i), None)
 
 
 def _matrix(plan: Plan, rows: Compacted, hidden: Array) -> Array:
@@ -215,14 +249,14 @@ def _forward(
 
     out = Partials(new(), new(), new(), new() if options.return_entropy else None)
 
-    def step(index: Any, copied: bool) -> None:
-        part = _slice(plan, operands, rows, index, copied)
+    def step(run: Run, index: Any) -> None:
+        part = _slice(plan, run, index, operands, rows)
         logits = Logits(part.head, options.logit_softcap)
         partials(
             logits, machine, part.where, hidden, part.weight, part.bias, target_ids, holds_target, temperature, out
         )
 
-    _over_slices(plan.slices, plan.slices if reads_in_place(options, dim) else 0, step)
+    _over_slices(plan, step)
     groups = fold_chunks(jax.tree.map(jax.freeze, out), GROUPS, rows.count, machine)
     softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine))
     softmax = equally_varying((softmax, operands))[0]
@@ -285,10 +319,10 @@ def _gradients(
     if needs.bias:
         d_bias = jax.new_ref(jnp.zeros(options.vocab_size, jnp.float32))
 
-    def step(index: Any, copied: bool) -> None:
-        part = _slice(plan, operands, rows, index, copied)
+    def step(run: Run, index: Any) -> None:
+        part = _slice(plan, run, index, operands, rows)
         logits = Logits(part.head, options.logit_softcap)
-        buffer = jax.new_ref(lax.empty((plan.matrix_rows, plan.slice_chunks * COLUMNS), dtype))
+        buffer = jax.new_ref(lax.empty((plan.matrix_rows, run.width * COLUMNS), dtype))
         dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_facts, buffer)
         slice_dlogits = jax.freeze(buffer)
         if d_hidden is not None:
@@ -300,7 +334,7 @@ def _gradients(
             store = functools.partial(
                 gradients.store_weight_gradient, part.head, machine, part.where, slice_dlogits, weight_hidden, unscale
             )
-            if copied:
+            if run.copied:
                 rows_of_slice = jax.new_ref(lax.empty(part.weight.shape, dtype))
                 store(rows_of_slice)
                 d_weight[...] = _stored(d_weight[...], jax.freeze(rows_of_slice)[:, :dim], part.columns, options)
@@ -310,7 +344,7 @@ def _gradients(
             sums = gradients.column_sums(part.where, slice_dlogits, row_unscale, machine)
             d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
 
-    _over_slices(plan.slices, _slices_in_place(plan), step)
+    _over_slices(plan, step)
     hidden_rows = None if d_hidden is None else rows.spread(jax.freeze(d_hidden.rounded)[:, :dim])
     done = Gradients(hidden_rows, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
     return equally_varying((done.like(operands), operands))[0]

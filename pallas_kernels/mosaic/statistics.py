@@ -93,8 +93,11 @@ class Logits:
         return capped, (e * inverse) * (4 * inverse)
 
     def masked(self, values: Array, width: Array, fill: float) -> Array:
-        """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill."""
-        if not self.head.vocabulary.is_ragged:
+        """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill.
+
+        Beside a softcap it stays where no chunk needs it: without the branch ptxas spills registers.
+        """
+        if not self.head.vocabulary.is_ragged and self.softcap is None:
             return values
         columns = values.shape[1]
         other = jnp.asarray(fill, values.dtype)

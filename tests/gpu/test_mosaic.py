@@ -318,9 +318,10 @@ def test_golden_hashes():
 MEMORY = """
 import sys, jax, jax.numpy as jnp
 from rlk_jax import linear_logp
-n, d, v, budget = map(int, sys.argv[1:])
+n, d, v, budget, real = map(int, sys.argv[1:])
 h, w, t = jnp.ones((n, d), jnp.bfloat16), jnp.ones((v, d), jnp.bfloat16), jnp.zeros(n, jnp.int32)
-f = jax.jit(jax.grad(lambda h, w: linear_logp(h, w, t, memory_budget=budget, implementation="mosaic").sum(), (0, 1)))
+options = {"global_vocab_size": real, "memory_budget": budget, "implementation": "mosaic"}
+f = jax.jit(jax.grad(lambda h, w: linear_logp(h, w, t, **options).sum(), (0, 1)))
 compiled = f.lower(h, w).compile()
 jax.block_until_ready(compiled(h, w))
 stats = jax.devices()[0].memory_stats()
@@ -330,10 +331,11 @@ print(compiled.memory_analysis().temp_size_in_bytes, stats["peak_bytes_in_use"] 
 
 
 @pytest.mark.parametrize("budget", [64 * 2**20, 512 * 2**20])
+@pytest.mark.parametrize("padding", [0, 128])
 @pytest.mark.parametrize("shape", [(4096, 2048, 131072), (16384, 2048, 32768)], ids=str)
-def test_peak_memory(shape, budget):
+def test_peak_memory(shape, budget, padding):
     """Beyond inputs and gradients: the budget, dH in float32, and 2 % of the float32 logits."""
-    command = [sys.executable, "-c", MEMORY, *map(str, shape), str(budget)]
+    command = [sys.executable, "-c", MEMORY, *map(str, (*shape, budget, shape[2] - padding))]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     n, d, v = shape
     for used in map(int, out.split()):

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import gradients
 from pallas_kernels.mosaic.tiles import Machine
-from rlk_jax import dispatch, mosaic
+from rlk_jax import dispatch, linear_logp, mosaic
 from tests import helpers
 from tests.helpers import Case, assert_error, assert_within_contract
 
@@ -33,7 +35,10 @@ def interpreted():
     functions = mosaic.linear_logp(machine)
     before = dispatch.TABLE["linear_logp"]
     dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        # On a GPU new memory holds anything; here it would be zeros.
+        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
     dispatch.TABLE["linear_logp"] = before
 
 
@@ -110,6 +115,17 @@ def test_large_softcaps_and_low_temperatures(softcap, temperature):
         if expected.any():
             assert_within_contract(value, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in problem.gradients(case, "mosaic"))
+
+
+@pytest.mark.parametrize(("operand", "kernel"), [(0, "store_weight_gradient"), (1, "add_hidden_gradient")])
+def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
+    monkeypatch.setattr(gradients, kernel, lambda *_: pytest.fail(f"{kernel} was launched"))
+    case = Case("frozen", (10,), 64, 300 + operand)
+    p = helpers.make(case, jnp.bfloat16)
+    call = lambda *x: linear_logp(*x, p.target_ids, implementation="mosaic").sum()  # noqa: E731
+    jax.eval_shape(jax.grad(call, operand), p.hidden, p.weight)
+    monkeypatch.undo()
+    jax.eval_shape(jax.grad(call, 1 - operand), p.hidden, p.weight)
 
 
 def test_ignored_rows_hold_anything():

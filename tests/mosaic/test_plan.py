@@ -68,16 +68,37 @@ def test_every_step_of_k_has_its_chunk(size):
 
 
 @given(
-    size=st.integers(1, 300_000), tokens=st.integers(1, 40_000), dim=st.integers(1, 600), budget=st.integers(1, 1 << 33)
+    size=st.integers(1, 300_000),
+    padding=st.sampled_from([0, 0, 1, 100, 5000]),
+    tokens=st.integers(1, 40_000),
+    dim=st.integers(1, 600),
+    budget=st.integers(1, 1 << 33),
 )
-def test_slices_respect_the_budget(size, tokens, dim, budget):
+def test_slices_respect_the_budget(size, padding, tokens, dim, budget):
     dim *= 8
-    given_options = options(size, memory_budget=budget)
+    given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
     plan = mosaic.backward_plan(given_options, dim, tokens, needs=Needs(True, True, True), dtype=jnp.bfloat16)
-    assert 1 <= plan.slice_chunks <= vocabulary(size).chunks <= plan.slice_chunks * plan.slices
-    used = 2 * plan.matrix_rows * (plan.slice_chunks * COLUMNS + padded(dim, 64))
-    assert used <= budget or plan.slice_chunks == 1
+    ends = [0, *(run.end for run in plan.runs)]
+    assert [run.first for run in plan.runs] == ends[:-1] and ends[-1] == vocabulary(size).chunks
+    for run in plan.runs:
+        assert 1 <= run.width <= run.end - run.first <= run.width * run.slices
+        head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
+        used = run.width * (2 * COLUMNS * plan.matrix_rows + head) + 2 * plan.matrix_rows * padded(dim, 64)
+        assert used <= budget or run.width == 1
     assert mosaic.forward_plan(given_options, dim, tokens).slices == 1 or not mosaic.reads_in_place(given_options, dim)
+
+
+@settings(max_examples=60)
+@given(size=st.integers(512, 300_000), padding=st.integers(1, 5000))
+def test_only_the_end_of_a_padded_head_is_copied(size, padding):
+    total = padded(size + padding, 64)
+    in_place = mosaic.chunks_in_place(options(total, real_vocab_size=size), 128)
+    v = vocabulary(size)
+    chunk = jnp.arange(v.chunks, dtype=jnp.int32)
+    last_read = np.asarray(v.start(chunk) + -(-v.width(chunk) // DEPTH) * DEPTH)
+    assert (last_read[:in_place] <= size).all()
+    real = np.asarray(v.width(chunk)) > 0
+    assert real[in_place:].sum() <= 2
 
 
 @pytest.mark.parametrize(
