@@ -80,22 +80,24 @@ def write(path: Path, module: str, argv: Sequence[str] | None, rows: Sequence[di
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def plot(path: Path, groups: Mapping[str, Mapping[str, float]], label: str) -> None:
-    """Horizontal bars, a panel per group."""
+def plot(path: Path, panels: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """Horizontal bars with their figures, a panel for each shape."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = sum(len(x) for x in groups.values())
-    figure, panels = pyplot.subplots(
-        len(groups), 1, figsize=(9, 1.2 * len(groups) + 0.28 * bars), squeeze=False, constrained_layout=True
+    bars = max(len(x) for x in panels.values())
+    figure, axes = pyplot.subplots(
+        -(-len(panels) // 2), 2, figsize=(13, len(panels) * (0.5 + 0.11 * bars)), squeeze=False, constrained_layout=True
     )
-    for panel, (title, values) in zip(panels[:, 0], groups.items(), strict=True):
-        panel.barh(list(values)[::-1], list(values.values())[::-1])
-        panel.set_title(title, fontsize=9)
-        panel.tick_params(labelsize=8)
-        panel.grid(axis="x", alpha=0.3)
-    panels[-1, 0].set_xlabel(label)
+    for axis, (title, values) in zip(axes.flat, panels.items(), strict=False):
+        axis.bar_label(axis.barh(list(values)[::-1], list(values.values())[::-1]), fmt=" %.2f", fontsize=7)
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.margins(x=0.1, y=0.01)
+        axis.set_xlabel(label, fontsize=8)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -197,11 +197,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         common.write(options.json, "linear_logp", argv, [asdict(r) for r in rows])
     if options.plot:
-        groups: dict[str, dict[str, float]] = {}
-        for r in rows:
+        panels: dict[str, dict[str, float]] = {}
+        for r in sorted(rows, key=lambda r: r.what):
             if r.of_gemm is not None and r.what != "G":
-                groups.setdefault(f"{r.shape}: {r.what}", {})[r.implementation] = r.of_gemm
-        common.plot(options.plot, groups, "time, in bare GEMMs of the same run")
+                panels.setdefault(r.shape, {})[f"{r.what}: {r.implementation}"] = r.of_gemm
+        common.plot(options.plot, panels, "time, in bare GEMMs of the same run")
     return 0
 
 
