@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint ops mosaic docs grpo learning newest
+LEGS := lint ops parallel mosaic docs grpo learning newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
@@ -27,7 +27,12 @@ test-lint: .venv/ready
 	$(call leg,.venv/bin/ruff check .; .venv/bin/ruff format --check .; .venv/bin/mypy)
 
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/test_docs.py)
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/test_docs.py \
+	--ignore=tests/test_vocab_parallel.py)
+
+# A head spread over 8 forced devices, and over real processes.
+test-parallel: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests/test_vocab_parallel.py)
 
 # Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready

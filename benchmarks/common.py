@@ -67,12 +67,19 @@ def milliseconds(launches: Mapping[str, Launch], rounds: int, *, warm: float, ti
     return {name: 1e3 * statistics.median(x) for name, x in samples.items()}
 
 
+def status(problem: Exception) -> str:
+    """Why a candidate has no figures."""
+    kind = "out of memory" if "out of memory" in str(problem).lower() else "not available"
+    return f"{kind}: {str(problem).splitlines()[0][:160]}"
+
+
 def write(path: Path, module: str, argv: Sequence[str] | None, rows: Sequence[dict[str, Any]]) -> None:
     """A run as JSON: its command, date, device, versions and rows."""
     record = {
         "command": f"python -m benchmarks.{module} " + " ".join(argv if argv is not None else sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
         "timing": "back-to-back wall time, median of interleaved rounds, each in another order",
         "packages": cli.report()["packages"],
         "rows": list(rows),

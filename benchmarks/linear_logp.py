@@ -133,11 +133,6 @@ def _peer(name: str, p: Problem) -> dict[str, Candidate]:
     return {w: Candidate(x, gemms[w], max(0, peers.peak_bytes(x) - results[w])) for w, x in found.items()}
 
 
-def _status(problem: Exception) -> str:
-    kind = "out of memory" if "out of memory" in str(problem).lower() else "not available"
-    return f"{kind}: {str(problem).splitlines()[0][:160]}"
-
-
 def measure(
     shape: str, dtype: str, density: float, implementations: Sequence[str], rounds: int, seconds: float
 ) -> list[Row]:
@@ -150,12 +145,12 @@ def measure(
             passes = _peer(name, p) if name in peers.PEERS else candidates(name, p)
             found |= {(name, what): x for what, x in passes.items()}
         except Exception as problem:
-            rows.append(Row(shape, dtype, density, name, "", _status(problem)))
+            rows.append(Row(shape, dtype, density, name, "", common.status(problem)))
     for (name, what), x in list(found.items()):
         try:
             x.launch.wait(x.launch.start())
         except Exception as problem:
-            rows.append(Row(shape, dtype, density, name, what, _status(problem)))
+            rows.append(Row(shape, dtype, density, name, what, common.status(problem)))
             del found[name, what]
     launches = {f"{name}: {what}": x.launch for (name, what), x in found.items()}
     ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)

@@ -1,7 +1,8 @@
-"""What every implementation of linear_logp takes and gives, and the two formulas they share.
+"""What every implementation of linear_logp takes and gives, and the formulas they share.
 
 An implementation is a pair of functions (`LinearLogpFunctions`): `forward` gives the values and a residual,
-`gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 0.
+`gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 0, and one weight: a
+whole head, or one device's shard of it, whose partial softmaxes `forward` then merges with those of the other devices.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax._transforms import varying_like
+from rlk_jax._tree import Tree
 
 Array = jax.Array
 WeightLayout = Literal["vd", "dv"]
@@ -23,6 +28,11 @@ class LinearLogp(NamedTuple):
     entropy: Array | None
 
 
+HiddenGradient = Literal["rounded", "float32", "groups"]
+"""How an implementation gives dH: in hidden's dtype `[N, D]`, as float32 `[1, N, D]`, or a float32 sum for each group
+of its tree `[groups, N, D]`."""
+
+
 @dataclass(frozen=True)
 class Options:
     """The static facts of one call."""
@@ -30,6 +40,8 @@ class Options:
     vocab_size: int
     """Rows of the weight; columns from `real_vocab_size` on are padding and count as logits of −inf."""
     real_vocab_size: int
+    """Of a shard, as many as every shard has at least: `Operands.real_columns` tells how many this one has."""
+    tree: Tree
     weight_layout: WeightLayout
     logit_softcap: float | None
     return_lse: bool
@@ -38,6 +50,8 @@ class Options:
     """Some tokens may be ignored: without an ignore_index, an implementation need not look."""
     memory_budget: int | None
     """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
+    hidden_gradient: HiddenGradient = "rounded"
+    """Other than "rounded" for a shard."""
 
 
 class Inputs(NamedTuple):
@@ -51,11 +65,13 @@ class Inputs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The differentiable inputs: hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None."""
+    """hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None."""
 
     hidden: Array
     weight: Array
     bias: Array | None
+    real_columns: Array | None = None
+    """int32 scalar: how many columns are no padding, where only the device knows (a shard of a padded head)."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +90,11 @@ class Gradients(NamedTuple):
     weight: Array | None
     bias: Array | None
 
-    def like(self, operands: Operands) -> "Gradients":
-        """The gradients rounded to their operands' dtypes."""
-        pairs = zip(self, operands, strict=True)
-        return Gradients(*(None if g is None or x is None else g.astype(x.dtype) for g, x in pairs))
+    def like(self, options: Options, operands: Operands) -> "Gradients":
+        """The gradients rounded to their operands' dtypes, dH only where that is asked for."""
+        rounded = (None if g is None or x is None else g.astype(x.dtype) for g, x in zip(self, operands, strict=False))
+        gradients = Gradients(*rounded)
+        return gradients if options.hidden_gradient == "rounded" else gradients._replace(hidden=self.hidden)
 
 
 class Tokens(NamedTuple):
@@ -99,10 +116,66 @@ class Statistics(NamedTuple):
     """Σ p·(max − z) >= 0, so that entropy = log_sum + gap; None where entropy was not asked for"""
 
 
+class Partial(NamedTuple):
+    """Softmax over some columns, a row per token: maximum, Σ e, the target's logit if among them, Σ e·(max − z)."""
+
+    max: Array
+    total: Array
+    target_logit: Array
+    gap: Array | None
+
+
+Gather = Callable[[Any], Any]
+"""From `[groups, ...]` of one shard to `[all groups, ...]` of the whole vocabulary, in its order."""
+
+
 @dataclass(frozen=True)
 class LinearLogpFunctions:
-    forward: Callable[[Options, Operands, Tokens], tuple[LinearLogp, Any]]
+    forward: Callable[[Options, Operands, Tokens, Gather], tuple[LinearLogp, Any]]
     gradients: Callable[[Options, Needs, Operands, Tokens, Any, LinearLogp], Gradients]
+
+
+def real_columns(options: Options, operands: Operands) -> Any:
+    """Columns from here on are padding."""
+    return options.real_vocab_size if operands.real_columns is None else operands.real_columns
+
+
+def finite(maximum: Array) -> Array:
+    """A maximum to subtract: 0 where every logit is −inf."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+def fold(a: Partial, b: Partial) -> Partial:
+    """The softmax over the columns of both."""
+    maximum = jnp.maximum(a.max, b.max)
+
+    def rescaled(x: Partial) -> tuple[Array, Array | None]:
+        below = finite(maximum) - x.max
+        factor = jnp.exp(-below)
+        total = rounded_product(x.total, factor)
+        if x.gap is None:
+            return total, None
+        shift = jnp.where(x.total == 0, 0, rounded_product(x.total, below))
+        return total, rounded_product(x.gap + shift, factor)
+
+    (total_a, gap_a), (total_b, gap_b) = rescaled(a), rescaled(b)
+    gap = None if gap_a is None or gap_b is None else gap_a + gap_b
+    return Partial(maximum, total_a + total_b, a.target_logit + b.target_logit, gap)
+
+
+def empty_partial(rows: int, like: Array, *, with_gap: bool) -> Partial:
+    """The softmax over no columns: where a fold starts, varying as `like` does."""
+    zeros = jnp.zeros(rows, jnp.float32)
+    start = Partial(jnp.full(rows, -jnp.inf, jnp.float32), zeros, zeros, zeros if with_gap else None)
+    return varying_like(start, like)
+
+
+def merged(groups: Partial) -> Statistics:
+    """The softmax of each token from its partials `[groups, rows]`, folded in ascending order."""
+    start = empty_partial(groups.max.shape[1], groups.max, with_gap=groups.gap is not None)
+    whole, _ = lax.scan(lambda so_far, group: (fold(so_far, group), None), start, groups)
+    gap = None if whole.gap is None else whole.gap / whole.total
+    return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap)
 
 
 def values_of(options: Options, statistics: Statistics) -> LinearLogp:
@@ -122,6 +195,11 @@ def rounded_product(a: Array, b: Array) -> Array:
     return jnp.where((a < 0) != (b < 0), -magnitude, magnitude)
 
 
+def per_temperature(x: Array, temperature: Array) -> Array:
+    """x / temperature, by the reciprocal: whether XLA divides or multiplies would depend on the surrounding program."""
+    return rounded_product(x, lax.optimization_barrier(1 / temperature)[:, None])
+
+
 def gradient_bound(temperature: Array, upstream: LinearLogp) -> Array:
     """A bound on |gradient of a logit| of each row: |p·(z − Σ p·z)| <= 1/e + ln V < 14 is the entropy's share."""
     return (
@@ -135,19 +213,16 @@ def lifting_power(bound: Array) -> Array:
     return jnp.ldexp(jnp.float32(1), jnp.clip(15 - exponent, -100, 100))
 
 
-def logits_of(options: Options, products: Array, bias: Array, temperature: Array, columns: Array) -> Array:
-    """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`.
-
-    It divides, by the reason of `rounded_product`: a product with the reciprocal could be fused with a later sum.
-    """
+def logits_of(
+    options: Options, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: Any
+) -> Array:
+    """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`."""
     logits = products + bias
     if options.logit_softcap is not None:
-        logits = options.logit_softcap * jnp.tanh(logits / options.logit_softcap)
-    logits = logits / temperature[:, None]
+        logits = options.logit_softcap * jnp.tanh(logits * (1 / options.logit_softcap))
+    logits = per_temperature(logits, temperature)
     # A poisoned row stays NaN in every column, so that its max is NaN too.
-    return jnp.where(
-        columns < options.real_vocab_size, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None]
-    )
+    return jnp.where(columns < real_columns, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None])
 
 
 def dproducts_of(
@@ -156,6 +231,7 @@ def dproducts_of(
     bias: Array,
     tokens: Tokens,
     columns: Array,
+    real_columns: Any,
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Array:
@@ -165,7 +241,7 @@ def dproducts_of(
       dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)),
     and at the target −g_logp·expm1(logp) in the place of g_logp·(1 − p).
     """
-    logits = logits_of(options, products, bias, tokens.temperature, columns)
+    logits = logits_of(options, products, bias, tokens.temperature, columns, real_columns)
     centred = logits - statistics.max[:, None]
     logprob = centred - statistics.log_sum[:, None]
     probability = jnp.exp(logprob)
@@ -180,7 +256,7 @@ def dproducts_of(
         gradient += rounded_product(-upstream.entropy[:, None], probability * spread)
     if options.logit_softcap is not None:
         # 1 − tanh², without the cancellation where tanh is near 1.
-        decay = jnp.exp(-2 * jnp.abs((products + bias) / options.logit_softcap))
+        decay = jnp.exp((-2 / options.logit_softcap) * jnp.abs(products + bias))
         gradient *= 4 * decay / jnp.square(1 + decay)
-    counts = tokens.active[:, None] & (columns < options.real_vocab_size)
-    return jnp.where(counts, gradient / tokens.temperature[:, None], 0)
+    counts = tokens.active[:, None] & (columns < real_columns)
+    return jnp.where(counts, per_temperature(gradient, tokens.temperature), 0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax._problem import Array, Tokens
-from rlk_jax._transforms import start_of_loop
+from rlk_jax._transforms import varying_like
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ class Block:
 def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], Carry], start: Carry) -> Carry:
     """`step` over as many blocks of `rows` tokens as hold every active token `[N]`, in ascending order."""
     n = active.shape[0]
-    if n == 0:
-        return start
     padding = -n % rows
     order = jnp.argsort(~active, stable=True).astype(jnp.int32)
     is_active = jnp.pad(active[order], (0, padding))
@@ -51,7 +49,7 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
         block = Block(*(lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (order, is_active)))
         return step(block, carry)
 
-    return lax.fori_loop(0, count, body, start_of_loop(start, active))
+    return lax.fori_loop(0, count, body, varying_like(start, active))
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,8 @@ def compact(active: Array, size: int, *, all_active: bool = False) -> Compacted:
     n = active.shape[0]
     if all_active:
         return Compacted(size, jnp.full(1, n, jnp.int32), active, None, None)
-    place = jnp.cumsum(active, dtype=jnp.int32) - 1
+    # XLA would compute the sum anew for every element of a row that is moved.
+    place = lax.optimization_barrier(jnp.cumsum(active, dtype=jnp.int32) - 1)
     tokens = jnp.arange(n, dtype=jnp.int32)
     index = (
         jnp.zeros(size, jnp.int32)

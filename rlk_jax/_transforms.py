@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 
 def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bool) -> Callable[[Any, Any], Any]:
@@ -41,7 +43,7 @@ def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bo
     return folding
 
 
-def _varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes of the surrounding shard_map over which x varies; none under check_vma=False."""
     return jax.typeof(x).manual_axis_type.varying
 
@@ -51,18 +53,32 @@ def equally_varying[Tree](tree: Tree) -> Tree:
 
     Outside the custom_vjp this lets JAX sum the gradient of a replicated operand over the axes that it was spread over.
     """
-    axes = frozenset[str]().union(*map(_varying_axes, jax.tree.leaves(tree)))
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
 
     def spread(x: Any) -> Any:
-        missing = tuple(sorted(axes - _varying_axes(x)))
+        missing = tuple(sorted(axes - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(spread, tree)
 
 
-def start_of_loop[Tree](start: Tree, like: jax.Array) -> Tree:
-    """Constants that a loop starts from, varying as `like` does: a loop's carry must keep its type."""
-    return equally_varying((start, like))[0]
+def varying_like[Tree](tree: Tree, like: jax.Array) -> Tree:
+    """Every leaf made to vary as `like` does: what a loop starts from, for instance, since a carry keeps its type."""
+    return equally_varying((tree, like))[0]
+
+
+_as_replicated = Primitive("as_replicated")
+_as_replicated.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(_as_replicated, lambda context, x: [x])
+
+
+def as_replicated[Tree](tree: Tree) -> Tree:
+    """Every leaf with the type of a value that varies over no mesh axis; what it holds stays each device's own.
+
+    Around Pallas kernels that write references: those may not vary, and JAX refuses to mix them with values that do.
+    What comes of it must be given its axes back (`varying_like`) before JAX may see it.
+    """
+    return jax.tree.map(lambda x: _as_replicated.bind(x) if varying_axes(x) else x, tree)
 
 
 def refuse_derivative(message: str, tree: Any) -> Any:

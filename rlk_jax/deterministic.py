@@ -8,7 +8,8 @@ neither the number of tokens nor a token's place can reach a bit:
     vocabulary: padding rows of the head are never read.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +17,29 @@ from jax import lax
 
 from rlk_jax._problem import (
     Array,
+    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
     Needs,
     Operands,
     Options,
+    Partial,
     Statistics,
     Tokens,
     dproducts_of,
+    empty_partial,
+    finite,
+    fold,
     logits_of,
+    merged,
+    real_columns,
     rounded_product,
     values_of,
 )
 from rlk_jax._rows import Block, fold_blocks
-from rlk_jax._transforms import start_of_loop
-from rlk_jax._tree import GROUPS, group_width
+from rlk_jax._transforms import varying_like
+from rlk_jax._tree import ordered_sum
 
 ROWS = 64
 COLUMNS = 256
@@ -44,16 +52,7 @@ def chain(a_transposed: Array, b: Array, c: Array) -> Array:
     def step(k: Array, c: Array) -> Array:
         return c + a_transposed[k][:, None] * b[k][None, :]
 
-    return lax.fori_loop(0, b.shape[0], step, start_of_loop(c, b))
-
-
-class _Partial(NamedTuple):
-    """Softmax over some columns, a row per token: maximum, Σ e, the target's logit if among them, Σ e·(max − z)."""
-
-    max: Array
-    total: Array
-    target_logit: Array
-    gap: Array
+    return lax.fori_loop(0, b.shape[0], step, varying_like(c, b))
 
 
 def _halving_sum(x: Array) -> Array:
@@ -64,35 +63,17 @@ def _halving_sum(x: Array) -> Array:
     return x[:, 0]
 
 
-def _finite(maximum: Array) -> Array:
-    """A maximum to subtract: 0 where every logit is −inf."""
-    return jnp.where(maximum == -jnp.inf, 0, maximum)
-
-
-def _partial(logits: Array, is_target: Array) -> _Partial:
+def _partial(logits: Array, is_target: Array, *, with_gap: bool) -> Partial:
     maximum = logits.max(axis=1)
-    below = _finite(maximum)[:, None] - logits
+    below = finite(maximum)[:, None] - logits
     exponentials = jnp.exp(-below)
-    gaps = jnp.where(exponentials == 0, 0, rounded_product(exponentials, below))
-    return _Partial(
+    gaps = jnp.where(exponentials == 0, 0, rounded_product(exponentials, below)) if with_gap else None
+    return Partial(
         max=maximum,
         total=_halving_sum(exponentials),
         target_logit=_halving_sum(jnp.where(is_target, logits, 0)),
-        gap=_halving_sum(gaps),
+        gap=None if gaps is None else _halving_sum(gaps),
     )
-
-
-def _fold(a: _Partial, b: _Partial) -> _Partial:
-    maximum = jnp.maximum(a.max, b.max)
-
-    def rescaled(x: _Partial) -> tuple[Array, Array]:
-        below = _finite(maximum) - x.max
-        factor = jnp.exp(-below)
-        shift = jnp.where(x.total == 0, 0, rounded_product(x.total, below))
-        return rounded_product(x.total, factor), rounded_product(x.gap + shift, factor)
-
-    (total_a, gap_a), (total_b, gap_b) = rescaled(a), rescaled(b)
-    return _Partial(maximum, total_a + total_b, a.target_logit + b.target_logit, gap_a + gap_b)
 
 
 class _Chunk(NamedTuple):
@@ -111,11 +92,11 @@ def _padded_columns(x: Array) -> Array:
 
 
 def _chunk(options: Options, operands: Operands, group: Array, chunk: Array) -> _Chunk:
-    width = group_width(options.real_vocab_size)
+    width, real = options.tree.width, real_columns(options, operands)
     start = group * width + chunk * COLUMNS
     columns = start + jnp.arange(COLUMNS, dtype=jnp.int32)
-    valid = columns < jnp.minimum((group + 1) * width, options.real_vocab_size)
-    index = jnp.minimum(columns, options.real_vocab_size - 1)
+    valid = columns < jnp.minimum((group + 1) * width, real)
+    index = jnp.clip(columns, 0, jnp.maximum(real - 1, 0))
     weight = operands.weight[index] if options.weight_layout == "vd" else operands.weight[:, index].T
     bias = jnp.zeros(COLUMNS, jnp.float32) if operands.bias is None else operands.bias[index].astype(jnp.float32)
     return _Chunk(
@@ -127,50 +108,53 @@ def _chunk(options: Options, operands: Operands, group: Array, chunk: Array) -> 
     )
 
 
-def _chunks_in_group(vocab_size: int) -> int:
-    return -(-group_width(vocab_size) // COLUMNS)
+def _chunks_in_group(options: Options) -> int:
+    return -(-options.tree.width // COLUMNS)
 
 
 def _block_products(hidden: Array, chunk: _Chunk) -> Array:
     return chain(hidden.T, chunk.weight.T, jnp.zeros((ROWS, COLUMNS), jnp.float32))
 
 
-def _block_statistics(options: Options, operands: Operands, hidden: Array, tokens: Tokens) -> Statistics:
-    def of_chunk(group: Array, index: Array) -> _Partial:
+def _block_partials(options: Options, operands: Operands, hidden: Array, tokens: Tokens) -> Partial:
+    """A partial for each group, `[groups, ROWS]`."""
+    real, with_gap = real_columns(options, operands), options.return_entropy
+
+    def of_chunk(group: Array, index: Array) -> Partial:
         chunk = _chunk(options, operands, group, index)
-        logits = logits_of(options, _block_products(hidden, chunk), chunk.bias, tokens.temperature, chunk.columns)
+        products = _block_products(hidden, chunk)
+        logits = logits_of(options, products, chunk.bias, tokens.temperature, chunk.columns, real)
         is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
-        return _partial(jnp.where(chunk.valid, logits, -jnp.inf), is_target)
+        return _partial(jnp.where(chunk.valid, logits, -jnp.inf), is_target, with_gap=with_gap)
 
-    def of_group(group: Array) -> _Partial:
-        return lax.fori_loop(
-            0, _chunks_in_group(options.real_vocab_size), lambda c, so_far: _fold(so_far, of_chunk(group, c)), empty
-        )
+    empty = empty_partial(ROWS, tokens.active, with_gap=with_gap)
 
-    zeros = jnp.zeros(ROWS, jnp.float32)
-    empty = _Partial(jnp.full(ROWS, -jnp.inf, jnp.float32), zeros, zeros, zeros)
-    empty = start_of_loop(empty, tokens.active)
-    whole = lax.fori_loop(0, GROUPS, lambda g, so_far: _fold(so_far, of_group(g)), empty)
-    gap = whole.gap / whole.total if options.return_entropy else None
-    return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap)
+    def of_group(group: Array) -> Partial:
+        return lax.fori_loop(0, _chunks_in_group(options), lambda c, so_far: fold(so_far, of_chunk(group, c)), empty)
+
+    return lax.map(of_group, jnp.arange(options.tree.groups, dtype=jnp.int32))
 
 
-def _unfolded(tokens: Tokens) -> Tokens:
-    """Keeps a division by a constant temperature from becoming a product with its reciprocal, or nothing at all."""
-    return tokens._replace(temperature=lax.optimization_barrier(tokens.temperature))
+def _by_block(active: Array, of_block: Callable[[Block], Any], start: Any) -> Any:
+    """`start`, arrays `[N, ...]`, with the rows of `of_block` where tokens are active."""
+    return fold_blocks(active, ROWS, lambda block, so_far: jax.tree.map(block.store, so_far, of_block(block)), start)
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
-    tokens = _unfolded(tokens)
-
-    def step(block: Block, so_far: Statistics) -> Statistics:
-        hidden = _padded_columns(block.take_hidden(operands.hidden))
-        statistics = _block_statistics(options, operands, hidden, block.take_tokens(tokens))
-        return jax.tree.map(block.store, so_far, statistics)
-
+def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, Statistics]:
     zeros = jnp.zeros_like(tokens.active, jnp.float32)
-    start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
-    statistics = fold_blocks(tokens.active, ROWS, step, start)
+
+    def rows_first(x: Any) -> Any:
+        return jax.tree.map(jnp.transpose, x)
+
+    def partials(block: Block) -> Partial:
+        hidden = _padded_columns(block.take_hidden(operands.hidden))
+        return rows_first(_block_partials(options, operands, hidden, block.take_tokens(tokens)))
+
+    many = jnp.zeros((tokens.active.shape[0], options.tree.groups), jnp.float32)
+    start = Partial(many, many + 1, many, many if options.return_entropy else None)
+    groups = rows_first(gather(rows_first(_by_block(tokens.active, partials, start))))
+    start_of_statistics = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
+    statistics = _by_block(tokens.active, lambda block: merged(rows_first(block.take(groups))), start_of_statistics)
     return values_of(options, statistics), statistics
 
 
@@ -186,12 +170,13 @@ def _gradients(
 
     Gradients of logits stay float32.
     """
-    dim, vocab_size = operands.hidden.shape[1], options.real_vocab_size
-    tokens = _unfolded(tokens)
+    dim, n, groups = operands.hidden.shape[1], tokens.active.shape[0], options.tree.groups
+    real = real_columns(options, operands)
 
     def of_chunk(group: Array, index: Array, hidden: Array, own: tuple, so_far: Gradients) -> Gradients:
         chunk = _chunk(options, operands, group, index)
-        gradient = dproducts_of(options, _block_products(hidden, chunk), chunk.bias, own[0], chunk.columns, *own[1:])
+        products = _block_products(hidden, chunk)
+        gradient = dproducts_of(options, products, chunk.bias, own[0], chunk.columns, real, *own[1:])
         gradient = jnp.where(chunk.valid, gradient, 0)
         d_hidden, d_weight, d_bias = so_far
         if d_hidden is not None:
@@ -209,31 +194,40 @@ def _gradients(
         hidden = _padded_columns(block.take_hidden(operands.hidden))
         own = (block.take_tokens(tokens), *block.take((statistics, upstream)))
 
-        def of_group(group: Array, so_far: Gradients) -> Gradients:
+        def of_group(so_far: Gradients, group: Array) -> tuple[Gradients, Array | None]:
             start = so_far._replace(hidden=zeros)
-            done = lax.fori_loop(
-                0, _chunks_in_group(vocab_size), lambda c, x: of_chunk(group, c, hidden, own, x), start
-            )
-            return done._replace(hidden=jax.tree.map(jnp.add, so_far.hidden, done.hidden))
+            done = lax.fori_loop(0, _chunks_in_group(options), lambda c, x: of_chunk(group, c, hidden, own, x), start)
+            return done._replace(hidden=None), done.hidden
 
-        zeros = start_of_loop(jnp.zeros_like(hidden), hidden) if needs.hidden else None
-        done = lax.fori_loop(0, GROUPS, of_group, so_far._replace(hidden=zeros))
-        d_hidden = jax.tree.map(lambda into, rows: block.store(into, rows[:, :dim]), so_far.hidden, done.hidden)
-        return done._replace(hidden=d_hidden)
+        zeros = varying_like(jnp.zeros_like(hidden), hidden) if needs.hidden else None
+        heads = so_far._replace(hidden=None)
+        done, of_groups = lax.scan(of_group, heads, jnp.arange(groups, dtype=jnp.int32))
+        if of_groups is None or so_far.hidden is None:
+            return done
+        if options.hidden_gradient != "groups":
+            of_groups = ordered_sum(of_groups)[None]
+        rows = jnp.swapaxes(of_groups[..., :dim], 0, 1)
+        return done._replace(hidden=block.store(so_far.hidden, rows))
 
     # A chunk writes 256 rows, though only those of its group are not zero: keep room behind the last one.
-    padded_vocab = max(GROUPS * group_width(vocab_size) + COLUMNS, options.vocab_size)
+    padded_vocab = max(groups * options.tree.width + COLUMNS, options.vocab_size)
     padded_dim = dim + -dim % _K_BLOCK
+    parts = groups if options.hidden_gradient == "groups" else 1
     start = Gradients(
-        jnp.zeros_like(operands.hidden) if needs.hidden else None,
+        jnp.zeros((n, parts, dim), operands.hidden.dtype if options.hidden_gradient == "rounded" else jnp.float32)
+        if needs.hidden
+        else None,
         jnp.zeros((padded_vocab, padded_dim), jnp.float32) if needs.weight else None,
         jnp.zeros((padded_vocab, 1), jnp.float32) if needs.bias else None,
     )
     d_hidden, d_weight, d_bias = fold_blocks(tokens.active, ROWS, step, start)
+    if d_hidden is not None:
+        d_hidden = d_hidden[:, 0] if options.hidden_gradient == "rounded" else jnp.swapaxes(d_hidden, 0, 1)
     if d_weight is not None:
         d_weight = d_weight[: options.vocab_size, :dim]
         d_weight = d_weight if options.weight_layout == "vd" else d_weight.T
-    return Gradients(d_hidden, d_weight, None if d_bias is None else d_bias[: options.vocab_size, 0]).like(operands)
+    d_bias = None if d_bias is None else d_bias[: options.vocab_size, 0]
+    return Gradients(d_hidden, d_weight, d_bias).like(options, operands)
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)

@@ -15,13 +15,15 @@ from typing import Any
 import jax
 
 from rlk_jax import deterministic, mosaic, reference, xla
+from rlk_jax._partition import partitioned
+from rlk_jax._shard import Shard
 
 log = logging.getLogger("rlk_jax")
 
 IMPLEMENTATIONS = ("mosaic", "cuda", "triton", "xla", "deterministic", "reference")
 """Every name `implementation=` takes, fastest first."""
 
-numerics_version = {"linear_logp": 1}
+numerics_version = {"linear_logp": 2}
 """Per op, a number that rises when the bits of a promise-keeping implementation change."""
 
 
@@ -59,16 +61,31 @@ class Implementation:
     """Why it is never chosen by itself."""
     meant_for: Callable[[Device], bool] = lambda device: True
     """Where being passed over is a fallback, which is logged."""
+    promises_bits: bool = False
 
 
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
         Implementation(
-            "mosaic", mosaic.LINEAR_LOGP, mosaic.why_not, meant_for=lambda device: device.compute_capability == "9.0"
+            "mosaic",
+            partitioned(mosaic.LINEAR_LOGP),
+            mosaic.why_not,
+            meant_for=lambda device: device.compute_capability == "9.0",
+            promises_bits=True,
         ),
-        Implementation("xla", xla.LINEAR_LOGP),
-        Implementation("deterministic", deterministic.LINEAR_LOGP, by_name_only="slow: promises bits, not speed"),
-        Implementation("reference", reference.LINEAR_LOGP, by_name_only="holds [N, V] logits: the gold of the tests"),
+        Implementation("xla", partitioned(xla.LINEAR_LOGP), xla.why_not),
+        Implementation(
+            "deterministic",
+            partitioned(deterministic.LINEAR_LOGP),
+            by_name_only="slow: promises bits, not speed",
+            promises_bits=True,
+        ),
+        Implementation(
+            "reference",
+            partitioned(reference.LINEAR_LOGP),
+            reference.why_not,
+            by_name_only="holds [N, V] logits: the gold of the tests",
+        ),
     ),
 }
 """Implementations of each op, fastest first. A new kernel joins by one entry here."""
@@ -131,6 +148,20 @@ def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str,
         if os.environ.get("RLK_STRICT") == "1" and problem.device.platform == "gpu":
             raise ValueError(f"RLK_STRICT=1: {message}")
         _log_once(message)
+
+
+def check_edges(chosen: Implementation, shard: Shard) -> None:
+    """Shards that cut a group of the softmax's tree keep no bits across TP degrees: logged once, refused if strict."""
+    if not chosen.promises_bits or shard.on_group_edges:
+        return
+    message = (
+        f"{shard.count} shards of {shard.columns} columns do not end where the softmax's groups do for a vocabulary of "
+        f"{shard.vocab_size}: results are right, but their bits differ from those at other TP degrees. "
+        "rlk_jax.vocab_parallel.pad_lm_head makes shards that keep them"
+    )
+    if os.environ.get("RLK_STRICT") == "1":
+        raise ValueError(f"RLK_STRICT=1: {message}")
+    _log_once(message)
 
 
 def choose(problem: Problem, implementation: str | None) -> Implementation:

@@ -11,8 +11,10 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from rlk_jax import _transforms, dispatch, validation
+from rlk_jax import _shard, _transforms, dispatch, validation
 from rlk_jax._problem import (
+    Gather,
+    Gradients,
     Inputs,
     LinearLogp,
     LinearLogpFunctions,
@@ -26,17 +28,26 @@ from rlk_jax._problem import (
 _NO_SECOND_DERIVATIVE = "linear_logp has no second derivative: its gradient cannot be differentiated again."
 
 
-class _CommonOptions(TypedDict, total=False):
-    """The options that do not decide what linear_logp returns, for its overloads."""
+class HeadOptions(TypedDict, total=False):
+    """The options that mean the same for a whole head and for shards of it."""
 
     temperature: float | Float[ArrayLike, "*lead"]
     logit_softcap: float | None
     ignore_index: int | None
     global_vocab_size: int | None
     weight_layout: WeightLayout
+    reduction: _shard.Reduction
     memory_budget: int | None
     validate: bool | None
     implementation: str | None
+
+
+class _CommonOptions(HeadOptions, total=False):
+    """The options that do not decide what linear_logp returns, for its overloads."""
+
+    axis_name: _shard.AxisName | None
+    vocab_start_index: int | Int[ArrayLike, ""] | None
+    reduce_hidden_grad: bool
 
 
 @overload
@@ -78,6 +89,10 @@ def linear_logp(
     weight_layout: WeightLayout = "vd",
     return_lse: bool = False,
     return_entropy: bool = False,
+    axis_name: _shard.AxisName | None = None,
+    vocab_start_index: int | Int[ArrayLike, ""] | None = None,
+    reduction: _shard.Reduction = "sum",
+    reduce_hidden_grad: bool = True,
     memory_budget: int | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
@@ -97,9 +112,18 @@ def linear_logp(
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
-      global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf.
+      global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf. With
+        `axis_name`, of the whole head; shards may be padding in part or altogether.
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels). Neither is transposed.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
+      axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over. lm_head_weight and bias
+        are then this rank's shard, all shards equally wide; hidden and target_ids (ids of the whole vocabulary) are the
+        same on every rank of the axis, and so are the results. `rlk_jax.vocab_parallel` has the form for whole arrays.
+      vocab_start_index: first column of this rank's shard, where that is not its index times the shard's width.
+      reduction: how dH is summed over the ranks, in float32: "sum" as fast as may be, "canonical" by the softmax's
+        fixed tree, with the same bits at 1, 2, 4 and 8 ranks.
+      reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
+        parallelism: hidden gathered over the axis).
       memory_budget: bytes for the logits and their gradients that are held at a time, and the copies beside them, never
         for less than one block of them; None for the implementation's default. `mosaic` and `deterministic` give the
         same bits for every budget.
@@ -126,39 +150,57 @@ def linear_logp(
     Source: RL-Kernel's linear_logp; the pair (max, ln Σ) as in online softmax (Milakov and Gimelshein,
     arXiv 1805.02867).
     """
-    inputs, options = validation.linear_logp(
-        hidden,
-        lm_head_weight,
-        target_ids,
-        bias,
-        temperature=temperature,
-        logit_softcap=logit_softcap,
-        ignore_index=ignore_index,
-        global_vocab_size=global_vocab_size,
-        weight_layout=weight_layout,
-        return_lse=return_lse,
-        return_entropy=return_entropy,
-        memory_budget=memory_budget,
+    head: dict[str, Any] = {
+        "logit_softcap": logit_softcap,
+        "ignore_index": ignore_index,
+        "global_vocab_size": global_vocab_size,
+        "weight_layout": weight_layout,
+        "return_lse": return_lse,
+        "return_entropy": return_entropy,
+        "memory_budget": memory_budget,
+    }
+    arrays = Inputs(hidden, lm_head_weight, target_ids, bias, temperature)
+    if axis_name is None and any(map(_shard.explicit_spec, arrays)):
+        # It stands on this op.
+        from rlk_jax import vocab_parallel
+
+        return vocab_parallel.over_explicit_axes(arrays, validate, {**head, "implementation": implementation})
+    inputs, options, shard = validation.linear_logp(
+        *arrays,
+        axis_name=axis_name,
+        vocab_start_index=vocab_start_index,
+        reduction=reduction,
+        reduce_hidden_grad=reduce_hidden_grad,
         validate=validate,
+        **head,
     )
     validation.require_values(inputs)
     chosen = dispatch.choose(_problem(inputs, options), implementation)
-    tokens = _tokens(inputs, options, ignore_index, validate)
+    if shard is not None:
+        dispatch.check_edges(chosen, shard)
+    vocab_size = options.real_vocab_size if shard is None else shard.vocab_size
+    tokens = tokens_of(inputs, vocab_size, ignore_index, validate)
     lead, dim = inputs.hidden.shape[:-1], inputs.hidden.shape[-1]
     rows = jnp.asarray(inputs.hidden).reshape(math.prod(lead), dim)
     weight = jnp.asarray(inputs.lm_head_weight)
     operands = Operands(rows, weight, None if inputs.bias is None else jnp.asarray(inputs.bias))
-    values = _linear_logp(chosen.functions, options, operands, tokens)
+    values = _linear_logp(chosen.functions, options, shard, operands, tokens, vocab_start_index)
     values = jax.tree.map(lambda x: x.reshape(lead), values)
     return values if return_lse or return_entropy else values.logp
 
 
 def describe(*args: Any, **kwargs: Any) -> tuple[dispatch.Problem, str | None]:
     """What `dispatch` sees of the call `linear_logp(*args, **kwargs)`, and the implementation it names."""
+    (inputs, options, _), implementation = check(*args, **kwargs)
+    return _problem(inputs, options), implementation
+
+
+def check(*args: Any, **kwargs: Any) -> tuple[tuple[Inputs, Options, _shard.Shard | None], str | None]:
+    """The static checks of the call `linear_logp(*args, **kwargs)`, and the implementation it names."""
     call = inspect.signature(linear_logp).bind(*args, **kwargs)
     call.apply_defaults()
     implementation = call.arguments.pop("implementation")
-    return _problem(*validation.linear_logp(**call.arguments)), implementation
+    return validation.linear_logp(**call.arguments), implementation
 
 
 def _problem(inputs: Inputs, options: Options) -> dispatch.Problem:
@@ -172,27 +214,57 @@ def _problem(inputs: Inputs, options: Options) -> dispatch.Problem:
     )
 
 
-def _tokens(inputs: Inputs, options: Options, ignore_index: int | None, validate: bool | None) -> Tokens:
+def tokens_of(inputs: Inputs, vocab_size: int, ignore_index: int | None, validate: bool | None) -> Tokens:
     """Flat tokens. A row with a bad id or temperature gets temperature NaN, which poisons everything it reaches."""
     ids = validation.as_int32(inputs.target_ids).reshape(-1)
     temperature = jnp.asarray(inputs.temperature).astype(jnp.float32)
     temperature = jnp.broadcast_to(temperature, inputs.target_ids.shape).reshape(-1)
     counted = ids != ignore_index if ignore_index is not None else jnp.ones(ids.shape, bool)
-    is_good = validation.token_values(ids, counted, temperature, vocab_size=options.real_vocab_size, validate=validate)
+    is_good = validation.token_values(ids, counted, temperature, vocab_size=vocab_size, validate=validate)
     return Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, jnp.nan), counted)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear_logp(functions: LinearLogpFunctions, options: Options, operands: Operands, tokens: Tokens) -> LinearLogp:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _linear_logp(
+    functions: LinearLogpFunctions,
+    options: Options,
+    shard: _shard.Shard | None,
+    operands: Operands,
+    tokens: Tokens,
+    vocab_start_index: Any,
+) -> LinearLogp:
     """The values come from a pass that JAX does not differentiate; `_with_gradients` ties the gradients to them."""
-    operands, tokens = _transforms.equally_varying((operands, lax.stop_gradient(tokens)))
-    forward = _transforms.vmap_folds_rows(
-        lambda shared, rows: functions.forward(options, Operands(rows[0], *shared), rows[1]), outputs_are_rows=True
-    )
+    tokens = lax.stop_gradient(tokens)
+    if operands.hidden.shape[0] == 0:
+        empty = jnp.zeros(0, jnp.float32)
+        return LinearLogp(empty, empty if options.return_lse else None, empty if options.return_entropy else None)
+    if shard is None:
+        operands, tokens = _transforms.equally_varying((operands, tokens))
+        values, residual = _forward(functions, options, lambda groups: groups, operands, tokens)
+        return _with_gradients(functions, options, values, None, operands, tokens, residual)
+    place = _shard.place(shard, vocab_start_index)
+    carrier = _shard.hidden_gradient_carrier(shard, _shard.entering(shard, operands.hidden), place.order)
+    operands = operands._replace(real_columns=_shard.real_columns(shard, place.start))
+    tokens = _shard.local(tokens, place)
+    carrier, operands, tokens = _transforms.equally_varying((carrier, operands, tokens))
+    gather = functools.partial(shard.gather, order=place.order)
+    values, residual = _forward(functions, options, gather, operands, tokens)
+    values = _shard.shares(shard, values)
+    values = _with_gradients(functions, options, values, carrier, operands, tokens, residual)
+    return jax.tree.map(functools.partial(_shard.total, shard), values)
+
+
+def _forward(
+    functions: LinearLogpFunctions, options: Options, gather: Gather, operands: Operands, tokens: Tokens
+) -> tuple[LinearLogp, Any]:
+    def forward(shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any]:
+        operands = Operands(rows[0], *shared)
+        return _transforms.varying_like(functions.forward(options, operands, rows[1], gather), operands.hidden)
+
+    shared: Any
     hidden, *shared = lax.stop_gradient(operands)
-    values, residual = forward(shared, (hidden, tokens))
-    values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
-    return _with_gradients(functions, options, values, operands, tokens, residual)
+    values, residual = _transforms.vmap_folds_rows(forward, outputs_are_rows=True)(tuple(shared), (hidden, tokens))
+    return jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values), residual
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -200,11 +272,15 @@ def _with_gradients(
     functions: LinearLogpFunctions,
     options: Options,
     values: LinearLogp,
+    carrier: Array | None,
     operands: Operands,
     tokens: Tokens,
     residual: Any,
 ) -> LinearLogp:
-    """`values`, with the gradients of linear_logp with respect to `operands`. No collective stands inside."""
+    """`values`, with the gradients of linear_logp with respect to `operands`. No collective stands inside.
+
+    A carrier, where there is one, gets the gradient of hidden in hidden's place.
+    """
     return values
 
 
@@ -213,9 +289,11 @@ def _save(functions: LinearLogpFunctions, options: Options, *primals: Any) -> tu
 
     JAX keeps one residual tree for all linearisations of a jitted function: a flag in the tree would be the last one's.
     """
-    values, operands, tokens, residual = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-    needs = tuple(jnp.zeros(int(x is not None and x.perturbed)) for x in primals[1])
-    return values, (needs, operands, tokens, residual)
+    values, carrier, operands = primals[:3]
+    targets = (operands.hidden if carrier is None else carrier, operands.weight, operands.bias)
+    needs = tuple(jnp.zeros(int(x is not None and x.perturbed)) for x in targets)
+    values, *kept = jax.tree.map(lambda x: x.value, (values, *primals[2:]), is_leaf=_is_primal)
+    return values, (needs, *kept)
 
 
 def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, upstream: LinearLogp) -> tuple[Any, ...]:
@@ -226,12 +304,21 @@ def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, ups
     operands, upstream = _transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (operands, upstream))
     has_upstream = functools.reduce(jnp.logical_or, (g != 0 for g in upstream if g is not None))
     tokens = tokens._replace(active=tokens.active & has_upstream)
+    is_whole = options.hidden_gradient == "rounded"
+
+    def gradients(shared: Any, rows: Any) -> Gradients:
+        found = functions.gradients(options, needs, Operands(rows[0], *shared), *rows[1:])
+        return _transforms.varying_like(found, rows[0])
+
+    outputs_are_rows = is_whole and not (needs.weight or needs.bias)
     hidden, *shared = operands
-    gradients = _transforms.vmap_folds_rows(
-        lambda shared, rows: functions.gradients(options, needs, Operands(rows[0], *shared), *rows[1:]),
-        outputs_are_rows=not (needs.weight or needs.bias),
-    )(shared, (hidden, tokens, residual, upstream))
-    return None, Operands(*gradients), None, None
+    done: Any = Operands(
+        *_transforms.vmap_folds_rows(gradients, outputs_are_rows=outputs_are_rows)(
+            shared, (hidden, tokens, residual, upstream)
+        )
+    )
+    d_carrier, done = (None, done) if is_whole else (done.hidden, done._replace(hidden=None))
+    return None, d_carrier, done, None, None
 
 
 def _is_primal(x: Any) -> bool:

@@ -18,6 +18,7 @@ from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, THREADS, Machine, padded
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
 from rlk_jax._problem import (
     Array,
+    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -27,10 +28,10 @@ from rlk_jax._problem import (
     Tokens,
     gradient_bound,
     lifting_power,
+    real_columns,
 )
 from rlk_jax._rows import Compacted, compact
-from rlk_jax._transforms import equally_varying
-from rlk_jax._tree import GROUPS, group_width
+from rlk_jax._transforms import as_replicated, varying_like
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.fold import Softmax
@@ -62,6 +63,8 @@ class Run:
     end: int
     width: int
     copied: bool
+    chain: range
+    """The chunks that dH sums up in one chain; those of this run are among them."""
 
     @property
     def slices(self) -> int:
@@ -93,14 +96,14 @@ class Plan:
 
 
 def _vocabulary(options: Options) -> Vocabulary:
-    return Vocabulary(options.real_vocab_size, GROUPS, group_width(options.real_vocab_size))
+    return Vocabulary(options.real_vocab_size, options.tree.groups, options.tree.width)
 
 
 def reads_in_place(options: Options, dim: int) -> bool:
     """Whether TMA can read the head where it is: its strides and every chunk's first column suit TMA's tiles."""
     if options.weight_layout == "vd":
         return dim % DEPTH == 0 and options.vocab_size % 8 == 0
-    return options.vocab_size % 64 == 0 and group_width(options.real_vocab_size) % 64 == 0
+    return options.vocab_size % 64 == 0 and options.tree.width % 64 == 0
 
 
 def chunks_in_place(options: Options, dim: int) -> int:
@@ -131,10 +134,18 @@ def _plan(options: Options, dim: int, tokens: int, in_place: int, held: _Bytes) 
         affordable = max(1, (budget - held.fixed) // per_chunk) if per_chunk else count
         return -(-count // -(-count // affordable))
 
-    runs = ((0, in_place, False, held.chunk), (in_place, chunks, True, held.chunk + held.copy))
-    return Plan(
-        options, dim, tokens, tuple(Run(a, b, width(b - a, each), copied) for a, b, copied, each in runs if b > a)
-    )
+    def run(chain: range, first: int, end: int, copied: bool) -> Run:
+        per_chunk = held.chunk + (held.copy if copied else 0)
+        return Run(first, end, width(end - first, per_chunk), copied, chain)
+
+    each = _vocabulary(options).group_chunks if options.hidden_gradient == "groups" else chunks
+    runs = []
+    for start in range(0, chunks, each):
+        chain = range(start, start + each)
+        middle = min(max(in_place, chain.start), chain.stop)
+        bounds = ((chain.start, middle, False), (middle, chain.stop, True))
+        runs += [run(chain, first, end, copied) for first, end, copied in bounds if end > first]
+    return Plan(options, dim, tokens, tuple(runs))
 
 
 def forward_plan(options: Options, dim: int, tokens: int) -> Plan:
@@ -176,13 +187,14 @@ def _slice(plan: Plan, run: Run, index: Any, operands: Operands, rows: Compacted
     from pallas_kernels.mosaic.statistics import Slice
 
     options, vocabulary = plan.options, _vocabulary(plan.options)
+    real = real_columns(options, operands)
     first = run.first + jnp.asarray(index, jnp.int32) * run.width
     count = jnp.minimum(run.width, run.end - first)
     chunk = (first + jnp.arange(run.width, dtype=jnp.int32))[:, None]
     place = jnp.arange(COLUMNS, dtype=jnp.int32)
-    holds = (place < vocabulary.width(chunk)) & (chunk < run.end)
+    holds = (place < vocabulary.width(chunk, real)) & (chunk < run.end)
     columns = jnp.where(holds, vocabulary.start(chunk) + place, options.vocab_size).reshape(-1)
-    there = jnp.minimum(columns, options.real_vocab_size - 1)
+    there = jnp.minimum(columns, jnp.maximum(real - 1, 0))
     weight, bias = operands.weight, None
     if run.copied:
         taken = weight[there] if options.weight_layout == "vd" else weight[:, there].T
@@ -190,7 +202,8 @@ def _slice(plan: Plan, run: Run, index: Any, operands: Operands, rows: Compacted
         weight = jnp.pad(taken, ((0, 0), (0, -plan.dim % DEPTH)))
     if operands.bias is not None:
         bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
-    where = Slice(rows.count, first.reshape(1), count.reshape(1))
+    known = operands.real_columns
+    where = Slice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
     head = Head(vocabulary, "vd" if run.copied else options.weight_layout, run.copied)
     return _SliceOfHead(where, head, weight, bias, columns)
 
@@ -215,7 +228,10 @@ def _holds_target(plan: Plan, target_ids: Array) -> Array | None:
         return None
     vocabulary = _vocabulary(plan.options)
     block = jnp.arange(plan.rows, dtype=jnp.int32) // 64
-    return jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32).at[block, vocabulary.chunk_of(target_ids)].set(1)
+    # Of a shard, most targets lie elsewhere.
+    is_here = (target_ids >= 0) & (target_ids < plan.options.vocab_size)
+    chunk = jnp.where(is_here, vocabulary.chunk_of(target_ids), vocabulary.chunks)
+    return jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32).at[block, chunk].set(1, mode="drop")
 
 
 def _machine() -> Machine:
@@ -224,19 +240,15 @@ def _machine() -> Machine:
 
 
 def _forward(
-    machine: Machine | None, options: Options, operands: Operands, tokens: Tokens
+    machine: Machine | None, options: Options, operands: Operands, tokens: Tokens, gather: Gather
 ) -> tuple[LinearLogp, "Softmax"]:
-    from pallas_kernels.mosaic.fold import Softmax, fold_chunks, fold_groups
+    from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
     from pallas_kernels.mosaic.statistics import Logits, Partials, partials
 
     machine = machine or _machine()
     n, dim = operands.hidden.shape
-    if n == 0:
-        none = jnp.zeros(0, jnp.float32)
-        entropy = none if options.return_entropy else None
-        return LinearLogp(none, none if options.return_lse else None, entropy), Softmax(
-            none, none, entropy, none, none, entropy
-        )
+    typed = operands.hidden
+    operands, tokens = as_replicated((operands, tokens))
     plan, vocabulary = forward_plan(options, dim, n), _vocabulary(options)
     rows = compact(tokens.active, plan.rows, all_active=not options.may_ignore)
     hidden = _matrix(plan, rows, operands.hidden)
@@ -257,9 +269,9 @@ def _forward(
         )
 
     _over_slices(plan, step)
-    groups = fold_chunks(jax.tree.map(jax.freeze, out), GROUPS, rows.count, machine)
+    groups = fold_chunks(jax.tree.map(jax.freeze, out), options.tree.groups, rows.count, machine)
+    groups = as_replicated(gather(varying_like(groups, typed)))
     softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine))
-    softmax = equally_varying((softmax, operands))[0]
     return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax
 
 
@@ -279,10 +291,9 @@ def _gradients(
     machine = machine or _machine()
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
-    if n == 0:
-        needed = (needs.hidden, needs.weight, needs.bias)
-        pairs = zip(needed, operands, strict=True)
-        return Gradients(*(jnp.zeros_like(x) if need and x is not None else None for need, x in pairs))
+    operands, tokens, softmax, upstream = as_replicated((operands, tokens, softmax, upstream))
+    is_rounded = options.hidden_gradient == "rounded"
+    parts = options.tree.groups if options.hidden_gradient == "groups" else 1
     plan = backward_plan(options, dim, n, needs=needs, dtype=dtype)
     rows = compact(tokens.active, plan.rows)
     hidden = _matrix(plan, rows, operands.hidden)
@@ -309,10 +320,12 @@ def _gradients(
         factor = (common / row_facts.scale)[: plan.matrix_rows, None]
         weight_hidden = (hidden * factor).astype(dtype)
 
-    d_hidden = d_weight = d_bias = None
+    d_weight = d_bias = None
+    d_hidden = []
     if needs.hidden:
         shape = (plan.rows, padded(dim, COLUMNS))
-        d_hidden = gradients.HiddenGradient(*(jax.new_ref(lax.empty(shape, t)) for t in (jnp.float32, dtype)))
+        rounded = jax.new_ref(lax.empty(shape, dtype)) if is_rounded else None
+        d_hidden = [gradients.HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in range(parts)]
     if needs.weight:
         is_padded = options.real_vocab_size < options.vocab_size
         d_weight = jax.new_ref((jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype))
@@ -325,9 +338,10 @@ def _gradients(
         buffer = jax.new_ref(lax.empty((plan.matrix_rows, run.width * COLUMNS), dtype))
         dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_facts, buffer)
         slice_dlogits = jax.freeze(buffer)
-        if d_hidden is not None:
+        if d_hidden:
+            out = d_hidden[run.chain.start // len(run.chain)]
             gradients.add_hidden_gradient(
-                part.head, machine, part.where, slice_dlogits, part.weight, row_unscale, d_hidden
+                part.head, machine, part.where, slice_dlogits, part.weight, row_unscale, run.chain, out
             )
         if d_weight is not None:
             unscale = None if common is None else (1 / common).reshape(1)
@@ -345,9 +359,10 @@ def _gradients(
             d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
 
     _over_slices(plan, step)
-    hidden_rows = None if d_hidden is None else rows.spread(jax.freeze(d_hidden.rounded)[:, :dim])
-    done = Gradients(hidden_rows, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
-    return equally_varying((done.like(operands), operands))[0]
+    sums = [rows.spread(jax.freeze(x.chain if x.rounded is None else x.rounded)[:, :dim]) for x in d_hidden]
+    hidden_gradient = (sums[0] if is_rounded else jnp.stack(sums)) if needs.hidden else None
+    done = Gradients(hidden_gradient, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
+    return done.like(options, operands)
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Options) -> Array:

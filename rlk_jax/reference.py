@@ -1,10 +1,13 @@
 """The gold: each op as its plain definition on float32-upcast inputs. Materialises everything; nothing clever, ever."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from rlk_jax._problem import (
     Array,
+    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -13,6 +16,9 @@ from rlk_jax._problem import (
     Options,
     Tokens,
 )
+
+if TYPE_CHECKING:
+    from rlk_jax.dispatch import Problem
 
 
 def linear_logp(options: Options, operands: Operands, tokens: Tokens) -> LinearLogp:
@@ -38,7 +44,14 @@ def linear_logp(options: Options, operands: Operands, tokens: Tokens) -> LinearL
     )
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Array | None]:
+def why_not(problem: "Problem") -> list[str]:
+    """Reasons why it cannot run this problem."""
+    return (
+        [] if problem.options.hidden_gradient == "rounded" else ["needs the whole head, not a shard of its vocabulary"]
+    )
+
+
+def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, Array | None]:
     return linear_logp(options, operands, tokens), None
 
 

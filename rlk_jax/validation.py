@@ -1,6 +1,7 @@
 """Every check of an input and its message, once. Static facts first (`linear_logp`), then values (`token_values`)."""
 
 import functools
+import math
 import numbers
 from typing import Any, NamedTuple, get_args
 
@@ -8,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.sharding import PartitionSpec
 
 from rlk_jax._problem import Array, Inputs, Options, WeightLayout
+from rlk_jax._shard import AxisName, Reduction, Shard, axis_names
+from rlk_jax._tree import tree
 
 FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _INT32 = np.iinfo(np.int32)
@@ -67,17 +71,6 @@ def _check_devices(inputs: Inputs) -> None:
         here = _committed_devices(x)
         if home is not None and here is not None:
             _require(home == here, f"{name} device {sorted(here)} must match hidden device {sorted(home)}.")
-
-
-def _check_sharding(inputs: Inputs) -> None:
-    """Auto axes are left to XLA; Explicit ones (those of jax.make_mesh) would stop at the first gather."""
-    for name, x in inputs._asdict().items():
-        spec = tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
-        _require(
-            not any(spec),
-            f"{name} is sharded as {spec} over Explicit mesh axes, which linear_logp does not take yet: "
-            "make the mesh with Auto axes (jax.sharding.Mesh), or call it inside jax.shard_map.",
-        )
 
 
 def _check_shapes(inputs: Inputs, layout: WeightLayout) -> None:
@@ -144,6 +137,33 @@ def _check_options(
     )
 
 
+def _shard(
+    axis_name: AxisName | None,
+    columns: int,
+    global_vocab_size: int | None,
+    vocab_start_index: Any,
+    reduction: Reduction,
+    reduce_hidden_grad: bool,
+) -> Shard | None:
+    _require(reduction in get_args(Reduction), f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
+    if axis_name is None:
+        _require(vocab_start_index is None, "vocab_start_index requires axis_name, the mesh axis of the shards.")
+        _require(reduction == "sum", "reduction='canonical' requires axis_name, the mesh axis of the shards.")
+        _require(reduce_hidden_grad, "reduce_hidden_grad=False requires axis_name, the mesh axis of the shards.")
+        return None
+    try:
+        count = jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name {axis_name!r} is no mesh axis of a surrounding jax.shard_map.") from None
+    start = np.asarray(0) if vocab_start_index is None else jnp.asarray(vocab_start_index)
+    _require(
+        start.shape == () and jnp.issubdtype(start.dtype, jnp.integer),
+        f"vocab_start_index must be an integer scalar, got {vocab_start_index!r}.",
+    )
+    vocab_size = columns * count if global_vocab_size is None else int(global_vocab_size)
+    return Shard(axis_name, count, columns, vocab_size, reduction, bool(reduce_hidden_grad))
+
+
 def _temperature(temperature: Any) -> Any:
     """A number is a static fact and is checked here; the values of an array are checked by `token_values`."""
     if not _is_number(temperature):
@@ -157,17 +177,21 @@ def linear_logp(
     lm_head_weight: Any,
     target_ids: Any,
     bias: Any,
-    *,
     temperature: Any,
+    *,
     logit_softcap: float | None,
     ignore_index: int | None,
     global_vocab_size: int | None,
     weight_layout: WeightLayout,
     return_lse: bool,
     return_entropy: bool,
+    axis_name: AxisName | None,
+    vocab_start_index: Any,
+    reduction: Reduction,
+    reduce_hidden_grad: bool,
     memory_budget: int | None,
     validate: bool | None,
-) -> tuple[Inputs, Options]:
+) -> tuple[Inputs, Options, Shard | None]:
     """Static checks of linear_logp; raises ValueError before anything runs."""
     layouts = get_args(WeightLayout)
     _require(weight_layout in layouts, f"weight_layout must be one of {layouts}, got {weight_layout!r}.")
@@ -182,19 +206,49 @@ def linear_logp(
     _check_shapes(inputs, weight_layout)
     _check_dtypes(inputs)
     vocab_size = inputs.lm_head_weight.shape[0 if weight_layout == "vd" else 1]
-    _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size, memory_budget)
+    shard = _shard(axis_name, vocab_size, global_vocab_size, vocab_start_index, reduction, reduce_hidden_grad)
+    covered = vocab_size if shard is None else vocab_size * shard.count
+    _check_options(covered, logit_softcap, ignore_index, global_vocab_size, memory_budget)
     _check_devices(inputs)
-    _check_sharding(inputs)
-    return inputs, Options(
+    real = covered if global_vocab_size is None else int(global_vocab_size)
+    options = Options(
         vocab_size=vocab_size,
-        real_vocab_size=vocab_size if global_vocab_size is None else int(global_vocab_size),
+        real_vocab_size=real if shard is None else shard.least_real_columns,
+        tree=tree(real) if shard is None else shard.tree,
         weight_layout=weight_layout,
         logit_softcap=None if logit_softcap is None else float(logit_softcap),
         return_lse=return_lse,
         return_entropy=return_entropy,
         may_ignore=ignore_index is not None,
         memory_budget=None if memory_budget is None else int(memory_budget),
+        hidden_gradient="rounded" if shard is None else shard.hidden_gradient,
     )
+    return inputs, options, shard
+
+
+def require_positive_integer(name: str, x: Any) -> None:
+    _require(_is_integer(x) and x >= 1, f"{name} must be a positive integer, got {x!r}.")
+
+
+def mesh_axes(
+    mesh: dict[str, int], vocab: AxisName | None, lead: PartitionSpec, vocab_size: int, tokens: tuple[int, ...]
+) -> None:
+    """Whether a head of vocab_size rows and tokens of this lead shape can be spread over a mesh of these axes."""
+
+    _require(len(lead) <= len(tokens), f"token_axes {lead} has more entries than target_ids has dimensions ({tokens}).")
+    named = [*axis_names(vocab), *(name for axes in lead for name in axis_names(axes))]
+    for name in named:
+        _require(name in mesh, f"{name!r} is no axis of the mesh, whose axes are {tuple(mesh)}.")
+        _require(named.count(name) == 1, f"mesh axis {name!r} is named twice among vocab_axis and token_axes.")
+    n = math.prod(mesh[name] for name in axis_names(vocab))
+    _require(
+        vocab_size % n == 0,
+        f"a vocabulary of {vocab_size} cannot be spread evenly over the {n} devices of {vocab!r}: "
+        "rlk_jax.vocab_parallel.pad_lm_head pads the head.",
+    )
+    for size, axes in zip(tokens, lead, strict=False):
+        n = math.prod(mesh[name] for name in axis_names(axes))
+        _require(size % n == 0, f"{size} tokens cannot be spread evenly over the {n} devices of {axes!r}.")
 
 
 def require_values(inputs: Inputs) -> None:

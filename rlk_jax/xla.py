@@ -4,27 +4,37 @@ Sums stay float32 to the end. XLA runs token chunks as full-width GEMMs (650–7
 vocabulary run at half that).
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax._problem import (
     Array,
+    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
     Needs,
     Operands,
     Options,
+    Partial,
     Statistics,
     Tokens,
     dproducts_of,
+    finite,
     gradient_bound,
     lifting_power,
     logits_of,
+    merged,
+    real_columns,
     values_of,
 )
 from rlk_jax._rows import Block, fold_blocks
+
+if TYPE_CHECKING:
+    from rlk_jax.dispatch import Problem
 
 MEMORY_BUDGET = 256 * 2**20
 """Bytes that one chunk of logits and its gradient may take, whatever N is; or those of the head, where it is larger."""
@@ -74,42 +84,48 @@ def _columns(options: Options) -> Array:
     return jnp.arange(options.vocab_size, dtype=jnp.int32)[None]
 
 
-def _d_hidden(options: Options, gradient: Array, weight: Array) -> Array:
+def _d_hidden(options: Options, gradient: Array, operands: Operands) -> Array:
     """gradient·W over the true vocabulary: padding rows may hold anything, and 0·NaN is NaN."""
-    real, axis = options.real_vocab_size, 0 if options.weight_layout == "vd" else 1
+    weight, axis = operands.weight, 0 if options.weight_layout == "vd" else 1
+    if operands.real_columns is not None:
+        is_real = jnp.arange(options.vocab_size, dtype=jnp.int32) < operands.real_columns
+        return _matmul(gradient, jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0), (1, axis))
+    real = options.real_vocab_size
     return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
 
 
-def _statistics(options: Options, operands: Operands, tokens: Tokens) -> Statistics:
-    n = tokens.active.shape[0]
+def _partial(options: Options, operands: Operands, tokens: Tokens) -> Partial:
+    """The softmax of every token over the columns of this weight."""
+    n, real = tokens.active.shape[0], real_columns(options, operands)
     bias, columns = _bias(operands), _columns(options)
 
-    def of_block(block: Block) -> Statistics:
+    def of_block(block: Block) -> Partial:
         products = _products(options, block.take_hidden(operands.hidden), operands.weight)
         target_ids, temperature, _ = block.take_tokens(tokens)
-        logits = logits_of(options, products, bias, temperature, columns)
+        logits = logits_of(options, products, bias, temperature, columns, real)
         maximum = logits.max(axis=1)
-        centred = logits - maximum[:, None]
+        centred = logits - finite(maximum)[:, None]
         exponentials = jnp.exp(centred)
-        total = exponentials.sum(axis=1)
-        gap = None
-        if options.return_entropy:
-            gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) / total
-        target_logit = jnp.take_along_axis(logits, target_ids[:, None], axis=1)[:, 0]
-        return Statistics(maximum, jnp.log(total), target_logit, gap)
+        gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) if options.return_entropy else None
+        place = jnp.clip(target_ids, 0, options.vocab_size - 1)
+        target_logit = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
+        is_here = (target_ids >= 0) & (target_ids < real)
+        return Partial(maximum, exponentials.sum(axis=1), jnp.where(is_here, target_logit, 0), gap)
 
-    def step(block: Block, so_far: Statistics) -> Statistics:
+    def step(block: Block, so_far: Partial) -> Partial:
         return jax.tree.map(block.store, so_far, of_block(block))
 
     zeros = jnp.zeros(n, jnp.float32)
-    start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
+    start = Partial(zeros, zeros + 1, zeros, zeros if options.return_entropy else None)
     return fold_blocks(
         tokens.active, chunk_rows(options.vocab_size, n, memory_budget(options, operands.weight)), step, start
     )
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
-    statistics = _statistics(options, operands, tokens)
+def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, Statistics]:
+    """One group per shard: no order of sums is promised."""
+    groups = gather(jax.tree.map(lambda x: x[None], _partial(options, operands, tokens)))
+    statistics = merged(groups)
     return values_of(options, statistics), statistics
 
 
@@ -129,19 +145,19 @@ def _gradients(
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Gradients:
-    bias, columns = _bias(operands), _columns(options)
+    bias, columns, real = _bias(operands), _columns(options), real_columns(options, operands)
     dtype = _common_dtype(operands.hidden, operands.weight)
 
     def step(block: Block, so_far: Gradients) -> Gradients:
         hidden, own = block.take_hidden(operands.hidden), block.take_tokens(tokens)
         own_statistics, own_upstream = block.take((statistics, upstream))
         products = _products(options, hidden, operands.weight)
-        exact = dproducts_of(options, products, bias, own, columns, own_statistics, own_upstream)
+        exact = dproducts_of(options, products, bias, own, columns, real, own_statistics, own_upstream)
         scale = _rounding_scale(dtype, own, own_upstream)
         rounded = (exact * scale).astype(dtype)
         d_hidden, d_weight, d_bias = so_far
         if d_hidden is not None:
-            d_hidden = block.store(d_hidden, _d_hidden(options, rounded, operands.weight) / scale)
+            d_hidden = block.store(d_hidden, _d_hidden(options, rounded, operands) / scale)
         if d_weight is not None:
             pair = (rounded, hidden) if options.weight_layout == "vd" else (hidden, rounded)
             d_weight += _matmul(*pair, (0, 0)) / scale
@@ -149,13 +165,22 @@ def _gradients(
             d_bias += exact.sum(axis=0)
         return Gradients(d_hidden, d_weight, d_bias)
 
+    is_rounded = options.hidden_gradient == "rounded"
     start = Gradients(
-        jnp.zeros_like(operands.hidden) if needs.hidden else None,
+        jnp.zeros_like(operands.hidden, None if is_rounded else jnp.float32) if needs.hidden else None,
         jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
         jnp.zeros(options.vocab_size, jnp.float32) if needs.bias else None,
     )
     rows = chunk_rows(options.vocab_size, tokens.active.shape[0], memory_budget(options, operands.weight))
-    return fold_blocks(tokens.active, rows, step, start).like(operands)
+    done = fold_blocks(tokens.active, rows, step, start).like(options, operands)
+    return done if done.hidden is None or is_rounded else done._replace(hidden=done.hidden[None])
+
+
+def why_not(problem: "Problem") -> list[str]:
+    """Reasons why it cannot run this problem."""
+    if problem.options.hidden_gradient == "groups":
+        return ["promises no bits, which reduction='canonical' asks for"]
+    return []
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)

@@ -164,7 +164,7 @@ def gold(case: Case, problem: Problem) -> Gold:
     gradients = ((d_raw @ w).reshape(problem.hidden.shape), d_raw.T @ h)
     if problem.bias is not None:
         gradients += (d_raw.sum(axis=0),)
-    return Gold(tuple(x.reshape(case.lead) for x in values), gradients, z.reshape(*case.lead, -1))
+    return Gold(tuple(x.reshape(case.lead) for x in values), gradients, z.reshape(*case.lead, z.shape[-1]))
 
 
 MODEL_SHAPES = {

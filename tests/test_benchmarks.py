@@ -3,10 +3,13 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import linear_logp
+from benchmarks import linear_logp, vocab_parallel
 from benchmarks.common import Launch
+from tests.helpers import assert_within_contract
 
 
 @pytest.mark.parametrize("density", ["1", "0.5"])
@@ -48,3 +51,27 @@ def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
 def test_half_of_the_tokens_count():
     problem = linear_logp.make("10,8,20", "float32", 0.5)
     assert problem.active.tolist() == [False] * 5 + [True] * 5
+
+
+@pytest.mark.parametrize("density", ["1", "0.5"])
+def test_vocab_parallel_smoke(tmp_path, density):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--shapes", "ignored", "--implementations", "mosaic,deterministic canonical,xla,naive"]
+    arguments += ["--mask-density", density, "--json", str(out), "--plot", str(picture)]
+    assert vocab_parallel.main(arguments) == 0
+    rows = json.loads(out.read_text())["rows"]
+    passed = {(r["implementation"], r["degree"], r["what"]) for r in rows if r["status"] == "pass"}
+    passes = ("forward", "forward+backward")
+    names = ("deterministic canonical", "xla", "naive")
+    assert passed == {(name, degree, what) for name in names for degree in (1, 2, 4, 8) for what in passes}
+    assert {r["degree"] for r in rows if r["status"].startswith("not available")} == {1, 2, 4, 8}
+    assert all(r["efficiency"] > 0 for r in rows if r["implementation"] in ("xla", "naive"))
+    assert picture.stat().st_size > 1000
+
+
+def test_naive_vocab_parallel_is_right():
+    p = linear_logp.make("8,16,64", "float32", 1.0)
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("tp",))
+    expected = linear_logp.naive(p.hidden, p.weight, p.target_ids)
+    actual = vocab_parallel.naive(mesh, p.hidden, p.weight, p.target_ids)
+    assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")

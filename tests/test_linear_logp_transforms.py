@@ -11,6 +11,7 @@ import pytest
 
 from rlk_jax import linear_logp, xla
 from rlk_jax._problem import Options
+from rlk_jax._tree import tree
 from tests import helpers
 from tests.helpers import Case, assert_within_contract
 
@@ -255,7 +256,9 @@ def test_chunks_fit_the_budget(vocab, tokens):
 
 def test_the_budget_grows_with_the_head_alone_or_is_the_one_given():
     spec = jax.ShapeDtypeStruct
-    default = Options(1, 1, "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None)
+    default = Options(
+        1, 1, tree(1), "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None
+    )
     given = dataclasses.replace(default, memory_budget=1000)
     small, large = spec((65536, 256), jnp.bfloat16), spec((151936, 4096), jnp.bfloat16)
     assert xla.memory_budget(default, small) == xla.MEMORY_BUDGET

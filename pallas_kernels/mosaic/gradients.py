@@ -19,7 +19,7 @@ from pallas_kernels.mosaic.main_loop import (
     store_through,
 )
 from pallas_kernels.mosaic.simple import launch
-from pallas_kernels.mosaic.statistics import Slice, row_clusters
+from pallas_kernels.mosaic.statistics import Slice, row_clusters, width_of
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
 from pallas_kernels.mosaic.vocabulary import Head
 
@@ -30,7 +30,7 @@ _EIGHT = 8
 
 
 class HiddenGradient(NamedTuple):
-    """References `[rows, multiple of 256 columns]`: the float32 chain, and what its last slice rounds it to."""
+    """References `[rows, multiple of 256 columns]`: the float32 chain; what its last slice rounds it to, or None."""
 
     chain: Any
     rounded: Any
@@ -51,12 +51,13 @@ def add_hidden_gradient(
     dlogits: Array,
     weight: Array,
     unscale: Array | None,
+    chain: range,
     out: HiddenGradient,
 ) -> None:
-    """out.chain += dlogits·W over one slice of chunks, in place; behind the last slice out.rounded instead.
+    """out.chain += dlogits·W over one slice of the chunks `chain`, in place; behind the last slice out.rounded instead.
 
     The chain of each element goes on from where the slice before left it, so slices change no bits; the first slice
-    starts it from 0, whatever `out` holds. unscale float32 `[rows]` multiplies each row before it is rounded.
+    starts it from 0, whatever `out` holds. unscale float32 `[rows]` multiplies each row of the complete sum.
     """
     vocabulary = head.vocabulary
     n, columns = out.chain.shape
@@ -88,9 +89,9 @@ def add_hidden_gradient(
         where = refs.where
         # Not a branch around the load: ptxas would then serialise the wgmmas.
         so_far = plgpu.load(refs.out.chain.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
-        goes_on = jnp.broadcast_to(where.first_chunk[0] > 0, so_far.shape)
+        goes_on = jnp.broadcast_to(where.first_chunk[0] > chain.start, so_far.shape)
         values = product(jnp.where(goes_on, so_far, 0.0))
-        is_last = where.first_chunk[0] + where.chunks[0] == vocabulary.chunks
+        is_last = where.first_chunk[0] + where.chunks[0] == chain.stop
 
         @pl.when(jnp.logical_not(is_last))
         def _() -> None:
@@ -99,7 +100,8 @@ def add_hidden_gradient(
         @pl.when(is_last)
         def _() -> None:
             done = values if refs.unscale is None else values * over_columns(row_vector(refs.unscale, block.row))
-            refs.out.rounded[there] = done.astype(out.rounded.dtype)
+            complete = refs.out.chain if refs.out.rounded is None else refs.out.rounded
+            complete[there] = done.astype(complete.dtype)
 
     row_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows
     product = Product(
@@ -149,7 +151,7 @@ def store_weight_gradient(
         chunk = lax.div(block.row, jnp.int32(COLUMNS)) if vocabulary_is_rows else block.column_block
         first = refs.where.first_chunk[0]
         row_in_chunk = lax.rem(block.row, jnp.int32(COLUMNS)) if vocabulary_is_rows else 0
-        width = COLUMNS if head.copied else vocabulary.width(first + chunk)
+        width = COLUMNS if head.copied else width_of(vocabulary, refs.where, first + chunk)
         there = head.row(first, chunk) + row_in_chunk
 
         def copy(smem: Ref, to: Ref, condition: Any) -> None:

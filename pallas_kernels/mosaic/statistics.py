@@ -37,11 +37,15 @@ _LARGE_SOFTCAP = 64.0
 
 
 class Slice(NamedTuple):
-    """int32 scalars: rows that count, first chunk and number of chunks of the slice; `[1]` each."""
+    """int32 scalars: rows that count, first chunk and number of chunks of the slice; `[1]` each.
+
+    `columns`: the true vocabulary, where only the device knows it; else None.
+    """
 
     rows: Any
     first_chunk: Any
     chunks: Any
+    columns: Any = None
 
 
 class Partials(NamedTuple):
@@ -116,7 +120,12 @@ def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
 def chunk_of(vocabulary: Vocabulary, where: Slice, block: Block) -> tuple[Array, Array]:
     """A tile's chunk and its width."""
     chunk = where.first_chunk[0] + block.column_block
-    return chunk, vocabulary.width(chunk)
+    return chunk, width_of(vocabulary, where, chunk)
+
+
+def width_of(vocabulary: Vocabulary, where: Slice, chunk: Array) -> Array:
+    """Columns of a chunk, from inside a kernel."""
+    return vocabulary.width(chunk, None if where.columns is None else where.columns[0])
 
 
 def place_of(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width: Array) -> Array:

@@ -21,7 +21,7 @@ STEPS = COLUMNS // DEPTH
 @dataclass(frozen=True)
 class Vocabulary:
     size: int
-    """The true vocabulary: columns from here on are padding."""
+    """The true vocabulary: columns from here on are padding, or may be where only the device knows."""
     groups: int
     group_width: int
 
@@ -43,10 +43,10 @@ class Vocabulary:
         group, inside = _divmod(chunk, self.group_chunks)
         return group * self.group_width + inside * COLUMNS
 
-    def width(self, chunk: Array) -> Array:
-        """Columns of a chunk, 0 … 256."""
+    def width(self, chunk: Array, size: Any = None) -> Array:
+        """Columns of a chunk, 0 … 256; `size` in the place of the vocabulary's, where only the device knows it."""
         group, inside = _divmod(chunk, self.group_chunks)
-        end = jnp.minimum((group + 1) * self.group_width, self.size)
+        end = jnp.minimum((group + 1) * self.group_width, self.size if size is None else size)
         return jnp.clip(end - group * self.group_width - inside * COLUMNS, 0, COLUMNS)
 
     def chunk_of(self, column: Any) -> Any:

@@ -33,7 +33,7 @@ from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.statistics import Logits, Partials, Slice
 from pallas_kernels.mosaic.tiles import COLUMNS, Machine
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
-from rlk_jax._tree import GROUPS, group_width
+from rlk_jax._tree import tree
 
 MACHINE = Machine()
 Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | None]]
@@ -54,6 +54,8 @@ class Problem:
     lse: bool = False
     entropy: bool = False
     slice_chunks: int = 16
+    shard: bool = False
+    """One of eight, whose true width only the device knows, and whose dH stays float32."""
 
     def __str__(self) -> str:
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -65,11 +67,15 @@ class Problem:
 
     @property
     def head(self) -> Head:
-        return Head(Vocabulary(self.vocab, GROUPS, group_width(self.vocab)), self.layout, self.copied)
+        whole = tree(self.vocab)
+        groups = 1 if self.shard else whole.groups
+        vocabulary = Vocabulary(whole.width - 1 if self.shard else self.vocab, groups, whole.width)
+        return Head(vocabulary, self.layout, self.copied)
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
-        rows = self.slice_chunks * COLUMNS if self.copied else self.vocab
+        columns = tree(self.vocab).width if self.shard else self.vocab
+        rows = self.slice_chunks * COLUMNS if self.copied else columns
         return jax.ShapeDtypeStruct((rows, self.dim) if self.layout == "vd" else (self.dim, rows), self.dtype)
 
     def vector(self, wanted: bool = True, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct | None:
@@ -79,7 +85,7 @@ class Problem:
         scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
         bias = jax.ShapeDtypeStruct((self.slice_chunks * COLUMNS,), jnp.float32) if self.bias else None
         return {
-            "where": Slice(scalar, scalar, scalar),
+            "where": Slice(scalar, scalar, scalar, scalar if self.shard else None),
             "hidden": jax.ShapeDtypeStruct((self.rows, self.dim), self.dtype),
             "weight": self.weight,
             "bias": bias,
@@ -97,7 +103,7 @@ def forward(p: Problem) -> Configuration:
         statistics.partials(
             Logits(p.head, p.softcap), MACHINE, where, hidden, weight, bias, target_ids, holds_target, temperature, out
         )
-        groups = fold_chunks(jax.tree.map(jax.freeze, out), GROUPS, where.rows, MACHINE)
+        groups = fold_chunks(jax.tree.map(jax.freeze, out), p.head.vocabulary.groups, where.rows, MACHINE)
         return fold_groups(groups, where.rows, MACHINE)
 
     holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
@@ -121,8 +127,10 @@ def logit_gradients(p: Problem) -> Configuration:
 def hidden_gradient(p: Problem) -> Configuration:
     def run(where, slice_dlogits, weight, unscale):
         shape = (p.vector_rows, -(-p.dim // COLUMNS) * COLUMNS)
-        out = gradients.HiddenGradient(*(jax.new_ref(lax.empty(shape, t)) for t in (jnp.float32, p.dtype)))
-        gradients.add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, out)
+        rounded = None if p.shard else jax.new_ref(lax.empty(shape, p.dtype))
+        out = gradients.HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded)
+        chain = range(p.head.vocabulary.chunks)
+        gradients.add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, chain, out)
         return jax.tree.map(jax.freeze, out)
 
     arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "weight": p.weight}
@@ -155,11 +163,19 @@ def configurations() -> Iterator[Configuration]:
 
     Not softcaps above 64, which take one more branch: without a bias their dlogits spill 4 to 28 bytes.
     """
-    heads = ({}, {"vocab": 151936}, {"layout": "dv"}, {"copied": True, "vocab": 50257})
+    heads = (
+        {},
+        {"vocab": 151936},
+        {"layout": "dv"},
+        {"copied": True, "vocab": 50257},
+        {"shard": True},
+        {"shard": True, "layout": "dv"},
+        {"shard": True, "copied": True, "vocab": 50257},
+    )
     both = (False, True)
     for rows, bias, softcap, entropy in itertools.product((64, 128, 512), both, (None, 30.0), both):
         options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
-        for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}):
+        for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}, {"shard": True}):
             yield forward(Problem(**head, **options))
         for vocab, lse, dtype in itertools.product((131072, 151936), both, (jnp.bfloat16, jnp.float16)):
             yield logit_gradients(Problem(vocab=vocab, lse=lse, dtype=dtype, **options))

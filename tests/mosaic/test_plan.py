@@ -13,19 +13,20 @@ from pallas_kernels.mosaic.vocabulary import Vocabulary
 from rlk_jax import mosaic
 from rlk_jax._problem import Needs, Options
 from rlk_jax._rows import compact
-from rlk_jax._tree import GROUPS, group_width
+from rlk_jax._tree import tree
 
 SHARED_MEMORY = 232448
 """Bytes that a block of an H200 can have."""
 
 
 def vocabulary(size: int) -> Vocabulary:
-    return Vocabulary(size, GROUPS, group_width(size))
+    return Vocabulary(size, tree(size).groups, tree(size).width)
 
 
 def options(size: int, **changes) -> Options:
+    real = changes.get("real_vocab_size", size)
     plain = Options(
-        size, size, "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None
+        size, size, tree(real), "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None
     )
     return dataclasses.replace(plain, **changes)
 

@@ -1,0 +1,184 @@
+"""linear_logp with the head spread over 1 to 8 GPUs: python -m benchmarks.vocab_parallel --help.
+
+Efficiency is the time of plain linear_logp on one device, over the number of devices times the time on them, in one
+run. "naive" is the same by XLA with logits kept: local logits, a pmax and two psums. Memory is what the compiled
+program takes on each device beyond inputs and results. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# Before JAX starts NCCL: multicast can put a shared host's GPUs out of service.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import common
+from benchmarks.linear_logp import IGNORED, SMOKE_SHAPES, Problem, make
+from rlk_jax import linear_logp, vocab_parallel
+
+SHAPES = "8192,4096,131072"
+DEGREES = (1, 2, 4, 8)
+CANDIDATES = ("mosaic", "mosaic canonical", "naive")
+_AXIS = "tp"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate in one pass over one shape, on `degree` devices."""
+
+    shape: str
+    dtype: str
+    mask_density: float
+    implementation: str
+    what: str
+    degree: int
+    status: str
+    ms: float | None = None
+    efficiency: float | None = None
+    extra_mib: float | None = None
+
+
+def naive(mesh: Mesh, hidden: jax.Array, weight: jax.Array, target_ids: jax.Array) -> jax.Array:
+    """Vocabulary-parallel log-probabilities as one writes them by hand."""
+
+    def on_rank(hidden: jax.Array, weight: jax.Array, target_ids: jax.Array) -> jax.Array:
+        logits = (hidden @ weight.T).astype(jnp.float32)
+        largest = lax.pmax(lax.stop_gradient(logits.max(axis=1)), _AXIS)
+        total = lax.psum(jnp.exp(logits - largest[:, None]).sum(axis=1), _AXIS)
+        place = target_ids - lax.axis_index(_AXIS) * weight.shape[0]
+        is_here = (place >= 0) & (place < weight.shape[0])
+        found = jnp.take_along_axis(logits, jnp.where(is_here, place, 0)[:, None], axis=1)[:, 0]
+        return lax.psum(jnp.where(is_here, found, 0), _AXIS) - largest - jnp.log(total)
+
+    whole, rows = PartitionSpec(), PartitionSpec(_AXIS)
+    logp = jax.shard_map(on_rank, mesh=mesh, in_specs=(whole, rows, whole), out_specs=whole)
+    return jnp.where(target_ids == IGNORED, 0, logp(hidden, weight, target_ids))
+
+
+def _logp(name: str, mesh: Mesh, masked: dict[str, Any]) -> Callable[..., Any]:
+    """One candidate on a mesh; on one device without the canonical reduction, the plain op."""
+    if name == "naive":
+        return functools.partial(naive, mesh)
+    implementation, *canonical = name.split(" ")
+    if mesh.size == 1 and not canonical:
+        return functools.partial(linear_logp, implementation=implementation, **masked)
+    return functools.partial(
+        vocab_parallel.linear_logp,
+        mesh=mesh,
+        vocab_axis=_AXIS,
+        implementation=implementation,
+        reduction="canonical" if canonical else "sum",
+        **masked,
+    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    launch: common.Launch
+    extra_bytes: int
+
+
+def candidates(name: str, degree: int, p: Problem) -> dict[str, Candidate]:
+    """The passes of one candidate; raises what it raises where it cannot run."""
+    mesh = Mesh(np.asarray(jax.devices()[:degree]), (_AXIS,))
+    masked: dict[str, Any] = {"ignore_index": IGNORED} if p.density < 1 else {}
+    logp = _logp(name, mesh, masked)
+
+    def lie(x: jax.Array, *spec: str | None) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    ids = lie(jnp.where(p.active, p.target_ids, IGNORED) if masked else p.target_ids)
+    hidden, weight, upstream = lie(p.hidden), lie(p.weight, _AXIS, None), lie(p.upstream)
+
+    def loss(h: jax.Array, w: jax.Array, t: jax.Array, g: jax.Array) -> jax.Array:
+        return jnp.vdot(logp(h, w, t), g)
+
+    return {
+        "forward": _candidate(logp, hidden, weight, ids),
+        "forward+backward": _candidate(jax.grad(loss, (0, 1)), hidden, weight, ids, upstream),
+    }
+
+
+def _candidate(f: Callable[..., Any], *arguments: jax.Array) -> Candidate:
+    compiled = jax.jit(f).lower(*arguments).compile()
+    jax.block_until_ready(compiled(*arguments))
+    analysis: Any = compiled.memory_analysis()
+    return Candidate(common.Launch(lambda: compiled(*arguments)), analysis.temp_size_in_bytes)
+
+
+def measure(
+    shape: str, dtype: str, density: float, names: Sequence[str], degrees: Sequence[int], rounds: int, seconds: float
+) -> list[Row]:
+    """All candidates at all degrees, timed in turn."""
+    p = make(shape, dtype, density)
+    found: dict[tuple[str, int, str], Candidate] = {}
+    rows = []
+    for name in names:
+        for degree in degrees:
+            try:
+                found |= {(name, degree, what): x for what, x in candidates(name, degree, p).items()}
+            except Exception as problem:
+                rows.append(Row(shape, dtype, density, name, "", degree, common.status(problem)))
+    ms = common.milliseconds(
+        {f"{name} on {degree}: {what}": x.launch for (name, degree, what), x in found.items()},
+        rounds,
+        warm=seconds,
+        timed=0.6 * seconds,
+    )
+    for (name, degree, what), x in found.items():
+        t = ms[f"{name} on {degree}: {what}"]
+        alone = ms.get(f"{name.split(' ')[0]} on 1: {what}")
+        efficiency = None if alone is None else alone / (degree * t)
+        rows.append(Row(shape, dtype, density, name, what, degree, "pass", t, efficiency, x.extra_bytes / 2**20))
+    return rows
+
+
+def _print(rows: Sequence[Row], device: str) -> None:
+    table = Table("N,D,V", "implementation", "pass", "devices", "time", "efficiency", "memory each")
+    for r in rows:
+        figures = (r.status, "", "")
+        if r.status == "pass":
+            efficiency = "" if r.efficiency is None else f"{r.efficiency:.3f}"
+            figures = (f"{r.ms:.3f} ms", efficiency, f"{r.extra_mib:.0f} MiB")
+        table.add_row(r.shape, r.implementation, r.what, str(r.degree), *figures)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(f"vocab_parallel.linear_logp, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=",".join(CANDIDATES)).parse_args(
+        argv
+    )
+    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
+    degrees = [n for n in DEGREES if n <= jax.device_count()]
+    rows: list[Row] = []
+    for shape in (SMOKE_SHAPES if options.smoke else options.shapes).split(";"):
+        print(f"measuring {shape} on {degrees} …", file=sys.stderr)
+        names = options.implementations.split(",")
+        rows += measure(shape, options.dtype, options.mask_density, names, degrees, rounds, seconds)
+    _print(rows, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    if options.json:
+        common.write(options.json, "vocab_parallel", argv, [asdict(r) for r in rows])
+    if options.plot:
+        panels: dict[str, dict[str, float]] = {}
+        for r in rows:
+            if r.efficiency is not None:
+                panels.setdefault(f"{r.shape}: {r.what}", {})[f"{r.implementation} on {r.degree}"] = r.efficiency
+        common.plot(options.plot, panels, "share of linear speed-up")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""linear_logp on a head whose vocabulary is spread over a mesh axis, for whole arrays in pjit programs.
+
+Inside shard_map, `rlk_jax.linear_logp(..., axis_name=...)` is the same op on one rank's shard.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from rlk_jax import validation
+from rlk_jax._partition import Spread, spread
+from rlk_jax._problem import Inputs, LinearLogp, Options, WeightLayout
+from rlk_jax._shard import AxisName, axis_names, explicit_spec, shard_width
+from rlk_jax.linear_logp import HeadOptions, check, tokens_of
+from rlk_jax.linear_logp import linear_logp as _linear_logp
+
+_MESSAGE_BYTES = 1024
+
+
+def shard_bounds(vocab_size: int, n: int) -> list[tuple[int, int]]:
+    """The columns `[start, end)` of each of `n` shards, cut where the softmax's groups end.
+
+    With 1, 2, 4 or 8 shards every one owns whole groups, and results keep their bits from one number to another. With
+    any other number they are equally wide, a multiple of 64, and no bits are promised. The last ones may be short or
+    empty. ValueError unless both arguments are positive integers.
+    """
+    validation.require_positive_integer("vocab_size", vocab_size)
+    validation.require_positive_integer("n", n)
+    width = shard_width(vocab_size, n)
+    return [(min(i * width, vocab_size), min((i + 1) * width, vocab_size)) for i in range(n)]
+
+
+def pad_lm_head(
+    weight: Float[Array, "V D"] | Float[Array, "D V"] | Float[Array, " V"],
+    n: int,
+    *,
+    weight_layout: WeightLayout = "vd",
+) -> Array:
+    """A head, or its bias `[V]`, with zeros behind it, so that `n` equal shards end at `shard_bounds(V, n)`.
+
+    Pass `global_vocab_size=V` along with it: the zeros then count as logits of −inf. ValueError as `shard_bounds`.
+    """
+    axis = 1 if weight_layout == "dv" and weight.ndim == 2 else 0
+    vocab_size = weight.shape[axis]
+    shard_bounds(vocab_size, n)
+    padding = [(0, 0)] * weight.ndim
+    padding[axis] = (0, shard_width(vocab_size, n) * n - vocab_size)
+    return jnp.pad(weight, padding)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the arrays of one call lie on a mesh."""
+
+    head: Spread
+    lead: PartitionSpec
+
+    def specs(self, inputs: Inputs) -> Inputs:
+        """A PartitionSpec for each array."""
+        temperature = self.lead if np.ndim(inputs.temperature) else PartitionSpec()
+        return Inputs(
+            PartitionSpec(*self.lead, None), self.head.weight_spec, self.lead, self.head.bias_spec, temperature
+        )
+
+
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    mesh: Mesh | AbstractMesh,
+    vocab_axis: AxisName,
+    token_axes: AxisName | PartitionSpec | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Unpack[HeadOptions],
+) -> Float[Array, "*lead"] | LinearLogp:
+    """`rlk_jax.linear_logp` with the head sharded along the vocabulary: each device computes its own columns.
+
+    Args:
+      hidden, target_ids, temperature: whole arrays, spread over `token_axes`.
+      lm_head_weight, bias: whole arrays, spread over `vocab_axis` along V, which must divide evenly (`pad_lm_head`).
+      mesh: the mesh; its axes may be Auto or Explicit.
+      vocab_axis: the axis, or axes, over which V is spread.
+      token_axes: the axis or axes over which the first lead dimension is spread, or a PartitionSpec for all of them.
+      options: as of `rlk_jax.linear_logp`.
+
+    Returns what `rlk_jax.linear_logp` does, spread over `token_axes`; gradients come back as their inputs lie. Works
+    under jit, grad, scan and remat; the traffic is in docs/vocab_parallel.md.
+
+    Raises ValueError for what does not fit, on every process together where several share the mesh, as long as validate
+    is not False. Values are checked outside jit only; ids that differ from one rank to another give NaN.
+
+    Same bits: as `rlk_jax.linear_logp` with `axis_name`.
+    """
+    temperature, validate = options.pop("temperature", 1.0), options.pop("validate", None)
+    arrays = Inputs(hidden, lm_head_weight, target_ids, bias, temperature)
+
+    def layout(inputs: Inputs, static: Options) -> _Layout:
+        lead = token_axes if isinstance(token_axes, PartitionSpec) else PartitionSpec(token_axes)
+        validation.mesh_axes(dict(mesh.shape), vocab_axis, lead, static.vocab_size, inputs.target_ids.shape)
+        entries = (static.vocab_size, static.real_vocab_size, static.weight_layout)
+        return _Layout(Spread(mesh, axis_names(vocab_axis), (), *entries), lead)
+
+    return _run(mesh, layout, arrays, validate, {"return_lse": return_lse, "return_entropy": return_entropy, **options})
+
+
+def over_explicit_axes(arrays: Inputs, validate: bool | None, options: dict[str, Any]) -> Array | LinearLogp:
+    """Bare linear_logp on arrays that lie over Explicit mesh axes, as their types say."""
+    mesh = next(_mesh(x) for x in arrays if explicit_spec(x) is not None)
+    given = explicit_spec(arrays.target_ids) or PartitionSpec(*(explicit_spec(arrays.hidden) or ())[:-1])
+
+    def layout(inputs: Inputs, static: Options) -> _Layout:
+        spec = explicit_spec(inputs.lm_head_weight) or PartitionSpec()
+        head = spread(mesh, spec, inputs.lm_head_weight.shape, static.real_vocab_size, static.weight_layout)
+        lead = (tuple(name for name in axis_names(axes) if name not in head.axes) for axes in given)
+        return _Layout(head, PartitionSpec(*(axes or None for axes in lead)))
+
+    values = _run(mesh, layout, arrays, validate, options)
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, given)), values)
+
+
+def _mesh(x: Any) -> Any:
+    return x.sharding.mesh if validation.is_concrete(x) else jax.typeof(x).sharding.mesh
+
+
+def _run(
+    mesh: Mesh | AbstractMesh,
+    layout: Callable[[Inputs, Options], _Layout],
+    arrays: Inputs,
+    validate: bool | None,
+    options: dict[str, Any],
+) -> Array | LinearLogp:
+    """linear_logp on whole arrays, laid out as `layout` says of arrays that fit."""
+    is_read = validate is not False and all(map(validation.is_concrete, arrays))
+
+    def checked() -> tuple[_Layout, Inputs]:
+        """What this process can say alone: static facts, and the values in its own memory."""
+        own = {k: v for k, v in options.items() if k != "reduction"}
+        (inputs, static, _), _ = check(*arrays[:4], temperature=arrays.temperature, validate=validate, **own)
+        if validate or is_read:
+            part = inputs._replace(target_ids=_own_part(inputs.target_ids), temperature=_own_part(inputs.temperature))
+            tokens_of(part, static.real_vocab_size, options.get("ignore_index"), validate)
+        return layout(inputs, static), inputs
+
+    found, inputs = _agreed(mesh if is_read else None, checked)
+    return _on_mesh(found, tuple(options.items()), inputs)
+
+
+def _own_part(x: Any) -> Any:
+    """What this process holds of an array that is spread over several."""
+    if not isinstance(x, jax.Array) or not validation.is_concrete(x) or x.is_fully_addressable:
+        return x
+    return np.concatenate([np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards])
+
+
+def _agreed[T](mesh: Mesh | AbstractMesh | None, checks: Callable[[], T]) -> T:
+    """`checks()`; where processes share the mesh, what it raises in one of them is raised in all, by one collective."""
+    if not isinstance(mesh, Mesh) or not mesh.is_multi_process:
+        return checks()
+    failed = ""
+    try:
+        found = checks()
+    except ValueError as error:
+        failed = str(error)
+    message = _first_message(mesh, failed)
+    if message:
+        raise ValueError(message)
+    return found
+
+
+def _first_message(mesh: Mesh, message: str) -> str:
+    """The message of the first process that has one, the same everywhere."""
+    encoded = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+    line = Mesh(mesh.devices.reshape(-1), ("device",))
+    mine = jax.make_array_from_callback(
+        (mesh.size, _MESSAGE_BYTES), NamedSharding(line, PartitionSpec("device")), lambda _: encoded[None]
+    )
+    everyone = jax.jit(lambda x: x, out_shardings=NamedSharding(line, PartitionSpec()))(mine)
+    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(everyone))
+    return next((text for text in texts if text), "")
+
+
+def _laid(x: Any, sharding: NamedSharding) -> Any:
+    """Over Explicit axes an array must lie as shard_map wants it; JAX lays its gradient back."""
+    return None if x is None else jax.sharding.reshard(x, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_mesh(layout: _Layout, options: tuple[tuple[str, Any], ...], inputs: Inputs) -> Array | LinearLogp:
+    head = layout.head
+
+    def on_device(own: Inputs) -> Array | LinearLogp:
+        hidden, weight, target_ids, bias, temperature = own
+        static = dict(options)
+        if head.axes:
+            static |= {"axis_name": head.axes, "global_vocab_size": head.real_vocab_size}
+        return _linear_logp(
+            hidden,
+            head.weight_here(weight),
+            target_ids,
+            None if bias is None else head.bias_here(bias),
+            temperature=temperature,
+            **static,
+        )
+
+    specs = layout.specs(inputs)
+    if AxisType.Explicit in head.mesh.axis_types:
+        inputs = Inputs(*(_laid(x, NamedSharding(head.mesh, spec)) for x, spec in zip(inputs, specs, strict=True)))
+    return jax.shard_map(on_device, mesh=head.mesh, in_specs=(specs,), out_specs=layout.lead)(inputs)

@@ -1,0 +1,125 @@
+"""linear_logp's Mosaic kernels with the head spread over GPUs; degrees beyond this machine's GPUs are skipped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rlk_jax import vocab_parallel
+from tests import helpers
+from tests.helpers import Case, assert_same_bits, assert_within_contract, weighted
+
+CASES = (
+    Case("131072", (300,), 4096, 131072),
+    Case("151936", (300,), 4096, 151936, bias=True, options={"logit_softcap": 30.0}),
+    Case("gpt2", (130,), 768, 50257, bias=True, temperature="per token"),
+    Case("dv", (70,), 256, 65536, options={"weight_layout": "dv"}),
+)
+
+
+def mesh_of(degree: int) -> jax.sharding.Mesh:
+    if jax.device_count() < degree:
+        pytest.skip(f"needs {degree} GPUs; this machine has {jax.device_count()}")
+    return jax.sharding.Mesh(jax.devices()[:degree], ("tp",))
+
+
+def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduction: str):
+    """Values, then gradients of hidden, weight and bias, on a padded head."""
+    layout, n = case.options.get("weight_layout", "vd"), mesh.size
+    pad = functools.partial(vocab_parallel.pad_lm_head, n=n)
+
+    def call(operands):
+        hidden, weight, *bias = operands
+        weight = pad(weight.T if layout == "dv" else weight, weight_layout=layout)
+        spec = P("tp", None) if layout == "vd" else P(None, "tp")
+        weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, spec))
+        return vocab_parallel.linear_logp(
+            hidden,
+            weight,
+            problem.target_ids,
+            pad(bias[0]) if bias else None,
+            mesh=mesh,
+            vocab_axis="tp",
+            temperature=problem.temperature,
+            global_vocab_size=case.vocab,
+            return_lse=True,
+            return_entropy=True,
+            reduction=reduction,
+            implementation="mosaic",
+            **case.options,
+        )
+
+    operands = tuple(x for x in (problem.hidden, problem.weight, problem.bias) if x is not None)
+    gradients = jax.jit(jax.grad(lambda operands: weighted(call(operands), problem.upstream)))(operands)
+    return tuple(jax.jit(call)(operands)), gradients
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    """Each case's problem and its values and gradients on one GPU."""
+    found = {}
+
+    def of(case):
+        if case.name not in found:
+            problem = helpers.make(case, jnp.bfloat16)
+            found[case.name] = problem, (tuple(problem.call(case, "mosaic")), problem.gradients(case, "mosaic"))
+        return found[case.name]
+
+    return of
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_same_bits_at_every_degree(case, degree, unsharded):
+    mesh = mesh_of(degree)
+    problem, (values, gradients) = unsharded(case)
+    own_values, (d_hidden, *d_head) = outputs(case, problem, mesh, "canonical")
+    assert_same_bits(own_values, values)
+    assert_same_bits(tuple(d_head), gradients[1:])
+    one_group_at_a_time = outputs(case, problem, mesh_of(1), "canonical")[1][0]
+    assert_same_bits(d_hidden, one_group_at_a_time)
+    # Rounded to bfloat16 from float32 sums in another order.
+    assert_within_contract(d_hidden, gradients[0], "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_against_float64(degree):
+    case = Case("gold", (64,), 256, 50257, bias=True, temperature="per token")
+    problem = helpers.make(case, jnp.bfloat16)
+    gold = helpers.gold(case, problem)
+    for reduction in ("sum", "canonical"):
+        values, gradients = outputs(case, problem, mesh_of(degree), reduction)
+        for actual, expected in zip(values, gold.values, strict=True):
+            assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
+        for actual, expected in zip(gradients, gold.gradients, strict=True):
+            assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize("spec", [P("tp", None), P(None, "tp"), P()], ids=str)
+def test_bare_calls_under_jit(spec):
+    """On a head spread along V, along D, or whole, over the GPUs there are; tokens over them too where it is whole."""
+    case = Case("bare", (256,), 512, 50432, bias=True)
+    degree = 4 if jax.device_count() >= 4 else 2
+    mesh, problem = mesh_of(degree), helpers.make(case, jnp.bfloat16)
+    rows = P() if any(spec) else P("tp")
+    hidden, weight = (
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((problem.hidden, rows), (problem.weight, spec))
+    )
+    target_ids = jax.device_put(problem.target_ids, NamedSharding(mesh, rows))
+    upstream = tuple(jax.device_put(x, NamedSharding(mesh, rows)) for x in problem.upstream)
+    here = problem._replace(
+        hidden=hidden,
+        weight=weight,
+        target_ids=target_ids,
+        upstream=upstream,
+        bias=jax.device_put(problem.bias, NamedSharding(mesh, P())),
+    )
+    gold = helpers.gold(case, problem)
+    values = jax.jit(lambda p: p.call(case, "mosaic"))(here._replace(temperature=jnp.float32(1)))
+    for actual, expected in zip(values, gold.values, strict=True):
+        assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
+    for actual, expected in zip(here.gradients(case, "mosaic"), gold.gradients, strict=True):
+        assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")

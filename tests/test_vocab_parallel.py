@@ -1,0 +1,419 @@
+"""A head spread over a mesh: every rank right, the same bits at every degree, one message for a mistake on one rank."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rlk_jax import LinearLogp, dispatch, linear_logp, vocab_parallel
+from tests import helpers
+from tests.helpers import Case, Problem, assert_same_bits, assert_within_contract, weighted
+
+PARALLEL = ("xla", "deterministic")
+SMALL = Case("small", (4, 6), 24, 1000, bias=True, temperature="per token", options={"logit_softcap": 5.0})
+
+
+def mesh_of(kind: str, **axes: int) -> Mesh:
+    devices = jax.devices("cpu")[: np.prod(list(axes.values()))]
+    if kind == "explicit":
+        return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+    return Mesh(np.asarray(devices).reshape(*axes.values()), tuple(axes))
+
+
+def whole_call(case: Case, problem: Problem, mesh: Mesh, implementation: str, **changes) -> LinearLogp:
+    """vocab_parallel.linear_logp on a padded head, with all outputs."""
+    options = {"return_lse": True, "return_entropy": True, "global_vocab_size": case.vocab, **case.options, **changes}
+    layout, n = options.get("weight_layout", "vd"), mesh.shape["tp"]
+    weight = problem.weight.T if layout == "dv" else problem.weight
+    bias = None if problem.bias is None else vocab_parallel.pad_lm_head(problem.bias, n)
+    return vocab_parallel.linear_logp(
+        problem.hidden,
+        vocab_parallel.pad_lm_head(weight, n, weight_layout=layout),
+        problem.target_ids,
+        bias,
+        mesh=mesh,
+        vocab_axis="tp",
+        token_axes="data" if "data" in mesh.shape else None,
+        temperature=problem.temperature,
+        implementation=implementation,
+        **options,
+    )
+
+
+def operands_of(problem: Problem) -> tuple[jax.Array, ...]:
+    return tuple(x for x in (problem.hidden, problem.weight, problem.bias) if x is not None)
+
+
+def gradients_of(call, problem: Problem) -> tuple[jax.Array, ...]:
+    """Gradients of hidden, weight and bias where `call(problem)` gives all outputs."""
+
+    def loss(operands):
+        changed = problem._replace(**dict(zip(("hidden", "weight", "bias"), operands, strict=False)))
+        return weighted(call(changed), problem.upstream)
+
+    return jax.jit(jax.grad(loss))(operands_of(problem))
+
+
+def assert_gold(case: Case, problem: Problem, call) -> None:
+    gold = helpers.gold(case, problem)
+    for actual, expected in zip(call(problem), gold.values, strict=True):
+        assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
+    for actual, expected in zip(gradients_of(call, problem), gold.gradients, strict=True):
+        assert_within_contract(actual, expected, "linear_logp", jnp.float32, "gradient")
+
+
+GOLD_CASES = (
+    (Case("gpt2", (8,), 12, 50257), {"tp": 4}, {}),
+    (Case("qwen3", (6,), 8, 151936, bias=True), {"tp": 8}, {}),
+    (SMALL, {"data": 2, "tp": 3}, {}),
+    (SMALL, {"data": 2, "tp": 4}, {"weight_layout": "dv"}),
+    (Case("mostly padding", (5,), 8, 10, bias=True), {"tp": 8}, {}),
+    (Case("no tokens", (0,), 8, 40, bias=True), {"data": 2, "tp": 2}, {}),
+)
+
+
+@pytest.mark.parametrize("implementation", PARALLEL)
+@pytest.mark.parametrize(("case", "axes", "options"), GOLD_CASES, ids=str)
+def test_values_and_gradients(implementation, case, axes, options):
+    mesh = mesh_of("auto", **axes)
+    call = functools.partial(
+        lambda p: whole_call(case, p, mesh, implementation, **options),
+    )
+    assert_gold(case, helpers.make(case, jnp.float32), call)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("implementation", PARALLEL)
+def test_transformations(kind, implementation):
+    """Gradients come back as their inputs lie, through remat and scan, over Auto and Explicit axes."""
+    case, mesh = SMALL, mesh_of(kind, data=2, tp=4)
+    problem = helpers.make(case, jnp.float32)
+    weight = jax.device_put(vocab_parallel.pad_lm_head(problem.weight, 4), NamedSharding(mesh, P("tp", None)))
+    hidden = jax.device_put(problem.hidden, NamedSharding(mesh, P("data", None, None)))
+    call = functools.partial(
+        vocab_parallel.linear_logp,
+        target_ids=problem.target_ids,
+        mesh=mesh,
+        vocab_axis="tp",
+        token_axes="data",
+        global_vocab_size=1000,
+        implementation=implementation,
+    )
+
+    @jax.checkpoint
+    def step(total, h, w):
+        return total + call(h, w).sum()
+
+    def loss(h, w):
+        return jax.lax.scan(lambda total, _: (step(total, h, w), None), 0.0, None, length=2)[0]
+
+    d_hidden, d_weight = jax.jit(jax.grad(loss, (0, 1)))(hidden, weight)
+    assert d_hidden.sharding.is_equivalent_to(hidden.sharding, 3)
+    assert d_weight.sharding.is_equivalent_to(weight.sharding, 2)
+
+    def plain(h, w):
+        return 2 * linear_logp(h, w, problem.target_ids, implementation=implementation).sum()
+
+    expected = jax.grad(plain, (0, 1))(problem.hidden, problem.weight)
+    for actual, e in zip((d_hidden, np.asarray(d_weight)[:1000]), expected, strict=True):
+        assert_within_contract(actual, e, "linear_logp", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("2048", (20,), 16, 2048, bias=True),
+        Case("gpt2", (3,), 4, 50257, temperature=0.7),
+        SMALL,
+    ],
+    ids=str,
+)
+def test_same_bits_at_every_degree(case):
+    """logp, lse, entropy, dW, db, and dH by the canonical reduction: as without a mesh."""
+    problem = helpers.make(case, jnp.bfloat16)
+    expected = (tuple(problem.call(case, "deterministic")), problem.gradients(case, "deterministic"))
+    for degree in (1, 2, 4, 8):
+        mesh = mesh_of("auto", tp=degree)
+        call = functools.partial(
+            lambda p, mesh: whole_call(case, p, mesh, "deterministic", reduction="canonical"), mesh=mesh
+        )
+        assert_same_bits((tuple(call(problem)), gradients_of(call, problem)), expected)
+
+
+def ranks(case: Case, problem: Problem, *, degree: int, check_vma: bool = True, order=None, **options):
+    """linear_logp inside shard_map, with all outputs; `order` says which shard each rank holds."""
+    mesh = mesh_of("auto", tp=degree)
+    width = case.vocab // degree
+    order = list(range(degree)) if order is None else order
+
+    def on_rank(hidden, weight, bias, target_ids):
+        start = None
+        if order != list(range(degree)):
+            start = jnp.asarray(order)[jax.lax.axis_index("tp")] * width
+        return linear_logp(
+            hidden,
+            weight,
+            target_ids,
+            bias,
+            temperature=problem.temperature,
+            axis_name="tp",
+            vocab_start_index=start,
+            return_lse=True,
+            return_entropy=True,
+            **{"implementation": "deterministic", "reduction": "canonical", **options},
+        )
+
+    def shuffled(x):
+        return jnp.concatenate([x[i * width : (i + 1) * width] for i in order])
+
+    specs = (P(), P("tp"), P("tp"), P())
+    sharded = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    return sharded(problem.hidden, shuffled(problem.weight), shuffled(problem.bias), problem.target_ids)
+
+
+POWER = Case("power of two", (13,), 24, 1024, bias=True)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("degree", "order"), [(2, None), (8, None), (4, [2, 0, 3, 1])])
+def test_inside_shard_map(check_vma, degree, order):
+    problem = helpers.make(POWER, jnp.float32)
+    call = functools.partial(ranks, POWER, degree=degree, check_vma=check_vma, order=order)
+    expected = (tuple(problem.call(POWER, "deterministic")), problem.gradients(POWER, "deterministic"))
+    assert_same_bits((tuple(call(problem)), gradients_of(call, problem)), expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sum_of_hidden_gradients(check_vma):
+    problem = helpers.make(POWER, jnp.float32)
+    assert_gold(POWER, problem, functools.partial(ranks, POWER, degree=8, check_vma=check_vma, reduction="sum"))
+
+
+def test_bfloat16_hidden_gradients_are_summed_in_float32():
+    """Two parts that cancel: rounded to bfloat16 before the sum they would leave nothing but their rounding."""
+    problem = helpers.make(POWER, jnp.bfloat16)
+    gold = helpers.gold(POWER, problem).gradients[0]
+    d_hidden = gradients_of(functools.partial(ranks, POWER, degree=8, reduction="sum"), problem)[0]
+    assert_within_contract(d_hidden, gold, "linear_logp", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sequence_parallel_hidden(check_vma):
+    """hidden gathered over the axis: JAX scatters the sum of the ranks' own parts of dH."""
+    problem = helpers.make(Case("sequence", (16,), 24, 1024), jnp.float32)
+    mesh = mesh_of("auto", tp=4)
+
+    def on_rank(hidden, weight, target_ids):
+        whole = jax.lax.all_gather(hidden, "tp", tiled=True)
+        return linear_logp(whole, weight, target_ids, axis_name="tp", reduce_hidden_grad=False, implementation="xla")
+
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P("tp"), P("tp"), P()), out_specs=P(), check_vma=check_vma)
+
+    def loss(f, h):
+        return jnp.vdot(problem.upstream[0], f(h, problem.weight, problem.target_ids))
+
+    actual = jax.jit(jax.grad(functools.partial(loss, call)))(problem.hidden)
+    expected = jax.grad(functools.partial(loss, functools.partial(linear_logp, implementation="xla")))(problem.hidden)
+    assert_within_contract(actual, expected, "linear_logp", jnp.float32, "gradient")
+
+
+def test_vmap_inside_shard_map():
+    problem = helpers.make(POWER, jnp.float32)
+    mesh = mesh_of("auto", tp=4)
+
+    def on_rank(hidden, weight, target_ids):
+        def one(h, t):
+            return linear_logp(h, weight, t, axis_name="tp", implementation="deterministic")
+
+        return jax.vmap(one)(hidden, target_ids)
+
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P("tp"), P()), out_specs=P())
+    expected = linear_logp(problem.hidden, problem.weight, problem.target_ids, implementation="deterministic")
+    actual = jax.jit(call)(problem.hidden[:, None], problem.weight, problem.target_ids[:, None])
+    assert_same_bits(actual[:, 0], expected)
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1, 2], [1, 2, 3, 4], [0, 1, 2, 5]])
+def test_shards_that_are_no_partition_give_nan_and_say_so(order):
+    problem = helpers.make(POWER, jnp.float32)
+    padded = problem._replace(
+        weight=jnp.tile(problem.weight, (2, 1)), bias=jnp.tile(problem.bias, 2), target_ids=problem.target_ids
+    )
+    call = functools.partial(ranks, POWER, degree=4, order=order, reduction="sum")
+    for value in call(padded):
+        assert np.isnan(value).all()
+    assert np.isnan(gradients_of(call, padded)[0]).all()
+    error, _ = checkify.checkify(jax.jit(call))(padded)
+    assert "TP vocab shards must form a contiguous [0, 1024) partition" in error.get()
+
+
+def test_a_bad_target_on_one_rank_is_nan_on_every_rank():
+    problem = helpers.make(POWER, jnp.float32)
+    mesh = mesh_of("auto", tp=4)
+
+    def on_rank(hidden, weight, target_ids):
+        bad = jnp.where((jax.lax.axis_index("tp") == 2) & (jnp.arange(13) == 5), -1, target_ids)
+        return linear_logp(hidden, weight, bad, axis_name="tp", implementation="xla")[None]
+
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P("tp"), P()), out_specs=P("tp"), check_vma=False)
+    values = np.asarray(call(problem.hidden, problem.weight, problem.target_ids))
+    assert (np.isnan(values) == (np.arange(13) == 5)).all()
+
+
+BAD_CALLS = {
+    "indivisible": ({"weight": jnp.ones((1001, 8))}, "a vocabulary of 1001 cannot be spread evenly over the 4 devices"),
+    "tokens": ({"hidden": jnp.ones((5, 8)), "target_ids": jnp.zeros(5, int)}, "5 tokens cannot be spread evenly"),
+    "axis": ({"vocab_axis": "model"}, "'model' is no axis of the mesh, whose axes are ('data', 'tp')."),
+    "twice": ({"token_axes": "tp"}, "mesh axis 'tp' is named twice among vocab_axis and token_axes."),
+    "lead": ({"token_axes": P("data", None, None)}, "has more entries than target_ids has dimensions"),
+    "bias": ({"bias": jnp.ones(3)}, "bias must have V=1000 elements, got shape (3,)."),
+    "target": ({"target_ids": jnp.full(6, 1000)}, "target_ids out of range: expected [0, 999], got [1000, 1000]."),
+    "reduction": ({"reduction": "mean"}, "reduction must be one of ('sum', 'canonical'), got 'mean'."),
+    "canonical xla": ({"reduction": "canonical"}, "promises no bits, which reduction='canonical' asks for"),
+    "reference": ({"implementation": "reference"}, "needs the whole head, not a shard of its vocabulary"),
+    "vocabulary": ({"global_vocab_size": 1001}, "global_vocab_size must be in [1, V=1000], got 1001."),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_what_does_not_fit_raises(name):
+    changes, message = BAD_CALLS[name]
+    arguments = {
+        "hidden": jnp.ones((6, 8)),
+        "weight": jnp.ones((1000, 8)),
+        "target_ids": jnp.zeros(6, int),
+        "mesh": mesh_of("auto", data=2, tp=4),
+        "vocab_axis": "tp",
+        "token_axes": "data",
+        "implementation": "xla",
+        **changes,
+    }
+    with pytest.raises(ValueError, match=re.escape(message)):
+        vocab_parallel.linear_logp(arguments.pop("hidden"), arguments.pop("weight"), **arguments)
+
+
+INSIDE = {
+    "start without axis": ({"vocab_start_index": 0}, "vocab_start_index requires axis_name"),
+    "canonical without axis": ({"reduction": "canonical"}, "reduction='canonical' requires axis_name"),
+    "unreduced without axis": ({"reduce_hidden_grad": False}, "reduce_hidden_grad=False requires axis_name"),
+    "no such axis": ({"axis_name": "tp"}, "axis_name 'tp' is no mesh axis of a surrounding jax.shard_map."),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_axis_options_need_their_axis(name):
+    options, message = INSIDE[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        linear_logp(jnp.ones((2, 8)), jnp.ones((10, 8)), jnp.zeros(2, int), **options)
+
+
+def test_a_hidden_that_varies_needs_its_own_reduction():
+    def on_rank(hidden, weight):
+        return linear_logp(hidden, weight, jnp.zeros(2, int), axis_name="tp", implementation="xla")
+
+    call = jax.shard_map(on_rank, mesh=mesh_of("auto", tp=2), in_specs=(P("tp"), P("tp")), out_specs=P())
+    with pytest.raises(ValueError, match=r"hidden varies over 'tp'.*pass reduce_hidden_grad=False"):
+        call(jnp.ones((4, 8)), jnp.ones((10, 8)))
+
+
+@pytest.mark.parametrize("start", [1.5, jnp.zeros(2, int)])
+def test_start_index_is_an_integer(start):
+    def on_rank(weight):
+        return linear_logp(jnp.ones((2, 8)), weight, jnp.zeros(2, int), axis_name="tp", vocab_start_index=start)
+
+    with pytest.raises(ValueError, match="vocab_start_index must be an integer scalar"):
+        jax.shard_map(on_rank, mesh=mesh_of("auto", tp=2), in_specs=P("tp"), out_specs=P())(jnp.ones((10, 8)))
+
+
+def test_other_edges_are_said_once_and_refused_if_strict(monkeypatch, caplog):
+    problem = helpers.make(SMALL, jnp.float32)
+    call = functools.partial(whole_call, SMALL, problem, mesh_of("auto", tp=3), "deterministic")
+    dispatch._log_once.cache_clear()
+    for entropy in (True, False):
+        call(return_entropy=entropy)
+    assert sum("pad_lm_head makes shards that keep them" in r.message for r in caplog.records) == 1
+    monkeypatch.setenv("RLK_STRICT", "1")
+    with pytest.raises(ValueError, match="RLK_STRICT=1: 3 shards of 384 columns"):
+        call(return_lse=False)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "n", "expected"),
+    [
+        (1024, 4, [(0, 256), (256, 512), (512, 768), (768, 1024)]),
+        (1000, 2, [(0, 512), (512, 1000)]),
+        (10, 8, [(0, 8), (8, 10), *[(10, 10)] * 6]),
+        (1000, 3, [(0, 384), (384, 768), (768, 1000)]),
+    ],
+)
+def test_shard_bounds(vocab, n, expected):
+    assert vocab_parallel.shard_bounds(vocab, n) == expected
+    padded = vocab_parallel.pad_lm_head(jnp.ones((8, vocab)), n, weight_layout="dv")
+    assert padded.shape == (8, n * expected[0][1]) and (padded[:, vocab:] == 0).all() and (padded[:, :vocab] == 1).all()
+
+
+@pytest.mark.parametrize(("vocab", "n"), [(0, 2), (10, 0), (10.0, 2), (10, True)])
+def test_shard_bounds_refuse(vocab, n):
+    with pytest.raises(ValueError, match="must be a positive integer"):
+        vocab_parallel.shard_bounds(vocab, n)
+
+
+BARE = {
+    "vocab-sharded": (P("tp", None), P("data"), 1024),
+    "hidden-sharded": (P(None, "tp"), P("data"), 1000),
+    "both": (P("tp", "data"), P("data"), 1024),
+    "fsdp": (P(None, "data"), P("data"), 1000),
+    "replicated": (P(None, None), P("data"), 1000),
+}
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("name", BARE)
+def test_bare_calls_on_sharded_heads(name, kind, layout):
+    """Right, with gradients that lie as their operands, and no collective as large as the weight's gather."""
+    weight_spec, rows, vocab = BARE[name]
+    mesh = mesh_of(kind, data=2, tp=4)
+    problem = helpers.make(Case(name, (16,), 64, vocab, bias=True), jnp.float32)
+
+    def lie(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    weight, spec = (problem.weight, weight_spec) if layout == "vd" else (problem.weight.T, weight_spec[::-1])
+    operands = (lie(problem.hidden, *rows, None), lie(weight, *spec), lie(problem.bias))
+    target_ids, upstream = lie(problem.target_ids, *rows), lie(problem.upstream[0], *rows)
+
+    def loss(operands, target_ids, upstream):
+        hidden, weight, bias = operands
+        logp = linear_logp(hidden, weight, target_ids, bias, weight_layout=layout, implementation="xla")
+        return (upstream * logp).sum()
+
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(operands, target_ids, upstream).compile()
+    value, gradients = compiled(operands, target_ids, upstream)
+    whole = (problem.hidden, problem.weight, problem.bias)
+
+    def plain(operands):
+        logp = linear_logp(operands[0], operands[1], problem.target_ids, operands[2], implementation="reference")
+        return jnp.vdot(problem.upstream[0], logp)
+
+    expected_value, expected = jax.value_and_grad(plain)(whole)
+    expected = (expected[0], expected[1] if layout == "vd" else expected[1].T, expected[2])
+    assert_within_contract(value, expected_value, "linear_logp", jnp.float32, "gradient")
+    for actual, e, operand in zip(gradients, expected, operands, strict=True):
+        assert_within_contract(actual, e, "linear_logp", jnp.float32, "gradient")
+        assert actual.sharding.is_equivalent_to(operand.sharding, actual.ndim)
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", compiled.as_text())
+    assert all(np.prod([int(n) for n in shape.split(",")]) < vocab * 64 / 8 for shape in gathered), gathered
+
+
+def test_a_head_that_cannot_be_cut_says_so():
+    mesh = mesh_of("explicit", tp=2, data=4)
+    weight = jax.device_put(jnp.ones((10, 8)), NamedSharding(mesh, P("tp", "data")))
+    with pytest.raises(ValueError, match=r"a head of 10 x 8 that lies as .* cannot be cut into equal shards"):
+        linear_logp(jnp.ones((2, 8)), weight, jnp.zeros(2, int))
