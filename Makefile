@@ -7,6 +7,7 @@ RUN := JAX_PLATFORMS=cpu .venv/bin/python
 LEGS := lint ops parallel mosaic docs grpo learning newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
+PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
@@ -28,11 +29,11 @@ test-lint: .venv/ready
 
 test-ops: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/test_docs.py \
-	--ignore=tests/test_vocab_parallel.py)
+	$(PARALLEL:%=--ignore=%))
 
 # A head spread over 8 forced devices, and over real processes.
 test-parallel: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/test_vocab_parallel.py)
+	$(call leg,$(RUN) $(PYTEST) $(PARALLEL))
 
 # Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready

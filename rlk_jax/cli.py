@@ -1,4 +1,6 @@
-"""The command line: `rlk doctor` says what would run here and why; `rlk grpo` trains."""
+"""The command line: `rlk doctor` says what would run here and why, `rlk check-tp` checks tensor parallelism, `rlk grpo`
+trains.
+"""
 
 import argparse
 import importlib.metadata
@@ -8,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rlk_jax.checker import check_tp
 from rlk_jax.grpo import command as grpo_command
 
 PACKAGES = (
@@ -24,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what runs on this machine, and why the rest does not")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     doctor.set_defaults(run=lambda options: _doctor(as_json=options.json))
+    check_tp.add_parser(commands)
     grpo_command.add_parser(commands)
     options = parser.parse_args(argv)
     return options.run(options)

@@ -1,0 +1,360 @@
+"""`rlk check-tp`: linear_logp on a head spread over devices or processes, against the definition on one device.
+
+It answers whether tensor parallelism is right on this machine: values, gradients, equality of what every device holds,
+and, under stress, whether large problems stay finite. Options and sections are RL-Kernel's TP validation script's.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import rlk_jax
+from rlk_jax import vocab_parallel
+from rlk_jax._processes import Finished, free_port, run_together
+from rlk_jax.checker.contract import tolerance
+
+_AXIS = "tp"
+_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+_LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DESCRIPTION = "Check linear_logp with its head spread over devices, against the definition on one device."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed: sizes, dtype and how it is spread."""
+
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: Any
+    bias: bool
+    uneven: bool
+    seed: int
+    implementation: str | None
+    reduction: Any
+
+    def width(self, ranks: int) -> int:
+        """Columns of each shard: on the edges of groups, or off them with a short last shard."""
+        if self.uneven:
+            return -(-self.vocab_size // ranks) + 3
+        return vocab_parallel.shard_bounds(self.vocab_size, ranks)[0][1]
+
+
+class Arrays(NamedTuple):
+    """One problem's arrays, on the host or over a mesh; weight and bias with their padding."""
+
+    hidden: Any
+    weight: Any
+    bias: Any
+    target_ids: Any
+    upstream: Any
+
+
+class Results(NamedTuple):
+    """What is compared, named as the report names it."""
+
+    output: Any
+    hidden_grad: Any
+    weight_grad: Any
+    bias_grad: Any
+
+
+class Metric(NamedTuple):
+    """The largest differences over all ranks."""
+
+    name: str
+    max_abs: float
+    max_rel: float
+    passed: bool
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `check-tp`."""
+    parser = subparsers.add_parser("check-tp", help=_DESCRIPTION, description=_DESCRIPTION)
+    integer = functools.partial(parser.add_argument, type=_positive)
+    parser.add_argument("--implementation", help="backend under test (default: the fastest that runs)")
+    parser.add_argument("--dtype", type=_dtype, default="bf16", metavar="fp32|bf16|fp16", help="of all operands")
+    parser.add_argument("--reference-mode", choices=["matching", "fp32"], default="matching", help=_REFERENCE_HELP)
+    parser.add_argument("--seed", type=int, default=1234)
+    integer("--tokens", default=128)
+    integer("--hidden-size", default=256)
+    integer("--vocab-size", default=4096)
+    parser.add_argument("--no-bias", action="store_true")
+    parser.add_argument("--uneven-shards", action="store_true", help="a last shard with fewer columns than the others")
+    parser.add_argument("--reduction", choices=["sum", "canonical"], default="sum", help="of hidden's gradient")
+    parser.add_argument("--atol", type=float, help="largest absolute difference (default: the contract's)")
+    parser.add_argument("--rtol", type=float, help="largest relative difference on top (default: the contract's)")
+    parser.add_argument("--run-stress", action="store_true", help="also a large problem, for finiteness and time")
+    integer("--stress-tokens", default=4096)
+    integer("--stress-hidden-size", default=2048)
+    integer("--stress-vocab-size", default=32768)
+    integer("--devices", help="devices to use, at least 2 (default: all)")
+    integer("--processes", help="start so many local processes, a device each, instead of a mesh in this one")
+    integer("--timeout", default=600, help="seconds after which local processes are killed")
+    parser.add_argument("--coordinator", help="host:port; this process is one of several (jax.distributed)")
+    integer("--process-count", help="with --coordinator")
+    parser.add_argument("--process-id", type=int, help="with --coordinator")
+    parser.set_defaults(run=run)
+
+
+_REFERENCE_HELP = "the reference multiplies in the input dtype, or upcasts to float32"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _dtype(text: str) -> str:
+    name = _LONG.get(text, text)
+    if name not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_DTYPES)}, got {text!r}")
+    return name
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status: 0 where all passed, 1 where anything failed, 2 for options that fit nothing."""
+    joined = (options.coordinator, options.process_count, options.process_id)
+    if None in joined and any(x is not None for x in joined):
+        return _usage("--coordinator, --process-count and --process-id go together")
+    if options.processes is not None:
+        if options.processes < 2 or options.coordinator:
+            return _usage("--processes must be at least 2, and starts its own coordinator")
+        return _run_processes(options)
+    if options.coordinator:
+        jax.distributed.initialize(*joined)
+    return _run_here(options)
+
+
+def _usage(message: str) -> int:
+    print(f"rlk check-tp: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    devices = jax.devices()[: options.devices]
+    if len(devices) < max(2, options.devices or 0):
+        return _usage(f"needs {max(2, options.devices or 0)} devices and there are {len(jax.devices())}")
+    if options.vocab_size < len(devices):
+        return _usage(f"--vocab-size {options.vocab_size} is less than the {len(devices)} devices")
+    return _check(options, Mesh(np.asarray(devices), (_AXIS,)))
+
+
+def _run_processes(options: argparse.Namespace) -> int:
+    """The same in each of several local processes; what the first prints, and how all ended."""
+    given = {name: value for name, value in vars(options).items() if name != "run"}
+    given |= {"processes": None, "process_count": options.processes, "coordinator": f"127.0.0.1:{free_port()}"}
+    commands = [
+        ["-m", "rlk_jax.checker.check_tp", json.dumps({**given, "process_id": i})] for i in range(options.processes)
+    ]
+    finished = run_together(commands, timeout_s=options.timeout)
+    print(finished[0].stdout, end="")
+    return report(finished)
+
+
+def report(finished: Sequence[Finished]) -> int:
+    """The exit status of all processes together; what failed ones said, tracebacks included, before exit codes."""
+    failed = [i for i, process in enumerate(finished) if process.code]
+    for i in failed:
+        print(f"process {i}:\n{finished[i].stderr}", file=sys.stderr)
+    if failed:
+        print(f"exit codes: {[process.code for process in finished]}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _local_process(options: argparse.Namespace) -> int:
+    """One of several local processes: a device each."""
+    if jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_num_cpu_devices", 1)
+    index = options.process_id
+    jax.distributed.initialize(options.coordinator, options.process_count, index, local_device_ids=[index])
+    return _run_here(options)
+
+
+def _say(text: str) -> None:
+    """By the first process alone."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def _check(options: argparse.Namespace, mesh: Mesh) -> int:
+    problem = Problem(
+        options.tokens,
+        options.hidden_size,
+        options.vocab_size,
+        _DTYPES[options.dtype],
+        bias=not options.no_bias,
+        uneven=options.uneven_shards,
+        seed=options.seed,
+        implementation=options.implementation,
+        reduction=options.reduction,
+    )
+    _say_environment(problem, mesh, options.dtype)
+    allowed = tolerance("tensor_parallel", problem.dtype, "forward")
+    atol = allowed if options.atol is None else options.atol
+    rtol = allowed if options.rtol is None else options.rtol
+    _say(f"[correctness] reference: {options.reference_mode}, atol {atol:g}, rtol {rtol:g}")
+    metrics = compare(problem, mesh, options.reference_mode, atol, rtol)
+    for m in metrics:
+        verdict = "PASS" if m.passed else "FAIL"
+        _say(f"  {m.name:12s} max_abs {m.max_abs:.3e}  max_rel {m.max_rel:.3e}  {verdict}")
+    passed = all(m.passed for m in metrics)
+    if options.run_stress:
+        sizes = (options.stress_tokens, options.stress_hidden_size, options.stress_vocab_size)
+        passed &= _stress(replace(problem, tokens=sizes[0], hidden_size=sizes[1], vocab_size=sizes[2]), mesh)
+    _say(f"[result] {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def _say_environment(problem: Problem, mesh: Mesh, dtype: str) -> None:
+    device = mesh.devices.flat[0]
+    _say(f"[env] rlk_jax numerics {rlk_jax.numerics_version['linear_logp']}, jax {jax.__version__}")
+    _say(f"  {mesh.size} x {device.device_kind} in {jax.process_count()} process(es)")
+    width = problem.width(mesh.size)
+    _say(
+        f"  {problem.tokens} tokens, hidden size {problem.hidden_size}, vocabulary {problem.vocab_size} in shards of "
+        f"{width}, {dtype}, {'bias' if problem.bias else 'no bias'}, reduction {problem.reduction}, "
+        f"implementation {problem.implementation or 'by dispatch'}"
+    )
+
+
+def make(problem: Problem, ranks: int) -> Arrays:
+    """Random operands on the host, the same in every process; the head has zeros behind it up to whole shards."""
+    random = np.random.default_rng(problem.seed)
+    n, d, v = problem.tokens, problem.hidden_size, problem.vocab_size
+    padding = problem.width(ranks) * ranks - v
+
+    def normal(*shape: int, dtype: Any = problem.dtype) -> np.ndarray:
+        return random.standard_normal(shape, np.float32).astype(dtype)
+
+    hidden, weight = normal(n, d), (normal(v, d, dtype=np.float32) / d**0.5).astype(problem.dtype)
+    bias = normal(v) if problem.bias else None
+    ids = random.integers(0, v, n, dtype=np.int32)
+    weight = np.pad(weight, ((0, padding), (0, 0)))
+    return Arrays(
+        hidden, weight, None if bias is None else np.pad(bias, (0, padding)), ids, normal(n, dtype=np.float32)
+    )
+
+
+def _spread(arrays: Arrays, mesh: Mesh) -> Arrays:
+    def lie(x: Any, *spec: str) -> Any:
+        if x is None:
+            return None
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda i: x[i])
+
+    weight, bias = lie(arrays.weight, _AXIS), lie(arrays.bias, _AXIS)
+    return Arrays(lie(arrays.hidden), weight, bias, lie(arrays.target_ids), lie(arrays.upstream))
+
+
+def _results(logp: Callable[..., Any], arrays: Arrays) -> Results:
+    """Values of `logp(hidden, weight, bias, target_ids)` and its gradients for the upstream ones, compiled."""
+    operands = (arrays.hidden, arrays.weight) + (() if arrays.bias is None else (arrays.bias,))
+
+    def loss(operands: Sequence[Any], target_ids: Any, upstream: Any) -> tuple[jax.Array, jax.Array]:
+        hidden, weight, *bias = operands
+        output = logp(hidden, weight, bias[0] if bias else None, target_ids)
+        return jnp.vdot(output, upstream), output
+
+    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(operands, arrays.target_ids, arrays.upstream)
+    return Results(output, *gradients, *[None] * (3 - len(gradients)))
+
+
+def tensor_parallel(problem: Problem, mesh: Mesh, arrays: Arrays) -> Results:
+    """The op under test. Its first call is outside jit, where all processes agree on what is wrong."""
+    logp = functools.partial(
+        vocab_parallel.linear_logp,
+        mesh=mesh,
+        vocab_axis=_AXIS,
+        global_vocab_size=problem.vocab_size,
+        implementation=problem.implementation,
+        reduction=problem.reduction,
+    )
+    logp(arrays.hidden, arrays.weight, arrays.target_ids, arrays.bias, validate=True)
+    return _results(lambda hidden, weight, bias, ids: logp(hidden, weight, ids, bias), arrays)
+
+
+def reference(problem: Problem, arrays: Arrays, mode: str) -> Results:
+    """The definition on one device: in the input dtype ("matching"), or on operands upcast to float32 ("fp32")."""
+    dtype = jnp.float32 if mode == "fp32" else problem.dtype
+    is_padding = np.arange(arrays.weight.shape[0]) >= problem.vocab_size
+
+    def logp(hidden: Any, weight: Any, bias: Any, ids: Any) -> jax.Array:
+        logits = jnp.matmul(hidden.astype(dtype), weight.T.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+        if bias is not None:
+            logits = logits + bias.astype(dtype)
+        logits = jnp.where(is_padding, -jnp.inf, logits.astype(jnp.float32))
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], axis=1)[:, 0]
+
+    here = jax.local_devices()[0]
+    return _results(logp, jax.tree.map(lambda x: jax.device_put(x, here), arrays))
+
+
+def compare(problem: Problem, mesh: Mesh, mode: str, atol: float, rtol: float) -> list[Metric]:
+    """A metric for each result, and whether all devices hold the same bits of what they share."""
+    arrays = make(problem, mesh.size)
+    actual, expected = tensor_parallel(problem, mesh, _spread(arrays, mesh)), reference(problem, arrays, mode)
+    metrics = []
+    for name, a, e in zip(Results._fields, actual, expected, strict=True):
+        if a is not None:
+            metrics.append(_metric(name, a, np.asarray(e, np.float64), atol, rtol))
+    is_same = _everywhere(all(map(_same_bits, (actual.output, actual.hidden_grad))))
+    return [*metrics, Metric("same on all", 0.0, 0.0, is_same)]
+
+
+def _metric(name: str, actual: jax.Array, expected: np.ndarray, atol: float, rtol: float) -> Metric:
+    largest, passed = np.zeros(2), True
+    for shard in actual.addressable_shards:
+        a, e = np.asarray(shard.data, np.float64), expected[shard.index]
+        error = np.abs(a - e)
+        relative = error / np.maximum(np.abs(e), 1e-8)
+        largest = np.fmax(largest, [error.max(initial=0), relative.max(initial=0)])
+        passed &= np.allclose(a, e, atol=atol, rtol=rtol)
+    if jax.process_count() > 1:
+        largest = np.asarray(multihost_utils.process_allgather(largest)).max(axis=0)
+    return Metric(name, float(largest[0]), float(largest[1]), _everywhere(passed))
+
+
+def _everywhere(passed: bool) -> bool:
+    """Whether it holds in every process."""
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(passed)))) if jax.process_count() > 1 else passed
+
+
+def _same_bits(x: jax.Array) -> bool:
+    """Of a replicated array, against the first process' first device."""
+    own = [np.ascontiguousarray(shard.data).view(np.uint8) for shard in x.addressable_shards]
+    first = multihost_utils.broadcast_one_to_all(own[0]) if jax.process_count() > 1 else own[0]
+    return all(np.array_equal(data, first) for data in own)
+
+
+def _stress(problem: Problem, mesh: Mesh) -> bool:
+    """A large problem without a reference: finite values and gradients, time and memory."""
+    arrays = _spread(make(problem, mesh.size), mesh)
+    jax.block_until_ready(tensor_parallel(problem, mesh, arrays))
+    start = time.perf_counter()
+    results = jax.block_until_ready(tensor_parallel(problem, mesh, arrays))
+    elapsed = time.perf_counter() - start
+    finite = _everywhere(
+        all(bool(jnp.isfinite(s.data).all()) for x in jax.tree.leaves(results) for s in x.addressable_shards)
+    )
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    peak = "unknown on this device" if memory is None else f"{memory / 1e9:.2f} GB"
+    _say(f"[stress] {problem.tokens} x {problem.hidden_size} x {problem.vocab_size}")
+    _say(f"  finite outputs and gradients: {'PASS' if finite else 'FAIL'}; {1e3 * elapsed:.1f} ms; peak memory {peak}")
+    return finite
+
+
+if __name__ == "__main__":
+    sys.exit(_local_process(argparse.Namespace(**json.loads(sys.argv[1]))))

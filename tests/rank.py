@@ -1,0 +1,75 @@
+"""One of several processes that share a head: python -m tests.rank TASK COORDINATOR COUNT INDEX (test_processes.py)."""
+
+import hashlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rlk_jax import vocab_parallel
+from tests import helpers
+from tests.helpers import Case
+
+CASE = Case("processes", (12,), 16, 1000, bias=True)
+
+
+def hashes(problem: helpers.Problem, mesh: Mesh) -> dict[str, str]:
+    """sha256 of logp and of every gradient, whole."""
+    n = mesh.size
+
+    def spread(x, *spec):
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*spec)), lambda index: np.asarray(x[index]))
+
+    hidden, target_ids = spread(problem.hidden), spread(problem.target_ids)
+    weight = spread(vocab_parallel.pad_lm_head(problem.weight, n), "tp")
+    bias = spread(vocab_parallel.pad_lm_head(problem.bias, n), "tp")
+    upstream = spread(problem.upstream[0])
+
+    def logp(hidden, weight, bias, **options):
+        return vocab_parallel.linear_logp(
+            hidden,
+            weight,
+            target_ids,
+            bias,
+            mesh=mesh,
+            vocab_axis="tp",
+            global_vocab_size=CASE.vocab,
+            reduction="canonical",
+            implementation="deterministic",
+            **options,
+        )
+
+    values = logp(hidden, weight, bias, validate=True)
+
+    def loss(operands, upstream):
+        return jnp.vdot(logp(*operands), upstream)
+
+    gradients = jax.jit(jax.grad(loss))((hidden, weight, bias), upstream)
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    cut = {"logp": values, "hidden": gradients[0], "weight": gradients[1], "bias": gradients[2]}
+    found = {name: np.asarray(whole(x)) for name, x in cut.items()}
+    # Without the padding, whose length depends on the number of ranks.
+    found |= {name: found[name][: CASE.vocab] for name in ("weight", "bias")}
+    return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in found.items()}
+
+
+def main(task: str, coordinator: str, count: int, index: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(coordinator, count, index)
+    problem = helpers.make(CASE, jnp.bfloat16)
+    is_wrong = index == 2
+    if task == "bad target" and is_wrong:
+        problem = problem._replace(target_ids=problem.target_ids.at[5].set(CASE.vocab))
+    if task == "wrong bias" and is_wrong:
+        problem = problem._replace(bias=problem.bias[:-100])
+    if task == "wrong shard" and is_wrong:
+        problem = problem._replace(weight=problem.weight[:500])
+    for name, digest in hashes(problem, Mesh(np.asarray(jax.devices()), ("tp",))).items():
+        print(name, digest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,106 @@
+"""`rlk check-tp`: the recommended matrix passes, a difference fails it, and tracebacks come before exit codes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax import cli
+from rlk_jax.checker import check_tp
+
+SMALL = ("--tokens", "24", "--hidden-size", "32", "--vocab-size", "1000")
+MATRIX = {
+    "xla fp32": ("--implementation", "xla", "--dtype", "fp32", "--devices", "4"),
+    "bf16 against fp32": ("--reference-mode", "fp32", "--devices", "4"),
+    "bf16 drift": ("--reference-mode", "matching", "--devices", "8"),
+    "fp16, no bias": ("--dtype", "float16", "--no-bias", "--devices", "2"),
+    "uneven shards": ("--uneven-shards", "--dtype", "fp32", "--devices", "3"),
+    "deterministic": ("--implementation", "deterministic", "--reduction", "canonical", "--devices", "8"),
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_recommended_matrix(name, capsys):
+    assert cli.main(["check-tp", *SMALL, *MATRIX[name]]) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("[")] == [
+        next(line for line in printed.splitlines() if line.startswith("[env]")),
+        next(line for line in printed.splitlines() if line.startswith("[correctness]")),
+        "[result] PASS",
+    ]
+    compared = ["output", "hidden_grad", "weight_grad", *([] if "no bias" in name else ["bias_grad"]), "same on all"]
+    assert [line[2:14].strip() for line in printed.splitlines() if "max_abs" in line] == compared
+    assert "FAIL" not in printed
+
+
+def test_stress(capsys):
+    sizes = ("--stress-tokens", "64", "--stress-hidden-size", "64", "--stress-vocab-size", "2000")
+    assert cli.main(["check-tp", *SMALL, "--devices", "2", "--run-stress", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "[stress] 64 x 64 x 2000\n  finite outputs and gradients: PASS; " in printed
+
+
+def test_any_difference_fails(capsys):
+    assert cli.main(["check-tp", *SMALL, "--devices", "2", "--dtype", "fp32", "--atol", "0", "--rtol", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "  FAIL\n" in printed
+    assert printed.endswith("[result] FAIL\n")
+
+
+@pytest.mark.parametrize("wrong", ["value", "replica", "infinite"])
+def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
+    honest = check_tp.tensor_parallel
+
+    def faulty(problem, mesh, arrays):
+        results = honest(problem, mesh, arrays)
+        if wrong == "value":
+            return results._replace(weight_grad=results.weight_grad.at[1, 1].add(0.5))
+        if wrong == "infinite":
+            return results._replace(hidden_grad=results.hidden_grad.at[3].set(jnp.inf))
+        parts = [np.asarray(shard.data) for shard in results.output.addressable_shards]
+        parts[1] = np.nextafter(parts[1], np.float32(0))
+        pieces = [jax.device_put(x, s.device) for x, s in zip(parts, results.output.addressable_shards, strict=True)]
+        whole = jax.make_array_from_single_device_arrays(results.output.shape, results.output.sharding, pieces)
+        return results._replace(output=whole)
+
+    monkeypatch.setattr(check_tp, "tensor_parallel", faulty)
+    stress = ("--run-stress", "--stress-tokens", "8", "--stress-hidden-size", "8", "--stress-vocab-size", "64")
+    assert cli.main(["check-tp", *SMALL, "--devices", "2", *stress]) == 1
+    seen = {"value": "weight_grad", "replica": "same on all", "infinite": "finite outputs"}[wrong]
+    assert any(seen in line and "FAIL" in line for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--devices", "1"), "needs 2 devices"),
+        (("--devices", "99"), "needs 99 devices"),
+        (("--vocab-size", "3", "--devices", "4"), "--vocab-size 3 is less than the 4 devices"),
+        (("--processes", "1"), "--processes must be at least 2"),
+        (("--coordinator", "127.0.0.1:1"), "go together"),
+    ],
+)
+def test_options_that_fit_nothing(options, message, capsys):
+    assert cli.main(["check-tp", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--dtype", "int8"), ("--tokens", "0"), ("--reference-mode", "other")])
+def test_usage(options):
+    with pytest.raises(SystemExit) as status:
+        cli.main(["check-tp", *options])
+    assert status.value.code == 2
+
+
+def test_local_processes(capsys):
+    assert cli.main(["check-tp", *SMALL, "--processes", "2", "--dtype", "fp32"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x cpu in 2 process(es)" in printed
+    assert printed.endswith("[result] PASS\n")
+
+
+def test_tracebacks_come_before_exit_codes(capsys):
+    assert cli.main(["check-tp", *SMALL, "--processes", "2", "--implementation", "mosaic"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("ValueError: linear_logp cannot run 'mosaic' here") == 2
+    assert said.index("Traceback") < said.index("exit codes: [1, 1]")

@@ -1,0 +1,48 @@
+"""Real processes over jax.distributed on the loopback device: the same bits, and one message for one rank's mistake."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from rlk_jax._processes import Finished, free_port, run_together
+from tests import helpers, rank
+
+COUNT = 4
+LIMIT_S = 60
+
+
+def processes(task: str) -> list[Finished]:
+    coordinator = f"127.0.0.1:{free_port()}"
+    ranks = (["-m", "tests.rank", task, coordinator, str(COUNT), str(index)] for index in range(COUNT))
+    return run_together(list(ranks), timeout_s=LIMIT_S)
+
+
+def test_processes_have_the_bits_of_one():
+    expected = rank.hashes(
+        helpers.make(rank.CASE, jax.numpy.bfloat16), Mesh(np.asarray(jax.devices("cpu")[:1]), ("tp",))
+    )
+    for process in processes("none"):
+        assert process.code == 0, process.stderr
+        printed = dict(line.split() for line in process.stdout.splitlines() if line.split()[0] in expected)
+        assert printed == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("bad target", "ValueError: target_ids out of range: expected [0, 999], got ["),
+        ("wrong bias", "ValueError: bias must have V=1024 elements, got shape (900,)"),
+        ("wrong shard", "ValueError: bias must have V=512 elements, got shape (1024,)"),
+    ],
+)
+def test_one_rank_s_mistake_ends_all_with_its_message(task, message):
+    """By themselves, without a signal, within a minute."""
+    for process in processes(task):
+        assert process.code == 1, (process.code, process.stderr)
+        assert message in process.stderr
+
+
+def test_a_hanging_process_is_killed_after_another_fails():
+    finished = run_together([["-c", "raise SystemExit(3)"], ["-c", "import time; time.sleep(600)"]], timeout_s=LIMIT_S)
+    assert [process.code for process in finished] == [3, -9]
