@@ -32,7 +32,7 @@ def test_processes_have_the_bits_of_one():
     ("task", "message"),
     [
         ("bad target", "ValueError: target_ids out of range: expected [0, 999], got ["),
-        ("wrong bias", "ValueError: bias must have V=1024 elements, got shape (900,)"),
+        ("wrong bias", "ValueError: bias must have V=1024 elements, got shape (960,)"),
         ("wrong shard", "ValueError: bias must have V=512 elements, got shape (1024,)"),
     ],
 )
