@@ -54,14 +54,13 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     # Imported here so that `rlk grpo --help` does not wait for flax, orbax and matplotlib.
     try:
         from rlk_jax.grpo.run_folder import RunFolder
-        from rlk_jax.grpo.steps import build_steps, check_implementation, make_mesh
+        from rlk_jax.grpo.steps import build_steps, make_mesh
         from rlk_jax.grpo.trainer import say_stopped, train
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
             raise
         raise BadInput(f"{error.name} is not installed: pip install 'rlk-jax[grpo]'") from error
 
-    check_implementation(config.implementation)
     task = arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
     steps = build_steps(config, task, make_mesh(config))
     folder, console = RunFolder(arguments.out), Console()

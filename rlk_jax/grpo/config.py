@@ -58,7 +58,9 @@ class GrpoConfig:
         0.5, "share of arithmetic warm-start answers that are another prompt's, for GRPO to correct", minimum=0, below=1
     )
     prompts: str | None = _option(None, "JSONL file of prompt/answer pairs, instead of arithmetic")
-    mesh: str = _option("data=1,tensor=1", "devices along each mesh axis")
+    mesh: str = _option(
+        "data=1,tensor=1", "devices along each mesh axis: batches are cut over data, the LM head over tensor"
+    )
     implementation: str | None = _option(None, "implementation of linear_logp (default: the fastest that runs)")
     shuffle_advantages: bool = _option(False, "control: permute advantages over the samples, so nothing is learnt")
     checkpoint_every: int = _option(100, "steps between checkpoints", minimum=1)
@@ -68,11 +70,9 @@ class GrpoConfig:
             _check_bounds(option.name, getattr(self, option.name), option.metadata["bounds"])
         if self.width % self.heads or self.width // self.heads % 2:
             raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
-        data, tensor = self.mesh_shape
+        data, _ = self.mesh_shape
         if self.prompts_per_step % data:
             raise BadInput(f"prompts_per_step ({self.prompts_per_step}) must be a multiple of the data axis ({data})")
-        if tensor > 1:
-            raise BadInput(f"mesh {self.mesh}: tensor must be 1; the vocabulary-parallel LM head does not exist yet")
 
     @property
     def mesh_shape(self) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rlk_jax import linear_logp
 from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.head import IGNORED, Head
 from rlk_jax.grpo.losses import group_advantages, grpo_loss_from_logps, masked_mean
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions
@@ -22,7 +22,6 @@ from rlk_jax.grpo.tasks import VOCAB_SIZE, Examples, Task, completion_mask, exac
 MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
 EVALUATION_SAMPLES = 8  # per held-out prompt
-_IGNORED = -100  # target of completion slots after EOS
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
 
 Metrics = dict[str, Float[Array, ""]]
@@ -56,13 +55,11 @@ def make_mesh(config: GrpoConfig) -> Mesh:
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
 
 
-def check_implementation(name: str | None) -> None:
-    """Raises BadInput when linear_logp has no implementation of that name on this device."""
-    hidden, kernel, ids = jnp.zeros((1, 1)), jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32)
-    try:
-        jax.eval_shape(lambda: linear_logp(hidden, kernel, ids, weight_layout="dv", implementation=name))
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
+    """The LM head of a run. Raises BadInput when linear_logp cannot run on it."""
+    head = Head(mesh, VOCAB_SIZE, config.implementation)
+    head.check(config.width)
+    return head
 
 
 def completion_logps(
@@ -71,28 +68,26 @@ def completion_logps(
     padding: Int[Array, "B"],
     completion_ids: Int[Array, "B C"],
     mask: Bool[Array, "B C"],
-    implementation: str | None,
+    head: Head,
 ) -> Float[Array, "B C"]:
     """fp32 log-prob of every completion token given all before it; 0 where masked."""
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
     first = prompt_ids.shape[1] - 1  # the last prompt slot predicts the first completion token
-    hidden = model(tokens[:, :-1], padding)[:, first:]
-    targets = jnp.where(mask, completion_ids, _IGNORED)
-    return linear_logp(
-        hidden,
-        model.lm_head.kernel[...],
-        targets,
-        ignore_index=_IGNORED,
-        weight_layout="dv",
-        implementation=implementation,
-    )
+
+    def decode(model: Decoder) -> Array:
+        return model(tokens[:, :-1], padding)
+
+    hidden = head.passes_apart(decode)(model)[:, first:]
+    return head.logps(hidden, model.lm_head.kernel[...], jnp.where(mask, completion_ids, IGNORED))
 
 
 def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     """Bind config, examples and mesh into the programs of a run; each is compiled when first called.
 
-    All randomness of step k comes from (seed, k), so a run can stop and go on anywhere without changing a bit.
+    All randomness of step k comes from (seed, k), so a run can stop and go on anywhere without changing a bit. Raises
+    BadInput when linear_logp cannot run as the config says.
     """
+    head = head_of(config, mesh)
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     train, heldout = jax.device_put((task.train, task.heldout), replicated)
     run_key = jax.random.key(config.seed)
@@ -102,8 +97,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
     graph = nnx.graphdef(nnx.eval_shape(new_model))
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
-    warmup_optimizer = _optimizer(config.warmup_learning_rate)
-    grpo_optimizer = _optimizer(config.learning_rate)
+    warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
+    grpo_optimizer = _optimizer(config.learning_rate, head)
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
@@ -111,17 +106,15 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
     def logps(params: nnx.State, examples: Examples, completion_ids: Array, mask: Array) -> Array:
         model = nnx.merge(graph, params)
-        return completion_logps(
-            model, examples.prompt_ids, examples.padding, completion_ids, mask, config.implementation
-        )
+        return completion_logps(model, examples.prompt_ids, examples.padding, completion_ids, mask, head)
 
     def sample(params: nnx.State, examples: Examples, key: PRNGKeyArray, greedy: bool = False) -> Array:
-        model = nnx.merge(graph, params)
+        model = nnx.merge(graph, head.whole(params))
         length = examples.answer_ids.shape[1]
         return sample_completions(model, examples.prompt_ids, examples.padding, key, length=length, greedy=greedy)
 
     def initial_state() -> TrainState:
-        params = nnx.state(new_model())
+        params = head.cut(nnx.state(new_model()))
         return TrainState(params, params, warmup_optimizer.init(params))
 
     def start_grpo(state: TrainState) -> TrainState:
@@ -178,20 +171,26 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         greedy = exact_answer_reward(sample(params, heldout, key, greedy=True), heldout.answer_ids)
         return {"sampled": sampled.mean(), "greedy": greedy.mean()}
 
-    def jit(program: Callable) -> Callable:
-        return jax.jit(program, out_shardings=replicated)
-
+    state = head.shardings(jax.eval_shape(initial_state))
     return Steps(
-        initial_state=jit(initial_state),
-        start_grpo=jit(start_grpo),
-        warmup_step=jit(warmup_step),
-        grpo_step=jit(grpo_step),
-        heldout_rewards=jit(heldout_rewards),
+        initial_state=jax.jit(initial_state, out_shardings=state),
+        start_grpo=jax.jit(start_grpo, out_shardings=state),
+        warmup_step=jax.jit(warmup_step, out_shardings=(state, replicated)),
+        grpo_step=jax.jit(grpo_step, out_shardings=(state, replicated)),
+        heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
     )
 
 
-def _optimizer(learning_rate: float) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adam(learning_rate, b2=ADAM_B2))
+def _optimizer(learning_rate: float, head: Head) -> optax.GradientTransformation:
+    """Adam on clipped gradients; moments lie as their parameters do."""
+    clip = optax.clip_by_global_norm(MAX_GRADIENT_NORM)
+
+    def clip_whole(grads: nnx.State, _: Any) -> nnx.State:
+        """Over whole heads, for a norm that is summed shard by shard has other bits."""
+        clipped, _ = clip.update(head.apart(head.whole(grads)), clip.init(grads))
+        return head.apart(head.cut(clipped))
+
+    return optax.chain(optax.stateless(clip_whole), optax.adam(learning_rate, b2=ADAM_B2))
 
 
 def _apply(

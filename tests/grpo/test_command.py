@@ -72,15 +72,12 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"width": 6}, "width must be an even multiple of heads, got width 6 and 2 heads"),
         ({"mesh": "data=2"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=2'"),
         ({"mesh": "data=0,tensor=1"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=0,tensor=1'"),
-        (
-            {"mesh": "data=1,tensor=2"},
-            "mesh data=1,tensor=2: tensor must be 1; the vocabulary-parallel LM head does not exist yet",
-        ),
         ({"mesh": "data=3,tensor=1"}, "prompts_per_step (4) must be a multiple of the data axis (3)"),
         (
             {"mesh": "data=16,tensor=1", "prompts_per_step": 16},
             "mesh data=16,tensor=1 needs 16 devices and there are 8",
         ),
+        ({"mesh": "data=2,tensor=8"}, "mesh data=2,tensor=8 needs 16 devices and there are 8"),
         ({"prompts": ""}, "cannot read prompts file .: "),
         ({"prompts": "absent.jsonl"}, "cannot read prompts file absent.jsonl: "),
         ({"implementation": "magic"}, "implementation"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.model import ROTARY_BASE, Decoder
 from rlk_jax.grpo.rollout import sample_completions
 from rlk_jax.grpo.steps import completion_logps
@@ -71,7 +72,8 @@ def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
 def test_completion_logps_equal_the_definition_whatever_the_padding(model, prompt_ids, completion_ids, implementation):
     mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
-    actual = completion_logps(model, prompt_ids, PADDING, completion_ids, mask, implementation)
+    head = Head(jax.make_mesh((1, 1), ("data", "tensor")), VOCAB_SIZE, implementation)
+    actual = completion_logps(model, prompt_ids, PADDING, completion_ids, mask, head)
     gold = np.zeros(mask.shape)
     for row, padding in enumerate(PADDING):
         sequence = np.concatenate([prompt_ids[row, padding:], completion_ids[row]])

@@ -1,0 +1,142 @@
+"""Training with the LM head cut over the tensor axis: where it lies, and that it trains as the whole one does."""
+
+import os
+import subprocess
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
+from rlk_jax.grpo.tasks import VOCAB_SIZE, arithmetic_task
+from tests import helpers
+from tests.grpo import tiny
+
+WARMUP, MORE_WARMUP, GRPO = 60, 3, 20
+STORED = 128
+"""Columns of the head of 97, cut at the ends of the softmax's groups of 16."""
+
+
+class Run(NamedTuple):
+    """The last state, and what all GRPO steps measured."""
+
+    head: Head
+    final: TrainState
+    measured: dict[str, np.ndarray]
+
+
+def build(**changes) -> tuple[Head, Steps]:
+    config = tiny.config(demonstration_errors=0.0, warmup_learning_rate=1e-2, learning_rate=1e-3, **changes)
+    mesh = make_mesh(config)
+    return head_of(config, mesh), build_steps(config, arithmetic_task(config.max_operand), mesh)
+
+
+@pytest.fixture(scope="module")
+def warm() -> TrainState:
+    """Weights that are right now and then, so that GRPO has something to learn from; of whole heads, on the host."""
+    _, steps = build()
+    state = steps.initial_state()
+    for step in range(WARMUP):
+        state, _ = steps.warmup_step(state, step)
+    return jax.device_get(state)
+
+
+def train(warm: TrainState, **changes) -> Run:
+    """A little of the warm start, then GRPO."""
+    head, steps = build(**changes)
+    state, rows = jax.jit(head.cut, out_shardings=head.shardings(warm))(warm), []
+    for step in range(WARMUP, WARMUP + MORE_WARMUP):
+        state, _ = steps.warmup_step(state, step)
+    state = steps.start_grpo(state)
+    for step in range(WARMUP + MORE_WARMUP, WARMUP + MORE_WARMUP + GRPO):
+        state, metrics = steps.grpo_step(state, step)
+        rows.append(metrics)
+    return Run(head, state, {name: np.array([row[name] for row in rows]) for name in rows[0]})
+
+
+@pytest.fixture(scope="module")
+def cut(warm) -> Run:
+    """Two shards of a head that promises bits."""
+    return train(warm, mesh="data=1,tensor=2", implementation="deterministic")
+
+
+def assert_policy_acts(run: Run) -> None:
+    """Equal runs say little where nothing happens."""
+    assert 0 < run.measured["reward"].mean() < 1
+    assert np.all(run.measured["kl"] > 0)
+    assert run.measured["clip_fraction"].max() > 0
+
+
+def test_deterministic_training_has_the_bits_of_the_unsharded_run(warm, cut):
+    plain = train(warm, implementation="deterministic")
+    assert_policy_acts(plain)
+    helpers.assert_same_bits(cut.measured, plain.measured)
+    helpers.assert_same_bits(cut.head.whole(cut.final), plain.final)
+
+
+def test_training_stays_near_the_unsharded_run(warm):
+    """The same samples earn the same rewards; a sampled token that flips would make the rest incomparable."""
+    sharded, plain = (train(warm, mesh=mesh) for mesh in ("data=2,tensor=2", "data=1,tensor=1"))
+    assert_policy_acts(plain)
+    helpers.assert_same_bits(sharded.measured["reward"], plain.measured["reward"])
+    for name in ("loss", "kl"):
+        helpers.assert_within_contract(
+            sharded.measured[name], plain.measured[name], "grpo_sharded", jnp.float32, "forward"
+        )
+
+
+def test_each_device_holds_its_own_columns_of_head_and_moments(cut):
+    """In parameters, reference and both moments; all else is whole on every device."""
+    heads = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(cut.final):
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        if "lm_head" not in jax.tree_util.keystr(path):
+            assert all(shard.shape == leaf.shape for shard in shards)
+            continue
+        heads += 1
+        assert [shard.shape for shard in shards] == [(tiny.SIZES["width"], STORED // 2)] * 2
+        assert np.any(shards[0][:, : VOCAB_SIZE - STORED // 2] != shards[1][:, : VOCAB_SIZE - STORED // 2])
+        assert not np.any(shards[1][:, VOCAB_SIZE - STORED // 2 :]), "padding is never trained"
+    assert heads == 4
+
+
+def test_cut_heads_are_whole_again_and_an_uncut_one_is_left_alone():
+    kernel = jnp.arange(3.0 * VOCAB_SIZE).reshape(3, VOCAB_SIZE)
+    tree = {"lm_head": kernel, "embed": kernel}
+    head, _ = build(mesh="data=2,tensor=4")
+    stored = head.cut(tree)
+    assert (stored["lm_head"].shape, stored["embed"].shape) == ((3, STORED), kernel.shape)
+    helpers.assert_same_bits(head.whole(stored), tree)
+    plain, _ = build()
+    assert plain.cut(tree) is tree and plain.whole(tree) is tree
+
+
+def test_a_head_that_refuses_to_run_cut_is_a_bad_input(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RLK_STRICT", "1")
+    options = tiny.options(mesh="data=1,tensor=3", implementation="deterministic")
+    assert tiny.run_here(*options, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlk grpo: error: RLK_STRICT=1: 3 shards of 64 columns")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_trains_on_four_devices_and_resumes(tmp_path):
+    """Stopped by a lost summary and last checkpoint, it ends with the files that it had."""
+    out = RunFolder(tmp_path / "out")
+    environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    options = tiny.options(mesh="data=2,tensor=2", checkpoint_every=2)
+    command = [*tiny.COMMAND, *options, "--out", str(out.path)]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    metrics, summary = out.metrics.read_bytes(), out.summary.read_bytes()
+    assert metrics.count(b"\n") == 5
+    os.rename(out.checkpoints / "5", tmp_path / "lost")
+    out.summary.unlink()
+    subprocess.run([*command, "--resume"], env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert out.metrics.read_bytes() == metrics
+    assert out.summary.read_bytes() == summary
+    assert (out.checkpoints / "5").is_dir()
