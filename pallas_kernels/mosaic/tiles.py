@@ -18,7 +18,7 @@ _BARRIERS = 1024
 """Bytes set aside for barriers and alignment."""
 _STRIP = 64 * 128
 """Bytes that a warpgroup stores together, two of which are in flight: 64 rows of 128 bytes."""
-_MOST_STAGES = 12
+_MOST_STAGES = 16
 """Enough loads in flight to stream from memory on half of the multiprocessors."""
 
 
@@ -100,9 +100,13 @@ def gemm_plan(m: int, n: int, sm_count: int, *, a_rows: bool, b_rows: bool, accu
 
 
 def _deep(rows: int, columns: int, cluster: int, strip: int = _STRIP) -> Tile:
-    """The tile with as many stages as its block can hold beside two strips for each warpgroup."""
+    """The tile with as many stages as its block can hold beside two strips for each warpgroup.
+
+    A power of two: with others ptxas spills registers where it unrolls a short K.
+    """
     room = SHARED_MEMORY - _BARRIERS - rows // 64 * 2 * strip
-    return Tile(rows, columns, min(_MOST_STAGES, room // (2 * DEPTH * (rows + columns))), cluster)
+    stages = min(_MOST_STAGES, room // (2 * DEPTH * (rows + columns)))
+    return Tile(rows, columns, 1 << (stages.bit_length() - 1), cluster)
 
 
 def padded(n: int, multiple: int) -> int:
