@@ -25,17 +25,23 @@ class Launch:
     wait: Callable[[Any], Any] = jax.block_until_ready
 
 
-def parser(module: str, description: str | None, *, shapes: str, implementations: str) -> argparse.ArgumentParser:
-    """The options that every benchmark takes."""
+def parser(
+    module: str, description: str | None, *, shapes: str, implementations: str, sizes: str = "N,D,V"
+) -> argparse.ArgumentParser:
+    """The options that every benchmark takes. `sizes` names the numbers of a shape."""
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
-    options.add_argument("--shapes", default=shapes, help='"N,D,V;N,D,V;…"')
+    options.add_argument("--shapes", default=shapes, help=f'"{sizes};{sizes};…"')
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    options.add_argument("--mask-density", type=float, default=1.0, help="share of the tokens that count")
     options.add_argument("--implementations", default=implementations, help="comma-separated names")
     options.add_argument("--rounds", type=int, default=5, help="interleaved rounds; figures are their medians")
     options.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
     options.add_argument("--plot", type=Path, help="draw the rows as a PNG")
     options.add_argument("--smoke", action="store_true", help="one tiny shape, one short round")
+    return options
+
+
+def add_mask_density(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    options.add_argument("--mask-density", type=float, default=1.0, help="share of the tokens that count")
     return options
 
 

@@ -178,9 +178,10 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = common.parser(
+    parser = common.parser(
         "linear_logp", __doc__, shapes=SHAPES, implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS))
-    ).parse_args(argv)
+    )
+    options = common.add_mask_density(parser).parse_args(argv)
     shapes = SMOKE_SHAPES if options.smoke else options.shapes
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
     rows: list[Row] = []

@@ -158,9 +158,8 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=",".join(CANDIDATES)).parse_args(
-        argv
-    )
+    parser = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=",".join(CANDIDATES))
+    options = common.add_mask_density(parser).parse_args(argv)
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
     degrees = [n for n in DEGREES if n <= jax.device_count()]
     rows: list[Row] = []

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -93,3 +94,21 @@ def refuse_derivative(message: str, tree: Any) -> Any:
         raise ValueError(message)
 
     return identity(tree)
+
+
+def needs_gradient(primals: Any) -> tuple[jax.Array, ...]:
+    """Which primals of a custom_vjp with symbolic zeros need a gradient, to be saved for `is_needed`.
+
+    As the length of an array, 1 or 0: static, and of this linearisation. JAX keeps one residual tree for all
+    linearisations of a jitted function: a flag in the tree would be the last one's.
+    """
+    return tuple(jnp.zeros(int(x is not None and x.perturbed)) for x in primals)
+
+
+def is_needed(saved: tuple[jax.Array, ...]) -> tuple[bool, ...]:
+    return tuple(x.shape[0] > 0 for x in saved)
+
+
+def primal_values(primals: Any) -> Any:
+    """The values of such primals."""
+    return jax.tree.map(lambda x: x.value, primals, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))

@@ -18,6 +18,11 @@ PACKAGES = (
     *("flax", "optax", "orbax-checkpoint", "matplotlib"),
     *("jax-triton", "triton", "torch"),
 )
+TYPICAL = {
+    "linear_logp": "bfloat16, D = 4096, V = 151936",
+    "det_gemm": "bfloat16, K = 4096, N = 4096",
+}
+"""The call that `rlk doctor` speaks of, for each op."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +80,10 @@ def _decisions() -> dict[str, dict[str, Any]]:
     def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    typical = {"linear_logp": (of(4096, 4096), of(151936, 4096), of(4096, dtype=jnp.int32))}
+    typical = {
+        "linear_logp": (of(4096, 4096), of(151936, 4096), of(4096, dtype=jnp.int32)),
+        "det_gemm": (of(4096, 4096), of(4096, 4096)),
+    }
     return {op: explain(op, *arguments).to_dict() for op, arguments in typical.items()}
 
 
@@ -100,7 +108,7 @@ def _doctor(as_json: bool) -> int:
         print(f"rlk doctor: {found['error']}", file=sys.stderr)
         return 1
     for op, decision in found["ops"].items():
-        table = Table("implementation", "runs", "reason", title=f"{op} (bfloat16, D = 4096, V = 151936)")
+        table = Table("implementation", "runs", "reason", title=f"{op} ({TYPICAL[op]})")
         table.add_row(decision["choice"], "yes", "the choice: fastest that runs here")
         for name, reasons in decision["reasons"].items():
             table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))

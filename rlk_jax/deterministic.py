@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlk_jax._gemm import Form
 from rlk_jax._problem import (
     Array,
     Gather,
@@ -231,3 +232,26 @@ def _gradients(
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+
+
+def det_gemm(form: Form, a: Array, b: Array, start: Array | None) -> Array:
+    """start + A·B in blocks of 64 × 256, K padded to a multiple of 64: each element is one chain over ascending k.
+
+    Products of two 16-bit numbers are exact in float32, so that fused or not a step rounds once.
+    """
+    m, k, n = form.sizes(a, b)
+    rows, columns, depth = -m % ROWS, -n % COLUMNS, -k % _K_BLOCK
+    a = a if form.a_transposed else a.T
+    b = b.T if form.b_transposed else b
+    a = jnp.pad(a.astype(jnp.float32), ((0, depth), (0, rows))).reshape(k + depth, -1, ROWS)
+    b = jnp.pad(b.astype(jnp.float32), ((0, depth), (0, columns))).reshape(k + depth, -1, COLUMNS)
+    start = jnp.zeros((m, n), jnp.float32) if start is None else start
+    start = jnp.pad(start, ((0, rows), (0, columns))).reshape(-1, ROWS, b.shape[1], COLUMNS)
+    b = b.swapaxes(0, 1)
+
+    def of_rows(block: tuple[Array, Array]) -> Array:
+        a, start = block
+        return lax.map(lambda x: chain(a, *x), (b, start.swapaxes(0, 1)))
+
+    blocks = lax.map(of_rows, (a.swapaxes(0, 1), start))
+    return blocks.swapaxes(1, 2).reshape(m + rows, n + columns)[:m, :n].astype(form.out_dtype)

@@ -23,7 +23,7 @@ log = logging.getLogger("rlk_jax")
 IMPLEMENTATIONS = ("mosaic", "cuda", "triton", "xla", "deterministic", "reference")
 """Every name `implementation=` takes, fastest first."""
 
-numerics_version = {"linear_logp": 2}
+numerics_version = {"linear_logp": 2, "det_gemm": 1}
 """Per op, a number that rises when the bits of a promise-keeping implementation change."""
 
 
@@ -64,13 +64,17 @@ class Implementation:
     promises_bits: bool = False
 
 
+def _is_hopper(device: Device) -> bool:
+    return device.compute_capability == "9.0"
+
+
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
         Implementation(
             "mosaic",
             partitioned(mosaic.LINEAR_LOGP),
             mosaic.why_not,
-            meant_for=lambda device: device.compute_capability == "9.0",
+            meant_for=_is_hopper,
             promises_bits=True,
         ),
         Implementation("xla", partitioned(xla.LINEAR_LOGP), xla.why_not),
@@ -86,6 +90,12 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
             reference.why_not,
             by_name_only="holds [N, V] logits: the gold of the tests",
         ),
+    ),
+    # Nothing here may stand in for another that does not promise bits itself.
+    "det_gemm": (
+        Implementation("mosaic", mosaic.DET_GEMM, mosaic.needs_hopper, meant_for=_is_hopper, promises_bits=True),
+        Implementation("deterministic", deterministic.det_gemm, promises_bits=True),
+        Implementation("reference", reference.det_gemm, by_name_only="promises no bits: the gold of the tests"),
     ),
 }
 """Implementations of each op, fastest first. A new kernel joins by one entry here."""

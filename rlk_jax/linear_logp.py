@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from rlk_jax import _shard, _transforms, dispatch, validation
@@ -285,20 +285,15 @@ def _with_gradients(
 
 
 def _save(functions: LinearLogpFunctions, options: Options, *primals: Any) -> tuple[LinearLogp, Any]:
-    """Which operands need a gradient is saved as the length of an array, 1 or 0: static, and of this linearisation.
-
-    JAX keeps one residual tree for all linearisations of a jitted function: a flag in the tree would be the last one's.
-    """
     values, carrier, operands = primals[:3]
     targets = (operands.hidden if carrier is None else carrier, operands.weight, operands.bias)
-    needs = tuple(jnp.zeros(int(x is not None and x.perturbed)) for x in targets)
-    values, *kept = jax.tree.map(lambda x: x.value, (values, *primals[2:]), is_leaf=_is_primal)
-    return values, (needs, *kept)
+    values, *kept = _transforms.primal_values((values, *primals[2:]))
+    return values, (_transforms.needs_gradient(targets), *kept)
 
 
 def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, upstream: LinearLogp) -> tuple[Any, ...]:
     needed, operands, tokens, residual = saved
-    needs = Needs(*(x.shape[0] > 0 for x in needed))
+    needs = Needs(*_transforms.is_needed(needed))
     given = [None if isinstance(g, SymbolicZero) else g for g in upstream]
     upstream = LinearLogp(jnp.zeros_like(tokens.temperature) if given[0] is None else given[0], *given[1:])
     operands, upstream = _transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (operands, upstream))
@@ -319,10 +314,6 @@ def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, ups
     )
     d_carrier, done = (None, done) if is_whole else (done.hidden, done._replace(hidden=None))
     return None, d_carrier, done, None, None
-
-
-def _is_primal(x: Any) -> bool:
-    return isinstance(x, CustomVJPPrimal)
 
 
 _with_gradients.defvjp(_save, _pull_back, symbolic_zeros=True)

@@ -1,4 +1,4 @@
-"""linear_logp on Hopper: which rows and columns the Mosaic GPU kernels see, and in which slices.
+"""The ops on Hopper. linear_logp: which rows and columns the Mosaic GPU kernels see, and in which slices.
 
 The forward is one pass over the head that keeps a partial softmax per row and chunk of 256 columns. The backward cuts
 the vocabulary into slices whose gradients of logits fit the memory budget; for each it recomputes the logits, writes
@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from rlk_jax._gemm import Form, Gemm
 from rlk_jax._problem import (
     Array,
     Gather,
@@ -42,12 +43,16 @@ MEMORY_BUDGET = 512 * 2**20
 """Bytes for a slice's gradients of logits and the copies beside them; three times hidden's, where those are more."""
 
 
+def needs_hopper(problem: "Problem") -> list[str]:
+    """The reason why no kernel runs on this device."""
+    found = problem.device.compute_capability
+    return [] if found == "9.0" else [f"needs compute capability 9.0 (Hopper), not {found or problem.device.kind}"]
+
+
 def why_not(problem: "Problem") -> list[str]:
-    """Reasons why the kernels cannot run this problem."""
-    reasons = []
-    device, (hidden, weight) = problem.device, problem.dtypes[:2]
-    if device.compute_capability != "9.0":
-        reasons.append(f"needs compute capability 9.0 (Hopper), not {device.compute_capability or device.kind}")
+    """Reasons why linear_logp's kernels cannot run this problem."""
+    reasons = needs_hopper(problem)
+    hidden, weight = problem.dtypes[:2]
     if hidden != weight or hidden not in ("bfloat16", "float16"):
         reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
     if problem.dim % 8:
@@ -378,3 +383,26 @@ def linear_logp(machine: Machine | None = None) -> LinearLogpFunctions:
 
 
 LINEAR_LOGP = linear_logp()
+
+
+def _gemm(machine: Machine | None, form: Form, a: Array, b: Array, start: Array | None) -> Array:
+    from pallas_kernels.mosaic.gemm import gemm
+
+    a, b, start = as_replicated((a, b, start))
+    return gemm(
+        a,
+        b,
+        start,
+        a_transposed=form.a_transposed,
+        b_transposed=form.b_transposed,
+        out_dtype=form.out_dtype,
+        machine=machine or _machine(),
+    )
+
+
+def det_gemm(machine: Machine | None = None) -> Gemm:
+    """The implementation for one machine; None for the GPU that JAX sees."""
+    return functools.partial(_gemm, machine)
+
+
+DET_GEMM = det_gemm()

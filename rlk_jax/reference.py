@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from rlk_jax._gemm import Form
 from rlk_jax._problem import (
     Array,
     Gather,
@@ -76,3 +77,10 @@ def _gradients(
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+
+
+def det_gemm(form: Form, a: Array, b: Array, start: Array | None) -> Array:
+    """start + A·B on float32-upcast operands, rounded once."""
+    a, b = (x.astype(jnp.float32) for x in (a.T if form.a_transposed else a, b.T if form.b_transposed else b))
+    product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return (product if start is None else start + product).astype(form.out_dtype)

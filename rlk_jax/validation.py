@@ -1,4 +1,4 @@
-"""Every check of an input and its message, once. Static facts first (`linear_logp`), then values (`token_values`)."""
+"""Every check of an input and its message, once: static facts by a function per op, then values (`token_values`)."""
 
 import functools
 import math
@@ -11,8 +11,9 @@ import numpy as np
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
+from rlk_jax._gemm import Form, GemmInputs
 from rlk_jax._problem import Array, Inputs, Options, WeightLayout
-from rlk_jax._shard import AxisName, Reduction, Shard, axis_names
+from rlk_jax._shard import AxisName, Reduction, Shard, axis_names, explicit_spec
 from rlk_jax._tree import tree
 
 FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -65,12 +66,13 @@ def _committed_devices(x: Any) -> set[str] | None:
     return set(map(str, x.sharding.device_set)) if isinstance(x, jax.Array) and is_concrete(x) and x.committed else None
 
 
-def _check_devices(inputs: Inputs) -> None:
-    home = _committed_devices(inputs.hidden)
+def _check_devices(inputs: Inputs | GemmInputs) -> None:
+    """All where the first input is."""
+    first, home = inputs._fields[0], _committed_devices(inputs[0])
     for name, x in inputs._asdict().items():
         here = _committed_devices(x)
         if home is not None and here is not None:
-            _require(home == here, f"{name} device {sorted(here)} must match hidden device {sorted(home)}.")
+            _require(home == here, f"{name} device {sorted(here)} must match {first} device {sorted(home)}.")
 
 
 def _check_shapes(inputs: Inputs, layout: WeightLayout) -> None:
@@ -226,6 +228,42 @@ def linear_logp(
     return inputs, options, shard
 
 
+def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_into: Any) -> tuple[GemmInputs, Form]:
+    """Static checks of det_gemm; raises ValueError before anything runs."""
+    _require(transpose_b in (True, False), f"transpose_b must be True or False, got {transpose_b!r}.")
+    start = None if accumulate_into is None else as_array("accumulate_into", accumulate_into)
+    inputs = GemmInputs(as_array("a", a), as_array("b", b), start)
+    a, b, start = inputs
+    layout = "[N,K]" if transpose_b else "[K,N]"
+    _require(
+        a.ndim >= 2 and b.ndim == 2,
+        f"det_gemm_fwd: expect 2D [M,K]@{layout} (a may have leading dims), got shapes {a.shape} and {b.shape}.",
+    )
+    k, n = b.shape[::-1] if transpose_b else b.shape
+    _require(a.shape[-1] == k, f"det_gemm_fwd: K mismatch: a has {a.shape[-1]}, b as {layout} has {k}.")
+    for name, x in (("a", a), ("b", b)):
+        _require(x.dtype in FLOAT_DTYPES[:2], f"{name} must be bfloat16 or float16, got {x.dtype}.")
+    _require(a.dtype == b.dtype, f"a dtype {a.dtype} must match b dtype {b.dtype}.")
+    if start is not None:
+        shape = (*a.shape[:-1], n)
+        _require(start.shape == shape, f"accumulate_into must have C's shape {shape}, got {start.shape}.")
+        _require(start.dtype == jnp.float32, f"accumulate_into must be float32, got {start.dtype}.")
+    if out_dtype is None:
+        out_dtype = a.dtype if start is None else jnp.float32
+    _require(
+        any(out_dtype is x or out_dtype == x or out_dtype == np.dtype(x).name for x in FLOAT_DTYPES),
+        f"out_dtype must be bfloat16, float16 or float32, got {out_dtype!r}.",
+    )
+    for name, x in inputs._asdict().items():
+        _require(
+            (spec := explicit_spec(x)) is None,
+            f"{name} is sharded as {spec} over Explicit mesh axes, which det_gemm does not take: call it inside "
+            "jax.shard_map.",
+        )
+    _check_devices(inputs)
+    return inputs, Form(False, bool(transpose_b), np.dtype(out_dtype))
+
+
 def require_positive_integer(name: str, x: Any) -> None:
     _require(_is_integer(x) and x >= 1, f"{name} must be a positive integer, got {x!r}.")
 
@@ -251,7 +289,7 @@ def mesh_axes(
         _require(size % n == 0, f"{size} tokens cannot be spread evenly over the {n} devices of {axes!r}.")
 
 
-def require_values(inputs: Inputs) -> None:
+def require_values(inputs: Inputs | GemmInputs) -> None:
     """Refuses shapes in the place of arrays; `rlk_jax.explain` alone takes those."""
     for name, x in inputs._asdict().items():
         _require(

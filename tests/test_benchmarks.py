@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import linear_logp, vocab_parallel
+from benchmarks import det_gemm, linear_logp, vocab_parallel
 from benchmarks.common import Launch
 from tests.helpers import assert_within_contract
 
@@ -75,3 +75,26 @@ def test_naive_vocab_parallel_is_right():
     expected = linear_logp.naive(p.hidden, p.weight, p.target_ids)
     actual = vocab_parallel.naive(mesh, p.hidden, p.weight, p.target_ids)
     assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
+
+
+def test_det_gemm_smoke(tmp_path, capsys):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--implementations", "mosaic,deterministic,triton persistent"]
+    assert det_gemm.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
+    record = json.loads(out.read_text())
+    status = {(r["implementation"], r["shape"], r["what"]): r["status"] for r in record["rows"]}
+    large, small = det_gemm.SMOKE_SHAPES.split(";")
+    passes = {(large, "forward"), (large, "dA"), (large, "dB"), (small, "forward [K,N]"), (small, "forward [N,K]")}
+    for name in ("cuBLAS", "deterministic"):
+        assert {(shape, what) for n, shape, what in status if n == name and status[n, shape, what] == "pass"} == passes
+    for name in ("mosaic", "triton persistent"):
+        assert all(status[name, *x].startswith("not available") for x in passes)
+    assert picture.stat().st_size > 1000
+    assert "speed of cuBLAS = 1" in capsys.readouterr().out
+
+
+def test_what_det_gemm_is_measured_against_is_the_same_product():
+    for shape in det_gemm.SMOKE_SHAPES.split(";"):
+        for p in det_gemm.passes(shape, "bfloat16").values():
+            expected, actual = (launch.start()[-1] for launch in (p.by("cuBLAS"), p.by("deterministic")))
+            assert_within_contract(actual, expected, "det_gemm", jnp.bfloat16, "gradient")

@@ -61,10 +61,12 @@ class Product:
     load_a: Callable[[Any, Block, Array], Ref]
     load_b: Callable[[Any, Block, Array], Ref]
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
-    """`finish(refs, block, product, staging)` calls `product(start=None)` once for the float32 tile `[64, 256]`; before
-    that it loads what it needs, after that it stores."""
+    """`finish(refs, block, product, staging)` calls `product(start=None)` once for the float32 tile `[64, columns]`;
+    before that it loads what it needs, after that it stores."""
     store_dtype: Any = None
     """Of what `finish` stores through shared memory (`store_through`); None where it stores otherwise."""
+    strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
+    """The shape of what is stored together there."""
 
 
 def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
@@ -78,14 +80,15 @@ def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
 def _scratch(product: Product) -> dict[str, Any]:
     tile = product.tile
     a = (DEPTH, tile.rows) if product.a_transposed else (tile.rows, DEPTH)
-    b = (COLUMNS, DEPTH) if product.b_transposed else (DEPTH, COLUMNS)
+    b = (tile.columns, DEPTH) if product.b_transposed else (DEPTH, tile.columns)
     ring = {
         name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=_tiled(shape[1], product.dtype))
         for name, shape in (("a_smem", a), ("b_smem", b))
     }
     if product.store_dtype is not None:
-        shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, WARPGROUP_ROWS, STRIP)
-        ring["staging"] = plgpu.SMEM(shape, product.store_dtype, transforms=_tiled(STRIP, product.store_dtype))
+        shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, *product.strip)
+        transforms = _tiled(product.strip[1], product.store_dtype)
+        ring["staging"] = plgpu.SMEM(shape, product.store_dtype, transforms=transforms)
     empty: Any
     if tile.cluster > 1:
         empty = plgpu.ClusterBarrier(
@@ -215,7 +218,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                         # The interpreter cannot store to accumulators: it adds C at the chain's end.
                         return acc[...] if start is None or machine.interpret is None else acc[...] + start, after
 
-                    values, after = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, COLUMNS), jnp.float32))
+                    values, after = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, tile.columns), jnp.float32))
                     counts.append(after)
                     return values
 
@@ -249,23 +252,30 @@ def store_through(
     machine: Machine,
     strip_of: Callable[[int], Array],
     store: Callable[[int, Ref], None],
+    strips: int = COLUMNS // STRIP,
+    *,
+    transposed: bool = False,
 ) -> None:
     """Store a tile by TMA, a strip of columns at a time: `store(strip, smem)` issues the copies of `strip_of(strip)`.
 
     It leaves them uncommitted, so that each strip is one group however many copies it takes. Strips are computed one
-    after the other, which keeps an epilogue's temporaries few.
+    after the other, which keeps an epilogue's temporaries few. A transposed strip is stored as `[columns, rows]`.
     """
     # The interpreter counts copies instead of groups, and a strip may take none or several: there, wait for all.
     unread = _STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for strip in range(COLUMNS // STRIP):
+    for strip in range(strips):
         slot = strip % _STRIPS_IN_FLIGHT
         values = strip_of(strip)
         if strip >= _STRIPS_IN_FLIGHT:
             plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
-        staging[warpgroup, slot] = values
+        smem = staging.at[warpgroup, slot]
+        if transposed:
+            smem.transpose((1, 0))[...] = values
+        else:
+            smem[...] = values
         plgpu.commit_smem()
-        store(strip, staging.at[warpgroup, slot])
+        store(strip, smem)
         plgpu.commit_smem_to_gmem_group()
 
 

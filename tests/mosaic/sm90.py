@@ -30,8 +30,9 @@ from jax.experimental import topologies
 from pallas_kernels.mosaic import gradients, statistics
 from pallas_kernels.mosaic.dlogits import Rows, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.statistics import Logits, Partials, Slice
-from pallas_kernels.mosaic.tiles import COLUMNS, Machine
+from pallas_kernels.mosaic.tiles import COLUMNS, Machine, gemm_plan
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
 from rlk_jax._tree import tree
 
@@ -158,6 +159,64 @@ def bias_gradient(p: Problem) -> Configuration:
     return f"d_bias {p}", run, arguments
 
 
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """det_gemm's kernel; its sizes pick the tile."""
+
+    m: int
+    n: int
+    k: int
+    a_transposed: bool = False
+    b_transposed: bool = False
+    accumulates: bool = False
+    out_dtype: Any = jnp.bfloat16
+    dtype: Any = jnp.bfloat16
+
+    @property
+    def plan(self) -> Any:
+        return gemm_plan(
+            self.m,
+            self.n,
+            MACHINE.sm_count,
+            a_rows=not self.a_transposed,
+            b_rows=self.b_transposed,
+            accumulates=self.accumulates,
+        )
+
+    def configuration(self) -> Configuration:
+        def run(a, b, start):
+            options = {"a_transposed": self.a_transposed, "b_transposed": self.b_transposed}
+            return gemm(a, b, start, **options, out_dtype=self.out_dtype, machine=MACHINE)
+
+        a, b = (self.m, self.k), (self.k, self.n)
+        shape = jax.ShapeDtypeStruct
+        arguments = {
+            "a": shape(a[::-1] if self.a_transposed else a, self.dtype),
+            "b": shape(b[::-1] if self.b_transposed else b, self.dtype),
+            "start": shape((self.m, self.n), jnp.float32) if self.accumulates else None,
+        }
+        return f"{self} {self.plan}", run, arguments
+
+
+def gemms() -> Iterator[Gemm]:
+    """Every tile that is ever chosen, in every layout, from 0 and from C, for each result; K long, and short enough to
+    be unrolled."""
+    both, seen = (False, True), set()
+    sizes = itertools.product((1, 12, 24, 64, 128, 1024), (4096, 14336))
+    for (m, n), layout, accumulates, out_dtype in itertools.product(
+        sizes, itertools.product(both, both), both, (jnp.bfloat16, jnp.float32)
+    ):
+        g = Gemm(m, n, 512, *layout, accumulates, out_dtype)
+        key = (g.plan, layout, accumulates, out_dtype)
+        if key not in seen:
+            seen.add(key)
+            yield g
+    for (m, n), b_transposed in itertools.product(((1, 4096), (128, 14336), (4096, 4096)), both):
+        for dtype in (jnp.bfloat16, jnp.float16):
+            yield Gemm(m, n, 4096, b_transposed=b_transposed, out_dtype=dtype, dtype=dtype)
+    yield Gemm(3, 5, 7)
+
+
 def configurations() -> Iterator[Configuration]:
     """Every tile with every set of options that reaches a kernel, whole chunks and ragged; layouts and copies too.
 
@@ -188,6 +247,7 @@ def configurations() -> Iterator[Configuration]:
     yield weight_gradient(Problem(dim=64, layout="dv"))
     for dtype in (jnp.bfloat16, jnp.float16):
         yield bias_gradient(Problem(dtype=dtype))
+    yield from (g.configuration() for g in gemms())
 
 
 @contextlib.contextmanager

@@ -8,15 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, gemm_tile, padded, statistics_tile
+from pallas_kernels.mosaic.tiles import (
+    COLUMNS,
+    DEPTH,
+    SHARED_MEMORY,
+    Tile,
+    gemm_plan,
+    gemm_tile,
+    padded,
+    statistics_tile,
+)
 from pallas_kernels.mosaic.vocabulary import Vocabulary
 from rlk_jax import mosaic
 from rlk_jax._problem import Needs, Options
 from rlk_jax._rows import compact
 from rlk_jax._tree import tree
-
-SHARED_MEMORY = 232448
-"""Bytes that a block of an H200 can have."""
 
 
 def vocabulary(size: int) -> Vocabulary:
@@ -31,13 +37,57 @@ def options(size: int, **changes) -> Options:
     return dataclasses.replace(plain, **changes)
 
 
+def assert_fits(tile: Tile, staged: int) -> None:
+    """`staged`: bytes that a warpgroup stores at a time, two of which are in flight."""
+    ring = tile.stages * 2 * DEPTH * (tile.rows + tile.columns)
+    assert ring + tile.warpgroups * 2 * staged <= SHARED_MEMORY
+    assert tile.rows == 64 * tile.warpgroups and tile.stages >= 3
+
+
 @given(rows=st.integers(1, 1 << 20))
 def test_tiles_fit_the_machine(rows):
     for tile in (statistics_tile(rows), gemm_tile(rows)):
-        ring = tile.stages * 2 * DEPTH * (tile.rows + COLUMNS)
-        staging = tile.warpgroups * 2 * 2 * 64 * 64
-        assert ring + staging <= SHARED_MEMORY
-        assert tile.rows == 64 * tile.warpgroups and padded(rows, tile.cluster_rows) % 64 == 0
+        assert tile.columns == COLUMNS and padded(rows, tile.cluster_rows) % 64 == 0
+        assert_fits(tile, staged=2 * 64 * 64)
+
+
+layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_rows", "b_rows", "accumulates")})
+
+
+@given(m=st.integers(1, 1 << 20), n=st.integers(1, 1 << 20), sm_count=st.integers(2, 160), layout=layouts)
+def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout):
+    plan = gemm_plan(m, n, sm_count, **layout)
+    tile = plan.tile
+    # Of swapped operands a strip is the whole tile, else 128 bytes of each row.
+    assert_fits(tile, staged=4 * 64 * tile.columns if plan.swapped else 64 * 128)
+    assert tile.stages.bit_count() == 1
+    # Columns that lie along memory are read 64 at a time.
+    columns_lie_along_memory = not layout["a_rows"] if plan.swapped else not layout["b_rows"]
+    assert tile.columns % 64 == 0 or not columns_lie_along_memory
+    assert not (plan.swapped and layout["accumulates"])
+    if plan.swapped:
+        assert m <= tile.columns <= 64 and tile.cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "b_rows", "tile", "swapped"),
+    [
+        (4096, 4096, False, (128, 256, 2), False),
+        (4096, 12288, False, (128, 256, 2), False),
+        (4096, 32000, True, (128, 256, 2), False),
+        (1024, 4096, False, (128, 256, 2), False),
+        (1024, 14336, False, (128, 128, 2), False),
+        (128, 4096, False, (64, 64, 2), False),
+        (128, 14336, False, (128, 128, 1), False),
+        (16, 4096, True, (64, 32, 1), False),
+        (16, 4096, False, (64, 16, 1), True),
+        (1, 14336, True, (128, 8, 1), True),
+        (64, 32000, False, (128, 64, 1), True),
+    ],
+)
+def test_which_tile_a_gemm_takes(m, n, b_rows, tile, swapped):
+    plan = gemm_plan(m, n, 132, a_rows=True, b_rows=b_rows, accumulates=False)
+    assert (plan.tile.rows, plan.tile.columns, plan.tile.cluster) == tile and plan.swapped == swapped
 
 
 def test_few_rows_get_small_tiles():

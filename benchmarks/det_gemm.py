@@ -1,0 +1,192 @@
+"""Time of det_gemm beside cuBLAS: python -m benchmarks.det_gemm --help.
+
+cuBLAS is XLA's own dot on the same arrays, its Triton kernels off. A shape M,K,N is a forward A [M,K]·B [K,N] and its
+gradients dA and dB; up to 128 rows, where the weight's layout matters and gradients do not, the forward with B stored
+[K,N] and [N,K] instead. All candidates of a shape are timed in turn, round after round, each back to back for half a
+second first. A product too short to hide its launch is timed as a chain of up to 32 of them in one program, on
+different A or dC. "speed" is the time of cuBLAS for the same pass over a candidate's, in the same rounds.
+
+"triton persistent" is matmul_persistent of thinking-machines-lab/batch_invariant_ops, where that can be imported.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import common
+from benchmarks.common import Launch
+from rlk_jax import det_gemm
+
+TARGETS = ("4096,12288", "4096,4096", "4096,14336", "14336,4096", "4096,32000")
+"""K,N of a decoder's qkv, o_proj, mlp_up, mlp_down and lm_head."""
+SMALL = ("4096,4096", "4096,14336")
+SHAPES = ";".join(
+    [f"{m},{x}" for m in (4096, 1024) for x in TARGETS] + [f"{m},{x}" for m in (128, 16, 1) for x in SMALL]
+)
+SMOKE_SHAPES = "200,64,96;3,64,96"
+CUBLAS, TRITON = "cuBLAS", "triton persistent"
+_FEW_ROWS = 128
+_LAUNCH_HIDDEN = 4e-4
+"""Seconds that a program should take."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate in one pass over one shape."""
+
+    shape: str
+    dtype: str
+    implementation: str
+    what: str
+    status: str
+    us: float | None = None
+    speed: float | None = None
+    """Time of cuBLAS over its own."""
+    tflops: float | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A product `x·y`, with `x` drawn anew for each repetition. `dot` contracts these dimensions of x and y."""
+
+    xs: tuple[jax.Array, ...]
+    y: jax.Array
+    contracts: tuple[int, int]
+    ours: Callable[..., jax.Array]
+
+    def by(self, implementation: str) -> Launch:
+        if implementation == TRITON:
+            return self._triton()
+        is_cublas = implementation == CUBLAS
+        product = self._dot if is_cublas else functools.partial(self.ours, implementation=implementation)
+        compiled = _chain(product, self.xs, self.y, is_cublas)
+        return Launch(lambda: compiled(self.xs, self.y))
+
+    def _dot(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.dot_general(x, y, (((self.contracts[0],), (self.contracts[1],)), ((), ())))
+
+    def _triton(self) -> Launch:
+        torch: Any = importlib.import_module("torch")
+        matmul: Any = importlib.import_module("batch_invariant_ops.batch_invariant_ops").matmul_persistent
+        if jax.default_backend() != "gpu":
+            raise RuntimeError("measured on GPUs only")
+        xs, y = [torch.from_dlpack(x) for x in self.xs], torch.from_dlpack(self.y)
+        xs = [x if self.contracts[0] else x.T for x in xs]
+        y = y.T if self.contracts[1] else y
+
+        def start() -> Any:
+            return [matmul(x, y) for x in xs]
+
+        return Launch(start, lambda _: torch.cuda.synchronize())
+
+
+def _chain(product: Callable[..., jax.Array], xs: tuple[jax.Array, ...], y: jax.Array, is_cublas: bool) -> Any:
+    """A program of one product after the other."""
+
+    def run(xs: tuple[jax.Array, ...], y: jax.Array) -> list[jax.Array]:
+        results: list[jax.Array] = []
+        for x in xs:
+            if results:
+                # Each waits for the one before: XLA would merge products that share an operand.
+                x, results[-1] = lax.optimization_barrier((x, results[-1]))
+            results.append(product(x, y))
+        return results
+
+    options = {"xla_gpu_enable_triton_gemm": False} if is_cublas and jax.default_backend() == "gpu" else None
+    return jax.jit(run).lower(xs, y).compile(compiler_options=options)
+
+
+def passes(shape: str, dtype: str) -> dict[str, Pass]:
+    m, k, n = map(int, shape.split(","))
+    # What a product takes at 700 TFLOP/s, or its operands at 4 TB/s.
+    seconds = max(2 * m * k * n / 7e14, 2 * k * n / 4e12)
+    keys = jax.random.split(jax.random.key(0), 2 * min(32, int(_LAUNCH_HIDDEN / seconds) + 1) + 1)
+
+    def draws(shape: tuple[int, int], which: int) -> tuple[jax.Array, ...]:
+        return tuple(jax.random.normal(key, shape, dtype) for key in keys[which::2][: len(keys) // 2])
+
+    b = (jax.random.normal(keys[-1], (k, n)) / k**0.5).astype(dtype)
+    a, g = draws((m, k), 0), draws((m, n), 1)
+
+    def d_a(g: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+        return jax.vjp(lambda a: det_gemm(a, b, **options), a[0])[1](g)[0]
+
+    def d_b(a: jax.Array, g: jax.Array, **options: Any) -> jax.Array:
+        return jax.vjp(lambda b: det_gemm(a, b, **options), b)[1](g)[0]
+
+    def transposed(a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+        return det_gemm(a, b, transpose_b=True, **options)
+
+    forward = Pass(a, b, (1, 0), det_gemm)
+    if m <= _FEW_ROWS:
+        return {"forward [K,N]": forward, "forward [N,K]": Pass(a, b.T.copy(), (1, 1), transposed)}
+    return {"forward": forward, "dA": Pass(g, b, (1, 1), d_a), "dB": Pass(a, g[0], (0, 0), d_b)}
+
+
+def measure(shape: str, dtype: str, implementations: Sequence[str], rounds: int, seconds: float) -> list[Row]:
+    """All implementations in every pass over one shape; one that cannot run here says so in its status."""
+    found: dict[tuple[str, str], Launch] = {}
+    rows, repeats = [], 1
+    for what, p in passes(shape, dtype).items():
+        repeats = len(p.xs)
+        for name in (CUBLAS, *implementations):
+            try:
+                launch = p.by(name)
+                launch.wait(launch.start())
+                found[name, what] = launch
+            except Exception as problem:
+                rows.append(Row(shape, dtype, name, what, common.status(problem)))
+    launches = {f"{name}: {what}": x for (name, what), x in found.items()}
+    ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
+    us = {key: 1e3 * t / repeats for key, t in ms.items()}
+    m, k, n = map(int, shape.split(","))
+    for name, what in found:
+        t = us[f"{name}: {what}"]
+        rows.append(Row(shape, dtype, name, what, "pass", t, us[f"{CUBLAS}: {what}"] / t, 2e-6 * m * k * n / t))
+    return rows
+
+
+def _print(rows: Sequence[Row], device: str) -> None:
+    table = Table("M,K,N", "pass", "implementation", "time", "speed", "TFLOP/s")
+    for r in sorted(rows, key=lambda r: [list(map(int, r.shape.split(","))), r.what], reverse=True):
+        figures = (r.status, "", "")
+        if r.status == "pass":
+            figures = (f"{r.us:.1f} µs", f"{r.speed:.3f}", f"{r.tflops:.0f}")
+        table.add_row(r.shape, r.what, r.implementation, *figures)
+    console = Console()
+    # A log file counts as 80 columns wide, which would cut the figures.
+    console.width = max(console.width, 120)
+    console.print(f"det_gemm, {rows[0].dtype}, {device}; speed of {CUBLAS} = 1", table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = common.parser(
+        "det_gemm", __doc__, shapes=SHAPES, implementations=f"mosaic,{TRITON}", sizes="M,K,N"
+    ).parse_args(argv)
+    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
+    rows: list[Row] = []
+    for shape in (SMOKE_SHAPES if options.smoke else options.shapes).split(";"):
+        print(f"measuring {shape} …", file=sys.stderr)
+        rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
+    _print(rows, jax.devices()[0].device_kind)
+    if options.json:
+        common.write(options.json, "det_gemm", argv, [asdict(r) for r in rows])
+    if options.plot:
+        panels: dict[str, dict[str, float]] = {}
+        for r in rows:
+            if r.speed is not None and r.implementation != CUBLAS:
+                panels.setdefault(r.shape, {})[f"{r.what}: {r.implementation}"] = r.speed
+        common.plot(options.plot, panels, "speed, cuBLAS of the same run = 1")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

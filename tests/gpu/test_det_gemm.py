@@ -1,0 +1,159 @@
+"""det_gemm's Mosaic kernel on a Hopper GPU: accuracy, raw bits at the target shapes, every tile, sums in parts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mosaic import gemm as kernel
+from pallas_kernels.mosaic.tiles import Plan, Tile
+from rlk_jax import det_gemm, explain
+from tests import gemm
+from tests.gemm import Case
+from tests.helpers import assert_same_bits
+
+every_dtype = pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
+TARGETS = {
+    "qkv": (4096, 12288),
+    "o_proj": (4096, 4096),
+    "mlp_up": (4096, 14336),
+    "mlp_down": (14336, 4096),
+    "lm_head": (4096, 32000),
+}
+"""K and N."""
+ROWS = (1, 2, 7, 16, 63, 64, 65, 100, 128, 512, 1000, 4096, 8192)
+CASES = (
+    Case("one of each", 1, 1, 1, integers=True),
+    Case("one row", 1, 64, 70),
+    Case("odd", 7, 3, 5, transpose_b=True, out_dtype=jnp.float32),
+    Case("few rows, long", 16, 72, 20000),
+    Case("few rows, long, transposed", 16, 4096, 20000, transpose_b=True),
+    Case("narrow tiles", 7, 130, 100, transpose_b=True),
+    Case("40 rows", 40, 4096, 300, out_dtype=jnp.float32),
+    Case("64 rows, fp32", 64, 256, 17000, out_dtype=jnp.float32),
+    Case("odd, several blocks", 301, 1001, 777, transpose_b=True),
+    Case("lead", 65, 520, 4096, lead=(3, 2)),
+    Case("from C", 300, 4096, 1000, accumulates=True),
+    Case("few rows from C, rounded", 5, 4096, 260, lead=(2,), accumulates=True, out_dtype=jnp.bfloat16),
+    Case("long K", 128, 14336, 512, out_dtype=jnp.float32),
+)
+PLANS = (
+    *(Plan(Tile(r, c, 4, x)) for r, c in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)) for x in (1, 2)),
+    Plan(Tile(band=1)),
+    Plan(Tile(64, 64, 16, 1)),
+    *(Plan(Tile(rows, columns, 4, 1), swapped=True) for rows in (64, 128) for columns in (8, 16, 32, 64)),
+)
+
+
+@every_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, dtype):
+    case = replace(case, out_dtype=dtype) if case.out_dtype == jnp.bfloat16 else case
+    gemm.check_against_gold(case, dtype, "mosaic", "det_gemm_float32_wgmma")
+
+
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["KN", "NK"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_rows_do_not_depend_on_the_batch(name, transpose_b):
+    """C and dA, for every M, at random places and at the end."""
+    k, n = TARGETS[name]
+    gemm.check_rows(Case(name, max(ROWS), k, n, transpose_b), jnp.bfloat16, "mosaic", ROWS)
+
+
+@every_dtype
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["KN", "NK"])
+def test_rows_of_odd_sizes(dtype, transpose_b):
+    gemm.check_rows(Case("odd", 1000, 1001, 777, transpose_b), dtype, "mosaic", (1, 7, 65, 100))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_run_to_run(name):
+    case = Case(name, 1024, *TARGETS[name])
+    p = gemm.make(case, jnp.bfloat16)
+    expected = gemm.outputs(case, p, "mosaic")
+    for _ in range(10):
+        assert_same_bits(gemm.outputs(case, p, "mosaic"), expected)
+
+
+@every_dtype
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["KN", "NK"])
+@pytest.mark.parametrize(
+    "cuts", [(64,), (2048,), (4032,), (64, 1984, 3008), tuple(range(576, 4032, 576))], ids=lambda cuts: f"{len(cuts)}"
+)
+def test_sums_in_parts(cuts, transpose_b, dtype):
+    """Of K for C and of rows for dB, both 4096 + 30 long."""
+    gemm.check_cuts(Case("sum", 4126, 4126, 520, transpose_b), dtype, "mosaic", cuts)
+
+
+def test_sums_in_parts_from_a_given_c():
+    case = Case("sum from C", 300, 4096, 1000, accumulates=True, out_dtype=jnp.bfloat16)
+    gemm.check_cuts(case, jnp.bfloat16, "mosaic", (64, 256))
+
+
+@every_dtype
+def test_zero_rows_appended_leave_the_gradient_of_b(dtype):
+    gemm.check_appended_zero_rows(Case("appended", 1000, 512, 1024), dtype, "mosaic", (1, 24, 1000, 7192))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_tile(plan, monkeypatch):
+    """Tiles, stages, clusters, raster and swapped operands change no bit, from 0 in 16 and in 32 bits."""
+    case = Case("tiles", 200, 4096, 1000, transpose_b=True)
+    p = gemm.make(case, jnp.bfloat16)
+
+    def results():
+        jax.clear_caches()
+        return [gemm.call(case, p, "mosaic", out_dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32)]
+
+    expected = results()
+    monkeypatch.setattr(kernel, "gemm_plan", lambda *sizes, **layout: plan)
+    assert_same_bits(results(), expected)
+    jax.clear_caches()
+
+
+@every_dtype
+def test_nothing_to_multiply(dtype):
+    gemm.check_empty(dtype, "mosaic")
+
+
+def test_transformations():
+    case = Case("transformed", 32, 512, 4096, lead=(4,))
+    p = gemm.make(case, jnp.bfloat16)
+    expected = gemm.outputs(case, p, "mosaic")
+
+    def f(a, b):
+        return det_gemm(a, b, implementation="mosaic")
+
+    for function in (f, jax.checkpoint(f), jax.vmap(f, (0, None)), lambda a, b: jax.lax.map(lambda x: f(x, b), a)):
+        assert_same_bits(jax.jit(function)(p.a, p.b), expected.c)
+        assert_same_bits(jax.jit(lambda a, b, f=function: jax.vjp(f, a, b)[1](p.g)[0])(p.a, p.b), expected.d_a)
+    with jax.enable_x64(True):
+        assert_same_bits(gemm.outputs(case, p, "mosaic"), expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    case = Case("sharded", 128, 512, 4096)
+    p = gemm.make(case, jnp.bfloat16)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    f = jax.shard_map(
+        det_gemm, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"), check_vma=check_vma
+    )
+    c, pull_back = jax.vjp(jax.jit(f), p.a, p.b)
+    expected = gemm.outputs(case, p, "mosaic")
+    assert_same_bits((c, *pull_back(p.g)), expected[:3])
+
+
+def test_weights_of_whole_tiles_are_never_copied():
+    spec = jax.ShapeDtypeStruct
+    for transpose_b, m in ((False, 16), (True, 16), (False, 4096), (True, 4096)):
+        weight = (32000, 4096) if transpose_b else (4096, 32000)
+        f = jax.jit(lambda a, b, t=transpose_b: det_gemm(a, b, transpose_b=t, implementation="mosaic"))
+        compiled = f.lower(spec((m, 4096), jnp.bfloat16), spec(weight, jnp.bfloat16)).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_mosaic_is_the_choice():
+    assert explain("det_gemm", jnp.ones((3, 8), jnp.bfloat16), jnp.ones((8, 5), jnp.bfloat16)).choice == "mosaic"
