@@ -205,3 +205,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
     others = {x.name: x for x in TABLE[op] if x is not chosen and not reasons[x.name]}
     reasons |= {name: [x.by_name_only or f"{chosen.name} was chosen"] for name, x in others.items()}
     return Decision(op, chosen.name, reasons, tuple(others), problem.device, numerics_version[op])
+
+
+def promising(op: str, *args: Any, **kwargs: Any) -> str:
+    """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`."""
+    problem, _ = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
+    reasons = _reasons(problem)
+    return next(x.name for x in TABLE[op] if x.promises_bits and not reasons[x.name])

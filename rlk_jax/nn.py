@@ -1,0 +1,226 @@
+"""Flax NNX layers on the ops: a model built from them gives a token the same bits alone, in a batch, padded, or decoded
+one token at a time through a KV cache. Forward bits are promised; gradients are JAX's own of the same programs.
+
+Three things move bits in an ordinary model, and what stands against each here: a library GEMM picks its algorithm by
+shape (`det_gemm` does not), a reduction's order follows its length (`ordered_sum` has one order), and XLA computes an
+expression differently in one fusion than in another (`isolated`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from rlk_jax import dispatch
+from rlk_jax._problem import rounded_product
+from rlk_jax.det_gemm import det_gemm
+from rlk_jax.linear_logp import linear_logp
+
+_BLOCK = 64
+
+
+def isolated[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, compiled apart from what surrounds it, and its results rounded to their own dtypes.
+
+    XLA otherwise joins it with its neighbours, where it may skip a rounding to bfloat16 or divide by a reciprocal.
+    Wrap elementwise functions in it, `isolated(jax.nn.silu)`, to use them in an invariant model.
+    """
+
+    @functools.wraps(function)
+    def apart(*args: P.args, **kwargs: P.kwargs) -> R:
+        args, kwargs = lax.optimization_barrier((args, kwargs))
+        return lax.optimization_barrier(function(*args, **kwargs))
+
+    return apart
+
+
+def ordered_sum(x: Float32[Array, "*lead S"]) -> Float32[Array, "*lead"]:
+    """Σ along the last axis in an order of its own: halves within blocks of 64, blocks ascending.
+
+    Zeros behind the last value change no bits, so a sum does not depend on how long a sequence was padded.
+    """
+    length = x.shape[-1]
+    if length == 0:
+        return jnp.zeros(x.shape[:-1], jnp.float32)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % _BLOCK)])
+    blocks = padded.reshape(*x.shape[:-1], -1, _BLOCK)
+    while blocks.shape[-1] > 1:
+        half = blocks.shape[-1] // 2
+        blocks = blocks[..., :half] + blocks[..., half:]
+    sums = jnp.moveaxis(blocks[..., 0], -1, 0)
+    return lax.scan(lambda total, block: (total + block, None), jnp.zeros_like(x[..., 0]), sums)[0]
+
+
+@isolated
+def rms_norm(
+    x: Float[Array, "*lead D"], scale: Float[Array, " D"], *, epsilon: float = 1e-6
+) -> Float[Array, "*lead D"]:
+    """x / √(mean(x²) + ε) · scale, computed in float32, in x's dtype.
+
+    Same bits for a row whatever the lead shape. Source: RMSNorm, arXiv 1910.07467.
+    """
+    wide = x.astype(jnp.float32)
+    mean = ordered_sum(rounded_product(wide, wide)) * (1 / x.shape[-1])
+    inverse = lax.optimization_barrier(lax.rsqrt(mean + epsilon))[..., None]
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+@isolated
+def softmax(x: Float[Array, "*lead S"], where: Bool[Array, "*lead S"] | None = None) -> Float32[Array, "*lead S"]:
+    """exp(x − max) / Σ exp(x − max) over the places where `where` holds; 0 elsewhere, and in rows without any.
+
+    Same bits for a row whatever the lead shape, and however many masked places follow the last one that counts.
+    """
+    visible = jnp.ones(x.shape, bool) if where is None else where
+    logits = jnp.where(visible, x.astype(jnp.float32), -jnp.inf)
+    largest = logits.max(axis=-1, keepdims=True, initial=-jnp.inf)
+    shifted = logits - lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
+    exponentials = lax.optimization_barrier(jnp.exp(shifted))
+    total = ordered_sum(exponentials)[..., None]
+    return exponentials * lax.optimization_barrier(1 / jnp.where(total > 0, total, 1))
+
+
+@isolated
+def rotary(
+    x: Float[Array, "B T H E"], positions: Int[Array, "B T"], *, base: float = 10_000.0
+) -> Float[Array, "B T H E"]:
+    """Rotary position embedding: each pair (x_i, x_{i+E/2}) turned by position · base^(−2i/E).
+
+    Same bits for a token at a position, whatever its slot. Source: RoFormer, arXiv 2104.09864.
+    """
+    half = x.shape[-1] // 2
+    frequencies = lax.optimization_barrier(jnp.float32(base) ** (-jnp.arange(half, dtype=jnp.float32) / half))
+    angles = (positions[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
+    cos, sin = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    turned = (
+        rounded_product(first, cos) - rounded_product(second, sin),
+        rounded_product(second, cos) + rounded_product(first, sin),
+    )
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def attention(
+    query: Float[Array, "B T H E"],
+    key: Float[Array, "B S G E"],
+    value: Float[Array, "B S G F"],
+    *,
+    start: int | Int[Array, ""] = 0,
+    padding: Int[Array, "B"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T H F"]:
+    """Causal softmax attention over the slots of a KV cache: softmax(query·keyᵀ / √E)·value.
+
+    Args:
+      query: of the tokens in slots start … start + T − 1. H is a multiple of G; heads share keys in order (GQA).
+      key, value: of S slots, those behind the last query unused, whatever they hold.
+      padding: how many first slots of each sequence are padding, or None for none.
+      implementation: of det_gemm.
+
+    Returns query's dtype; 0 for a query that is padding itself.
+
+    Same bits for a token whatever the batch, padding on either side, S, and whether its sequence came at once or token
+    by token: keys are moved so that a sequence's first one comes first, scores and values go through `det_gemm`, and
+    masked places count as exact zeros behind the last key.
+    """
+    batch, length, heads, size = query.shape
+    slots, groups = key.shape[1], key.shape[2]
+    padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
+    place = jnp.arange(slots)
+    position = start + jnp.arange(length) - padding[:, None]
+    is_key = place <= position[:, -1:]
+
+    def aligned(x: Array) -> Array:
+        moved = jnp.take_along_axis(x, ((place + padding[:, None]) % slots)[..., None, None], axis=1)
+        return jnp.where(is_key[..., None, None], moved, 0)
+
+    def by_head(x: Array) -> Array:
+        return jnp.moveaxis(x, 2, 1)
+
+    def products(a: Array, b: Array, **options: Any) -> Array:
+        def one(a: Array, b: Array) -> Array:
+            return det_gemm(a, b, implementation=implementation, **options)
+
+        return jax.vmap(jax.vmap(one))(a, b)
+
+    # Heads that share keys are rows of one product.
+    rows = by_head(query.reshape(batch, length, groups, -1)).reshape(batch, groups, -1, size)
+    scores = products(rows, by_head(aligned(key)), transpose_b=True, out_dtype=jnp.float32)
+    scores = isolated(jnp.multiply)(scores.reshape(batch, groups, length, -1, slots), size**-0.5)
+    visible = place <= position[:, None, :, None, None]
+    weights = softmax(scores, jnp.broadcast_to(visible, scores.shape)).astype(value.dtype)
+    attended = products(weights.reshape(batch, groups, -1, slots), by_head(aligned(value)))
+    attended = attended.reshape(batch, groups, length, heads // groups, -1)
+    return lax.optimization_barrier(jnp.moveaxis(attended, 1, 2).reshape(batch, length, heads, -1).astype(query.dtype))
+
+
+def det_dot_general(
+    lhs: Float[Array, "*lead K"],
+    rhs: Float[Array, "K N"],
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> Float[Array, "*lead N"]:
+    """`jax.lax.dot_general` through `det_gemm`, for `nnx.Linear(dot_general=det_dot_general)`.
+
+    Raises ValueError unless it contracts lhs' last dimension with rhs' first one, and without batch dimensions.
+    `precision` has nothing to choose: sums run in float32. The layer's dtype must be bfloat16 or float16.
+    """
+    (contract_lhs, contract_rhs), batch = dimension_numbers
+    is_dense = tuple(contract_lhs) == (lhs.ndim - 1,) and tuple(contract_rhs) == (0,) and not any(map(tuple, batch))
+    if not is_dense or rhs.ndim != 2:
+        raise ValueError(
+            f"det_dot_general contracts the last dimension with a kernel's first, got {dimension_numbers}."
+        )
+    if out_sharding is not None:
+        raise ValueError(f"det_dot_general takes no out_sharding, got {out_sharding}.")
+    return det_gemm(lhs.reshape(-1, lhs.shape[-1]), rhs, out_dtype=preferred_element_type).reshape(
+        *lhs.shape[:-1], rhs.shape[1]
+    )
+
+
+class DetDense(nnx.Linear):
+    """`nnx.Linear` through `det_gemm`: `[*lead, in] → [*lead, out]`, kernel `[in, out]`, computed in bfloat16.
+
+    Takes nnx.Linear's options but dot_general. Same bits for a row whatever the lead shape.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, dtype=dtype, dot_general=det_dot_general, rngs=rngs, **options)
+
+    def __call__(self, inputs: Float[Array, "*lead in"], out_sharding: Any = None) -> Float[Array, "*lead out"]:
+        return isolated(super().__call__)(inputs, out_sharding)
+
+
+class LMHead(nnx.Module):
+    """The last layer of a policy: hidden states to log-probs of target tokens, without holding logits.
+
+    `kernel` is `[V, D]`, as an embedding's, so that tying is `head.kernel = embed.embedding`.
+    """
+
+    def __init__(self, features: int, vocab_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        self.kernel = nnx.Param(init(rngs.params(), (vocab_size, features), jnp.float32))
+        self.dtype = dtype
+
+    def __call__(
+        self, hidden: Float[Array, "*lead D"], target_ids: Int[Array, "*lead"], **options: Any
+    ) -> Float32[Array, "*lead"]:
+        """float32 log-probs, by the fastest implementation that promises bits; options are `linear_logp`'s."""
+        arguments = hidden.astype(self.dtype), self.kernel[...].astype(self.dtype), target_ids
+        options.setdefault("implementation", dispatch.promising("linear_logp", *arguments, **options))
+        return linear_logp(*arguments, **options)
+
+    def logits(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
+        """float32 logits, for sampling; through `det_gemm`."""
+        kernel = self.kernel[...].astype(self.dtype)
+        return det_gemm(hidden.astype(self.dtype), kernel, transpose_b=True, out_dtype=jnp.float32)
