@@ -130,19 +130,30 @@ def spread(mesh: Mesh | AbstractMesh, spec: Any, shape: tuple[int, ...], real: i
     return found
 
 
-def partitioned(functions: LinearLogpFunctions) -> LinearLogpFunctions:
-    """`functions` for a whole head, which XLA cuts over the devices of a program as the head and the tokens lie."""
-    return LinearLogpFunctions(functools.partial(_forward, functions), functools.partial(_gradients, functions))
+def partitioned(
+    functions: LinearLogpFunctions, check: Callable[[_shard.Shard], None] = lambda shard: None
+) -> LinearLogpFunctions:
+    """`functions` for a whole head, which XLA cuts over the devices of a program as the head and the tokens lie.
+
+    `check` sees the shards that come of it.
+    """
+    return LinearLogpFunctions(functools.partial(_forward, functions, check), functools.partial(_gradients, functions))
 
 
 def _forward(
-    functions: LinearLogpFunctions, options: Options, operands: Operands, tokens: Tokens, gather: Gather
+    functions: LinearLogpFunctions,
+    check: Callable[[_shard.Shard], None],
+    options: Options,
+    operands: Operands,
+    tokens: Tokens,
+    gather: Gather,
 ) -> tuple[LinearLogp, Any]:
     def whole(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
         return functions.forward(options, operands, tokens, gather)
 
     def on_device(cut: Spread, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
         shard, own, operands, tokens = _here(cut, options, operands, tokens)
+        check(shard)
         return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))
 
     if _is_on_device(options):

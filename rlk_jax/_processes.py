@@ -22,6 +22,8 @@ class Finished:
     code: int
     stdout: str
     stderr: str
+    killed: bool = False
+    """By us: it had not ended when time was up, or long after another one had failed."""
 
 
 def free_port() -> int:
@@ -42,12 +44,13 @@ def run_together(arguments: Sequence[Sequence[str]], *, timeout_s: float) -> lis
         try:
             _wait(started, time.monotonic() + timeout_s)
         finally:
+            left = [process.poll() is None for process in started]
             for process in started:
                 process.kill()
                 process.wait()
         return [
-            Finished(process.returncode, *(path.read_text(errors="replace") for path in paths))
-            for process, paths in zip(started, logs, strict=True)
+            Finished(process.returncode, out.read_text(errors="replace"), err.read_text(errors="replace"), killed)
+            for process, (out, err), killed in zip(started, logs, left, strict=True)
         ]
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax._problem import Array, HiddenGradient, Options, Tokens
 from rlk_jax._transforms import equally_varying, varying_axes, varying_like
@@ -28,7 +28,9 @@ def axis_names(axes: Any) -> tuple[str, ...]:
 
 
 def explicit_spec(x: Any) -> PartitionSpec | None:
-    """How an array lies over Explicit mesh axes, an entry for each dimension; None where it does not."""
+    """How an array, or the array in a variable, lies over Explicit mesh axes, an entry for each dimension; or None."""
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
     spec = tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec))) if any(spec) else None
 
@@ -165,6 +167,17 @@ def _total_bwd(shard: Shard, _: None, upstream: Array) -> tuple[Array]:
 total.defvjp(_total_fwd, _total_bwd)
 
 
+def is_covered(shard: Shard, tokens: Tokens, columns: Array | None) -> Array:
+    """Which of the `local` tokens have their target in one shard alone: not so where ranks were given other ids."""
+    width = shard.columns if columns is None else columns
+    owners = lax.psum(((tokens.target_ids >= 0) & (tokens.target_ids < width)).astype(jnp.int32), shard.axis)
+    checkify.debug_check(
+        jnp.all(owners == 1),
+        "target_ids must be covered by exactly one TP vocab shard; check vocab_start_index and global_vocab_size.",
+    )
+    return owners == 1
+
+
 def local(tokens: Tokens, place: Place) -> Tokens:
     """Ids counted from this shard's first column; where the shards are no partition, every row is poisoned."""
     temperature = tokens.temperature
@@ -189,7 +202,9 @@ def entering(shard: Shard, hidden: Array) -> Array:
 def hidden_gradient_carrier(shard: Shard, hidden: Array, order: Array | None) -> Array:
     """Something whose gradient is this rank's float32 sums `[parts, N, D]`; hidden then gets their reduction."""
     parts = shard.tree.groups if shard.hidden_gradient == "groups" else 1
-    carrier = jnp.zeros((parts, *hidden.shape), jnp.float32)
+    # Computed from hidden, so that vmap batches it where hidden is batched.
+    zeros = jnp.where(jnp.zeros(hidden.shape, bool), hidden, 0).astype(jnp.float32)
+    carrier = jnp.broadcast_to(zeros, (parts, *hidden.shape))
     return equally_varying((carrier, hidden, lax.axis_index(shard.axis)))[0]
 
 
@@ -230,3 +245,11 @@ def reduced(shard: Shard, sums: Array, order: Array | None, dtype: Any) -> Array
 def is_checked(axis: AxisName) -> bool:
     """Whether the surrounding shard_map tracks over which axes values vary (check_vma=True)."""
     return bool(varying_axes(lax.axis_index(axis)))
+
+
+def mesh_of_processes(arrays: Any) -> Mesh | None:
+    """The mesh of concrete arrays that several processes share; None where there is none."""
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_fully_addressable:
+            return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None  # type: ignore[return-value]
+    return None

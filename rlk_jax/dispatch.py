@@ -64,6 +64,25 @@ class Implementation:
     promises_bits: bool = False
 
 
+@functools.cache
+def _log_once(message: str) -> None:
+    log.warning(message)
+
+
+def check_edges(shard: Shard) -> None:
+    """Shards that cut a group of the softmax's tree keep no bits across TP degrees: logged once, refused if strict."""
+    if shard.on_group_edges:
+        return
+    message = (
+        f"{shard.count} shards of {shard.columns} columns do not end where the softmax's groups do for a vocabulary of "
+        f"{shard.vocab_size}: results are right, but their bits differ from those at other TP degrees. "
+        "rlk_jax.vocab_parallel.pad_lm_head makes shards that keep them"
+    )
+    if os.environ.get("RLK_STRICT") == "1":
+        raise ValueError(f"RLK_STRICT=1: {message}")
+    _log_once(message)
+
+
 def _is_hopper(device: Device) -> bool:
     return device.compute_capability == "9.0"
 
@@ -72,7 +91,7 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
         Implementation(
             "mosaic",
-            partitioned(mosaic.LINEAR_LOGP),
+            partitioned(mosaic.LINEAR_LOGP, check_edges),
             mosaic.why_not,
             meant_for=_is_hopper,
             promises_bits=True,
@@ -80,7 +99,7 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
         Implementation("xla", partitioned(xla.LINEAR_LOGP), xla.why_not),
         Implementation(
             "deterministic",
-            partitioned(deterministic.LINEAR_LOGP),
+            partitioned(deterministic.LINEAR_LOGP, check_edges),
             by_name_only="slow: promises bits, not speed",
             promises_bits=True,
         ),
@@ -142,11 +161,6 @@ def _reasons(problem: Problem) -> dict[str, list[str]]:
     return {name: table[name].why_not(problem) if name in table else [missing] for name in IMPLEMENTATIONS}
 
 
-@functools.cache
-def _log_once(message: str) -> None:
-    log.warning(message)
-
-
 def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str, list[str]]) -> None:
     """A faster implementation meant for this device was passed over: logged once per reason, refused if strict."""
     for faster in TABLE[problem.op]:
@@ -158,20 +172,6 @@ def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str,
         if os.environ.get("RLK_STRICT") == "1" and problem.device.platform == "gpu":
             raise ValueError(f"RLK_STRICT=1: {message}")
         _log_once(message)
-
-
-def check_edges(chosen: Implementation, shard: Shard) -> None:
-    """Shards that cut a group of the softmax's tree keep no bits across TP degrees: logged once, refused if strict."""
-    if not chosen.promises_bits or shard.on_group_edges:
-        return
-    message = (
-        f"{shard.count} shards of {shard.columns} columns do not end where the softmax's groups do for a vocabulary of "
-        f"{shard.vocab_size}: results are right, but their bits differ from those at other TP degrees. "
-        "rlk_jax.vocab_parallel.pad_lm_head makes shards that keep them"
-    )
-    if os.environ.get("RLK_STRICT") == "1":
-        raise ValueError(f"RLK_STRICT=1: {message}")
-    _log_once(message)
 
 
 def choose(problem: Problem, implementation: str | None) -> Implementation:

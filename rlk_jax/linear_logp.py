@@ -118,8 +118,11 @@ def linear_logp(
       return_lse, return_entropy: also return these, from the same pass, differentiable.
       axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over. lm_head_weight and bias
         are then this rank's shard, all shards equally wide; hidden and target_ids (ids of the whole vocabulary) are the
-        same on every rank of the axis, and so are the results. `rlk_jax.vocab_parallel` has the form for whole arrays.
-      vocab_start_index: first column of this rank's shard, where that is not its index times the shard's width.
+        same on every rank of the axis, and so are the results. Take gradients outside the shard_map, or under
+        check_vma=True: inside one with check_vma=False JAX counts a result that n ranks share n times, as for psum.
+        `rlk_jax.vocab_parallel` has the form for whole arrays.
+      vocab_start_index: first column of this rank's shard, where that is not its index times the shard's width; of
+        equally wide shards in another order.
       reduction: how dH is summed over the ranks, in float32: "sum" as fast as may be, "canonical" by the softmax's
         fixed tree, with the same bits at 1, 2, 4 and 8 ranks.
       reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
@@ -160,11 +163,17 @@ def linear_logp(
         "memory_budget": memory_budget,
     }
     arrays = Inputs(hidden, lm_head_weight, target_ids, bias, temperature)
-    if axis_name is None and any(map(_shard.explicit_spec, arrays)):
+    if any(map(_shard.explicit_spec, arrays)):
         # It stands on this op.
         from rlk_jax import vocab_parallel
 
+        validation.no_axis_options(axis_name, vocab_start_index, reduction, reduce_hidden_grad)
         return vocab_parallel.over_explicit_axes(arrays, validate, {**head, "implementation": implementation})
+    if axis_name is None and (mesh := _shard.mesh_of_processes(arrays)) is not None:
+        from rlk_jax import vocab_parallel
+
+        vocab_parallel.agree(mesh, arrays, validate, {**head, "implementation": implementation})
+        validate = False
     inputs, options, shard = validation.linear_logp(
         *arrays,
         axis_name=axis_name,
@@ -176,8 +185,8 @@ def linear_logp(
     )
     validation.require_values(inputs)
     chosen = dispatch.choose(_problem(inputs, options), implementation)
-    if shard is not None:
-        dispatch.check_edges(chosen, shard)
+    if shard is not None and chosen.promises_bits:
+        dispatch.check_edges(shard)
     vocab_size = options.real_vocab_size if shard is None else shard.vocab_size
     tokens = tokens_of(inputs, vocab_size, ignore_index, validate)
     lead, dim = inputs.hidden.shape[:-1], inputs.hidden.shape[-1]
@@ -246,10 +255,13 @@ def _linear_logp(
     carrier = _shard.hidden_gradient_carrier(shard, _shard.entering(shard, operands.hidden), place.order)
     operands = operands._replace(real_columns=_shard.real_columns(shard, place.start))
     tokens = _shard.local(tokens, place)
+    is_covered = _shard.is_covered(shard, tokens, operands.real_columns)
     carrier, operands, tokens = _transforms.equally_varying((carrier, operands, tokens))
     gather = functools.partial(shard.gather, order=place.order)
     values, residual = _forward(functions, options, gather, operands, tokens)
-    values = _shard.shares(shard, values)
+    # After the pass, so that it need not wait for the ranks' answers.
+    values = _shard.shares(shard, jax.tree.map(lambda x: jnp.where(is_covered, x, jnp.nan), values))
+    tokens = tokens._replace(temperature=jnp.where(is_covered, tokens.temperature, jnp.nan))
     values = _with_gradients(functions, options, values, carrier, operands, tokens, residual)
     return jax.tree.map(functools.partial(_shard.total, shard), values)
 

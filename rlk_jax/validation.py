@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from rlk_jax._gemm import Form, GemmInputs
 from rlk_jax._problem import Array, Inputs, Options, WeightLayout
@@ -122,7 +122,7 @@ def _check_options(
     )
     _require(
         global_vocab_size is None or (_is_integer(global_vocab_size) and 1 <= global_vocab_size <= vocab_size),
-        f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size}.",
+        f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size!r}.",
     )
     _require(
         memory_budget is None or (_is_integer(memory_budget) and memory_budget >= 1),
@@ -147,12 +147,11 @@ def _shard(
     reduction: Reduction,
     reduce_hidden_grad: bool,
 ) -> Shard | None:
-    _require(reduction in get_args(Reduction), f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
     if axis_name is None:
-        _require(vocab_start_index is None, "vocab_start_index requires axis_name, the mesh axis of the shards.")
-        _require(reduction == "sum", "reduction='canonical' requires axis_name, the mesh axis of the shards.")
-        _require(reduce_hidden_grad, "reduce_hidden_grad=False requires axis_name, the mesh axis of the shards.")
+        no_axis_options(axis_name, vocab_start_index, reduction, reduce_hidden_grad)
         return None
+    axes("axis_name", axis_name)
+    _require(reduction in get_args(Reduction), f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
     try:
         count = jax.lax.axis_size(axis_name)
     except NameError:
@@ -162,8 +161,41 @@ def _shard(
         start.shape == () and jnp.issubdtype(start.dtype, jnp.integer),
         f"vocab_start_index must be an integer scalar, got {vocab_start_index!r}.",
     )
+    _require(
+        vocab_start_index is None or not is_static(vocab_start_index) or (count == 1 and vocab_start_index == 0),
+        f"vocab_start_index {vocab_start_index} is the same on all {count} ranks of {axis_name!r}: it must be 0 on one "
+        "rank, and on several an array that differs from rank to rank.",
+    )
     vocab_size = columns * count if global_vocab_size is None else int(global_vocab_size)
     return Shard(axis_name, count, columns, vocab_size, reduction, bool(reduce_hidden_grad))
+
+
+def is_static(x: Any) -> bool:
+    """Whether `x` is a number that every rank of one program shares."""
+    return isinstance(x, numbers.Number | np.generic | np.ndarray)
+
+
+def no_axis_options(
+    axis_name: AxisName | None, vocab_start_index: Any, reduction: Reduction, reduce_hidden_grad: bool
+) -> None:
+    """Refuses what only a rank's own shard inside shard_map may have."""
+    _require(
+        axis_name is None,
+        f"beside axis_name {axis_name!r} no input may lie over Explicit mesh axes: make them Auto, or manual too.",
+    )
+    _require(reduction in get_args(Reduction), f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
+    _require(vocab_start_index is None, "vocab_start_index requires axis_name, the mesh axis of the shards.")
+    _require(reduction == "sum", "reduction='canonical' requires axis_name, the mesh axis of the shards.")
+    _require(reduce_hidden_grad, "reduce_hidden_grad=False requires axis_name, the mesh axis of the shards.")
+
+
+def axes(argument: str, names: Any) -> None:
+    """Whether `names` is a mesh axis, or a tuple of several."""
+    several = names if isinstance(names, tuple) else (names,)
+    _require(
+        several and all(isinstance(name, str) for name in several) and len(set(several)) == len(several),
+        f"{argument} must be the name of a mesh axis, or a tuple of different ones, got {names!r}.",
+    )
 
 
 def _temperature(temperature: Any) -> Any:
@@ -269,12 +301,15 @@ def require_positive_integer(name: str, x: Any) -> None:
 
 
 def mesh_axes(
-    mesh: dict[str, int], vocab: AxisName | None, lead: PartitionSpec, vocab_size: int, tokens: tuple[int, ...]
+    mesh: dict[str, int], vocab: AxisName, lead: PartitionSpec, vocab_size: int, tokens: tuple[int, ...]
 ) -> None:
     """Whether a head of vocab_size rows and tokens of this lead shape can be spread over a mesh of these axes."""
-
+    axes("vocab_axis", vocab)
+    for entry in lead:
+        if entry is not None:
+            axes("token_axes", entry)
     _require(len(lead) <= len(tokens), f"token_axes {lead} has more entries than target_ids has dimensions ({tokens}).")
-    named = [*axis_names(vocab), *(name for axes in lead for name in axis_names(axes))]
+    named = [*axis_names(vocab), *(name for entry in lead for name in axis_names(entry))]
     for name in named:
         _require(name in mesh, f"{name!r} is no axis of the mesh, whose axes are {tuple(mesh)}.")
         _require(named.count(name) == 1, f"mesh axis {name!r} is named twice among vocab_axis and token_axes.")
@@ -284,9 +319,35 @@ def mesh_axes(
         f"a vocabulary of {vocab_size} cannot be spread evenly over the {n} devices of {vocab!r}: "
         "rlk_jax.vocab_parallel.pad_lm_head pads the head.",
     )
-    for size, axes in zip(tokens, lead, strict=False):
-        n = math.prod(mesh[name] for name in axis_names(axes))
-        _require(size % n == 0, f"{size} tokens cannot be spread evenly over the {n} devices of {axes!r}.")
+    for size, entry in zip(tokens, lead, strict=False):
+        n = math.prod(mesh[name] for name in axis_names(entry))
+        _require(size % n == 0, f"{size} tokens cannot be spread evenly over the {n} devices of {entry!r}.")
+
+
+def mesh_outside(what: str, mesh: Any) -> None:
+    """Whether `mesh` is one, and the call stands outside shard_map."""
+    _require(isinstance(mesh, Mesh | AbstractMesh), f"mesh must be a jax.sharding.Mesh, got {_describe(mesh)}.")
+    _require(
+        not jax.sharding.get_abstract_mesh().manual_axes,
+        f"{what} is for whole arrays: inside jax.shard_map call rlk_jax.linear_logp(..., axis_name=...).",
+    )
+
+
+def no_auto_axes(mesh: Mesh | AbstractMesh) -> None:
+    """Bare calls read how arrays lie from their types, which say nothing about Auto axes."""
+    _require(
+        AxisType.Auto not in mesh.axis_types,
+        f"a bare linear_logp needs mesh axes that are all Explicit or all Auto, got {dict(mesh.shape)} of types "
+        f"{mesh.axis_types}: call rlk_jax.vocab_parallel.linear_logp.",
+    )
+
+
+def head_or_bias(weight: Any, weight_layout: WeightLayout) -> None:
+    """Whether `weight` is a head or a bias."""
+    layouts = get_args(WeightLayout)
+    _require(weight_layout in layouts, f"weight_layout must be one of {layouts}, got {weight_layout!r}.")
+    shape = as_array("weight", weight).shape
+    _require(len(shape) in (1, 2), f"weight must be a head [V, D] or [D, V], or a bias [V], got shape {shape}.")
 
 
 def require_values(inputs: Inputs | GemmInputs) -> None:

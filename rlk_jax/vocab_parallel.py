@@ -21,7 +21,7 @@ from rlk_jax._shard import AxisName, axis_names, explicit_spec, shard_width
 from rlk_jax.linear_logp import HeadOptions, check, tokens_of
 from rlk_jax.linear_logp import linear_logp as _linear_logp
 
-_MESSAGE_BYTES = 1024
+_TEXT_BYTES = 1024
 
 
 def shard_bounds(vocab_size: int, n: int) -> list[tuple[int, int]]:
@@ -47,6 +47,7 @@ def pad_lm_head(
 
     Pass `global_vocab_size=V` along with it: the zeros then count as logits of −inf. ValueError as `shard_bounds`.
     """
+    validation.head_or_bias(weight, weight_layout)
     axis = 1 if weight_layout == "dv" and weight.ndim == 2 else 0
     vocab_size = weight.shape[axis]
     shard_bounds(vocab_size, n)
@@ -96,16 +97,20 @@ def linear_logp(
     Returns what `rlk_jax.linear_logp` does, spread over `token_axes`; gradients come back as their inputs lie. Works
     under jit, grad, scan and remat; the traffic is in docs/vocab_parallel.md.
 
-    Raises ValueError for what does not fit, on every process together where several share the mesh, as long as validate
-    is not False. Values are checked outside jit only; ids that differ from one rank to another give NaN.
+    Raises ValueError for what does not fit, on every process together where several share the mesh and call it
+    outside jit, and for calls that differ from one process to another. Values are checked outside jit only; ids that
+    differ from one rank to another give NaN.
 
     Same bits: as `rlk_jax.linear_logp` with `axis_name`.
     """
+    validation.mesh_outside("vocab_parallel.linear_logp", mesh)
     temperature, validate = options.pop("temperature", 1.0), options.pop("validate", None)
     arrays = Inputs(hidden, lm_head_weight, target_ids, bias, temperature)
 
     def layout(inputs: Inputs, static: Options) -> _Layout:
-        lead = token_axes if isinstance(token_axes, PartitionSpec) else PartitionSpec(token_axes)
+        lead = token_axes
+        if not isinstance(lead, PartitionSpec):
+            lead = PartitionSpec() if lead is None else PartitionSpec(lead)
         validation.mesh_axes(dict(mesh.shape), vocab_axis, lead, static.vocab_size, inputs.target_ids.shape)
         entries = (static.vocab_size, static.real_vocab_size, static.weight_layout)
         return _Layout(Spread(mesh, axis_names(vocab_axis), (), *entries), lead)
@@ -116,6 +121,8 @@ def linear_logp(
 def over_explicit_axes(arrays: Inputs, validate: bool | None, options: dict[str, Any]) -> Array | LinearLogp:
     """Bare linear_logp on arrays that lie over Explicit mesh axes, as their types say."""
     mesh = next(_mesh(x) for x in arrays if explicit_spec(x) is not None)
+    validation.mesh_outside("linear_logp over Explicit mesh axes", mesh)
+    validation.no_auto_axes(mesh)
     given = explicit_spec(arrays.target_ids) or PartitionSpec(*(explicit_spec(arrays.hidden) or ())[:-1])
 
     def layout(inputs: Inputs, static: Options) -> _Layout:
@@ -129,6 +136,7 @@ def over_explicit_axes(arrays: Inputs, validate: bool | None, options: dict[str,
 
 
 def _mesh(x: Any) -> Any:
+    x = validation.as_array("input", x)
     return x.sharding.mesh if validation.is_concrete(x) else jax.typeof(x).sharding.mesh
 
 
@@ -140,53 +148,102 @@ def _run(
     options: dict[str, Any],
 ) -> Array | LinearLogp:
     """linear_logp on whole arrays, laid out as `layout` says of arrays that fit."""
+    found, inputs = _agreed(mesh, arrays, validate, options, layout)
+    return _on_mesh(found, tuple(options.items()), inputs)
+
+
+def agree(mesh: Mesh, arrays: Inputs, validate: bool | None, options: dict[str, Any]) -> None:
+    """Bare linear_logp on arrays that several processes share: its checks, agreed on by all of them."""
+    _agreed(mesh, arrays, validate, options, lambda inputs, static: None)
+
+
+def _agreed[T](
+    mesh: Mesh | AbstractMesh,
+    arrays: Inputs,
+    validate: bool | None,
+    options: dict[str, Any],
+    layout: Callable[[Inputs, Options], T],
+) -> tuple[T, Inputs]:
+    """`layout` of arrays that fit, and those arrays.
+
+    Where processes share the mesh and call outside jit, one collective lets all of them raise what any of them has to
+    say, and compares what they call.
+    """
     is_read = validate is not False and all(map(validation.is_concrete, arrays))
 
-    def checked() -> tuple[_Layout, Inputs]:
+    def checked() -> tuple[T, Inputs]:
         """What this process can say alone: static facts, and the values in its own memory."""
         own = {k: v for k, v in options.items() if k != "reduction"}
         (inputs, static, _), _ = check(*arrays[:4], temperature=arrays.temperature, validate=validate, **own)
         if validate or is_read:
-            part = inputs._replace(target_ids=_own_part(inputs.target_ids), temperature=_own_part(inputs.temperature))
-            tokens_of(part, static.real_vocab_size, options.get("ignore_index"), validate)
+            for ids, temperature in _own_pieces(inputs.target_ids, inputs.temperature):
+                part = inputs._replace(target_ids=ids, temperature=temperature)
+                tokens_of(part, static.real_vocab_size, options.get("ignore_index"), validate)
         return layout(inputs, static), inputs
 
-    found, inputs = _agreed(mesh if is_read else None, checked)
-    return _on_mesh(found, tuple(options.items()), inputs)
-
-
-def _own_part(x: Any) -> Any:
-    """What this process holds of an array that is spread over several."""
-    if not isinstance(x, jax.Array) or not validation.is_concrete(x) or x.is_fully_addressable:
-        return x
-    return np.concatenate([np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards])
-
-
-def _agreed[T](mesh: Mesh | AbstractMesh | None, checks: Callable[[], T]) -> T:
-    """`checks()`; where processes share the mesh, what it raises in one of them is raised in all, by one collective."""
-    if not isinstance(mesh, Mesh) or not mesh.is_multi_process:
-        return checks()
-    failed = ""
+    if not isinstance(mesh, Mesh) or not mesh.is_multi_process or not all(map(validation.is_concrete, arrays)):
+        return checked()
     try:
-        found = checks()
-    except ValueError as error:
-        failed = str(error)
-    message = _first_message(mesh, failed)
-    if message:
+        found, failed = checked(), ""
+    except Exception as error:  # whatever it is, the others must not wait for this process
+        found, failed = None, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    texts = _everyone(mesh, f"!{failed}" if failed else _call_text(arrays, validate, options))
+    message = next((text[1:] for text in texts if text.startswith("!")), "")
+    if not message and len(set(texts)) > 1:
+        message = "the processes call linear_logp differently: " + " | ".join(sorted(set(texts)))
+    if message or found is None:
         raise ValueError(message)
     return found
 
 
-def _first_message(mesh: Mesh, message: str) -> str:
-    """The message of the first process that has one, the same everywhere."""
-    encoded = np.frombuffer(message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+def _own_pieces(ids: Any, temperature: Any) -> list[tuple[Any, Any]]:
+    """What this process holds of ids and temperatures, where they may lie over several processes, piece by piece.
+
+    A temperature whose pieces are others than those of ids is not looked at: a bad one still gives NaN.
+    """
+    if not _is_cut(ids):
+        return [(_whole(ids), 1.0 if _is_cut(temperature) else _whole(temperature))]
+    pieces = {shard.index: np.asarray(shard.data) for shard in ids.addressable_shards}
+    if _is_cut(temperature):
+        own = {shard.index: np.asarray(shard.data) for shard in temperature.addressable_shards}
+        return [(piece, own.get(index, 1.0)) for index, piece in pieces.items()]
+    value = _whole(temperature)
+    return [(piece, value[index] if np.ndim(value) else value) for index, piece in pieces.items()]
+
+
+def _is_cut(x: Any) -> bool:
+    """Whether this process holds a part of it only."""
+    return _is_array(x) and not x.is_fully_addressable and not x.is_fully_replicated
+
+
+def _whole(x: Any) -> Any:
+    """A value that this process holds all of."""
+    return np.asarray(x.addressable_shards[0].data) if _is_array(x) and not x.is_fully_addressable else x
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and validation.is_concrete(x)
+
+
+def _call_text(arrays: Inputs, validate: bool | None, options: dict[str, Any]) -> str:
+    """What must be the same in every process."""
+
+    def of(x: Any) -> str:
+        return f"{x.dtype}{list(x.shape)}" if np.ndim(x) else repr(x)
+
+    given = {name: of(x) for name, x in arrays._asdict().items()} | {k: repr(v) for k, v in options.items()}
+    return ", ".join(f"{name}={text}" for name, text in {**given, "validate": repr(validate)}.items())
+
+
+def _everyone(mesh: Mesh, text: str) -> list[str]:
+    """The text of each device's process, in every process."""
+    encoded = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
     line = Mesh(mesh.devices.reshape(-1), ("device",))
     mine = jax.make_array_from_callback(
-        (mesh.size, _MESSAGE_BYTES), NamedSharding(line, PartitionSpec("device")), lambda _: encoded[None]
+        (mesh.size, _TEXT_BYTES), NamedSharding(line, PartitionSpec("device")), lambda _: encoded[None]
     )
     everyone = jax.jit(lambda x: x, out_shardings=NamedSharding(line, PartitionSpec()))(mine)
-    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(everyone))
-    return next((text for text in texts if text), "")
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(everyone)]
 
 
 def _laid(x: Any, sharding: NamedSharding) -> Any:

@@ -9,14 +9,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlk_jax import vocab_parallel
+from rlk_jax import linear_logp, vocab_parallel
 from tests import helpers
 from tests.helpers import Case
 
 CASE = Case("processes", (12,), 16, 1000, bias=True)
 
 
-def hashes(problem: helpers.Problem, mesh: Mesh) -> dict[str, str]:
+def hashes(problem: helpers.Problem, mesh: Mesh, **changes) -> dict[str, str]:
     """sha256 of logp and of every gradient, whole."""
     n = mesh.size
 
@@ -34,6 +34,7 @@ def hashes(problem: helpers.Problem, mesh: Mesh) -> dict[str, str]:
             weight,
             target_ids,
             bias,
+            temperature=problem.temperature,
             mesh=mesh,
             vocab_axis="tp",
             global_vocab_size=CASE.vocab,
@@ -42,7 +43,7 @@ def hashes(problem: helpers.Problem, mesh: Mesh) -> dict[str, str]:
             **options,
         )
 
-    values = logp(hidden, weight, bias, validate=True)
+    values = logp(hidden, weight, bias, **{"validate": True, **changes})
 
     def loss(operands, upstream):
         return jnp.vdot(logp(*operands), upstream)
@@ -59,16 +60,34 @@ def hashes(problem: helpers.Problem, mesh: Mesh) -> dict[str, str]:
 def main(task: str, coordinator: str, count: int, index: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, count, index)
-    problem = helpers.make(CASE, jnp.bfloat16)
-    is_wrong = index == 2
-    if task == "bad target" and is_wrong:
-        problem = problem._replace(target_ids=problem.target_ids.at[5].set(CASE.vocab))
-    if task == "wrong bias" and is_wrong:
-        problem = problem._replace(bias=problem.bias[:-100])
-    if task == "wrong shard" and is_wrong:
-        problem = problem._replace(weight=problem.weight[:500])
-    for name, digest in hashes(problem, Mesh(np.asarray(jax.devices()), ("tp",))).items():
+    problem, mesh = helpers.make(CASE, jnp.bfloat16), Mesh(np.asarray(jax.devices()), ("tp",))
+    wrong = MISTAKES[task](problem) if index == 2 else {}
+    if task == "bare":
+        # Outside jit, on an array that all processes share.
+        ids = problem.target_ids if index != 2 else problem.target_ids.at[5].set(-7)
+        everywhere = NamedSharding(mesh, P())
+        shared = [
+            jax.make_array_from_callback(x.shape, everywhere, lambda i, x=x: np.asarray(x[i]))
+            for x in (problem.hidden, problem.weight, ids)
+        ]
+        print(linear_logp(*shared))
+    problem = problem._replace(**{name: wrong.pop(name) for name in problem._fields if name in wrong})
+    for name, digest in hashes(problem, mesh, **wrong).items():
         print(name, digest)
+
+
+MISTAKES = {
+    "none": lambda p: {},
+    "bare": lambda p: {},
+    "bad target": lambda p: {"target_ids": p.target_ids.at[5].set(CASE.vocab)},
+    "wrong bias": lambda p: {"bias": p.bias[:-100]},
+    "wrong shard": lambda p: {"weight": p.weight[:500]},
+    "wrong dtype": lambda p: {"weight": p.weight.astype(jnp.float16)},
+    "temperature": lambda p: {"temperature": 2.0},
+    "validate": lambda p: {"validate": False},
+    "unknown option": lambda p: {"no_such_option": 1},
+}
+"""What the third process does otherwise."""
 
 
 if __name__ == "__main__":

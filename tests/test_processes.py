@@ -34,6 +34,11 @@ def test_processes_have_the_bits_of_one():
         ("bad target", "ValueError: target_ids out of range: expected [0, 999], got ["),
         ("wrong bias", "ValueError: bias must have V=1024 elements, got shape (960,)"),
         ("wrong shard", "ValueError: bias must have V=512 elements, got shape (1024,)"),
+        ("wrong dtype", "ValueError: the processes call linear_logp differently: "),
+        ("temperature", "ValueError: the processes call linear_logp differently: "),
+        ("validate", "ValueError: the processes call linear_logp differently: "),
+        ("unknown option", "ValueError: TypeError: got an unexpected keyword argument 'no_such_option'"),
+        ("bare", "ValueError: target_ids out of range: expected [0, 999], got [-7, "),
     ],
 )
 def test_one_rank_s_mistake_ends_all_with_its_message(task, message):

@@ -7,8 +7,10 @@ and, under stress, whether large problems stay finite. Options and sections are 
 import argparse
 import functools
 import json
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ import rlk_jax
 from rlk_jax import vocab_parallel
 from rlk_jax._processes import Finished, free_port, run_together
 from rlk_jax.checker.contract import tolerance
+from rlk_jax.dispatch import IMPLEMENTATIONS
 
 _AXIS = "tp"
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -83,18 +86,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add `check-tp`."""
     parser = subparsers.add_parser("check-tp", help=_DESCRIPTION, description=_DESCRIPTION)
     integer = functools.partial(parser.add_argument, type=_positive)
-    parser.add_argument("--implementation", help="backend under test (default: the fastest that runs)")
+    backends = parser.add_argument("--implementation", choices=IMPLEMENTATIONS, metavar="NAME")
+    backends.help = f"backend under test: {', '.join(IMPLEMENTATIONS)} (default: the fastest that runs)"
     parser.add_argument("--dtype", type=_dtype, default="bf16", metavar="fp32|bf16|fp16", help="of all operands")
     parser.add_argument("--reference-mode", choices=["matching", "fp32"], default="matching", help=_REFERENCE_HELP)
-    parser.add_argument("--seed", type=int, default=1234)
+    integer("--seed", default=1234)
     integer("--tokens", default=128)
     integer("--hidden-size", default=256)
     integer("--vocab-size", default=4096)
     parser.add_argument("--no-bias", action="store_true")
     parser.add_argument("--uneven-shards", action="store_true", help="a last shard with fewer columns than the others")
     parser.add_argument("--reduction", choices=["sum", "canonical"], default="sum", help="of hidden's gradient")
-    parser.add_argument("--atol", type=float, help="largest absolute difference (default: the contract's)")
-    parser.add_argument("--rtol", type=float, help="largest relative difference on top (default: the contract's)")
+    parser.add_argument("--atol", type=_tolerance, help="largest absolute difference (default: the contract's)")
+    parser.add_argument("--rtol", type=_tolerance, help="largest relative difference on top (default: the contract's)")
     parser.add_argument("--run-stress", action="store_true", help="also a large problem, for finiteness and time")
     integer("--stress-tokens", default=4096)
     integer("--stress-hidden-size", default=2048)
@@ -118,6 +122,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, got {value}")
+    return value
+
+
 def _dtype(text: str) -> str:
     name = _LONG.get(text, text)
     if name not in _DTYPES:
@@ -131,8 +142,8 @@ def run(options: argparse.Namespace) -> int:
     if None in joined and any(x is not None for x in joined):
         return _usage("--coordinator, --process-count and --process-id go together")
     if options.processes is not None:
-        if options.processes < 2 or options.coordinator:
-            return _usage("--processes must be at least 2, and starts its own coordinator")
+        if options.processes < 2 or options.coordinator or options.devices:
+            return _usage("--processes must be at least 2, and goes without --coordinator and --devices")
         return _run_processes(options)
     if options.coordinator:
         jax.distributed.initialize(*joined)
@@ -147,10 +158,17 @@ def _usage(message: str) -> int:
 def _run_here(options: argparse.Namespace) -> int:
     devices = jax.devices()[: options.devices]
     if len(devices) < max(2, options.devices or 0):
-        return _usage(f"needs {max(2, options.devices or 0)} devices and there are {len(jax.devices())}")
+        needed = max(2, options.devices or 0)
+        return _usage(f"needs {needed} devices and there are {len(jax.devices())}; --processes {needed} makes them")
     if options.vocab_size < len(devices):
         return _usage(f"--vocab-size {options.vocab_size} is less than the {len(devices)} devices")
-    return _check(options, Mesh(np.asarray(devices), (_AXIS,)))
+    try:
+        return _check(options, Mesh(np.asarray(devices), (_AXIS,)))
+    except Exception:
+        # What cannot run at all has failed, too.
+        traceback.print_exc()
+        _say("[result] FAIL")
+        return 1
 
 
 def _run_processes(options: argparse.Namespace) -> int:
@@ -160,18 +178,30 @@ def _run_processes(options: argparse.Namespace) -> int:
     commands = [
         ["-m", "rlk_jax.checker.check_tp", json.dumps({**given, "process_id": i})] for i in range(options.processes)
     ]
-    finished = run_together(commands, timeout_s=options.timeout)
+    # So that a terminated parent leaves no children behind.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        finished = run_together(commands, timeout_s=options.timeout)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(finished[0].stdout, end="")
-    return report(finished)
+    return report(finished, options.timeout)
 
 
-def report(finished: Sequence[Finished]) -> int:
+def report(finished: Sequence[Finished], timeout_s: float) -> int:
     """The exit status of all processes together; what failed ones said, tracebacks included, before exit codes."""
     failed = [i for i, process in enumerate(finished) if process.code]
     for i in failed:
         print(f"process {i}:\n{finished[i].stderr}", file=sys.stderr)
     if failed:
+        late = [i for i in failed if finished[i].killed]
+        if len(late) == len(failed):
+            print(f"no process had ended after {timeout_s} s, and all were killed", file=sys.stderr)
+        elif late:
+            print(f"processes {late} hung after another one failed, and were killed", file=sys.stderr)
         print(f"exit codes: {[process.code for process in finished]}", file=sys.stderr)
+        if "[result]" not in finished[0].stdout:
+            print("[result] FAIL")
     return 1 if failed else 0
 
 
@@ -320,7 +350,7 @@ def _metric(name: str, actual: jax.Array, expected: np.ndarray, atol: float, rto
         a, e = np.asarray(shard.data, np.float64), expected[shard.index]
         error = np.abs(a - e)
         relative = error / np.maximum(np.abs(e), 1e-8)
-        largest = np.fmax(largest, [error.max(initial=0), relative.max(initial=0)])
+        largest = np.maximum(largest, [error.max(initial=0), relative.max(initial=0)])
         passed &= np.allclose(a, e, atol=atol, rtol=rtol)
     if jax.process_count() > 1:
         largest = np.asarray(multihost_utils.process_allgather(largest)).max(axis=0)
