@@ -149,8 +149,9 @@ def measure(shape: str, dtype: str, implementations: Sequence[str], rounds: int,
     us = {key: 1e3 * t / repeats for key, t in ms.items()}
     m, k, n = map(int, shape.split(","))
     for name, what in found:
-        t = us[f"{name}: {what}"]
-        rows.append(Row(shape, dtype, name, what, "pass", t, us[f"{CUBLAS}: {what}"] / t, 2e-6 * m * k * n / t))
+        t, baseline = us[f"{name}: {what}"], us.get(f"{CUBLAS}: {what}")
+        speed = None if baseline is None else baseline / t
+        rows.append(Row(shape, dtype, name, what, "pass", t, speed, 2e-6 * m * k * n / t))
     return rows
 
 
@@ -159,7 +160,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
     for r in sorted(rows, key=lambda r: [list(map(int, r.shape.split(","))), r.what], reverse=True):
         figures = (r.status, "", "")
         if r.status == "pass":
-            figures = (f"{r.us:.1f} µs", f"{r.speed:.3f}", f"{r.tflops:.0f}")
+            figures = (f"{r.us:.1f} µs", "" if r.speed is None else f"{r.speed:.3f}", f"{r.tflops:.0f}")
         table.add_row(r.shape, r.what, r.implementation, *figures)
     console = Console()
     # A log file counts as 80 columns wide, which would cut the figures.

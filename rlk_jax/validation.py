@@ -260,6 +260,15 @@ def linear_logp(
     return inputs, options, shard
 
 
+def _out_dtype(x: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(x)
+    except TypeError:
+        dtype = None
+    _require(dtype in FLOAT_DTYPES, f"out_dtype must be bfloat16, float16 or float32, got {x!r}.")
+    return dtype
+
+
 def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_into: Any) -> tuple[GemmInputs, Form]:
     """Static checks of det_gemm; raises ValueError before anything runs."""
     _require(transpose_b in (True, False), f"transpose_b must be True or False, got {transpose_b!r}.")
@@ -282,10 +291,6 @@ def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_in
         _require(start.dtype == jnp.float32, f"accumulate_into must be float32, got {start.dtype}.")
     if out_dtype is None:
         out_dtype = a.dtype if start is None else jnp.float32
-    _require(
-        any(out_dtype is x or out_dtype == x or out_dtype == np.dtype(x).name for x in FLOAT_DTYPES),
-        f"out_dtype must be bfloat16, float16 or float32, got {out_dtype!r}.",
-    )
     for name, x in inputs._asdict().items():
         _require(
             (spec := explicit_spec(x)) is None,
@@ -293,7 +298,7 @@ def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_in
             "jax.shard_map.",
         )
     _check_devices(inputs)
-    return inputs, Form(False, bool(transpose_b), np.dtype(out_dtype))
+    return inputs, Form(False, bool(transpose_b), _out_dtype(out_dtype))
 
 
 def require_positive_integer(name: str, x: Any) -> None:

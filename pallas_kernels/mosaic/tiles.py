@@ -76,15 +76,15 @@ _SPEED = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.75, (64, 64): 0.55}
 """Share of the tensor cores' speed that a tile of these rows and columns reaches."""
 
 
-def gemm_plan(m: int, n: int, sm_count: int, *, a_rows: bool, b_rows: bool, accumulates: bool) -> Plan:
-    """For C `[m, n]`. a_rows: A is stored `[M, K]`; b_rows: B is stored `[N, K]`; accumulates: it starts from a C.
+def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, b_transposed: bool, accumulates: bool) -> Plan:
+    """For C `[m, n]`; A is stored `[M, K]` or `[K, M]`, B `[K, N]` or `[N, K]`; accumulates: it starts from a C.
 
     Up to 64 rows only the stream of B counts, for which every multiprocessor should have a tile: of 32 columns where
     that takes so many (tiles this narrow can only be read from `[N, K]`), else of 64 or 128 rows of Cᵀ. With more rows
     it is the tile that does the fewest rounds over the machine for its speed.
     """
-    if m <= 64 and a_rows:
-        if b_rows and n <= 32 * sm_count:
+    if m <= 64 and not a_transposed:
+        if b_transposed and n <= 32 * sm_count:
             return Plan(_deep(64, 32, cluster=1))
         if not accumulates:
             columns = next(x for x in (8, 16, 32, 64) if m <= x)

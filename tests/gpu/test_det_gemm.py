@@ -12,6 +12,7 @@ from pallas_kernels.mosaic.tiles import Plan, Tile
 from rlk_jax import det_gemm, explain
 from tests import gemm
 from tests.gemm import Case
+from tests.gpu import golden
 from tests.helpers import assert_same_bits
 
 every_dtype = pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
@@ -111,6 +112,18 @@ def test_every_tile(plan, monkeypatch):
     monkeypatch.setattr(kernel, "gemm_plan", lambda *sizes, **layout: plan)
     assert_same_bits(results(), expected)
     jax.clear_caches()
+
+
+def test_golden_hashes():
+    def found():
+        for dtype in gemm.DTYPES:
+            for case in (Case("large", 1000, 1024, 1000), Case("small", 16, 4096, 4096, transpose_b=True)):
+                for name, x in zip(
+                    ("C", "dA", "dB"), gemm.outputs(case, gemm.make(case, dtype), "mosaic"), strict=False
+                ):
+                    yield f"{case.name} {np.dtype(dtype).name} {name}", x
+
+    golden.check("det_gemm", lambda: dict(found()))
 
 
 @every_dtype

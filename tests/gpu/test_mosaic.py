@@ -1,9 +1,7 @@
 """linear_logp's Mosaic kernels on a Hopper GPU: accuracy, raw bits, golden hashes, memory, JAX's transformations."""
 
 import dataclasses
-import hashlib
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -12,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rlk_jax
 from pallas_kernels.mosaic import dlogits, gradients, statistics
 from pallas_kernels.mosaic.tiles import Tile
 from rlk_jax import linear_logp, mosaic
 from tests import helpers
+from tests.gpu import golden
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -286,33 +284,17 @@ def test_more_than_2_31_logits():
     assert_within_contract(rows[3][index], gold.gradients[0], "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
-GOLDEN = pathlib.Path(__file__).parent / "golden.json"
-
-
-def _hashes() -> dict[str, str]:
-    hashes = {}
-    for dtype in DTYPES:
-        for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
-            rows, head = helpers.outputs(case, helpers.make(case, dtype), "mosaic")
-            for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
-                hashes[f"{case.name} {np.dtype(dtype).name} {name}"] = hashlib.sha256(
-                    helpers.bits(x).tobytes()
-                ).hexdigest()
-    return hashes
-
-
 def test_golden_hashes():
-    """Bits of fixed inputs; they may only change together with `numerics_version`. RLK_GOLDEN=write prints new ones."""
-    golden = json.loads(GOLDEN.read_text())
-    here = {
-        "device": jax.devices()[0].device_kind,
-        "jaxlib": jax.lib.__version__,
-        "numerics_version": rlk_jax.numerics_version["linear_logp"],
-    }
-    if any(golden[key] != value for key, value in here.items()):
-        print(json.dumps({**here, "hashes": _hashes()}, indent=1))
-        pytest.skip(f"hashes are of {[golden[key] for key in here]}, here is {list(here.values())}")
-    assert _hashes() == golden["hashes"]
+    def outputs():
+        found = {}
+        for dtype in DTYPES:
+            for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
+                rows, head = helpers.outputs(case, helpers.make(case, dtype), "mosaic")
+                for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
+                    found[f"{case.name} {np.dtype(dtype).name} {name}"] = x
+        return found
+
+    golden.check("linear_logp", outputs)
 
 
 MEMORY = """

@@ -178,8 +178,8 @@ class Gemm:
             self.m,
             self.n,
             MACHINE.sm_count,
-            a_rows=not self.a_transposed,
-            b_rows=self.b_transposed,
+            a_transposed=self.a_transposed,
+            b_transposed=self.b_transposed,
             accumulates=self.accumulates,
         )
 

@@ -51,7 +51,7 @@ def test_tiles_fit_the_machine(rows):
         assert_fits(tile, staged=2 * 64 * 64)
 
 
-layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_rows", "b_rows", "accumulates")})
+layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_transposed", "b_transposed", "accumulates")})
 
 
 @given(m=st.integers(1, 1 << 20), n=st.integers(1, 1 << 20), sm_count=st.integers(2, 160), layout=layouts)
@@ -62,7 +62,7 @@ def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout):
     assert_fits(tile, staged=4 * 64 * tile.columns if plan.swapped else 64 * 128)
     assert tile.stages.bit_count() == 1
     # Columns that lie along memory are read 64 at a time.
-    columns_lie_along_memory = not layout["a_rows"] if plan.swapped else not layout["b_rows"]
+    columns_lie_along_memory = layout["a_transposed"] if plan.swapped else not layout["b_transposed"]
     assert tile.columns % 64 == 0 or not columns_lie_along_memory
     assert not (plan.swapped and layout["accumulates"])
     if plan.swapped:
@@ -70,7 +70,7 @@ def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "b_rows", "tile", "swapped"),
+    ("m", "n", "b_transposed", "tile", "swapped"),
     [
         (4096, 4096, False, (128, 256, 2), False),
         (4096, 12288, False, (128, 256, 2), False),
@@ -85,8 +85,8 @@ def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout):
         (64, 32000, False, (128, 64, 1), True),
     ],
 )
-def test_which_tile_a_gemm_takes(m, n, b_rows, tile, swapped):
-    plan = gemm_plan(m, n, 132, a_rows=True, b_rows=b_rows, accumulates=False)
+def test_which_tile_a_gemm_takes(m, n, b_transposed, tile, swapped):
+    plan = gemm_plan(m, n, 132, a_transposed=False, b_transposed=b_transposed, accumulates=False)
     assert (plan.tile.rows, plan.tile.columns, plan.tile.cluster) == tile and plan.swapped == swapped
 
 
