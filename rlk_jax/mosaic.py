@@ -222,9 +222,18 @@ def _over_slices(plan: Plan, step: Callable[[Run, Any], None]) -> None:
             lax.fori_loop(0, run.slices, lambda i, _, run=run: step(run, i), None)
 
 
+def _apart[Tree](tree: Tree) -> Tree:
+    """The same arrays, apart from the program around the kernels.
+
+    XLA fuses a slice of an operand, or a store into a slice of a result, into a kernel's launch and then forgets that
+    the kernel writes its results in place: in a scan they would be lost (seen in jaxlib 0.11.2).
+    """
+    return lax.optimization_barrier(tree)
+
+
 def _matrix(plan: Plan, rows: Compacted, hidden: Array) -> Array:
     """The compacted hidden rows, zeros behind them and up to a hidden dim that is a multiple of 64."""
-    return jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -plan.dim % DEPTH)))
+    return _apart(jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -plan.dim % DEPTH))))
 
 
 def _holds_target(plan: Plan, target_ids: Array) -> Array | None:
@@ -253,7 +262,7 @@ def _forward(
     machine = machine or _machine()
     n, dim = operands.hidden.shape
     typed = operands.hidden
-    operands, tokens = as_replicated((operands, tokens))
+    operands, tokens = _apart(as_replicated((operands, tokens)))
     plan, vocabulary = forward_plan(options, dim, n), _vocabulary(options)
     rows = compact(tokens.active, plan.rows, all_active=not options.may_ignore)
     hidden = _matrix(plan, rows, operands.hidden)
@@ -277,6 +286,7 @@ def _forward(
     groups = fold_chunks(jax.tree.map(jax.freeze, out), options.tree.groups, rows.count, machine)
     groups = as_replicated(gather(varying_like(groups, typed)))
     softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine))
+    softmax = _apart(softmax)
     return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax
 
 
@@ -296,7 +306,7 @@ def _gradients(
     machine = machine or _machine()
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
-    operands, tokens, softmax, upstream = as_replicated((operands, tokens, softmax, upstream))
+    operands, tokens, softmax, upstream = _apart(as_replicated((operands, tokens, softmax, upstream)))
     is_rounded = options.hidden_gradient == "rounded"
     parts = options.tree.groups if options.hidden_gradient == "groups" else 1
     plan = backward_plan(options, dim, n, needs=needs, dtype=dtype)
@@ -367,7 +377,7 @@ def _gradients(
     sums = [rows.spread(jax.freeze(x.chain if x.rounded is None else x.rounded)[:, :dim]) for x in d_hidden]
     hidden_gradient = (sums[0] if is_rounded else jnp.stack(sums)) if needs.hidden else None
     done = Gradients(hidden_gradient, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
-    return done.like(options, operands)
+    return _apart(done.like(options, operands))
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Options) -> Array:
@@ -388,16 +398,14 @@ LINEAR_LOGP = linear_logp()
 def _gemm(machine: Machine | None, form: Form, a: Array, b: Array, start: Array | None) -> Array:
     from pallas_kernels.mosaic.gemm import gemm
 
-    a, b, start = as_replicated((a, b, start))
-    return gemm(
-        a,
-        b,
-        start,
+    product = gemm(
+        *_apart(as_replicated((a, b, start))),
         a_transposed=form.a_transposed,
         b_transposed=form.b_transposed,
         out_dtype=form.out_dtype,
         machine=machine or _machine(),
     )
+    return _apart(product)
 
 
 def det_gemm(machine: Machine | None = None) -> Gemm:

@@ -120,10 +120,7 @@ def gemm(
     """
     rows, columns = _Operand(a, a_transposed), _Operand(b, not b_transposed)
     m, n = rows.size, columns.size
-    accumulates = start is not None
-    plan = gemm_plan(
-        m, n, machine.sm_count, a_transposed=a_transposed, b_transposed=b_transposed, accumulates=accumulates
-    )
+    plan = gemm_plan(m, n, machine.sm_count, a_transposed=a_transposed, accumulates=start is not None)
     if plan.swapped:
         rows, columns = columns, rows
     tile, stored = plan.tile, _stored_shape(m, n)

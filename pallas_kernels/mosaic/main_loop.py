@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, Tile
+from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, SHARED_MEMORY, Machine, Tile
 
 Array = jax.Array
 Ref = Any
@@ -99,6 +99,16 @@ def _scratch(product: Product) -> dict[str, Any]:
     return {**ring, "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages), "empty": empty}
 
 
+def _shared_bytes(product: Product) -> int:
+    """Of the ring and of what an epilogue writes."""
+    tile = product.tile
+    ring = tile.stages * (tile.rows + tile.columns) * DEPTH * jnp.dtype(product.dtype).itemsize
+    if product.store_dtype is None:
+        return ring
+    strip = product.strip[0] * product.strip[1] * jnp.dtype(product.store_dtype).itemsize
+    return ring + tile.warpgroups * _STRIPS_IN_FLIGHT * strip
+
+
 @dataclass(frozen=True)
 class _Ring:
     """The stages of one block and the two barriers of each: `full` when loaded, `empty` when read by every reader."""
@@ -172,6 +182,9 @@ class _Ring:
 def multiply(product: Product, machine: Machine, arguments: Any) -> None:
     """Launch `product`. `arguments` is a tree of arrays, and of `jax.new_ref` references that the kernel writes."""
     tile = product.tile
+    if _shared_bytes(product) > SHARED_MEMORY:
+        # Such a launch would fail without a word, and leave memory as it was.
+        raise ValueError(f"{product.name}: {tile} takes {_shared_bytes(product)} bytes of shared memory.")
     clusters = min(machine.sm_count // tile.cluster, product.max_blocks[0] * product.max_blocks[1])
     leaves, tree = jax.tree.flatten(arguments)
 

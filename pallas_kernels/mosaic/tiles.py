@@ -76,20 +76,16 @@ _SPEED = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.75, (64, 64): 0.55}
 """Share of the tensor cores' speed that a tile of these rows and columns reaches."""
 
 
-def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, b_transposed: bool, accumulates: bool) -> Plan:
-    """For C `[m, n]`; A is stored `[M, K]` or `[K, M]`, B `[K, N]` or `[N, K]`; accumulates: it starts from a C.
+def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, accumulates: bool) -> Plan:
+    """For C `[m, n]`; A is stored `[M, K]`, or `[K, M]` if transposed; accumulates: it starts from a C.
 
-    Up to 64 rows only the stream of B counts, for which every multiprocessor should have a tile: of 32 columns where
-    that takes so many (tiles this narrow can only be read from `[N, K]`), else of 64 or 128 rows of Cᵀ. With more rows
-    it is the tile that does the fewest rounds over the machine for its speed.
+    Up to 64 rows only the stream of B counts, in tiles of 64 or 128 rows of Cᵀ. With more rows it is the tile that does
+    the fewest rounds over the machine for its speed.
     """
-    if m <= 64 and not a_transposed:
-        if b_transposed and n <= 32 * sm_count:
-            return Plan(_deep(64, 32, cluster=1))
-        if not accumulates:
-            columns = next(x for x in (8, 16, 32, 64) if m <= x)
-            rows = 64 if n <= 64 * sm_count else 128
-            return Plan(_deep(rows, columns, cluster=1, strip=4 * 64 * columns), swapped=True)
+    if m <= 64 and not a_transposed and not accumulates:
+        columns = next(x for x in (8, 16, 32, 64) if m <= x)
+        rows = 64 if n <= 64 * sm_count else 128
+        return Plan(_deep(rows, columns, cluster=1, strip=4 * 64 * columns), swapped=True)
 
     def time(tile: Tile) -> float:
         blocks = -(-m // tile.cluster_rows) * -(-n // tile.columns)

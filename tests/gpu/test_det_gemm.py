@@ -43,7 +43,7 @@ CASES = (
 PLANS = (
     *(Plan(Tile(r, c, 4, x)) for r, c in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)) for x in (1, 2)),
     Plan(Tile(band=1)),
-    Plan(Tile(64, 64, 16, 1)),
+    Plan(Tile(64, 64, 8, 1)),
     *(Plan(Tile(rows, columns, 4, 1), swapped=True) for rows in (64, 128) for columns in (8, 16, 32, 64)),
 )
 

@@ -34,6 +34,7 @@ from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.statistics import Logits, Partials, Slice
 from pallas_kernels.mosaic.tiles import COLUMNS, Machine, gemm_plan
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from rlk_jax import det_gemm, dispatch, linear_logp
 from rlk_jax._tree import tree
 
 MACHINE = Machine()
@@ -174,14 +175,8 @@ class Gemm:
 
     @property
     def plan(self) -> Any:
-        return gemm_plan(
-            self.m,
-            self.n,
-            MACHINE.sm_count,
-            a_transposed=self.a_transposed,
-            b_transposed=self.b_transposed,
-            accumulates=self.accumulates,
-        )
+        options = {"a_transposed": self.a_transposed, "accumulates": self.accumulates}
+        return gemm_plan(self.m, self.n, MACHINE.sm_count, **options)
 
     def configuration(self) -> Configuration:
         def run(a, b, start):
@@ -300,6 +295,33 @@ def compile_one(index: int) -> tuple[bool, str]:
     return ok, f"{'ok  ' if ok else 'FAIL'} {name}: {text}"
 
 
+def scanned() -> Iterator[tuple[str, str]]:
+    """The compiled text of ops under lax.map, on operands and results that are slices of stacked ones."""
+    dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
+    a, b, c = ((4, 32, 512), jnp.bfloat16), ((4, 512, 4096), jnp.bfloat16), ((4, 32, 4096), jnp.bfloat16)
+    ids = ((4, 32), jnp.int32)
+
+    def gemm_gradients(x: Any) -> Any:
+        return jax.vjp(functools.partial(det_gemm, implementation="mosaic"), *x[:2])[1](x[2])
+
+    def logp(x: Any) -> Any:
+        return linear_logp(*x, weight_layout="dv", implementation="mosaic")
+
+    def logp_gradients(x: Any) -> Any:
+        return jax.grad(lambda hidden, weight: logp((hidden, weight, x[2])).sum(), (0, 1))(*x[:2])
+
+    programs: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
+        "det_gemm": (lambda x: det_gemm(*x, implementation="mosaic"), (a, b)),
+        "det_gemm's gradients": (gemm_gradients, (a, b, c)),
+        "linear_logp": (logp, (a, b, ids)),
+        "linear_logp's gradients": (logp_gradients, (a, b, ids)),
+    }
+    for name, (op, stacked) in programs.items():
+        arguments = tuple(jax.ShapeDtypeStruct(*x, sharding=h200()) for x in stacked)
+        traced = jax.jit(functools.partial(lax.map, op)).trace(arguments)
+        yield name, traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+
+
 def main() -> int:
     count = sum(1 for _ in configurations())
     failed = 0
@@ -307,6 +329,11 @@ def main() -> int:
         for ok, line in pool.map(compile_one, range(count)):
             failed += not ok
             print(line, flush=True)
+    for name, text in scanned():
+        # XLA would forget that the kernel writes in place, and with it all results.
+        is_fused = "dynamic-slice-fusion" in text
+        failed += is_fused
+        print(f"{'FAIL' if is_fused else 'ok  '} {name} in a scan", flush=True)
     print(f"{failed} of {count} failed" if failed else f"{count} configurations: no spills, no serialised wgmma")
     return 1 if failed else 0
 
