@@ -77,6 +77,7 @@ def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
         (("--devices", "99"), "needs 99 devices"),
         (("--vocab-size", "3", "--devices", "4"), "--vocab-size 3 is less than the 4 devices"),
         (("--processes", "1"), "--processes must be at least 2"),
+        (("--processes", "2", "--devices", "3"), "goes without --coordinator and --devices"),
         (("--coordinator", "127.0.0.1:1"), "go together"),
     ],
 )
@@ -85,7 +86,18 @@ def test_options_that_fit_nothing(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [("--dtype", "int8"), ("--tokens", "0"), ("--reference-mode", "other")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dtype", "int8"),
+        ("--tokens", "0"),
+        ("--seed", "-1"),
+        ("--atol", "nan"),
+        ("--rtol", "-1"),
+        ("--reference-mode", "other"),
+        ("--implementation", "bogus"),
+    ],
+)
 def test_usage(options):
     with pytest.raises(SystemExit) as status:
         cli.main(["check-tp", *options])
@@ -104,3 +116,16 @@ def test_tracebacks_come_before_exit_codes(capsys):
     said = capsys.readouterr().err
     assert said.count("ValueError: linear_logp cannot run 'mosaic' here") == 2
     assert said.index("Traceback") < said.index("exit codes: [1, 1]")
+
+
+def test_what_cannot_run_fails(capsys):
+    assert cli.main(["check-tp", *SMALL, "--devices", "2", "--implementation", "xla", "--reduction", "canonical"]) == 1
+    captured = capsys.readouterr()
+    assert "promises no bits" in captured.err and captured.out.endswith("[result] FAIL\n")
+
+
+def test_processes_that_take_too_long_are_said_to(capsys):
+    assert cli.main(["check-tp", *SMALL, "--processes", "2", "--timeout", "1"]) == 1
+    captured = capsys.readouterr()
+    assert "no process had ended after 1 s, and all were killed" in captured.err
+    assert captured.out.endswith("[result] FAIL\n")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -223,20 +224,75 @@ def test_sequence_parallel_hidden(check_vma):
     assert_within_contract(actual, expected, "linear_logp", jnp.float32, "gradient")
 
 
-def test_vmap_inside_shard_map():
-    problem = helpers.make(POWER, jnp.float32)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("implementation", "reduction"), [("xla", "sum"), ("deterministic", "canonical")])
+def test_vmap_inside_shard_map(implementation, reduction, check_vma):
+    """Of values and of all gradients, each example's own."""
+    problem = helpers.make(Case("vmapped", (3, 5), 24, 1024), jnp.float32)
     mesh = mesh_of("auto", tp=4)
 
     def on_rank(hidden, weight, target_ids):
         def one(h, t):
-            return linear_logp(h, weight, t, axis_name="tp", implementation="deterministic")
+            options = {"implementation": implementation, "reduction": reduction}
+            return linear_logp(h, weight, t, axis_name="tp", **options)
 
         return jax.vmap(one)(hidden, target_ids)
 
-    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P("tp"), P()), out_specs=P())
-    expected = linear_logp(problem.hidden, problem.weight, problem.target_ids, implementation="deterministic")
-    actual = jax.jit(call)(problem.hidden[:, None], problem.weight, problem.target_ids[:, None])
-    assert_same_bits(actual[:, 0], expected)
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P("tp"), P()), out_specs=P(), check_vma=check_vma)
+    plain = functools.partial(linear_logp, implementation=implementation)
+
+    def results(f):
+        def loss(hidden, weight):
+            return jnp.vdot(problem.upstream[0], f(hidden, weight, problem.target_ids))
+
+        operands = problem.hidden, problem.weight
+        return f(*operands, problem.target_ids), *jax.jit(jax.grad(loss, (0, 1)))(*operands)
+
+    for actual, expected in zip(results(call), results(plain), strict=True):
+        assert_within_contract(actual, expected, "linear_logp", jnp.float32, "gradient")
+
+
+def test_ids_that_differ_between_ranks_are_nan_and_say_so():
+    """Each is valid; together no rank owns the target, or two do."""
+    problem = helpers.make(POWER, jnp.float32)
+
+    def on_rank(hidden, weight, target_ids):
+        other = jnp.where(jax.lax.axis_index("tp") == 0, 1000, 10)
+        ids = jnp.where(jnp.arange(13) == 5, other, target_ids)
+        return linear_logp(hidden, weight, ids, axis_name="tp", implementation="xla")[None]
+
+    specs = (P(), P("tp"), P())
+    call = jax.shard_map(on_rank, mesh=mesh_of("auto", tp=4), in_specs=specs, out_specs=P("tp"), check_vma=False)
+    values = np.asarray(call(problem.hidden, problem.weight, problem.target_ids))
+    assert (np.isnan(values) == (np.arange(13) == 5)).all()
+    error, _ = checkify.checkify(jax.jit(call))(problem.hidden, problem.weight, problem.target_ids)
+    assert "target_ids must be covered by exactly one TP vocab shard" in error.get()
+
+
+def test_a_scalar_lead():
+    h, w = jnp.ones(8), jax.random.normal(jax.random.key(0), (64, 8))
+    actual = vocab_parallel.linear_logp(h, w, jnp.int32(3), mesh=mesh_of("auto", tp=2), vocab_axis="tp")
+    assert_within_contract(actual, linear_logp(h, w, jnp.int32(3)), "linear_logp", jnp.float32, "forward")
+
+
+def test_a_variable_s_head_over_explicit_axes():
+    mesh = mesh_of("explicit", tp=4)
+    weight = jax.random.normal(jax.random.key(0), (64, 8))
+    variable = nnx.Param(jax.device_put(weight, NamedSharding(mesh, P("tp"))))
+    ids = jnp.arange(3)
+    expected = linear_logp(jnp.ones((3, 8)), weight, ids)
+    with jax.set_mesh(mesh):
+        actual = linear_logp(jnp.ones((3, 8)), variable, ids)
+    assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
+
+
+def test_bare_calls_off_the_edges_are_refused_if_strict(monkeypatch):
+    monkeypatch.setenv("RLK_STRICT", "1")
+    mesh = mesh_of("auto", tp=8)
+    weight = jax.device_put(jnp.ones((1000, 8)), NamedSharding(mesh, P("tp")))
+    call = jax.jit(functools.partial(linear_logp, implementation="deterministic"))
+    with pytest.raises(Exception, match="8 shards of 125 columns do not end where"):
+        call(jnp.ones((3, 8)), weight, jnp.arange(3))
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1, 2], [1, 2, 3, 4], [0, 1, 2, 5]])
@@ -277,6 +333,13 @@ BAD_CALLS = {
     "reduction": ({"reduction": "mean"}, "reduction must be one of ('sum', 'canonical'), got 'mean'."),
     "canonical xla": ({"reduction": "canonical"}, "promises no bits, which reduction='canonical' asks for"),
     "reference": ({"implementation": "reference"}, "needs the whole head, not a shard of its vocabulary"),
+    "mesh": ({"mesh": None}, "mesh must be a jax.sharding.Mesh, got builtins.NoneType."),
+    "axis type": (
+        {"vocab_axis": 3},
+        "vocab_axis must be the name of a mesh axis, or a tuple of different ones, got 3.",
+    ),
+    "no axis": ({"vocab_axis": ()}, "vocab_axis must be the name of a mesh axis"),
+    "token axis type": ({"token_axes": 3}, "token_axes must be the name of a mesh axis"),
     "vocabulary": ({"global_vocab_size": 1001}, "global_vocab_size must be in [1, V=1000], got 1001."),
 }
 
@@ -322,6 +385,48 @@ def test_a_hidden_that_varies_needs_its_own_reduction():
         call(jnp.ones((4, 8)), jnp.ones((10, 8)))
 
 
+@pytest.mark.parametrize("axis", [["tp"], 3, (), ("tp", "tp")])
+def test_axis_name_is_a_name(axis):
+    with pytest.raises(ValueError, match="axis_name must be the name of a mesh axis"):
+        linear_logp(jnp.ones((2, 8)), jnp.ones((10, 8)), jnp.zeros(2, int), axis_name=axis)
+
+
+@pytest.mark.parametrize(("ranks", "start"), [(4, 0), (4, -1), (1, 5)])
+def test_a_start_that_all_ranks_share_is_refused(ranks, start):
+    def on_rank(weight):
+        return linear_logp(jnp.ones((2, 8)), weight, jnp.zeros(2, int), axis_name="tp", vocab_start_index=start)
+
+    with pytest.raises(ValueError, match=f"vocab_start_index {start} is the same on all {ranks} ranks"):
+        jax.shard_map(on_rank, mesh=mesh_of("auto", tp=ranks), in_specs=P("tp"), out_specs=P())(jnp.ones((64, 8)))
+
+
+def test_options_of_a_shard_are_refused_over_explicit_axes():
+    weight = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh_of("explicit", tp=4), P("tp")))
+    for option in ({"vocab_start_index": 5}, {"reduction": "canonical"}, {"reduce_hidden_grad": False}):
+        with pytest.raises(ValueError, match="requires axis_name"):
+            linear_logp(jnp.ones((2, 8)), weight, jnp.zeros(2, int), **option)
+
+
+def test_meshes_of_both_kinds_of_axes_name_vocab_parallel():
+    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=kinds, devices=jax.devices("cpu"))
+    hidden = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"all Explicit or all Auto.*call rlk_jax.vocab_parallel.linear_logp"):
+        linear_logp(hidden, jnp.ones((64, 8)), jnp.zeros(4, int))
+
+
+def test_whole_arrays_stand_outside_shard_map():
+    mesh = mesh_of("auto", data=2, tp=4)
+
+    def on_rank(hidden):
+        ids = jnp.zeros(hidden.shape[0], int)
+        return vocab_parallel.linear_logp(hidden, jnp.ones((64, 8)), ids, mesh=mesh, vocab_axis="tp")
+
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    with pytest.raises(ValueError, match=r"inside jax.shard_map call rlk_jax.linear_logp\(..., axis_name=...\)"):
+        jax.jit(call)(jnp.ones((4, 8)))
+
+
 @pytest.mark.parametrize("start", [1.5, jnp.zeros(2, int)])
 def test_start_index_is_an_integer(start):
     def on_rank(weight):
@@ -362,6 +467,12 @@ def test_shard_bounds(vocab, n, expected):
 def test_shard_bounds_refuse(vocab, n):
     with pytest.raises(ValueError, match="must be a positive integer"):
         vocab_parallel.shard_bounds(vocab, n)
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((2, 3, 4), "vd"), ((), "vd"), ((4, 4), "xx")])
+def test_pad_lm_head_takes_heads_and_biases(shape, layout):
+    with pytest.raises(ValueError, match=r"weight must be a head|weight_layout must be one of"):
+        vocab_parallel.pad_lm_head(jnp.ones(shape), 2, weight_layout=layout)
 
 
 BARE = {
