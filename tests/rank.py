@@ -57,6 +57,31 @@ def hashes(problem: helpers.Problem, mesh: Mesh, **changes) -> dict[str, str]:
     return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in found.items()}
 
 
+def cut_tokens(problem: helpers.Problem) -> str:
+    """sha256 of logp with ids over the data axis of a 2 x 2 mesh, and temperatures that every process has whole."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("data", "tp"))
+
+    def spread(x, *spec):
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(*spec)), lambda index: np.asarray(x[index]))
+
+    logp = vocab_parallel.linear_logp(
+        spread(problem.hidden, "data"),
+        spread(vocab_parallel.pad_lm_head(problem.weight, 2), "tp"),
+        spread(problem.target_ids, "data"),
+        mesh=mesh,
+        vocab_axis="tp",
+        token_axes="data",
+        temperature=TEMPERATURES,
+        global_vocab_size=CASE.vocab,
+        implementation="deterministic",
+    )
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(logp)
+    return hashlib.sha256(np.asarray(whole).tobytes()).hexdigest()
+
+
+TEMPERATURES = np.linspace(0.5, 2, CASE.lead[0], dtype=np.float32)
+
+
 def main(task: str, coordinator: str, count: int, index: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, count, index)
@@ -71,6 +96,9 @@ def main(task: str, coordinator: str, count: int, index: int) -> None:
             for x in (problem.hidden, problem.weight, ids)
         ]
         print(linear_logp(*shared))
+    if task == "cut tokens":
+        print("cut", cut_tokens(problem))
+        return
     problem = problem._replace(**{name: wrong.pop(name) for name in problem._fields if name in wrong})
     for name, digest in hashes(problem, mesh, **wrong).items():
         print(name, digest)
@@ -79,6 +107,7 @@ def main(task: str, coordinator: str, count: int, index: int) -> None:
 MISTAKES = {
     "none": lambda p: {},
     "bare": lambda p: {},
+    "cut tokens": lambda p: {},
     "bad target": lambda p: {"target_ids": p.target_ids.at[5].set(CASE.vocab)},
     "wrong bias": lambda p: {"bias": p.bias[:-100]},
     "wrong shard": lambda p: {"weight": p.weight[:500]},

@@ -1,10 +1,18 @@
 """Real processes over jax.distributed on the loopback device: the same bits, and one message for one rank's mistake."""
 
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from rlk_jax import linear_logp
 from rlk_jax._processes import Finished, free_port, run_together
 from tests import helpers, rank
 
@@ -26,6 +34,16 @@ def test_processes_have_the_bits_of_one():
         assert process.code == 0, process.stderr
         printed = dict(line.split() for line in process.stdout.splitlines() if line.split()[0] in expected)
         assert printed == expected
+
+
+def test_tokens_that_lie_over_processes():
+    """Ids in pieces, temperatures whole: each process checks what it holds of both."""
+    p = helpers.make(rank.CASE, jax.numpy.bfloat16)
+    options = {"temperature": rank.TEMPERATURES, "implementation": "deterministic"}
+    logp = np.asarray(linear_logp(p.hidden, p.weight, p.target_ids, **options))
+    for process in processes("cut tokens"):
+        assert process.code == 0, process.stderr
+        assert f"cut {hashlib.sha256(logp.tobytes()).hexdigest()}" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -51,3 +69,19 @@ def test_one_rank_s_mistake_ends_all_with_its_message(task, message):
 def test_a_hanging_process_is_killed_after_another_fails():
     finished = run_together([["-c", "raise SystemExit(3)"], ["-c", "import time; time.sleep(600)"]], timeout_s=LIMIT_S)
     assert [process.code for process in finished] == [3, -9]
+
+
+def test_a_terminated_check_leaves_no_process_behind():
+    command = [sys.executable, "-m", "rlk_jax.cli", "check-tp", "--processes", "2", "--tokens", "7919"]
+    check = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def children() -> list[str]:
+        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+        return [line for line in lines if b"rlk_jax.checker.check_tp" in line and b"7919" in line]
+
+    until = time.monotonic() + LIMIT_S
+    while len(children()) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    check.send_signal(signal.SIGTERM)
+    assert check.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert not children()

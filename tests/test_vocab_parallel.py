@@ -415,6 +415,18 @@ def test_meshes_of_both_kinds_of_axes_name_vocab_parallel():
         linear_logp(hidden, jnp.ones((64, 8)), jnp.zeros(4, int))
 
 
+def test_explicit_axes_beside_a_manual_one_are_refused():
+    def on_rank(hidden, weight):
+        return linear_logp(hidden, weight, jnp.zeros(4, int), axis_name="tp")
+
+    mesh = mesh_of("explicit", data=2, tp=4)
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), axis_names={"tp"})
+    hidden = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+    weight = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, P("tp")))
+    with pytest.raises(ValueError, match="beside axis_name 'tp' no input may lie over Explicit mesh axes"):
+        jax.jit(call)(hidden, weight)
+
+
 def test_whole_arrays_stand_outside_shard_map():
     mesh = mesh_of("auto", data=2, tp=4)
 
