@@ -152,10 +152,12 @@ def _shard(
         return None
     axes("axis_name", axis_name)
     _require(reduction in get_args(Reduction), f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
-    try:
-        count = jax.lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(f"axis_name {axis_name!r} is no mesh axis of a surrounding jax.shard_map.") from None
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    _require(
+        all(name in manual for name in axis_names(axis_name)),
+        f"axis_name {axis_name!r} is no mesh axis of a surrounding jax.shard_map.",
+    )
+    count = jax.lax.axis_size(axis_name)
     start = np.asarray(0) if vocab_start_index is None else jnp.asarray(vocab_start_index)
     _require(
         start.shape == () and jnp.issubdtype(start.dtype, jnp.integer),

@@ -376,6 +376,13 @@ def test_axis_options_need_their_axis(name):
         linear_logp(jnp.ones((2, 8)), jnp.ones((10, 8)), jnp.zeros(2, int), **options)
 
 
+def test_an_axis_of_vmap_is_no_mesh_axis():
+    with pytest.raises(ValueError, match=r"axis_name 'tp' is no mesh axis of a surrounding jax\.shard_map"):
+        jax.vmap(
+            lambda weight: linear_logp(jnp.ones((2, 8)), weight, jnp.zeros(2, int), axis_name="tp"), axis_name="tp"
+        )(jnp.ones((2, 10, 8)))
+
+
 def test_a_hidden_that_varies_needs_its_own_reduction():
     def on_rank(hidden, weight):
         return linear_logp(hidden, weight, jnp.zeros(2, int), axis_name="tp", implementation="xla")
