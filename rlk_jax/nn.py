@@ -12,13 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rlk_jax import dispatch
+from rlk_jax import dispatch, validation
 from rlk_jax._problem import rounded_product
+from rlk_jax._transforms import varying_like
 from rlk_jax.det_gemm import det_gemm
 from rlk_jax.linear_logp import linear_logp
 
@@ -26,35 +28,51 @@ _BLOCK = 64
 
 
 def isolated[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled apart from what surrounds it, and its results rounded to their own dtypes.
+    """`function`, compiled apart from what surrounds it, and its results rounded to their own dtypes; outside jit too.
 
     XLA otherwise joins it with its neighbours, where it may skip a rounding to bfloat16 or divide by a reciprocal.
-    Wrap elementwise functions in it, `isolated(jax.nn.silu)`, to use them in an invariant model.
+    Wrap elementwise functions in it, `isolated(jax.nn.silu)`, to use them in an invariant model. It must compute from
+    its arguments alone; those that are no arrays are static and have to be hashable.
     """
 
     @functools.wraps(function)
     def apart(*args: P.args, **kwargs: P.kwargs) -> R:
-        args, kwargs = lax.optimization_barrier((args, kwargs))
-        return lax.optimization_barrier(function(*args, **kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        static = tuple(None if _is_array(x) else x for x in leaves)
+        return _compiled_apart(function, tree, static, [x for x in leaves if _is_array(x)])
 
     return apart
 
 
-def ordered_sum(x: Float32[Array, "*lead S"]) -> Float32[Array, "*lead"]:
-    """Σ along the last axis in an order of its own: halves within blocks of 64, blocks ascending.
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled_apart(function: Callable[..., Any], tree: Any, static: tuple[Any, ...], arrays: list[Array]) -> Any:
+    following = iter(lax.optimization_barrier(arrays))
+    # No leaf is None: such arguments are part of the tree.
+    args, kwargs = jax.tree.unflatten(tree, [next(following) if x is None else x for x in static])
+    return lax.optimization_barrier(function(*args, **kwargs))
+
+
+@isolated
+def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
+    """Σ along the last axis in float32, in an order of its own: halves within blocks of 64, blocks ascending.
 
     Zeros behind the last value change no bits, so a sum does not depend on how long a sequence was padded.
     """
     length = x.shape[-1]
-    if length == 0:
+    if 0 in x.shape:
         return jnp.zeros(x.shape[:-1], jnp.float32)
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % _BLOCK)])
+    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -length % _BLOCK)])
     blocks = padded.reshape(*x.shape[:-1], -1, _BLOCK)
     while blocks.shape[-1] > 1:
         half = blocks.shape[-1] // 2
         blocks = blocks[..., :half] + blocks[..., half:]
     sums = jnp.moveaxis(blocks[..., 0], -1, 0)
-    return lax.scan(lambda total, block: (total + block, None), jnp.zeros_like(x[..., 0]), sums)[0]
+    start = varying_like(jnp.zeros(x.shape[:-1], jnp.float32), x)
+    return lax.scan(lambda total, block: (total + block, None), start, sums)[0]
 
 
 @isolated
@@ -66,7 +84,8 @@ def rms_norm(
     Same bits for a row whatever the lead shape. Source: RMSNorm, arXiv 1910.07467.
     """
     wide = x.astype(jnp.float32)
-    mean = ordered_sum(rounded_product(wide, wide)) * (1 / x.shape[-1])
+    total = ordered_sum(rounded_product(wide, wide))
+    mean = rounded_product(total, jnp.float32(1 / max(1, x.shape[-1])))
     inverse = lax.optimization_barrier(lax.rsqrt(mean + epsilon))[..., None]
     return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
 
@@ -94,6 +113,7 @@ def rotary(
 
     Same bits for a token at a position, whatever its slot. Source: RoFormer, arXiv 2104.09864.
     """
+    validation.rotary(x.shape, positions.shape)
     half = x.shape[-1] // 2
     frequencies = lax.optimization_barrier(jnp.float32(base) ** (-jnp.arange(half, dtype=jnp.float32) / half))
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
@@ -119,17 +139,21 @@ def attention(
 
     Args:
       query: of the tokens in slots start … start + T − 1. H is a multiple of G; heads share keys in order (GQA).
-      key, value: of S slots, those behind the last query unused, whatever they hold.
+      key, value: of S slots, at least start + T; those behind the last query are unused, whatever they hold.
       padding: how many first slots of each sequence are padding, or None for none.
       implementation: of det_gemm.
 
-    Returns query's dtype; 0 for a query that is padding itself.
+    Returns query's dtype; 0 for a query that is padding itself, NaN for one that sees a value that is not finite.
+    Raises ValueError for shapes and dtypes that do not fit.
 
     Same bits for a token whatever the batch, padding on either side, S, and whether its sequence came at once or token
     by token: keys are moved so that a sequence's first one comes first, scores and values go through `det_gemm`, and
     masked places count as exact zeros behind the last key.
     """
+    validation.attention(query, key, value, start, padding)
     batch, length, heads, size = query.shape
+    if 0 in query.shape:
+        return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     slots, groups = key.shape[1], key.shape[2]
     padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
     place = jnp.arange(slots)
@@ -155,8 +179,13 @@ def attention(
     scores = isolated(jnp.multiply)(scores.reshape(batch, groups, length, -1, slots), size**-0.5)
     visible = place <= position[:, None, :, None, None]
     weights = softmax(scores, jnp.broadcast_to(visible, scores.shape)).astype(value.dtype)
-    attended = products(weights.reshape(batch, groups, -1, slots), by_head(aligned(value)))
+    values = by_head(aligned(value))
+    # Where a weight is 0, a value must count for nothing: 0·NaN would be NaN.
+    is_finite = jnp.isfinite(values).all(axis=-1)
+    attended = products(weights.reshape(batch, groups, -1, slots), jnp.where(is_finite[..., None], values, 0))
     attended = attended.reshape(batch, groups, length, heads // groups, -1)
+    sees_others = (visible & ~is_finite[:, :, None, None]).any(axis=-1)
+    attended = jnp.where(sees_others[..., None], jnp.nan, attended)
     return lax.optimization_barrier(jnp.moveaxis(attended, 1, 2).reshape(batch, length, heads, -1).astype(query.dtype))
 
 
@@ -195,10 +224,12 @@ class DetDense(nnx.Linear):
     def __init__(
         self, in_features: int, out_features: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs, **options: Any
     ) -> None:
+        validation.gemm_dtype(dtype)
         super().__init__(in_features, out_features, dtype=dtype, dot_general=det_dot_general, rngs=rngs, **options)
 
     def __call__(self, inputs: Float[Array, "*lead in"], out_sharding: Any = None) -> Float[Array, "*lead out"]:
-        return isolated(super().__call__)(inputs, out_sharding)
+        # Not `isolated`: it computes from its parameters, too.
+        return lax.optimization_barrier(super().__call__(lax.optimization_barrier(inputs), out_sharding))
 
 
 class LMHead(nnx.Module):

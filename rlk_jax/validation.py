@@ -273,7 +273,7 @@ def _out_dtype(x: Any) -> np.dtype:
 
 def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_into: Any) -> tuple[GemmInputs, Form]:
     """Static checks of det_gemm; raises ValueError before anything runs."""
-    _require(transpose_b in (True, False), f"transpose_b must be True or False, got {transpose_b!r}.")
+    _require(isinstance(transpose_b, bool), f"transpose_b must be True or False, got {transpose_b!r}.")
     start = None if accumulate_into is None else as_array("accumulate_into", accumulate_into)
     inputs = GemmInputs(as_array("a", a), as_array("b", b), start)
     a, b, start = inputs
@@ -301,6 +301,45 @@ def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_in
         )
     _check_devices(inputs)
     return inputs, Form(False, bool(transpose_b), _out_dtype(out_dtype))
+
+
+def gemm_dtype(dtype: Any) -> None:
+    """Whether `det_gemm` multiplies this dtype."""
+    _require(dtype in FLOAT_DTYPES[:2], f"dtype must be bfloat16 or float16, got {dtype!r}.")
+
+
+def attention(query: Any, key: Any, value: Any, start: Any, padding: Any) -> None:
+    """Static checks of nn.attention."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _require(x.ndim == 4, f"{name} must be [batch, slots, heads, size], got shape {x.shape}.")
+        _require(x.dtype in FLOAT_DTYPES[:2], f"{name} must be bfloat16 or float16, got {x.dtype}.")
+        _require(x.dtype == query.dtype, f"{name} dtype {x.dtype} must match query dtype {query.dtype}.")
+    batch, length, heads, size = query.shape
+    _require(
+        key.shape[0] == batch and key.shape[3] == size and key.shape[:3] == value.shape[:3],
+        f"query {query.shape}, key {key.shape} and value {value.shape} must share the batch, query and key their size, "
+        "key and value their slots and heads.",
+    )
+    slots, groups = key.shape[1:3]
+    _require(groups >= 1 and heads % groups == 0, f"{heads} query heads cannot share {groups} key heads evenly.")
+    first = start if _is_integer(start) else 0
+    _require(
+        first >= 0 and first + length <= slots, f"{length} queries from slot {start} on do not fit into {slots} slots."
+    )
+    if padding is not None:
+        padding = as_array("padding", padding)
+        _require(
+            padding.shape == (batch,) and jnp.issubdtype(padding.dtype, jnp.integer),
+            f"padding must be an integer for each of {batch} sequences, got {padding.dtype}{list(padding.shape)}.",
+        )
+
+
+def rotary(shape: tuple[int, ...], positions: tuple[int, ...]) -> None:
+    """Static checks of nn.rotary."""
+    _require(
+        len(shape) == 4 and shape[3] % 2 == 0 and positions == shape[:2],
+        f"rotary needs x [B, T, H, E] of an even E and positions [B, T], got shapes {shape} and {positions}.",
+    )
 
 
 def require_positive_integer(name: str, x: Any) -> None:

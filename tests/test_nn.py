@@ -1,6 +1,7 @@
 """rlk_jax.nn: a model whose tokens keep their bits alone, in a batch, padded, and decoded one by one."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,76 @@ def test_ordered_sum_ignores_zeros_behind(length, more):
     padded = jnp.pad(x, ((0, 0), (0, more)))
     assert_same_bits(nn.ordered_sum(padded), nn.ordered_sum(x))
     np.testing.assert_array_equal(nn.ordered_sum(jnp.ones((2, length))), np.full(2, length))
+
+
+@pytest.mark.parametrize("size", [3, 7, 15, 64, 100])
+def test_layers_have_one_set_of_bits_inside_and_outside_jit(size):
+    """And padded: in an eager call XLA would compute each operation by itself."""
+    x = 3 * jax.random.normal(jax.random.key(size), (100, size))
+    scale = jnp.ones(size)
+    norm, alone = jax.jit(nn.rms_norm)(x, scale), nn.rms_norm(x[7:8], scale)
+    assert_same_bits((nn.rms_norm(x, scale), alone), (norm, norm[7:8]))
+    where = jnp.arange(size + 61) < size
+    padded = nn.softmax(jnp.pad(x, ((0, 0), (0, 61))), jnp.broadcast_to(where, (100, size + 61)))
+    assert_same_bits((nn.softmax(x), padded[:, :size]), (jax.jit(nn.softmax)(x),) * 2)
+    gelu = nn.isolated(jax.nn.gelu)
+    assert_same_bits(gelu(x), jax.jit(gelu)(x))
+    assert_same_bits(jax.jit(lambda x: gelu(x, approximate=False))(x), gelu(x, approximate=False))
+
+
+@pytest.mark.parametrize("length", [3, 64, 200])
+def test_ordered_sum_takes_no_part_in_what_surrounds_it(length):
+    y, z = (jax.random.normal(jax.random.key(i), (50, length)) for i in range(2))
+    product = jax.jit(lambda y, z: nn.ordered_sum(y * z))
+    padded = product(*(jnp.pad(x, ((0, 0), (0, 137))) for x in (y, z)))
+    assert_same_bits(padded, product(y, z))
+    assert nn.ordered_sum(y.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_a_later_value_that_is_not_finite_reaches_no_earlier_token():
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, 16), jnp.bfloat16) for i in range(3))
+    clean = nn.attention(q, k, v)
+    for bad in (jnp.nan, jnp.inf):
+        found = nn.attention(q, k, v.at[:, 6].set(bad))
+        assert_same_bits(found[:, :6], clean[:, :6])
+        assert np.isnan(found[:, 6:]).all()
+
+
+Q = jnp.zeros((2, 5, 4, 8), jnp.bfloat16)
+BAD_ATTENTION = {
+    "start": ({"start": 3}, "5 queries from slot 3 on do not fit into 5 slots."),
+    "slots": ({"key": Q[:, :3, :2], "value": Q[:, :3, :2]}, "5 queries from slot 0 on do not fit into 3 slots."),
+    "value": ({"value": Q[:, :4, :2]}, "key and value their slots and heads."),
+    "heads": ({"key": Q[:, :, :3], "value": Q[:, :, :3]}, "4 query heads cannot share 3 key heads evenly."),
+    "padding": ({"padding": jnp.ones(1, int)}, "padding must be an integer for each of 2 sequences, got int32[1]."),
+    "padding list": ({"padding": [0, 1]}, "padding must be a JAX or NumPy array, got builtins.list."),
+    "mask": (
+        {"padding": jnp.ones((2, 5), bool)},
+        "padding must be an integer for each of 2 sequences, got bool[2, 5].",
+    ),
+    "rank": ({"query": Q[0]}, "query must be [batch, slots, heads, size], got shape (5, 4, 8)."),
+    "dtype": ({"query": Q.astype(jnp.float32)}, "query must be bfloat16 or float16, got float32."),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ATTENTION)
+def test_attention_refuses_what_does_not_fit(name):
+    changes, message = BAD_ATTENTION[name]
+    arguments = {"query": Q, "key": Q[:, :, :2], "value": Q[:, :, :2], **changes}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        nn.attention(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), **arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 4, 8), (2, 0, 4, 8)])
+def test_no_queries(shape):
+    assert nn.attention(jnp.zeros(shape, jnp.bfloat16), Q[: shape[0]], Q[: shape[0]]).shape == shape
+
+
+def test_other_bad_inputs():
+    with pytest.raises(ValueError, match="of an even E"):
+        nn.rotary(jnp.ones((1, 2, 3, 5)), jnp.zeros((1, 2), int))
+    with pytest.raises(ValueError, match="dtype must be bfloat16 or float16"):
+        nn.DetDense(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
 def test_softmax_of_nothing_is_zero():
