@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from rlk_jax import _transforms, dispatch, validation
-from rlk_jax._gemm import Form, Gemm, GemmInputs
+from rlk_jax._gemm import Form, Gemm
 
 
 def det_gemm(
@@ -63,7 +63,7 @@ def det_gemm(
         a, b, transpose_b=transpose_b, out_dtype=out_dtype, accumulate_into=accumulate_into
     )
     validation.require_values(inputs)
-    chosen = dispatch.choose(_problem(inputs, form), implementation)
+    chosen = dispatch.choose(dispatch.problem_of("det_gemm", inputs, form), implementation)
     shape = (*inputs.a.shape[:-1], inputs.b.shape[0 if transpose_b else 1])
     rows = math.prod(shape[:-1])
     a, b = jnp.asarray(inputs.a).reshape(rows, inputs.a.shape[-1]), jnp.asarray(inputs.b)
@@ -76,18 +76,7 @@ def describe(*args: Any, **kwargs: Any) -> tuple[dispatch.Problem, str | None]:
     call = inspect.signature(det_gemm).bind(*args, **kwargs)
     call.apply_defaults()
     implementation = call.arguments.pop("implementation")
-    return _problem(*validation.det_gemm(**call.arguments)), implementation
-
-
-def _problem(inputs: GemmInputs, form: Form) -> dispatch.Problem:
-    operands = [x for x in inputs if x is not None]
-    return dispatch.Problem(
-        op="det_gemm",
-        device=dispatch.device_of(operands),
-        dtypes=tuple(str(x.dtype) for x in operands),
-        dim=inputs.a.shape[-1],
-        options=form,
-    )
+    return dispatch.problem_of("det_gemm", *validation.det_gemm(**call.arguments)), implementation
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

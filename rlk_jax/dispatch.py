@@ -154,6 +154,13 @@ def device_of(arrays: Sequence[Any]) -> Device:
     return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 
+def problem_of(op: str, operands: Sequence[Any], options: Any) -> Problem:
+    """What dispatch sees of a call: `operands` are those given, the first one's last dimension is summed over."""
+    operands = [x for x in operands if x is not None]
+    dtypes = tuple(str(x.dtype) for x in operands)
+    return Problem(op, device_of(operands), dtypes, operands[0].shape[-1], options)
+
+
 def _reasons(problem: Problem) -> dict[str, list[str]]:
     """For every name, why it cannot run; an empty list where it can."""
     table = {x.name: x for x in TABLE[problem.op]}

@@ -213,14 +213,7 @@ def check(*args: Any, **kwargs: Any) -> tuple[tuple[Inputs, Options, _shard.Shar
 
 
 def _problem(inputs: Inputs, options: Options) -> dispatch.Problem:
-    operands = [x for x in (inputs.hidden, inputs.lm_head_weight, inputs.bias) if x is not None]
-    return dispatch.Problem(
-        op="linear_logp",
-        device=dispatch.device_of(operands),
-        dtypes=tuple(str(x.dtype) for x in operands),
-        dim=inputs.hidden.shape[-1],
-        options=options,
-    )
+    return dispatch.problem_of("linear_logp", (inputs.hidden, inputs.lm_head_weight, inputs.bias), options)
 
 
 def tokens_of(inputs: Inputs, vocab_size: int, ignore_index: int | None, validate: bool | None) -> Tokens:
