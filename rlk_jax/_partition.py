@@ -8,7 +8,7 @@ programs over Auto axes XLA asks for the cut (`partitioned`); over Explicit ones
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -147,18 +147,21 @@ def _forward(
     operands: Operands,
     tokens: Tokens,
     gather: Gather,
-) -> tuple[LinearLogp, Any]:
-    def whole(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
+) -> tuple[LinearLogp, Any, Any]:
+    if _is_on_device(options):
         return functions.forward(options, operands, tokens, gather)
+    # What would be kept is no row of a token, which is all that XLA is told to cut.
+    options = replace(options, keeps=False)
+
+    def whole(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
+        return functions.forward(options, operands, tokens, gather)[:2]
 
     def on_device(cut: Spread, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
         shard, own, operands, tokens = _here(cut, options, operands, tokens)
         check(shard)
-        return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))
+        return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))[:2]
 
-    if _is_on_device(options):
-        return whole(operands, tokens)
-    return _cut_by_xla(options, whole, on_device, operands, tokens)
+    return *_cut_by_xla(options, whole, on_device, operands, tokens), None
 
 
 def _gradients(
@@ -168,29 +171,32 @@ def _gradients(
     operands: Operands,
     tokens: Tokens,
     residual: Any,
+    kept: Any,
     upstream: LinearLogp,
 ) -> Gradients:
-    def whole(operands: Operands, tokens: Tokens, *rows: Any) -> Gradients:
-        return functions.gradients(options, needs, operands, tokens, *rows)
+    if _is_on_device(options):
+        return functions.gradients(options, needs, operands, tokens, residual, kept, upstream)
 
-    def on_device(cut: Spread, operands: Operands, tokens: Tokens, *rows: Any) -> Gradients:
+    def whole(operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp) -> Gradients:
+        return functions.gradients(options, needs, operands, tokens, residual, None, upstream)
+
+    def on_device(cut: Spread, operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp) -> Gradients:
         dtype = operands.hidden.dtype
         shard, own, operands, tokens = _here(cut, options, operands, tokens)
-        d_hidden, d_weight, d_bias = functions.gradients(own, needs, operands, tokens, *rows)
+        d_hidden, d_weight, d_bias = functions.gradients(own, needs, operands, tokens, residual, None, upstream)
         return Gradients(
             None if d_hidden is None else _shard.reduced(shard, d_hidden, None, dtype),
             None if d_weight is None else cut.weight_gradient(d_weight),
             None if d_bias is None else cut.bias_gradient(d_bias),
         )
 
-    if _is_on_device(options):
-        return whole(operands, tokens, residual, upstream)
     return _cut_by_xla(options, whole, on_device, operands, tokens, residual, upstream)
 
 
 def _is_on_device(options: Options) -> bool:
-    """Inside shard_map there is nothing left to cut."""
-    return options.hidden_gradient != "rounded" or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    """Inside shard_map there is nothing left to cut, and on a machine of one device nothing to cut for."""
+    inside = options.hidden_gradient != "rounded" or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return inside or jax.device_count() == 1
 
 
 def _here(

@@ -1,6 +1,6 @@
 """What every implementation of linear_logp takes and gives, and the formulas they share.
 
-An implementation is a pair of functions (`LinearLogpFunctions`): `forward` gives the values and a residual,
+An implementation is a pair of functions (`LinearLogpFunctions`): `forward` gives the values and residuals,
 `gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 0, and one weight: a
 whole head, or one device's shard of it, whose partial softmaxes `forward` then merges with those of the other devices.
 """
@@ -52,6 +52,8 @@ class Options:
     """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
     hidden_gradient: HiddenGradient = "rounded"
     """Other than "rounded" for a shard."""
+    keeps: bool = False
+    """A backward will follow, for which the forward may keep some of what it computes."""
 
 
 class Inputs(NamedTuple):
@@ -131,8 +133,12 @@ Gather = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class LinearLogpFunctions:
-    forward: Callable[[Options, Operands, Tokens, Gather], tuple[LinearLogp, Any]]
-    gradients: Callable[[Options, Needs, Operands, Tokens, Any, LinearLogp], Gradients]
+    """`forward` also gives a residual, a row `[N]` per token, and what else it keeps for `gradients` of the same
+    tokens, or None; `gradients` is given both.
+    """
+
+    forward: Callable[[Options, Operands, Tokens, Gather], tuple[LinearLogp, Any, Any]]
+    gradients: Callable[[Options, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
 
 
 def real_columns(options: Options, operands: Operands) -> Any:

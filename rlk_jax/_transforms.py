@@ -44,6 +44,22 @@ def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bo
     return folding
 
 
+def unless_batched[Result](function: Callable[..., Result], batched: Callable[..., Result]) -> Callable[..., Result]:
+    """`function`, or under vmap the vmap of `batched`: for what only one batch at a time can have.
+
+    Their results are the same trees; what `batched` has less of is empty there.
+    """
+    call = jax.custom_batching.custom_vmap(function)
+
+    @call.def_vmap
+    def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        in_axes = tuple(jax.tree.map(lambda b: 0 if b else None, x) for x in in_batched)
+        outputs = jax.vmap(batched, in_axes, axis_size=axis_size)(*arguments)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return call
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes of the surrounding shard_map over which x varies; none under check_vma=False."""
     return jax.typeof(x).manual_axis_type.varying

@@ -141,7 +141,9 @@ def _by_block(active: Array, of_block: Callable[[Block], Any], start: Any) -> An
     return fold_blocks(active, ROWS, lambda block, so_far: jax.tree.map(block.store, so_far, of_block(block)), start)
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, Statistics]:
+def _forward(
+    options: Options, operands: Operands, tokens: Tokens, gather: Gather
+) -> tuple[LinearLogp, Statistics, None]:
     zeros = jnp.zeros_like(tokens.active, jnp.float32)
 
     def rows_first(x: Any) -> Any:
@@ -156,7 +158,7 @@ def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gathe
     groups = rows_first(gather(rows_first(_by_block(tokens.active, partials, start))))
     start_of_statistics = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
     statistics = _by_block(tokens.active, lambda block: merged(rows_first(block.take(groups))), start_of_statistics)
-    return values_of(options, statistics), statistics
+    return values_of(options, statistics), statistics, None
 
 
 def _gradients(
@@ -165,6 +167,7 @@ def _gradients(
     operands: Operands,
     tokens: Tokens,
     statistics: Statistics,
+    kept: None,
     upstream: LinearLogp,
 ) -> Gradients:
     """dH is summed over the vocabulary by the softmax's tree; dW and db are one chain over ascending active tokens.

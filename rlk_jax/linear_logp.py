@@ -3,7 +3,8 @@
 import functools
 import inspect
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -235,69 +236,97 @@ def _linear_logp(
     tokens: Tokens,
     vocab_start_index: Any,
 ) -> LinearLogp:
-    """The values come from a pass that JAX does not differentiate; `_with_gradients` ties the gradients to them."""
+    """One device's part of the call."""
     tokens = lax.stop_gradient(tokens)
     if operands.hidden.shape[0] == 0:
         empty = jnp.zeros(0, jnp.float32)
         return LinearLogp(empty, empty if options.return_lse else None, empty if options.return_entropy else None)
     if shard is None:
         operands, tokens = _transforms.equally_varying((operands, tokens))
-        values, residual = _forward(functions, options, lambda groups: groups, operands, tokens)
-        return _with_gradients(functions, options, values, None, operands, tokens, residual)
+        return _values(functions, options, None, None, operands, tokens, None)
     place = _shard.place(shard, vocab_start_index)
     carrier = _shard.hidden_gradient_carrier(shard, _shard.entering(shard, operands.hidden), place.order)
     operands = operands._replace(real_columns=_shard.real_columns(shard, place.start))
     tokens = _shard.local(tokens, place)
-    is_covered = _shard.is_covered(shard, tokens, operands.real_columns)
-    carrier, operands, tokens = _transforms.equally_varying((carrier, operands, tokens))
-    gather = functools.partial(shard.gather, order=place.order)
-    values, residual = _forward(functions, options, gather, operands, tokens)
-    # After the pass, so that it need not wait for the ranks' answers.
-    values = _shard.shares(shard, jax.tree.map(lambda x: jnp.where(is_covered, x, jnp.nan), values))
-    tokens = tokens._replace(temperature=jnp.where(is_covered, tokens.temperature, jnp.nan))
-    values = _with_gradients(functions, options, values, carrier, operands, tokens, residual)
-    return jax.tree.map(functools.partial(_shard.total, shard), values)
+    ranks = _Ranks(place.order, _shard.is_covered(shard, tokens, operands.real_columns))
+    carrier, operands, tokens, ranks = _transforms.equally_varying((carrier, operands, tokens, ranks))
+    shares = _values(functions, options, shard, carrier, operands, tokens, ranks)
+    return jax.tree.map(functools.partial(_shard.total, shard), shares)
 
 
-def _forward(
-    functions: LinearLogpFunctions, options: Options, gather: Gather, operands: Operands, tokens: Tokens
-) -> tuple[LinearLogp, Any]:
-    def forward(shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any]:
-        operands = Operands(rows[0], *shared)
-        return _transforms.varying_like(functions.forward(options, operands, rows[1], gather), operands.hidden)
+class _Ranks(NamedTuple):
+    """What a shard knows of the others: their order, and whose tokens' targets are in one of them alone."""
 
-    shared: Any
-    hidden, *shared = lax.stop_gradient(operands)
-    values, residual = _transforms.vmap_folds_rows(forward, outputs_are_rows=True)(tuple(shared), (hidden, tokens))
-    return jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values), residual
+    order: Array | None
+    is_covered: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_gradients(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _values(
     functions: LinearLogpFunctions,
     options: Options,
-    values: LinearLogp,
+    shard: _shard.Shard | None,
     carrier: Array | None,
     operands: Operands,
     tokens: Tokens,
-    residual: Any,
+    ranks: _Ranks | None,
 ) -> LinearLogp:
-    """`values`, with the gradients of linear_logp with respect to `operands`. No collective stands inside.
+    """The values of linear_logp, or a shard's share of them, whose upstream gradients are those of the whole.
 
     A carrier, where there is one, gets the gradient of hidden in hidden's place.
     """
-    return values
+    return _forward(functions, options, shard, operands, tokens, ranks)[0]
 
 
-def _save(functions: LinearLogpFunctions, options: Options, *primals: Any) -> tuple[LinearLogp, Any]:
-    values, carrier, operands = primals[:3]
+def _forward(
+    functions: LinearLogpFunctions,
+    options: Options,
+    shard: _shard.Shard | None,
+    operands: Operands,
+    tokens: Tokens,
+    ranks: _Ranks | None,
+) -> tuple[LinearLogp, Any, Any]:
+    gather: Gather = lambda groups: groups  # noqa: E731
+    if shard is not None and ranks is not None:
+        gather = functools.partial(shard.gather, order=ranks.order)
+
+    def one_batch(options: Options, shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
+        hidden, tokens = rows
+        return _transforms.varying_like(functions.forward(options, Operands(hidden, *shared), tokens, gather), hidden)
+
+    def batches(shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
+        kept = jax.eval_shape(functools.partial(one_batch, options), shared, rows)[2]
+        one_of_many = functools.partial(one_batch, replace(options, keeps=False))
+        folding = _transforms.vmap_folds_rows(lambda *x: one_of_many(*x)[:2], outputs_are_rows=True)
+        return *folding(shared, rows), jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
+
+    hidden, *shared = lax.stop_gradient(operands)
+    forward = _transforms.unless_batched(functools.partial(one_batch, options), batches)
+    values, residual, kept = forward(tuple(shared), (hidden, tokens))
+    values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
+    if shard is not None and ranks is not None:
+        # After the pass, so that it need not wait for the ranks' answers.
+        covered = ranks.is_covered
+        values = _shard.shares(shard, jax.tree.map(lambda x: jnp.where(covered, x, jnp.nan), values))
+    return values, residual, kept
+
+
+def _save(
+    functions: LinearLogpFunctions, options: Options, shard: _shard.Shard | None, *primals: Any
+) -> tuple[LinearLogp, Any]:
+    carrier, operands = primals[:2]
     targets = (operands.hidden if carrier is None else carrier, operands.weight, operands.bias)
-    values, *kept = _transforms.primal_values((values, *primals[2:]))
-    return values, (_transforms.needs_gradient(targets), *kept)
+    operands, tokens, ranks = _transforms.primal_values(primals[1:])
+    values, residual, kept = _forward(functions, replace(options, keeps=True), shard, operands, tokens, ranks)
+    if ranks is not None:
+        tokens = tokens._replace(temperature=jnp.where(ranks.is_covered, tokens.temperature, jnp.nan))
+    return values, (_transforms.needs_gradient(targets), operands, tokens, residual, kept)
 
 
-def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, upstream: LinearLogp) -> tuple[Any, ...]:
-    needed, operands, tokens, residual = saved
+def _pull_back(
+    functions: LinearLogpFunctions, options: Options, shard: _shard.Shard | None, saved: Any, upstream: LinearLogp
+) -> tuple[Any, ...]:
+    needed, operands, tokens, residual, kept = saved
     needs = Needs(*_transforms.is_needed(needed))
     given = [None if isinstance(g, SymbolicZero) else g for g in upstream]
     upstream = LinearLogp(jnp.zeros_like(tokens.temperature) if given[0] is None else given[0], *given[1:])
@@ -306,19 +335,24 @@ def _pull_back(functions: LinearLogpFunctions, options: Options, saved: Any, ups
     tokens = tokens._replace(active=tokens.active & has_upstream)
     is_whole = options.hidden_gradient == "rounded"
 
-    def gradients(shared: Any, rows: Any) -> Gradients:
-        found = functions.gradients(options, needs, Operands(rows[0], *shared), *rows[1:])
-        return _transforms.varying_like(found, rows[0])
+    def one_batch(kept: Any, shared: Any, rows: Any) -> Gradients:
+        hidden, tokens, residual, upstream = rows
+        operands = Operands(hidden, *shared)
+        # Empty where the forward ran under vmap.
+        kept = kept if all(x.size for x in jax.tree.leaves(kept)) else None
+        found = functions.gradients(options, needs, operands, tokens, residual, kept, upstream)
+        return _transforms.varying_like(found, hidden)
 
-    outputs_are_rows = is_whole and not (needs.weight or needs.bias)
+    def batches(kept: Any, shared: Any, rows: Any) -> Gradients:
+        outputs_are_rows = is_whole and not (needs.weight or needs.bias)
+        folding = _transforms.vmap_folds_rows(functools.partial(one_batch, None), outputs_are_rows=outputs_are_rows)
+        return folding(shared, rows)
+
     hidden, *shared = operands
-    done: Any = Operands(
-        *_transforms.vmap_folds_rows(gradients, outputs_are_rows=outputs_are_rows)(
-            shared, (hidden, tokens, residual, upstream)
-        )
-    )
+    gradients = _transforms.unless_batched(one_batch, batches)
+    done: Any = Operands(*gradients(kept, tuple(shared), (hidden, tokens, residual, upstream)))  # type: ignore[arg-type]
     d_carrier, done = (None, done) if is_whole else (done.hidden, done._replace(hidden=None))
-    return None, d_carrier, done, None, None
+    return d_carrier, done, None, None
 
 
-_with_gradients.defvjp(_save, _pull_back, symbolic_zeros=True)
+_values.defvjp(_save, _pull_back, symbolic_zeros=True)

@@ -3,12 +3,17 @@
 The forward is one pass over the head that keeps a partial softmax per row and chunk of 256 columns. The backward cuts
 the vocabulary into slices whose gradients of logits fit the memory budget; for each it recomputes the logits, writes
 their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
+
+A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as half of the budget
+holds. The backward makes their gradients from them and recomputes the rest: three products and a share of the fourth,
+and the same bits, since recomputed exponentials are rounded alike.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +40,7 @@ from rlk_jax._rows import Compacted, compact
 from rlk_jax._transforms import as_replicated, varying_like
 
 if TYPE_CHECKING:
+    from pallas_kernels.mosaic.dlogits import Kept
     from pallas_kernels.mosaic.fold import Softmax
     from pallas_kernels.mosaic.statistics import Slice
     from rlk_jax.dispatch import Problem
@@ -70,6 +76,8 @@ class Run:
     copied: bool
     chain: range
     """The chunks that dH sums up in one chain; those of this run are among them."""
+    is_kept: bool = False
+    """The forward kept their exponentials."""
 
     @property
     def slices(self) -> int:
@@ -130,45 +138,68 @@ class _Bytes:
     fixed: int = 0
 
 
-def _plan(options: Options, dim: int, tokens: int, in_place: int, held: _Bytes) -> Plan:
+def _budget(options: Options, dim: int, tokens: int) -> int:
+    return options.memory_budget or max(MEMORY_BUDGET, 3 * 2 * dim * tokens)
+
+
+def _kept_bytes(tokens: int) -> int:
+    """Of one chunk's exponentials and their integers."""
+    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+    return 2 * COLUMNS * rows + 4 * padded(rows, THREADS)
+
+
+def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
+    """Chunks from the first on whose exponentials the forward keeps: half of the budget, the other is for dlogits.
+
+    float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves. Up to 64
+    tokens, whose backward reads the head and little else, it would spill registers beside an entropy.
+    """
+    if not options.keeps or dtype != jnp.bfloat16 or options.logit_softcap is not None or tokens <= 64:
+        return 0
+    return min(_vocabulary(options).chunks, _budget(options, dim, tokens) // 2 // _kept_bytes(tokens))
+
+
+def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, held: _Bytes) -> Plan:
     """Slices as wide as the budget holds, at least one chunk, and all of a run of about the same width."""
     chunks = _vocabulary(options).chunks
-    budget = options.memory_budget or max(MEMORY_BUDGET, 3 * 2 * dim * tokens)
+    budget = _budget(options, dim, tokens)
 
     def width(count: int, per_chunk: int) -> int:
         affordable = max(1, (budget - held.fixed) // per_chunk) if per_chunk else count
         return -(-count // -(-count // affordable))
 
-    def run(chain: range, first: int, end: int, copied: bool) -> Run:
+    def run(chain: range, first: int, end: int) -> Run:
+        copied = first >= in_place
         per_chunk = held.chunk + (held.copy if copied else 0)
-        return Run(first, end, width(end - first, per_chunk), copied, chain)
+        return Run(first, end, width(end - first, per_chunk), copied, chain, is_kept=first < kept)
 
     each = _vocabulary(options).group_chunks if options.hidden_gradient == "groups" else chunks
     runs = []
     for start in range(0, chunks, each):
         chain = range(start, start + each)
-        middle = min(max(in_place, chain.start), chain.stop)
-        bounds = ((chain.start, middle, False), (middle, chain.stop, True))
-        runs += [run(chain, first, end, copied) for first, end, copied in bounds if end > first]
+        bounds = sorted({chain.start, chain.stop, *(x for x in (in_place, kept) if x in chain)})
+        runs += [run(chain, *ends) for ends in itertools.pairwise(bounds)]
     return Plan(options, dim, tokens, tuple(runs))
 
 
 def forward_plan(options: Options, dim: int, tokens: int) -> Plan:
     """One slice where the head is read in place; else slices whose copies fit the budget."""
     in_place = _vocabulary(options).chunks if reads_in_place(options, dim) else 0
-    return _plan(options, dim, tokens, in_place, _Bytes(0, _head_chunk_bytes(dim)))
+    return _plan(options, dim, tokens, in_place, 0, _Bytes(0, _head_chunk_bytes(dim)))
 
 
-def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> Plan:
-    """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows.
+def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> Plan:
+    """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows and
+    the exponentials of `kept` chunks.
 
     Of a padded head that is read in place, only the chunks that end within 64 columns of the padding are copied.
     """
     rows = padded(tokens, statistics_tile(tokens).cluster_rows)
     copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    held = _Bytes(2 * COLUMNS * rows, copies, 2 * rows * padded(dim, DEPTH) * hidden_copies)
-    return _plan(options, dim, tokens, chunks_in_place(options, dim), held)
+    fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies + kept * _kept_bytes(tokens)
+    held = _Bytes(2 * COLUMNS * rows, copies, fixed)
+    return _plan(options, dim, tokens, chunks_in_place(options, dim), kept, held)
 
 
 def _head_chunk_bytes(dim: int) -> int:
@@ -253,9 +284,17 @@ def _machine() -> Machine:
     return Machine(getattr(jax.devices()[0], "core_count", None) or Machine().sm_count)
 
 
+class _Kept(NamedTuple):
+    """What a forward keeps for the backward of the same tokens: exponentials, and in which row of them a token is."""
+
+    exponentials: "Kept"
+    place: Array
+
+
 def _forward(
     machine: Machine | None, options: Options, operands: Operands, tokens: Tokens, gather: Gather
-) -> tuple[LinearLogp, "Softmax"]:
+) -> tuple[LinearLogp, "Softmax", _Kept | None]:
+    from pallas_kernels.mosaic.dlogits import Kept
     from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
     from pallas_kernels.mosaic.statistics import Logits, Partials, partials
 
@@ -274,20 +313,26 @@ def _forward(
         return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
 
     out = Partials(new(), new(), new(), new() if options.return_entropy else None)
+    keeping = kept_chunks(options, dim, n, hidden.dtype)
+    powers = jax.new_ref(lax.empty((plan.matrix_rows, keeping * COLUMNS), hidden.dtype)) if keeping else None
 
     def step(run: Run, index: Any) -> None:
         part = _slice(plan, run, index, operands, rows)
         logits = Logits(part.head, options.logit_softcap)
-        partials(
-            logits, machine, part.where, hidden, part.weight, part.bias, target_ids, holds_target, temperature, out
-        )
+        per_token = (target_ids, holds_target, temperature)
+        partials(logits, machine, part.where, hidden, part.weight, part.bias, *per_token, out, powers)
 
     _over_slices(plan, step)
-    groups = fold_chunks(jax.tree.map(jax.freeze, out), options.tree.groups, rows.count, machine)
+    of_chunks = jax.tree.map(jax.freeze, out)
+    groups = fold_chunks(of_chunks, options.tree.groups, rows.count, machine)
     groups = as_replicated(gather(varying_like(groups, typed)))
     softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine))
-    softmax = _apart(softmax)
-    return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax
+    kept = None
+    if powers is not None:
+        place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
+        kept = _Kept(Kept(jax.freeze(powers), of_chunks.shift[:keeping]), place)
+    softmax, kept = _apart((softmax, kept))
+    return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax, kept
 
 
 def _gradients(
@@ -297,20 +342,26 @@ def _gradients(
     operands: Operands,
     tokens: Tokens,
     softmax: "Softmax",
+    kept: _Kept | None,
     upstream: LinearLogp,
 ) -> Gradients:
     from pallas_kernels.mosaic import gradients
-    from pallas_kernels.mosaic.dlogits import Rows, dlogits
+    from pallas_kernels.mosaic.dlogits import Rows, coefficients, dlogits, from_powers
     from pallas_kernels.mosaic.statistics import Logits
 
     machine = machine or _machine()
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
-    operands, tokens, softmax, upstream = _apart(as_replicated((operands, tokens, softmax, upstream)))
+    if upstream.entropy is not None:
+        # It needs more of a logit than the exponential that was rounded.
+        kept = None
+    operands, tokens, softmax, kept, upstream = _apart(as_replicated((operands, tokens, softmax, kept, upstream)))
     is_rounded = options.hidden_gradient == "rounded"
     parts = options.tree.groups if options.hidden_gradient == "groups" else 1
-    plan = backward_plan(options, dim, n, needs=needs, dtype=dtype)
+    keeping = 0 if kept is None else kept.exponentials.powers.shape[1] // COLUMNS
+    plan = backward_plan(options, dim, n, needs=needs, dtype=dtype, kept=keeping)
     rows = compact(tokens.active, plan.rows)
+    stored = None if kept is None else (kept.exponentials, rows.take(kept.place))
     hidden = _matrix(plan, rows, operands.hidden)
     lifts = dtype == jnp.float16
     scale = lifting_power(gradient_bound(tokens.temperature, upstream)) if lifts else None
@@ -327,6 +378,7 @@ def _gradients(
         g_entropy=None if upstream.entropy is None else rows.take(upstream.entropy),
         scale=None if scale is None else rows.take(scale, 1),
     )
+    row_coefficients = coefficients(row_facts, machine)
     common, weight_hidden, row_unscale = None, hidden, None
     if row_facts.scale is not None:
         row_unscale = 1 / row_facts.scale
@@ -351,7 +403,10 @@ def _gradients(
         part = _slice(plan, run, index, operands, rows)
         logits = Logits(part.head, options.logit_softcap)
         buffer = jax.new_ref(lax.empty((plan.matrix_rows, run.width * COLUMNS), dtype))
-        dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_facts, buffer)
+        if run.is_kept and stored is not None:
+            from_powers(part.head.vocabulary, machine, part.where, *stored, row_coefficients, buffer)
+        else:
+            dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_coefficients, buffer)
         slice_dlogits = jax.freeze(buffer)
         if d_hidden:
             out = d_hidden[run.chain.start // len(run.chain)]

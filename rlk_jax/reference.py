@@ -52,12 +52,12 @@ def why_not(problem: "Problem") -> list[str]:
     )
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, Array | None]:
-    return linear_logp(options, operands, tokens), None
+def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, None, None]:
+    return linear_logp(options, operands, tokens), None, None
 
 
 def _gradients(
-    options: Options, needs: Needs, operands: Operands, tokens: Tokens, residual: None, upstream: LinearLogp
+    options: Options, needs: Needs, operands: Operands, tokens: Tokens, residual: None, kept: None, upstream: LinearLogp
 ) -> Gradients:
     """JAX's own derivative of the definition, on the active rows."""
     operands = operands._replace(hidden=jnp.where(tokens.active[:, None], operands.hidden, 0))

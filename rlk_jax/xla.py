@@ -122,11 +122,13 @@ def _partial(options: Options, operands: Operands, tokens: Tokens) -> Partial:
     )
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, Statistics]:
+def _forward(
+    options: Options, operands: Operands, tokens: Tokens, gather: Gather
+) -> tuple[LinearLogp, Statistics, None]:
     """One group per shard: no order of sums is promised."""
     groups = gather(jax.tree.map(lambda x: x[None], _partial(options, operands, tokens)))
     statistics = merged(groups)
-    return values_of(options, statistics), statistics
+    return values_of(options, statistics), statistics, None
 
 
 def _rounding_scale(dtype: jnp.dtype, tokens: Tokens, upstream: LinearLogp) -> Array:
@@ -143,6 +145,7 @@ def _gradients(
     operands: Operands,
     tokens: Tokens,
     statistics: Statistics,
+    kept: None,
     upstream: LinearLogp,
 ) -> Gradients:
     bias, columns, real = _bias(operands), _columns(options), real_columns(options, operands)

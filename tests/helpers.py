@@ -210,3 +210,9 @@ SHAPE_CASES = (
 
 def with_options(case: Case, **options: Any) -> Case:
     return replace(case, options={**case.options, **options})
+
+
+def without_entropy(case: Case, problem: Problem) -> tuple[Case, Problem]:
+    """The same with no upstream gradient of an entropy: a backward may then use what the forward kept."""
+    g_logp, g_lse, g_entropy = problem.upstream
+    return with_options(case, return_entropy=False), problem._replace(upstream=(g_logp, g_lse, 0 * g_entropy))

@@ -10,9 +10,17 @@ from pallas_kernels.mosaic.tiles import Machine
 Ref = Any
 
 
-def launch(body: Any, name: str, machine: Machine, out_type: Any, grid: tuple[int, ...], *arguments: Any) -> Any:
+def launch(
+    body: Any,
+    name: str,
+    machine: Machine,
+    out_type: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    approx_math: bool = False,
+) -> Any:
     """`body(*argument references, output references)`, both in the shapes of their trees, over the axes
-    "blocks" and "groups" of the grid.
+    "blocks" and "groups" of the grid. approx_math: exp2 and divisions as in kernels with a product.
     """
     leaves, tree = jax.tree.flatten(arguments)
     out_leaves, out_tree = jax.tree.flatten(out_type)
@@ -27,6 +35,6 @@ def launch(body: Any, name: str, machine: Machine, out_type: Any, grid: tuple[in
         grid_names=("blocks", "groups")[: len(grid)],
         kernel_name=name,
         interpret=machine.interpret,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=True),
     )(*leaves)
     return jax.tree.unflatten(out_tree, out)

@@ -2,7 +2,8 @@
 
 Logits are scaled to powers of two: y = z·log2(e). A partial is (k, s, t, u) with k = round(max y) an integer,
 s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from which the entropy
-follows. k is an integer so that rescaling a partial is exact.
+follows. k is an integer so that rescaling a partial is exact. The powers 2^(y − k) may be kept, rounded to bfloat16,
+for a backward that need not multiply again.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.main_loop import (
     COLUMN,
+    STRIP,
     WARPGROUP_ROWS,
     Block,
     Product,
@@ -24,6 +26,7 @@ from pallas_kernels.mosaic.main_loop import (
     over_columns,
     over_rows,
     row_vector,
+    store_through,
 )
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
@@ -66,6 +69,35 @@ class _Arguments(NamedTuple):
     holds_target: Ref | None
     temperature: Ref
     out: Partials
+    kept: Ref | None
+
+
+class Powers(NamedTuple):
+    """How the values of a chunk, one row's at a time, become powers of two: 2^(y − shift), of which the largest is
+    between √½ and √2.
+    """
+
+    largest: Array
+    scale: Array
+    shift: Array
+    rest: Array
+
+    def exponents(self, values: Array) -> Array:
+        """y − shift. Not values·scale − shift: once y has no digits behind the point, that is far from 0 at the maximum
+        itself.
+        """
+        columns = values.shape[1]
+        below = values - over_columns(self.largest, columns)
+        return below * over_columns(self.scale, columns) + over_columns(self.rest, columns)
+
+
+def powers(largest: Array, scale: Array) -> Powers:
+    """Of values whose largest is `largest`, −∞ where there are none."""
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+    y = largest * scale
+    shift = lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = y - shift
+    return Powers(largest, scale, shift, jnp.where(jnp.abs(rest) > 0.5, 0.0, rest))
 
 
 @dataclass(frozen=True)
@@ -176,12 +208,13 @@ def partials(
     holds_target: Array | None,
     temperature: Array,
     out: Partials,
+    kept: Ref | None = None,
 ) -> None:
-    """Write the partials of one slice of chunks into the references `out`.
+    """Write the partials of one slice of chunks into the references `out`, and powers into `kept` as far as it reaches.
 
     hidden `[rows, D]` (whole tiles of rows), weight as `logits.head` says, bias float32 `[slice's chunks · 256]`,
     target_ids int32 and temperature float32 `[rows]`. holds_target int32 `[rows / 64, all chunks]` is not 0 where one
-    of 64 rows has its target in a chunk; None looks everywhere.
+    of 64 rows has its target in a chunk; None looks everywhere. kept bfloat16 `[rows, first chunks · 256]`.
     """
     head = logits.head
 
@@ -196,7 +229,7 @@ def partials(
             else refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
         added = column_bias(refs.bias, block.column_block * COLUMNS, COLUMNS)
-        values, _ = logits.bounded(product(), added)
+        values = logits.bounded(product(), added)[0]
         scale = LOG2_E / temperature
 
         def pick() -> Array:
@@ -205,21 +238,32 @@ def partials(
 
         picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
         values = logits.masked(values, width, -jnp.inf)
-        largest = values.max(axis=1)
-        largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-        shift = lax.round(largest * scale, lax.RoundingMethod.TO_NEAREST_EVEN)
-        # Not values·scale − shift: once y has no digits behind the point, that is far from 0 at the maximum itself.
-        rest = largest * scale - shift
-        rest = jnp.where(jnp.abs(rest) > 0.5, 0.0, rest)
-        y_minus_shift = (values - over_columns(largest)) * over_columns(scale) + over_columns(rest)
+        to_powers = powers(values.max(axis=1), scale)
+        y_minus_shift = to_powers.exponents(values)
         weights = jnp.exp2(y_minus_shift)
-        refs.out.shift[there] = shift
+        refs.out.shift[there] = to_powers.shift
         refs.out.total[there] = weights.sum(axis=1)
         refs.out.target[there] = picked
         if refs.out.gap is not None:
             # A logit of −∞ has weight 0, and 0·∞ must be 0.
             refs.out.gap[there] = (weights * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+        if refs.kept is None:
+            return
+        kept = refs.kept
+
+        def store(strip: int, smem: Ref) -> None:
+            columns = pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
+            plgpu.copy_smem_to_gmem(smem, kept.at[pl.ds(block.row, WARPGROUP_ROWS), columns], commit_group=False)
+
+        def strip_of(strip: int) -> Array:
+            return weights[:, strip * STRIP : (strip + 1) * STRIP].astype(kept.dtype)
+
+        @pl.when(chunk * COLUMNS < kept.shape[1])
+        def _() -> None:
+            store_through(staging, block.warpgroup, machine, strip_of, store)
 
     tile, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
-    product = product_with_head("linear_logp_statistics", head, tile, hidden, chunks, finish)
-    multiply(product, machine, _Arguments(where, hidden, weight, bias, target_ids, holds_target, temperature, out))
+    store_dtype = None if kept is None else kept.dtype
+    product = product_with_head("linear_logp_statistics", head, tile, hidden, chunks, finish, store_dtype)
+    arguments = _Arguments(where, hidden, weight, bias, target_ids, holds_target, temperature, out, kept)
+    multiply(product, machine, arguments)

@@ -132,6 +132,29 @@ def test_memory_budgets(whole, budget):
     assert_same_bits(helpers.outputs(BITS, problem, "mosaic", memory_budget=budget), (rows, head))
 
 
+@pytest.mark.parametrize("vocab", [1000, 5000, 151936])
+def test_kept_exponentials_change_no_bit(vocab):
+    """Recomputed beside an entropy, whose upstream gradient is 0; kept without one, as far as a budget goes."""
+    case = Case(
+        "kept", (1500,), 192, vocab, bias=True, temperature="per token", options={"ignore_index": -1}, scale=9.0
+    )
+    keeping, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    problem = problem._replace(
+        target_ids=problem.target_ids.at[::7].set(-1), upstream=tuple(g.at[::5].set(0) for g in problem.upstream)
+    )
+    recomputed = problem.gradients(case, "mosaic")
+    for budget in (2**20, 2**25, 2**28, 4 * 2**30):
+        assert_same_bits(problem.gradients(keeping, "mosaic", memory_budget=budget), recomputed)
+
+    def metric(hidden):
+        values = problem._replace(hidden=hidden).call(case, "mosaic")
+        return helpers.weighted(values._replace(entropy=None), problem.upstream), values.entropy
+
+    assert_same_bits(jax.jit(jax.grad(metric, has_aux=True))(problem.hidden)[0], recomputed[0])
+    remat = jax.checkpoint(lambda h: metric(h)[0])
+    assert_same_bits(jax.jit(jax.grad(remat))(problem.hidden), recomputed[0])
+
+
 @pytest.mark.parametrize("vocab", [512, 5000, 50257, 131072])
 def test_a_chain_cut_at_multiples_of_64(vocab):
     """Groups of 64, 632, 6288 and 16384 columns; slices of one chunk against one slice."""

@@ -14,8 +14,10 @@ from tests.helpers import Case, assert_same_bits, assert_within_contract, weight
 
 CASES = (
     Case("131072", (300,), 4096, 131072),
+    Case("kept", (300,), 4096, 131072, options={"return_entropy": False}),
     Case("151936", (300,), 4096, 151936, bias=True, options={"logit_softcap": 30.0}),
     Case("gpt2", (130,), 768, 50257, bias=True, temperature="per token"),
+    Case("gpt2, kept", (130,), 768, 50257, bias=True, options={"return_entropy": False}),
     Case("dv", (70,), 256, 65536, options={"weight_layout": "dv"}),
 )
 
@@ -45,11 +47,9 @@ def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduc
             vocab_axis="tp",
             temperature=problem.temperature,
             global_vocab_size=case.vocab,
-            return_lse=True,
-            return_entropy=True,
             reduction=reduction,
             implementation="mosaic",
-            **case.options,
+            **{"return_lse": True, "return_entropy": True, **case.options},
         )
 
     operands = tuple(x for x in (problem.hidden, problem.weight, problem.bias) if x is not None)

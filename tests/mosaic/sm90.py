@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import topologies
 
 from pallas_kernels.mosaic import gradients, statistics
-from pallas_kernels.mosaic.dlogits import Rows, dlogits
+from pallas_kernels.mosaic.dlogits import Coefficients, Kept, Rows, coefficients, dlogits, from_powers
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.statistics import Logits, Partials, Slice
@@ -56,6 +56,8 @@ class Problem:
     lse: bool = False
     entropy: bool = False
     slice_chunks: int = 16
+    keeps: bool = False
+    """The forward stores powers of its first chunks; the backward reads them."""
     shard: bool = False
     """One of eight, whose true width only the device knows, and whose dH stays float32."""
 
@@ -93,6 +95,10 @@ class Problem:
             "bias": bias,
         }
 
+    def coefficients(self) -> Coefficients:
+        ids, row = self.vector(dtype=jnp.int32), self.vector()
+        return Coefficients(ids, row, row, row, row if self.entropy else None, row)
+
     def dlogits_array(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.slice_chunks * COLUMNS), self.dtype)
 
@@ -102,9 +108,9 @@ def forward(p: Problem) -> Configuration:
         shape = (p.head.vocabulary.chunks, p.vector_rows)
         new = [jax.new_ref(lax.empty(shape, jnp.float32)) if i < 3 or p.entropy else None for i in range(4)]
         out = Partials(*new)
-        statistics.partials(
-            Logits(p.head, p.softcap), MACHINE, where, hidden, weight, bias, target_ids, holds_target, temperature, out
-        )
+        kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
+        logits, per_token = Logits(p.head, p.softcap), (target_ids, holds_target, temperature)
+        statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept)
         groups = fold_chunks(jax.tree.map(jax.freeze, out), p.head.vocabulary.groups, where.rows, MACHINE)
         return fold_groups(groups, where.rows, MACHINE)
 
@@ -119,11 +125,30 @@ def logit_gradients(p: Problem) -> Configuration:
         dlogits(Logits(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
         return jax.freeze(out)
 
+    return f"dlogits {p}", run, {**p.common(), "rows": p.coefficients()}
+
+
+def row_coefficients(p: Problem) -> Configuration:
+    def run(rows):
+        return coefficients(rows, MACHINE)
+
     wanted = {"gap": p.entropy, "g_lse": p.lse, "g_entropy": p.entropy, "scale": p.dtype == jnp.float16}
     rows = Rows(
         *(p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32) for name in Rows._fields)
     )
-    return f"dlogits {p}", run, {**p.common(), "rows": rows}
+    return f"coefficients {p}", run, {"rows": rows}
+
+
+def logit_gradients_from_powers(p: Problem) -> Configuration:
+    def run(where, kept, source, rows):
+        out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+        from_powers(p.head.vocabulary, MACHINE, where, kept, source, rows, out)
+        return jax.freeze(out)
+
+    shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
+    arguments = {"where": p.common()["where"], "kept": Kept(p.dlogits_array(), shift)}
+    arguments |= {"source": p.vector(dtype=jnp.int32), "rows": p.coefficients()}
+    return f"dlogits from powers {p}", run, arguments
 
 
 def hidden_gradient(p: Problem) -> Configuration:
@@ -231,15 +256,22 @@ def configurations() -> Iterator[Configuration]:
         options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
         for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}, {"shard": True}):
             yield forward(Problem(**head, **options))
-        for vocab, lse, dtype in itertools.product((131072, 151936), both, (jnp.bfloat16, jnp.float16)):
-            yield logit_gradients(Problem(vocab=vocab, lse=lse, dtype=dtype, **options))
+            if softcap is None and rows > 64:
+                yield forward(Problem(keeps=True, **head, **options))
+        for vocab, dtype in itertools.product((131072, 151936), (jnp.bfloat16, jnp.float16)):
+            yield logit_gradients(Problem(vocab=vocab, dtype=dtype, **options))
     for head, dtype in itertools.product(heads, (jnp.bfloat16, jnp.float16)):
         yield forward(Problem(dtype=dtype, **head))
-        yield logit_gradients(Problem(dtype=dtype, lse=True, **head))
+        yield logit_gradients(Problem(dtype=dtype, **head))
         for rows in (64, 512):
             yield hidden_gradient(Problem(rows=rows, dtype=dtype, **head))
             yield weight_gradient(Problem(rows=rows, dtype=dtype, **head))
     yield weight_gradient(Problem(dim=64, layout="dv"))
+    for head in heads:
+        yield forward(Problem(keeps=True, **head))
+        yield logit_gradients_from_powers(Problem(**head))
+    for dtype, lse, entropy in itertools.product((jnp.bfloat16, jnp.float16), both, both):
+        yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy))
     for dtype in (jnp.bfloat16, jnp.float16):
         yield bias_gradient(Problem(dtype=dtype))
     yield from (g.configuration() for g in gemms())
@@ -298,8 +330,9 @@ def compile_one(index: int) -> tuple[bool, str]:
 def scanned() -> Iterator[tuple[str, str]]:
     """The compiled text of ops under lax.map, on operands and results that are slices of stacked ones."""
     dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
-    a, b, c = ((4, 32, 512), jnp.bfloat16), ((4, 512, 4096), jnp.bfloat16), ((4, 32, 4096), jnp.bfloat16)
-    ids = ((4, 32), jnp.int32)
+    # More tokens than 64, so that exponentials are kept.
+    a, b, c = ((4, 96, 512), jnp.bfloat16), ((4, 512, 4096), jnp.bfloat16), ((4, 96, 4096), jnp.bfloat16)
+    ids = ((4, 96), jnp.int32)
 
     def gemm_gradients(x: Any) -> Any:
         return jax.vjp(functools.partial(det_gemm, implementation="mosaic"), *x[:2])[1](x[2])

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import gradients
+from pallas_kernels.mosaic import dlogits, gradients
 from pallas_kernels.mosaic.tiles import Machine
 from rlk_jax import LinearLogp, dispatch, linear_logp, mosaic, validation
 from rlk_jax._problem import Needs, Operands, Tokens
@@ -142,6 +142,66 @@ def test_ignored_rows_hold_anything():
     assert_within_contract(d_weight, gold.gradients[1], "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    """Which kernels made the gradients of logits, in order."""
+    names = []
+    for name in ("dlogits", "from_powers"):
+        kernel = getattr(dlogits, name)
+        monkeypatch.setattr(dlogits, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
+    return names
+
+
+@pytest.mark.parametrize(("budget", "kernels"), [(None, {"from_powers"}), (400_000, {"from_powers", "dlogits"})])
+def test_kept_exponentials(seen, budget, kernels):
+    """With ignored rows, whose places others take, and with rows that only the backward leaves out."""
+    case = Case("kept", (150,), 64, 3001, bias=True, options={"ignore_index": -1, "memory_budget": budget})
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    problem = problem._replace(
+        hidden=problem.hidden.at[::7].set(jnp.nan),
+        target_ids=problem.target_ids.at[::7].set(-1),
+        upstream=tuple(g.at[::3].set(0) for g in problem.upstream),
+    )
+    counts = np.arange(150) % 7 != 0
+    gold = helpers.gold(dataclasses.replace(case, lead=(counts.sum(),)), helpers.rows_of(problem, counts))
+    d_hidden, *d_head = jax.block_until_ready(problem.gradients(case, "mosaic"))
+    assert set(seen) == kernels
+    assert not np.asarray(d_hidden[~counts]).astype(np.float32).any()
+    for gradient, expected in zip((d_hidden[counts], *d_head), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+def test_entropies_and_softcaps_and_float16_recompute(seen):
+    case = Case("recomputed", (70,), 64, 300)
+    for dtype, options in (
+        (jnp.bfloat16, {}),
+        (jnp.bfloat16, {"return_entropy": False, "logit_softcap": 2.0}),
+        (jnp.float16, {"return_entropy": False}),
+    ):
+        problem = helpers.make(case, dtype)
+        jax.eval_shape(lambda p=problem, o=options: p.gradients(case, "mosaic", **o))
+    assert set(seen) == {"dlogits"}
+
+
+def test_batches_under_vmap():
+    """What one forward keeps is not for a batch of them, nor for a batch of upstream gradients."""
+    case = Case("vmap", (2, 70), 64, 300)
+    p = helpers.make(case, jnp.bfloat16)
+
+    def call(hidden, target_ids):
+        return linear_logp(hidden, p.weight, target_ids, implementation="mosaic")
+
+    gradient = jax.grad(lambda h, t, g: jnp.vdot(call(h, t), g))
+    batched = jax.jit(jax.vmap(gradient))(p.hidden, p.target_ids, p.upstream[0])
+    pull = jax.vjp(lambda h: call(h, p.target_ids[0]), p.hidden[0])[1]
+    many = jax.vmap(pull)(p.upstream[0])[0]
+    for i in range(2):
+        alone = gradient(p.hidden[i], p.target_ids[i], p.upstream[0][i])
+        assert_within_contract(batched[i], np.asarray(alone, np.float64), "linear_logp_wgmma", jnp.bfloat16, "gradient")
+        alone = gradient(p.hidden[0], p.target_ids[0], p.upstream[0][i])
+        assert_within_contract(many[i], np.asarray(alone, np.float64), "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
 def test_no_row_at_all():
     case = Case("nothing", (0,), 64, 300, bias=True)
     rows, head = helpers.outputs(case, helpers.make(case, jnp.bfloat16), "mosaic")
@@ -197,12 +257,12 @@ def test_shards_of_a_padded_head(columns, layout):
     for rank in range(2):
         functions.forward(options, operands(rank), tokens(rank), lambda own: groups.append(own) or own)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
-    (values, softmax), (again, _) = (
+    (values, softmax, _), (again, *_) = (
         functions.forward(options, operands(rank), tokens(rank), lambda _: whole) for rank in range(2)
     )
     assert_same_bits(values, again)
     needs, upstream = Needs(True, True, True), LinearLogp(*problem.upstream)
-    parts = [functions.gradients(options, needs, operands(r), tokens(r), softmax, upstream) for r in range(2)]
+    parts = [functions.gradients(options, needs, operands(r), tokens(r), softmax, None, upstream) for r in range(2)]
     d_hidden = ordered_sum(jnp.concatenate([p.hidden for p in parts])).astype(jnp.bfloat16)
     d_weight = jnp.concatenate([p.weight for p in parts], axis=0 if layout == "vd" else 1)
     d_bias = jnp.concatenate([p.bias for p in parts])

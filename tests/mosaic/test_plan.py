@@ -129,19 +129,35 @@ def test_every_step_of_k_has_its_chunk(size):
     tokens=st.integers(1, 40_000),
     dim=st.integers(1, 600),
     budget=st.integers(1, 1 << 33),
+    keeps=st.booleans(),
 )
-def test_slices_respect_the_budget(size, padding, tokens, dim, budget):
+def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     dim *= 8
     given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
-    plan = mosaic.backward_plan(given_options, dim, tokens, needs=Needs(True, True, True), dtype=jnp.bfloat16)
+    kept = mosaic.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
+    needs = Needs(True, True, True)
+    plan = mosaic.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
     ends = [0, *(run.end for run in plan.runs)]
     assert [run.first for run in plan.runs] == ends[:-1] and ends[-1] == vocabulary(size).chunks
+    assert kept == sum(run.end - run.first for run in plan.runs if run.is_kept) and (keeps or not kept)
+    kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
+    assert kept_bytes <= budget // 2
     for run in plan.runs:
         assert 1 <= run.width <= run.end - run.first <= run.width * run.slices
         head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
         used = run.width * (2 * COLUMNS * plan.matrix_rows + head) + 2 * plan.matrix_rows * padded(dim, 64)
-        assert used <= budget or run.width == 1
+        assert used + kept_bytes <= budget or run.width == 1
     assert mosaic.forward_plan(given_options, dim, tokens).slices == 1 or not mosaic.reads_in_place(given_options, dim)
+
+
+def test_what_is_kept():
+    keeping = options(131072, keeps=True)
+    assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 127  # of 512: half of 512 MiB
+    assert mosaic.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
+    assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
+    assert mosaic.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
+    assert mosaic.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
+    assert mosaic.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
 
 
 @settings(max_examples=60)
