@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,18 +150,22 @@ def _forward(
 ) -> tuple[LinearLogp, Any, Any]:
     if _is_on_device(options):
         return functions.forward(options, operands, tokens, gather)
-    # What would be kept is no row of a token, which is all that XLA is told to cut.
-    options = replace(options, keeps=False)
+    keeps_nothing = replace(options, keeps=False)
+
+    def alone(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any, _Alone]:
+        values, residual, kept = functions.forward(options, operands, tokens, gather)
+        return values, residual, _Alone(kept)
 
     def whole(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
-        return functions.forward(options, operands, tokens, gather)[:2]
+        return functions.forward(keeps_nothing, operands, tokens, gather)[:2]
 
     def on_device(cut: Spread, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
-        shard, own, operands, tokens = _here(cut, options, operands, tokens)
+        shard, own, operands, tokens = _here(cut, keeps_nothing, operands, tokens)
         check(shard)
         return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))[:2]
 
-    return *_cut_by_xla(options, whole, on_device, operands, tokens), None
+    values, residual, kept = _cut_by_xla(options, _Forms(alone, whole, on_device), operands, tokens)
+    return values, residual, kept.tree
 
 
 def _gradients(
@@ -177,10 +181,13 @@ def _gradients(
     if _is_on_device(options):
         return functions.gradients(options, needs, operands, tokens, residual, kept, upstream)
 
-    def whole(operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp) -> Gradients:
-        return functions.gradients(options, needs, operands, tokens, residual, None, upstream)
+    def alone(operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp, kept: _Alone) -> Gradients:
+        return functions.gradients(options, needs, operands, tokens, residual, kept.tree, upstream)
 
-    def on_device(cut: Spread, operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp) -> Gradients:
+    def whole(operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp, _: Any) -> Gradients:
+        return alone(operands, tokens, residual, upstream, _Alone(None))
+
+    def on_device(cut: Spread, operands: Operands, tokens: Tokens, residual: Any, upstream: LinearLogp, _: Any) -> Any:
         dtype = operands.hidden.dtype
         shard, own, operands, tokens = _here(cut, options, operands, tokens)
         d_hidden, d_weight, d_bias = functions.gradients(own, needs, operands, tokens, residual, None, upstream)
@@ -190,13 +197,13 @@ def _gradients(
             None if d_bias is None else cut.bias_gradient(d_bias),
         )
 
-    return _cut_by_xla(options, whole, on_device, operands, tokens, residual, upstream)
+    forms = _Forms(alone, whole, on_device)
+    return _cut_by_xla(options, forms, operands, tokens, residual, upstream, _Alone(kept))
 
 
 def _is_on_device(options: Options) -> bool:
-    """Inside shard_map there is nothing left to cut, and on a machine of one device nothing to cut for."""
-    inside = options.hidden_gradient != "rounded" or bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return inside or jax.device_count() == 1
+    """Inside shard_map there is nothing left to cut."""
+    return options.hidden_gradient != "rounded" or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _here(
@@ -214,12 +221,27 @@ _LABELS = ("i h", "v k", "b")
 """Dimensions of operands and their gradients, for Shardy: i, the tokens, is all that arguments and results share."""
 
 
-def _cut_by_xla(options: Options, whole: Callable[..., Any], on_device: Callable[..., Any], *arguments: Any) -> Any:
-    """`whole(operands, rows…)`; where XLA finds it spread over devices, `on_device(cut, operands, rows…)` on each.
+class _Alone(NamedTuple):
+    """What a program of one device hands from the forward to the backward; in others it holds nothing of use."""
 
-    Each result is either Gradients or a tree of rows `[N]`, as all arguments but the operands are.
+    tree: Any
+
+
+class _Forms(NamedTuple):
+    """What one device runs where it is the only one, where it has the whole head, and where it has a part of it."""
+
+    alone: Callable[..., Any]
+    whole: Callable[..., Any]
+    on_device: Callable[..., Any]
+
+
+def _cut_by_xla(options: Options, forms: _Forms, *arguments: Any) -> Any:
+    """`alone(operands, rows…)`; where XLA finds it spread over devices, `whole` or `on_device(cut, …)` on each.
+
+    Each result is Gradients, a tree of rows `[N]`, as all arguments but the operands are, or _Alone, which only `alone`
+    returns.
     """
-    results = jax.eval_shape(whole, *arguments)
+    results = jax.eval_shape(forms.alone, *arguments)
 
     def partition(mesh: Mesh, shapes: tuple[Any, ...], _: Any) -> Any:
         operands = shapes[0]
@@ -236,20 +258,20 @@ def _cut_by_xla(options: Options, whole: Callable[..., Any], on_device: Callable
                 "b": cut.bias_spec,
                 "i": PartitionSpec(rows),
             }
-            return jax.tree.map(lambda label: NamedSharding(mesh, specs[label]), tree)
+            return jax.tree.map(lambda label: NamedSharding(mesh, specs.get(label, PartitionSpec())), tree)
 
         def lower(*own: Any) -> Any:
-            done = on_device(cut, *own) if cut.axes else whole(*own)
-            if isinstance(done, Gradients) and rows:
-                # Every device saw its own tokens.
-                done = Gradients(done.hidden, *lax.psum(done[1:], rows))
-            return done
+            done = forms.on_device(cut, *own) if cut.axes else forms.whole(*own)
+            if not isinstance(done, Gradients):
+                return *done, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results[-1])
+            # Every device saw its own tokens.
+            return Gradients(done.hidden, *lax.psum(done[1:], rows)) if rows else done
 
         return mesh, _inline(lower), shardings(labels[1]), shardings(labels[0])
 
     labels = _labels(arguments), _labels(results)
     rule = " -> ".join(", ".join(jax.tree.leaves(tree)) for tree in labels)
-    call = custom_partitioning(whole)
+    call = custom_partitioning(forms.alone)
     call.def_partition(partition, sharding_rule=rule)
     return call(*arguments)
 
@@ -261,6 +283,10 @@ def _labels(tree: Any) -> Any:
         return kind(*(None if x is None else label for x, label in zip(tree, _LABELS, strict=False)))
     if type(tree) is tuple:
         return tuple(map(_labels, tree))
+    if isinstance(tree, _Alone):
+        leaves, structure = jax.tree.flatten(tree)
+        names = [" ".join(f"a{i}d{axis}" for axis in range(x.ndim)) for i, x in enumerate(leaves)]
+        return jax.tree.unflatten(structure, names)
     return jax.tree.map(lambda _: "i", tree)
 
 

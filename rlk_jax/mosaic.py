@@ -12,7 +12,7 @@ and the same bits, since recomputed exponentials are rounded alike.
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 MEMORY_BUDGET = 512 * 2**20
 """Bytes for a slice's gradients of logits and the copies beside them; three times hidden's, where those are more."""
+
+_CHUNKS_PER_SLICE = 3
+"""Reading and writing dH once (8·N·D bytes) takes as long as the products of three chunks (2·256·N·D flops each)."""
 
 
 def needs_hopper(problem: "Problem") -> list[str]:
@@ -149,14 +152,25 @@ def _kept_bytes(tokens: int) -> int:
 
 
 def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
-    """Chunks from the first on whose exponentials the forward keeps: half of the budget, the other is for dlogits.
+    """Chunks from the first on whose exponentials the forward keeps: at most half of what the budget leaves beside
+    hidden, for what is kept makes the slices of dlogits narrower, and each slice reads and writes dH once more.
 
     float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves. Up to 64
     tokens, whose backward reads the head and little else, it would spill registers beside an entropy.
     """
     if not options.keeps or dtype != jnp.bfloat16 or options.logit_softcap is not None or tokens <= 64:
         return 0
-    return min(_vocabulary(options).chunks, _budget(options, dim, tokens) // 2 // _kept_bytes(tokens))
+    needs = Needs(True, True, True)
+    held = _held(dim, tokens, needs, dtype)
+    room = _budget(options, dim, tokens) - held.fixed - held.chunk - held.copy
+    most = min(_vocabulary(options).chunks, max(0, room) // 2 // _kept_bytes(tokens))
+
+    def saved(kept: int) -> int:
+        return (
+            kept - _CHUNKS_PER_SLICE * backward_plan(options, dim, tokens, needs=needs, dtype=dtype, kept=kept).slices
+        )
+
+    return max((0, most // 2, most), key=saved)
 
 
 def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, held: _Bytes) -> Plan:
@@ -182,10 +196,10 @@ def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, hel
     return Plan(options, dim, tokens, tuple(runs))
 
 
-def forward_plan(options: Options, dim: int, tokens: int) -> Plan:
-    """One slice where the head is read in place; else slices whose copies fit the budget."""
+def forward_plan(options: Options, dim: int, tokens: int, kept: int = 0) -> Plan:
+    """One slice where the head is read in place; else slices whose copies fit the budget beside what is kept."""
     in_place = _vocabulary(options).chunks if reads_in_place(options, dim) else 0
-    return _plan(options, dim, tokens, in_place, 0, _Bytes(0, _head_chunk_bytes(dim)))
+    return _plan(options, dim, tokens, in_place, 0, _Bytes(0, _head_chunk_bytes(dim), kept * _kept_bytes(tokens)))
 
 
 def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> Plan:
@@ -194,12 +208,17 @@ def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtyp
 
     Of a padded head that is read in place, only the chunks that end within 64 columns of the padding are copied.
     """
-    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
-    copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
-    hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies + kept * _kept_bytes(tokens)
-    held = _Bytes(2 * COLUMNS * rows, copies, fixed)
+    held = _held(dim, tokens, needs, dtype)
+    held = replace(held, fixed=held.fixed + kept * _kept_bytes(tokens))
     return _plan(options, dim, tokens, chunks_in_place(options, dim), kept, held)
+
+
+def _held(dim: int, tokens: int, needs: Needs, dtype: Any) -> _Bytes:
+    """Of a backward that was kept nothing for; in float16 dW has rescaled rows of hidden of its own."""
+    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+    hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
+    copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
+    return _Bytes(2 * COLUMNS * rows, copies, 2 * rows * padded(dim, DEPTH) * hidden_copies)
 
 
 def _head_chunk_bytes(dim: int) -> int:
@@ -302,7 +321,8 @@ def _forward(
     n, dim = operands.hidden.shape
     typed = operands.hidden
     operands, tokens = _apart(as_replicated((operands, tokens)))
-    plan, vocabulary = forward_plan(options, dim, n), _vocabulary(options)
+    keeping = kept_chunks(options, dim, n, operands.hidden.dtype)
+    plan, vocabulary = forward_plan(options, dim, n, keeping), _vocabulary(options)
     rows = compact(tokens.active, plan.rows, all_active=not options.may_ignore)
     hidden = _matrix(plan, rows, operands.hidden)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
@@ -313,7 +333,6 @@ def _forward(
         return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
 
     out = Partials(new(), new(), new(), new() if options.return_entropy else None)
-    keeping = kept_chunks(options, dim, n, hidden.dtype)
     powers = jax.new_ref(lax.empty((plan.matrix_rows, keeping * COLUMNS), hidden.dtype)) if keeping else None
 
     def step(run: Run, index: Any) -> None:

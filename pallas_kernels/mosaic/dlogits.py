@@ -107,21 +107,27 @@ def coefficients(rows: Rows, machine: Machine) -> Coefficients:
     """What the gradients of each row's logits are made of."""
     n = rows.logp.shape[0]
 
-    def body(rows: Rows, out: Coefficients) -> None:
+    def body(rows: Rows, out: _Computed) -> None:
         here = pl.ds(lax.axis_index("blocks") * THREADS, THREADS)
         layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-        found = _coefficients(jax.tree.map(lambda x: plgpu.load(x.at[here], layout=layout, optimized=False), rows))
+        found = _computed(jax.tree.map(lambda x: plgpu.load(x.at[here], layout=layout, optimized=False), rows))
         for ref, value in zip(out, found, strict=True):
             if ref is not None:
                 ref[here] = value
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    slope = None if rows.g_entropy is None else row
-    out_type = Coefficients(jax.ShapeDtypeStruct((n,), jnp.int32), row, row, row, slope, row)
-    return launch(body, "linear_logp_coefficients", machine, out_type, (n // THREADS,), rows)
+    out_type = _Computed(row, None if rows.g_entropy is None else row, row)
+    found = launch(body, "linear_logp_coefficients", machine, out_type, (n // THREADS,), rows)
+    return Coefficients(rows.target_ids, rows.temperature, rows.shift, *found)
 
 
-def _coefficients(rows: Rows) -> Coefficients:
+class _Computed(NamedTuple):
+    constant: Any
+    slope: Any
+    at_target: Any
+
+
+def _computed(rows: Rows) -> _Computed:
     per_logit = (1.0 if rows.scale is None else rows.scale) / rows.temperature
     others = -rows.g_logp if rows.g_lse is None else rows.g_lse - rows.g_logp
     slope = None
@@ -136,10 +142,7 @@ def _coefficients(rows: Rows) -> Coefficients:
         at_target = at_target + slope * (target_y + rows.gap) * probability
         others = others + slope * rows.gap
     weight = per_logit / rows.total
-    return Coefficients(
-        target_ids=rows.target_ids,
-        temperature=rows.temperature,
-        shift=rows.shift,
+    return _Computed(
         constant=others * weight,
         slope=None if slope is None else slope * weight,
         at_target=at_target * per_logit,

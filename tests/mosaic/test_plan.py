@@ -141,18 +141,26 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     assert [run.first for run in plan.runs] == ends[:-1] and ends[-1] == vocabulary(size).chunks
     assert kept == sum(run.end - run.first for run in plan.runs if run.is_kept) and (keeps or not kept)
     kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
-    assert kept_bytes <= budget // 2
+    # Worth the slices that it makes narrower: each costs as much as three chunks.
+    without = mosaic.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16)
+    assert not kept or kept > 3 * (plan.slices - without.slices)
     for run in plan.runs:
         assert 1 <= run.width <= run.end - run.first <= run.width * run.slices
         head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
         used = run.width * (2 * COLUMNS * plan.matrix_rows + head) + 2 * plan.matrix_rows * padded(dim, 64)
-        assert used + kept_bytes <= budget or run.width == 1
-    assert mosaic.forward_plan(given_options, dim, tokens).slices == 1 or not mosaic.reads_in_place(given_options, dim)
+        assert used + kept_bytes <= budget or (run.width == 1 and not kept)
+    forward = mosaic.forward_plan(given_options, dim, tokens, kept)
+    assert forward.slices == 1 or not mosaic.reads_in_place(given_options, dim)
+    for run in forward.runs:
+        copies = run.width * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
+        assert copies + kept_bytes <= budget or (run.width == 1 and not kept)
 
 
 def test_what_is_kept():
     keeping = options(131072, keeps=True)
-    assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 127  # of 512: half of 512 MiB
+    assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 116  # of 512: half of 512 MiB, less hidden
+    assert mosaic.kept_chunks(dataclasses.replace(keeping, memory_budget=2**26), 4096, 4096, jnp.bfloat16) == 0
+    assert mosaic.kept_chunks(keeping, 4096, 32768, jnp.bfloat16) == 0
     assert mosaic.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
     assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
     assert mosaic.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
