@@ -152,7 +152,7 @@ def seen(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize(("budget", "kernels"), [(None, {"from_powers"}), (1_600_000, {"from_powers", "dlogits"})])
+@pytest.mark.parametrize(("budget", "kernels"), [(None, {"from_powers"}), (3_000_000, {"from_powers", "dlogits"})])
 def test_kept_exponentials(seen, budget, kernels):
     """With ignored rows, whose places others take, and with rows that only the backward leaves out."""
     case = Case("kept", (150,), 64, 3001, bias=True, options={"ignore_index": -1, "memory_budget": budget})
