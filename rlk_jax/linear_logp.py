@@ -273,9 +273,8 @@ def _values(
 ) -> LinearLogp:
     """The values of linear_logp, or a shard's share of them, whose upstream gradients are those of the whole.
 
-    A carrier, where there is one, gets the gradient of hidden in hidden's place. One custom_vjp for both passes, so that
-    the forward knows of a backward; the ranks' partial softmaxes are gathered in the forward, the backward holds no
-    collective.
+    A carrier, where there is one, gets the gradient of hidden in hidden's place. One custom_vjp for both passes: so the
+    forward knows of the backward. The forward gathers the ranks' partial softmaxes; the backward holds no collective.
     """
     return _forward(functions, options, shard, operands, tokens, ranks)[0]
 
