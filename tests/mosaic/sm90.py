@@ -1,7 +1,8 @@
 """Compiles every shipped kernel configuration for an H200 on a machine without one: python -m tests.mosaic.sm90.
 
 Prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
-serialised (ptxas has several warnings for that, C7510 and C7515 among them). Needs ptxas, and jax's CUDA plugins of its
+serialised (ptxas has several warnings for that, C7510 and C7515 among them). Whole programs follow: ops in a scan, and
+bare calls over one and two H200s. Needs ptxas, and jax's CUDA plugins of its
 version in the folder of $RLK_SM90_PLUGINS. Takes a process per core.
 """
 
@@ -314,11 +315,15 @@ def verdict(run: Callable[..., Any], arguments: dict[str, Any], sharding: Any) -
 
 
 @functools.cache
-def h200() -> jax.sharding.Sharding:
+def _mesh(devices: int) -> jax.sharding.Mesh:
     target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{devices}")
+    return topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("x",))
+
+
+def h200(devices: int = 1, *spec: str | None) -> jax.sharding.Sharding:
+    """Of an array that lies on H200s as `spec` says, over the axis "x"."""
+    return jax.sharding.NamedSharding(_mesh(devices), jax.sharding.PartitionSpec(*spec))
 
 
 def compile_one(index: int) -> tuple[bool, str]:
@@ -356,6 +361,28 @@ def scanned() -> Iterator[tuple[str, str]]:
         yield name, traced.lower(lowering_platforms=("cuda",)).compile().as_text()
 
 
+def bare() -> Iterator[tuple[str, bool]]:
+    """Gradients of bare calls: on one H200 exponentials are kept; with the head over two it is never gathered."""
+    dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
+    shape = jax.ShapeDtypeStruct
+    loss = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
+    for devices, spec in ((1, ()), (2, ("x", None)), (2, (None, "x"))):
+        whole = h200(devices)
+        operands = (
+            shape((256, 512), jnp.bfloat16, sharding=whole),
+            shape((32768, 512), jnp.bfloat16, sharding=h200(devices, *spec)),
+            shape((256,), jnp.int32, sharding=whole),
+        )
+        jax.clear_caches()
+        text = jax.jit(loss).trace(*operands).lower(lowering_platforms=("cuda",)).compile().as_text()
+        gathers = [x for x in text.splitlines() if " all-gather(" in x or " all-gather-start(" in x]
+        holds_head = any("[32768," in x.split(" all-gather")[0] for x in gathers)
+        yield (
+            f"a bare call over {devices}, the head {spec}",
+            not holds_head and (("linear_logp_from_powers" in text) == (devices == 1)),
+        )
+
+
 def main() -> int:
     count = sum(1 for _ in configurations())
     failed = 0
@@ -368,6 +395,9 @@ def main() -> int:
         is_fused = "dynamic-slice-fusion" in text
         failed += is_fused
         print(f"{'FAIL' if is_fused else 'ok  '} {name} in a scan", flush=True)
+    for name, ok in bare():
+        failed += not ok
+        print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
     print(f"{failed} of {count} failed" if failed else f"{count} configurations: no spills, no serialised wgmma")
     return 1 if failed else 0
 
