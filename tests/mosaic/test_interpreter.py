@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import dlogits, gradients
+from pallas_kernels.mosaic import dlogits, gradients, statistics
 from pallas_kernels.mosaic.tiles import Machine
 from rlk_jax import LinearLogp, dispatch, linear_logp, mosaic, validation
 from rlk_jax._problem import Needs, Operands, Tokens
@@ -169,6 +169,18 @@ def test_kept_exponentials(seen, budget, kernels):
     assert not np.asarray(d_hidden[~counts]).astype(np.float32).any()
     for gradient, expected in zip((d_hidden[counts], *d_head), gold.gradients, strict=True):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+def test_a_forward_without_a_backward_keeps_nothing(monkeypatch):
+    keeps, partials = [], statistics.partials
+    monkeypatch.setattr(statistics, "partials", lambda *x: keeps.append(x[-1] is not None) or partials(*x))
+    case = Case("forward alone", (72,), 64, 300)
+    p = helpers.make(case, jnp.bfloat16)
+    call = lambda h: linear_logp(h, p.weight, p.target_ids, implementation="mosaic").sum()  # noqa: E731
+    jax.eval_shape(call, p.hidden)
+    assert keeps and not any(keeps)
+    jax.eval_shape(jax.grad(call), p.hidden)
+    assert any(keeps)
 
 
 def test_entropies_and_softcaps_and_float16_recompute(seen):
