@@ -35,7 +35,7 @@ test-ops: .venv/ready
 
 # A head spread over 8 forced devices, and over real processes.
 test-parallel: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) $(STEAL) $(PARALLEL))
+	$(call leg,$(RUN) $(PYTEST) $(PARALLEL))
 
 # Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready
