@@ -8,10 +8,8 @@ LEGS := lint ops parallel mosaic docs grpo learning newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
-# -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process, and where
-# one file takes most of a leg, worksteal shares it out.
-PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --durations=8 --dist loadfile
-STEAL = --dist worksteal
+# -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
+PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
 .PHONY: demo test $(LEGS:%=test-%) clean
 
@@ -39,7 +37,7 @@ test-parallel: .venv/ready
 
 # Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready
-	$(call leg,$(RUN) $(PYTEST) $(STEAL) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
+	$(call leg,$(RUN) $(PYTEST) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
 
 test-docs: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py)
@@ -52,7 +50,7 @@ test-learning: .venv/ready
 
 # What a newer jax could break first: transformations, bits, kernels in the interpreter. The rest repeats test-ops.
 test-newest: .venv-newest/ready
-	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(STEAL) $(NEWEST))
+	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST))
 
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or later was not found; name one with PYTHON=..."; exit 1; }

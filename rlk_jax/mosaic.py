@@ -4,9 +4,9 @@ The forward is one pass over the head that keeps a partial softmax per row and c
 the vocabulary into slices whose gradients of logits fit the memory budget; for each it recomputes the logits, writes
 their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
 
-A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as half of the budget
-holds. The backward makes their gradients from them and recomputes the rest: three products and a share of the fourth,
-and the same bits, since recomputed exponentials are rounded alike.
+A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, in at most half of the budget
+(`kept_chunks`). The backward makes their gradients from them and recomputes the rest: three products and a share of the
+fourth, and the same bits, since recomputed exponentials are rounded alike.
 """
 
 import functools
