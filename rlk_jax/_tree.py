@@ -1,4 +1,4 @@
-"""The softmax's fixed tree over the vocabulary: eight groups, so that 1, 2, 4 or 8 ranks own whole ones."""
+"""Sums in a fixed order. The softmax's tree has eight groups, so that 1, 2, 4 or 8 ranks own whole ones."""
 
 from dataclasses import dataclass
 
@@ -29,3 +29,29 @@ def ordered_sum(parts: jax.Array) -> jax.Array:
     start = varying_like(jnp.zeros_like(parts[0]), parts)
     # Unrolled, XLA makes one pass over all parts of it.
     return lax.scan(lambda so_far, part: (so_far + part, None), start, parts, unroll=True)[0]
+
+
+def pairwise_sum(values: jax.Array) -> jax.Array:
+    """Σ over the last axis by adjacent pairs: ((x0 + x1) + (x2 + x3)) + ...; 0 for none.
+
+    Zeros appended to the axis change no bit of the sum: they pair up among themselves and are added last. A zero sum is
+    +0. The derivative is that of a sum.
+    """
+    count = values.shape[-1]
+    whole = 1 << max(count - 1, 0).bit_length()
+    # Behind the barrier, XLA cannot fuse a product that made the values into the sum, which would skip its rounding.
+    sums = lax.optimization_barrier(jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, whole - count)]))
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    total = sums[..., 0]
+    # −0 + 0 is +0, so that the sign of a zero sum would tell whether zeros were appended.
+    return total + lax.stop_gradient(jnp.where(total == 0, -total, 0))
+
+
+def pairwise_spread(values: jax.Array, count: int) -> jax.Array:
+    """`values [...]` `count` times over along a new last axis; the derivative adds up as `pairwise_sum` does."""
+    spread, width = values[..., None], 1
+    while width < count:
+        width *= 2
+        spread = jnp.stack([spread, spread], axis=-1).reshape(*values.shape, width)
+    return lax.optimization_barrier(spread[..., :count])

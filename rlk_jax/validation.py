@@ -464,3 +464,124 @@ def token_values(ids: Array, counted: Array, temperature: Array, *, vocab_size: 
         else:
             checkify.debug_check(fits, message, low=low, high=high)
     return found.is_good
+
+
+# rlk_jax.grpo: groups, losses on log-probs and their options.
+
+
+def one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
+    """Whether an option is one of those that exist."""
+    _require(x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
+
+
+def positive(name: str, x: Any) -> None:
+    """Whether x is a number above 0 that is finite as a float32."""
+    _require(_is_number(x) and _fits_float32(x), f"{name} must be a positive finite number, got {x!r}.")
+
+
+def not_negative(name: str, x: Any) -> None:
+    """The same, or 0."""
+    _require(
+        _is_number(x) and (x == 0 or _fits_float32(x)), f"{name} must be 0 or a positive finite number, got {x!r}."
+    )
+
+
+def clip_range(loss_type: str, clips: bool, clip_eps_high: float | None, dual_clip: float | None, upper: float) -> None:
+    """What a clip range that ends at `upper` allows, of a loss that has one if `clips`."""
+    for name, x in (("clip_eps_high", clip_eps_high), ("dual_clip", dual_clip)):
+        _require(x is None or clips, f"{name} has no meaning for loss_type={loss_type!r}, which has no clip range.")
+    _require(
+        dual_clip is None or dual_clip > upper,
+        f"dual_clip must be above the clip range, which ends at {upper}, got {dual_clip}.",
+    )
+
+
+def constant_length(normaliser: str, max_completion_length: Any) -> None:
+    """Whether the length that a constant normaliser counts is there, and no other has one."""
+    _require(
+        (normaliser == "constant") == (max_completion_length is not None),
+        "max_completion_length must be given with normaliser='constant' and with no other, got "
+        f"{max_completion_length!r} with {normaliser!r}.",
+    )
+    if max_completion_length is not None:
+        require_positive_integer("max_completion_length", max_completion_length)
+
+
+def _require_real(name: str, x: Any) -> None:
+    _require(
+        jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating),
+        f"{name} must be real numbers, got {x.dtype}.",
+    )
+
+
+def _boundaries(num_sequences: int, group_boundaries: Any) -> tuple[int, ...]:
+    _require(
+        all(map(is_concrete, jax.tree.leaves(group_boundaries))),
+        "group_boundaries must be static: a sequence of integers or a concrete array, not a traced one. "
+        "Under jit close over it or make it a static argument.",
+    )
+    edges = np.asarray(group_boundaries)
+    _require(edges.ndim == 1 and edges.size >= 2, "group_boundaries must be a 1D tensor of length num_groups + 1.")
+    _require(np.issubdtype(edges.dtype, np.integer), f"group_boundaries must be integers, got {edges.dtype}.")
+    _require(edges[0] == 0 and edges[-1] == num_sequences, "group_boundaries must start at 0 and end at num_sequences.")
+    _require(np.all(edges[1:] > edges[:-1]), "each group must contain at least one sequence.")
+    return tuple(edges.tolist())
+
+
+def groups(rewards: Any, samples_per_prompt: Any, group_boundaries: Any) -> tuple[int, ...]:
+    """Where each group of `rewards [B]` begins, and the end: 0, ..., B."""
+    rewards = as_array("rewards", rewards)
+    _require(rewards.ndim == 1, f"rewards must be 1D [num_sequences], got shape {rewards.shape}.")
+    _require_real("rewards", rewards)
+    _require(
+        (samples_per_prompt is None) != (group_boundaries is None),
+        "Provide exactly one of samples_per_prompt or group_boundaries.",
+    )
+    count = rewards.shape[0]
+    if group_boundaries is not None:
+        return _boundaries(count, group_boundaries)
+    _require(
+        _is_integer(samples_per_prompt) and samples_per_prompt >= 2,
+        "samples_per_prompt must be at least 2 for group normalization.",
+    )
+    _require(count % samples_per_prompt == 0, "num_sequences (B) must be divisible by samples_per_prompt (n).")
+    return tuple(range(0, count + 1, int(samples_per_prompt)))
+
+
+def completion_mask(mask: Any) -> tuple[int, int]:
+    """The shape [B, T] of a mask."""
+    mask = as_array("completion_mask", mask)
+    _require(mask.ndim == 2, "completion_mask must be 2D [num_sequences, completion_len].")
+    return mask.shape
+
+
+def advantages(x: Any, mask: Any) -> None:
+    """Whether there is one for each sequence of the mask, or one for each token."""
+    x, shape = as_array("advantages", x), completion_mask(mask)
+    _require(
+        x.shape in (shape[:1], shape),
+        f"advantages must be [B] or [B, T] of completion_mask shape {shape}, got shape {x.shape}.",
+    )
+    _require_real("advantages", x)
+
+
+def policy_loss(
+    per_token: dict[str, Any], mask: Any, denominator: Any, *, beta: float, importance_cap: float | None
+) -> None:
+    """Static checks of grpo.policy_loss; raises ValueError before anything runs."""
+    shape = completion_mask(mask)
+    for name, x in per_token.items():
+        if x is not None:
+            x = as_array(name, x)
+            _require(x.shape == shape, f"{name} shape {x.shape} does not match completion_mask shape {shape}.")
+            _require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+    _require(beta == 0 or per_token["ref_logps"] is not None, f"beta={beta} requires ref_logps.")
+    _require(
+        (per_token["rollout_logps"] is None) == (importance_cap is None),
+        "rollout_logps and importance_cap must be given together.",
+    )
+    if _is_number(denominator):
+        not_negative("denominator", denominator)
+    elif denominator is not None:
+        denominator = as_array("denominator", denominator)
+        _require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")

@@ -9,20 +9,22 @@ import sys
 import pytest
 
 import rlk_jax
+import rlk_jax.grpo
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def test_public_names_are_documented():
+@pytest.mark.parametrize("package", [rlk_jax, rlk_jax.grpo])
+def test_public_names_are_documented(package):
     documented = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
-    for name in rlk_jax.__all__:
-        assert f"`{name}" in documented or f"rlk_jax.{name}" in documented, name
-        assert getattr(rlk_jax, name) is not None
+    for name in package.__all__:
+        assert f"`{name}" in documented or f"{package.__name__}.{name}" in documented, name
+        assert getattr(package, name) is not None
 
 
 @pytest.mark.parametrize("module", ["torch", "triton", "flax", "optax", "rich", "matplotlib"])
 def test_import_stays_light(module):
-    code = f"import sys, rlk_jax; sys.exit({module!r} in sys.modules)"
+    code = f"import sys, rlk_jax.grpo; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -2,22 +2,28 @@
 
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.losses import (
-    GrpoLoss,
-    clipped_surrogate,
-    clipped_tokens,
+    LossOptions,
+    PolicyLoss,
+    expand_advantages,
     group_advantages,
-    grpo_loss_from_logps,
+    k1_kl,
+    k2_kl,
     k3_kl,
+    loss_denominator,
     masked_mean,
+    policy_loss,
 )
 
 __all__ = [
     "GrpoConfig",
-    "GrpoLoss",
-    "clipped_surrogate",
-    "clipped_tokens",
+    "LossOptions",
+    "PolicyLoss",
+    "expand_advantages",
     "group_advantages",
-    "grpo_loss_from_logps",
+    "k1_kl",
+    "k2_kl",
     "k3_kl",
+    "loss_denominator",
     "masked_mean",
+    "policy_loss",
 ]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import IGNORED, Head
-from rlk_jax.grpo.losses import group_advantages, grpo_loss_from_logps, masked_mean
+from rlk_jax.grpo.losses import LossOptions, group_advantages, masked_mean, policy_loss
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions
 from rlk_jax.grpo.tasks import VOCAB_SIZE, Examples, Task, completion_mask, exact_answer_reward
@@ -23,6 +23,7 @@ MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
 EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
+_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction")
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -99,6 +100,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
+    loss_options = LossOptions(clip_eps=config.clip_eps, beta=config.beta)
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
@@ -150,10 +152,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
         def loss_of(params: nnx.State) -> tuple[Array, Metrics]:
             logp = logps(params, batch, completion_ids, mask)
-            loss = grpo_loss_from_logps(
-                logp, old_logps, ref_logps, advantages, mask, clip_eps=config.clip_eps, beta=config.beta
-            )
-            return loss.loss, loss._asdict()
+            loss = policy_loss(logp, old_logps, advantages, mask, ref_logps=ref_logps, options=loss_options)
+            return loss.loss, {name: getattr(loss, name) for name in _LOSS_METRICS}
 
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
             grads, metrics = jax.grad(loss_of, has_aux=True)(carry[0])
