@@ -58,7 +58,7 @@ $(UV):
 
 .venv/ready: $(UV) pyproject.toml constraints.txt
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv
-	$(UV) pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable '.[test]'
+	$(UV) pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable '.[test,clients]'
 	@touch $@
 
 .venv-newest/ready: $(UV) pyproject.toml
