@@ -206,11 +206,12 @@ def k3_kl(logp: Float[Array, "*n"], ref_logps: Float[Array, "*n"]) -> Float[Arra
 _KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
 
 
-def masked_mean(values: Num[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+def masked_mean(values: Num[Array, "B T"], mask: Num[Array, "B T"] | Bool[Array, "B T"]) -> Float[Array, ""]:
     """`Σ of values where mask / max(count, 1)`: the mean over all active tokens of the batch, 0 when there are none.
 
     Appended masked rows or columns change none of its bits.
     """
+    mask = jnp.asarray(mask) != 0
     return _sum(values, mask, "tokens") / jnp.maximum(_count(mask, "tokens"), 1.0)
 
 

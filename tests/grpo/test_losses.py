@@ -454,8 +454,10 @@ def test_k3_is_never_negative_and_zero_for_equal_policies():
     assert not np.any(k3_kl(tokens.logp, tokens.logp))
 
 
-def test_masked_mean_counts_tokens_not_sequences():
-    assert masked_mean(jnp.array([[1.0, 2.0], [6.0, jnp.nan]]), jnp.array([[True, True], [True, False]])) == 3
+@pytest.mark.parametrize("active", [True, 2, 0.5])
+def test_masked_mean_counts_tokens_not_sequences(active):
+    mask = jnp.array([[active, active], [active, 0]], dtype=type(active))
+    assert masked_mean(jnp.array([[1.0, 2.0], [6.0, jnp.nan]]), mask) == 3
 
 
 def test_expanded_advantages_are_zero_where_masked():

@@ -138,9 +138,8 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, extra):
         pairs.append((value.kl, metrics["kl"]))
     if theirs["loss_type"] == "cispo":
         capped = np.exp(tokens["logp"] - tokens["old"]) > 1.3
-        assert (
-            0 < metrics["cispo_clip_ratio"] < value.clip_fraction_high
-        )  # theirs leaves out A < 0, whose weight is capped, too
+        # TRL's leaves out A < 0, whose weight is capped, too.
+        assert 0 < metrics["cispo_clip_ratio"] < value.clip_fraction_high
         pairs.append((value.clip_fraction_high, capped[tokens["mask"]].mean()))
     elif theirs["loss_type"] != "sapo" and theirs.get("importance_sampling_level") != "sequence":
         # At the sequence level TRL logs the mean over sequences.
