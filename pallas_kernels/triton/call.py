@@ -1,0 +1,77 @@
+"""The one place that knows jax-triton's versions: 0.3.1 with triton 3.6, 0.4.1 with triton 3.7 and later."""
+
+import functools
+import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+Array = jax.Array
+_NONE: Mapping[int, int] = {}
+_PINNED = {"enable_fp_fusion": True, "ptx_version": 88}
+"""triton 3.10 changes the first one's default; the second keeps PTX readable by CUDA 12.9 and later, not the newest."""
+PAIRS = "jax-triton 0.3.1 with triton 3.6, or jax-triton 0.4.1 with triton 3.7 or later"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def pair() -> str:
+    """The pair that kernels are compiled with, by name."""
+    return f"jax-triton {_version('jax-triton')} with triton {_version('triton')}"
+
+
+@functools.cache
+def why_missing() -> str | None:
+    """Why no kernel can be compiled here; None where one can."""
+    absent = [name for name in ("jax-triton", "triton") if _version(name) is None]
+    if absent:
+        return f"needs {PAIRS}; {' and '.join(absent)} not installed"
+    try:
+        import jax_triton  # noqa: F401
+    except Exception as problem:
+        # 0.3.1 refuses to be imported beside a jax without GPU support; mismatched pairs fail in ways of their own.
+        return (
+            f"{pair()} cannot be imported: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}"
+        )
+    return None
+
+
+def launch(
+    kernel: Any,
+    arguments: Sequence[Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    *,
+    grid: int,
+    num_warps: int,
+    num_stages: int = 1,
+    aliases: Mapping[int, int] = _NONE,
+) -> tuple[Array, ...]:
+    """`kernel(*arguments, *outputs, **constants)` on `grid` programs; returns the outputs.
+
+    aliases: argument -> output that takes its memory. The kernel's parameter for such an output, which must come behind
+    those of all others, is None under jax-triton 0.4.1 and the argument's own address under 0.3.1.
+    """
+    import jax_triton
+
+    options: dict[str, Any] = {"grid": (grid,), "num_warps": num_warps, "num_stages": num_stages, **constants}
+    if "out_shape" in inspect.signature(jax_triton.triton_call).parameters:
+        options |= {"out_shape": tuple(outputs), "enable_fp_fusion": True}
+    else:
+        options |= {"out_type": tuple(outputs), "backend_options": _PINNED}
+        names = [p.name for p in kernel.params if not p.is_constexpr]
+        first = len(arguments) + len(outputs) - len(aliases)
+        options |= dict.fromkeys(names[first:])
+    with warnings.catch_warnings():
+        # 0.4.1 prefers references, which may not vary over a mesh axis inside shard_map.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(*arguments, kernel=kernel, input_output_aliases=dict(aliases), **options)

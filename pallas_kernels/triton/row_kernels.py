@@ -1,0 +1,150 @@
+"""Device code of rows.py, and the formulas that other kernels share with it."""
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(0.6931471805599453)
+MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
+SMALL = tl.constexpr(0.25)
+"""Below it 1 − exp(−2x) loses digits of tanh that its series keeps."""
+
+
+@triton.jit
+def capped(x, softcap: tl.constexpr):
+    """softcap(x), c·tanh(x/c): the hardware's own tanh is not accurate enough."""
+    if softcap is not None:
+        share = x * (1.0 / softcap)
+        e = tl.exp2(tl.abs(share) * MINUS_2_LOG2_E)
+        large = (1 - e) / (1 + e)
+        square = share * share
+        series = share * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+        x = softcap * tl.where(tl.abs(share) < SMALL, series, tl.where(share < 0, -large, large))
+    return x
+
+
+@triton.jit
+def derivative(x, softcap: tl.constexpr):
+    """Of softcap at x: 1 − tanh², without the cancellation where tanh is near 1."""
+    e = tl.exp2(tl.abs(x) * (MINUS_2_LOG2_E / softcap))
+    return 4 * e / ((1 + e) * (1 + e))
+
+
+@triton.jit
+def subtractable(maximum):
+    """0 in the place of a maximum of −inf."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def finite_gap(y):
+    """−y, finite where y = −inf stands beside a weight of 0: 0·∞ must be 0."""
+    return tl.minimum(-y, 1e30)
+
+
+@triton.jit
+def rescale(maximum, total, gap, new_maximum, scale, with_gap: tl.constexpr):
+    """Σ 2^y and Σ 2^y·(−y), y = (x − maximum)·scale, for another maximum, not smaller and not −inf."""
+    y = (maximum - new_maximum) * scale
+    factor = tl.exp2(y)
+    if with_gap:
+        gap = (gap + total * finite_gap(y)) * factor
+    return total * factor, gap
+
+
+@triton.jit
+def statistics(
+    logits,
+    target_ids,
+    temperature,
+    active,
+    maximum_out,
+    total_out,
+    target_out,
+    gap_out,
+    row_length: tl.constexpr,
+    columns: tl.constexpr,
+    softcap: tl.constexpr,
+    with_gap: tl.constexpr,
+    depth: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """A row per program. Each lane keeps the maximum and the sums of its own columns; lanes are merged at the end."""
+    row = tl.program_id(0)
+    if tl.load(active + row) == 0:
+        tl.store(maximum_out + row, 0.0)
+        tl.store(total_out + row, 1.0)
+        tl.store(target_out + row, 0.0)
+        if with_gap:
+            tl.store(gap_out + row, 0.0)
+        return
+    scale = 1.4426950408889634 / tl.load(temperature + row)
+    of_row = logits + row.to(tl.int64) * row_length
+    place = tl.arange(0, depth)[:, None] * lanes + tl.arange(0, lanes)[None, :]
+    maximum = tl.full((lanes,), float("-inf"), tl.float32)
+    total = tl.zeros((lanes,), tl.float32)
+    gap = tl.zeros((lanes,), tl.float32)
+    for first in range(0, columns, depth * lanes):
+        column = first + place
+        x = tl.load(of_row + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        if softcap is not None:
+            x = tl.where(column < columns, capped(x, softcap), float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
+        below = subtractable(new_maximum)
+        total, gap = rescale(maximum, total, gap, below, scale, with_gap)
+        y = (x - below[None, :]) * scale
+        weight = tl.exp2(y)
+        total += tl.sum(weight, axis=0)
+        if with_gap:
+            gap += tl.sum(weight * finite_gap(y), axis=0)
+        maximum = new_maximum
+    whole = tl.max(maximum, axis=0)
+    total, gap = rescale(maximum, total, gap, subtractable(whole), scale, with_gap)
+    tl.store(maximum_out + row, whole)
+    tl.store(total_out + row, tl.sum(total, axis=0))
+    if with_gap:
+        tl.store(gap_out + row, tl.sum(gap, axis=0))
+    target = tl.load(target_ids + row)
+    is_here = (target >= 0) & (target < columns)
+    x = tl.load(of_row + target, mask=is_here, other=0.0).to(tl.float32)
+    tl.store(target_out + row, capped(x, softcap))
+
+
+@triton.jit
+def gradients(
+    logits,
+    target_ids,
+    active,
+    scale,
+    maximum,
+    log2_total,
+    c0,
+    c1,
+    at_target,
+    out,
+    row_length: tl.constexpr,
+    columns: tl.constexpr,
+    softcap: tl.constexpr,
+    with_slope: tl.constexpr,
+    width: tl.constexpr,
+):
+    """One block of one row per program; elements know nothing of each other."""
+    if out is None:
+        out = logits
+    blocks: tl.constexpr = (row_length + width - 1) // width
+    row = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * width + tl.arange(0, width)
+    start = row.to(tl.int64) * row_length
+    in_row = column < row_length
+    if tl.load(active + row) == 0:
+        tl.store(out + start + column, tl.zeros((width,), out.dtype.element_ty), mask=in_row)
+        return
+    raw = tl.load(logits + start + column, mask=column < columns, other=0.0).to(tl.float32)
+    y = (capped(raw, softcap) - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(log2_total + row)
+    factor = tl.load(c0 + row)
+    if with_slope:
+        factor -= tl.load(c1 + row) * LN_2 * finite_gap(y)
+    value = tl.where(column == tl.load(target_ids + row), tl.load(at_target + row), tl.exp2(y) * factor)
+    if softcap is not None:
+        value *= derivative(raw, softcap)
+    value = tl.where(column < columns, value, 0.0)
+    tl.store(out + start + column, value.to(out.dtype.element_ty), mask=in_row)
