@@ -98,6 +98,15 @@ def as_replicated[Tree](tree: Tree) -> Tree:
     return jax.tree.map(lambda x: _as_replicated.bind(x) if varying_axes(x) else x, tree)
 
 
+def apart[Tree](tree: Tree) -> Tree:
+    """The same arrays, apart from the program around the kernels.
+
+    XLA fuses a slice of an operand, or a store into a slice of a result, into a kernel's launch and then forgets that
+    the kernel writes its results in place: in a scan they would be lost (seen in jaxlib 0.11.2).
+    """
+    return jax.lax.optimization_barrier(tree)
+
+
 def refuse_derivative(message: str, tree: Any) -> Any:
     """The identity; differentiating it raises ValueError(message)."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from rlk_jax import deterministic, mosaic, reference, xla
+from rlk_jax import deterministic, mosaic, reference, triton, xla
 from rlk_jax._partition import partitioned
 from rlk_jax._shard import Shard
 
@@ -87,6 +87,11 @@ def _is_hopper(device: Device) -> bool:
     return device.compute_capability == "9.0"
 
 
+def _is_for_triton(device: Device) -> bool:
+    """On Hopper `mosaic` comes first, and refuses the same arguments."""
+    return triton.is_ampere(device) and not _is_hopper(device)
+
+
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
         Implementation(
@@ -94,6 +99,14 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
             partitioned(mosaic.LINEAR_LOGP, check_edges),
             mosaic.why_not,
             meant_for=_is_hopper,
+            promises_bits=True,
+        ),
+        # By construction: one tile, unsplit chains over K, a cut of the vocabulary that only V decides, no atomics.
+        Implementation(
+            "triton",
+            partitioned(triton.LINEAR_LOGP, check_edges),
+            triton.why_not,
+            meant_for=_is_for_triton,
             promises_bits=True,
         ),
         Implementation("xla", partitioned(xla.LINEAR_LOGP), xla.why_not),

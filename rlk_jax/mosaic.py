@@ -37,7 +37,7 @@ from rlk_jax._problem import (
     real_columns,
 )
 from rlk_jax._rows import Compacted, compact
-from rlk_jax._transforms import as_replicated, varying_like
+from rlk_jax._transforms import apart, as_replicated, varying_like
 
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.dlogits import Kept
@@ -272,18 +272,9 @@ def _over_slices(plan: Plan, step: Callable[[Run, Any], None]) -> None:
             lax.fori_loop(0, run.slices, lambda i, _, run=run: step(run, i), None)
 
 
-def _apart[Tree](tree: Tree) -> Tree:
-    """The same arrays, apart from the program around the kernels.
-
-    XLA fuses a slice of an operand, or a store into a slice of a result, into a kernel's launch and then forgets that
-    the kernel writes its results in place: in a scan they would be lost (seen in jaxlib 0.11.2).
-    """
-    return lax.optimization_barrier(tree)
-
-
 def _matrix(plan: Plan, rows: Compacted, hidden: Array) -> Array:
     """The compacted hidden rows, zeros behind them and up to a hidden dim that is a multiple of 64."""
-    return _apart(jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -plan.dim % DEPTH))))
+    return apart(jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -plan.dim % DEPTH))))
 
 
 def _holds_target(plan: Plan, target_ids: Array) -> Array | None:
@@ -320,7 +311,7 @@ def _forward(
     machine = machine or _machine()
     n, dim = operands.hidden.shape
     typed = operands.hidden
-    operands, tokens = _apart(as_replicated((operands, tokens)))
+    operands, tokens = apart(as_replicated((operands, tokens)))
     keeping = kept_chunks(options, dim, n, operands.hidden.dtype)
     plan, vocabulary = forward_plan(options, dim, n, keeping), _vocabulary(options)
     rows = compact(tokens.active, plan.rows, all_active=not options.may_ignore)
@@ -350,7 +341,7 @@ def _forward(
     if powers is not None:
         place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
         kept = _Kept(Kept(jax.freeze(powers), of_chunks.shift[:keeping]), place)
-    softmax, kept = _apart((softmax, kept))
+    softmax, kept = apart((softmax, kept))
     return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax, kept
 
 
@@ -374,7 +365,7 @@ def _gradients(
     if upstream.entropy is not None:
         # It needs more of a logit than the exponential that was rounded.
         kept = None
-    operands, tokens, softmax, kept, upstream = _apart(as_replicated((operands, tokens, softmax, kept, upstream)))
+    operands, tokens, softmax, kept, upstream = apart(as_replicated((operands, tokens, softmax, kept, upstream)))
     is_rounded = options.hidden_gradient == "rounded"
     parts = options.tree.groups if options.hidden_gradient == "groups" else 1
     keeping = 0 if kept is None else kept.exponentials.powers.shape[1] // COLUMNS
@@ -451,7 +442,7 @@ def _gradients(
     sums = [rows.spread(jax.freeze(x.chain if x.rounded is None else x.rounded)[:, :dim]) for x in d_hidden]
     hidden_gradient = (sums[0] if is_rounded else jnp.stack(sums)) if needs.hidden else None
     done = Gradients(hidden_gradient, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
-    return _apart(done.like(options, operands))
+    return apart(done.like(options, operands))
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Options) -> Array:
@@ -473,13 +464,13 @@ def _gemm(machine: Machine | None, form: Form, a: Array, b: Array, start: Array 
     from pallas_kernels.mosaic.gemm import gemm
 
     product = gemm(
-        *_apart(as_replicated((a, b, start))),
+        *apart(as_replicated((a, b, start))),
         a_transposed=form.a_transposed,
         b_transposed=form.b_transposed,
         out_dtype=form.out_dtype,
         machine=machine or _machine(),
     )
-    return _apart(product)
+    return apart(product)
 
 
 def det_gemm(machine: Machine | None = None) -> Gemm:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import rlk_jax
+from pallas_kernels.triton import call
 from rlk_jax import dispatch, linear_logp
 
 ARGUMENTS = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
@@ -66,8 +67,8 @@ def test_mosaic_says_everything_that_it_lacks():
         linear_logp(*arguments, implementation="mosaic")
 
 
-@pytest.mark.parametrize("kind", ["8.0", "10.0", None])
-def test_mosaic_is_not_missed_on_other_gpus(kind, monkeypatch, caplog):
+@pytest.mark.parametrize("kind", ["7.5", "gfx942", None])
+def test_no_kernel_is_missed_on_other_gpus(kind, monkeypatch, caplog):
     """Strict mode too: there is nothing faster that was meant for them."""
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "some GPU", kind))
     monkeypatch.setenv("RLK_STRICT", "1")
@@ -75,12 +76,45 @@ def test_mosaic_is_not_missed_on_other_gpus(kind, monkeypatch, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["cuda", "triton"])
-def test_a_named_implementation_that_cannot_run_raises_its_reasons(name):
-    with pytest.raises(
-        ValueError, match=f"linear_logp cannot run '{name}' here: linear_logp has no such implementation"
-    ):
-        linear_logp(*ARGUMENTS, implementation=name)
+def test_a_named_implementation_that_does_not_exist_says_so():
+    with pytest.raises(ValueError, match="linear_logp cannot run 'cuda' here: linear_logp has no such implementation"):
+        linear_logp(*ARGUMENTS, implementation="cuda")
+
+
+def test_triton_says_everything_that_it_lacks(monkeypatch):
+    monkeypatch.setattr(call, "why_missing", lambda: "needs a pair")
+    reasons = "needs an NVIDIA GPU of .* 8.0 or later, not cpu; needs a pair; needs hidden and .*float32; .* not 7"
+    arguments = (jnp.ones((4, 7)), jnp.ones((20, 7)), jnp.arange(4))
+    with pytest.raises(ValueError, match=f"linear_logp cannot run 'triton' here: {reasons}"):
+        linear_logp(*arguments, implementation="triton")
+
+
+@pytest.mark.parametrize(("kind", "choice"), [("8.0", "triton"), ("9.0", "mosaic"), ("12.0", "triton"), ("7.5", "xla")])
+def test_triton_is_chosen_from_ampere_on_but_not_before_mosaic(kind, choice, monkeypatch):
+    monkeypatch.setattr(call, "why_missing", lambda: None)
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "some GPU", kind))
+    half = [x.astype(jnp.bfloat16) for x in ARGUMENTS[:2]]
+    assert rlk_jax.explain("linear_logp", *half, ARGUMENTS[2]).choice == choice
+
+
+@pytest.mark.parametrize(
+    ("installed", "runs"),
+    [
+        ({}, False),
+        ({"triton": "3.6.0"}, False),
+        ({"jax-triton": "0.3.1", "triton": "3.6.0"}, True),
+        ({"jax-triton": "0.3.1", "triton": "3.5.1"}, False),
+        ({"jax-triton": "0.4.1", "triton": "3.6.0"}, False),
+        ({"jax-triton": "0.4.1", "triton": "3.10.0+git1"}, True),
+    ],
+)
+def test_which_pairs_of_triton_and_its_bridge_run(installed, runs, monkeypatch):
+    monkeypatch.setattr(call, "_version", installed.get)
+    call.why_missing.cache_clear()
+    reason = call.why_missing()
+    call.why_missing.cache_clear()
+    assert (reason is None) == runs
+    assert reason is None or all(name in reason for name in ("0.3.1 with triton 3.6", *installed.values()))
 
 
 def test_the_choice_never_depends_on_the_number_of_tokens():

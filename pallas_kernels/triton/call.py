@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import inspect
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,26 +24,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-@functools.cache
 def pair() -> str:
-    """The pair that kernels are compiled with, by name."""
-    return f"jax-triton {_version('jax-triton')} with triton {_version('triton')}"
+    """What is installed, by name."""
+    found = ((name, _version(name)) for name in ("jax-triton", "triton"))
+    return " with ".join(f"{name} {version}" if version else f"no {name}" for name, version in found)
+
+
+def _numbers(version: re.Match[str]) -> tuple[int, ...]:
+    return tuple(int(x) for x in version.groups())
 
 
 @functools.cache
 def why_missing() -> str | None:
-    """Why no kernel can be compiled here; None where one can."""
-    absent = [name for name in ("jax-triton", "triton") if _version(name) is None]
-    if absent:
-        return f"needs {PAIRS}; {' and '.join(absent)} not installed"
-    try:
-        import jax_triton  # noqa: F401
-    except Exception as problem:
-        # 0.3.1 refuses to be imported beside a jax without GPU support; mismatched pairs fail in ways of their own.
-        return (
-            f"{pair()} cannot be imported: {str(problem).splitlines()[0] if str(problem) else type(problem).__name__}"
-        )
-    return None
+    """Why no kernel can be compiled here; None where one can. Imports neither package."""
+    bridge, compiler = (re.match(r"(\d+)\.(\d+)", _version(name) or "") for name in ("jax-triton", "triton"))
+    if bridge and compiler:
+        needed = (3, 7) if _numbers(bridge) >= (0, 4) else (3, 6)
+        if _numbers(bridge) >= (0, 3) and _numbers(compiler) >= needed:
+            return None
+    return f"needs {PAIRS}, not {pair()}"
 
 
 def launch(

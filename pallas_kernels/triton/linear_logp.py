@@ -1,0 +1,262 @@
+"""linear_logp without the logits: partial softmaxes, and for each slice of the vocabulary dlogits, dH, dW and db.
+
+One tile configuration for every GPU from Ampere on: at most 163 KiB of shared memory, copies without TMA. No tile and
+no grid depends on the number of tokens in a way that reaches a bit of a row.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.triton.call import launch
+
+Array = jax.Array
+ROWS, COLUMNS, DEPTH = 128, 128, 64
+"""One tile of a product, and the block of K that it takes at a time."""
+_BAND = 16
+_WARPS = 8
+_STAGES = 3
+_FOLD_ROWS = 16
+_SUM_ROWS, _SUM_COLUMNS = 64, 128
+
+
+@dataclass(frozen=True)
+class Head:
+    """The static facts of one head `[V, D]` ("vd") or `[D, V]` ("dv"), and of the softmax's tree over it."""
+
+    dim: int
+    vocab_size: int
+    layout: Literal["vd", "dv"]
+    softcap: float | None
+    groups: int
+    group_width: int
+
+    @property
+    def group_chunks(self) -> int:
+        """Chunks of 256 columns in a group; the last one may be narrower."""
+        return -(-self.group_width // COLUMNS)
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        return {"dim": self.dim, "vocab_size": self.vocab_size, "layout": self.layout, **_TILE}
+
+    @property
+    def _logit_constants(self) -> dict[str, Any]:
+        return {**self._constants, "softcap": self.softcap}
+
+
+_TILE = {"rows": ROWS, "columns": COLUMNS, "depth": DEPTH, "band": _BAND}
+
+
+class Operands(NamedTuple):
+    """hidden `[rows, D]`, whole tiles of rows and 0 from `active_rows` on; weight as its head says; bias `[V]` or None.
+
+    active_rows, real_columns int32 `[1]`: rows that count, and the true vocabulary's size.
+    """
+
+    hidden: Array
+    weight: Array
+    bias: Array | None
+    active_rows: Array
+    real_columns: Array
+
+
+class Partials(NamedTuple):
+    """The softmax over some columns' z = logits / T: maximum, Σ e^(z − max), target's z, Σ e^(z − max)·(max − z)."""
+
+    maximum: Array
+    total: Array
+    target: Array
+    gap: Array | None
+
+
+class Coefficients(NamedTuple):
+    """float32 `[rows]`: a logit's gradient is p·(constant + slope·ln p), at the target `at_target`."""
+
+    constant: Array
+    slope: Array | None
+    at_target: Array
+
+
+class Slice(NamedTuple):
+    """int32 `[1]`: first column of a slice, of the chain of dH that it belongs to, and the end of that."""
+
+    start: Array
+    chain_start: Array
+    chain_end: Array
+
+
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return -(-rows // ROWS) * -(-columns // COLUMNS)
+
+
+def _vector(n: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((n,), jnp.float32)
+
+
+def group_partials(
+    head: Head, operands: Operands, target_ids: Array, temperature: Array, *, with_gap: bool
+) -> Partials:
+    """The softmax over each group of the tree, `[groups, rows]`, from target_ids int32 and temperature `[rows]`."""
+    from pallas_kernels.triton import head_kernels
+
+    n = operands.hidden.shape[0]
+    chunks = head.groups * head.group_chunks
+    of_chunk = jax.ShapeDtypeStruct((n, chunks), jnp.float32)
+    bias = temperature if operands.bias is None else operands.bias
+    found = launch(
+        head_kernels.partials,
+        (operands.hidden, operands.weight, bias, target_ids, temperature, operands.active_rows, operands.real_columns),
+        (of_chunk, of_chunk, of_chunk, of_chunk if with_gap else _vector(1)),
+        {
+            **head._logit_constants,
+            "has_bias": operands.bias is not None,
+            "with_gap": with_gap,
+            "groups": head.groups,
+            "group_width": head.group_width,
+        },
+        grid=_tiles(n, chunks * COLUMNS),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    of_group = jax.ShapeDtypeStruct((head.groups, n), jnp.float32)
+    width = 1 << (head.group_chunks - 1).bit_length()
+    maximum, total, target, gap = launch(
+        head_kernels.fold,
+        (*found, temperature, operands.active_rows),
+        (of_group, of_group, of_group, of_group if with_gap else _vector(1)),
+        {
+            "groups": head.groups,
+            "group_chunks": head.group_chunks,
+            "with_gap": with_gap,
+            "rows": _FOLD_ROWS,
+            "width": width,
+        },
+        grid=n // _FOLD_ROWS * head.groups,
+        num_warps=4,
+    )
+    return Partials(maximum, total, target, gap if with_gap else None)
+
+
+def coefficients(
+    temperature: Array,
+    log_sum: Array,
+    logp: Array,
+    gap: Array | None,
+    g_logp: Array,
+    g_lse: Array | None,
+    g_entropy: Array | None,
+    lift: Array,
+) -> Coefficients:
+    """From upstream gradients, all `[rows]`; `lift` is what the gradients of logits are multiplied by."""
+    from pallas_kernels.triton import head_kernels
+
+    n = logp.shape[0]
+    other = (logp if x is None else x for x in (gap, g_logp, g_lse, g_entropy))
+    constant, slope, at_target = launch(
+        head_kernels.coefficients,
+        (temperature, log_sum, logp, *other, lift),
+        (_vector(n), _vector(n), _vector(n)),
+        {"with_lse": g_lse is not None, "with_entropy": g_entropy is not None, "rows": ROWS},
+        grid=n // ROWS,
+        num_warps=4,
+    )
+    return Coefficients(constant, None if g_entropy is None else slope, at_target)
+
+
+def dlogits(
+    head: Head,
+    operands: Operands,
+    target_ids: Array,
+    temperature: Array,
+    maximum: Array,
+    log_sum: Array,
+    rows: Coefficients,
+    where: Slice,
+    slice_width: int,
+) -> Array:
+    """Gradients of one slice's products hidden·Wᵀ, `[rows, slice_width]` in hidden's dtype; vectors `[rows]`."""
+    from pallas_kernels.triton import head_kernels
+
+    n = operands.hidden.shape[0]
+    bias = temperature if operands.bias is None else operands.bias
+    slope = rows.constant if rows.slope is None else rows.slope
+    (out,) = launch(
+        head_kernels.dlogits,
+        (
+            *(operands.hidden, operands.weight, bias, target_ids, temperature, maximum, log_sum),
+            *(rows.constant, slope, rows.at_target, operands.active_rows, operands.real_columns, where.start),
+        ),
+        (jax.ShapeDtypeStruct((n, slice_width), operands.hidden.dtype),),
+        {
+            **head._logit_constants,
+            "has_bias": operands.bias is not None,
+            "with_slope": rows.slope is not None,
+            "slice_width": slice_width,
+        },
+        grid=_tiles(n, slice_width),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    return out
+
+
+def add_hidden_gradient(head: Head, operands: Operands, of_logits: Array, where: Slice, chain: Array) -> Array:
+    """chain + dlogits·W over one slice, in chain's memory: float32 `[rows, D]`, whatever it holds before the first."""
+    from pallas_kernels.triton import head_kernels
+
+    end = jnp.minimum(where.chain_end, operands.real_columns)
+    (out,) = launch(
+        head_kernels.hidden_gradient,
+        (of_logits, operands.weight, operands.active_rows, where.start, where.chain_start, end, chain),
+        (jax.ShapeDtypeStruct(chain.shape, chain.dtype),),
+        {**head._constants, "slice_width": of_logits.shape[1]},
+        grid=_tiles(*chain.shape),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+        aliases={6: 0},
+    )
+    return out
+
+
+def store_weight_gradient(
+    head: Head, operands: Operands, of_logits: Array, unscale: Array, where: Slice, d_weight: Array
+) -> Array:
+    """d_weight with the slice's columns of dlogitsᵀ·H, times unscale `[1]`, rounded once; in d_weight's memory."""
+    from pallas_kernels.triton import head_kernels
+
+    slice_width = of_logits.shape[1]
+    end = jnp.minimum(where.chain_end, operands.real_columns)
+    (out,) = launch(
+        head_kernels.weight_gradient,
+        (of_logits, operands.hidden, unscale, operands.active_rows, where.start, end, d_weight),
+        (jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype),),
+        {**head._constants, "slice_width": slice_width},
+        grid=_tiles(slice_width, head.dim) if head.layout == "vd" else _tiles(head.dim, slice_width),
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+        aliases={6: 0},
+    )
+    return out
+
+
+def column_sums(of_logits: Array, row_unscale: Array, count: Array) -> Array:
+    """Σ over rows of one slice's gradients times row_unscale `[rows]`: float32 `[slice_width]`."""
+    from pallas_kernels.triton import head_kernels
+
+    slice_width = of_logits.shape[1]
+    (out,) = launch(
+        head_kernels.column_sums,
+        (of_logits, row_unscale, count),
+        (_vector(slice_width),),
+        {"slice_width": slice_width, "rows": _SUM_ROWS, "columns": _SUM_COLUMNS},
+        grid=slice_width // _SUM_COLUMNS,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,65 @@
+"""Triton kernels on a CPU: what `pallas_kernels.triton.call.launch` does, by Triton's interpreter on torch tensors."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@functools.cache
+def _scalars_are_integers() -> None:
+    """triton 3.6 takes loop bounds from arrays of one element, which NumPy 2.5 no longer converts."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = and_index
+
+
+def _to_torch(x: Any) -> Any:
+    import torch
+
+    x = np.array(x)
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == jnp.bfloat16 else torch.from_numpy(x)
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    import torch
+
+    return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def _nothing(spec: jax.ShapeDtypeStruct) -> Any:
+    """On a GPU new memory holds anything: here NaN."""
+    return _to_torch(np.full(spec.shape, np.nan).astype(spec.dtype))
+
+
+def launch(
+    kernel: Any,
+    arguments: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    *,
+    grid: int,
+    num_warps: int,
+    num_stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+) -> tuple[jax.Array, ...]:
+    in_place = {out: argument for argument, out in (aliases or {}).items()}
+
+    _scalars_are_integers()
+
+    def run(*arrays: Any) -> tuple[np.ndarray, ...]:
+        given = [_to_torch(x) for x in arrays]
+        new = [None if i in in_place else _nothing(spec) for i, spec in enumerate(outputs)]
+        kernel[(grid,)](*given, *new, **constants)
+        return tuple(_to_numpy(given[in_place[i]] if x is None else x) for i, x in enumerate(new))
+
+    return jax.pure_callback(run, tuple(outputs), *arguments)
