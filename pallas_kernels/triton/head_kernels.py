@@ -18,11 +18,13 @@ def first_column(slice_start):
 
 
 @triton.jit
-def multiply(product, a, a_mask, a_step, b, b_mask, b_step, steps):
-    """product + A·B over `steps` blocks of K; a and b are tiles of pointers to the first ones."""
+def multiply(product, a, a_tile, a_mask, a_step, b, b_tile, b_mask, b_step, steps):
+    """product + A·B over `steps` blocks of K. a, b point to the corners of the first tiles, a_tile and b_tile are int32
+    offsets within any: 64-bit pointers for each element would take twice the registers.
+    """
     for _ in range(steps):
-        of_a = tl.load(a) if a_mask is None else tl.load(a, mask=a_mask, other=0.0)
-        product = tl.dot(of_a, tl.load(b, mask=b_mask, other=0.0), product)
+        of_a = tl.load(a + a_tile) if a_mask is None else tl.load(a + a_tile, mask=a_mask, other=0.0)
+        product = tl.dot(of_a, tl.load(b + b_tile, mask=b_mask, other=0.0), product)
         a += a_step
         b += b_step
     return product
@@ -42,30 +44,33 @@ def place_in_band(row_tiles, column_tiles, band: tl.constexpr):
 def hidden_times_head(
     hidden,
     weight,
-    row,
-    column,
+    row_tile,
+    start,
     dim: tl.constexpr,
     vocab_size: tl.constexpr,
     layout: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """hidden[row]·Wᵀ at these columns; 0 where the head has none."""
-    k = tl.arange(0, depth)
-    a = hidden + row.to(tl.int64)[:, None] * dim + k[None, :]
+    """A tile of hidden·Wᵀ, its columns from `start` on; 0 where the head has none."""
+    column, k = tl.arange(0, columns)[None, :], tl.arange(0, depth)
     column_stride: tl.constexpr = dim if layout == "vd" else 1
     k_stride: tl.constexpr = 1 if layout == "vd" else vocab_size
-    b = weight + column.to(tl.int64)[None, :] * column_stride + k[:, None] * k_stride
-    is_column = column[None, :] < vocab_size
-    product = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    a = hidden + row_tile.to(tl.int64) * (rows * dim)
+    a_tile = tl.arange(0, rows)[:, None] * dim + k[None, :]
+    b = weight + start.to(tl.int64) * column_stride
+    b_tile = column * column_stride + k[:, None] * k_stride
+    is_column = column < vocab_size - start
+    product = tl.zeros((rows, columns), tl.float32)
     whole: tl.constexpr = dim // depth
     b_step: tl.constexpr = depth * k_stride
-    product = multiply(product, a, None, depth, b, is_column, b_step, whole)
+    product = multiply(product, a, a_tile, None, depth, b, b_tile, is_column, b_step, whole)
     if dim % depth != 0:
         is_k = k < dim % depth
-        last_b = b + tl.cast(whole, tl.int64) * b_step
-        product = multiply(
-            product, a + whole * depth, is_k[None, :], depth, last_b, is_column & is_k[:, None], b_step, 1
-        )
+        a += whole * depth
+        b += tl.cast(whole, tl.int64) * b_step
+        product = multiply(product, a, a_tile, is_k[None, :], depth, b, b_tile, is_column & is_k[:, None], b_step, 1)
     return product
 
 
@@ -110,9 +115,10 @@ def partials(
         return
     row = row_tile * rows + tl.arange(0, rows)
     group = chunk // group_chunks
-    column = group * group_width + chunk % group_chunks * columns + tl.arange(0, columns)
+    start = group * group_width + chunk % group_chunks * columns
+    column = start + tl.arange(0, columns)
     end = tl.minimum((group + 1) * group_width, tl.load(real_columns))
-    product = hidden_times_head(hidden, weight, row, column, dim, vocab_size, layout, depth)
+    product = hidden_times_head(hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
     x = capped(with_bias(product, bias, column, vocab_size, has_bias), softcap)
     is_real = column[None, :] < end
     is_target = (column[None, :] == tl.load(target_ids + row)[:, None]) & is_real
@@ -250,8 +256,9 @@ def dlogits(
         return
     row = row_tile * rows + tl.arange(0, rows)
     place = column_tile * columns + tl.arange(0, columns)
-    column = first_column(slice_start) + place
-    raw = hidden_times_head(hidden, weight, row, column, dim, vocab_size, layout, depth)
+    start = first_column(slice_start) + column_tile * columns
+    column = start + tl.arange(0, columns)
+    raw = hidden_times_head(hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
     raw = with_bias(raw, bias, column, vocab_size, has_bias)
     inverse = 1 / tl.load(temperature + row)
     log_p = capped(raw, softcap) * inverse[:, None] - tl.load(maximum + row)[:, None] - tl.load(log_sum + row)[:, None]
@@ -298,26 +305,28 @@ def hidden_gradient(
     row_tile, column_tile = place_in_band(tl.num_programs(0) // column_tiles, column_tiles, band)
     if row_tile * rows >= tl.load(count):
         return
-    row = (row_tile * rows + tl.arange(0, rows)).to(tl.int64)[:, None]
-    column = (column_tile * columns + tl.arange(0, columns))[None, :]
     start = first_column(slice_start)
+    row, column = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
     k = tl.arange(0, depth)
     k_stride: tl.constexpr = dim if layout == "vd" else 1
     column_stride: tl.constexpr = 1 if layout == "vd" else vocab_size
-    a = dlogits + row * slice_width + k[None, :]
-    b = weight + start.to(tl.int64) * k_stride + k[:, None] * k_stride + column.to(tl.int64) * column_stride
-    is_column = column < dim
-    there = row * dim + column
+    first_row = row_tile.to(tl.int64) * rows
+    first_of_dim = column_tile.to(tl.int64) * columns
+    a, a_tile = dlogits + first_row * slice_width, row * slice_width + k[None, :]
+    b = weight + start.to(tl.int64) * k_stride + first_of_dim * column_stride
+    b_tile = k[:, None] * k_stride + column * column_stride
+    is_column = column < dim - first_of_dim
+    there = first_row * dim + first_of_dim + row * dim + column
     product = tl.load(chain + there, mask=is_column & (start > tl.load(chain_start)), other=0.0)
     width = tl.maximum(tl.minimum(tl.load(end) - start, slice_width), 0)
     whole, rest = width // depth, width % depth
     b_step: tl.constexpr = depth * k_stride
-    product = multiply(product, a, None, depth, b, is_column, b_step, whole)
+    product = multiply(product, a, a_tile, None, depth, b, b_tile, is_column, b_step, whole)
     # Behind the last column the head may hold anything, and 0·NaN is NaN.
     is_k = is_column & (k < rest)[:, None]
-    product = multiply(
-        product, a + whole * depth, None, depth, b + whole.to(tl.int64) * b_step, is_k, b_step, tl.minimum(rest, 1)
-    )
+    a += whole * depth
+    b += whole.to(tl.int64) * b_step
+    product = multiply(product, a, a_tile, None, depth, b, b_tile, is_k, b_step, tl.minimum(rest, 1))
     tl.store(out + there, product, mask=is_column)
 
 
@@ -350,20 +359,34 @@ def weight_gradient(
     n_size: tl.constexpr = dim if layout == "vd" else slice_width
     column_tiles: tl.constexpr = (n_size + columns - 1) // columns
     row_tile, column_tile = place_in_band((m_size + rows - 1) // rows, column_tiles, band)
-    m = row_tile * rows + tl.arange(0, rows)[:, None]
-    n = column_tile * columns + tl.arange(0, columns)[None, :]
+    first_m, first_n = row_tile * rows, column_tile * columns
+    m, n = tl.arange(0, rows)[:, None], tl.arange(0, columns)[None, :]
     k = tl.arange(0, depth)
-    a = (dlogits if layout == "vd" else hidden) + k[None, :] * m_size + m
-    b = (hidden if layout == "vd" else dlogits) + k[:, None] * n_size + n
+    a = (dlogits if layout == "vd" else hidden) + first_m
+    b = (hidden if layout == "vd" else dlogits) + first_n
+    is_m, is_n = m < m_size - first_m, n < n_size - first_n
     steps = (tl.load(count) + depth - 1) // depth
     product = tl.zeros((rows, columns), tl.float32)
-    product = multiply(product, a, m < m_size, depth * m_size, b, n < n_size, depth * n_size, steps)
+    product = multiply(
+        product,
+        a,
+        k[None, :] * m_size + m,
+        is_m,
+        depth * m_size,
+        b,
+        k[:, None] * n_size + n,
+        is_n,
+        depth * n_size,
+        steps,
+    )
     product *= tl.load(unscale)
-    start = first_column(slice_start)
-    column = start + (m if layout == "vd" else n)
-    there = column.to(tl.int64) * dim + n if layout == "vd" else m.to(tl.int64) * vocab_size + column
-    mask = (m < m_size) & (n < n_size) & (column < tl.load(end))
-    tl.store(out + there, product.to(out.dtype.element_ty), mask=mask)
+    first = first_column(slice_start) + (first_m if layout == "vd" else first_n)
+    is_real = (m if layout == "vd" else n) < tl.load(end) - first
+    if layout == "vd":
+        there = first.to(tl.int64) * dim + first_n + m * dim + n
+    else:
+        there = first_m.to(tl.int64) * vocab_size + first + m * vocab_size + n
+    tl.store(out + there, product.to(out.dtype.element_ty), mask=is_m & is_n & is_real)
 
 
 @triton.jit
