@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint ops parallel mosaic docs grpo learning newest
+LEGS := lint ops parallel mosaic triton docs grpo learning newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
@@ -28,7 +28,7 @@ test-lint: .venv/ready
 	$(call leg,.venv/bin/ruff check .; .venv/bin/ruff format --check .; .venv/bin/mypy)
 
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/test_docs.py \
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/triton --ignore=tests/test_docs.py \
 	$(PARALLEL:%=--ignore=%))
 
 # A head spread over 8 forced devices, and over real processes.
@@ -38,6 +38,10 @@ test-parallel: .venv/ready
 # Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready
 	$(call leg,$(RUN) $(PYTEST) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
+
+# Kernels without a GPU: in Triton's interpreter where torch is installed, and through ptxas for an A100 and an H200.
+test-triton: .venv/ready .venv-triton/ready
+	$(call leg,$(RUN) $(PYTEST) tests/triton -rs; .venv-triton/bin/python -m tests.triton.aot)
 
 test-docs: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py)
@@ -66,10 +70,18 @@ $(UV):
 	$(UV) pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[test]'
 	@touch $@
 
+# Without torch: torch 2.11 pins triton 3.6, and jax-triton 0.4.1 needs a later one.
+.venv-triton/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-triton
+	version=$$(sed -n 's/^jaxlib==//p' constraints.txt); \
+	$(UV) pip install --quiet --python .venv-triton/bin/python --constraint constraints.txt --editable . \
+	"jax-triton==0.4.1" "triton>=3.7" "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
+	@touch $@
+
 .sm90/ready: .venv/ready
 	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \
 	$(UV) pip install --quiet --python .venv/bin/python --target .sm90 --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .sm90 .tools .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .venv-newest .venv-triton .sm90 .tools .mypy_cache .ruff_cache .hypothesis runs

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.triton import call as triton_call
 from rlk_jax.checker import check_tp
 from rlk_jax.grpo import command as grpo_command
 
@@ -57,13 +58,15 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def report() -> dict[str, Any]:
-    """Versions, devices and, per op, the implementation that would run on a typical bfloat16 call and why no other.
+    """Versions, what Triton kernels run on or lack, devices, and per op the implementation that would run on a typical
+    bfloat16 call and why no other.
 
     Where JAX has no backend there is an "error" in the place of devices and ops.
     """
     versions = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
+        "triton": triton_call.why_missing() or triton_call.pair(),
     }
     try:
         return {**versions, "devices": _devices(), "ops": _decisions()}
@@ -100,6 +103,7 @@ def _doctor(as_json: bool) -> int:
     machine.add_row("python", found["python"])
     for name, version in found["packages"].items():
         machine.add_row(name, version or "not installed")
+    machine.add_row("Triton kernels", found["triton"])
     for device in found.get("devices", ()):
         machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")
     console = Console()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pallas_kernels.triton import call
 from rlk_jax import cli, dispatch
 
 
@@ -20,6 +21,14 @@ def test_doctor_json_names_a_choice_and_a_reason_for_each_other(capsys):
         assert decision["choice"] == {"linear_logp": "xla", "det_gemm": "deterministic"}[op]
         assert set(decision["reasons"]) == set(dispatch.IMPLEMENTATIONS) - {decision["choice"]}
         assert all(decision["reasons"].values())
+
+
+@pytest.mark.parametrize("missing", [None, "needs a pair"])
+def test_doctor_names_the_pair_of_triton_and_its_bridge(missing, capsys, monkeypatch):
+    monkeypatch.setattr(call, "why_missing", lambda: missing)
+    monkeypatch.setattr(call, "_version", {"jax-triton": "0.3.1", "triton": "3.6.0"}.get)
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["triton"] == (missing or "jax-triton 0.3.1 with triton 3.6.0")
 
 
 def test_doctor_prints_tables(capsys):

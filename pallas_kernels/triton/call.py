@@ -26,8 +26,7 @@ def _version(package: str) -> str | None:
 
 def pair() -> str:
     """What is installed, by name."""
-    found = ((name, _version(name)) for name in ("jax-triton", "triton"))
-    return " with ".join(f"{name} {version}" if version else f"no {name}" for name, version in found)
+    return " with ".join(f"{name} {_version(name) or '(not installed)'}" for name in ("jax-triton", "triton"))
 
 
 def _numbers(version: re.Match[str]) -> tuple[int, ...]:
@@ -42,7 +41,7 @@ def why_missing() -> str | None:
         needed = (3, 7) if _numbers(bridge) >= (0, 4) else (3, 6)
         if _numbers(bridge) >= (0, 3) and _numbers(compiler) >= needed:
             return None
-    return f"needs {PAIRS}, not {pair()}"
+    return f"needs {PAIRS}; found {pair()}"
 
 
 def launch(

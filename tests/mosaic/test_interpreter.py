@@ -11,12 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import dlogits, gradients, statistics
 from pallas_kernels.mosaic.tiles import Machine
-from rlk_jax import LinearLogp, dispatch, linear_logp, mosaic, validation
-from rlk_jax._problem import Needs, Operands, Tokens
-from rlk_jax._shard import Shard, options_of
-from rlk_jax._tree import ordered_sum
-from tests import helpers
-from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from rlk_jax import dispatch, linear_logp, mosaic
+from tests import helpers, shards
+from tests.helpers import Case, assert_error, assert_within_contract
 
 CASES = (
     Case("plain", (40,), 128, 300),
@@ -224,68 +221,4 @@ def test_no_row_at_all():
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 @pytest.mark.parametrize("columns", [512, 640], ids=["on group edges", "off them"])
 def test_shards_of_a_padded_head(columns, layout):
-    """Two shards, one after the other on one device, as the ranks of vocab_parallel run them at the same time."""
-    case = Case("shards", (40,), 64, 1000, bias=True)
-    problem = helpers.make(case, jnp.bfloat16)
-    head = problem.weight.T if layout == "dv" else problem.weight
-    padding = 2 * columns - case.vocab
-    # Padding may hold anything.
-    filler = [(0, padding), (0, 0)] if layout == "vd" else [(0, 0), (0, padding)]
-    weight = jnp.pad(head, filler, constant_values=jnp.nan)
-    bias = jnp.pad(problem.bias, (0, padding), constant_values=jnp.nan)
-    functions = dispatch.TABLE["linear_logp"][0].functions
-    shard = Shard("tp", 2, columns, case.vocab, "canonical", reduce_hidden_grad=True)
-    _, options, _ = validation.linear_logp(
-        problem.hidden,
-        weight,
-        problem.target_ids,
-        bias,
-        1.0,
-        axis_name=None,
-        vocab_start_index=None,
-        reduction="sum",
-        reduce_hidden_grad=True,
-        validate=False,
-        logit_softcap=None,
-        ignore_index=None,
-        global_vocab_size=case.vocab,
-        weight_layout=layout,
-        return_lse=True,
-        return_entropy=True,
-        memory_budget=None,
-    )
-    options = options_of(shard, options)
-    ones = jnp.ones(case.lead, jnp.float32)
-
-    def operands(rank):
-        here = slice(rank * columns, (rank + 1) * columns)
-        real = jnp.asarray([columns, case.vocab - columns][rank], jnp.int32)
-        return Operands(problem.hidden, weight[here] if layout == "vd" else weight[:, here], bias[here], real)
-
-    def tokens(rank):
-        return Tokens(problem.target_ids - rank * columns, ones, ones > 0)
-
-    groups = []
-    for rank in range(2):
-        functions.forward(options, operands(rank), tokens(rank), lambda own: groups.append(own) or own)
-    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
-    (values, softmax, _), (again, *_) = (
-        functions.forward(options, operands(rank), tokens(rank), lambda _: whole) for rank in range(2)
-    )
-    assert_same_bits(values, again)
-    needs, upstream = Needs(True, True, True), LinearLogp(*problem.upstream)
-    parts = [functions.gradients(options, needs, operands(r), tokens(r), softmax, None, upstream) for r in range(2)]
-    d_hidden = ordered_sum(jnp.concatenate([p.hidden for p in parts])).astype(jnp.bfloat16)
-    d_weight = jnp.concatenate([p.weight for p in parts], axis=0 if layout == "vd" else 1)
-    d_bias = jnp.concatenate([p.bias for p in parts])
-    gold = helpers.gold(case, problem)
-    for actual, expected in zip(values, gold.values, strict=True):
-        assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
-    d_weight = d_weight if layout == "vd" else d_weight.T
-    for actual, expected in zip((d_hidden, d_weight[: case.vocab], d_bias[: case.vocab]), gold.gradients, strict=True):
-        assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
-    assert (d_weight[case.vocab :] == 0).all() and (d_bias[case.vocab :] == 0).all()
-    if shard.on_group_edges:
-        assert_same_bits(tuple(values), tuple(problem.call(case, "mosaic")))
-        unsharded = problem.gradients(case, "mosaic")
-        assert_same_bits((d_weight[: case.vocab], d_bias[: case.vocab]), unsharded[1:])
+    shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma")

@@ -35,6 +35,7 @@ from jax_triton import triton_lib
 from pallas_kernels.triton import call, linear_logp, rows
 from rlk_jax import dispatch
 from rlk_jax import linear_logp as linear_logp_op
+from tests import shards
 
 TARGETS = (80, 90)
 SHARED_MEMORY = 163 * 1024
@@ -78,7 +79,6 @@ def programs() -> Iterator[Program]:
             yield head_program(layout, jnp.bfloat16, options, bias, 151936)
         yield head_program(layout, jnp.float16, {}, False, 151936)
         yield head_program(layout, jnp.float16, softcap | entropy, True, 151936)
-    for layout in ("vd", "dv"):
         yield head_program(layout, jnp.bfloat16, {}, False, 50257, dim=72)
         yield head_program(layout, jnp.bfloat16, {"ignore_index": -1, "global_vocab_size": 130000}, True, 131072)
     for dtype, row_length, cap, gap in itertools.product(
@@ -179,6 +179,15 @@ def bare() -> Iterator[tuple[str, bool]]:
         yield name, not holds_head and temporary <= allowed
 
 
+def sharded() -> Iterator[tuple[str, bool]]:
+    """Inside shard_map the types of what kernels write have to agree."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    for check_vma, reduction in itertools.product((True, False), ("sum", "canonical")):
+        with programs_for(90):
+            program = shards.lowered("triton", 16384, check_vma=check_vma, reduction=reduction, tokens=300)
+        yield f"shard_map check_vma={check_vma} reduction={reduction}", "triton_kernel_call" in program
+
+
 def main() -> int:
     began = time.monotonic()
     print(f"{call.pair()}; tile {linear_logp.ROWS} x {linear_logp.COLUMNS} x {linear_logp.DEPTH}", flush=True)
@@ -187,7 +196,7 @@ def main() -> int:
         for ok, line in pool.map(compile_one, range(count)):
             failed += not ok
             print(line, flush=True)
-    for name, ok in bare():
+    for name, ok in itertools.chain(sharded(), bare()):
         failed += not ok
         print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
     verdict = f"{failed} failed" if failed else "no spills, at most 163 KiB of shared memory"
