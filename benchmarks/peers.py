@@ -56,6 +56,20 @@ PEERS = {
 }
 
 
+def logp_launches(arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
+    """torch.compile's "forward" and "forward+backward" over logits `[N, V]`; raises what the import or first run do."""
+    torch: Any = importlib.import_module("torch")
+
+    @torch.compile
+    def logp(logits: Any, token_ids: Any) -> Any:
+        return logits.float().log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+
+    if jax.default_backend() != "gpu":
+        raise RuntimeError("peers are measured on GPUs only")
+    logits, token_ids = (torch.from_dlpack(x) for x in arguments)
+    return _both_passes(logp, (logits,), token_ids.long(), torch.from_dlpack(upstream))
+
+
 def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
     """A peer's "forward" and "forward+backward"; raises what its import or first run raises."""
     torch: Any = importlib.import_module("torch")
@@ -63,12 +77,16 @@ def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     hidden, weight, target_ids = (torch.from_dlpack(x) for x in arguments)
-    target_ids, g = target_ids.long(), torch.from_dlpack(upstream)
-    operands = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+    return _both_passes(loss, (hidden, weight), target_ids.long(), torch.from_dlpack(upstream))
+
+
+def _both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: Any, g: Any) -> dict[str, Launch]:
+    torch: Any = importlib.import_module("torch")
+    operands = [x.detach().clone().requires_grad_() for x in tensors]
 
     def forward() -> Any:
         with torch.no_grad():
-            return loss(hidden, weight, target_ids)
+            return loss(*tensors, target_ids)
 
     def both() -> Any:
         values = loss(*operands, target_ids)

@@ -4,6 +4,21 @@ from rlk_jax import vocab_parallel
 from rlk_jax._problem import LinearLogp
 from rlk_jax.det_gemm import det_gemm
 from rlk_jax.dispatch import explain, numerics_version
+from rlk_jax.grpo_loss import GrpoLoss, grpo_loss
 from rlk_jax.linear_logp import linear_logp
+from rlk_jax.logp import logp
+from rlk_jax.ratio_kl import RatioKl, ratio_kl
 
-__all__ = ["LinearLogp", "det_gemm", "explain", "linear_logp", "numerics_version", "vocab_parallel"]
+__all__ = [
+    "GrpoLoss",
+    "LinearLogp",
+    "RatioKl",
+    "det_gemm",
+    "explain",
+    "grpo_loss",
+    "linear_logp",
+    "logp",
+    "numerics_version",
+    "ratio_kl",
+    "vocab_parallel",
+]

@@ -34,18 +34,24 @@ of its tree `[groups, N, D]`."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """The static facts of one call."""
+class SoftmaxOptions:
+    """The static facts of a call on logits, whether they are given or computed."""
 
     vocab_size: int
-    """Rows of the weight; columns from `real_vocab_size` on are padding and count as logits of −inf."""
+    """Columns; those from `real_vocab_size` on are padding and count as logits of −inf."""
     real_vocab_size: int
     """Of a shard, as many as every shard has at least: `Operands.real_columns` tells how many this one has."""
-    tree: Tree
-    weight_layout: WeightLayout
     logit_softcap: float | None
     return_lse: bool
     return_entropy: bool
+
+
+@dataclass(frozen=True)
+class Options(SoftmaxOptions):
+    """The static facts of one call of linear_logp, whose columns are rows of the weight."""
+
+    tree: Tree
+    weight_layout: WeightLayout
     may_ignore: bool
     """Some tokens may be ignored: without an ignore_index, an implementation need not look."""
     memory_budget: int | None
@@ -63,6 +69,27 @@ class Inputs(NamedTuple):
     lm_head_weight: Any
     target_ids: Any
     bias: Any
+    temperature: Any
+
+
+class LogpInputs(NamedTuple):
+    """Of logp: logits `[*lead, V]`, ids `[*lead]`; rows `[K]` and initial `[*lead]` or None."""
+
+    logits: Any
+    token_ids: Any
+    temperature: Any
+    row_indices: Any
+    initial: Any
+
+
+class RatioKlInputs(NamedTuple):
+    """Of ratio_kl: both logits `[*lead, V]`, the others `[*lead]`; temperature `[]` or `[*lead]`."""
+
+    policy_logits: Any
+    ref_logits: Any
+    action_ids: Any
+    completion_mask: Any
+    old_logps: Any
     temperature: Any
 
 
@@ -141,6 +168,17 @@ class LinearLogpFunctions:
     gradients: Callable[[Options, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
 
 
+@dataclass(frozen=True)
+class LogpFunctions:
+    """The same for logits `[N, V]` that are given: `forward` also gives a residual, a row `[N]` per token; `gradient`
+    is that of the logits in their dtype, 0 in inactive rows.
+    """
+
+    forward: Callable[[SoftmaxOptions, Array, Tokens], tuple[LinearLogp, Any]]
+    gradient: Callable[[SoftmaxOptions, Array, Tokens, Any, LinearLogp, bool], Array]
+    """The last argument says that it may stand where the logits do."""
+
+
 def real_columns(options: Options, operands: Operands) -> Any:
     """Columns from here on are padding."""
     return options.real_vocab_size if operands.real_columns is None else operands.real_columns
@@ -184,7 +222,7 @@ def merged(groups: Partial) -> Statistics:
     return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap)
 
 
-def values_of(options: Options, statistics: Statistics) -> LinearLogp:
+def values_of(options: SoftmaxOptions, statistics: Statistics) -> LinearLogp:
     """logp = (z_t − max) − log_sum; lse = max + log_sum; entropy = log_sum + gap."""
     logp = (statistics.target_logit - statistics.max) - statistics.log_sum
     lse = statistics.max + statistics.log_sum if options.return_lse else None
@@ -220,7 +258,7 @@ def lifting_power(bound: Array) -> Array:
 
 
 def logits_of(
-    options: Options, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: Any
+    options: SoftmaxOptions, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: Any
 ) -> Array:
     """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`."""
     logits = products + bias
@@ -232,7 +270,7 @@ def logits_of(
 
 
 def dproducts_of(
-    options: Options,
+    options: SoftmaxOptions,
     products: Array,
     bias: Array,
     tokens: Tokens,

@@ -22,6 +22,7 @@ PACKAGES = (
 TYPICAL = {
     "linear_logp": "bfloat16, D = 4096, V = 151936",
     "det_gemm": "bfloat16, K = 4096, N = 4096",
+    **dict.fromkeys(("logp", "ratio_kl", "grpo_loss"), "bfloat16, V = 151936"),
 }
 """The call that `rlk doctor` speaks of, for each op."""
 
@@ -83,11 +84,16 @@ def _decisions() -> dict[str, dict[str, Any]]:
     def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    logits, ids, row = of(8, 512, 151936), of(8, 512, dtype=jnp.int32), of(8, 512, dtype=jnp.float32)
     typical = {
         "linear_logp": (of(4096, 4096), of(151936, 4096), of(4096, dtype=jnp.int32)),
         "det_gemm": (of(4096, 4096), of(4096, 4096)),
+        "logp": (logits, ids),
+        "ratio_kl": (logits, logits, ids, ids, row),
+        "grpo_loss": (logits, logits, ids, row, of(8, dtype=jnp.float32), ids),
     }
-    return {op: explain(op, *arguments).to_dict() for op, arguments in typical.items()}
+    options: dict[str, Any] = {"grpo_loss": {"samples_per_prompt": 8}}
+    return {op: explain(op, *arguments, **options.get(op, {})).to_dict() for op, arguments in typical.items()}
 
 
 def _doctor(as_json: bool) -> int:

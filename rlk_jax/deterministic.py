@@ -22,10 +22,12 @@ from rlk_jax._problem import (
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
+    LogpFunctions,
     Needs,
     Operands,
     Options,
     Partial,
+    SoftmaxOptions,
     Statistics,
     Tokens,
     dproducts_of,
@@ -235,6 +237,72 @@ def _gradients(
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+
+
+class _LogitsChunk(NamedTuple):
+    """256 columns of a block's logits, float32 `[ROWS, 256]`; those that are not `valid` are 0."""
+
+    columns: Array
+    valid: Array
+    logits: Array
+
+
+def _over_logits(options: SoftmaxOptions, logits: Array, step: Callable[[_LogitsChunk, Any], Any], start: Any) -> Any:
+    """`step` over the chunks of a block's logits `[ROWS, V]` in ascending order."""
+    chunks = -(-options.vocab_size // COLUMNS)
+    logits = jnp.pad(logits, ((0, 0), (0, chunks * COLUMNS - options.vocab_size)))
+
+    def body(chunk: Array, so_far: Any) -> Any:
+        columns = (chunk * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32))[None]
+        valid = columns < options.real_vocab_size
+        own = lax.dynamic_slice_in_dim(logits, chunk * COLUMNS, COLUMNS, axis=1).astype(jnp.float32)
+        return step(_LogitsChunk(columns, valid, jnp.where(valid, own, 0)), so_far)
+
+    return lax.fori_loop(0, chunks, body, varying_like(start, logits))
+
+
+def _logp(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
+    with_gap, real = options.return_entropy, options.real_vocab_size
+    bias = jnp.zeros((1, COLUMNS), jnp.float32)
+
+    def of_block(block: Block) -> Statistics:
+        own = block.take_tokens(tokens)
+
+        def step(chunk: _LogitsChunk, so_far: Partial) -> Partial:
+            z = logits_of(options, chunk.logits, bias, own.temperature, chunk.columns, real)
+            is_target = (chunk.columns == own.target_ids[:, None]) & chunk.valid
+            return fold(so_far, _partial(z, is_target, with_gap=with_gap))
+
+        start = empty_partial(ROWS, logits, with_gap=with_gap)
+        whole = _over_logits(options, block.take_hidden(logits), step, start)
+        return merged(jax.tree.map(lambda x: x[None], whole))
+
+    zeros = jnp.zeros_like(tokens.active, jnp.float32)
+    start = Statistics(zeros, zeros, zeros, zeros if with_gap else None)
+    statistics = _by_block(tokens.active, of_block, start)
+    return values_of(options, statistics), statistics
+
+
+def _logp_gradient(
+    options: SoftmaxOptions, logits: Array, tokens: Tokens, statistics: Statistics, upstream: LinearLogp, donate: bool
+) -> Array:
+    bias = jnp.zeros((1, COLUMNS), jnp.float32)
+
+    def of_block(block: Block) -> Array:
+        own = (block.take_tokens(tokens), *block.take((statistics, upstream)))
+
+        def step(chunk: _LogitsChunk, so_far: Array) -> Array:
+            facts = (own[0], chunk.columns, options.real_vocab_size, *own[1:])
+            gradient = dproducts_of(options, chunk.logits, bias, *facts).astype(logits.dtype)
+            return lax.dynamic_update_slice_in_dim(so_far, gradient, chunk.columns[0, 0], axis=1)
+
+        start = jnp.zeros((ROWS, options.vocab_size + -options.vocab_size % COLUMNS), logits.dtype)
+        return _over_logits(options, block.take_hidden(logits), step, start)[:, : options.vocab_size]
+
+    return _by_block(tokens.active, of_block, jnp.zeros_like(logits))
+
+
+LOGP = LogpFunctions(_logp, _logp_gradient)
 
 
 def det_gemm(form: Form, a: Array, b: Array, start: Array | None) -> Array:

@@ -23,7 +23,7 @@ log = logging.getLogger("rlk_jax")
 IMPLEMENTATIONS = ("mosaic", "cuda", "triton", "xla", "deterministic", "reference")
 """Every name `implementation=` takes, fastest first."""
 
-numerics_version = {"linear_logp": 3, "det_gemm": 1}
+numerics_version = {"linear_logp": 3, "det_gemm": 1, "logp": 1, "ratio_kl": 1, "grpo_loss": 1}
 """Per op, a number that rises when the bits of a promise-keeping implementation change."""
 
 
@@ -92,6 +92,20 @@ def _is_for_triton(device: Device) -> bool:
     return triton.is_ampere(device) and not _is_hopper(device)
 
 
+_LOGITS_IN = (
+    Implementation("mosaic", mosaic.LOGP, mosaic.needs_hopper, meant_for=_is_hopper, promises_bits=True),
+    Implementation("triton", triton.LOGP, triton.cannot_run, meant_for=_is_for_triton, promises_bits=True),
+    Implementation("xla", xla.LOGP),
+    Implementation(
+        "deterministic",
+        deterministic.LOGP,
+        by_name_only="slow: promises bits, not speed",
+        promises_bits=True,
+    ),
+    Implementation("reference", reference.LOGP, by_name_only="holds float32 logits: the gold of the tests"),
+)
+"""All that the ops over logits differ by is what they do with log-probabilities."""
+
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
         Implementation(
@@ -129,6 +143,9 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
         Implementation("deterministic", deterministic.det_gemm, promises_bits=True),
         Implementation("reference", reference.det_gemm, by_name_only="promises no bits: the gold of the tests"),
     ),
+    "logp": _LOGITS_IN,
+    "ratio_kl": _LOGITS_IN,
+    "grpo_loss": _LOGITS_IN,
 }
 """Implementations of each op, fastest first. A new kernel joins by one entry here."""
 

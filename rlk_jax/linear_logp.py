@@ -218,13 +218,11 @@ def _problem(inputs: Inputs, options: Options) -> dispatch.Problem:
 
 
 def tokens_of(inputs: Inputs, vocab_size: int, ignore_index: int | None, validate: bool | None) -> Tokens:
-    """Flat tokens. A row with a bad id or temperature gets temperature NaN, which poisons everything it reaches."""
-    ids = validation.as_int32(inputs.target_ids).reshape(-1)
-    temperature = jnp.asarray(inputs.temperature).astype(jnp.float32)
-    temperature = jnp.broadcast_to(temperature, inputs.target_ids.shape).reshape(-1)
-    counted = ids != ignore_index if ignore_index is not None else jnp.ones(ids.shape, bool)
-    is_good = validation.token_values(ids, counted, temperature, vocab_size=vocab_size, validate=validate)
-    return Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, jnp.nan), counted)
+    """Flat tokens, ignored ones inactive."""
+    counted = validation.counted(inputs.target_ids, ignore_index)
+    return validation.tokens(
+        inputs.target_ids, inputs.temperature, counted, vocab_size=vocab_size, validate=validate, name="target_ids"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -22,12 +22,14 @@ from jax import lax
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
 from rlk_jax._gemm import Form, Gemm
+from rlk_jax._logits import RowKernels, by_kernels
 from rlk_jax._problem import (
     Array,
     Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
+    LogpFunctions,
     Needs,
     Operands,
     Options,
@@ -479,3 +481,20 @@ def det_gemm(machine: Machine | None = None) -> Gemm:
 
 
 DET_GEMM = det_gemm()
+
+
+def _row_kernels(machine: Machine | None) -> RowKernels:
+    from pallas_kernels.mosaic import logits
+
+    here = machine or _machine()
+    return RowKernels(
+        functools.partial(logits.statistics, machine=here), functools.partial(logits.gradients, machine=here)
+    )
+
+
+def logp(machine: Machine | None = None) -> LogpFunctions:
+    """The implementation for one machine; None for the GPU that JAX sees."""
+    return by_kernels(functools.partial(_row_kernels, machine))
+
+
+LOGP = logp()

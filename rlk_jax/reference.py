@@ -1,5 +1,6 @@
 """The gold: each op as its plain definition on float32-upcast inputs. Materialises everything; nothing clever, ever."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,9 +13,11 @@ from rlk_jax._problem import (
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
+    LogpFunctions,
     Needs,
     Operands,
     Options,
+    SoftmaxOptions,
     Tokens,
 )
 
@@ -30,6 +33,12 @@ def linear_logp(options: Options, operands: Operands, tokens: Tokens) -> LinearL
     logits = jnp.matmul(operands.hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
     if operands.bias is not None:
         logits = logits + jnp.where(is_padding, 0, operands.bias.astype(jnp.float32)[None])
+    return _of_logits(options, logits, tokens)
+
+
+def _of_logits(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> LinearLogp:
+    """z = softcap(logits) / temperature, −inf in padding columns; then the definitions."""
+    is_padding = jnp.arange(options.vocab_size)[None] >= options.real_vocab_size
     if options.logit_softcap is not None:
         logits = options.logit_softcap * jnp.tanh(logits / options.logit_softcap)
     logits = logits / tokens.temperature[:, None]
@@ -77,6 +86,26 @@ def _gradients(
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+
+
+def logp(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> LinearLogp:
+    """The definitions on float32 logits; padding columns may hold anything."""
+    is_padding = jnp.arange(options.vocab_size)[None] >= options.real_vocab_size
+    return _of_logits(options, jnp.where(is_padding, 0, logits.astype(jnp.float32)), tokens)
+
+
+def _logp_gradient(
+    options: SoftmaxOptions, logits: Array, tokens: Tokens, residual: None, upstream: LinearLogp, donate: bool
+) -> Array:
+    """JAX's own derivative of the definition, on the active rows."""
+    logits = jnp.where(tokens.active[:, None], logits, 0)
+    tokens = tokens._replace(temperature=jnp.where(tokens.active, tokens.temperature, 1))
+    upstream = jax.tree.map(lambda g: jnp.where(tokens.active, g, 0), upstream)
+    options = replace(options, return_lse=upstream.lse is not None, return_entropy=upstream.entropy is not None)
+    return jax.vjp(lambda x: logp(options, x, tokens), logits)[1](upstream)[0]
+
+
+LOGP = LogpFunctions(lambda *x: (logp(*x), None), _logp_gradient)
 
 
 def det_gemm(form: Form, a: Array, b: Array, start: Array | None) -> Array:

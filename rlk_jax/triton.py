@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.triton import call
 from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.linear_logp import COLUMNS, ROWS, Head, Slice, padded
+from rlk_jax._logits import RowKernels, by_kernels
 from rlk_jax._problem import (
     Gather,
     Gradients,
@@ -49,8 +50,8 @@ def is_ampere(device: "Device") -> bool:
     return major.isdecimal() and int(major) >= 8
 
 
-def why_not(problem: "Problem") -> list[str]:
-    """Reasons why linear_logp's kernels cannot run this problem."""
+def cannot_run(problem: "Problem") -> list[str]:
+    """Reasons why no kernel runs on this device."""
     reasons = []
     if not is_ampere(problem.device):
         found = problem.device.compute_capability or problem.device.kind
@@ -58,6 +59,12 @@ def why_not(problem: "Problem") -> list[str]:
     missing = call.why_missing()
     if missing:
         reasons.append(missing)
+    return reasons
+
+
+def why_not(problem: "Problem") -> list[str]:
+    """Reasons why linear_logp's kernels cannot run this problem."""
+    reasons = cannot_run(problem)
     hidden, weight = problem.dtypes[:2]
     if hidden != weight or hidden not in ("bfloat16", "float16"):
         reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
@@ -196,3 +203,12 @@ def _gradients(
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+
+
+def _row_kernels() -> RowKernels:
+    from pallas_kernels.triton import rows
+
+    return RowKernels(rows.statistics, rows.gradients)
+
+
+LOGP = by_kernels(_row_kernels)

@@ -1,9 +1,9 @@
-"""Every check of an input and its message, once: static facts by a function per op, then values (`token_values`)."""
+"""Every check of an input and its message, once: static facts by a function per op, then values (`tokens`, `rows`)."""
 
 import functools
 import math
 import numbers
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,16 @@ from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from rlk_jax._gemm import Form, GemmInputs
-from rlk_jax._problem import Array, Inputs, Options, WeightLayout
+from rlk_jax._problem import (
+    Array,
+    Inputs,
+    LogpInputs,
+    Options,
+    RatioKlInputs,
+    SoftmaxOptions,
+    Tokens,
+    WeightLayout,
+)
 from rlk_jax._shard import AxisName, Reduction, Shard, axis_names, explicit_spec
 from rlk_jax._tree import tree
 
@@ -20,10 +29,15 @@ FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _INT32 = np.iinfo(np.int32)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """The smallest positive number that survives in float32 everywhere; smaller ones may count as 0."""
-_TARGETS_OUT_OF_RANGE = (
-    "target_ids out of range: expected [0, {last}], got [{low}, {high}]. "
+_IDS_OUT_OF_RANGE = (
+    "{name} out of range: expected [0, {last}], got [{low}, {high}]. "
     "Mask or filter padding / ignore-index values (e.g. -100) before this op."
 )
+_ACTIONS_OUT_OF_RANGE = (
+    "action_ids at active (unmasked) positions must be in [0, V); found out-of-range ids: V = {last} + 1, got "
+    "[{low}, {high}]."
+)
+_ROWS_OUT_OF_RANGE = "row_indices contains an out-of-range row: expected [0, {last}], got [{low}, {high}]."
 _BAD_TEMPERATURE = "temperature must be positive and finite, got values in [{low}, {high}]"
 
 
@@ -53,11 +67,17 @@ def as_array(name: str, x: Any) -> Any:
     return x
 
 
-def _check_dtypes(inputs: Inputs) -> None:
+_INTEGERS = ("target_ids", "token_ids", "action_ids", "row_indices")
+_ANY_NUMBERS = ("completion_mask",)
+
+
+def _check_dtypes(inputs: Inputs | LogpInputs | RatioKlInputs) -> None:
     for name, x in inputs._asdict().items():
-        if name == "target_ids":
-            _require(jnp.issubdtype(x.dtype, jnp.integer), f"target_ids must be integers, got {x.dtype}.")
-        elif x is not None:
+        if x is None or name in _ANY_NUMBERS:
+            continue
+        if name in _INTEGERS:
+            _require(jnp.issubdtype(x.dtype, jnp.integer), f"{name} must be integers, got {x.dtype}.")
+        else:
             _require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
 
 
@@ -66,7 +86,10 @@ def _committed_devices(x: Any) -> set[str] | None:
     return set(map(str, x.sharding.device_set)) if isinstance(x, jax.Array) and is_concrete(x) and x.committed else None
 
 
-def _check_devices(inputs: Inputs | GemmInputs) -> None:
+AnyInputs = Inputs | GemmInputs | LogpInputs | RatioKlInputs
+
+
+def _check_devices(inputs: AnyInputs) -> None:
     """All where the first input is."""
     first, home = inputs._fields[0], _committed_devices(inputs[0])
     for name, x in inputs._asdict().items():
@@ -89,9 +112,13 @@ def _check_shapes(inputs: Inputs, layout: WeightLayout) -> None:
     )
     if bias is not None:
         _require(bias.shape == (vocab_size,), f"bias must have V={vocab_size} elements, got shape {bias.shape}.")
+    _check_temperature_shape(temperature, "target_ids", target_ids)
+
+
+def _check_temperature_shape(temperature: Any, name: str, ids: Any) -> None:
     _require(
-        temperature.shape in ((), target_ids.shape),
-        f"temperature must be a scalar or have target_ids shape {target_ids.shape}, got {temperature.shape}.",
+        temperature.shape in ((), ids.shape),
+        f"temperature must be a scalar or have {name} shape {ids.shape}, got {temperature.shape}.",
     )
 
 
@@ -110,11 +137,7 @@ def _fits_float32(x: float) -> bool:
 
 
 def _check_options(
-    vocab_size: int,
-    logit_softcap: float | None,
-    ignore_index: int | None,
-    global_vocab_size: int | None,
-    memory_budget: int | None,
+    vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
 ) -> None:
     _require(
         logit_softcap is None or (_is_number(logit_softcap) and _fits_float32(logit_softcap)),
@@ -123,10 +146,6 @@ def _check_options(
     _require(
         global_vocab_size is None or (_is_integer(global_vocab_size) and 1 <= global_vocab_size <= vocab_size),
         f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size!r}.",
-    )
-    _require(
-        memory_budget is None or (_is_integer(memory_budget) and memory_budget >= 1),
-        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
     )
     real = global_vocab_size or vocab_size
     _require(
@@ -201,11 +220,15 @@ def axes(argument: str, names: Any) -> None:
 
 
 def _temperature(temperature: Any) -> Any:
-    """A number is a static fact and is checked here; the values of an array are checked by `token_values`."""
+    """A number is a static fact and is checked here; the values of an array are checked by `tokens`."""
     if not _is_number(temperature):
         return as_array("temperature", temperature)
     _require(_fits_float32(temperature), _BAD_TEMPERATURE.format(low=temperature, high=temperature))
     return np.float32(temperature)
+
+
+def _check_validate(validate: bool | None) -> None:
+    _require(validate in (None, True, False), f"validate must be None, True or False, got {validate!r}.")
 
 
 def linear_logp(
@@ -231,7 +254,7 @@ def linear_logp(
     """Static checks of linear_logp; raises ValueError before anything runs."""
     layouts = get_args(WeightLayout)
     _require(weight_layout in layouts, f"weight_layout must be one of {layouts}, got {weight_layout!r}.")
-    _require(validate in (None, True, False), f"validate must be None, True or False, got {validate!r}.")
+    _check_validate(validate)
     inputs = Inputs(
         hidden=as_array("hidden", hidden),
         lm_head_weight=as_array("lm_head_weight", lm_head_weight),
@@ -244,7 +267,11 @@ def linear_logp(
     vocab_size = inputs.lm_head_weight.shape[0 if weight_layout == "vd" else 1]
     shard = _shard(axis_name, vocab_size, global_vocab_size, vocab_start_index, reduction, reduce_hidden_grad)
     covered = vocab_size if shard is None else vocab_size * shard.count
-    _check_options(covered, logit_softcap, ignore_index, global_vocab_size, memory_budget)
+    _check_options(covered, logit_softcap, ignore_index, global_vocab_size)
+    _require(
+        memory_budget is None or (_is_integer(memory_budget) and memory_budget >= 1),
+        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
+    )
     _check_devices(inputs)
     real = covered if global_vocab_size is None else int(global_vocab_size)
     options = Options(
@@ -260,6 +287,122 @@ def linear_logp(
         hidden_gradient="rounded" if shard is None else shard.hidden_gradient,
     )
     return inputs, options, shard
+
+
+def _check_logits(name: str, logits: Any) -> int:
+    """V, of an array that no mesh axis of explicit type holds: nothing here would keep it there."""
+    _require(logits.ndim >= 1, f"{name} must be [*lead, V], got a scalar.")
+    _require(logits.shape[-1] > 0, f"{name} must have at least one vocab column.")
+    _require(max(logits.shape) <= _INT32.max, f"{name} dimensions must fit into 32 bits, got shape {logits.shape}.")
+    _require(
+        (spec := explicit_spec(logits)) is None,
+        f"{name} is sharded as {spec} over Explicit mesh axes, which this op does not take: call it inside "
+        "jax.shard_map.",
+    )
+    return logits.shape[-1]
+
+
+def logp(
+    logits: Any,
+    token_ids: Any,
+    temperature: Any,
+    row_indices: Any,
+    initial: Any,
+    *,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    global_vocab_size: int | None,
+    return_lse: bool,
+    return_entropy: bool,
+    validate: bool | None,
+) -> tuple[LogpInputs, SoftmaxOptions]:
+    """Static checks of logp; raises ValueError before anything runs."""
+    _check_validate(validate)
+    inputs = LogpInputs(
+        logits=as_array("logits", logits),
+        token_ids=as_array("token_ids", token_ids),
+        temperature=_temperature(temperature),
+        row_indices=None if row_indices is None else as_array("row_indices", row_indices),
+        initial=None if initial is None else as_array("initial", initial),
+    )
+    vocab_size, lead = _check_logits("logits", inputs.logits), inputs.logits.shape[:-1]
+    _require(
+        lead == inputs.token_ids.shape,
+        f"logits leading shape {lead} must match token_ids shape {inputs.token_ids.shape}.",
+    )
+    _check_temperature_shape(inputs.temperature, "token_ids", inputs.token_ids)
+    _check_dtypes(inputs)
+    if inputs.row_indices is not None:
+        _require(inputs.row_indices.ndim == 1, f"row_indices must be 1-D, got shape {inputs.row_indices.shape}.")
+    if inputs.initial is not None:
+        _require(inputs.row_indices is not None, "initial requires row_indices, the rows that it does not keep.")
+        _require(
+            inputs.initial.shape == lead and inputs.initial.dtype == jnp.float32,
+            f"initial must be float32 of token_ids shape {lead}, got {inputs.initial.dtype}{inputs.initial.shape}.",
+        )
+    _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size)
+    _check_devices(inputs)
+    return inputs, _softmax_options(
+        vocab_size, logit_softcap, global_vocab_size, return_lse=return_lse, return_entropy=return_entropy
+    )
+
+
+def _softmax_options(
+    vocab_size: int,
+    logit_softcap: float | None = None,
+    global_vocab_size: int | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+) -> SoftmaxOptions:
+    return SoftmaxOptions(
+        vocab_size=vocab_size,
+        real_vocab_size=vocab_size if global_vocab_size is None else int(global_vocab_size),
+        logit_softcap=None if logit_softcap is None else float(logit_softcap),
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+    )
+
+
+def ratio_kl(
+    policy_logits: Any,
+    ref_logits: Any,
+    action_ids: Any,
+    completion_mask: Any,
+    old_logps: Any,
+    temperature: Any,
+    *,
+    validate: bool | None,
+) -> tuple[RatioKlInputs, SoftmaxOptions]:
+    """Static checks of ratio_kl, and of grpo_loss on top of it; raises ValueError before anything runs."""
+    _check_validate(validate)
+    inputs = RatioKlInputs(
+        policy_logits=as_array("policy_logits", policy_logits),
+        ref_logits=as_array("ref_logits", ref_logits),
+        action_ids=as_array("action_ids", action_ids),
+        completion_mask=as_array("completion_mask", completion_mask),
+        old_logps=as_array("old_logps", old_logps),
+        temperature=_temperature(temperature),
+    )
+    policy, lead = inputs.policy_logits, inputs.policy_logits.shape[:-1]
+    vocab_size = _check_logits("policy_logits", policy)
+    _check_logits("ref_logits", inputs.ref_logits)
+    _require(
+        inputs.ref_logits.shape == policy.shape,
+        f"ref_logits shape {inputs.ref_logits.shape} does not match policy_logits shape {policy.shape}.",
+    )
+    for name in ("action_ids", "completion_mask", "old_logps"):
+        shape = getattr(inputs, name).shape
+        _require(shape == lead, f"{name} shape {shape} does not match policy_logits.shape[:-1] {lead}.")
+    _check_temperature_shape(inputs.temperature, "action_ids", inputs.action_ids)
+    _check_dtypes(inputs)
+    mask = inputs.completion_mask.dtype
+    _require(
+        jnp.issubdtype(mask, jnp.bool) or jnp.issubdtype(mask, jnp.integer) or jnp.issubdtype(mask, jnp.floating),
+        f"completion_mask must be bool, integer or float, got {mask}.",
+    )
+    _check_devices(inputs)
+    return inputs, _softmax_options(vocab_size)
 
 
 def _out_dtype(x: Any) -> np.dtype:
@@ -396,7 +539,7 @@ def head_or_bias(weight: Any, weight_layout: WeightLayout) -> None:
     _require(len(shape) in (1, 2), f"weight must be a head [V, D] or [D, V], or a bias [V], got shape {shape}.")
 
 
-def require_values(inputs: Inputs | GemmInputs) -> None:
+def require_values(inputs: AnyInputs) -> None:
     """Refuses shapes in the place of arrays; `rlk_jax.explain` alone takes those."""
     for name, x in inputs._asdict().items():
         _require(
@@ -441,29 +584,63 @@ def _inspect(ids: Array, counted: Array, temperature: Array, *, vocab_size: int)
     )
 
 
-def token_values(ids: Array, counted: Array, temperature: Array, *, vocab_size: int, validate: bool | None) -> Array:
-    """Which rows hold a target in [0, vocab_size) and a positive finite temperature; `counted` excludes ignored tokens.
+def counted(ids: Any, ignore_index: int | None) -> Array:
+    """Which tokens `[N]` are not ignored."""
+    ids = as_int32(ids).reshape(-1)
+    return jnp.ones(ids.shape, bool) if ignore_index is None else ids != ignore_index
+
+
+def tokens(
+    ids: Any,
+    temperature: Any,
+    counted: Array,
+    *,
+    vocab_size: int,
+    validate: bool | None,
+    name: Literal["target_ids", "token_ids", "action_ids"],
+) -> Tokens:
+    """Flat tokens `[N]`, of which `counted` ones are active. A row with a bad id or temperature gets temperature NaN,
+    which poisons everything it reaches.
 
     validate=True reads the values back once and raises ValueError; None does so where they can be read. Otherwise bad
     rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
     """
-    readable = all(map(is_concrete, (ids, counted, temperature)))
-    if validate and not readable:
-        raise ValueError(
-            "validate=True needs concrete target_ids and temperature; under jit use jax.experimental.checkify."
-        )
+    temperature = jnp.asarray(temperature).astype(jnp.float32)
+    temperature = jnp.broadcast_to(temperature, ids.shape).reshape(-1)
+    ids = as_int32(ids).reshape(-1)
     found = _inspect(ids, counted, temperature, vocab_size=vocab_size)
+    out_of_range = _ACTIONS_OUT_OF_RANGE if name == "action_ids" else _IDS_OUT_OF_RANGE.replace("{name}", name)
     checks = (
-        (found.ids_fit, found.ids, _TARGETS_OUT_OF_RANGE.replace("{last}", str(vocab_size - 1))),
+        (found.ids_fit, found.ids, out_of_range.replace("{last}", str(vocab_size - 1))),
         (found.temperatures_fit, found.temperatures, _BAD_TEMPERATURE),
     )
+    _report(checks, (ids, counted, temperature), validate, f"{name} and temperature")
+    return Tokens(jnp.where(found.is_good, ids, 0), jnp.where(found.is_good, temperature, jnp.nan), counted)
+
+
+def rows(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
+    """Which of `count` rows are listed, `[count]`, and whether every index is in range; checked as `tokens` are."""
+    indices = as_int32(row_indices)
+    is_good = (indices >= 0) & (indices < count)
+    limits = jnp.min(indices, initial=_INT32.max), jnp.max(indices, initial=_INT32.min)
+    fit = jnp.all(is_good)
+    checks = ((fit, limits, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
+    _report(checks, (indices,), validate, "row_indices")
+    listed = jnp.zeros(count, bool).at[jnp.where(is_good, indices, count)].set(True, mode="drop")
+    return listed, fit
+
+
+def _report(checks: Any, arrays: Any, validate: bool | None, names: str) -> None:
+    """Each check is (does it fit, (lowest, highest), message); raised here where the arrays can be read, or marked."""
+    readable = all(map(is_concrete, arrays))
+    if validate and not readable:
+        raise ValueError(f"validate=True needs concrete {names}; under jit use jax.experimental.checkify.")
     must_raise = readable and validate is not False
     for fits, (low, high), message in jax.device_get(checks) if must_raise else checks:
         if must_raise:
             _require(fits, message.format(low=low, high=high))
         else:
             checkify.debug_check(fits, message, low=low, high=high)
-    return found.is_good
 
 
 # rlk_jax.grpo: groups, losses on log-probs and their options.
@@ -585,3 +762,21 @@ def policy_loss(
     elif denominator is not None:
         denominator = as_array("denominator", denominator)
         _require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")
+
+
+def rewards_or_advantages(
+    inputs: RatioKlInputs, rewards: Any, given: Any, samples_per_prompt: Any, group_boundaries: Any
+) -> None:
+    """Whether grpo_loss has the one or the other, for the sequences of its mask."""
+    shape = completion_mask(inputs.completion_mask)
+    has_groups = samples_per_prompt is not None or group_boundaries is not None
+    _require((rewards is None) != (given is None), "Provide exactly one of rewards or advantages.")
+    _require(
+        given is None or not has_groups, "samples_per_prompt and group_boundaries are for rewards, not advantages."
+    )
+    if given is not None:
+        advantages(given, inputs.completion_mask)
+        return
+    found = as_array("rewards", rewards).shape
+    _require(found == shape[:1], f"rewards must be one number for each of {shape[0]} sequences, got shape {found}.")
+    groups(rewards, samples_per_prompt, group_boundaries)

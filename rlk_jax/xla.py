@@ -16,10 +16,12 @@ from rlk_jax._problem import (
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
+    LogpFunctions,
     Needs,
     Operands,
     Options,
     Partial,
+    SoftmaxOptions,
     Statistics,
     Tokens,
     dproducts_of,
@@ -76,11 +78,15 @@ def _products(options: Options, hidden: Array, weight: Array) -> Array:
     return _matmul(hidden, weight, (1, 1 if options.weight_layout == "vd" else 0))
 
 
+def _no_bias() -> Array:
+    return jnp.zeros((1, 1), jnp.float32)
+
+
 def _bias(operands: Operands) -> Array:
-    return jnp.zeros((1, 1), jnp.float32) if operands.bias is None else operands.bias.astype(jnp.float32)[None]
+    return _no_bias() if operands.bias is None else operands.bias.astype(jnp.float32)[None]
 
 
-def _columns(options: Options) -> Array:
+def _columns(options: SoftmaxOptions) -> Array:
     return jnp.arange(options.vocab_size, dtype=jnp.int32)[None]
 
 
@@ -94,6 +100,15 @@ def _d_hidden(options: Options, gradient: Array, operands: Operands) -> Array:
     return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
 
 
+def _partial_of(logits: Array, target_logit: Array, *, with_gap: bool) -> Partial:
+    """The softmax of every row of `logits [rows, V]`."""
+    maximum = logits.max(axis=1)
+    centred = logits - finite(maximum)[:, None]
+    exponentials = jnp.exp(centred)
+    gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) if with_gap else None
+    return Partial(maximum, exponentials.sum(axis=1), target_logit, gap)
+
+
 def _partial(options: Options, operands: Operands, tokens: Tokens) -> Partial:
     """The softmax of every token over the columns of this weight."""
     n, real = tokens.active.shape[0], real_columns(options, operands)
@@ -103,14 +118,10 @@ def _partial(options: Options, operands: Operands, tokens: Tokens) -> Partial:
         products = _products(options, block.take_hidden(operands.hidden), operands.weight)
         target_ids, temperature, _ = block.take_tokens(tokens)
         logits = logits_of(options, products, bias, temperature, columns, real)
-        maximum = logits.max(axis=1)
-        centred = logits - finite(maximum)[:, None]
-        exponentials = jnp.exp(centred)
-        gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) if options.return_entropy else None
         place = jnp.clip(target_ids, 0, options.vocab_size - 1)
         target_logit = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
         is_here = (target_ids >= 0) & (target_ids < real)
-        return Partial(maximum, exponentials.sum(axis=1), jnp.where(is_here, target_logit, 0), gap)
+        return _partial_of(logits, jnp.where(is_here, target_logit, 0), with_gap=options.return_entropy)
 
     def step(block: Block, so_far: Partial) -> Partial:
         return jax.tree.map(block.store, so_far, of_block(block))
@@ -187,3 +198,29 @@ def why_not(problem: "Problem") -> list[str]:
 
 
 LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+
+
+def _logp(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
+    """On GPUs XLA fuses what is done to a logit into its sums: two passes, no float32 copy (on CPUs it makes one)."""
+
+    def of(logits: Array, columns: Array) -> Array:
+        real = options.real_vocab_size
+        return logits_of(options, logits.astype(jnp.float32), _no_bias(), tokens.temperature, columns, real)
+
+    targets = tokens.target_ids[:, None]
+    # Picked before anything is done to it: a pick from computed logits would need all of them in memory.
+    target_logit = of(jnp.take_along_axis(logits, targets, axis=1), targets)[:, 0]
+    partial = _partial_of(of(logits, _columns(options)), target_logit, with_gap=options.return_entropy)
+    statistics = merged(jax.tree.map(lambda x: x[None], partial))
+    return values_of(options, statistics), statistics
+
+
+def _logp_gradient(
+    options: SoftmaxOptions, logits: Array, tokens: Tokens, statistics: Statistics, upstream: LinearLogp, donate: bool
+) -> Array:
+    """Element by element: XLA itself writes it in place where the logits are donated."""
+    facts = (_no_bias(), tokens, _columns(options), options.real_vocab_size, statistics, upstream)
+    return dproducts_of(options, logits.astype(jnp.float32), *facts).astype(logits.dtype)
+
+
+LOGP = LogpFunctions(_logp, _logp_gradient)

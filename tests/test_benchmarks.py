@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import det_gemm, linear_logp, vocab_parallel
+from benchmarks import det_gemm, linear_logp, logits_ops, vocab_parallel
 from benchmarks.common import Launch
 from tests.helpers import assert_within_contract
 
@@ -98,3 +98,34 @@ def test_what_det_gemm_is_measured_against_is_the_same_product():
         for p in det_gemm.passes(shape, "bfloat16").values():
             expected, actual = (launch.start()[-1] for launch in (p.by("cuBLAS"), p.by("deterministic")))
             assert_within_contract(actual, expected, "det_gemm", jnp.bfloat16, "gradient")
+
+
+def test_logits_ops_smoke(tmp_path, capsys):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--implementations", "mosaic,xla,naive,torch.compile"]
+    assert logits_ops.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    status = {(r["op"], r["implementation"], r["what"]): r["status"] for r in rows}
+    passes = {
+        f"{what}{masked}"
+        for what in ("forward", "forward+backward", "forward+backward, in place")
+        for masked in ("", ", masked")
+    }
+    for op in logits_ops.OPS:
+        assert {what for o, name, what in status if (o, name) == (op, "xla")} == passes
+        assert all(status[op, "xla", what] == "pass" for what in passes)
+        assert all(status[op, "mosaic", what].startswith("not available") for what in passes)
+    assert status["logp", "torch.compile", "forward"].startswith("not available")
+    assert all((r["of_whole"] is not None) == r["what"].endswith(", masked") for r in rows if r["op"] and r["ms"])
+    assert picture.stat().st_size > 1000
+    assert "of copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", logits_ops.OPS)
+def test_what_logits_ops_are_measured_against_is_the_same(op):
+    p = logits_ops.make("2,6,50", "float32")
+    found = {name: logits_ops.OPS[op](name, p.policy, p, p.mask(0.5), False) for name in ("naive", "reference")}
+    # What naive leaves out of ratio_kl: the constants 1 of a masked ratio and of k3.
+    active = p.mask(0.5)
+    naive = jnp.where(active, found["naive"] - (op == "ratio_kl"), op == "ratio_kl")
+    assert_within_contract(naive, found["reference"], op, jnp.float32, "forward")

@@ -100,6 +100,27 @@ def powers(largest: Array, scale: Array) -> Powers:
     return Powers(largest, scale, shift, jnp.where(jnp.abs(rest) > 0.5, 0.0, rest))
 
 
+def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | None]:
+    """softcap·tanh(values / softcap) and its derivative; the values and None without a softcap.
+
+    With e = exp(−2x/c) and q = (1 + e)^(−1/2): tanh(x/c) = (1 − e)·q², its derivative 4·e·q⁴; e is kept finite. The
+    hardware's own tanh is not accurate enough.
+    """
+    if softcap is None:
+        return values, None
+    share = values * (1 / softcap)
+    e = jnp.exp2(jnp.minimum(share * (-2 * LOG2_E), 60.0))
+    root = lax.rsqrt(1 + e)
+    inverse = root * root
+    # Written so that the compiler keeps few values alive: other orders spill registers in the backward.
+    capped = (1 - e) * (inverse * softcap)
+    if softcap > _LARGE_SOFTCAP:
+        square = share * share
+        series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315)))
+        capped = jnp.where(jnp.abs(share) < 0.2, values * series, capped)
+    return capped, (e * inverse) * (4 * inverse)
+
+
 @dataclass(frozen=True)
 class Logits:
     """How a product becomes logits in units of ln 2: softcap(product + bias) · log2(e) / temperature."""
@@ -108,25 +129,8 @@ class Logits:
     softcap: float | None
 
     def bounded(self, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """softcap(products + bias), and its derivative where there is a softcap.
-
-        With e = exp(−2x/c) and q = (1 + e)^(−1/2): tanh(x/c) = (1 − e)·q², its derivative 4·e·q⁴; e is kept finite.
-        The hardware's own tanh is not accurate enough.
-        """
-        values = products if bias is None else products + over_rows(bias)
-        if self.softcap is None:
-            return values, None
-        share = values * (1 / self.softcap)
-        e = jnp.exp2(jnp.minimum(share * (-2 * LOG2_E), 60.0))
-        root = lax.rsqrt(1 + e)
-        inverse = root * root
-        # Written so that the compiler keeps few values alive: other orders spill registers in the backward.
-        capped = (1 - e) * (inverse * self.softcap)
-        if self.softcap > _LARGE_SOFTCAP:
-            square = share * share
-            series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315)))
-            capped = jnp.where(jnp.abs(share) < 0.2, values * series, capped)
-        return capped, (e * inverse) * (4 * inverse)
+        """softcap(products + bias), and its derivative where there is a softcap."""
+        return softcapped(products if bias is None else products + over_rows(bias), self.softcap)
 
     def masked(self, values: Array, width: Array, fill: float) -> Array:
         """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill.

@@ -117,8 +117,8 @@ def gradients(
     scale,
     maximum,
     log2_total,
-    c0,
-    c1,
+    constant,
+    slope,
     at_target,
     out,
     row_length: tl.constexpr,
@@ -140,9 +140,9 @@ def gradients(
         return
     raw = tl.load(logits + start + column, mask=column < columns, other=0.0).to(tl.float32)
     y = (capped(raw, softcap) - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(log2_total + row)
-    factor = tl.load(c0 + row)
+    factor = tl.load(constant + row)
     if with_slope:
-        factor -= tl.load(c1 + row) * LN_2 * finite_gap(y)
+        factor -= tl.load(slope + row) * finite_gap(y)
     value = tl.where(column == tl.load(target_ids + row), tl.load(at_target + row), tl.exp2(y) * factor)
     if softcap is not None:
         value *= derivative(raw, softcap)

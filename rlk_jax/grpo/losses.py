@@ -199,8 +199,11 @@ def k3_kl(logp: Float[Array, "*n"], ref_logps: Float[Array, "*n"]) -> Float[Arra
 
     Source also: DeepSeekMath, arXiv 2402.03300, eq. 4.
     """
-    difference = ref_logps - logp
-    return jnp.expm1(difference) - difference
+    # Two policies that agree differ by 0, even where both say −inf; and ∞ − ∞ must be ∞.
+    difference = jnp.where(ref_logps == logp, 0.0, ref_logps - logp)
+    is_infinite = difference == jnp.inf
+    finite = jnp.where(is_infinite, 0.0, difference)
+    return jnp.where(is_infinite, jnp.inf, jnp.expm1(finite) - finite)
 
 
 _KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}

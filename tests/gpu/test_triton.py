@@ -1,4 +1,4 @@
-"""Triton on a GPU: linear_logp's accuracy, raw bits, memory and transformations; rows of materialised logits."""
+"""linear_logp by Triton on a GPU: accuracy, raw bits, memory, JAX's transformations."""
 
 import dataclasses
 import math
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.triton import call, rows
-from pallas_kernels.triton.rows import Rows
+from pallas_kernels.triton import call
 from rlk_jax import linear_logp
 from tests import helpers
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
@@ -238,91 +237,3 @@ def test_transformations(whole):
     d_hidden = jax.grad(lambda h: logp(h, *args[1:]).sum())(h)
     mapped = jax.vmap(jax.grad(lambda h, t, temperature: logp(h, t, temperature).sum()))(*batched)
     assert_same_bits(mapped.reshape(128, -1), d_hidden)
-
-
-ROWS = (
-    (Rows(5000, None, True), 5000),
-    (Rows(50257, None, False), 50257),
-    (Rows(1000, 30.0, True), 1024),
-    (Rows(131072, None, True), 131072),
-    (Rows(3, None, True), 3),
-)
-
-
-def _logits(n: int, row_length: int, dtype: str) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(3 * rng.normal(size=(n, row_length)), dtype)
-    active = jnp.asarray(rng.integers(0, 4, n) > 0, jnp.int32)
-    # What is masked is not read: NaN there reaches nothing.
-    return {
-        "logits": jnp.where(active[:, None] > 0, logits, jnp.nan),
-        "target_ids": jnp.asarray(rng.integers(0, min(row_length, 1000), n), jnp.int32),
-        "temperature": jnp.asarray(rng.uniform(0.5, 2, n), jnp.float32),
-        "active": active,
-    }
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("form", "row_length"), ROWS, ids=str)
-def test_statistics_of_rows(form, row_length, dtype):
-    a = _logits(65, row_length, dtype)
-    maximum, total, target, gap = rows.statistics(form, **a)
-    counts = np.asarray(a["active"]) > 0
-    assert not np.asarray(maximum)[~counts].any() and (np.asarray(total)[~counts] == 1).all()
-    z = np.asarray(a["logits"], np.float64)[counts, : form.columns]
-    z = form.softcap * np.tanh(z / form.softcap) if form.softcap else z
-    ids, temperature = (np.asarray(a[name])[counts] for name in ("target_ids", "temperature"))
-    is_here = ids < form.columns
-    z = z / temperature[:, None]
-    lse = np.log(np.exp(z).sum(axis=1))
-    logp = np.where(is_here, z[np.arange(len(ids)), np.where(is_here, ids, 0)], 0) - lse
-    found = np.asarray(target - maximum, np.float64)[counts] / temperature - np.log(np.asarray(total)[counts])
-    assert_within_contract(found, logp, "linear_logp", jnp.float32, "forward")
-    if gap is not None:
-        p = np.exp(z - lse[:, None])
-        entropy = np.log(np.asarray(total)[counts]) + math.log(2) * np.asarray(gap / total)[counts]
-        error = np.abs(entropy - (lse - (p * z).sum(axis=1))).max() / np.abs(z).max()
-        assert_error(error, "linear_logp_peaked", jnp.float32, "forward")
-
-
-def _row_gradients(form: Rows, a: dict[str, jax.Array], *, in_place: bool) -> jax.Array:
-    maximum, total, *_ = rows.statistics(form, **a)
-    scale = math.log2(math.e) / a["temperature"]
-    vectors = (a["active"], scale, maximum, jnp.log2(total), 1 + scale, scale - 2 if form.entropy else None, -scale)
-
-    def run(logits):
-        return rows.gradients(form, logits, a["target_ids"], *vectors, in_place)
-
-    return jax.jit(run, donate_argnums=0 if in_place else ())(a["logits"] + 0)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("form", "row_length"), ROWS, ids=str)
-def test_gradients_of_rows(form, row_length, dtype):
-    a = _logits(65, row_length, dtype)
-    found = _row_gradients(form, a, in_place=False)
-    assert_same_bits(_row_gradients(form, a, in_place=True), found)
-    found = np.asarray(found, np.float64)
-    counts = np.asarray(a["active"]) > 0
-    assert not found[~counts].any() and not found[:, form.columns :].any()
-    raw = np.asarray(a["logits"], np.float64)[counts, : form.columns]
-    x = form.softcap * np.tanh(raw / form.softcap) if form.softcap else raw
-    scale = np.float64(math.log2(math.e)) / np.asarray(a["temperature"], np.float64)[counts, None]
-    z = x * scale * math.log(2)
-    log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
-    gradient = np.exp(log_p) * (1 + scale + ((scale - 2) * log_p if form.entropy else 0))
-    is_target = np.arange(form.columns) == np.asarray(a["target_ids"])[counts, None]
-    gradient = np.where(is_target, -scale, gradient) * (1 - (x / form.softcap) ** 2 if form.softcap else 1)
-    assert_within_contract(found[counts, : form.columns], gradient, "linear_logp", np.dtype(dtype), "gradient")
-
-
-@pytest.mark.parametrize(("form", "row_length"), ROWS, ids=str)
-def test_rows_of_logits_do_not_depend_on_the_batch(form, row_length):
-    """Where a row begins says how it is aligned: its bits must not know."""
-    a = _logits(257, row_length, "float16")
-    whole = (*jax.tree.leaves(rows.statistics(form, **a)), _row_gradients(form, a, in_place=False))
-    for n in (1, 2, 63, 200):
-        index = np.random.default_rng(n).permutation(257)[:n]
-        part = {name: x[index] for name, x in a.items()}
-        found = (*jax.tree.leaves(rows.statistics(form, **part)), _row_gradients(form, part, in_place=False))
-        assert_same_bits(found, tuple(x[index] for x in whole))

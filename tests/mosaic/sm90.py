@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 
-from pallas_kernels.mosaic import gradients, statistics
+from pallas_kernels.logits import Form, RowCoefficients
+from pallas_kernels.mosaic import gradients, logits, statistics
 from pallas_kernels.mosaic.dlogits import Coefficients, Kept, Rows, coefficients, dlogits, from_powers
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
@@ -186,6 +187,24 @@ def bias_gradient(p: Problem) -> Configuration:
     return f"d_bias {p}", run, arguments
 
 
+def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) -> Iterator[Configuration]:
+    """Statistics and gradients of rows of logits."""
+    form, count = Form(size, softcap, entropy), 64
+
+    def vector(dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count,), dtype)
+
+    name, ids, row = f"{size} {jnp.dtype(dtype).name} {softcap} {entropy}", vector(jnp.int32), vector()
+    common = {"logits": jax.ShapeDtypeStruct((count, size), dtype), "target_ids": ids, "active": ids}
+    statistics = functools.partial(logits.statistics, form, machine=MACHINE)
+    yield f"logits statistics {name}", lambda **x: statistics(**x), {**common, "temperature": row}
+    rows = RowCoefficients(row, row, row, row, row if entropy else None, row)
+    for in_place in (False, True):
+        gradients = functools.partial(logits.gradients, form, in_place=in_place, machine=MACHINE)
+        label = f"logits gradients {name}{' in place' if in_place else ''}"
+        yield label, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows}
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
     """det_gemm's kernel; its sizes pick the tile."""
@@ -277,6 +296,13 @@ def configurations() -> Iterator[Configuration]:
     for dtype in (jnp.bfloat16, jnp.float16):
         yield bias_gradient(Problem(dtype=dtype))
     yield from (g.configuration() for g in gemms())
+    for dtype, size, softcap, entropy in itertools.product(
+        (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 151936, 50257, 50258), (None, 30.0), both
+    ):
+        if dtype == jnp.bfloat16 or size in (131072, 50257):
+            yield from logits_kernels(size, dtype, softcap, entropy)
+    yield from logits_kernels(1000, jnp.bfloat16, None, True)
+    yield from logits_kernels(5, jnp.bfloat16, None, True)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from pallas_kernels.logits import Form
 from pallas_kernels.triton import rows
-from pallas_kernels.triton.rows import Rows
 from tests.helpers import assert_error, assert_within_contract
 
 
@@ -16,7 +16,7 @@ class Logits:
     """Materialised logits of five rows: one begins with −inf, one has no target, one is inactive, one is all −inf."""
 
     row_length: int
-    form: Rows
+    form: Form
 
     def __str__(self) -> str:
         return f"{self.row_length} {self.form}"
@@ -50,11 +50,11 @@ class Logits:
 
 
 LOGITS = (
-    Logits(37, Rows(37, None, True)),
-    Logits(1300, Rows(1200, 2.0, True)),
-    Logits(9001, Rows(9001, None, False)),
-    Logits(64, Rows(64, 30.0, True)),
-    Logits(1, Rows(1, None, True)),
+    Logits(37, Form(37, None, True)),
+    Logits(1300, Form(1200, 2.0, True)),
+    Logits(9001, Form(9001, None, False)),
+    Logits(64, Form(64, 30.0, True)),
+    Logits(1, Form(1, None, True)),
 )
 every_logits = pytest.mark.parametrize("problem", LOGITS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -117,9 +117,9 @@ def test_gradients(problem, dtype, in_place):
     rng = np.random.default_rng(1)
     scale = (math.log2(math.e) / a["temperature"]).float()
     maximum = torch.tensor(np.maximum(np.nan_to_num(x.max(axis=1)), -1e4), dtype=torch.float32)
-    log2_total, c0, c1, at_target = (torch.tensor(rng.uniform(1, 2, 5), dtype=torch.float32) for _ in range(4))
+    log2_total, constant, slope, at_target = (torch.tensor(rng.uniform(1, 2, 5), dtype=torch.float32) for _ in range(4))
     out = torch.full_like(logits, math.nan)
-    vectors = (a["target_ids"], a["active"], scale, maximum, log2_total, c0, c1, at_target)
+    vectors = (a["target_ids"], a["active"], scale, maximum, log2_total, constant, slope, at_target)
     width = rows.gradient_width(problem.row_length)
     constants = {**problem.constants, "with_slope": problem.form.entropy, "width": width}
     grid = (5 * -(-problem.row_length // width),)
@@ -129,7 +129,7 @@ def test_gradients(problem, dtype, in_place):
     exponent = (x - m) * y - log_total
     p = np.exp2(exponent)
     expected = np.zeros_like(found)
-    logs = np.where(p > 0, exponent, 0) * math.log(2) if problem.form.entropy else 0
+    logs = np.where(p > 0, exponent, 0) if problem.form.entropy else 0
     gradient = p * (factor + slope * logs)
     is_target = np.arange(problem.form.columns) == a["target_ids"].numpy()[:, None]
     gradient = np.where(is_target, own, gradient)

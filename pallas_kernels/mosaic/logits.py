@@ -1,0 +1,292 @@
+"""Rows of materialised logits at memory speed: one warpgroup streams one row, each of its threads its own columns.
+
+A row is read once, in pieces of as many columns as one load of all threads holds. Every column of a piece has a running
+maximum and running sums, folded at the end: the order depends on V and the dtype alone, so a row keeps its bits in any
+batch. Rows that are not active are not read.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.logits import Form, RowCoefficients, RowStatistics
+from pallas_kernels.mosaic.simple import launch
+from pallas_kernels.mosaic.statistics import LOG2_E, softcapped
+from pallas_kernels.mosaic.tiles import THREADS, Machine
+
+Array = jax.Array
+Ref = Any
+_LOWEST = -3.0e38
+"""Below every logit; −inf would make the difference of two of them NaN."""
+_LOAD_BYTES = 16
+"""Of one thread, where rows are aligned to it."""
+_IN_FLIGHT = 32
+"""Columns that a thread asks for while it works on as many: loads in flight hide the latency of memory."""
+_WRITTEN_AT_ONCE = 16
+"""Columns of a gradient; more in flight gained nothing, for stores need no answer."""
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Pieces of a row: `vector` neighbouring columns for each thread."""
+
+    vector: int
+
+    @property
+    def piece(self) -> int:
+        return THREADS * self.vector
+
+    @property
+    def layout(self) -> Any:
+        return plgpu.Layout.WG_STRIDED((self.piece,), vec_size=self.vector)
+
+    def load(self, ref: Ref, line: Array, start: Any) -> Array:
+        return plgpu.load(ref.at[line, pl.ds(start, self.piece)], layout=self.layout, optimized=False)
+
+    def columns(self, start: Any) -> Array:
+        return plgpu.broadcasted_iota(jnp.int32, (self.piece,), 0, layout=self.layout) + start
+
+    def full(self, value: Any) -> Array:
+        return plgpu.layout_cast(jnp.full((self.piece,), value, jnp.float32), self.layout)
+
+
+def _reader(size: int, dtype: Any) -> _Reader:
+    """Of the widest pieces that fit into rows of this size and that each of them begins aligned to."""
+    vector = math.gcd(size, _widest(dtype))
+    while THREADS * vector > size:
+        vector //= 2
+    return _Reader(vector)
+
+
+def _widest(dtype: Any) -> int:
+    return _LOAD_BYTES // jnp.dtype(dtype).itemsize
+
+
+def _widened(logits: Array) -> Array:
+    """Rows of at least one column per thread."""
+    return jnp.pad(logits, ((0, 0), (0, max(0, THREADS - logits.shape[1]))))
+
+
+class _Running(NamedTuple):
+    """Per column of a piece: the largest value so far, and Σ w and Σ w·(largest − x)·s with w = 2^((x − largest)·s)."""
+
+    largest: Array
+    total: Array
+    gap: Array | None
+
+
+def _added(so_far: _Running, pieces: list[Array], scale: Array) -> _Running:
+    largest = functools.reduce(jnp.maximum, pieces, so_far.largest)
+    total, gap = _rescaled(so_far, largest, scale)
+    for x in pieces:
+        below = (x - largest) * scale
+        weight = jnp.exp2(below)
+        total = total + weight
+        if gap is not None:
+            # A logit of −∞ has weight 0, and 0·∞ must be 0.
+            gap = gap + weight * jnp.minimum(-below, 1e30)
+    return _Running(largest, total, gap)
+
+
+def _rescaled(x: _Running, largest: Array, scale: Array) -> tuple[Array, Array | None]:
+    """Its sums for a larger maximum."""
+    above = jnp.minimum((largest - x.largest) * scale, 1e30)
+    factor = jnp.exp2(-above)
+    return x.total * factor, None if x.gap is None else (x.gap + x.total * above) * factor
+
+
+def statistics(
+    form: Form, logits: Array, target_ids: Array, temperature: Array, active: Array, *, machine: Machine
+) -> RowStatistics:
+    """The softmax of each active row of `logits [N, V]`; target_ids and active int32, temperature float32 `[N]`."""
+    logits = _widened(logits)
+    (n, size), reader = logits.shape, _reader(logits.shape[1], logits.dtype)
+    at_once, whole = _IN_FLIGHT // reader.vector, form.columns // reader.piece
+    steps, rest = divmod(whole, at_once)
+
+    def body(logits: Ref, target_ids: Ref, temperature: Ref, active: Ref, out: RowStatistics) -> None:
+        row = lax.axis_index("blocks")
+        # All asked for at once, before the branch waits for one of them.
+        is_active, target, scale = active[row] != 0, target_ids[row], LOG2_E / temperature[row]
+
+        def load(start: Any) -> Array:
+            return reader.load(logits, row, start)
+
+        def loaded(step: Any) -> tuple[Array, ...]:
+            return tuple(load((step * at_once + i) * reader.piece) for i in range(at_once))
+
+        def values(found: Array) -> Array:
+            return softcapped(found.astype(jnp.float32), form.softcap)[0]
+
+        def added(running: _Running, pieces: Iterable[Array]) -> _Running:
+            return _added(running, list(map(values, pieces)), scale)
+
+        def step(i: Array, carry: tuple[_Running, tuple[Array, ...]]) -> tuple[_Running, tuple[Array, ...]]:
+            running, pieces = carry
+            following = loaded(i + 1)
+            return added(running, pieces), following
+
+        @pl.when(is_active)
+        def _() -> None:
+            running = _Running(reader.full(_LOWEST), reader.full(0), reader.full(0) if form.entropy else None)
+            pieces = loaded(0) if steps else ()
+            # The target's piece is read once more: looking for it in every piece would cost more.
+            place = jnp.clip(target, 0, form.columns - 1)
+            near = jnp.minimum(lax.div(place, jnp.int32(reader.vector)) * reader.vector, size - reader.piece)
+            around_target = load(near)
+            running, pieces = lax.fori_loop(0, steps - 1, step, (running, pieces)) if steps else (running, pieces)
+            running = added(running, pieces) if steps else running
+            last = [values(load((whole - rest + i) * reader.piece)) for i in range(rest)]
+            if form.columns % reader.piece:
+                # It may overlap the one before, and reach into the padding.
+                first = whole * reader.piece
+                start = min(first, size - reader.piece)
+                column = reader.columns(start)
+                is_new = (column >= first) & (column < form.columns)
+                last.append(jnp.where(is_new, values(load(start)), -jnp.inf))
+            running = _added(running, last, scale) if last else running
+            maximum = running.largest.max()
+            total, gap = _rescaled(running, maximum, scale)
+            picked = jnp.where(reader.columns(near) == place, values(around_target), 0.0)
+            out.maximum[row] = maximum
+            out.total[row] = total.sum()
+            out.target[row] = picked.sum()
+            if gap is not None:
+                out.gap[row] = gap.sum()
+
+    value = jax.ShapeDtypeStruct((n,), jnp.float32)
+    out_type = RowStatistics(value, value, value, value if form.entropy else None)
+    arguments = (logits, target_ids, temperature, active)
+    return launch(body, "logits_statistics", machine, out_type, (n,), *arguments, approx_math=True)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """`count` rows of `size` columns seen as lines of `rows` of them, so that every line begins aligned to `wide`."""
+
+    size: int
+    rows: int
+    wide: _Reader
+
+    @property
+    def narrow(self) -> _Reader | None:
+        """For the ends of rows that do not begin aligned themselves."""
+        return _Reader(1) if self.rows > 1 else None
+
+
+def _lines(count: int, size: int, dtype: Any) -> _Lines:
+    """The widest pieces; narrow ones throughout where rows are short or do not come in whole lines."""
+    widest = _widest(dtype)
+    rows = widest // math.gcd(size, widest)
+    if rows > 1 and (count % rows or size < (THREADS + 1) * widest):
+        return _Lines(size, 1, _reader(size, dtype))
+    return _Lines(size, rows, _Reader(widest) if rows > 1 else _reader(size, dtype))
+
+
+def gradients(
+    form: Form,
+    logits: Array,
+    target_ids: Array,
+    active: Array,
+    rows: RowCoefficients,
+    in_place: bool,
+    *,
+    machine: Machine,
+) -> Array:
+    """The gradient of every logit `[N, V]`, in their dtype: 0 in rows that are not active and in padding columns.
+
+    in_place writes it where the logits are, of which XLA makes a copy first if anything else needs them.
+    """
+    columns = logits.shape[1]
+    logits = _widened(logits)
+    n, size = logits.shape
+    lines = _lines(n, size, logits.dtype)
+    wide, narrow = lines.wide, lines.narrow
+    at_once = max(1, _WRITTEN_AT_ONCE // wide.vector)
+
+    def body(source: Ref | None, target_ids: Ref, active: Ref, rows: RowCoefficients, out: Ref, no_more: Any) -> None:
+        logits = out if source is None else source
+        row = lax.axis_index("blocks")
+        line, start = lax.div(row, jnp.int32(lines.rows)), lax.rem(row, jnp.int32(lines.rows)) * size
+        end = start + size
+        first = lax.div(start + wide.vector - 1, jnp.int32(wide.vector)) * wide.vector
+        count = lax.div(end - first, jnp.int32(wide.piece))
+        # Pieces that overlap others: the same values are written twice.
+        ends: list[tuple[_Reader, Any]] = []
+        if narrow is not None:
+            ends = [(narrow, start), (narrow, end - narrow.piece)]
+        if narrow is not None or size % wide.piece:
+            ends.append((wide, lax.div(end, jnp.int32(wide.vector)) * wide.vector - wide.piece))
+
+        def store(reader: _Reader, first: Any, values: Array) -> None:
+            out[line, pl.ds(first, reader.piece)] = values.astype(out.dtype)
+
+        @pl.when(active[row] != 0)
+        def of_active() -> None:
+            c = jax.tree.map(lambda ref: ref[row], rows)
+            target = target_ids[row]
+
+            def gradient(reader: _Reader, first: Any) -> Array:
+                x, derivative = softcapped(reader.load(logits, line, first).astype(jnp.float32), form.softcap)
+                log2_p = (x - c.maximum) * c.scale - c.log2_total
+                factor = c.constant
+                if c.slope is not None:
+                    # p = 0 stands beside l = −∞, and 0·∞ must be 0.
+                    log2_p = jnp.maximum(log2_p, -1e30)
+                    factor = factor + c.slope * log2_p
+                column = reader.columns(first - start)
+                found = jnp.where(column == target, c.at_target, jnp.exp2(log2_p) * factor)
+                found = found if derivative is None else found * derivative
+                return jnp.where(column < form.columns, found, 0.0) if form.columns < size else found
+
+            def some(piece: Any, count: int) -> None:
+                starts = [first + (piece + j) * wide.piece for j in range(count)]
+                for there, values in zip(starts, [gradient(wide, x) for x in starts], strict=True):
+                    store(wide, there, values)
+
+            if not in_place:
+                _in_steps(count, at_once, some)
+                for end in ends:
+                    store(*end, gradient(*end))
+                return
+            # What pieces share is read by all threads before any of them writes it.
+            of_ends = [gradient(*end) for end in ends]
+            _all_threads()
+            _in_steps(count, at_once, some)
+            _all_threads()
+            for end, values in zip(ends, of_ends, strict=True):
+                store(*end, values)
+
+        @pl.when(active[row] == 0)
+        def of_others() -> None:
+            _in_steps(count, 1, lambda piece, _: store(wide, first + piece * wide.piece, wide.full(0)))
+            for reader, there in ends:
+                store(reader, there, reader.full(0))
+
+    shape = (n // lines.rows, lines.rows * size)
+    logits = logits.reshape(shape)
+    out = jax.new_ref(logits if in_place else lax.empty(shape, logits.dtype))
+    source = None if in_place else logits
+    launch(body, "logits_gradients", machine, (), (n,), source, target_ids, active, rows, out, approx_math=True)
+    return jax.freeze(out).reshape(n, size)[:, :columns]
+
+
+def _all_threads() -> None:
+    """Waits for all of them; also orders shared memory, which is not used here."""
+    plgpu.commit_smem()
+
+
+def _in_steps(count: Array, at_once: int, step: Callable[[Any, int], None]) -> None:
+    """`step(i, how many)` over 0 … count − 1, `at_once` together, and then one by one."""
+    steps = lax.div(count, jnp.int32(at_once))
+    lax.fori_loop(0, steps, lambda i, _: step(i * at_once, at_once), None)
+    if at_once > 1:
+        lax.fori_loop(steps * at_once, count, lambda i, _: step(i, 1), None)

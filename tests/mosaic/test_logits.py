@@ -1,0 +1,75 @@
+"""The row kernels of the ops over logits in Pallas' interpreter, with race detection, at tiny odd shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.tiles import Machine
+from rlk_jax import dispatch, logp, mosaic
+from tests import logits as ops
+from tests.helpers import assert_same_bits
+from tests.logits import Case
+
+MACHINE = Machine(4, plgpu.InterpretGPUParams(detect_races=True))
+every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
+CASES = (
+    Case("tiny", (3,), 5, temperature="per token"),
+    Case("one thread's columns each", (3,), 128),
+    Case("two pieces", (4,), 300, {"logit_softcap": 2.0}),
+    Case("padded", (2, 2), 1030, {"global_vocab_size": 700}, "per token"),
+    Case("impossible tokens", (3,), 2500, impossible=2400),
+    Case("steps and a rest", (2,), 9000),
+    Case("lines of eight rows", (8,), 1101, {"logit_softcap": 3.0, "global_vocab_size": 1100}, "per token"),
+    Case("no whole lines", (6,), 1101),
+    Case("lines of two rows", (4,), 1084),
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """`mosaic` means the interpreter, and new memory holds NaN."""
+    jax.clear_caches()
+    entry = dispatch.Implementation("mosaic", mosaic.logp(MACHINE), promises_bits=True)
+    monkeypatch.setitem(dispatch.TABLE, "logp", (entry, *dispatch.TABLE["logp"][1:]))
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, dtype):
+    ops.check_against_gold(case, dtype, "mosaic")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_in_place_has_the_same_bits(case):
+    p = ops.make(case, jnp.bfloat16)
+    assert_same_bits(p.gradient(case, "mosaic", donate_logits=True), p.gradient(case, "mosaic"))
+
+
+@pytest.mark.parametrize("vocab", [700, 1101])
+def test_masked_rows_leak_nothing_and_get_zeros(vocab):
+    case = Case("masked", (8,), vocab, {"ignore_index": -100})
+    p = ops.make(case, jnp.bfloat16)
+    ignored = np.arange(8) % 3 == 1
+    p = p._replace(token_ids=jnp.where(ignored, -100, p.token_ids))
+    poisoned = p._replace(logits=jnp.where(ignored[:, None], jnp.nan, p.logits))
+    expected = p.outputs(case, "mosaic")
+    assert_same_bits(poisoned.outputs(case, "mosaic"), expected)
+    assert not any(np.any(np.asarray(x)[ignored]) for x in expected)
+
+
+def test_bad_rows_are_nan():
+    case = Case("unchecked", (4,), 300)
+    p = ops.make(case, jnp.bfloat16)._replace(token_ids=jnp.array([1, 300, -1, 2]))
+    for value in p.outputs(case, "mosaic", validate=False):
+        is_nan = np.isnan(np.asarray(value, np.float32).reshape(4, -1)).any(axis=1)
+        np.testing.assert_array_equal(is_nan, [False, True, True, False])
+
+
+def test_an_impossible_row_is_nan_alone():
+    p = ops.make(Case("impossible", (3,), 300), jnp.float32)
+    logits = p.logits.at[1].set(-jnp.inf)
+    np.testing.assert_array_equal(np.isnan(logp(logits, p.token_ids, implementation="mosaic")), [False, True, False])
