@@ -71,8 +71,8 @@ def grpo_loss(
     Gradients flow from `loss` to policy_logits only; at ρ = 1 and on the bounds of the clip range they are those of the
     unclipped objective. Masked tokens are masked before anything is computed of them.
 
-    Same bits (`mosaic`, `deterministic`): run to run, and with padding sequences or tokens appended: sums are taken in
-    one fixed order.
+    Same bits (`mosaic`, `triton`, `deterministic`): run to run, and with padding sequences or tokens appended: sums are
+    taken in one fixed order.
 
     Source: DeepSeekMath, arXiv 2402.03300, eq. 3, with the mean over tokens of the batch; RL-Kernel's grpo_loss.
     """
@@ -80,7 +80,7 @@ def grpo_loss(
     inputs, options = validation.ratio_kl(*given, validate=validate)
     validation.require_values(inputs)
     validation.rewards_or_advantages(inputs, rewards, advantages, samples_per_prompt, group_boundaries)
-    loss_options = LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta)
+    loss_options = _loss_options(clip_eps, clip_eps_high, beta, eps)
     if rewards is not None:
         advantages = group_advantages(
             rewards, samples_per_prompt=samples_per_prompt, group_boundaries=group_boundaries, eps=eps
@@ -94,6 +94,11 @@ def grpo_loss(
     return GrpoLoss(found.loss, found.policy_loss, found.kl)
 
 
+def _loss_options(clip_eps: float, clip_eps_high: float | None, beta: float, eps: float) -> LossOptions:
+    validation.positive("eps", eps)
+    return LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta)
+
+
 def describe(*args: Any, **kwargs: Any) -> tuple[dispatch.Problem, str | None]:
     """What `dispatch` sees of the call `grpo_loss(*args, **kwargs)`, and the implementation it names."""
     call = inspect.signature(grpo_loss).bind(*args, **kwargs)
@@ -103,4 +108,5 @@ def describe(*args: Any, **kwargs: Any) -> tuple[dispatch.Problem, str | None]:
     inputs, options = validation.ratio_kl(**{name: given[name] for name in names})
     chosen = ("rewards", "advantages", "samples_per_prompt", "group_boundaries")
     validation.rewards_or_advantages(inputs, *(given[name] for name in chosen))
+    _loss_options(*(given[name] for name in ("clip_eps", "clip_eps_high", "beta", "eps")))
     return problem("grpo_loss", inputs, options), given["implementation"]

@@ -77,7 +77,8 @@ def logp(
     Where hidden states are at hand, `linear_logp` needs no logits.
 
     Args:
-      logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32. −inf is a token that cannot be taken.
+      logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32. −inf is a token that cannot be taken
+        (beside a softcap it counts as −c).
       token_ids: `[*lead]`, any integer dtype.
       temperature: positive; a scalar or one per token. Not differentiated.
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
@@ -92,9 +93,9 @@ def logp(
       donate_logits: the gradient may stand where the logits do, in memory that they need no more: for logits that
         nothing else uses, computed in the same program or donated to jit. Where that does not hold, XLA copies
         them first, and the result is the same.
-      validate: True checks ids, rows and temperatures before launch (one small read-back); False never waits for the
+      validate: True checks ids, rows and temperatures before launch (small read-backs); False never waits for the
         device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
-        outputs and its gradient (a bad entry of row_indices: in all rows that are listed), and is reported under
+        outputs and its gradient (a bad entry of row_indices: in all rows), and is reported under
         `jax.experimental.checkify`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
         (`rlk_jax.explain` tells).
@@ -109,8 +110,8 @@ def logp(
     The gradient is written once, in the logits' dtype; a row whose upstream gradients are all 0 gets exactly 0 without
     being read.
 
-    Same bits: `mosaic` and `deterministic` give a row the same raw bits in any batch, at any position and beside any
-    neighbours; `xla` promises accuracy only. docs/logp.md has the whole contract.
+    Same bits: `mosaic`, `triton` and `deterministic` give a row the same raw bits in any batch, at any position and
+    beside any neighbours; `xla` promises accuracy only. docs/logp.md has the whole contract.
 
     Source: RL-Kernel's logp; the online softmax (Milakov and Gimelshein, arXiv 1805.02867).
     """
@@ -141,10 +142,10 @@ def _tokens_of(
     counted = validation.counted(ids, ignore_index)
     if inputs.row_indices is not None:
         listed, fit = validation.rows(inputs.row_indices, counted.shape[0], validate)
-        counted &= listed
-        # Which row was meant cannot be known: all that are listed turn NaN.
+        # Which row was meant cannot be known: all turn NaN.
+        counted &= listed | ~fit
         temperature = jnp.where(fit, temperature, jnp.nan)
-        kept = None if inputs.initial is None else ~listed.reshape(ids.shape)
+        kept = None if inputs.initial is None else ~listed.reshape(ids.shape) & fit
     vocab_size = options.real_vocab_size
     return validation.tokens(
         ids, temperature, counted, vocab_size=vocab_size, validate=validate, name="token_ids"

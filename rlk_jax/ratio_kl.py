@@ -3,13 +3,14 @@
 import inspect
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 
 from rlk_jax import dispatch, validation
-from rlk_jax._problem import RatioKlInputs, SoftmaxOptions
-from rlk_jax.grpo.losses import k3_kl
+from rlk_jax._problem import RatioKlInputs, SoftmaxOptions, rounded_product
+from rlk_jax.grpo.losses import k3_kl, k3_slope
 from rlk_jax.logp import values
 
 
@@ -70,7 +71,32 @@ def ratio_kl(
     validation.require_values(inputs)
     chosen = dispatch.choose(problem("ratio_kl", inputs, options), implementation)
     taken = of_actions(chosen, inputs, options, donate=donate_logits, validate=validate)
-    return RatioKl(jnp.exp(taken.logp - taken.old_logps), k3_kl(taken.logp, taken.ref_logps))
+    return _ratio_and_kl(taken.logp, taken.ref_logps, taken.old_logps)
+
+
+@jax.custom_vjp
+def _ratio_and_kl(logp: Array, ref_logps: Array, old_logps: Array) -> RatioKl:
+    return RatioKl(jnp.exp(logp - old_logps), k3_kl(logp, ref_logps))
+
+
+def _save(logp: Array, ref_logps: Array, old_logps: Array) -> tuple[RatioKl, tuple[Array, Array, Array]]:
+    found = _ratio_and_kl(logp, ref_logps, old_logps)
+    return found, (found.ratio, logp, ref_logps)
+
+
+def _pull_back(saved: tuple[Array, Array, Array], upstream: RatioKl) -> tuple[Array, None, None]:
+    """g_ratio·ratio + g_kl·(1 − exp d), products rounded whatever program this is in; nothing of what has no upstream
+    gradient, even where its ratio or KL is no number.
+    """
+    ratio, logp, ref_logps = saved
+
+    def of(g: Array, slope: Array) -> Array:
+        return rounded_product(g, jnp.where(g == 0, 0, slope))
+
+    return of(upstream.ratio, ratio) + of(upstream.kl, k3_slope(logp, ref_logps)), None, None
+
+
+_ratio_and_kl.defvjp(_save, _pull_back)
 
 
 class TakenTokens(NamedTuple):

@@ -34,7 +34,7 @@ _IDS_OUT_OF_RANGE = (
     "Mask or filter padding / ignore-index values (e.g. -100) before this op."
 )
 _ACTIONS_OUT_OF_RANGE = (
-    "action_ids at active (unmasked) positions must be in [0, V); found out-of-range ids: V = {last} + 1, got "
+    "action_ids at active (unmasked) positions must be in [0, V); found out-of-range ids. Expected [0, {last}], got "
     "[{low}, {high}]."
 )
 _ROWS_OUT_OF_RANGE = "row_indices contains an out-of-range row: expected [0, {last}], got [{low}, {high}]."
@@ -290,16 +290,25 @@ def linear_logp(
 
 
 def _check_logits(name: str, logits: Any) -> int:
-    """V, of an array that no mesh axis of explicit type holds: nothing here would keep it there."""
+    """V, of logits whose rows and columns 32 bits can count."""
     _require(logits.ndim >= 1, f"{name} must be [*lead, V], got a scalar.")
-    _require(logits.shape[-1] > 0, f"{name} must have at least one vocab column.")
-    _require(max(logits.shape) <= _INT32.max, f"{name} dimensions must fit into 32 bits, got shape {logits.shape}.")
+    rows, vocab_size = math.prod(logits.shape[:-1]), logits.shape[-1]
+    _require(vocab_size > 0, f"{name} must have at least one vocab column.")
     _require(
-        (spec := explicit_spec(logits)) is None,
-        f"{name} is sharded as {spec} over Explicit mesh axes, which this op does not take: call it inside "
-        "jax.shard_map.",
+        max(rows, vocab_size) <= _INT32.max,
+        f"{name} rows and columns must fit into 32 bits, got {rows} x {vocab_size}.",
     )
-    return logits.shape[-1]
+    return vocab_size
+
+
+def _no_explicit_axes(op: str, inputs: AnyInputs) -> None:
+    """Nothing here would keep an array over mesh axes of explicit type where it is."""
+    for name, x in inputs._asdict().items():
+        _require(
+            (spec := explicit_spec(x)) is None,
+            f"{name} is sharded as {spec} over Explicit mesh axes, which {op} does not take: call it inside "
+            "jax.shard_map.",
+        )
 
 
 def logp(
@@ -341,6 +350,7 @@ def logp(
             f"initial must be float32 of token_ids shape {lead}, got {inputs.initial.dtype}{inputs.initial.shape}.",
         )
     _check_options(vocab_size, logit_softcap, ignore_index, global_vocab_size)
+    _no_explicit_axes("logp", inputs)
     _check_devices(inputs)
     return inputs, _softmax_options(
         vocab_size, logit_softcap, global_vocab_size, return_lse=return_lse, return_entropy=return_entropy
@@ -401,6 +411,7 @@ def ratio_kl(
         jnp.issubdtype(mask, jnp.bool) or jnp.issubdtype(mask, jnp.integer) or jnp.issubdtype(mask, jnp.floating),
         f"completion_mask must be bool, integer or float, got {mask}.",
     )
+    _no_explicit_axes("ratio_kl", inputs)
     _check_devices(inputs)
     return inputs, _softmax_options(vocab_size)
 
@@ -436,12 +447,7 @@ def det_gemm(a: Any, b: Any, *, transpose_b: bool, out_dtype: Any, accumulate_in
         _require(start.dtype == jnp.float32, f"accumulate_into must be float32, got {start.dtype}.")
     if out_dtype is None:
         out_dtype = a.dtype if start is None else jnp.float32
-    for name, x in inputs._asdict().items():
-        _require(
-            (spec := explicit_spec(x)) is None,
-            f"{name} is sharded as {spec} over Explicit mesh axes, which det_gemm does not take: call it inside "
-            "jax.shard_map.",
-        )
+    _no_explicit_axes("det_gemm", inputs)
     _check_devices(inputs)
     return inputs, Form(False, bool(transpose_b), _out_dtype(out_dtype))
 
@@ -686,8 +692,8 @@ def constant_length(normaliser: str, max_completion_length: Any) -> None:
 
 def _require_real(name: str, x: Any) -> None:
     _require(
-        jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating),
-        f"{name} must be real numbers, got {x.dtype}.",
+        any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating)),
+        f"{name} must be bool or real numbers, got {x.dtype}.",
     )
 
 

@@ -129,6 +129,17 @@ def check_large(case: Case, dtype: Any, implementation: str) -> None:
     )
 
 
+def check_lowest(dtype: Any, implementation: str) -> None:
+    lowest = float(jnp.finfo(dtype).min)
+    logits = jnp.full((2, 300), lowest, dtype).at[1, 7].set(1.0)
+    found = logp(logits, jnp.array([3, 7]), return_entropy=True, implementation=implementation)
+    helpers.assert_within_contract(found.logp[0], -np.log(300), "logp", dtype, "forward")
+    helpers.assert_within_contract(found.entropy[0], np.log(300), "logp", dtype, "forward")
+    assert found.logp[1] == 0 and found.entropy[1] == 0
+    gradient = jax.grad(lambda x: logp(x, jnp.array([3, 7]), implementation=implementation).sum())(logits)
+    assert np.all(np.isfinite(gradient)) and not np.any(gradient[1])
+
+
 class Policies(NamedTuple):
     """What ratio_kl takes, of some active and some masked tokens."""
 

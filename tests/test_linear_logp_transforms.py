@@ -257,7 +257,15 @@ def test_chunks_fit_the_budget(vocab, tokens):
 def test_the_budget_grows_with_the_head_alone_or_is_the_one_given():
     spec = jax.ShapeDtypeStruct
     default = Options(
-        1, 1, tree(1), "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None
+        vocab_size=1,
+        real_vocab_size=1,
+        logit_softcap=None,
+        return_lse=False,
+        return_entropy=False,
+        tree=tree(1),
+        weight_layout="vd",
+        may_ignore=False,
+        memory_budget=None,
     )
     given = dataclasses.replace(default, memory_budget=1000)
     small, large = spec((65536, 256), jnp.bfloat16), spec((151936, 4096), jnp.bfloat16)

@@ -128,6 +128,13 @@ def test_only_the_row_of_impossible_tokens_is_nan(implementation):
 
 
 @every_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_rows_of_the_lowest_number(implementation, dtype):
+    """What masks are filled with: all of them, a uniform choice; beside others, impossible."""
+    ops.check_lowest(dtype, implementation)
+
+
+@every_implementation
 def test_a_token_that_cannot_be_taken(implementation):
     logits = jnp.zeros((2, 9)).at[:, 3].set(-jnp.inf)
     found = logp(logits, jnp.array([3, 4]), implementation=implementation)
@@ -223,6 +230,8 @@ def test_transformations(implementation):
                 assert_same_bits(x, expected)
             else:
                 ops.helpers.assert_within_contract(x, expected, "logp", jnp.float32, "gradient")
+    nothing = jax.vmap(of_row)(p.logits[:0], p.token_ids[:0], *(g[:0] for g in p.upstream))
+    assert [x.shape for x in nothing] == [(0, 5), (0, 5), (0, 5), (0, 5, 80)]
     shapes = jax.eval_shape(lambda x: logp(x, p.token_ids, implementation=implementation), p.logits)
     assert shapes.shape == (6, 5) and shapes.dtype == jnp.float32
 
@@ -274,7 +283,14 @@ BAD_INPUTS = {
     ),
     "beyond int32": (
         {"logits": jax.ShapeDtypeStruct((4, 2**31), jnp.bfloat16)},
-        "logits dimensions must fit into 32 bits, got shape (4, 2147483648).",
+        "logits rows and columns must fit into 32 bits, got 4 x 2147483648.",
+    ),
+    "more rows than int32 counts": (
+        {
+            "logits": jax.ShapeDtypeStruct((2**16, 2**16, 2), jnp.bfloat16),
+            "token_ids": np.broadcast_to(0, (2**16, 2**16)),
+        },
+        "logits rows and columns must fit into 32 bits, got 4294967296 x 2.",
     ),
     "a shape": ({"logits": jax.ShapeDtypeStruct((4, 20), jnp.float32)}, "logits is a ShapeDtypeStruct: use"),
     "temperature 0": ({"temperature": 0.0}, "temperature must be positive and finite, got values in [0.0, 0.0]"),
@@ -326,8 +342,12 @@ def test_explicitly_sharded_logits_are_refused():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         logits = jax.device_put(GOOD["logits"], PartitionSpec("data", None))
-        with pytest.raises(ValueError, match="over Explicit mesh axes, which this op does not take"):
-            logp(logits, GOOD["token_ids"])
+        ids = jax.device_put(GOOD["token_ids"], PartitionSpec("data"))
+        for name, arguments in (("logits", (logits, GOOD["token_ids"])), ("token_ids", (GOOD["logits"], ids))):
+            with pytest.raises(
+                ValueError, match=f"{name} is sharded as .* over Explicit mesh axes, which logp does not"
+            ):
+                logp(*arguments)
 
 
 @every_implementation
@@ -340,7 +360,8 @@ def test_unchecked_bad_values_are_nan_and_stay_in_their_row(implementation):
         is_nan = np.isnan(np.asarray(value).reshape(4, -1)).any(axis=1)
         np.testing.assert_array_equal(is_nan, [False, True, True, False])
     rows = jax.jit(lambda rows: logp(p.logits, jnp.arange(4), row_indices=rows, implementation=implementation))
-    np.testing.assert_array_equal(np.isnan(rows(jnp.array([1, 9]))), [False, True, False, False])
+    for bad in ([1, 9], [9, 9], [-1, 0]):
+        assert np.all(np.isnan(rows(jnp.array(bad))))
 
 
 def test_checkify_reports_what_was_not_checked():

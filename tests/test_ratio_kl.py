@@ -142,7 +142,10 @@ def test_rows_do_not_depend_on_the_batch():
 
 BAD_INPUTS = {
     "active id V": ({"action_ids": jnp.full((2, 3), 9)}, "action_ids at active (unmasked) positions must be in [0, V)"),
-    "active id below 0": ({"action_ids": jnp.full((2, 3), -1)}, "found out-of-range ids: V = 8 + 1, got [-1, -1]."),
+    "active id below 0": (
+        {"action_ids": jnp.full((2, 3), -1)},
+        "found out-of-range ids. Expected [0, 8], got [-1, -1].",
+    ),
     "ids' shape": (
         {"action_ids": jnp.zeros((3, 2), int)},
         "action_ids shape (3, 2) does not match policy_logits.shape[:-1] (2, 3).",
@@ -212,3 +215,26 @@ def test_an_unchecked_active_id_is_nan_and_never_another_token(implementation):
     bad = np.array([[True, False, False], [False, False, True]])
     for value in found:
         np.testing.assert_array_equal(np.isnan(value), bad)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_jitted_gradients_keep_their_bits(dtype):
+    """XLA fuses products and sums of many tokens where it does not those of few, or of none outside jit."""
+    p = ops.make_policies(dtype, (67,), 30)
+    g = upstream(p)
+    program = jax.jit(lambda p, g: gradient(p, g, "deterministic"))
+    whole = gradient(p, g, "deterministic")
+    assert_same_bits(program(p, g), whole)
+    for n in (1, 7, 9, 12, 33):
+        assert_same_bits(program(*jax.tree.map(lambda x, n=n: x[:n], (p, g))), whole[:n])
+
+
+@every_implementation
+def test_no_upstream_gradient_is_no_gradient_whatever_the_values(implementation):
+    """A NaN row, and one whose ratio overflows."""
+    p = ops.make_policies(jnp.float32, (6,))._replace(completion_mask=jnp.ones(6))
+    p = p._replace(policy_logits=p.policy_logits.at[1].set(jnp.nan), old_logps=p.old_logps.at[3].set(-200.0))
+    g = tuple(x.at[jnp.array([1, 3])].set(0) for x in upstream(p))
+    for pair in (g, (g[0], None), (None, g[1])):
+        found = np.asarray(gradient(p, pair, implementation))
+        assert np.all(np.isfinite(found)) and not found[[1, 3]].any() and found[[0, 2, 4, 5]].any()

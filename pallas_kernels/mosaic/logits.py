@@ -24,8 +24,8 @@ from pallas_kernels.mosaic.tiles import THREADS, Machine
 
 Array = jax.Array
 Ref = Any
-_LOWEST = -3.0e38
-"""Below every logit; −inf would make the difference of two of them NaN."""
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Where maxima start: −inf would make the difference of two of them NaN."""
 _LOAD_BYTES = 16
 """Of one thread, where rows are aligned to it."""
 _IN_FLIGHT = 32

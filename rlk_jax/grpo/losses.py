@@ -199,11 +199,21 @@ def k3_kl(logp: Float[Array, "*n"], ref_logps: Float[Array, "*n"]) -> Float[Arra
 
     Source also: DeepSeekMath, arXiv 2402.03300, eq. 4.
     """
-    # Two policies that agree differ by 0, even where both say −inf; and ∞ − ∞ must be ∞.
+    finite, is_infinite = _k3_difference(logp, ref_logps)
+    return jnp.where(is_infinite, jnp.inf, jnp.expm1(finite) - finite)
+
+
+def k3_slope(logp: Array, ref_logps: Array) -> Array:
+    """The derivative of `k3_kl` by logp, `1 − exp(d)`; 0 where the estimate is infinite."""
+    finite, _ = _k3_difference(logp, ref_logps)
+    return -jnp.expm1(finite)
+
+
+def _k3_difference(logp: Array, ref_logps: Array) -> tuple[Array, Array]:
+    """`ref − logp`, 0 in the place of ∞, and where that is: policies that agree differ by 0, even if both say −inf."""
     difference = jnp.where(ref_logps == logp, 0.0, ref_logps - logp)
     is_infinite = difference == jnp.inf
-    finite = jnp.where(is_infinite, 0.0, difference)
-    return jnp.where(is_infinite, jnp.inf, jnp.expm1(finite) - finite)
+    return jnp.where(is_infinite, 0.0, difference), is_infinite
 
 
 _KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
@@ -294,6 +304,8 @@ def _policy_loss(
     old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
     advantages = expand_advantages(advantages, completion_mask)
 
+    # One logp each for policy and KL: behind barriers, no product of a gradient is fused into the sum of both.
+    logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
     log_ratio = logp - old_logps
     if options.loss_type == "gspo":
         log_ratio = _active(pairwise_spread(_sequence_means(log_ratio, mask), mask.shape[1]), mask)
@@ -301,7 +313,7 @@ def _policy_loss(
     objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
     weights = is_capped = None
     if options.importance_cap is not None:
-        weights = jnp.exp(old_logps - rollout_logps)
+        weights = _exp(old_logps - rollout_logps)
         is_capped = weights > options.importance_cap
         weights = jnp.minimum(weights, options.importance_cap)
         objective *= weights
@@ -312,11 +324,11 @@ def _policy_loss(
     loss = policy = _sum(-objective, mask, options.normalised_by) / divisor
     kl = jnp.zeros((), jnp.float32)
     if ref_logps is not None:
-        kl = _sum(_KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), mask, options.normalised_by) / divisor
+        kl = _sum(_KL_ESTIMATORS[options.kl_estimator](logp_of_kl, ref_logps), mask, options.normalised_by) / divisor
     if options.beta:
-        loss = policy + options.beta * kl
+        loss = policy + jax.lax.optimization_barrier(options.beta * kl)
 
-    ratio = jnp.exp(log_ratio)
+    ratio = _exp(log_ratio)
     below, above = (advantages != 0) & (ratio < lower), (advantages != 0) & (ratio > upper)
     dual = above & (advantages < 0) & (options.dual_clip is not None)
 
@@ -340,6 +352,13 @@ def _policy_loss(
         importance_capped_fraction=mean(is_capped),
     )
     return jax.lax.stop_gradient(metrics)._replace(loss=loss)
+
+
+def _exp(x: Array) -> Array:
+    """exp with the same bits in arrays of every shape: XLA's of a whole vector may differ from that of what is over."""
+    blocks = jnp.pad(x.reshape(-1), (0, -x.size % 128)).reshape(-1, 128)
+    found = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(blocks)))
+    return found.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def _active(x: Array, mask: Array) -> Array:
@@ -377,10 +396,10 @@ def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float
 
 def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> Array:
     """exp(log_ratio) cut to [lower, upper]. Its gradient is exp's inside and on the bounds, and 0 beyond."""
-    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    ratio = jax.lax.stop_gradient(_exp(log_ratio))
     beyond = (ratio < lower) | (ratio > upper)
     # The exp under the gradient takes 0 for a cut token, whose own may overflow: 0 · inf.
-    return jnp.where(beyond, jnp.clip(ratio, lower, upper), jnp.exp(jnp.where(beyond, 0.0, log_ratio)))
+    return jnp.where(beyond, jnp.clip(ratio, lower, upper), _exp(jnp.where(beyond, 0.0, log_ratio)))
 
 
 def _objective(logp: Array, ratio: Array, advantages: Array, options: LossOptions) -> Array:

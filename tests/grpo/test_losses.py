@@ -285,15 +285,16 @@ def test_vmap_is_one_loss_for_each_element():
     [*((name, _value_and_grad) for name in DEFAULT_NORMALISERS), ("dapo", value_and_grad), ("gspo", value_and_grad)],
 )
 def test_padding_changes_no_bit_of_outputs_and_gradients(loss_type, run):
-    options = options_of(loss_type, beta=0.3, importance_cap=1.2)
-    tokens = make_tokens(6, batch=3, length=11)
-    expected, gradient = run(tokens.logp, tokens, None, options)
-    for rows, columns in ((1, 1), (2, 30)):
-        padded = tokens.padded(rows, columns, np.nan)
-        actual, wide = run(padded.logp, padded, None, options)
-        helpers.assert_same_bits(actual, expected)
-        helpers.assert_same_bits(wide[:3, :11], gradient)
-        assert np.count_nonzero(wide) == np.count_nonzero(gradient)
+    for seed, cap in ((6, 1.2), (0, None)):
+        options = options_of(loss_type, beta=0.07, importance_cap=cap)
+        tokens = make_tokens(seed, batch=5, length=6)
+        expected, gradient = run(tokens.logp, tokens, None, options)
+        for rows, columns in ((0, 1), (3, 11), (11, 27)):
+            padded = tokens.padded(rows, columns, np.nan)
+            actual, wide = run(padded.logp, padded, None, options)
+            helpers.assert_same_bits(actual, expected)
+            helpers.assert_same_bits(wide[:5, :6], gradient)
+            assert np.count_nonzero(wide) == np.count_nonzero(gradient)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])

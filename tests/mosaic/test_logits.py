@@ -1,5 +1,7 @@
 """The row kernels of the ops over logits in Pallas' interpreter, with race detection, at tiny odd shapes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import rlk_jax
 from pallas_kernels.mosaic.tiles import Machine
 from rlk_jax import dispatch, logp, mosaic
 from tests import logits as ops
-from tests.helpers import assert_same_bits
+from tests import test_grpo_loss, test_logp, test_ratio_kl
+from tests.helpers import assert_same_bits, assert_within_contract
 from tests.logits import Case
 
 MACHINE = Machine(4, plgpu.InterpretGPUParams(detect_races=True))
@@ -33,7 +37,8 @@ def interpreted(monkeypatch):
     """`mosaic` means the interpreter, and new memory holds NaN."""
     jax.clear_caches()
     entry = dispatch.Implementation("mosaic", mosaic.logp(MACHINE), promises_bits=True)
-    monkeypatch.setitem(dispatch.TABLE, "logp", (entry, *dispatch.TABLE["logp"][1:]))
+    for op in ("logp", "ratio_kl", "grpo_loss"):
+        monkeypatch.setitem(dispatch.TABLE, op, (entry, *dispatch.TABLE[op][1:]))
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
@@ -67,6 +72,38 @@ def test_bad_rows_are_nan():
     for value in p.outputs(case, "mosaic", validate=False):
         is_nan = np.isnan(np.asarray(value, np.float32).reshape(4, -1)).any(axis=1)
         np.testing.assert_array_equal(is_nan, [False, True, True, False])
+
+
+@every_dtype
+def test_rows_of_the_lowest_number(dtype):
+    ops.check_lowest(dtype, "mosaic")
+
+
+@pytest.mark.parametrize("op", ["logp", "ratio_kl", "grpo_loss"])
+def test_bad_inputs_raise_as_everywhere(op):
+    tables = {
+        "logp": ((x, {**test_logp.GOOD, **changes}) for changes, x in test_logp.BAD_INPUTS.values()),
+        "ratio_kl": ((x, {**test_ratio_kl.GOOD, **changes}) for changes, x in test_ratio_kl.BAD_INPUTS.values()),
+        "grpo_loss": ((x, test_grpo_loss.arguments(**changes)) for changes, x in test_grpo_loss.BAD_INPUTS.values()),
+    }
+    for message, arguments in tables[op]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(rlk_jax, op)(**arguments, implementation="mosaic")
+
+
+def test_two_policies():
+    p = ops.make_policies(jnp.bfloat16, (2, 4), 300)
+    zeros = jnp.zeros((2, 4))
+    gold = ops.ratio_kl_gold(p, (zeros + 1, zeros + 2))
+    for value, expected in zip(p.ratio_kl("mosaic"), gold, strict=False):
+        assert_within_contract(value, expected, "ratio_kl", jnp.bfloat16, "forward")
+    gradient = jax.grad(lambda x: (q := p._replace(policy_logits=x).ratio_kl("mosaic")).ratio.sum() + 2 * q.kl.sum())(
+        p.policy_logits
+    )
+    assert_within_contract(gradient, gold.gradient, "ratio_kl", jnp.bfloat16, "gradient")
+    found = p.grpo_loss(jnp.arange(2.0), "mosaic", samples_per_prompt=2, beta=0.1)
+    expected = p.grpo_loss(jnp.arange(2.0), "reference", samples_per_prompt=2, beta=0.1)
+    assert_within_contract(np.array(found), np.array(expected), "grpo_loss", jnp.bfloat16, "forward")
 
 
 def test_an_impossible_row_is_nan_alone():
