@@ -199,7 +199,8 @@ def fold(a: Partial, b: Partial) -> Partial:
         total = rounded_product(x.total, factor)
         if x.gap is None:
             return total, None
-        shift = jnp.where(x.total == 0, 0, rounded_product(x.total, below))
+        # A factor of 0 stands beside sums of 0 and beside differences that overflow a product.
+        shift = jnp.where(factor == 0, 0, rounded_product(x.total, below))
         return total, rounded_product(x.gap + shift, factor)
 
     (total_a, gap_a), (total_b, gap_b) = rescaled(a), rescaled(b)

@@ -24,12 +24,6 @@ def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bo
     @folding.def_vmap
     def rule(axis_size: int, in_batched: list[Any], shared: Any, rows: Any) -> tuple[Any, Any]:
         shared_batched, rows_batched = in_batched
-        if axis_size == 0:
-            one = jax.tree.map(
-                lambda x, batched: jax.ShapeDtypeStruct(x.shape[batched:], x.dtype), (shared, rows), tuple(in_batched)
-            )
-            none = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), jax.eval_shape(function, *one))
-            return none, jax.tree.map(lambda _: True, none)
         rows = jax.tree.map(
             lambda x, batched: x if batched else jnp.broadcast_to(x, (axis_size, *x.shape)), rows, rows_batched
         )
