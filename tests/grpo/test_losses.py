@@ -557,7 +557,7 @@ def test_traced_boundaries_raise():
     [
         ([1.0, 2.0], "rewards must be a JAX or NumPy array, got builtins.list"),
         (np.zeros((2, 2)), r"rewards must be 1D \[num_sequences\], got shape \(2, 2\)"),
-        (np.zeros(4, bool), "rewards must be real numbers, got bool"),
+        (np.zeros(4, np.complex64), "rewards must be bool or real numbers, got complex64"),
     ],
 )
 def test_bad_rewards_raise(rewards, message):
@@ -608,7 +608,7 @@ def test_bad_options_raise(changes, message):
         ({"ref": None}, {"beta": 0.1}, "beta=0.1 requires ref_logps"),
         ({"rollout": None}, {"importance_cap": 2.0}, "rollout_logps and importance_cap must be given together"),
         ({"advantages": np.zeros(5)}, {}, r"advantages must be \[B\] or \[B, T\] of completion_mask shape \(6, 5\)"),
-        ({"advantages": np.zeros(6, bool)}, {}, "advantages must be real numbers, got bool"),
+        ({"advantages": np.zeros(6, np.complex64)}, {}, "advantages must be bool or real numbers, got complex64"),
     ],
 )
 def test_bad_arrays_raise(changes, options, message):
@@ -643,3 +643,9 @@ def test_a_denominator_of_zero_counts_as_one():
 def test_options_are_equal_and_hash_by_value():
     assert LossOptions(beta=0.1) == dataclasses.replace(LossOptions(), beta=0.1)
     assert len({LossOptions(), LossOptions(), LossOptions(beta=0.1)}) == 2
+
+
+def test_rewards_may_be_verdicts():
+    verdicts = np.array([True, False, False, True])
+    expected = group_advantages(verdicts.astype(np.float32), samples_per_prompt=2)
+    helpers.assert_same_bits(group_advantages(verdicts, samples_per_prompt=2), expected)
