@@ -32,7 +32,15 @@ def vocabulary(size: int) -> Vocabulary:
 def options(size: int, **changes) -> Options:
     real = changes.get("real_vocab_size", size)
     plain = Options(
-        size, size, tree(real), "vd", None, return_lse=False, return_entropy=False, may_ignore=False, memory_budget=None
+        vocab_size=size,
+        real_vocab_size=size,
+        logit_softcap=None,
+        return_lse=False,
+        return_entropy=False,
+        tree=tree(real),
+        weight_layout="vd",
+        may_ignore=False,
+        memory_budget=None,
     )
     return dataclasses.replace(plain, **changes)
 
