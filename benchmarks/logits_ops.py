@@ -153,10 +153,11 @@ def _of_torch(p: Problem) -> dict[str, Callable[[], Candidate]]:
     """logp by torch.compile; "forward" builds both, each asks for its own."""
     arguments = (p.policy.reshape(-1, p.policy.shape[-1]), p.ids.reshape(-1))
     launches = functools.cache(lambda: peers.logp_launches(arguments, p.upstream.reshape(-1)))
-    return {
-        what: functools.partial(lambda what, passes: Candidate(launches()[what], passes, None), what, passes)
-        for what, passes in (("forward", 1), ("forward+backward", 3))
-    }
+
+    def of(what: str, passes: int) -> Callable[[], Candidate]:
+        return lambda: Candidate(launches()[what], passes, None)
+
+    return {what: of(what, passes) for what, passes in (("forward", 1), ("forward+backward", 3))}
 
 
 def _copies(p: Problem) -> dict[str, Launch]:

@@ -50,7 +50,7 @@ def by_kernels(load: Callable[[], RowKernels]) -> LogpFunctions:
         donate: bool,
     ) -> Array:
         form = Form(options.real_vocab_size, options.logit_softcap, upstream.entropy is not None)
-        rows, active = _coefficients(tokens, found, upstream), tokens.active.astype(jnp.int32)
+        rows, active = _coefficients(options, tokens, found, upstream), tokens.active.astype(jnp.int32)
         arrays = apart(as_replicated((logits, tokens.target_ids, active, rows)))
         return apart(load().gradients(form, *arrays, donate))
 
@@ -69,14 +69,15 @@ def _natural(found: RowStatistics, reciprocal: Array) -> Statistics:
     return Statistics(maximum, jnp.log(found.total), target, gap)
 
 
-def _coefficients(tokens: Tokens, found: RowStatistics, upstream: LinearLogp) -> RowCoefficients:
+def _coefficients(
+    options: SoftmaxOptions, tokens: Tokens, found: RowStatistics, upstream: LinearLogp
+) -> RowCoefficients:
     """With upstream gradients g, p = exp(z − lse) and H the entropy, a logit's gradient is
     p·(g_lse − g_logp − g_entropy·(ln p + H)) / temperature, and at the target −g_logp·expm1(logp) stands in the place
     of g_logp·(1 − p).
     """
     reciprocal = _reciprocal(tokens)
-    maximum, log_sum, target_logit, gap = _natural(found, reciprocal)
-    logp = (target_logit - maximum) - log_sum
+    logp, _, entropy = values_of(options, _natural(found, reciprocal))
     probability = jnp.exp(logp)
     others, slope = -upstream.logp, None
     at_target = rounded_product(-upstream.logp, jnp.expm1(logp))
@@ -84,8 +85,7 @@ def _coefficients(tokens: Tokens, found: RowStatistics, upstream: LinearLogp) ->
         others += upstream.lse
         at_target += rounded_product(upstream.lse, probability)
     if upstream.entropy is not None:
-        assert gap is not None
-        entropy = log_sum + gap
+        assert entropy is not None
         slope = rounded_product(-upstream.entropy, jnp.float32(LN_2)) * reciprocal
         others -= rounded_product(upstream.entropy, entropy)
         # p = 0 beside ln p = −∞, where 0·∞ must be 0.

@@ -21,7 +21,9 @@ from jax import lax
 
 from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
 from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from rlk_jax import _head_kernels
 from rlk_jax._gemm import Form, Gemm
+from rlk_jax._head_kernels import memory_budget
 from rlk_jax._logits import RowKernels, by_kernels
 from rlk_jax._problem import (
     Array,
@@ -47,9 +49,6 @@ if TYPE_CHECKING:
     from pallas_kernels.mosaic.statistics import Slice
     from rlk_jax.dispatch import Problem
 
-MEMORY_BUDGET = 512 * 2**20
-"""Bytes for a slice's gradients of logits and the copies beside them; three times hidden's, where those are more."""
-
 _CHUNKS_PER_SLICE = 3
 """Reading and writing dH once (8·N·D bytes) takes as long as the products of three chunks (2·256·N·D flops each)."""
 
@@ -62,13 +61,7 @@ def needs_hopper(problem: "Problem") -> list[str]:
 
 def why_not(problem: "Problem") -> list[str]:
     """Reasons why linear_logp's kernels cannot run this problem."""
-    reasons = needs_hopper(problem)
-    hidden, weight = problem.dtypes[:2]
-    if hidden != weight or hidden not in ("bfloat16", "float16"):
-        reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
-    if problem.dim % 8:
-        reasons.append(f"needs a hidden dim that is a multiple of 8, not {problem.dim}")
-    return reasons
+    return needs_hopper(problem) + _head_kernels.why_not(problem)
 
 
 @dataclass(frozen=True)
@@ -143,10 +136,6 @@ class _Bytes:
     fixed: int = 0
 
 
-def _budget(options: Options, dim: int, tokens: int) -> int:
-    return options.memory_budget or max(MEMORY_BUDGET, 3 * 2 * dim * tokens)
-
-
 def _kept_bytes(tokens: int) -> int:
     """Of one chunk's exponentials and their integers."""
     rows = padded(tokens, statistics_tile(tokens).cluster_rows)
@@ -164,7 +153,7 @@ def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
         return 0
     needs = Needs(True, True, True)
     held = _held(dim, tokens, needs, dtype)
-    room = _budget(options, dim, tokens) - held.fixed - held.chunk - held.copy
+    room = memory_budget(options, dim, tokens) - held.fixed - held.chunk - held.copy
     most = min(_vocabulary(options).chunks, max(0, room) // 2 // _kept_bytes(tokens))
 
     def saved(kept: int) -> int:
@@ -178,7 +167,7 @@ def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
 def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, held: _Bytes) -> Plan:
     """Slices as wide as the budget holds, at least one chunk, and all of a run of about the same width."""
     chunks = _vocabulary(options).chunks
-    budget = _budget(options, dim, tokens)
+    budget = memory_budget(options, dim, tokens)
 
     def width(count: int, per_chunk: int) -> int:
         affordable = max(1, (budget - held.fixed) // per_chunk) if per_chunk else count

@@ -15,6 +15,8 @@ from jax import lax
 from pallas_kernels.triton import call
 from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.linear_logp import COLUMNS, ROWS, Head, Slice, padded
+from rlk_jax import _head_kernels
+from rlk_jax._head_kernels import memory_budget
 from rlk_jax._logits import RowKernels, by_kernels
 from rlk_jax._problem import (
     Gather,
@@ -39,9 +41,6 @@ from rlk_jax._transforms import apart, as_replicated, varying_like
 if TYPE_CHECKING:
     from rlk_jax.dispatch import Device, Problem
 
-MEMORY_BUDGET = 512 * 2**20
-"""Bytes for a slice's gradients of logits and the copies beside them; three times hidden's, where those are more."""
-
 
 def is_ampere(device: "Device") -> bool:
     """Whether it is an NVIDIA GPU of Ampere's compute capability or a later one."""
@@ -64,13 +63,7 @@ def cannot_run(problem: "Problem") -> list[str]:
 
 def why_not(problem: "Problem") -> list[str]:
     """Reasons why linear_logp's kernels cannot run this problem."""
-    reasons = cannot_run(problem)
-    hidden, weight = problem.dtypes[:2]
-    if hidden != weight or hidden not in ("bfloat16", "float16"):
-        reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
-    if problem.dim % 8:
-        reasons.append(f"needs a hidden dim that is a multiple of 8, not {problem.dim}")
-    return reasons
+    return cannot_run(problem) + _head_kernels.why_not(problem)
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Chain:
 def chains(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any, columns: int) -> tuple[Chain, ...]:
     """Of `columns` columns, in slices whose dlogits fit the budget beside hidden's copies, all of about one width."""
     rows = padded(tokens, ROWS)
-    budget = options.memory_budget or max(MEMORY_BUDGET, 3 * 2 * dim * tokens)
+    budget = memory_budget(options, dim, tokens)
     copies = 2 if dtype == jnp.float16 and needs.weight else 1
     affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * COLUMNS))
     tree = options.tree
