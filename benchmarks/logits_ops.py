@@ -113,8 +113,9 @@ class Candidate:
     extra_bytes: int | None
 
 
-def _temp_bytes(compiled: Any) -> int | None:
-    analysis = compiled.memory_analysis()
+def _temp_bytes(run: Any, p: Problem, mask: jax.Array) -> int | None:
+    """Of the compiled program; to call that itself takes the host longer than a short kernel runs."""
+    analysis = run.lower(p.policy, p, mask).compile().memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
@@ -129,18 +130,18 @@ def candidates(op: str, implementation: str, p: Problem, density: float) -> dict
         return jax.value_and_grad(lambda policy: jnp.vdot(p.upstream, values(donate, policy, p, mask)))(policy)
 
     def fresh(function: Callable[..., Any], passes: int) -> Candidate:
-        compiled = jax.jit(functools.partial(function, False)).lower(p.policy, p, mask).compile()
-        return Candidate(Launch(lambda: compiled(p.policy, p, mask)), passes, _temp_bytes(compiled))
+        run = jax.jit(functools.partial(function, False))
+        return Candidate(Launch(lambda: run(p.policy, p, mask)), passes, _temp_bytes(run, p, mask))
 
     def in_place() -> Candidate:
-        compiled = jax.jit(functools.partial(gradient, True), donate_argnums=0).lower(p.policy, p, mask).compile()
+        run = jax.jit(functools.partial(gradient, True), donate_argnums=0)
         held = [jnp.copy(p.policy)]
 
         def start() -> Any:
-            loss, held[0] = compiled(held[0], p, mask)
+            loss, held[0] = run(held[0], p, mask)
             return loss
 
-        return Candidate(Launch(start), reads + 2, _temp_bytes(compiled))
+        return Candidate(Launch(start), reads + 2, _temp_bytes(run, p, mask))
 
     return {
         "forward": lambda: fresh(values, reads),

@@ -22,6 +22,7 @@ from rlk_jax._problem import (
     Array,
     Gather,
     Gradients,
+    HeadFunctions,
     LinearLogp,
     LinearLogpFunctions,
     Needs,
@@ -132,12 +133,14 @@ def spread(mesh: Mesh | AbstractMesh, spec: Any, shape: tuple[int, ...], real: i
 
 def partitioned(
     functions: LinearLogpFunctions, check: Callable[[_shard.Shard], None] = lambda shard: None
-) -> LinearLogpFunctions:
+) -> HeadFunctions:
     """`functions` for a whole head, which XLA cuts over the devices of a program as the head and the tokens lie.
 
     `check` sees the shards that come of it.
     """
-    return LinearLogpFunctions(functools.partial(_forward, functions, check), functools.partial(_gradients, functions))
+    return HeadFunctions(
+        functools.partial(_forward, functions, check), functools.partial(_gradients, functions), functions
+    )
 
 
 def _forward(

@@ -1,8 +1,8 @@
 """What every implementation of linear_logp takes and gives, and the formulas they share.
 
-An implementation is a pair of functions (`LinearLogpFunctions`): `forward` gives the values and residuals,
-`gradients` turns upstream gradients into those of the operands. Both see flat tokens `[N]`, N >= 0, and one weight: a
-whole head, or one device's shard of it, whose partial softmaxes `forward` then merges with those of the other devices.
+An implementation is three functions (`LinearLogpFunctions`): `partials` gives the softmax over its groups of columns,
+`merge` makes values and residuals of those of the whole vocabulary, `gradients` turns upstream gradients into those of
+the operands. All see flat tokens `[N]`, N >= 0, and one weight: a whole head, or one device's shard of it.
 """
 
 from collections.abc import Callable
@@ -160,12 +160,32 @@ Gather = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class LinearLogpFunctions:
-    """`forward` also gives a residual, a row `[N]` per token, and what else it keeps for `gradients` of the same
-    tokens, or None; `gradients` is given both.
+    """`partials` gives `[groups, rows]` and a state that `merge` is given again, beside the groups of all devices.
+
+    `merge` also gives a residual, a row `[N]` per token, and what else is kept for `gradients` of the same tokens, or
+    None; `gradients` is given both.
     """
+
+    partials: Callable[[Options, Operands, Tokens], tuple[Any, Any]]
+    merge: Callable[[Options, Any, Any], tuple[LinearLogp, Any, Any]]
+    gradients: Callable[[Options, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
+
+    def forward(
+        self, options: Options, operands: Operands, tokens: Tokens, gather: Gather
+    ) -> tuple[LinearLogp, Any, Any]:
+        """What `merge` gives, the groups of other devices gathered in between."""
+        groups, state = self.partials(options, operands, tokens)
+        return self.merge(options, gather(groups), state)
+
+
+@dataclass(frozen=True)
+class HeadFunctions:
+    """The same for a whole head, however it lies over the devices of a program."""
 
     forward: Callable[[Options, Operands, Tokens, Gather], tuple[LinearLogp, Any, Any]]
     gradients: Callable[[Options, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
+    on_device: LinearLogpFunctions
+    """For callers that spread the head themselves, and gather by other means than a mesh axis."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Active tokens in front of the others, or in blocks of constant shape: cost follows the active tokens."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
     return lax.fori_loop(0, count, body, varying_like(start, active))
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("count", "active", "index", "place"), meta_fields=("size",)
+)
 @dataclass(frozen=True)
 class Compacted:
     """The active ones of N tokens, in their own order, at the front of `size` rows.

@@ -18,7 +18,6 @@ from jax import lax
 from rlk_jax._gemm import Form
 from rlk_jax._problem import (
     Array,
-    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -143,23 +142,26 @@ def _by_block(active: Array, of_block: Callable[[Block], Any], start: Any) -> An
     return fold_blocks(active, ROWS, lambda block, so_far: jax.tree.map(block.store, so_far, of_block(block)), start)
 
 
-def _forward(
-    options: Options, operands: Operands, tokens: Tokens, gather: Gather
-) -> tuple[LinearLogp, Statistics, None]:
-    zeros = jnp.zeros_like(tokens.active, jnp.float32)
+def _rows_first(x: Any) -> Any:
+    return jax.tree.map(jnp.transpose, x)
 
-    def rows_first(x: Any) -> Any:
-        return jax.tree.map(jnp.transpose, x)
+
+def _partials(options: Options, operands: Operands, tokens: Tokens) -> tuple[Partial, Array]:
+    """A row per token, and which tokens are active."""
 
     def partials(block: Block) -> Partial:
         hidden = _padded_columns(block.take_hidden(operands.hidden))
-        return rows_first(_block_partials(options, operands, hidden, block.take_tokens(tokens)))
+        return _rows_first(_block_partials(options, operands, hidden, block.take_tokens(tokens)))
 
     many = jnp.zeros((tokens.active.shape[0], options.tree.groups), jnp.float32)
     start = Partial(many, many + 1, many, many if options.return_entropy else None)
-    groups = rows_first(gather(rows_first(_by_block(tokens.active, partials, start))))
-    start_of_statistics = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
-    statistics = _by_block(tokens.active, lambda block: merged(rows_first(block.take(groups))), start_of_statistics)
+    return _rows_first(_by_block(tokens.active, partials, start)), tokens.active
+
+
+def _merge(options: Options, groups: Partial, active: Array) -> tuple[LinearLogp, Statistics, None]:
+    zeros, rows = jnp.zeros_like(active, jnp.float32), _rows_first(groups)
+    start = Statistics(zeros, zeros, zeros, zeros if options.return_entropy else None)
+    statistics = _by_block(active, lambda block: merged(_rows_first(block.take(rows))), start)
     return values_of(options, statistics), statistics, None
 
 
@@ -236,7 +238,7 @@ def _gradients(
     return Gradients(d_hidden, d_weight, d_bias).like(options, operands)
 
 
-LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+LINEAR_LOGP = LinearLogpFunctions(_partials, _merge, _gradients)
 
 
 class _LogitsChunk(NamedTuple):

@@ -16,9 +16,9 @@ from rlk_jax import _shard, _transforms, dispatch, validation
 from rlk_jax._problem import (
     Gather,
     Gradients,
+    HeadFunctions,
     Inputs,
     LinearLogp,
-    LinearLogpFunctions,
     Needs,
     Operands,
     Options,
@@ -227,7 +227,7 @@ def tokens_of(inputs: Inputs, vocab_size: int, ignore_index: int | None, validat
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _linear_logp(
-    functions: LinearLogpFunctions,
+    functions: HeadFunctions,
     options: Options,
     shard: _shard.Shard | None,
     operands: Operands,
@@ -261,7 +261,7 @@ class _Ranks(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _values(
-    functions: LinearLogpFunctions,
+    functions: HeadFunctions,
     options: Options,
     shard: _shard.Shard | None,
     carrier: Array | None,
@@ -278,7 +278,7 @@ def _values(
 
 
 def _forward(
-    functions: LinearLogpFunctions,
+    functions: HeadFunctions,
     options: Options,
     shard: _shard.Shard | None,
     operands: Operands,
@@ -311,7 +311,7 @@ def _forward(
 
 
 def _save(
-    functions: LinearLogpFunctions, options: Options, shard: _shard.Shard | None, *primals: Any
+    functions: HeadFunctions, options: Options, shard: _shard.Shard | None, *primals: Any
 ) -> tuple[LinearLogp, Any]:
     carrier, operands = primals[:2]
     targets = (operands.hidden if carrier is None else carrier, operands.weight, operands.bias)
@@ -323,7 +323,7 @@ def _save(
 
 
 def _pull_back(
-    functions: LinearLogpFunctions, options: Options, shard: _shard.Shard | None, saved: Any, upstream: LinearLogp
+    functions: HeadFunctions, options: Options, shard: _shard.Shard | None, saved: Any, upstream: LinearLogp
 ) -> tuple[Any, ...]:
     needed, operands, tokens, residual, kept = saved
     needs = Needs(*_transforms.is_needed(needed))

@@ -27,7 +27,6 @@ from rlk_jax._head_kernels import memory_budget
 from rlk_jax._logits import RowKernels, by_kernels
 from rlk_jax._problem import (
     Array,
-    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -46,7 +45,7 @@ from rlk_jax._transforms import apart, as_replicated, varying_like
 if TYPE_CHECKING:
     from pallas_kernels.mosaic.dlogits import Kept
     from pallas_kernels.mosaic.fold import Softmax
-    from pallas_kernels.mosaic.statistics import Slice
+    from pallas_kernels.mosaic.statistics import Partials, Slice
     from rlk_jax.dispatch import Problem
 
 _CHUNKS_PER_SLICE = 3
@@ -292,11 +291,12 @@ class _Kept(NamedTuple):
     place: Array
 
 
-def _forward(
-    machine: Machine | None, options: Options, operands: Operands, tokens: Tokens, gather: Gather
-) -> tuple[LinearLogp, "Softmax", _Kept | None]:
+def _partials(
+    machine: Machine | None, options: Options, operands: Operands, tokens: Tokens
+) -> tuple["Partials", tuple[Compacted, _Kept | None]]:
+    """By row of the kernels; which token is in which, and the exponentials that are kept."""
     from pallas_kernels.mosaic.dlogits import Kept
-    from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+    from pallas_kernels.mosaic.fold import fold_chunks
     from pallas_kernels.mosaic.statistics import Logits, Partials, partials
 
     machine = machine or _machine()
@@ -326,12 +326,20 @@ def _forward(
     _over_slices(plan, step)
     of_chunks = jax.tree.map(jax.freeze, out)
     groups = fold_chunks(of_chunks, options.tree.groups, rows.count, machine)
-    groups = as_replicated(gather(varying_like(groups, typed)))
-    softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine))
     kept = None
     if powers is not None:
         place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
         kept = _Kept(Kept(jax.freeze(powers), of_chunks.shift[:keeping]), place)
+    return varying_like((groups, (rows, kept)), typed)
+
+
+def _merge(
+    machine: Machine | None, options: Options, groups: "Partials", state: tuple[Compacted, _Kept | None]
+) -> tuple[LinearLogp, "Softmax", _Kept | None]:
+    from pallas_kernels.mosaic.fold import fold_groups
+
+    groups, (rows, kept) = as_replicated((groups, state))
+    softmax = jax.tree.map(rows.spread, fold_groups(groups, rows.count, machine or _machine()))
     softmax, kept = apart((softmax, kept))
     return LinearLogp(softmax.logp, softmax.lse if options.return_lse else None, softmax.entropy), softmax, kept
 
@@ -445,7 +453,11 @@ def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Opti
 
 def linear_logp(machine: Machine | None = None) -> LinearLogpFunctions:
     """The implementation for one machine; None for the GPU that JAX sees."""
-    return LinearLogpFunctions(functools.partial(_forward, machine), functools.partial(_gradients, machine))
+    return LinearLogpFunctions(
+        functools.partial(_partials, machine),
+        functools.partial(_merge, machine),
+        functools.partial(_gradients, machine),
+    )
 
 
 LINEAR_LOGP = linear_logp()

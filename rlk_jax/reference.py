@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from rlk_jax._gemm import Form
 from rlk_jax._problem import (
     Array,
-    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -61,8 +60,9 @@ def why_not(problem: "Problem") -> list[str]:
     )
 
 
-def _forward(options: Options, operands: Operands, tokens: Tokens, gather: Gather) -> tuple[LinearLogp, None, None]:
-    return linear_logp(options, operands, tokens), None, None
+def _merge(options: Options, values: LinearLogp, state: None) -> tuple[LinearLogp, None, None]:
+    """Nothing to merge: the head is whole."""
+    return values, None, None
 
 
 def _gradients(
@@ -85,7 +85,7 @@ def _gradients(
     )
 
 
-LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+LINEAR_LOGP = LinearLogpFunctions(lambda *x: (linear_logp(*x), None), _merge, _gradients)
 
 
 def logp(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> LinearLogp:

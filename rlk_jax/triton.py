@@ -19,7 +19,6 @@ from rlk_jax import _head_kernels
 from rlk_jax._head_kernels import memory_budget
 from rlk_jax._logits import RowKernels, by_kernels
 from rlk_jax._problem import (
-    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -108,9 +107,8 @@ def _kernel_operands(options: Options, operands: Operands, rows: Compacted) -> k
     return kernels.Operands(hidden, operands.weight, operands.bias, rows.count, real)
 
 
-def _forward(
-    options: Options, operands: Operands, tokens: Tokens, gather: Gather
-) -> tuple[LinearLogp, Statistics, None]:
+def _partials(options: Options, operands: Operands, tokens: Tokens) -> tuple[Partial, Compacted]:
+    """By row, and which token is in which."""
     typed = operands.hidden
     operands, tokens = apart(as_replicated((operands, tokens)))
     rows = compact(tokens.active, padded(typed.shape[0], ROWS), all_active=not options.may_ignore)
@@ -121,7 +119,11 @@ def _forward(
         rows.take(tokens.temperature, 1),
         with_gap=options.return_entropy,
     )
-    groups = as_replicated(gather(varying_like(Partial(*apart(found)), typed)))
+    return varying_like((Partial(*apart(found)), rows), typed)
+
+
+def _merge(options: Options, groups: Partial, rows: Compacted) -> tuple[LinearLogp, Statistics, None]:
+    groups, rows = as_replicated((groups, rows))
     statistics = jax.tree.map(rows.spread, merged(groups))
     return values_of(options, statistics), statistics, None
 
@@ -195,7 +197,7 @@ def _gradients(
     return apart(Gradients(d_hidden, d_weight, d_bias).like(options, operands))
 
 
-LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+LINEAR_LOGP = LinearLogpFunctions(_partials, _merge, _gradients)
 
 
 def _row_kernels() -> RowKernels:

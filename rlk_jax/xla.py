@@ -12,7 +12,6 @@ from jax import lax
 
 from rlk_jax._problem import (
     Array,
-    Gather,
     Gradients,
     LinearLogp,
     LinearLogpFunctions,
@@ -133,11 +132,12 @@ def _partial(options: Options, operands: Operands, tokens: Tokens) -> Partial:
     )
 
 
-def _forward(
-    options: Options, operands: Operands, tokens: Tokens, gather: Gather
-) -> tuple[LinearLogp, Statistics, None]:
+def _partials(options: Options, operands: Operands, tokens: Tokens) -> tuple[Partial, None]:
     """One group per shard: no order of sums is promised."""
-    groups = gather(jax.tree.map(lambda x: x[None], _partial(options, operands, tokens)))
+    return jax.tree.map(lambda x: x[None], _partial(options, operands, tokens)), None
+
+
+def _merge(options: Options, groups: Partial, state: None) -> tuple[LinearLogp, Statistics, None]:
     statistics = merged(groups)
     return values_of(options, statistics), statistics, None
 
@@ -197,7 +197,7 @@ def why_not(problem: "Problem") -> list[str]:
     return []
 
 
-LINEAR_LOGP = LinearLogpFunctions(_forward, _gradients)
+LINEAR_LOGP = LinearLogpFunctions(_partials, _merge, _gradients)
 
 
 def _logp(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Statistics]:

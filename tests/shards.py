@@ -62,13 +62,9 @@ def check_two(
     def tokens(rank):
         return Tokens(problem.target_ids - rank * columns, ones, ones > 0)
 
-    groups = []
-    for rank in range(2):
-        functions.forward(options, operands(rank), tokens(rank), lambda own: groups.append(own) or own)
+    groups, states = zip(*(functions.partials(options, operands(r), tokens(r)) for r in range(2)), strict=True)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
-    (values, softmax, _), (again, *_) = (
-        functions.forward(options, operands(rank), tokens(rank), lambda _: whole) for rank in range(2)
-    )
+    (values, softmax, _), (again, *_) = (functions.merge(options, whole, state) for state in states)
     assert_same_bits(values, again)
     needs, upstream = Needs(True, True, True), LinearLogp(*problem.upstream)
     parts = [functions.gradients(options, needs, operands(r), tokens(r), softmax, None, upstream) for r in range(2)]

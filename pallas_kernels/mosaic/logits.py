@@ -30,6 +30,8 @@ _LOAD_BYTES = 16
 """Of one thread, where rows are aligned to it."""
 _IN_FLIGHT = 32
 """Columns that a thread asks for while it works on as many: loads in flight hide the latency of memory."""
+_SLOTS = 2
+"""Steps of a row in shared memory."""
 _WRITTEN_AT_ONCE = 16
 """Columns of a gradient; more in flight gained nothing, for stores need no answer."""
 
@@ -50,6 +52,9 @@ class _Reader:
 
     def load(self, ref: Ref, line: Array, start: Any) -> Array:
         return plgpu.load(ref.at[line, pl.ds(start, self.piece)], layout=self.layout, optimized=False)
+
+    def load_from(self, columns: Ref, start: Any) -> Array:
+        return plgpu.load(columns.at[pl.ds(start, self.piece)], layout=self.layout, optimized=False)
 
     def columns(self, start: Any) -> Array:
         return plgpu.broadcasted_iota(jnp.int32, (self.piece,), 0, layout=self.layout) + start
@@ -103,25 +108,119 @@ def _rescaled(x: _Running, largest: Array, scale: Array) -> tuple[Array, Array |
     return x.total * factor, None if x.gap is None else (x.gap + x.total * above) * factor
 
 
+@dataclass(frozen=True)
+class _Lines:
+    """`count` rows of `size` columns seen as lines of `rows` of them, so that every line begins aligned to `wide`."""
+
+    size: int
+    rows: int
+    wide: _Reader
+
+    @property
+    def narrow(self) -> _Reader | None:
+        """For the ends of rows that do not begin aligned themselves."""
+        return _Reader(1) if self.rows > 1 else None
+
+    def place(self, row: Array) -> tuple[Array, Array]:
+        """The line of a row, and its first column there."""
+        return lax.div(row, jnp.int32(self.rows)), lax.rem(row, jnp.int32(self.rows)) * self.size
+
+    def cut(self, logits: Array) -> Array:
+        return logits.reshape(logits.shape[0] // self.rows, self.rows * self.size)
+
+
+def _lines(count: int, size: int, dtype: Any) -> _Lines:
+    """The widest pieces; narrow ones throughout where rows are short or do not come in whole lines."""
+    widest = _widest(dtype)
+    rows = widest // math.gcd(size, widest)
+    if rows > 1 and (count % rows or size < (THREADS + 1) * widest):
+        return _Lines(size, 1, _reader(size, dtype))
+    return _Lines(size, rows, _Reader(widest) if rows > 1 else _reader(size, dtype))
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Steps of a row that does not begin aligned, by way of shared memory.
+
+    A copy begins at the last aligned place before a step, and threads read their columns with the shift that is left:
+    the same columns as from a row that does begin aligned.
+    """
+
+    steps: int
+    columns: int
+    """Of a step."""
+    widest: int
+    dtype: Any
+
+    @property
+    def scratch(self) -> tuple[Any, Any]:
+        smem = plgpu.SMEM((_SLOTS, self.columns + self.widest), self.dtype)
+        return smem, plgpu.Barrier(num_arrivals=1, num_barriers=_SLOTS)
+
+    def fold[Carry](
+        self,
+        line: Ref,
+        start: Array,
+        read: Callable[[Ref, Array], Any],
+        add: Callable[[Carry, Any], Carry],
+        carry: Carry,
+        smem: Ref,
+        full: Ref,
+    ) -> Carry:
+        """`add(carry, read(columns of a step, their place))` over the steps of the row that begins at `start`."""
+        shift = lax.rem(start, jnp.int32(self.widest))
+
+        def slot_of(i: Any) -> Array:
+            return lax.rem(jnp.int32(i), jnp.int32(_SLOTS))
+
+        def fetch(i: Any) -> None:
+            columns = pl.ds(start - shift + i * self.columns, self.columns + self.widest)
+            source, target, barrier = line.at[columns], smem.at[slot_of(i)], full.at[slot_of(i)]
+            plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+        def step(i: Array, carry: Carry) -> Carry:
+            plgpu.barrier_wait(full.at[slot_of(i)])
+            found = read(smem.at[slot_of(i)], shift)
+            _all_threads()
+
+            @pl.when(i + _SLOTS < self.steps)
+            def _() -> None:
+                fetch(i + _SLOTS)
+
+            return add(carry, found)
+
+        for i in range(min(_SLOTS, self.steps)):
+            fetch(i)
+        return lax.fori_loop(0, self.steps, step, carry)
+
+
 def statistics(
     form: Form, logits: Array, target_ids: Array, temperature: Array, active: Array, *, machine: Machine
 ) -> RowStatistics:
     """The softmax of each active row of `logits [N, V]`; target_ids and active int32, temperature float32 `[N]`."""
     logits = _widened(logits)
     (n, size), reader = logits.shape, _reader(logits.shape[1], logits.dtype)
+    lines = _lines(n, size, logits.dtype)
     at_once, whole = _IN_FLIGHT // reader.vector, form.columns // reader.piece
     steps, rest = divmod(whole, at_once)
+    ring = _Ring(steps, at_once * reader.piece, _widest(logits.dtype), logits.dtype)
+    # A copy reads as far behind its last step as a row can be shifted.
+    by_ring = lines.rows > 1 and steps > 0 and size - steps * ring.columns >= ring.widest
 
     def body(logits: Ref, target_ids: Ref, temperature: Ref, active: Ref, out: RowStatistics) -> None:
         row = lax.axis_index("blocks")
+        line, begin = lines.place(row)
         # All asked for at once, before the branch waits for one of them.
         is_active, target, scale = active[row] != 0, target_ids[row], LOG2_E / temperature[row]
 
         def load(start: Any) -> Array:
-            return reader.load(logits, row, start)
+            return reader.load(logits, line, begin + start)
 
         def loaded(step: Any) -> tuple[Array, ...]:
             return tuple(load((step * at_once + i) * reader.piece) for i in range(at_once))
+
+        def read(columns: Ref, start: Array) -> tuple[Array, ...]:
+            return tuple(reader.load_from(columns, start + i * reader.piece) for i in range(at_once))
 
         def values(found: Array) -> Array:
             return softcapped(found.astype(jnp.float32), form.softcap)[0]
@@ -137,21 +236,29 @@ def statistics(
         @pl.when(is_active)
         def _() -> None:
             running = _Running(reader.full(_LOWEST), reader.full(0), reader.full(0) if form.entropy else None)
-            pieces = loaded(0) if steps else ()
+            in_registers = steps > 0 and not by_ring
+            pieces = loaded(0) if in_registers else ()
             # The target's piece is read once more: looking for it in every piece would cost more.
             place = jnp.clip(target, 0, form.columns - 1)
             near = jnp.minimum(lax.div(place, jnp.int32(reader.vector)) * reader.vector, size - reader.piece)
             around_target = load(near)
-            running, pieces = lax.fori_loop(0, steps - 1, step, (running, pieces)) if steps else (running, pieces)
-            running = added(running, pieces) if steps else running
-            last = [values(load((whole - rest + i) * reader.piece)) for i in range(rest)]
-            if form.columns % reader.piece:
+            if by_ring:
+                over_steps = functools.partial(ring.fold, logits.at[line], begin, read, added, running)
+                running = pl.run_scoped(over_steps, *ring.scratch)
+            elif in_registers:
+                running, pieces = lax.fori_loop(0, steps - 1, step, (running, pieces))
+            # The rest is asked for before the last step waits for its own.
+            rest_of_row = [load((whole - rest + i) * reader.piece) for i in range(rest)]
+            first = whole * reader.piece
+            start = min(first, size - reader.piece)
+            ragged = load(start) if form.columns % reader.piece else None
+            running = added(running, pieces) if in_registers else running
+            last = list(map(values, rest_of_row))
+            if ragged is not None:
                 # It may overlap the one before, and reach into the padding.
-                first = whole * reader.piece
-                start = min(first, size - reader.piece)
                 column = reader.columns(start)
                 is_new = (column >= first) & (column < form.columns)
-                last.append(jnp.where(is_new, values(load(start)), -jnp.inf))
+                last.append(jnp.where(is_new, values(ragged), -jnp.inf))
             running = _added(running, last, scale) if last else running
             maximum = running.largest.max()
             total, gap = _rescaled(running, maximum, scale)
@@ -164,31 +271,8 @@ def statistics(
 
     value = jax.ShapeDtypeStruct((n,), jnp.float32)
     out_type = RowStatistics(value, value, value, value if form.entropy else None)
-    arguments = (logits, target_ids, temperature, active)
+    arguments = (lines.cut(logits), target_ids, temperature, active)
     return launch(body, "logits_statistics", machine, out_type, (n,), *arguments, approx_math=True)
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """`count` rows of `size` columns seen as lines of `rows` of them, so that every line begins aligned to `wide`."""
-
-    size: int
-    rows: int
-    wide: _Reader
-
-    @property
-    def narrow(self) -> _Reader | None:
-        """For the ends of rows that do not begin aligned themselves."""
-        return _Reader(1) if self.rows > 1 else None
-
-
-def _lines(count: int, size: int, dtype: Any) -> _Lines:
-    """The widest pieces; narrow ones throughout where rows are short or do not come in whole lines."""
-    widest = _widest(dtype)
-    rows = widest // math.gcd(size, widest)
-    if rows > 1 and (count % rows or size < (THREADS + 1) * widest):
-        return _Lines(size, 1, _reader(size, dtype))
-    return _Lines(size, rows, _Reader(widest) if rows > 1 else _reader(size, dtype))
 
 
 def gradients(
@@ -215,7 +299,7 @@ def gradients(
     def body(source: Ref | None, target_ids: Ref, active: Ref, rows: RowCoefficients, out: Ref, no_more: Any) -> None:
         logits = out if source is None else source
         row = lax.axis_index("blocks")
-        line, start = lax.div(row, jnp.int32(lines.rows)), lax.rem(row, jnp.int32(lines.rows)) * size
+        line, start = lines.place(row)
         end = start + size
         first = lax.div(start + wide.vector - 1, jnp.int32(wide.vector)) * wide.vector
         count = lax.div(end - first, jnp.int32(wide.piece))
@@ -254,16 +338,16 @@ def gradients(
 
             if not in_place:
                 _in_steps(count, at_once, some)
-                for end in ends:
-                    store(*end, gradient(*end))
+                for place in ends:
+                    store(*place, gradient(*place))
                 return
             # What pieces share is read by all threads before any of them writes it.
-            of_ends = [gradient(*end) for end in ends]
+            of_ends = [gradient(*place) for place in ends]
             _all_threads()
             _in_steps(count, at_once, some)
             _all_threads()
-            for end, values in zip(ends, of_ends, strict=True):
-                store(*end, values)
+            for place, values in zip(ends, of_ends, strict=True):
+                store(*place, values)
 
         @pl.when(active[row] == 0)
         def of_others() -> None:
@@ -271,9 +355,8 @@ def gradients(
             for reader, there in ends:
                 store(reader, there, reader.full(0))
 
-    shape = (n // lines.rows, lines.rows * size)
-    logits = logits.reshape(shape)
-    out = jax.new_ref(logits if in_place else lax.empty(shape, logits.dtype))
+    logits = lines.cut(logits)
+    out = jax.new_ref(logits if in_place else lax.empty(logits.shape, logits.dtype))
     source = None if in_place else logits
     launch(body, "logits_gradients", machine, (), (n,), source, target_ids, active, rows, out, approx_math=True)
     return jax.freeze(out).reshape(n, size)[:, :columns]

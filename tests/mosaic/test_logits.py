@@ -28,6 +28,7 @@ CASES = (
     Case("steps and a rest", (2,), 9000),
     Case("lines of eight rows", (8,), 1101, {"logit_softcap": 3.0, "global_vocab_size": 1100}, "per token"),
     Case("no whole lines", (6,), 1101),
+    Case("steps by shared memory", (8,), 3 * 4096 + 45, {"logit_softcap": 3.0}, "per token"),
     Case("lines of two rows", (4,), 1084),
 )
 

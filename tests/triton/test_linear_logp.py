@@ -1,4 +1,4 @@
-"""linear_logp in Triton, its kernels interpreted, against float64 NumPy; bits need a GPU (tests/gpu/test_triton.py)."""
+"""linear_logp in Triton, its kernels interpreted, against float64 NumPy; bits need a GPU (tests/gpu)."""
 
 import dataclasses
 
