@@ -113,9 +113,15 @@ class Candidate:
     extra_bytes: int | None
 
 
-def _temp_bytes(run: Any, p: Problem, mask: jax.Array) -> int | None:
-    """Of the compiled program; to call that itself takes the host longer than a short kernel runs."""
-    analysis = run.lower(p.policy, p, mask).compile().memory_analysis()
+def _compiled(function: Callable[..., Any], arguments: Any, donated: tuple[int, ...] = ()) -> Any:
+    """For the arguments' arrays, one by one: to take trees apart takes the host longer than a short kernel runs."""
+    arrays, tree = jax.tree.flatten(arguments)
+    run = jax.jit(lambda *arrays: function(*jax.tree.unflatten(tree, arrays)), donate_argnums=donated)
+    return run.lower(*arrays).compile()
+
+
+def _temp_bytes(compiled: Any) -> int | None:
+    analysis = compiled.memory_analysis()
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
@@ -130,18 +136,21 @@ def candidates(op: str, implementation: str, p: Problem, density: float) -> dict
         return jax.value_and_grad(lambda policy: jnp.vdot(p.upstream, values(donate, policy, p, mask)))(policy)
 
     def fresh(function: Callable[..., Any], passes: int) -> Candidate:
-        run = jax.jit(functools.partial(function, False))
-        return Candidate(Launch(lambda: run(p.policy, p, mask)), passes, _temp_bytes(run, p, mask))
+        arguments = (p.policy, p, mask)
+        compiled = _compiled(functools.partial(function, False), arguments)
+        arrays = jax.tree.leaves(arguments)
+        return Candidate(Launch(lambda: compiled(*arrays)), passes, _temp_bytes(compiled))
 
     def in_place() -> Candidate:
-        run = jax.jit(functools.partial(gradient, True), donate_argnums=0)
-        held = [jnp.copy(p.policy)]
+        arguments = (jnp.copy(p.policy), p, mask)
+        compiled = _compiled(functools.partial(gradient, True), arguments, donated=(0,))
+        arrays = jax.tree.leaves(arguments)
 
         def start() -> Any:
-            loss, held[0] = run(held[0], p, mask)
+            loss, arrays[0] = compiled(*arrays)
             return loss
 
-        return Candidate(Launch(start), reads + 2, _temp_bytes(run, p, mask))
+        return Candidate(Launch(start), reads + 2, _temp_bytes(compiled))
 
     return {
         "forward": lambda: fresh(values, reads),
