@@ -1,1 +1,15 @@
 """The ops of `rlk_jax` for PyTorch trainers, over DLPack. Holds no maths of its own."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as missing:
+    raise ImportError("torch_bridge needs PyTorch: pip install 'rlk-jax[torch]'.") from missing
+
+from torch_bridge._memory import share_gpu_memory as _share_gpu_memory
+
+_share_gpu_memory()
+
+from torch_bridge._programs import CacheInfo, cache_info  # noqa: E402
+from torch_bridge.linear_logp import LinearLogp, linear_logp  # noqa: E402
+
+__all__ = ["CacheInfo", "LinearLogp", "cache_info", "linear_logp"]

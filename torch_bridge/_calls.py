@@ -1,0 +1,225 @@
+"""One way of calling for every op: rows padded to buckets, programs run, gradients taken, as custom ops of torch.
+
+The forward of an op is a custom op of its own; `pull_back` is the backward of all. Between the two stands a handle: a
+tensor whose storage the residuals live as long as, so that autograd, checkpointing and torch.compile, which know
+nothing but tensors, decide how long that is.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+
+from torch_bridge import _exchange, _programs
+from torch_bridge._programs import Arrays, Op, Options, Program
+
+
+class Frame(NamedTuple):
+    """The rows of a call: how many in each of their dimensions, and how many in its program."""
+
+    sizes: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.sizes
+
+    def rows(self, x: Tensor | None, fill: float | None = None, *, columns: int = 0) -> jax.Array | None:
+        """`[*lead]`, or with columns `[*lead, C]`; behind it rows of `fill`, or of what memory holds."""
+        if x is None:
+            return None
+        x = x.detach().reshape(*self.sizes, *x.shape[x.ndim - columns :])
+        if self.padded == self.sizes:
+            return _exchange.to_jax(x)
+        shape = (*self.padded, *x.shape[len(self.sizes) :])
+        larger = x.new_empty(shape) if fill is None else x.new_full(shape, fill)
+        larger[tuple(map(slice, self.sizes))] = x
+        return _exchange.to_jax(larger)
+
+    def ids(self, ids: Tensor, ignore_index: int | None) -> jax.Array:
+        """int32 ids, of which those of padding are ignored: by `ignored`, which no id of a user's is let to equal."""
+        low = _exchange.INT32.min
+        if ignore_index is None:
+            return self.rows(_exchange.as_int32(ids, low + 1), low)
+        return self.rows(_exchange.as_int32(ids), ignore_index)
+
+    def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
+        if per_token is None:
+            return _exchange.scalar(number, device)
+        return _exchange.to_jax(per_token) if per_token.ndim == 0 else self.rows(per_token, 1.0)
+
+    def real(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
+        """What is no padding of a result, in a shape of its own."""
+        tensor = _exchange.to_torch(x)
+        if tensor.shape == shape:
+            return tensor
+        return tensor[tuple(map(slice, self.sizes))].reshape(shape)
+
+
+def whole(x: Tensor | None) -> jax.Array | None:
+    """What has no rows."""
+    return None if x is None else _exchange.to_jax(x)
+
+
+def ignored(ignore_index: int | None) -> int:
+    """The ignore_index of a program, which has rows to ignore in any case."""
+    return _exchange.INT32.min if ignore_index is None else ignore_index
+
+
+def flat(lead: Sequence[int]) -> Frame:
+    """All rows of `[*lead]` in one dimension."""
+    n = math.prod(lead)
+    return Frame((n,), (_programs.bucket(n),))
+
+
+class _Pending(NamedTuple):
+    """A forward that waits for its backward; `program` is None where it had no rows."""
+
+    call: "Call"
+    program: Program | None
+    residuals: list[jax.Array]
+
+
+_pending: dict[int, _Pending] = {}
+_numbers = itertools.count(1)
+
+
+def _handle(pending: _Pending) -> Tensor:
+    number = next(_numbers)
+    handle = torch.tensor([number])
+    _pending[number] = pending
+    weakref.finalize(handle.untyped_storage(), _pending.pop, number, None).atexit = False
+    return handle
+
+
+def _no_handle() -> Tensor:
+    """What stands for a handle where no backward follows."""
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def fake(shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """What `Call.forward` returns, as far as torch.compile looks."""
+    return [*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes), _no_handle()]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op."""
+
+    op: Op
+    frame: Frame
+    options: Options
+    lend: Callable[..., Arrays]
+    """From the op's differentiable tensors to arrays for its program; None for None."""
+    lift: Callable[[Tensor], jax.Array | None]
+    """The same for an upstream gradient."""
+
+    def forward(
+        self,
+        tensors: Sequence[Tensor | None],
+        others: Callable[[], Arrays],
+        needs: Sequence[bool],
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Outputs of these shapes, of the differentiable tensors and other arrays, and the handle of the residuals."""
+        if self.frame.is_empty:
+            device = next(x.device for x in tensors if x is not None)
+            zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+            return [*zeros, _handle(_Pending(self, None, [])) if any(needs) else _no_handle()]
+        # The tokens first: their values are checked before the rest is touched.
+        checked = others()
+        arrays = (*self.lend(*tensors), *checked)
+        needed = tuple(i for i, needs_it in enumerate(needs) if needs_it)
+        program = _programs.program(self.op, arrays, self.options, needed)
+        outputs, residuals = program.forward(arrays)
+        # Before the arrays are let go of (`_exchange`).
+        values = [self.frame.real(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
+        return [*values, _handle(_Pending(self, program, residuals)) if needed else _no_handle()]
+
+    def backward(
+        self,
+        program: Program,
+        residuals: list[jax.Array],
+        tensors: Sequence[Tensor | None],
+        upstream: Sequence[Tensor | None],
+        shapes: Sequence[Sequence[int]],
+    ) -> list[Tensor]:
+        """Gradients of these shapes, of the tensors that need one."""
+        lent = self.lend(*(x if i in program.borrows else None for i, x in enumerate(tensors)))
+        lifted = tuple(None if g is None else self.lift(g) for g in upstream)
+        gradients = program.backward(residuals, lent, lifted)
+        return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
+
+
+@torch.library.custom_op("rlk_jax::pull_back", mutates_args=())
+def pull_back(
+    handle: Tensor, tensors: Sequence[Tensor | None], upstream: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of those differentiable tensors that need one."""
+    needed = [x for x, needs_it in zip(tensors, needs, strict=True) if needs_it and x is not None]
+    pending = _pending.get(int(handle))
+    if pending is None:
+        raise RuntimeError(
+            "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that autograd "
+            "saved: hooks on saved tensors must not put a copy in its place."
+        )
+    call, program, residuals = pending
+    if program is None:
+        return [torch.zeros_like(x) for x in needed]
+    return call.backward(program, residuals, tensors, upstream, [x.shape for x in needed])
+
+
+@pull_back.register_fake
+def _(
+    handle: Tensor, tensors: Sequence[Tensor | None], upstream: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Tensor]:
+    needed = (x for x, needs_it in zip(tensors, needs, strict=True) if needs_it and x is not None)
+    return [x.new_empty(x.shape) for x in needed]
+
+
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError("the ops of torch_bridge have no second derivative: their gradients cannot be differentiated.")
+
+
+pull_back.register_autograd(_refuse)
+
+
+def make_differentiable(
+    op: Any,
+    positions: Sequence[int],
+    *,
+    constants: Sequence[int] = (),
+    saved: Callable[[Sequence[bool]], Sequence[bool]] = lambda needs: [True] * len(needs),
+) -> None:
+    """Gives a custom op its gradients: of the arguments at these positions, of which the last argument says which are
+    needed. It returns what `Call.forward` does; outputs at the positions `constants` carry no gradient.
+    `saved` says which tensors a backward may read.
+    """
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output[i] for i in constants))
+        ctx.arity, ctx.needs = len(inputs), inputs[-1]
+        tensors = [inputs[i] for i in positions]
+        read = saved(ctx.needs)
+        # Of one that is not read, its shape.
+        kept = [x if x is None or r else x.new_empty(()).expand(x.shape) for x, r in zip(tensors, read, strict=True)]
+        ctx.save_for_backward(output[-1], *kept)
+
+    def backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None] * ctx.arity
+        if any(g is not None for g in upstream):
+            handle, *tensors = ctx.saved_tensors
+            needed = [i for i, needs_it in zip(positions, ctx.needs, strict=True) if needs_it]
+            for i, g in zip(needed, pull_back(handle, tensors, list(upstream[:-1]), ctx.needs), strict=True):
+                gradients[i] = g
+        return tuple(gradients)
+
+    op.register_autograd(backward, setup_context=setup_context)

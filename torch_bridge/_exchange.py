@@ -1,0 +1,98 @@
+"""Tensors as JAX arrays and arrays as tensors, over the DLPack protocol: the same memory, in stream order.
+
+Copied on the way in: what is not contiguous (DLPack has no strides that XLA reads), integers other than int32 (JAX's
+ids are int32; see `as_int32`), and what stands at an address that XLA does not read from. Nothing is copied on the way
+out, and no borrowed memory is ever donated.
+
+Order and lifetimes on a GPU. `jax.dlpack.from_dlpack` makes JAX's stream wait for torch's current one, and
+`torch.from_dlpack` makes torch's current stream wait for the array, both without stopping the host. So
+  - a caller holds the arrays it imported until it has exported a result of the program that read them: whatever torch
+    then does with that memory on this stream, comes after the read;
+  - memory of JAX's that torch has let go of goes back to JAX with the next import, which orders JAX behind all that
+    torch may still do with it (`_after_last_uses`).
+"""
+
+import collections
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import Tensor
+
+INT32 = np.iinfo(np.int32)
+_XLA_ALIGNMENT = 16
+"""Bytes: XLA on a GPU refuses parameters elsewhere. (On a CPU it wants 64, and JAX copies by itself.)"""
+
+DTYPES: dict[torch.dtype, np.dtype] = {
+    getattr(torch, name): jax.numpy.dtype(name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("bfloat16", "float16", "float32", "float64"),
+    )
+}
+"""The dtypes that JAX's checks have a word for."""
+
+
+@functools.cache
+def jax_device(device: torch.device) -> jax.Device:
+    """JAX's name for the device of a tensor."""
+    return jax.dlpack.from_dlpack(torch.zeros(1, device=device)).device
+
+
+def to_jax(tensor: Tensor) -> jax.Array:
+    """The tensor's memory as an array, or that of a copy where it must be."""
+    # A tensor may stand for minus its memory, which DLPack does not say.
+    tensor = tensor.detach().resolve_neg().contiguous()
+    if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT:
+        tensor = tensor.clone()
+    held = _after_last_uses(tensor.device) if tensor.is_cuda else []
+    array = jax.dlpack.from_dlpack(tensor)
+    held.clear()
+    return array
+
+
+def to_torch(array: jax.Array) -> Tensor:
+    """The array's memory as a tensor."""
+    tensor = torch.from_dlpack(array)
+    if tensor.is_cuda:
+        # A storage dies with the last tensor on it, in Python or not.
+        weakref.finalize(tensor.untyped_storage(), _let_go, array, tensor.device).atexit = False
+    return tensor
+
+
+_let_go_of: dict[torch.device, collections.deque[tuple[jax.Array, torch.cuda.Event]]]
+_let_go_of = collections.defaultdict(collections.deque)
+
+
+def _let_go(array: jax.Array, device: torch.device) -> None:
+    """Torch has freed a tensor on the array: keep it until JAX waits for what torch has yet to do on this stream."""
+    _let_go_of[device].append((array, torch.cuda.current_stream(device).record_event()))
+
+
+def _after_last_uses(device: torch.device) -> list[jax.Array]:
+    """What torch has let go of, once torch's current stream, for which JAX is about to wait, waits for its uses."""
+    freed, held = _let_go_of[device], []
+    while freed:
+        array, last_use = freed.popleft()
+        torch.cuda.current_stream(device).wait_event(last_use)
+        held.append(array)
+    return held
+
+
+def as_int32(ids: Tensor, low: int = INT32.min) -> Tensor:
+    """Integers as int32 of at least `low`. Those beyond saturate: one out of range must stay so, not wrap."""
+    if ids.dtype == torch.int32 and low == INT32.min:
+        return ids
+    if ids.dtype != torch.int32:
+        ids = ids.to(torch.int64)
+    return ids.clamp(low, INT32.max).to(torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def scalar(value: float, device: torch.device) -> jax.Array:
+    """A float32 number on a device; a schedule may change it at every step without a new program."""
+    return jax.device_put(np.float32(value), jax_device(device))

@@ -1,0 +1,99 @@
+"""What only torch can get wrong about an argument, and the static checks of `rlk_jax` on the rest, which have the words.
+"""
+
+import functools
+import numbers
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import rlk_jax
+import torch
+from torch import Tensor
+
+from torch_bridge import _exchange
+from torch_bridge._programs import Options
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Dense tensors of dtypes that JAX knows, all on one CPU or GPU."""
+    home: tuple[str, torch.device] | None = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__module__}.{type(x).__qualname__}.")
+        if _is_dtensor(x):
+            raise ValueError(f"{name} is a DTensor: pass its full_tensor(), or call this where its module is gathered.")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}.")
+        if x.dtype not in _exchange.DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}, which this op cannot take.")
+        if x.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} must be on a CPU or a CUDA device, got {x.device}.")
+        home = home or (name, x.device)
+        if x.device != home[1]:
+            raise ValueError(f"{name} device {x.device} must match {home[0]} device {home[1]}.")
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def check_constants(op: str, **tensors: Any) -> None:
+    """Tensors that the op would not send a gradient to must not ask for one."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, which {op} does not give it: pass {name}.detach().")
+
+
+def temperature(x: Any) -> tuple[Tensor | None, float]:
+    """As a tensor, or as a number."""
+    if isinstance(x, Tensor):
+        return x, 1.0
+    if not isinstance(x, numbers.Real) or isinstance(x, bool):
+        raise ValueError(f"temperature must be a number or a torch.Tensor, got {type(x).__name__}.")
+    return None, float(x)
+
+
+def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable) -> None:
+    """The static checks of `rlk_jax.<op>`: ValueErrors in its words, for the tensors as they were given.
+
+    A graph of torch.compile has sizes that may change; what it is called with is checked when a program is made of it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    given = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items() if x is not None)
+    first = next(x for x in tensors.values() if x is not None)
+    _check_static(op, first.device, given, tuple(options.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_static(op: str, device: torch.device, tensors: Any, options: Options) -> None:
+    arrays = {name: jax.ShapeDtypeStruct(shape, _exchange.DTYPES[dtype]) for name, shape, dtype in tensors}
+    with jax.default_device(_exchange.jax_device(device)):
+        rlk_jax.explain(op, **arrays, **dict(options))
+
+
+def must_check(validate: bool | None, tensor: Tensor) -> bool:
+    """Whether values are checked before launch: by default where that does not wait for a GPU."""
+    return tensor.device.type == "cpu" if validate is None else validate
+
+
+def autocast[*Tensors](*tensors: *Tensors) -> tuple[*Tensors]:
+    """Under autocast, float tensors in its dtype, as torch's own products have them; their gradients come back in their
+    own dtypes.
+    """
+    device = next(x.device.type for x in tensors if isinstance(x, Tensor))
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
+
+
+def needs(*tensors: Tensor | None) -> list[bool]:
+    """Which tensors a backward will want gradients of."""
+    enabled = torch.is_grad_enabled()
+    return [enabled and x is not None and x.requires_grad for x in tensors]

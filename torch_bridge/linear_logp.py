@@ -1,0 +1,190 @@
+"""linear_logp for tensors: log-probabilities of the taken tokens from hidden states and the LM head."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import rlk_jax
+import torch
+from rlk_jax import validation
+from torch import Tensor
+
+from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge._programs import Arrays, Op
+
+
+class LinearLogp(NamedTuple):
+    """What `linear_logp` and `logp` know of each token, float32 `[*lead]`; None where it was not asked for."""
+
+    logp: Tensor
+    lse: Tensor | None
+    entropy: Tensor | None
+
+
+def linear_logp(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    target_ids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = None,
+    global_vocab_size: int | None = None,
+    weight_layout: Literal["vd", "dv"] = "vd",
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    memory_budget: int | None = None,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> Tensor | LinearLogp:
+    """Log-probability of each target token under the LM head; `rlk_jax.linear_logp` for tensors.
+
+        z = softcap(hidden·Wᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
+        logp = z[target] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
+
+    Args:
+      hidden: last hidden states `[*lead, D]`, already shifted so that a row predicts its target. bfloat16, float16 or
+        float32; under autocast all three float inputs count as its dtype.
+      lm_head_weight: `[V, D]`, or `[D, V]` with `weight_layout="dv"`. Neither it nor a transposed view of it is copied.
+      target_ids: `[*lead]`, any integer dtype.
+      bias: `[V]` or None.
+      temperature: positive; a number, or a tensor with one or one per token. Not differentiated.
+      logit_softcap: c > 0 (Gemma), or None. Not differentiated.
+      ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
+        row holds. It must lie outside the vocabulary.
+      global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf.
+      weight_layout: "vd" (Hugging Face, tied embeddings) or "dv".
+      return_lse, return_entropy: also return these, from the same pass, differentiable.
+      memory_budget: bytes for the logits and their gradients that are held at a time; None for the default.
+      validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
+        device; None is True for CPU tensors and False for CUDA ones. A bad row that is not checked gives NaN in its
+        outputs and in every gradient it reaches.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
+
+    Returns:
+      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
+
+    Raises:
+      ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
+      RuntimeError: for second derivatives, and torch's own.
+
+    Gradients flow to hidden, lm_head_weight and bias, in their dtypes; one that needs none costs no work. Between
+    forward and backward nothing is held but these tensors, as autograd holds them, and a few numbers per token.
+
+    Same bits: those of `rlk_jax.linear_logp` on the same arrays, of the implementations that promise any (`mosaic`,
+    `triton`, `deterministic`), although the rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
+    """
+    per_token, number = _inputs.temperature(temperature)
+    operands = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
+    _inputs.check_tensors(**operands, temperature=per_token)
+    _inputs.check_constants("linear_logp", temperature=per_token)
+    hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
+    _inputs.check_static(
+        "linear_logp",
+        {**operands, "hidden": hidden, "lm_head_weight": lm_head_weight, "bias": bias},
+        temperature=number if per_token is None else per_token,
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
+        global_vocab_size=global_vocab_size,
+        weight_layout=weight_layout,
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+        memory_budget=memory_budget,
+        validate=validate,
+        implementation=implementation,
+    )
+    if not lm_head_weight.is_contiguous() and lm_head_weight.t().is_contiguous():
+        lm_head_weight, weight_layout = lm_head_weight.t(), "dv" if weight_layout == "vd" else "vd"
+    *found, _ = _linear_logp(
+        hidden,
+        lm_head_weight,
+        bias,
+        target_ids,
+        per_token,
+        number,
+        logit_softcap,
+        ignore_index,
+        global_vocab_size,
+        weight_layout,
+        return_lse,
+        return_entropy,
+        memory_budget,
+        _inputs.must_check(validate, hidden),
+        implementation,
+        _inputs.needs(hidden, lm_head_weight, bias),
+    )
+    return values(found, return_lse, return_entropy)
+
+
+def values(found: Sequence[Tensor], return_lse: bool, return_entropy: bool) -> Tensor | LinearLogp:
+    """What was asked for, of a custom op's outputs."""
+    logp, *others = found
+    if not (return_lse or return_entropy):
+        return logp
+    return LinearLogp(logp, others.pop(0) if return_lse else None, others.pop(0) if return_entropy else None)
+
+
+def _run(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, **options: Any) -> tuple[jax.Array, ...]:
+    found = rlk_jax.linear_logp(hidden, weight, ids, bias, temperature=temperature, validate=False, **options)
+    return tuple(x for x in found if x is not None) if isinstance(found, tuple) else (found,)
+
+
+_OP = Op("linear_logp", _run, differentiable=3)
+
+
+@torch.library.custom_op("rlk_jax::linear_logp", mutates_args=())
+def _linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    per_token: Tensor | None,
+    temperature: float,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    global_vocab_size: int | None,
+    weight_layout: str,
+    return_lse: bool,
+    return_entropy: bool,
+    memory_budget: int | None,
+    validate: bool,
+    implementation: str | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """logp, lse and entropy as far as asked for, and the handle for the backward."""
+    lead = target_ids.shape
+    frame = _calls.flat(lead)
+    ignored = _calls.ignored(ignore_index)
+    options = (
+        ("logit_softcap", logit_softcap),
+        ("ignore_index", ignored),
+        ("global_vocab_size", global_vocab_size),
+        ("weight_layout", weight_layout),
+        ("return_lse", return_lse),
+        ("return_entropy", return_entropy),
+        ("memory_budget", memory_budget),
+        ("implementation", implementation),
+    )
+
+    def lend(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Arrays:
+        return frame.rows(hidden, columns=1), _calls.whole(weight), _calls.whole(bias)
+
+    def tokens() -> Arrays:
+        ids, scale = frame.ids(target_ids, ignore_index), frame.temperature(per_token, temperature, hidden.device)
+        if validate:
+            vocab_size = global_vocab_size or weight.shape[0 if weight_layout == "vd" else 1]
+            counted = validation.counted(ids, ignored)
+            validation.tokens(ids, scale, counted, vocab_size=vocab_size, validate=True, name="target_ids")
+        return ids, scale
+
+    call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
+    return call.forward((hidden, weight, bias), tokens, needs, [lead] * (1 + return_lse + return_entropy))
+
+
+@_linear_logp.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, *options: Any) -> list[Tensor]:
+    return _calls.fake([target_ids.shape] * (1 + sum(options[6:8])), hidden.device)
+
+
+_calls.make_differentiable(_linear_logp, (0, 1, 2))
