@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import ad
 
 Arrays = tuple[jax.Array | None, ...]
@@ -83,7 +83,7 @@ class Program:
         self._borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
         self.borrows = frozenset(i for i in self._borrowed if i is not None)
         kept = [*range(len(outputs)), *(len(outputs) + i for i, x in enumerate(self._borrowed) if x is None)]
-        run = jaxpr_as_fun(traced.jaxpr)
+        run = jaxpr_as_fun(_without_checks(traced.jaxpr))
 
         def forward(*arrays: jax.Array) -> list[jax.Array]:
             found = run(*arrays)
@@ -125,6 +125,14 @@ class Program:
             compiled = jax.jit(backward).lower(*specs).compile()
         _count["backward"] += 1
         return compiled
+
+
+def _without_checks(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Without debug checks, which report to checkify alone: their effect keeps a program off JAX's fast path."""
+    jaxpr = program.jaxpr
+    equations = [x for x in jaxpr.eqns if x.primitive.name != "check"]
+    effects = frozenset().union(*(x.effects for x in equations))
+    return ClosedJaxpr(jaxpr.replace(eqns=equations, effects=effects), program.consts)
 
 
 def _spec(x: jax.Array | None) -> Any:
