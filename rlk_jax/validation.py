@@ -626,14 +626,19 @@ def tokens(
 
 def rows(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
     """Which of `count` rows are listed, `[count]`, and whether every index is in range; checked as `tokens` are."""
+    indices, is_good = rows_in_range(row_indices, count, validate)
+    listed = jnp.zeros(count, bool).at[jnp.where(is_good, indices, count)].set(True, mode="drop")
+    return listed, jnp.all(is_good)
+
+
+def rows_in_range(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
+    """int32 indices, and which of them are those of one of `count` rows; checked as `tokens` are."""
     indices = as_int32(row_indices)
     is_good = (indices >= 0) & (indices < count)
     limits = jnp.min(indices, initial=_INT32.max), jnp.max(indices, initial=_INT32.min)
-    fit = jnp.all(is_good)
-    checks = ((fit, limits, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
+    checks = ((jnp.all(is_good), limits, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
     _report(checks, (indices,), validate, "row_indices")
-    listed = jnp.zeros(count, bool).at[jnp.where(is_good, indices, count)].set(True, mode="drop")
-    return listed, fit
+    return indices, is_good
 
 
 def _report(checks: Any, arrays: Any, validate: bool | None, names: str) -> None:

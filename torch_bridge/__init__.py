@@ -11,5 +11,6 @@ _share_gpu_memory()
 
 from torch_bridge._programs import CacheInfo, cache_info  # noqa: E402
 from torch_bridge.linear_logp import LinearLogp, linear_logp  # noqa: E402
+from torch_bridge.logp import logp  # noqa: E402
 
-__all__ = ["CacheInfo", "LinearLogp", "cache_info", "linear_logp"]
+__all__ = ["CacheInfo", "LinearLogp", "cache_info", "linear_logp", "logp"]

@@ -10,10 +10,11 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import torch
+from rlk_jax import validation
 from torch import Tensor
 
 from torch_bridge import _exchange, _programs
@@ -70,6 +71,18 @@ def whole(x: Tensor | None) -> jax.Array | None:
 def ignored(ignore_index: int | None) -> int:
     """The ignore_index of a program, which has rows to ignore in any case."""
     return _exchange.INT32.min if ignore_index is None else ignore_index
+
+
+def check_tokens(
+    ids: jax.Array,
+    temperature: jax.Array,
+    ignore_index: int | None,
+    vocab_size: int,
+    name: Literal["target_ids", "token_ids"],
+) -> None:
+    """The checks of values of `Frame.ids` and `Frame.temperature`, which wait for the device."""
+    counted = validation.counted(ids, ignored(ignore_index))
+    validation.tokens(ids, temperature, counted, vocab_size=vocab_size, validate=True, name=name)
 
 
 def flat(lead: Sequence[int]) -> Frame:

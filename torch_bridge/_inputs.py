@@ -65,6 +65,8 @@ def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable
     """
     if torch.compiler.is_compiling():
         return
+    if tensors.get("temperature") is not None:
+        del options["temperature"]
     given = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items() if x is not None)
     first = next(x for x in tensors.values() if x is not None)
     _check_static(op, first.device, given, tuple(options.items()))
@@ -75,6 +77,14 @@ def _check_static(op: str, device: torch.device, tensors: Any, options: Options)
     arrays = {name: jax.ShapeDtypeStruct(shape, _exchange.DTYPES[dtype]) for name, shape, dtype in tensors}
     with jax.default_device(_exchange.jax_device(device)):
         rlk_jax.explain(op, **arrays, **dict(options))
+
+
+def check_out(out: Tensor, shape: torch.Size, needs_gradient: bool) -> None:
+    """Whether `logp` can write into it."""
+    if out.dtype != torch.float32 or out.shape != shape:
+        raise ValueError(f"out must be float32 of token_ids shape {shape}, got {out.dtype} of shape {out.shape}.")
+    if needs_gradient or out.requires_grad:
+        raise ValueError("out= carries no gradient: call logp under torch.no_grad(), or without out.")
 
 
 def must_check(validate: bool | None, tensor: Tensor) -> bool:

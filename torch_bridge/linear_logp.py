@@ -6,10 +6,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import rlk_jax
 import torch
-from rlk_jax import validation
 from torch import Tensor
 
-from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge import _calls, _inputs
 from torch_bridge._programs import Arrays, Op
 
 
@@ -76,14 +75,14 @@ def linear_logp(
     `triton`, `deterministic`), although the rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
     """
     per_token, number = _inputs.temperature(temperature)
-    operands = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
-    _inputs.check_tensors(**operands, temperature=per_token)
+    tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
+    tensors |= {"temperature": per_token}
+    _inputs.check_tensors(**tensors)
     _inputs.check_constants("linear_logp", temperature=per_token)
-    hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
     _inputs.check_static(
         "linear_logp",
-        {**operands, "hidden": hidden, "lm_head_weight": lm_head_weight, "bias": bias},
-        temperature=number if per_token is None else per_token,
+        tensors,
+        temperature=number,
         logit_softcap=logit_softcap,
         ignore_index=ignore_index,
         global_vocab_size=global_vocab_size,
@@ -94,6 +93,7 @@ def linear_logp(
         validate=validate,
         implementation=implementation,
     )
+    hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
     if not lm_head_weight.is_contiguous() and lm_head_weight.t().is_contiguous():
         lm_head_weight, weight_layout = lm_head_weight.t(), "dv" if weight_layout == "vd" else "vd"
     *found, _ = _linear_logp(
@@ -155,10 +155,9 @@ def _linear_logp(
     """logp, lse and entropy as far as asked for, and the handle for the backward."""
     lead = target_ids.shape
     frame = _calls.flat(lead)
-    ignored = _calls.ignored(ignore_index)
     options = (
         ("logit_softcap", logit_softcap),
-        ("ignore_index", ignored),
+        ("ignore_index", _calls.ignored(ignore_index)),
         ("global_vocab_size", global_vocab_size),
         ("weight_layout", weight_layout),
         ("return_lse", return_lse),
@@ -174,8 +173,7 @@ def _linear_logp(
         ids, scale = frame.ids(target_ids, ignore_index), frame.temperature(per_token, temperature, hidden.device)
         if validate:
             vocab_size = global_vocab_size or weight.shape[0 if weight_layout == "vd" else 1]
-            counted = validation.counted(ids, ignored)
-            validation.tokens(ids, scale, counted, vocab_size=vocab_size, validate=True, name="target_ids")
+            _calls.check_tokens(ids, scale, ignore_index, vocab_size, "target_ids")
         return ids, scale
 
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))

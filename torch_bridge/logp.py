@@ -1,0 +1,170 @@
+"""logp for tensors: log-probabilities of the taken tokens from logits that are in memory already."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import rlk_jax
+import torch
+from rlk_jax import validation
+from torch import Tensor
+
+from torch_bridge import _calls, _exchange, _inputs, _programs
+from torch_bridge._programs import Arrays, Op
+from torch_bridge.linear_logp import LinearLogp, values
+
+
+def logp(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = None,
+    global_vocab_size: int | None = None,
+    row_indices: Tensor | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    out: Tensor | None = None,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> Tensor | LinearLogp:
+    """Log-probability of each token under its row of logits; `rlk_jax.logp` for tensors.
+
+        z = softcap(logits) / temperature,   softcap(x) = c·tanh(x/c)
+        logp = z[token] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
+
+    Where hidden states are at hand, `linear_logp` needs no logits.
+
+    Args:
+      logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32, under autocast too.
+      token_ids: `[*lead]`, any integer dtype.
+      temperature, logit_softcap, ignore_index, global_vocab_size: as in `linear_logp`.
+      row_indices: numbers of the rows to compute, `[K]`, counting tokens of all lead dimensions from 0, in any order.
+        The others are treated as ignored ones, but for `out`.
+      return_lse, return_entropy: also return these, from the same pass, differentiable.
+      out: float32 `[*lead]` that logp is written into and that is returned in its place. Rows that `row_indices` does
+        not list stay as they are. Not beside a gradient.
+      validate: as in `linear_logp`; a bad entry of row_indices that is not checked gives NaN in all rows.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
+
+    Returns:
+      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
+
+    Raises:
+      ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
+      RuntimeError: for second derivatives, and torch's own.
+
+    The gradient has the logits' dtype. Logits whose rows are of a bucket's number are read where they are; others are
+    copied first, behind which there is padding (docs/torch_bridge.md).
+
+    Same bits: those of `rlk_jax.logp` on the same arrays, of the implementations that promise any.
+    """
+    per_token, number = _inputs.temperature(temperature)
+    tensors = {"logits": logits, "token_ids": token_ids, "temperature": per_token, "row_indices": row_indices}
+    _inputs.check_tensors(**tensors, out=out)
+    _inputs.check_constants("logp", temperature=per_token)
+    _inputs.check_static(
+        "logp",
+        tensors,
+        temperature=number,
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
+        global_vocab_size=global_vocab_size,
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+        validate=validate,
+        implementation=implementation,
+    )
+    needs = _inputs.needs(logits)
+    if out is not None:
+        _inputs.check_out(out, token_ids.shape, any(needs))
+    *found, _ = _logp(
+        logits,
+        token_ids,
+        per_token,
+        number,
+        logit_softcap,
+        ignore_index,
+        global_vocab_size,
+        row_indices,
+        None if row_indices is None else out,
+        return_lse,
+        return_entropy,
+        _inputs.must_check(validate, logits),
+        implementation,
+        needs,
+    )
+    if out is not None:
+        found[0] = out.copy_(found[0])
+    return values(found, return_lse, return_entropy)
+
+
+def _run(
+    logits: Any, ids: Any, temperature: Any, row_indices: Any, initial: Any, **options: Any
+) -> tuple[jax.Array, ...]:
+    given = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
+    found = rlk_jax.logp(logits, ids, **given, validate=False, **options)
+    return tuple(x for x in found if x is not None) if isinstance(found, tuple) else (found,)
+
+
+_OP = Op("logp", _run, differentiable=1)
+
+
+@torch.library.custom_op("rlk_jax::logp", mutates_args=())
+def _logp(
+    logits: Tensor,
+    token_ids: Tensor,
+    per_token: Tensor | None,
+    temperature: float,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    global_vocab_size: int | None,
+    row_indices: Tensor | None,
+    initial: Tensor | None,
+    return_lse: bool,
+    return_entropy: bool,
+    validate: bool,
+    implementation: str | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """logp, lse and entropy as far as asked for, and the handle for the backward."""
+    lead = token_ids.shape
+    frame = _calls.flat(lead)
+    options = (
+        ("logit_softcap", logit_softcap),
+        ("ignore_index", _calls.ignored(ignore_index)),
+        ("global_vocab_size", global_vocab_size),
+        ("return_lse", return_lse),
+        ("return_entropy", return_entropy),
+        ("implementation", implementation),
+    )
+
+    def tokens() -> Arrays:
+        ids, scale = frame.ids(token_ids, ignore_index), frame.temperature(per_token, temperature, logits.device)
+        if validate:
+            _calls.check_tokens(ids, scale, ignore_index, global_vocab_size or logits.shape[-1], "token_ids")
+        rows = None if row_indices is None else _rows(row_indices, frame.sizes[0], validate)
+        return ids, scale, rows, frame.rows(initial)
+
+    call = _calls.Call(_OP, frame, options, lambda x: (frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
+    return call.forward([logits], tokens, needs, [lead] * (1 + return_lse + return_entropy))
+
+
+def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
+    """In a bucket of their own, the first again and again as padding. None may mean a row that is padding itself."""
+    indices = _exchange.as_int32(row_indices)
+    k = len(indices)
+    if k and (padding := _programs.bucket(k) - k):
+        indices = torch.cat([indices, indices[:1].expand(padding)])
+    if validate:
+        validation.rows_in_range(_exchange.to_jax(indices), count, True)
+    return _exchange.to_jax(indices.where(indices < count, _exchange.INT32.max))
+
+
+@_logp.register_fake
+def _(logits: Tensor, token_ids: Tensor, *options: Any) -> list[Tensor]:
+    return _calls.fake([token_ids.shape] * (1 + sum(options[7:9])), logits.device)
+
+
+_calls.make_differentiable(_logp, [0])
