@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 
 from rlk_jax import dispatch, validation
 from rlk_jax._problem import RatioKlInputs, SoftmaxOptions, rounded_product
-from rlk_jax.grpo.losses import k3_kl, k3_slope
+from rlk_jax.grpo.losses import exp, k3_kl, k3_slope
 from rlk_jax.logp import values
 
 
@@ -76,7 +76,7 @@ def ratio_kl(
 
 @jax.custom_vjp
 def _ratio_and_kl(logp: Array, ref_logps: Array, old_logps: Array) -> RatioKl:
-    return RatioKl(jnp.exp(logp - old_logps), k3_kl(logp, ref_logps))
+    return RatioKl(exp(logp - old_logps), k3_kl(logp, ref_logps))
 
 
 def _save(logp: Array, ref_logps: Array, old_logps: Array) -> tuple[RatioKl, tuple[Array, Array, Array]]:

@@ -10,7 +10,23 @@ from torch_bridge._memory import share_gpu_memory as _share_gpu_memory
 _share_gpu_memory()
 
 from torch_bridge._programs import CacheInfo, cache_info  # noqa: E402
+from torch_bridge.det_gemm import det_gemm  # noqa: E402
+from torch_bridge.grpo_loss import GrpoLoss, grpo_loss  # noqa: E402
+from torch_bridge.head import FusedLMHead  # noqa: E402
 from torch_bridge.linear_logp import LinearLogp, linear_logp  # noqa: E402
 from torch_bridge.logp import logp  # noqa: E402
+from torch_bridge.ratio_kl import RatioKl, ratio_kl  # noqa: E402
 
-__all__ = ["CacheInfo", "LinearLogp", "cache_info", "linear_logp", "logp"]
+__all__ = [
+    "CacheInfo",
+    "FusedLMHead",
+    "GrpoLoss",
+    "LinearLogp",
+    "RatioKl",
+    "cache_info",
+    "det_gemm",
+    "grpo_loss",
+    "linear_logp",
+    "logp",
+    "ratio_kl",
+]

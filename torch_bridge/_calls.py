@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import torch
-from rlk_jax import validation
 from torch import Tensor
 
+from rlk_jax import validation
 from torch_bridge import _exchange, _programs
 from torch_bridge._programs import Arrays, Op, Options, Program
 
@@ -31,10 +31,8 @@ class Frame(NamedTuple):
     def is_empty(self) -> bool:
         return 0 in self.sizes
 
-    def rows(self, x: Tensor | None, fill: float | None = None, *, columns: int = 0) -> jax.Array | None:
+    def rows(self, x: Tensor, fill: float | None = None, *, columns: int = 0) -> jax.Array:
         """`[*lead]`, or with columns `[*lead, C]`; behind it rows of `fill`, or of what memory holds."""
-        if x is None:
-            return None
         x = x.detach().reshape(*self.sizes, *x.shape[x.ndim - columns :])
         if self.padded == self.sizes:
             return _exchange.to_jax(x)
@@ -63,11 +61,6 @@ class Frame(NamedTuple):
         return tensor[tuple(map(slice, self.sizes))].reshape(shape)
 
 
-def whole(x: Tensor | None) -> jax.Array | None:
-    """What has no rows."""
-    return None if x is None else _exchange.to_jax(x)
-
-
 def ignored(ignore_index: int | None) -> int:
     """The ignore_index of a program, which has rows to ignore in any case."""
     return _exchange.INT32.min if ignore_index is None else ignore_index
@@ -76,13 +69,26 @@ def ignored(ignore_index: int | None) -> int:
 def check_tokens(
     ids: jax.Array,
     temperature: jax.Array,
-    ignore_index: int | None,
+    counted: jax.Array,
     vocab_size: int,
-    name: Literal["target_ids", "token_ids"],
+    name: Literal["target_ids", "token_ids", "action_ids"],
 ) -> None:
     """The checks of values of `Frame.ids` and `Frame.temperature`, which wait for the device."""
-    counted = validation.counted(ids, ignored(ignore_index))
-    validation.tokens(ids, temperature, counted, vocab_size=vocab_size, validate=True, name=name)
+    validation.tokens(ids, temperature, counted.reshape(-1), vocab_size=vocab_size, validate=True, name=name)
+
+
+def numbers(x: Tensor) -> Tensor:
+    """Real numbers of any dtype, of one that JAX computes with."""
+    if x.dtype == torch.float64:
+        return x.to(torch.float32)
+    return x if x.is_floating_point() or x.dtype == torch.bool else _exchange.as_int32(x)
+
+
+def run(op: Op, tensors: Sequence[Tensor], options: Options) -> Tensor:
+    """An op without rows or gradients."""
+    arrays = tuple(map(_exchange.to_jax, tensors))
+    (found,), _ = _programs.program(op, arrays, options, ()).forward(arrays)
+    return _exchange.to_torch(found)
 
 
 def flat(lead: Sequence[int]) -> Frame:
@@ -128,9 +134,9 @@ class Call:
     op: Op
     frame: Frame
     options: Options
-    lend: Callable[..., Arrays]
-    """From the op's differentiable tensors to arrays for its program; None for None."""
-    lift: Callable[[Tensor], jax.Array | None]
+    lend: tuple[Callable[[Tensor], jax.Array], ...]
+    """From each of the op's differentiable tensors to an array for its program."""
+    lift: Callable[[Tensor], jax.Array]
     """The same for an upstream gradient."""
 
     def forward(
@@ -148,13 +154,16 @@ class Call:
             return [*zeros, _handle(_Pending(self, None, [])) if any(needs) else _no_handle()]
         # The tokens first: their values are checked before the rest is touched.
         checked = others()
-        arrays = (*self.lend(*tensors), *checked)
+        arrays = (*self._lent(tensors), *checked)
         needed = tuple(i for i, needs_it in enumerate(needs) if needs_it)
         program = _programs.program(self.op, arrays, self.options, needed)
         outputs, residuals = program.forward(arrays)
         # Before the arrays are let go of (`_exchange`).
         values = [self.frame.real(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
         return [*values, _handle(_Pending(self, program, residuals)) if needed else _no_handle()]
+
+    def _lent(self, tensors: Sequence[Tensor | None]) -> Arrays:
+        return tuple(None if x is None else lend(x) for lend, x in zip(self.lend, tensors, strict=True))
 
     def backward(
         self,
@@ -165,7 +174,7 @@ class Call:
         shapes: Sequence[Sequence[int]],
     ) -> list[Tensor]:
         """Gradients of these shapes, of the tensors that need one."""
-        lent = self.lend(*(x if i in program.borrows else None for i, x in enumerate(tensors)))
+        lent = self._lent([x if i in program.borrows else None for i, x in enumerate(tensors)])
         lifted = tuple(None if g is None else self.lift(g) for g in upstream)
         gradients = program.backward(residuals, lent, lifted)
         return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
@@ -180,8 +189,8 @@ def pull_back(
     pending = _pending.get(int(handle))
     if pending is None:
         raise RuntimeError(
-            "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that autograd "
-            "saved: hooks on saved tensors must not put a copy in its place."
+            "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that "
+            "autograd saved: hooks on saved tensors must not put a copy in its place."
         )
     call, program, residuals = pending
     if program is None:
@@ -197,11 +206,16 @@ def _(
     return [x.new_empty(x.shape) for x in needed]
 
 
-def _refuse(*_: Any) -> Any:
-    raise RuntimeError("the ops of torch_bridge have no second derivative: their gradients cannot be differentiated.")
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity on a gradient that comes of other tensors; differentiating it raises."""
 
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        return gradient
 
-pull_back.register_autograd(_refuse)
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("torch_bridge has no second derivatives: a gradient of its ops cannot be differentiated.")
 
 
 def make_differentiable(
@@ -232,7 +246,8 @@ def make_differentiable(
             handle, *tensors = ctx.saved_tensors
             needed = [i for i, needs_it in zip(positions, ctx.needs, strict=True) if needs_it]
             for i, g in zip(needed, pull_back(handle, tensors, list(upstream[:-1]), ctx.needs), strict=True):
-                gradients[i] = g
+                # Under create_graph=True alone.
+                gradients[i] = _NoSecondDerivative.apply(g, *tensors, *upstream) if torch.is_grad_enabled() else g
         return tuple(gradients)
 
     op.register_autograd(backward, setup_context=setup_context)

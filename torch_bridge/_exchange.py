@@ -13,10 +13,8 @@ Order and lifetimes on a GPU. `jax.dlpack.from_dlpack` makes JAX's stream wait f
 """
 
 import collections
-import ctypes
 import functools
 import weakref
-from typing import Any
 
 import jax
 import numpy as np

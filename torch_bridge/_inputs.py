@@ -1,5 +1,4 @@
-"""What only torch can get wrong about an argument, and the static checks of `rlk_jax` on the rest, which have the words.
-"""
+"""What only torch can get wrong about an argument; the rest is checked by `rlk_jax`, in its words."""
 
 import functools
 import numbers
@@ -8,10 +7,10 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import rlk_jax
 import torch
 from torch import Tensor
 
+import rlk_jax
 from torch_bridge import _exchange
 from torch_bridge._programs import Options
 
@@ -59,24 +58,28 @@ def temperature(x: Any) -> tuple[Tensor | None, float]:
 
 
 def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable) -> None:
-    """The static checks of `rlk_jax.<op>`: ValueErrors in its words, for the tensors as they were given.
+    """The static checks of `rlk_jax.<op>`: ValueErrors in its words, for the tensors as they were given. A number
+    stands for a temperature that is no tensor.
 
     A graph of torch.compile has sizes that may change; what it is called with is checked when a program is made of it.
     """
     if torch.compiler.is_compiling():
         return
-    if tensors.get("temperature") is not None:
-        del options["temperature"]
-    given = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items() if x is not None)
+    specs = tuple((name, None if x is None else (tuple(x.shape), x.dtype)) for name, x in tensors.items())
     first = next(x for x in tensors.values() if x is not None)
-    _check_static(op, first.device, given, tuple(options.items()))
+    _check_static(op, first.device, specs, tuple(options.items()))
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_static(op: str, device: torch.device, tensors: Any, options: Options) -> None:
-    arrays = {name: jax.ShapeDtypeStruct(shape, _exchange.DTYPES[dtype]) for name, shape, dtype in tensors}
+    given: dict[str, Any] = dict(options)
+    for name, spec in tensors:
+        if spec is not None:
+            given[name] = jax.ShapeDtypeStruct(spec[0], _exchange.DTYPES[spec[1]])
+        else:
+            given.setdefault(name, None)
     with jax.default_device(_exchange.jax_device(device)):
-        rlk_jax.explain(op, **arrays, **dict(options))
+        rlk_jax.explain(op, **given)
 
 
 def check_out(out: Tensor, shape: torch.Size, needs_gradient: bool) -> None:

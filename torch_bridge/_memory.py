@@ -16,10 +16,10 @@ def share_gpu_memory() -> None:
         os.environ.setdefault(_SETTING, "false")
         return
     preallocates = os.environ.get(_SETTING, "true") not in _OFF
-    if preallocates and os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") in ("default", "bfc"):
-        if jax.default_backend() == "gpu":
-            warnings.warn(
-                "JAX was running on a GPU before torch_bridge was imported and holds most of its memory: import "
-                f"torch_bridge before anything runs on JAX, or set {_SETTING}=false.",
-                stacklevel=3,
-            )
+    takes_all = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default") in ("default", "bfc")
+    if jax.default_backend() == "gpu" and preallocates and takes_all:
+        warnings.warn(
+            "JAX was running on a GPU before torch_bridge was imported and holds most of its memory: import "
+            f"torch_bridge before anything runs on JAX, or set {_SETTING}=false.",
+            stacklevel=3,
+        )

@@ -1,4 +1,4 @@
-"""The compiled programs of the ops: few, because rows are padded to buckets; kept in a bounded cache that can be seen."""
+"""The compiled programs of the ops: few, for rows are padded to buckets, in a bounded cache that can be seen."""
 
 import collections
 import threading
@@ -74,7 +74,7 @@ class Program:
 
         with jax.default_device(_device_of(arrays)):
             traced = jax.jit(call).trace(*self._arrays)
-        outputs, leaves = traced.out_info
+        outputs, _ = traced.out_info
         inputs = [i for i, x in enumerate(arrays) if x is not None]
         of_input = dict(zip(traced.jaxpr.jaxpr.invars, inputs, strict=True))
         all_outputs = traced.jaxpr.jaxpr.outvars
@@ -175,5 +175,3 @@ def cache_info() -> CacheInfo:
         return CacheInfo(
             _count["hits"], _count["misses"], len(_programs), _MAX_SIZE, _count["forward"], _count["backward"]
         )
-
-

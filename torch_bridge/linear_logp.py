@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import rlk_jax
 import torch
 from torch import Tensor
 
-from torch_bridge import _calls, _inputs
+import rlk_jax
+from rlk_jax import validation
+from torch_bridge import _calls, _exchange, _inputs
 from torch_bridge._programs import Arrays, Op
 
 
@@ -119,10 +120,9 @@ def linear_logp(
 
 def values(found: Sequence[Tensor], return_lse: bool, return_entropy: bool) -> Tensor | LinearLogp:
     """What was asked for, of a custom op's outputs."""
-    logp, *others = found
     if not (return_lse or return_entropy):
-        return logp
-    return LinearLogp(logp, others.pop(0) if return_lse else None, others.pop(0) if return_entropy else None)
+        return found[0]
+    return LinearLogp(found[0], found[1] if return_lse else None, found[-1] if return_entropy else None)
 
 
 def _run(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, **options: Any) -> tuple[jax.Array, ...]:
@@ -166,16 +166,16 @@ def _linear_logp(
         ("implementation", implementation),
     )
 
-    def lend(hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Arrays:
-        return frame.rows(hidden, columns=1), _calls.whole(weight), _calls.whole(bias)
-
     def tokens() -> Arrays:
         ids, scale = frame.ids(target_ids, ignore_index), frame.temperature(per_token, temperature, hidden.device)
         if validate:
             vocab_size = global_vocab_size or weight.shape[0 if weight_layout == "vd" else 1]
-            _calls.check_tokens(ids, scale, ignore_index, vocab_size, "target_ids")
+            _calls.check_tokens(
+                ids, scale, validation.counted(ids, _calls.ignored(ignore_index)), vocab_size, "target_ids"
+            )
         return ids, scale
 
+    lend = (lambda x: frame.rows(x, columns=1), _exchange.to_jax, _exchange.to_jax)
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
     return call.forward((hidden, weight, bias), tokens, needs, [lead] * (1 + return_lse + return_entropy))
 

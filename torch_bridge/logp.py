@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import rlk_jax
 import torch
-from rlk_jax import validation
 from torch import Tensor
 
+import rlk_jax
+from rlk_jax import validation
 from torch_bridge import _calls, _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.linear_logp import LinearLogp, values
@@ -79,7 +79,7 @@ def logp(
     needs = _inputs.needs(logits)
     if out is not None:
         _inputs.check_out(out, token_ids.shape, any(needs))
-    *found, _ = _logp(
+    found = _logp(
         logits,
         token_ids,
         per_token,
@@ -94,9 +94,9 @@ def logp(
         _inputs.must_check(validate, logits),
         implementation,
         needs,
-    )
+    )[:-1]
     if out is not None:
-        found[0] = out.copy_(found[0])
+        found = [out.copy_(found[0]), *found[1:]]
     return values(found, return_lse, return_entropy)
 
 
@@ -143,11 +143,17 @@ def _logp(
     def tokens() -> Arrays:
         ids, scale = frame.ids(token_ids, ignore_index), frame.temperature(per_token, temperature, logits.device)
         if validate:
-            _calls.check_tokens(ids, scale, ignore_index, global_vocab_size or logits.shape[-1], "token_ids")
+            _calls.check_tokens(
+                ids,
+                scale,
+                validation.counted(ids, _calls.ignored(ignore_index)),
+                global_vocab_size or logits.shape[-1],
+                "token_ids",
+            )
         rows = None if row_indices is None else _rows(row_indices, frame.sizes[0], validate)
-        return ids, scale, rows, frame.rows(initial)
+        return ids, scale, rows, None if initial is None else frame.rows(initial)
 
-    call = _calls.Call(_OP, frame, options, lambda x: (frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
+    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
     return call.forward([logits], tokens, needs, [lead] * (1 + return_lse + return_entropy))
 
 

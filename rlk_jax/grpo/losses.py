@@ -313,7 +313,7 @@ def _policy_loss(
     objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
     weights = is_capped = None
     if options.importance_cap is not None:
-        weights = _exp(old_logps - rollout_logps)
+        weights = exp(old_logps - rollout_logps)
         is_capped = weights > options.importance_cap
         weights = jnp.minimum(weights, options.importance_cap)
         objective *= weights
@@ -328,7 +328,7 @@ def _policy_loss(
     if options.beta:
         loss = policy + jax.lax.optimization_barrier(options.beta * kl)
 
-    ratio = _exp(log_ratio)
+    ratio = exp(log_ratio)
     below, above = (advantages != 0) & (ratio < lower), (advantages != 0) & (ratio > upper)
     dual = above & (advantages < 0) & (options.dual_clip is not None)
 
@@ -354,7 +354,7 @@ def _policy_loss(
     return jax.lax.stop_gradient(metrics)._replace(loss=loss)
 
 
-def _exp(x: Array) -> Array:
+def exp(x: Array) -> Array:
     """exp with the same bits in arrays of every shape: XLA's of a whole vector may differ from that of what is over."""
     blocks = jnp.pad(x.reshape(-1), (0, -x.size % 128)).reshape(-1, 128)
     found = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(blocks)))
@@ -396,10 +396,10 @@ def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float
 
 def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> Array:
     """exp(log_ratio) cut to [lower, upper]. Its gradient is exp's inside and on the bounds, and 0 beyond."""
-    ratio = jax.lax.stop_gradient(_exp(log_ratio))
+    ratio = jax.lax.stop_gradient(exp(log_ratio))
     beyond = (ratio < lower) | (ratio > upper)
     # The exp under the gradient takes 0 for a cut token, whose own may overflow: 0 · inf.
-    return jnp.where(beyond, jnp.clip(ratio, lower, upper), _exp(jnp.where(beyond, 0.0, log_ratio)))
+    return jnp.where(beyond, jnp.clip(ratio, lower, upper), exp(jnp.where(beyond, 0.0, log_ratio)))
 
 
 def _objective(logp: Array, ratio: Array, advantages: Array, options: LossOptions) -> Array:

@@ -1,0 +1,103 @@
+"""det_gemm for tensors: a matrix product whose rows have the same bits in any batch, forward and backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import Tensor
+
+import rlk_jax
+from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge._programs import Op
+
+
+def det_gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transpose_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+    accumulate_into: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Matrix product whose rows keep their bits whatever else is in the batch; `rlk_jax.det_gemm` for tensors.
+
+        C = A·B, or accumulate_into + A·B;   dA = dC·Bᵀ,   dB = Aᵀ·dC
+
+    Args:
+      a: `[*lead, M, K]`, bfloat16 or float16; under autocast a and b count as its dtype.
+      b: `[K, N]`, or `[N, K]` with `transpose_b` (Hugging Face's weights); of a's dtype. Neither it nor a transposed
+        view of it is copied.
+      transpose_b: b is stored `[N, K]`.
+      out_dtype: bfloat16, float16 or float32; None for a's dtype, or for float32 beside `accumulate_into`.
+      accumulate_into: float32 `[*lead, M, N]` that the sums start from. It is not written to.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
+
+    Returns:
+      C `[*lead, M, N]` in out_dtype.
+
+    Raises:
+      ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
+      RuntimeError: for second derivatives, and torch's own.
+
+    Gradients flow to a and b, in their dtypes, and to accumulate_into; an operand that needs none costs no work.
+
+    Same bits: those of `rlk_jax.det_gemm` on the same arrays: rows of zeros, which pad M to a bucket, change none.
+    """
+    _inputs.check_tensors(a=a, b=b, accumulate_into=accumulate_into)
+    a, b = _inputs.autocast(a, b)
+    dtype = _exchange.DTYPES.get(out_dtype, out_dtype) if out_dtype is not None else None
+    tensors = {"a": a, "b": b, "accumulate_into": accumulate_into}
+    _inputs.check_static("det_gemm", tensors, transpose_b=transpose_b, out_dtype=dtype, implementation=implementation)
+    if out_dtype is None:
+        out_dtype = a.dtype if accumulate_into is None else torch.float32
+    if not b.is_contiguous() and b.t().is_contiguous():
+        b, transpose_b = b.t(), not transpose_b
+    needs = _inputs.needs(a, b, accumulate_into)
+    return _det_gemm(a, b, accumulate_into, transpose_b, out_dtype, implementation, needs)[0]
+
+
+def _run(a: Any, b: Any, accumulate_into: Any, **options: Any) -> tuple[jax.Array, ...]:
+    return (rlk_jax.det_gemm(a, b, accumulate_into=accumulate_into, **options),)
+
+
+_OP = Op("det_gemm", _run, differentiable=3)
+
+
+def _shape(a: Tensor, b: Tensor, transpose_b: bool) -> tuple[int, ...]:
+    return *a.shape[:-1], b.shape[0 if transpose_b else 1]
+
+
+@torch.library.custom_op("rlk_jax::det_gemm", mutates_args=())
+def _det_gemm(
+    a: Tensor,
+    b: Tensor,
+    accumulate_into: Tensor | None,
+    transpose_b: bool,
+    out_dtype: torch.dtype,
+    implementation: str | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """C, and the handle for the backward."""
+    frame = _calls.flat(a.shape[:-1])
+    options = (
+        ("transpose_b", transpose_b),
+        ("out_dtype", _exchange.DTYPES[out_dtype]),
+        ("implementation", implementation),
+    )
+
+    def rows(x: Tensor) -> jax.Array:
+        return frame.rows(x, 0.0, columns=1)
+
+    call = _calls.Call(_OP, frame, options, (rows, _exchange.to_jax, rows), rows)
+    return call.forward([a, b, accumulate_into], lambda: (), needs, [_shape(a, b, transpose_b)], out_dtype)
+
+
+@_det_gemm.register_fake
+def _(a: Tensor, b: Tensor, accumulate_into: Tensor | None, transpose_b: bool, out_dtype: torch.dtype, *_: Any) -> Any:
+    return _calls.fake([_shape(a, b, transpose_b)], a.device, out_dtype)
+
+
+# A gradient is a product with the other operand.
+_calls.make_differentiable(_det_gemm, [0, 1, 2], saved=lambda needs: [needs[1], needs[0], False])

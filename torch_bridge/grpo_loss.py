@@ -1,0 +1,186 @@
+"""grpo_loss for tensors: the GRPO loss from the logits of two policies and the rewards of whole groups."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+
+import rlk_jax
+from rlk_jax import grpo
+from torch_bridge import _calls, _exchange, _inputs, _programs
+from torch_bridge._programs import Arrays, Op
+from torch_bridge.ratio_kl import policy_tensors, tokens
+
+
+class GrpoLoss(NamedTuple):
+    """What `grpo_loss` returns: float32 scalars, of which only `loss` carries a gradient."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl: Tensor
+
+
+def grpo_loss(
+    policy_logits: Tensor,
+    ref_logits: Tensor,
+    action_ids: Tensor,
+    old_logps: Tensor,
+    rewards: Tensor | None,
+    completion_mask: Tensor,
+    *,
+    advantages: Tensor | None = None,
+    samples_per_prompt: int | None = None,
+    group_boundaries: Sequence[int] | None = None,
+    eps: float = 1e-6,
+    clip_eps: float = 0.2,
+    clip_eps_high: float | None = None,
+    beta: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> GrpoLoss:
+    """Clipped policy loss with a KL penalty, averaged over all active tokens; `rlk_jax.grpo_loss` for tensors.
+
+        loss = policy_loss + beta · kl,   policy_loss = mean of −min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
+        ρ = exp(logp − old_logps),   kl = mean of exp(d) − 1 − d,   d = ref − logp
+
+    Args:
+      policy_logits, ref_logits: `[B, T, V]`, bfloat16, float16 or float32, of B sequences of T completion tokens.
+      action_ids: `[B, T]`, the tokens taken; at masked tokens they may be anything.
+      old_logps: `[B, T]`, their log-probabilities when they were sampled.
+      rewards: `[B]`, normalised within their groups by `rlk_jax.grpo.group_advantages`; None beside `advantages`.
+      completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
+      advantages: A itself, of every sequence `[B]` or token `[B, T]`, in the place of rewards.
+      samples_per_prompt: sequences of a group, which stand together; or
+      group_boundaries: `G + 1` integers, where groups start, from 0 to B.
+      eps: the least standard deviation that rewards are divided by.
+      clip_eps, clip_eps_high: the clip range; None is clip_eps above, too.
+      beta: weight of the KL.
+      temperature, validate, implementation: as in `logp`.
+
+    Returns:
+      `GrpoLoss(loss, policy_loss, kl)`; all 0 where no token is active.
+
+    Raises:
+      ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs; for constants that
+        require a gradient.
+      RuntimeError: for second derivatives, and torch's own.
+
+    Gradients flow from `loss` to policy_logits only. B and T are padded to buckets by masked tokens: both logits are
+    copied where either is not one.
+
+    Same bits: those of `rlk_jax.grpo_loss` on the same arrays, of the implementations that promise any.
+    """
+    per_token, number = _inputs.temperature(temperature)
+    tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
+    tensors |= {"rewards": rewards, "advantages": advantages}
+    _inputs.check_tensors(**tensors)
+    constants = {name: x for name, x in tensors.items() if name != "policy_logits"}
+    _inputs.check_constants("grpo_loss", **constants)
+    boundaries = None if group_boundaries is None else tuple(group_boundaries)
+    groups = {"samples_per_prompt": samples_per_prompt, "group_boundaries": boundaries, "eps": eps}
+    clipping = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "beta": beta}
+    _inputs.check_static(
+        "grpo_loss",
+        tensors,
+        temperature=number,
+        validate=validate,
+        implementation=implementation,
+        **groups,
+        **clipping,
+    )
+    *found, _ = _grpo_loss(
+        policy_logits,
+        ref_logits,
+        action_ids,
+        completion_mask,
+        old_logps,
+        rewards,
+        advantages,
+        samples_per_prompt,
+        boundaries,
+        eps,
+        clip_eps,
+        clip_eps_high,
+        beta,
+        per_token,
+        number,
+        _inputs.must_check(validate, policy_logits),
+        implementation,
+        _inputs.needs(policy_logits),
+    )
+    return GrpoLoss(*found)
+
+
+def _run(
+    policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, advantages: Any, **options: Any
+) -> tuple[jax.Array, ...]:
+    given = {"temperature": temperature, "advantages": advantages}
+    return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **given, validate=False, **options))
+
+
+def _advantages(rewards: Any, **options: Any) -> tuple[jax.Array, ...]:
+    return (grpo.group_advantages(rewards, **options),)
+
+
+_OP = Op("grpo_loss", _run, differentiable=1)
+_GROUPS = Op("group_advantages", _advantages, differentiable=0)
+
+
+@torch.library.custom_op("rlk_jax::grpo_loss", mutates_args=())
+def _grpo_loss(
+    policy_logits: Tensor,
+    ref_logits: Tensor,
+    action_ids: Tensor,
+    completion_mask: Tensor,
+    old_logps: Tensor,
+    rewards: Tensor | None,
+    advantages: Tensor | None,
+    samples_per_prompt: int | None,
+    group_boundaries: Sequence[int] | None,
+    eps: float,
+    clip_eps: float,
+    clip_eps_high: float | None,
+    beta: float,
+    per_token: Tensor | None,
+    temperature: float,
+    validate: bool,
+    implementation: str | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """loss, policy_loss, kl and the handle for the backward."""
+    sizes = (*action_ids.shape,)
+    frame = _calls.Frame(sizes, tuple(map(_programs.bucket, sizes)))
+
+    def others() -> Arrays:
+        vocab_size = policy_logits.shape[-1] if validate else None
+        scale = per_token, temperature
+        arrays = tokens(frame, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
+        given = advantages
+        if rewards is not None:
+            boundaries = None if group_boundaries is None else tuple(group_boundaries)
+            groups = (("samples_per_prompt", samples_per_prompt), ("group_boundaries", boundaries), ("eps", eps))
+            given = _calls.run(_GROUPS, [_calls.numbers(rewards)], groups)
+        assert given is not None
+        sequences = _calls.Frame(sizes[:1], frame.padded[:1])
+        return *arrays, (sequences if given.ndim == 1 else frame).rows(_calls.numbers(given), 0)
+
+    options = (
+        ("eps", eps),
+        ("clip_eps", clip_eps),
+        ("clip_eps_high", clip_eps_high),
+        ("beta", beta),
+        ("implementation", implementation),
+    )
+    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), _exchange.to_jax)
+    return call.forward([policy_logits], others, needs, [()] * 3)
+
+
+@_grpo_loss.register_fake
+def _(policy_logits: Tensor, *options: Any) -> list[Tensor]:
+    return _calls.fake([()] * 3, policy_logits.device)
+
+
+_calls.make_differentiable(_grpo_loss, [0], constants=(1, 2))

@@ -1,0 +1,34 @@
+"""FusedLMHead: an LM head that answers with log-probabilities."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_bridge.linear_logp import LinearLogp, linear_logp
+
+
+class FusedLMHead(nn.Linear):
+    """An `nn.Linear` from hidden states to the vocabulary whose forward takes target ids, too, and holds no logits.
+
+    Its weight is `[V, D]`, as Hugging Face's, and its state dict that of the `nn.Linear` it stands for, so that either
+    loads the other's; a tied embedding is `head.weight = embedding.weight`.
+
+    Args:
+      in_features, out_features, bias, device, dtype: as in `nn.Linear`, D and V.
+    """
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "FusedLMHead":
+        """A head on the very parameters of a linear layer, tied as they are."""
+        bias = linear.bias is not None
+        head = cls(linear.in_features, linear.out_features, bias=bias, device="meta", dtype=linear.weight.dtype)
+        head.weight, head.bias = linear.weight, linear.bias
+        return head
+
+    def forward(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp:  # type: ignore[override]
+        """`linear_logp` of this head's weight and bias; options are its."""
+        return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `nn.Linear` gives, for sampling."""
+        return super().forward(hidden)

@@ -1,0 +1,143 @@
+"""ratio_kl for tensors: importance ratio and KL estimate of the taken tokens, from the logits of two policies."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+
+import rlk_jax
+from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge._programs import Arrays, Op
+
+
+class RatioKl(NamedTuple):
+    """What `ratio_kl` returns: float32 `[*lead]`, 1 and 0 at masked tokens."""
+
+    ratio: Tensor
+    kl: Tensor
+
+
+def ratio_kl(
+    policy_logits: Tensor,
+    ref_logits: Tensor,
+    action_ids: Tensor,
+    completion_mask: Tensor,
+    old_logps: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> RatioKl:
+    """Importance ratio to the old policy and KL estimate to the reference; `rlk_jax.ratio_kl` for tensors.
+
+        ratio = exp(logp − old_logps),   kl = exp(d) − 1 − d,   d = ref − logp
+
+    Args:
+      policy_logits, ref_logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32, under autocast too.
+      action_ids: `[*lead]`, any integer dtype; at masked tokens they may be anything.
+      completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
+      old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
+      temperature, validate, implementation: as in `logp`.
+
+    Returns:
+      `RatioKl(ratio, kl)`, float32 `[*lead]`; 1 and 0 at masked tokens.
+
+    Raises:
+      ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs; for ref_logits or
+        old_logps that require a gradient.
+      RuntimeError: for second derivatives, and torch's own.
+
+    Gradients flow to policy_logits only. Both logits are copied where their rows are not of a bucket's number.
+
+    Same bits: those of `rlk_jax.ratio_kl` on the same arrays, of the implementations that promise any.
+    """
+    per_token, number = _inputs.temperature(temperature)
+    tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
+    _inputs.check_tensors(**tensors)
+    _inputs.check_constants("ratio_kl", ref_logits=ref_logits, old_logps=old_logps, temperature=per_token)
+    _inputs.check_static("ratio_kl", tensors, temperature=number, validate=validate, implementation=implementation)
+    ratio, kl, _ = _ratio_kl(
+        policy_logits,
+        ref_logits,
+        action_ids,
+        completion_mask,
+        old_logps,
+        per_token,
+        number,
+        _inputs.must_check(validate, policy_logits),
+        implementation,
+        _inputs.needs(policy_logits),
+    )
+    return RatioKl(ratio, kl)
+
+
+def policy_tensors(
+    policy_logits: Any, ref_logits: Any, action_ids: Any, completion_mask: Any, old_logps: Any, temperature: Any
+) -> dict[str, Any]:
+    """By the names of `rlk_jax`."""
+    tensors = {"policy_logits": policy_logits, "ref_logits": ref_logits, "action_ids": action_ids}
+    return tensors | {"completion_mask": completion_mask, "old_logps": old_logps, "temperature": temperature}
+
+
+def tokens(
+    frame: _calls.Frame,
+    ref_logits: Tensor,
+    action_ids: Tensor,
+    completion_mask: Tensor,
+    old_logps: Tensor,
+    temperature: tuple[Tensor | None, float],
+    vocab_size: int | None,
+) -> Arrays:
+    """What there is of each token beside the policy's logits; checked where there is a vocabulary to check against.
+    Padding is masked.
+    """
+    ids = frame.rows(_exchange.as_int32(action_ids), 0)
+    mask, scale = frame.rows(completion_mask != 0, 0), frame.temperature(*temperature, ref_logits.device)
+    if vocab_size is not None:
+        _calls.check_tokens(ids, scale, mask, vocab_size, "action_ids")
+    return frame.rows(ref_logits, columns=1), ids, mask, frame.rows(old_logps, 0), scale
+
+
+def _run(
+    policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, **options: Any
+) -> tuple[jax.Array, ...]:
+    return tuple(rlk_jax.ratio_kl(policy, ref, ids, mask, old, temperature=temperature, validate=False, **options))
+
+
+_OP = Op("ratio_kl", _run, differentiable=1)
+
+
+@torch.library.custom_op("rlk_jax::ratio_kl", mutates_args=())
+def _ratio_kl(
+    policy_logits: Tensor,
+    ref_logits: Tensor,
+    action_ids: Tensor,
+    completion_mask: Tensor,
+    old_logps: Tensor,
+    per_token: Tensor | None,
+    temperature: float,
+    validate: bool,
+    implementation: str | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """ratio, kl and the handle for the backward."""
+    lead = action_ids.shape
+    frame = _calls.flat(lead)
+
+    def others() -> Arrays:
+        vocab_size = policy_logits.shape[-1] if validate else None
+        return tokens(frame, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
+
+    options = (("implementation", implementation),)
+    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
+    return call.forward([policy_logits], others, needs, [lead, lead])
+
+
+@_ratio_kl.register_fake
+def _(policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, *options: Any) -> list[Tensor]:
+    return _calls.fake([action_ids.shape] * 2, policy_logits.device)
+
+
+_calls.make_differentiable(_ratio_kl, [0])
