@@ -122,9 +122,11 @@ def _no_handle() -> Tensor:
     return torch.zeros(1, dtype=torch.int64)
 
 
-def fake(shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def fake(
+    shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
     """What `Call.forward` returns, as far as torch.compile looks."""
-    return [*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes), _no_handle()]
+    return *(torch.empty(shape, dtype=dtype, device=device) for shape in shapes), _no_handle()
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,12 @@ class Call:
         needs: Sequence[bool],
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype = torch.float32,
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Outputs of these shapes, of the differentiable tensors and other arrays, and the handle of the residuals."""
         if self.frame.is_empty:
             device = next(x.device for x in tensors if x is not None)
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-            return [*zeros, _handle(_Pending(self, None, [])) if any(needs) else _no_handle()]
+            return *zeros, _handle(_Pending(self, None, [])) if any(needs) else _no_handle()
         # The tokens first: their values are checked before the rest is touched.
         checked = others()
         arrays = (*self._lent(tensors), *checked)
@@ -160,7 +162,7 @@ class Call:
         outputs, residuals = program.forward(arrays)
         # Before the arrays are let go of (`_exchange`).
         values = [self.frame.real(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
-        return [*values, _handle(_Pending(self, program, residuals)) if needed else _no_handle()]
+        return *values, _handle(_Pending(self, program, residuals)) if needed else _no_handle()
 
     def _lent(self, tensors: Sequence[Tensor | None]) -> Arrays:
         return tuple(None if x is None else lend(x) for lend, x in zip(self.lend, tensors, strict=True))
@@ -240,7 +242,7 @@ def make_differentiable(
         kept = [x if x is None or r else x.new_empty(()).expand(x.shape) for x, r in zip(tensors, read, strict=True)]
         ctx.save_for_backward(output[-1], *kept)
 
-    def backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * ctx.arity
         if any(g is not None for g in upstream):
             handle, *tensors = ctx.saved_tensors

@@ -78,7 +78,7 @@ def _det_gemm(
     out_dtype: torch.dtype,
     implementation: str | None,
     needs: Sequence[bool],
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """C, and the handle for the backward."""
     frame = _calls.flat(a.shape[:-1])
     options = (
@@ -91,7 +91,8 @@ def _det_gemm(
         return frame.rows(x, 0.0, columns=1)
 
     call = _calls.Call(_OP, frame, options, (rows, _exchange.to_jax, rows), rows)
-    return call.forward([a, b, accumulate_into], lambda: (), needs, [_shape(a, b, transpose_b)], out_dtype)
+    c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_shape(a, b, transpose_b)], out_dtype)
+    return c, handle
 
 
 @_det_gemm.register_fake

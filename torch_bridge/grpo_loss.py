@@ -149,7 +149,7 @@ def _grpo_loss(
     validate: bool,
     implementation: str | None,
     needs: Sequence[bool],
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss, policy_loss, kl and the handle for the backward."""
     sizes = (*action_ids.shape,)
     frame = _calls.Frame(sizes, tuple(map(_programs.bucket, sizes)))
@@ -175,11 +175,12 @@ def _grpo_loss(
         ("implementation", implementation),
     )
     call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), _exchange.to_jax)
-    return call.forward([policy_logits], others, needs, [()] * 3)
+    loss, policy_loss, kl, handle = call.forward([policy_logits], others, needs, [()] * 3)
+    return loss, policy_loss, kl, handle
 
 
 @_grpo_loss.register_fake
-def _(policy_logits: Tensor, *options: Any) -> list[Tensor]:
+def _(policy_logits: Tensor, *options: Any) -> Any:
     return _calls.fake([()] * 3, policy_logits.device)
 
 

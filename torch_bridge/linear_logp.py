@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def linear_logp(
     hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
     if not lm_head_weight.is_contiguous() and lm_head_weight.t().is_contiguous():
         lm_head_weight, weight_layout = lm_head_weight.t(), "dv" if weight_layout == "vd" else "vd"
-    *found, _ = _linear_logp(
+    logp, lse, entropy, _ = _linear_logp(
         hidden,
         lm_head_weight,
         bias,
@@ -115,19 +116,31 @@ def linear_logp(
         implementation,
         _inputs.needs(hidden, lm_head_weight, bias),
     )
-    return values(found, return_lse, return_entropy)
+    return values(logp, lse, entropy, return_lse, return_entropy)
 
 
-def values(found: Sequence[Tensor], return_lse: bool, return_entropy: bool) -> Tensor | LinearLogp:
+def values(logp: Tensor, lse: Tensor, entropy: Tensor, return_lse: bool, return_entropy: bool) -> Tensor | LinearLogp:
     """What was asked for, of a custom op's outputs."""
     if not (return_lse or return_entropy):
-        return found[0]
-    return LinearLogp(found[0], found[1] if return_lse else None, found[-1] if return_entropy else None)
+        return logp
+    return LinearLogp(logp, lse if return_lse else None, entropy if return_entropy else None)
+
+
+def shapes(lead: Sequence[int], return_lse: bool, return_entropy: bool) -> list[Sequence[int]]:
+    """Of the outputs of a custom op, which are empty where not asked for."""
+    return [lead, lead if return_lse else (0,), lead if return_entropy else (0,)]
+
+
+def as_outputs(found: Any) -> tuple[jax.Array, ...]:
+    """What `rlk_jax` returns, as such outputs."""
+    logp, *others = found if isinstance(found, tuple) else (found, None, None)
+    return logp, *(jnp.zeros(0, jnp.float32) if x is None else x for x in others)
 
 
 def _run(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, **options: Any) -> tuple[jax.Array, ...]:
-    found = rlk_jax.linear_logp(hidden, weight, ids, bias, temperature=temperature, validate=False, **options)
-    return tuple(x for x in found if x is not None) if isinstance(found, tuple) else (found,)
+    return as_outputs(
+        rlk_jax.linear_logp(hidden, weight, ids, bias, temperature=temperature, validate=False, **options)
+    )
 
 
 _OP = Op("linear_logp", _run, differentiable=3)
@@ -151,8 +164,8 @@ def _linear_logp(
     validate: bool,
     implementation: str | None,
     needs: Sequence[bool],
-) -> list[Tensor]:
-    """logp, lse and entropy as far as asked for, and the handle for the backward."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp, lse, entropy, and the handle for the backward."""
     lead = target_ids.shape
     frame = _calls.flat(lead)
     options = (
@@ -177,12 +190,15 @@ def _linear_logp(
 
     lend = (lambda x: frame.rows(x, columns=1), _exchange.to_jax, _exchange.to_jax)
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
-    return call.forward((hidden, weight, bias), tokens, needs, [lead] * (1 + return_lse + return_entropy))
+    logp, lse, entropy, handle = call.forward(
+        [hidden, weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)
+    )
+    return logp, lse, entropy, handle
 
 
 @_linear_logp.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, *options: Any) -> list[Tensor]:
-    return _calls.fake([target_ids.shape] * (1 + sum(options[6:8])), hidden.device)
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, *options: Any) -> Any:
+    return _calls.fake(shapes(target_ids.shape, *options[6:8]), hidden.device)
 
 
-_calls.make_differentiable(_linear_logp, (0, 1, 2))
+_calls.make_differentiable(_linear_logp, [0, 1, 2])

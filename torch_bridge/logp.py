@@ -11,7 +11,7 @@ import rlk_jax
 from rlk_jax import validation
 from torch_bridge import _calls, _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op
-from torch_bridge.linear_logp import LinearLogp, values
+from torch_bridge.linear_logp import LinearLogp, as_outputs, shapes, values
 
 
 def logp(
@@ -79,7 +79,7 @@ def logp(
     needs = _inputs.needs(logits)
     if out is not None:
         _inputs.check_out(out, token_ids.shape, any(needs))
-    found = _logp(
+    found, lse, entropy, _ = _logp(
         logits,
         token_ids,
         per_token,
@@ -94,18 +94,17 @@ def logp(
         _inputs.must_check(validate, logits),
         implementation,
         needs,
-    )[:-1]
+    )
     if out is not None:
-        found = [out.copy_(found[0]), *found[1:]]
-    return values(found, return_lse, return_entropy)
+        found = out.copy_(found)
+    return values(found, lse, entropy, return_lse, return_entropy)
 
 
 def _run(
     logits: Any, ids: Any, temperature: Any, row_indices: Any, initial: Any, **options: Any
 ) -> tuple[jax.Array, ...]:
     given = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
-    found = rlk_jax.logp(logits, ids, **given, validate=False, **options)
-    return tuple(x for x in found if x is not None) if isinstance(found, tuple) else (found,)
+    return as_outputs(rlk_jax.logp(logits, ids, **given, validate=False, **options))
 
 
 _OP = Op("logp", _run, differentiable=1)
@@ -127,8 +126,8 @@ def _logp(
     validate: bool,
     implementation: str | None,
     needs: Sequence[bool],
-) -> list[Tensor]:
-    """logp, lse and entropy as far as asked for, and the handle for the backward."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp, lse, entropy, and the handle for the backward."""
     lead = token_ids.shape
     frame = _calls.flat(lead)
     options = (
@@ -154,7 +153,8 @@ def _logp(
         return ids, scale, rows, None if initial is None else frame.rows(initial)
 
     call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
-    return call.forward([logits], tokens, needs, [lead] * (1 + return_lse + return_entropy))
+    found, lse, entropy, handle = call.forward([logits], tokens, needs, shapes(lead, return_lse, return_entropy))
+    return found, lse, entropy, handle
 
 
 def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
@@ -169,8 +169,8 @@ def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
 
 
 @_logp.register_fake
-def _(logits: Tensor, token_ids: Tensor, *options: Any) -> list[Tensor]:
-    return _calls.fake([token_ids.shape] * (1 + sum(options[7:9])), logits.device)
+def _(logits: Tensor, token_ids: Tensor, *options: Any) -> Any:
+    return _calls.fake(shapes(token_ids.shape, *options[7:9]), logits.device)
 
 
 _calls.make_differentiable(_logp, [0])

@@ -121,7 +121,7 @@ def _ratio_kl(
     validate: bool,
     implementation: str | None,
     needs: Sequence[bool],
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """ratio, kl and the handle for the backward."""
     lead = action_ids.shape
     frame = _calls.flat(lead)
@@ -132,11 +132,12 @@ def _ratio_kl(
 
     options = (("implementation", implementation),)
     call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
-    return call.forward([policy_logits], others, needs, [lead, lead])
+    ratio, kl, handle = call.forward([policy_logits], others, needs, [lead, lead])
+    return ratio, kl, handle
 
 
 @_ratio_kl.register_fake
-def _(policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, *options: Any) -> list[Tensor]:
+def _(policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, *options: Any) -> Any:
     return _calls.fake([action_ids.shape] * 2, policy_logits.device)
 
 
