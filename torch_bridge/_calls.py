@@ -1,10 +1,11 @@
 """One way of calling for every op: rows padded to buckets, programs run, gradients taken, as custom ops of torch.
 
-The forward of an op is a custom op of its own; `pull_back` is the backward of all. Between the two stands a handle: a
+The forward of an op is a custom op of its own; `_pull_back` is the backward of all. Between the two stands a handle: a
 tensor whose storage the residuals live as long as, so that autograd, checkpointing and torch.compile, which know
 nothing but tensors, decide how long that is.
 """
 
+import functools
 import itertools
 import math
 import weakref
@@ -58,7 +59,8 @@ class Frame(NamedTuple):
         tensor = _exchange.to_torch(x)
         if tensor.shape == shape:
             return tensor
-        return tensor[tuple(map(slice, self.sizes))].reshape(shape)
+        # No view, which autograd would not let a user write into.
+        return tensor[tuple(map(slice, self.sizes))].reshape(shape).data
 
 
 def ignored(ignore_index: int | None) -> int:
@@ -182,8 +184,7 @@ class Call:
         return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
 
 
-@torch.library.custom_op("rlk_jax::pull_back", mutates_args=())
-def pull_back(
+def _pull_back(
     handle: Tensor, tensors: Sequence[Tensor | None], upstream: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of those differentiable tensors that need one."""
@@ -200,7 +201,10 @@ def pull_back(
     return call.backward(program, residuals, tensors, upstream, [x.shape for x in needed])
 
 
-@pull_back.register_fake
+_pull_back_op = torch.library.custom_op("rlk_jax::pull_back", _pull_back, mutates_args=())
+
+
+@_pull_back_op.register_fake
 def _(
     handle: Tensor, tensors: Sequence[Tensor | None], upstream: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor]:
@@ -220,16 +224,21 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError("torch_bridge has no second derivatives: a gradient of its ops cannot be differentiated.")
 
 
-def make_differentiable(
-    op: Any,
+def as_torch_op(
+    name: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
     positions: Sequence[int],
     *,
     constants: Sequence[int] = (),
     saved: Callable[[Sequence[bool]], Sequence[bool]] = lambda needs: [True] * len(needs),
-) -> None:
-    """Gives a custom op its gradients: of the arguments at these positions, of which the last argument says which are
-    needed. It returns what `Call.forward` does; outputs at the positions `constants` carry no gradient.
-    `saved` says which tensors a backward may read.
+) -> Callable[..., Any]:
+    """`kernel` as a custom op that torch.compile takes whole, with gradients of the arguments at these positions.
+
+    Its last argument says which of them are needed; it returns what `Call.forward` does, and `fake` what it looks like.
+    Outputs at the positions `constants` carry no gradient. `saved` says which tensors a backward may read.
+
+    Outside torch.compile the same functions run without the dispatcher, which costs as much as all else a call does.
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -242,7 +251,7 @@ def make_differentiable(
         kept = [x if x is None or r else x.new_empty(()).expand(x.shape) for x, r in zip(tensors, read, strict=True)]
         ctx.save_for_backward(output[-1], *kept)
 
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(pull_back: Callable[..., list[Tensor]], ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         gradients: list[Tensor | None] = [None] * ctx.arity
         if any(g is not None for g in upstream):
             handle, *tensors = ctx.saved_tensors
@@ -252,4 +261,13 @@ def make_differentiable(
                 gradients[i] = _NoSecondDerivative.apply(g, *tensors, *upstream) if torch.is_grad_enabled() else g
         return tuple(gradients)
 
-    op.register_autograd(backward, setup_context=setup_context)
+    op = torch.library.custom_op(f"rlk_jax::{name}", kernel, mutates_args=())
+    op.register_fake(fake)
+    op.register_autograd(functools.partial(backward, _pull_back_op), setup_context=setup_context)
+    members = {
+        "forward": staticmethod(kernel),
+        "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(functools.partial(backward, _pull_back)),
+    }
+    eager: Any = type(name, (torch.autograd.Function,), members)
+    return lambda *inputs: op(*inputs) if torch.compiler.is_compiling() else eager.apply(*inputs)

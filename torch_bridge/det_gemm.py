@@ -69,8 +69,7 @@ def _shape(a: Tensor, b: Tensor, transpose_b: bool) -> tuple[int, ...]:
     return *a.shape[:-1], b.shape[0 if transpose_b else 1]
 
 
-@torch.library.custom_op("rlk_jax::det_gemm", mutates_args=())
-def _det_gemm(
+def _kernel(
     a: Tensor,
     b: Tensor,
     accumulate_into: Tensor | None,
@@ -95,10 +94,11 @@ def _det_gemm(
     return c, handle
 
 
-@_det_gemm.register_fake
-def _(a: Tensor, b: Tensor, accumulate_into: Tensor | None, transpose_b: bool, out_dtype: torch.dtype, *_: Any) -> Any:
+def _fake(
+    a: Tensor, b: Tensor, accumulate_into: Tensor | None, transpose_b: bool, out_dtype: torch.dtype, *_: Any
+) -> Any:
     return _calls.fake([_shape(a, b, transpose_b)], a.device, out_dtype)
 
 
 # A gradient is a product with the other operand.
-_calls.make_differentiable(_det_gemm, [0, 1, 2], saved=lambda needs: [needs[1], needs[0], False])
+_det_gemm = _calls.as_torch_op("det_gemm", _kernel, _fake, [0, 1, 2], saved=lambda needs: [needs[1], needs[0], False])

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import torch
 from torch import Tensor
 
 import rlk_jax
@@ -129,8 +128,7 @@ _OP = Op("grpo_loss", _run, differentiable=1)
 _GROUPS = Op("group_advantages", _advantages, differentiable=0)
 
 
-@torch.library.custom_op("rlk_jax::grpo_loss", mutates_args=())
-def _grpo_loss(
+def _kernel(
     policy_logits: Tensor,
     ref_logits: Tensor,
     action_ids: Tensor,
@@ -179,9 +177,8 @@ def _grpo_loss(
     return loss, policy_loss, kl, handle
 
 
-@_grpo_loss.register_fake
-def _(policy_logits: Tensor, *options: Any) -> Any:
+def _fake(policy_logits: Tensor, *options: Any) -> Any:
     return _calls.fake([()] * 3, policy_logits.device)
 
 
-_calls.make_differentiable(_grpo_loss, [0], constants=(1, 2))
+_grpo_loss = _calls.as_torch_op("grpo_loss", _kernel, _fake, [0], constants=(1, 2))

@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import torch
 from torch import Tensor
 
 import rlk_jax
@@ -146,8 +145,7 @@ def _run(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, **opti
 _OP = Op("linear_logp", _run, differentiable=3)
 
 
-@torch.library.custom_op("rlk_jax::linear_logp", mutates_args=())
-def _linear_logp(
+def _kernel(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -196,9 +194,8 @@ def _linear_logp(
     return logp, lse, entropy, handle
 
 
-@_linear_logp.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, *options: Any) -> Any:
+def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, *options: Any) -> Any:
     return _calls.fake(shapes(target_ids.shape, *options[6:8]), hidden.device)
 
 
-_calls.make_differentiable(_linear_logp, [0, 1, 2])
+_linear_logp = _calls.as_torch_op("linear_logp", _kernel, _fake, [0, 1, 2])

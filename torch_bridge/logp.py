@@ -110,8 +110,7 @@ def _run(
 _OP = Op("logp", _run, differentiable=1)
 
 
-@torch.library.custom_op("rlk_jax::logp", mutates_args=())
-def _logp(
+def _kernel(
     logits: Tensor,
     token_ids: Tensor,
     per_token: Tensor | None,
@@ -168,9 +167,8 @@ def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
     return _exchange.to_jax(indices.where(indices < count, _exchange.INT32.max))
 
 
-@_logp.register_fake
-def _(logits: Tensor, token_ids: Tensor, *options: Any) -> Any:
+def _fake(logits: Tensor, token_ids: Tensor, *options: Any) -> Any:
     return _calls.fake(shapes(token_ids.shape, *options[7:9]), logits.device)
 
 
-_calls.make_differentiable(_logp, [0])
+_logp = _calls.as_torch_op("logp", _kernel, _fake, [0])

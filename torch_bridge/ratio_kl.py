@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import torch
 from torch import Tensor
 
 import rlk_jax
@@ -109,8 +108,7 @@ def _run(
 _OP = Op("ratio_kl", _run, differentiable=1)
 
 
-@torch.library.custom_op("rlk_jax::ratio_kl", mutates_args=())
-def _ratio_kl(
+def _kernel(
     policy_logits: Tensor,
     ref_logits: Tensor,
     action_ids: Tensor,
@@ -136,9 +134,8 @@ def _ratio_kl(
     return ratio, kl, handle
 
 
-@_ratio_kl.register_fake
-def _(policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, *options: Any) -> Any:
+def _fake(policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, *options: Any) -> Any:
     return _calls.fake([action_ids.shape] * 2, policy_logits.device)
 
 
-_calls.make_differentiable(_ratio_kl, [0])
+_ratio_kl = _calls.as_torch_op("ratio_kl", _kernel, _fake, [0])
