@@ -13,7 +13,9 @@ Order and lifetimes on a GPU. `jax.dlpack.from_dlpack` makes JAX's stream wait f
 """
 
 import collections
+import ctypes
 import functools
+import types
 import weakref
 
 import jax
@@ -51,6 +53,32 @@ def to_jax(tensor: Tensor) -> jax.Array:
     array = jax.dlpack.from_dlpack(tensor)
     held.clear()
     return array
+
+
+@functools.lru_cache(maxsize=64)
+def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> jax.Array | None:
+    """Memory at an address as an array that owns nothing; None where JAX would copy it, once and for all."""
+    count = shape.numel() * dtype.itemsize
+    if device.type == "cpu":
+        flat = torch.frombuffer((ctypes.c_byte * count).from_address(address), dtype=torch.uint8)
+    else:
+        interface = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 2}
+        flat = torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=interface), device=device)
+    array = jax.dlpack.from_dlpack(flat.view(dtype).view(shape))
+    return array if array.unsafe_buffer_pointer() == address else None
+
+
+def parameter_to_jax(tensor: Tensor) -> jax.Array:
+    """`to_jax` of a weight or bias, which comes again and again at the same address: imported once.
+
+    What is kept owns no memory, so that ZeRO and FSDP may free it, and is used only beside a tensor that is there. It
+    orders no streams: a caller imports some other tensor beside it by `to_jax`.
+    """
+    if tensor.is_contiguous() and not tensor.is_neg() and tensor.numel():
+        borrowed = _borrow(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
+        if borrowed is not None:
+            return borrowed
+    return to_jax(tensor)
 
 
 def to_torch(array: jax.Array) -> Tensor:

@@ -50,9 +50,9 @@ def bucket(n: int) -> int:
 class Program:
     """One op on arrays of given shapes: compiled forward, and a backward for each set of upstream gradients.
 
-    What the backward needs of the forward are the leaves of `jax.vjp`'s function. Those that are differentiable inputs
-    themselves, which the program's own jaxpr shows, are not kept but given again: their memory may be freed and filled
-    anew in between, as FSDP and ZeRO do. The others are arrays of JAX's own.
+    What the backward needs of the forward are the leaves of `jax.vjp`'s function. Those that are differentiable inputs,
+    reshaped at most, as the program's own jaxpr shows, are not kept but given again: their memory may be freed and
+    filled anew in between, as FSDP and ZeRO do. The others are arrays of JAX's own.
     """
 
     def __init__(self, op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> None:
@@ -75,10 +75,15 @@ class Program:
         with jax.default_device(_device_of(arrays)):
             traced = jax.jit(call).trace(*self._arrays)
         outputs, _ = traced.out_info
+        jaxpr = traced.jaxpr.jaxpr
         inputs = [i for i, x in enumerate(arrays) if x is not None]
-        of_input = dict(zip(traced.jaxpr.jaxpr.invars, inputs, strict=True))
-        all_outputs = traced.jaxpr.jaxpr.outvars
-        sources = [None if isinstance(x, Literal) else of_input.get(x) for x in all_outputs[len(outputs) :]]
+        of_input = dict(zip(jaxpr.invars, inputs, strict=True))
+        for x in jaxpr.eqns:
+            if x.primitive.name == "reshape" and not isinstance(x.invars[0], Literal) and x.invars[0] in of_input:
+                of_input[x.outvars[0]] = of_input[x.invars[0]]
+        leaves = jaxpr.outvars[len(outputs) :]
+        self._leaf_shapes = [x.aval.shape for x in leaves]
+        sources = [None if isinstance(x, Literal) else of_input.get(x) for x in leaves]
         self._outputs = outputs
         self._borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
         self.borrows = frozenset(i for i in self._borrowed if i is not None)
@@ -115,7 +120,11 @@ class Program:
 
         def backward(residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
             own, lent, given = iter(residuals), iter(borrowed), iter(upstream)
-            pull_back = jax.tree.unflatten(self._tree, [next(own if i is None else lent) for i in self._borrowed])
+            leaves = [
+                next(own) if i is None else next(lent).reshape(shape)
+                for i, shape in zip(self._borrowed, self._leaf_shapes, strict=True)
+            ]
+            pull_back = jax.tree.unflatten(self._tree, leaves)
             zeros = [ad.Zero(jax.core.ShapedArray(x.shape, x.dtype)) for x in self._outputs]
             return pull_back(tuple(next(given) if g else zero for g, zero in zip(is_given, zeros, strict=True)))
 

@@ -186,7 +186,7 @@ def _kernel(
             )
         return ids, scale
 
-    lend = (lambda x: frame.rows(x, columns=1), _exchange.to_jax, _exchange.to_jax)
+    lend = (lambda x: frame.rows(x, columns=1), _exchange.parameter_to_jax, _exchange.parameter_to_jax)
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
     logp, lse, entropy, handle = call.forward(
         [hidden, weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)

@@ -1,0 +1,297 @@
+"""What autograd asks for, and nothing else: gradients that are needed, no input held, no second derivative."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torch_bridge
+from tests import helpers
+from tests.torch_bridge.tensors import array, assert_close, head, policies, randint, randn
+from torch_bridge import _calls, _programs
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def reference(hidden, weight, ids, bias, temperature=1.0, softcap=None, real=None, ignore=None):
+    """(logp, lse, entropy) of float64 logits, by torch alone."""
+    z = hidden.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    z = z / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    log_p = z[..., :real].log_softmax(-1)
+    counted = torch.ones_like(ids, dtype=torch.bool) if ignore is None else ids != ignore
+    logp = log_p.gather(-1, ids.where(counted, 0)[..., None])[..., 0]
+    found = logp, z[..., :real].logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+    return [torch.where(counted, x, 0) for x in found]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_linear_logp_agrees_with_torch_in_float64(dtype, options):
+    hidden, weight, ids, bias = head((3, 7), dim=24, vocab=300, dtype=dtype)
+    ours, theirs = {}, {}
+    if options == "everything":
+        ids[0, 2] = -100
+        ids[ids >= 290] = 7
+        temperature = randn(3, 7).abs() + 0.5
+        ours = {"temperature": temperature, "logit_softcap": 3.0, "global_vocab_size": 290, "ignore_index": -100}
+        theirs = {"temperature": temperature, "softcap": 3.0, "real": 290, "ignore": -100}
+    tensors, doubles = [hidden, weight, bias], [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    found = torch_bridge.linear_logp(hidden, weight, ids, bias, return_lse=True, return_entropy=True, **ours)
+    gold = reference(doubles[0], doubles[1], ids, doubles[2], **theirs)
+    upstream = [randn(3, 7, seed=i) for i in range(3)]
+    for x, expected in zip(found, gold, strict=True):
+        helpers.assert_within_contract(
+            x.detach().numpy(), expected.detach().numpy(), "linear_logp", array(hidden).dtype, "forward"
+        )
+    gradients = torch.autograd.grad(found, tensors, upstream)
+    for x, expected in zip(gradients, torch.autograd.grad(gold, doubles, [g.double() for g in upstream]), strict=True):
+        assert x.dtype == dtype
+        assert_close(x, expected, "linear_logp", "gradient")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logp_agrees_with_torch_in_float64(dtype):
+    logits, ids = randn(5, 300, dtype=dtype, scale=3.0).requires_grad_(), randint(300, 5)
+    double = logits.detach().double().requires_grad_()
+    found = torch_bridge.logp(logits, ids, return_lse=True, return_entropy=True)
+    gold = reference(double, torch.eye(300), ids, None)
+    upstream = [randn(5, seed=i) for i in range(3)]
+    for x, expected in zip(found, gold, strict=True):
+        helpers.assert_within_contract(
+            x.detach().numpy(), expected.detach().numpy(), "logp", array(logits).dtype, "forward"
+        )
+    (gradient,) = torch.autograd.grad(found, logits, upstream)
+    (expected,) = torch.autograd.grad(gold, double, [g.double() for g in upstream])
+    assert gradient.dtype == dtype
+    assert_close(gradient, expected, "logp", "gradient")
+
+
+@pytest.fixture
+def last_program(monkeypatch):
+    """The program of the last call."""
+    monkeypatch.setattr(_programs, "_programs", type(_programs._programs)())
+    return lambda: next(reversed(_programs._programs.values()))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "deterministic"])
+def test_residuals_are_a_few_numbers_per_token(last_program, implementation):
+    n, dim, vocab = 12, 40, 80
+    hidden, weight, ids, bias = head((n,), dim, vocab)
+    options = {"return_entropy": True, "ignore_index": -100, "implementation": implementation}
+    torch_bridge.linear_logp(hidden, weight, ids, bias, temperature=randn(n).abs() + 1, **options)
+    _, residuals = last_program().forward((*map(array, (hidden, weight, bias, ids.int())), array(randn(n).abs() + 1)))
+    assert last_program().borrows == {0, 1, 2}
+    assert residuals and all(x.size <= n for x in residuals)
+
+
+def test_residuals_of_logits_hold_no_logits(last_program):
+    policy, ref, ids, mask, old = policies((2, 6))
+    options = {"implementation": "deterministic"}
+    for call in (
+        lambda: torch_bridge.logp(policy, ids, **options),
+        lambda: torch_bridge.ratio_kl(policy, ref, ids, mask, old, **options).ratio,
+        lambda: torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, **options).loss,
+    ):
+        found = call()
+        (pending,) = _calls._pending.values()
+        assert all(x.size <= 128 < policy.numel() for x in pending.residuals)
+        del found
+    assert not _calls._pending
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_operand_launches_no_product(last_program, frozen):
+    hidden, weight, ids, _ = head((12,), 40, 80)
+    tensors = [hidden, weight]
+
+    def work() -> float:
+        torch_bridge.linear_logp(hidden, weight, ids, implementation="xla").sum().backward()
+        (backward,) = last_program()._backwards.values()
+        return backward.cost_analysis()["flops"]
+
+    whole = work()
+    tensors[frozen].requires_grad_(False).grad = None
+    assert work() < 0.8 * whole and tensors[frozen].grad is None
+
+
+def test_an_output_that_is_not_used_costs_nothing(last_program):
+    hidden, weight, ids, _ = head((12,), 40, 80)
+
+    def work(*used: int) -> float:
+        found = torch_bridge.linear_logp(hidden, weight, ids, return_entropy=True, implementation="deterministic")
+        sum(found[i].sum() for i in used).backward()
+        return list(last_program()._backwards.values())[-1].cost_analysis()["flops"]
+
+    assert work(0) < work(0, 2) and len(last_program()._backwards) == 2
+
+
+def test_no_grad_keeps_nothing(last_program):
+    hidden, weight, ids, _ = head((5,))
+    with torch.no_grad():
+        found = torch_bridge.linear_logp(hidden, weight, ids)
+    assert not found.requires_grad and not last_program().borrows and not _calls._pending
+
+
+def test_nothing_is_kept_after_the_backward():
+    hidden, weight, ids, _ = head((5,))
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    assert len(_calls._pending) == 1
+    found.sum().backward()
+    del found
+    assert not _calls._pending
+
+
+def test_a_backward_can_be_repeated():
+    hidden, weight, ids, _ = head((5,))
+    found = torch_bridge.linear_logp(hidden, weight, ids).sum()
+    first = torch.autograd.grad(found, hidden, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(found, hidden))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(use_reentrant):
+    hidden, weight, ids, _ = head((5,))
+    expected = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), (hidden, weight))
+    found = checkpoint(torch_bridge.linear_logp, hidden, weight, ids, use_reentrant=use_reentrant)
+    found.sum().backward()
+    assert torch.equal(hidden.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+
+
+def test_saved_tensors_may_be_freed_and_filled_again():
+    """As FSDP2 does with a gathered weight: its storage is empty between forward and backward, and then elsewhere."""
+    hidden, weight, ids, _ = head((5,))
+    (expected,) = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), hidden)
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    values, storage = weight.detach().clone(), weight.untyped_storage()
+    size = storage.nbytes()
+    with torch.autograd._unsafe_preserve_version_counter(weight):
+        storage.resize_(0)
+        storage.resize_(size)
+        weight.detach().copy_(values)
+    assert torch.equal(torch.autograd.grad(found.sum(), hidden)[0], expected)
+
+
+def test_an_input_changed_in_place_is_noticed():
+    hidden, weight, ids, _ = head((5,))
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+
+
+def test_no_second_derivative():
+    hidden, weight, ids, _ = head((5,))
+    (gradient,) = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.sum().backward()
+
+
+def test_residuals_that_a_hook_has_lost_are_missed():
+    hidden, weight, ids, _ = head((5,))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        found = torch_bridge.linear_logp(hidden, weight, ids)
+    with pytest.raises(RuntimeError, match="hooks on saved tensors"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_no_rows(last_program, shape):
+    """Zeros that can be differentiated, and no program."""
+    hidden, weight, ids, bias = head(shape)
+    found = torch_bridge.linear_logp(hidden, weight, ids, bias, return_entropy=True)
+    assert found.logp.shape == found.entropy.shape == shape and found.lse is None
+    (found.logp.sum() + found.entropy.sum()).backward()
+    assert not any(x.grad.any() for x in (hidden, weight, bias)) and hidden.grad.shape == hidden.shape
+    logits = randn(*shape, 9).requires_grad_()
+    torch_bridge.logp(logits, ids).sum().backward()
+    policy, ref, ids, mask, old = policies((2, 0))
+    torch_bridge.ratio_kl(policy, ref, ids, mask, old).ratio.sum().backward()
+    loss = torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, samples_per_prompt=2)
+    loss.loss.backward()
+    assert loss.kl == 0 and policy.grad.shape == policy.shape and not _programs._programs
+    a, b = randn(0, 8, dtype=torch.bfloat16), randn(8, 4, dtype=torch.bfloat16).requires_grad_()
+    torch_bridge.det_gemm(a, b).sum().backward()
+    assert not b.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """Computes in the autocast dtype, as torch's own product would; gradients come in the inputs' dtypes."""
+    hidden, weight, ids, bias = head((5,))
+    with torch.autocast("cpu", dtype=dtype):
+        found = torch_bridge.linear_logp(hidden, weight, ids, bias)
+        c = torch_bridge.det_gemm(hidden, weight, transpose_b=True)
+    low = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    expected = torch_bridge.linear_logp(low[0], low[1], ids, low[2])
+    assert torch.equal(found, expected) and c.dtype == dtype
+    gradients = torch.autograd.grad(found.sum(), (hidden, weight, bias))
+    assert all(x.dtype == torch.float32 for x in gradients)
+    for x, y in zip(gradients, torch.autograd.grad(expected.sum(), low), strict=True):
+        assert torch.equal(x, y.float())
+
+
+def test_logits_keep_their_dtype_under_autocast():
+    logits, ids = randn(4, 9), randint(9, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch_bridge.logp(logits, ids)
+    assert torch.equal(found, torch_bridge.logp(logits, ids))
+
+
+@pytest.mark.parametrize("view", ["strided", "expanded", "transposed", "slice"])
+def test_views(view):
+    base = randn(10, 10).requires_grad_()
+    hidden = {
+        "strided": lambda x: x[:, ::2],
+        "expanded": lambda x: x[0, :5].expand(4, 5),
+        "transposed": lambda x: x[:5].t(),
+        "slice": lambda x: x[3:7, :5],
+    }[view]
+    weight, ids = randn(7, 5), randint(7, len(hidden(base)))
+    torch_bridge.linear_logp(hidden(base), weight, ids).sum().backward()
+    found, base.grad = base.grad, None
+    torch_bridge.linear_logp(hidden(base).contiguous(), weight, ids).sum().backward()
+    assert torch.equal(found, base.grad)
+
+
+def test_fused_lm_head():
+    linear = torch.nn.Linear(16, 70)
+    lm_head = torch_bridge.FusedLMHead.of(linear)
+    assert lm_head.weight is linear.weight and lm_head.bias is linear.bias
+    hidden, _, ids, _ = head((5,))
+    found = lm_head(hidden, ids, return_entropy=True)
+    assert torch.equal(found.logp, torch_bridge.linear_logp(hidden, linear.weight, ids, linear.bias))
+    assert torch.equal(lm_head.logits(hidden), linear(hidden))
+    torch_bridge.FusedLMHead(16, 70).load_state_dict(linear.state_dict())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_takes_every_op_whole(backend):
+    policy, ref, ids, mask, old = policies((2, 6), vocab=16)
+    weight = randn(70, 16).requires_grad_()
+    a, b = randn(4, 16, dtype=torch.bfloat16).requires_grad_(), randn(16, 8, dtype=torch.bfloat16).requires_grad_()
+
+    def loss(policy, weight, a, b):
+        found = torch_bridge.linear_logp(policy, weight, ids, return_entropy=True, temperature=0.5)
+        total = (found.logp * 2 + found.entropy).sum() + torch_bridge.logp(policy, ids).sum()
+        total = total + torch_bridge.ratio_kl(policy, ref, ids, mask, old).kl.sum()
+        total = total + torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old).loss
+        return total + torch_bridge.det_gemm(a, b).float().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    tensors = (policy, weight, a, b)
+    expected = loss(*tensors)
+    found = compiled(*tensors)
+    assert torch.equal(found, expected)
+    for x, y in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_torch_compile_with_a_varying_batch():
+    _, weight, _, _ = head((1,))
+    compiled = torch.compile(torch_bridge.linear_logp, fullgraph=True, backend="aot_eager")
+    for n in (5, 7, 11, 0):
+        hidden, ids = randn(n, 16).requires_grad_(), randint(70, n)
+        found = torch.autograd.grad(compiled(hidden, weight, ids).sum(), (hidden, weight))
+        expected = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), (hidden, weight))
+        assert all(map(torch.equal, found, expected))

@@ -1,0 +1,132 @@
+"""Outputs and gradients have the raw bits of the JAX op on the same arrays, whatever bucket the rows are padded to."""
+
+from typing import Any
+
+import jax
+import pytest
+import torch
+from torch import Tensor
+
+import rlk_jax
+import torch_bridge
+from tests.torch_bridge.tensors import array, assert_same_bits, head, policies, randint, randn
+
+SIZES = (1, 2, 3, 5, 8, 11, 33, 64)
+
+
+def check(ours: Any, theirs: Any, tensors: list[Tensor], upstream: list[Tensor | None]) -> None:
+    """Both take the differentiable tensors, in which gradients are compared too."""
+    outputs = [x for x in ours(*tensors) if x is not None]
+    arrays, pull_back = jax.vjp(lambda *x: tuple(y for y in theirs(*x) if y is not None), *map(array, tensors))
+    assert_same_bits(outputs, arrays)
+    gradients = torch.autograd.grad(outputs, tensors, upstream)
+    zeros = [array(g) if g is not None else jax.numpy.zeros_like(x) for g, x in zip(upstream, arrays, strict=True)]
+    assert_same_bits(gradients, pull_back(tuple(zeros)))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_logp(n, dtype):
+    hidden, weight, ids, bias = head((n,), dtype=dtype)
+    options = {"temperature": 0.7, "return_lse": True, "return_entropy": True, "implementation": "deterministic"}
+    check(
+        lambda h, w, b: torch_bridge.linear_logp(h, w, ids, b, **options),
+        lambda h, w, b: rlk_jax.linear_logp(h, w, array(ids), b, **options),
+        [hidden, weight, bias],
+        [randn(n, seed=i) for i in range(3)],
+    )
+
+
+def test_linear_logp_with_every_option():
+    hidden, weight, ids, bias = head((2, 7))
+    ids[0, 3] = ids[1, 0] = -100
+    options = {"logit_softcap": 3.0, "ignore_index": -100, "global_vocab_size": 66, "weight_layout": "dv"}
+    options |= {"return_entropy": True, "implementation": "deterministic"}
+    temperature = randn(2, 7).abs() + 0.5
+    ids = ids.clamp(max=65)
+    check(
+        lambda h, w, b: torch_bridge.linear_logp(h, w, ids, b, temperature=temperature, **options),
+        lambda h, w, b: rlk_jax.linear_logp(h, w, array(ids), b, temperature=array(temperature), **options),
+        [hidden, weight.detach().t().contiguous().requires_grad_(), bias],
+        [randn(2, 7), randn(2, 7, seed=1)],
+    )
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_logp(n):
+    logits, ids = randn(n, 70, scale=3.0).requires_grad_(), randint(70, n)
+    rows = torch.arange(0, n, 2)
+    options = {"return_lse": True, "return_entropy": True, "implementation": "deterministic"}
+    for given in ({}, {"row_indices": rows}):
+        check(
+            lambda x, given=given: torch_bridge.logp(x, ids, **given, **options),
+            lambda x, given=given: rlk_jax.logp(x, array(ids), **{k: array(v) for k, v in given.items()}, **options),
+            [logits],
+            [randn(n, seed=i) for i in range(3)],
+        )
+
+
+@pytest.mark.parametrize("lead", [(n,) for n in SIZES] + [(2, 7)])
+def test_ratio_kl(lead):
+    policy, *others = policies(lead)
+    check(
+        lambda x: torch_bridge.ratio_kl(x, *others, implementation="deterministic"),
+        lambda x: rlk_jax.ratio_kl(x, *map(array, others), implementation="deterministic"),
+        [policy],
+        [randn(*lead), randn(*lead, seed=1)],
+    )
+
+
+@pytest.mark.parametrize("lead", [(2, 1), (5, 7), (4, 8), (6, 5)])
+@pytest.mark.parametrize("kind", ["rewards", "per sequence", "per token"])
+def test_grpo_loss(lead, kind):
+    policy, ref, ids, mask, old = policies(lead)
+    boundaries = (0, 1, lead[0])
+    given = {
+        "rewards": {"rewards": randn(lead[0]), "group_boundaries": boundaries},
+        "per sequence": {"rewards": None, "advantages": randn(lead[0])},
+        "per token": {"rewards": None, "advantages": randn(*lead)},
+    }[kind]
+    options = {"beta": 0.1, "temperature": 0.9, "implementation": "deterministic"}
+    arrays = {k: array(v) if isinstance(v, Tensor) else v for k, v in given.items()}
+    check(
+        lambda x: torch_bridge.grpo_loss(x, ref, ids, old, completion_mask=mask, **given, **options)[:1],
+        lambda x: rlk_jax.grpo_loss(
+            x, array(ref), array(ids), array(old), completion_mask=array(mask), **arrays, **options
+        )[:1],
+        [policy],
+        [torch.tensor(1.5)],
+    )
+    ours = torch_bridge.grpo_loss(policy, ref, ids, old, completion_mask=mask, **given, **options)
+    theirs = rlk_jax.grpo_loss(*map(array, (policy, ref, ids, old)), completion_mask=array(mask), **arrays, **options)
+    assert_same_bits(ours, theirs)
+    assert [x.requires_grad for x in ours] == [True, False, False]
+
+
+@pytest.mark.parametrize("m", SIZES)
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_det_gemm(m, transpose_b):
+    a, b = randn(2, m, 20, dtype=torch.bfloat16), randn(20, 30, dtype=torch.bfloat16, seed=1)
+    b = b.t().contiguous() if transpose_b else b
+    start = randn(2, m, 30)
+    tensors = [x.requires_grad_() for x in (a, b, start)]
+    check(
+        lambda a, b: (torch_bridge.det_gemm(a, b, transpose_b=transpose_b),),
+        lambda a, b: (rlk_jax.det_gemm(a, b, transpose_b=transpose_b),),
+        tensors[:2],
+        [randn(2, m, 30, dtype=torch.bfloat16)],
+    )
+    check(
+        lambda a, b, c: (torch_bridge.det_gemm(a, b, transpose_b=transpose_b, accumulate_into=c),),
+        lambda a, b, c: (rlk_jax.det_gemm(a, b, transpose_b=transpose_b, accumulate_into=c),),
+        tensors,
+        [randn(2, m, 30)],
+    )
+
+
+def test_det_gemm_padding_is_zero():
+    """A row of padding reaches no gradient of b, whatever memory held."""
+    a, b = randn(5, 20, dtype=torch.float16), randn(20, 30, dtype=torch.float16).requires_grad_()
+    torch.full((6, 20), torch.nan, dtype=torch.float16)
+    torch_bridge.det_gemm(a, b, out_dtype=torch.float32).sum().backward()
+    assert torch.isfinite(b.grad).all()

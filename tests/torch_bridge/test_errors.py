@@ -1,0 +1,158 @@
+"""Wrong arguments: rlk_jax's own words for what it checks, clear ones for what only torch can get wrong."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rlk_jax
+import torch_bridge
+from tests.torch_bridge.tensors import array, head, policies, randint, randn
+
+WRONG = {
+    "shape": {"target_ids": torch.zeros(2, 3, dtype=torch.int64)},
+    "dim": {"lm_head_weight": randn(70, 8)},
+    "ids": {"target_ids": torch.zeros(4)},
+    "dtype": {"hidden": randn(4, 16, dtype=torch.float64)},
+    "bias": {"bias": randn(3)},
+    "temperature": {"temperature": -1.0},
+    "temperatures": {"temperature": torch.tensor([1.0, 2.0])},
+    "softcap": {"logit_softcap": 0.0},
+    "ignore": {"ignore_index": 5},
+    "ignore type": {"ignore_index": 1.5},
+    "vocabulary": {"global_vocab_size": 71},
+    "layout": {"weight_layout": "xy"},
+    "budget": {"memory_budget": 0},
+    "validate": {"validate": "yes"},
+    "implementation": {"implementation": "magic"},
+    "cannot run": {"implementation": "mosaic"},
+    "bad id": {"target_ids": torch.tensor([0, 70, -3, 1])},
+    "bad temperature": {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_linear_logp_raises_what_rlk_jax_does(wrong):
+    hidden, weight, ids, bias = head((4,))
+    given = {"hidden": hidden, "lm_head_weight": weight, "target_ids": ids, "bias": bias} | wrong
+    arrays = {k: array(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    if given["hidden"].dtype == torch.float64:
+        arrays["hidden"] = given["hidden"].detach().numpy()
+    with pytest.raises(ValueError) as expected:
+        rlk_jax.linear_logp(**arrays)
+    with pytest.raises(ValueError) as found:
+        torch_bridge.linear_logp(**given)
+    assert str(found.value) == str(expected.value)
+
+
+def test_the_other_ops_raise_what_rlk_jax_does():
+    policy, ref, ids, mask, old = policies((2, 3))
+    with pytest.raises(ValueError, match="token_ids out of range"):
+        torch_bridge.logp(policy, ids + 70)
+    with pytest.raises(ValueError, match="must match token_ids shape"):
+        torch_bridge.logp(policy, ids.t())
+    with pytest.raises(ValueError, match=r"row_indices contains an out-of-range row: expected \[0, 5\], got \[7, 7\]"):
+        torch_bridge.logp(policy, ids, row_indices=torch.tensor([7]))
+    with pytest.raises(ValueError, match="action_ids at active"):
+        torch_bridge.ratio_kl(policy, ref, ids - 70, mask, old)
+    with pytest.raises(ValueError, match="ref_logits shape"):
+        torch_bridge.ratio_kl(policy, ref[:1], ids, mask, old)
+    with pytest.raises(ValueError, match="exactly one of rewards or advantages"):
+        torch_bridge.grpo_loss(policy, ref, ids, old, None, mask)
+    with pytest.raises(ValueError, match="clip_eps"):
+        torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, clip_eps=-1.0)
+    with pytest.raises(ValueError, match="K mismatch"):
+        torch_bridge.det_gemm(randn(2, 3, dtype=torch.bfloat16), randn(4, 3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="out_dtype"):
+        a = randn(2, 2, dtype=torch.bfloat16)
+        torch_bridge.det_gemm(a, a, out_dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x.numpy(), "hidden must be a torch.Tensor, got numpy.ndarray"),
+        (lambda x: x.to_sparse(), "hidden must be a dense tensor"),
+        (lambda x: x.to(torch.complex64), "hidden has dtype torch.complex64"),
+        (lambda x: x.to(torch.float8_e4m3fn), "hidden has dtype torch.float8_e4m3fn"),
+        (lambda x: x.to("meta"), "hidden must be on a CPU or a CUDA device, got meta"),
+    ],
+)
+def test_what_only_torch_can_get_wrong(change, message):
+    hidden, weight, ids, _ = head((4,))
+    with pytest.raises(ValueError, match=message):
+        torch_bridge.linear_logp(change(hidden.detach()), weight, ids)
+
+
+def test_constants_that_require_a_gradient():
+    hidden, weight, ids, _ = head((4,))
+    with pytest.raises(ValueError, match=r"temperature requires a gradient.*pass temperature.detach\(\)"):
+        torch_bridge.linear_logp(hidden, weight, ids, temperature=torch.ones(4, requires_grad=True))
+    policy, ref, ids, mask, old = policies((2, 3))
+    with pytest.raises(ValueError, match="ref_logits requires a gradient"):
+        torch_bridge.ratio_kl(policy, ref.requires_grad_(), ids, mask, old)
+    with torch.no_grad():
+        torch_bridge.ratio_kl(policy, ref, ids, mask, old)
+
+
+def test_a_temperature_that_is_no_number():
+    hidden, weight, ids, _ = head((4,))
+    with pytest.raises(ValueError, match=r"temperature must be a number or a torch.Tensor, got str"):
+        torch_bridge.linear_logp(hidden, weight, ids, temperature="hot")
+
+
+def test_out():
+    logits, ids = randn(2, 3, 9), randint(9, 2, 3)
+    out = torch.full((2, 3), 5.0)
+    expected = torch_bridge.logp(logits, ids)
+    assert torch_bridge.logp(logits, ids, out=out) is out and torch.equal(out, expected)
+    out.fill_(5.0)
+    torch_bridge.logp(logits, ids, row_indices=torch.tensor([4, 1]), out=out)
+    assert [i for i in range(6) if out.view(-1)[i] != 5] == [1, 4] and torch.equal(out[0, 1], expected[0, 1])
+    with pytest.raises(ValueError, match="out must be float32"):
+        torch_bridge.logp(logits, ids, out=torch.zeros(6))
+    with pytest.raises(ValueError, match="out= carries no gradient"):
+        torch_bridge.logp(logits.requires_grad_(), ids, out=out)
+
+
+@pytest.mark.parametrize("bad", [-(2**31), -(2**40), 70, 2**40])
+def test_a_bad_id_is_never_ignored(bad):
+    """Neither the sentinel of padding nor what becomes of it in 32 bits."""
+    hidden, weight, ids, _ = head((5,))
+    ids[2] = bad
+    found = torch_bridge.linear_logp(hidden, weight, ids, validate=False)
+    assert found.isnan().tolist() == [False, False, True, False, False]
+    with pytest.raises(ValueError, match="target_ids out of range"):
+        torch_bridge.linear_logp(hidden, weight, ids)
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    given = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    # What importing torch_bridge has set here.
+    given.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
+    given |= environment
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+
+
+def test_without_torch():
+    found = run("import sys; sys.modules['torch'] = None; import torch_bridge")
+    assert found.stderr.strip().endswith("ImportError: torch_bridge needs PyTorch: pip install 'rlk-jax[torch]'.")
+
+
+@pytest.mark.parametrize("first", ["jax", "torch", "rlk_jax", "torch_bridge"])
+def test_import_order_does_not_matter(first):
+    code = f"import {first}, torch_bridge, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
+    assert run(code).stdout.strip() == "false"
+    assert run(code, XLA_PYTHON_CLIENT_PREALLOCATE="true").stdout.strip() == "true"
+
+
+@pytest.mark.parametrize("platform, warns", [("gpu", True), ("cpu", False)])
+def test_a_jax_that_has_taken_the_gpu_is_warned_of(platform, warns):
+    code = (
+        "import os, jax; jax.devices(); jax.default_backend = lambda: {!r}; import torch_bridge;"
+        "print('XLA_PYTHON_CLIENT_PREALLOCATE' in os.environ)"
+    )
+    found = run(code.format(platform))
+    assert found.stdout.strip() == "False" and ("holds most of its memory" in found.stderr) == warns

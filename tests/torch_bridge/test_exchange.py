@@ -1,0 +1,133 @@
+"""Which tensors are read where they are, which are copied, and which are refused: ecosystem facts, one by one."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import torch_bridge
+from tests.torch_bridge.tensors import array, head, randn
+from torch_bridge import _calls, _exchange
+
+
+def pointer(x) -> int:
+    return x.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.bool])
+def test_contiguous_tensors_are_read_in_place(dtype):
+    tensor = randn(16, 32).to(dtype)
+    found = _exchange.to_jax(tensor)
+    assert pointer(found) == tensor.data_ptr() and found.shape == (16, 32) and found.dtype == _exchange.DTYPES[dtype]
+
+
+def test_aligned_row_slices_are_read_in_place():
+    tensor = randn(16, 32)[4:]
+    assert pointer(_exchange.to_jax(tensor)) == tensor.data_ptr()
+
+
+def test_parameters_are_read_in_place():
+    tensor = torch.nn.Parameter(randn(16, 32))
+    assert pointer(_exchange.to_jax(tensor)) == tensor.data_ptr()
+
+
+def test_results_are_given_in_place():
+    found = _exchange.to_jax(randn(16, 32)) + 1
+    assert _exchange.to_torch(found).data_ptr() == pointer(found)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        randn(16, 32)[:, ::2],
+        randn(1, 32).expand(5, 32),
+        randn(16, 32).t(),
+        randn(64)[1:33],
+        torch._neg_view(randn(16)),
+        randn(0, 5),
+        torch.tensor(1.0),
+    ],
+    ids=["strided", "expanded", "transposed", "unaligned", "negated", "empty", "scalar"],
+)
+def test_others_are_copied(tensor):
+    np.testing.assert_array_equal(np.asarray(_exchange.to_jax(tensor)), tensor.resolve_neg().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int16, torch.uint16, torch.uint32])
+def test_other_integers_become_int32(dtype):
+    found = _exchange.as_int32(torch.tensor([1, 2, 100]).to(dtype))
+    assert found.dtype == torch.int32 and found.tolist() == [1, 2, 100]
+
+
+def test_large_integers_saturate():
+    found = _exchange.as_int32(torch.tensor([2**40, -(2**40), 2**31 - 1, 2**32 + 5]))
+    assert found.tolist() == [2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1]
+
+
+def test_rows_of_a_bucket_are_read_in_place():
+    hidden = randn(2, 12, 32)
+    assert pointer(_calls.flat((2, 12)).rows(hidden, columns=1)) == hidden.data_ptr()
+
+
+def test_a_transposed_head_is_read_in_place(monkeypatch):
+    """As the other layout: no [V, D] copy."""
+    seen = []
+    to_jax = _exchange.to_jax
+    monkeypatch.setattr(_exchange, "parameter_to_jax", lambda x: seen.append(x.data_ptr()) or to_jax(x))
+    hidden, weight, ids, _ = head((4,))
+    expected = torch_bridge.linear_logp(hidden, weight, ids)
+    found = torch_bridge.linear_logp(hidden, weight.t(), ids, weight_layout="dv")
+    assert seen.count(weight.data_ptr()) == 2 and torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(found.sum(), weight)
+    assert gradient.shape == weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_is_imported_once_and_read_where_it_is(dtype):
+    weight = torch.nn.Parameter(randn(16, 32, dtype=dtype))
+    found = _exchange.parameter_to_jax(weight)
+    assert _exchange.parameter_to_jax(weight) is found and pointer(found) == weight.data_ptr()
+    hidden, ids = randn(4, 32, dtype=dtype, seed=1), torch.arange(4)
+    before = torch_bridge.linear_logp(hidden, weight, ids)
+    with torch.no_grad():
+        weight.mul_(2)
+    after = torch_bridge.linear_logp(hidden, weight, ids)
+    assert not torch.equal(before, after) and torch.equal(after, torch_bridge.linear_logp(hidden * 2, weight / 2, ids))
+
+
+def test_an_imported_parameter_keeps_no_memory():
+    weight = torch.nn.Parameter(randn(16, 32))
+    _exchange.parameter_to_jax(weight)
+    storage = weakref.ref(weight.untyped_storage())
+    weight.data = torch.empty(0)
+    gc.collect()
+    assert storage() is None
+
+
+def test_a_parameter_that_jax_would_copy_is_never_kept():
+    base = randn(65)
+    weight = base[1:]
+    found = _exchange.parameter_to_jax(weight)
+    weight.add_(1)
+    np.testing.assert_array_equal(np.asarray(_exchange.parameter_to_jax(weight)), np.asarray(found) + 1)
+
+
+def test_an_input_is_let_go_of():
+    hidden, weight, ids, _ = head((4,))
+    kept = hidden.detach() + 1
+    storage = weakref.ref(kept.untyped_storage())
+    torch_bridge.linear_logp(kept, weight, ids).sum().backward()
+    del kept
+    gc.collect()
+    assert storage() is None
+
+
+def test_outputs_can_be_written_into():
+    hidden, weight, ids, _ = head((5,))
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    expected = array(found) * 2
+    found.mul_(2)
+    np.testing.assert_array_equal(array(found), expected)
+    found.sum().backward()

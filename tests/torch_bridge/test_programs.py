@@ -1,0 +1,64 @@
+"""Few programs for a batch that varies, and a cache that says so."""
+
+import resource
+
+import pytest
+import torch
+
+import torch_bridge
+from tests.torch_bridge.tensors import head, randint, randn
+from torch_bridge import _programs
+
+
+def test_buckets():
+    found = sorted({_programs.bucket(n) for n in range(1, 4097)})
+    assert len(found) == 24 and found[:8] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert all(0 <= _programs.bucket(n) - n <= _programs.bucket(n) / 3 for n in range(1, 4097))
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(_programs, "_programs", type(_programs._programs)())
+    monkeypatch.setattr(_programs, "_count", type(_programs._count)())
+
+
+def test_a_varying_batch_compiles_a_handful(fresh):
+    weight = randn(48, 8).requires_grad_()
+    sizes = randint(4096, 2000).add(1).tolist()
+    sizes[:24] = sorted({_programs.bucket(n) for n in range(1, 4097)})
+
+    def call(n: int) -> None:
+        hidden = randn(n, 8).requires_grad_()
+        torch_bridge.linear_logp(hidden, weight, randint(48, n)).sum().backward()
+
+    for n in sizes[:200]:
+        call(n)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for n in sizes[200:]:
+        call(n)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
+    info = torch_bridge.cache_info()
+    assert info.size == info.misses == info.forward == info.backward == 24 and info.hits == 2000 - 24
+
+
+def test_a_temperature_schedule_needs_one_program(fresh):
+    hidden, weight, ids, _ = head((4,))
+    found = [torch_bridge.linear_logp(hidden, weight, ids, temperature=0.5 + i / 7) for i in range(10)]
+    assert torch_bridge.cache_info().forward == 1 and not torch.equal(found[0], found[9])
+
+
+def test_the_least_recently_used_is_dropped(fresh, monkeypatch):
+    monkeypatch.setattr(_programs, "_MAX_SIZE", 2)
+    _, weight, _, _ = head((1,))
+    for n in (1, 2, 1, 3, 1, 2):
+        torch_bridge.linear_logp(randn(n, 16), weight.detach(), randint(70, n))
+    assert torch_bridge.cache_info() == torch_bridge.CacheInfo(2, 4, 2, 2, 4, 0)
+
+
+def test_a_dropped_program_still_has_its_backward(fresh, monkeypatch):
+    monkeypatch.setattr(_programs, "_MAX_SIZE", 1)
+    hidden, weight, ids, _ = head((4,))
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    torch_bridge.linear_logp(hidden[:1], weight, ids[:1])
+    found.sum().backward()
+    assert hidden.grad.abs().sum() > 0
