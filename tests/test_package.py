@@ -10,11 +10,12 @@ import pytest
 
 import rlk_jax
 import rlk_jax.grpo
+import torch_bridge
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("package", [rlk_jax, rlk_jax.grpo])
+@pytest.mark.parametrize("package", [rlk_jax, rlk_jax.grpo, torch_bridge])
 def test_public_names_are_documented(package):
     documented = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
     for name in package.__all__:
@@ -39,8 +40,12 @@ def test_import_adds_little_to_jax_and_flax():
 
 
 def test_kernels_and_ops_keep_their_rooms():
-    """Kernels never import rlk_jax, rlk_jax never imports torch."""
-    forbidden = {"pallas_kernels": ("rlk_jax", "torch"), "rlk_jax": ("torch", "torch_bridge")}
+    """Kernels never import rlk_jax, rlk_jax never imports torch, and torch_bridge no kernels."""
+    forbidden = {
+        "torch_bridge": ("pallas_kernels",),
+        "pallas_kernels": ("rlk_jax", "torch"),
+        "rlk_jax": ("torch", "torch_bridge"),
+    }
     for package, names in forbidden.items():
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -1,0 +1,125 @@
+"""torch_bridge on a GPU: the bits of the JAX op, in the order of torch's streams, without a copy."""
+
+import jax
+import pytest
+
+import rlk_jax
+
+torch = pytest.importorskip("torch")
+torch_bridge = pytest.importorskip("torch_bridge")
+
+from tests.torch_bridge import tensors  # noqa: E402
+from tests.torch_bridge.tensors import array, assert_same_bits  # noqa: E402
+from torch_bridge import _exchange  # noqa: E402
+
+DIM, VOCAB = 256, 4096
+
+
+def head(n: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [x.detach().cuda().requires_grad_(x.is_floating_point()) for x in tensors.head((n,), DIM, VOCAB, dtype)]
+
+
+def bits(*found: torch.Tensor) -> list[torch.Tensor]:
+    return [x.detach().contiguous().view(torch.uint8) for x in found]
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 100, 500])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["vd", "transposed", "dv"])
+def test_bits_of_linear_logp(n, dtype, layout):
+    hidden, weight, ids, bias = head(n, dtype)
+    if layout == "dv":
+        weight = weight.detach().t().contiguous().requires_grad_()
+    given = weight.t() if layout == "transposed" else weight
+    options = {"weight_layout": "vd" if layout == "vd" else "dv", "return_entropy": True, "temperature": 0.8}
+    found = torch_bridge.linear_logp(hidden, given, ids, bias, **options)
+    upstream = [tensors.randn(n, seed=i).cuda() for i in range(2)]
+    gradients = torch.autograd.grad((found.logp, found.entropy), (hidden, weight, bias), upstream)
+
+    def theirs(h, w, b):
+        w = w.T if layout == "transposed" else w
+        values = rlk_jax.linear_logp(h, w, array(ids.int()), b, **options)
+        return values.logp, values.entropy
+
+    values, pull_back = jax.vjp(theirs, *map(array, (hidden, weight, bias)))
+    assert_same_bits((found.logp, found.entropy), values)
+    assert_same_bits(gradients, pull_back(tuple(map(array, upstream))))
+
+
+def test_bits_of_the_ops_over_logits():
+    policy, ref, ids, mask, old = (x.detach().cuda() for x in tensors.policies((3, 50), vocab=2048))
+    policy.requires_grad_()
+    logp = torch_bridge.logp(policy, ids)
+    assert_same_bits([logp], [rlk_jax.logp(array(policy), array(ids.int()))])
+    found = torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, beta=0.1)
+    arrays = [array(x) for x in (policy, ref, ids.int(), old)]
+
+    def loss(x):
+        options = {"advantages": arrays[3], "beta": 0.1}
+        return rlk_jax.grpo_loss(x, *arrays[1:], None, array(mask), **options).loss
+
+    (gradient,) = torch.autograd.grad(found.loss, policy)
+    assert_same_bits([found.loss, gradient], jax.value_and_grad(loss)(arrays[0]))
+
+
+def test_bits_of_det_gemm():
+    a, b = tensors.randn(100, DIM, dtype=torch.bfloat16).cuda(), tensors.randn(DIM, 512, dtype=torch.bfloat16).cuda()
+    assert_same_bits([torch_bridge.det_gemm(a, b)], [rlk_jax.det_gemm(array(a), array(b))])
+
+
+def test_memory_is_shared_both_ways():
+    tensor = tensors.randn(64, DIM).cuda()
+    found = _exchange.to_jax(tensor)
+    assert found.unsafe_buffer_pointer() == tensor.data_ptr()
+    assert _exchange.to_torch(found).data_ptr() == tensor.data_ptr()
+    assert _exchange.parameter_to_jax(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
+
+
+def test_rows_at_an_address_that_xla_does_not_read_from():
+    _, weight, ids, _ = head(65)
+    base = tensors.randn(65 * DIM + 1, dtype=torch.bfloat16).cuda()
+    hidden = base[1:].view(65, DIM)
+    assert torch.equal(
+        torch_bridge.linear_logp(hidden, weight, ids), torch_bridge.linear_logp(hidden.clone(), weight, ids)
+    )
+
+
+def test_bad_ids_do_not_wait_for_the_gpu():
+    hidden, weight, ids, _ = head(8)
+    ids[3] = VOCAB
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    assert found.isnan().tolist() == [i == 3 for i in range(8)]
+    with pytest.raises(ValueError, match="target_ids out of range"):
+        torch_bridge.linear_logp(hidden, weight, ids, validate=True)
+
+
+def test_two_streams_and_jax_never_see_each_others_memory():
+    """500 rounds: torch makes the inputs on two streams, late; JAX computes in between; all is freed at once."""
+    _, weight, _, _ = head(1)
+    cases = []
+    for n in (100, 192, 300):
+        hidden, _, ids, _ = head(n)
+        hidden = hidden.detach()
+        logp = torch_bridge.linear_logp(hidden.clone().requires_grad_(), weight, ids)
+        cases.append((hidden, ids, bits(logp, *torch.autograd.grad(logp.sum(), weight))))
+    noise, other = torch.randn(2048, 2048, device="cuda"), jax.jit(lambda x: (x @ x) / 50)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    x = array(noise)
+    torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(500):
+        hidden, ids, expected = cases[i % 3]
+        with torch.cuda.stream(streams[i % 2]):
+            torch.mm(noise, noise)
+            late = (hidden * 2 * 0.5).requires_grad_()
+            logp = torch_bridge.linear_logp(late, weight, ids)
+            (gradient,) = torch.autograd.grad(logp.sum(), weight)
+            torch.mm(noise, noise)
+            found = bits(logp, gradient)
+            unequal = sum((a != b).any().long() for a, b in zip(found, expected, strict=True))
+            del late, logp, gradient, found
+            torch.cuda.current_stream().wait_stream(streams[(i + 1) % 2])
+            wrong += unequal
+        x = other(x)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
