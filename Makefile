@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint ops parallel mosaic triton docs grpo learning newest
+LEGS := lint ops parallel mosaic triton docs grpo learning clients newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
@@ -28,7 +28,7 @@ test-lint: .venv/ready
 	$(call leg,.venv/bin/ruff check .; .venv/bin/ruff format --check .; .venv/bin/mypy)
 
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/triton --ignore=tests/test_docs.py \
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/triton --ignore=tests/torch_bridge/clients --ignore=tests/test_docs.py \
 	$(PARALLEL:%=--ignore=%))
 
 # A head spread over 8 forced devices, and over real processes.
@@ -51,6 +51,10 @@ test-grpo: .venv/ready
 
 test-learning: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/grpo -m learning -s -n 0)
+
+# Trainers with the bridge in them.
+test-clients: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge/clients -rs)
 
 # What a newer jax could break first: transformations, bits, kernels in the interpreter. The rest repeats test-ops.
 test-newest: .venv-newest/ready

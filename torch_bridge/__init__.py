@@ -10,6 +10,7 @@ from torch_bridge._memory import share_gpu_memory as _share_gpu_memory
 _share_gpu_memory()
 
 from torch_bridge._programs import CacheInfo, cache_info  # noqa: E402
+from torch_bridge.clients import install, uninstall  # noqa: E402
 from torch_bridge.det_gemm import det_gemm  # noqa: E402
 from torch_bridge.grpo_loss import GrpoLoss, grpo_loss  # noqa: E402
 from torch_bridge.head import FusedLMHead  # noqa: E402
@@ -26,7 +27,9 @@ __all__ = [
     "cache_info",
     "det_gemm",
     "grpo_loss",
+    "install",
     "linear_logp",
     "logp",
     "ratio_kl",
+    "uninstall",
 ]

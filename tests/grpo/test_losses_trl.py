@@ -1,6 +1,5 @@
 """The losses and advantages against TRL's own code, run here on CPU without a download."""
 
-import os
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,8 @@ import numpy as np
 import pytest
 
 from rlk_jax.grpo import LossOptions, PolicyLoss, group_advantages, loss_denominator, policy_loss
-from tests import helpers
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-torch = pytest.importorskip("torch", reason="the extra `clients` is not installed")
-pytest.importorskip("trl", reason="the extra `clients` is not installed")
-
-from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from tests import helpers, tiny_trl
+from tests.tiny_trl import GRPOTrainer, torch
 
 LENGTH, CAP = 7, 1.2
 
@@ -156,14 +147,6 @@ def test_the_data_meets_every_bound():
     assert 0 < value.importance_capped_fraction < 1
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-
-
 class Recorder(GRPOTrainer):
     """A trainer that keeps, of each micro-batch, what its loss was computed from and what came out."""
 
@@ -179,36 +162,16 @@ class Recorder(GRPOTrainer):
         return found
 
 
-def reward_of(ids: Any) -> float:
-    return float(sum(ids) % 11)
-
-
 @pytest.fixture(scope="module")
 def micro_batches(tmp_path_factory) -> list[tuple[dict[str, np.ndarray], np.ndarray, float]]:
     """Of one step of TRL's trainer, two of four sequences: its inputs, log-probs and loss."""
-    config = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")),
+    trainer = tiny_trl.trainer(
+        Recorder,
+        str(tmp_path_factory.mktemp("trl")),
         loss_type="dapo",
         max_steps=1,
-        per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        num_generations=4,
         max_completion_length=LENGTH,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    tokenizer = byte_tokenizer()
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
-    trainer = Recorder(
-        model=Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=2, **sizes)),
-        reward_funcs=lambda completion_ids, **_: [reward_of(ids) for ids in completion_ids],
-        args=config,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": "one"}, {"prompt": "two"}]),
     )
     trainer.micro_batches = []
     trainer.train()
@@ -219,7 +182,7 @@ def micro_batches(tmp_path_factory) -> list[tuple[dict[str, np.ndarray], np.ndar
 def test_advantages_are_those_of_a_trl_step(micro_batches):
     rows = [row for inputs, *_ in micro_batches for row in zip(*map(inputs.get, ROW), strict=True)]
     rows.sort(key=lambda row: row[0].tolist())  # TRL shuffles sequences over micro-batches; ours stand by prompt
-    rewards = np.array([reward_of(ids[mask != 0]) for _, ids, mask, _ in rows], np.float32)
+    rewards = np.array([tiny_trl.reward_of(ids[mask != 0]) for _, ids, mask, _ in rows], np.float32)
     assert len(set(rewards[:4])) > 1
     advantages = group_advantages(rewards, samples_per_prompt=4, std="sample", eps=1e-4)
     theirs = [advantage for *_, advantage in rows]

@@ -1,0 +1,48 @@
+"""A GRPOTrainer of TRL's that runs on a CPU without a download: two layers, a byte tokenizer, a reward of the ids."""
+
+import os
+from typing import Any
+
+import pytest
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+torch = pytest.importorskip("torch", reason="the extra `clients` is not installed")
+pytest.importorskip("trl", reason="the extra `clients` is not installed")
+
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def model(vocab_size: int) -> Qwen2ForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": vocab_size}
+    return Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=2, **sizes))
+
+
+def reward_of(ids: Any) -> float:
+    return float(sum(ids) % 11)
+
+
+def trainer(kind: type[GRPOTrainer], folder: str, policy: Any = None, **config: Any) -> GRPOTrainer:
+    """Of four sequences a step, from the same weights and seed at every call; `policy` is None or a saved model."""
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    defaults = {"per_device_train_batch_size": 4, "num_generations": 4, "bf16": False, "gradient_checkpointing": False}
+    return kind(
+        model=policy or model(len(tokenizer)),
+        reward_funcs=lambda completion_ids, **_: [reward_of(ids) for ids in completion_ids],
+        args=GRPOConfig(
+            output_dir=folder, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **defaults | config
+        ),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": "one"}, {"prompt": "two"}]),
+    )

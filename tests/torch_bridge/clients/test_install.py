@@ -1,0 +1,72 @@
+"""install and uninstall: which object stands where, and what is refused."""
+
+import sys
+from importlib import metadata
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `torch` is not installed")
+
+import torch_bridge
+from torch_bridge import clients
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """verl 0.9.7 as far as `install` sees it: the home of its function, and a module that has imported it."""
+    seam = clients.verl.SEAM
+    home, importer = ModuleType("home"), ModuleType("importer")
+    home.linear_cross_entropy = importer.linear_cross_entropy = object()
+    monkeypatch.setitem(sys.modules, seam.module, home)
+    monkeypatch.setitem(sys.modules, seam.importers[0], importer)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.9.7")
+    yield home, importer
+    torch_bridge.uninstall("verl")
+
+
+def test_uninstall_restores_the_object(library):
+    home, importer = library
+    original = home.linear_cross_entropy
+    torch_bridge.install("verl")
+    assert home.linear_cross_entropy is importer.linear_cross_entropy is not original
+    torch_bridge.install("verl", implementation="xla")
+    torch_bridge.uninstall("verl")
+    assert home.linear_cross_entropy is importer.linear_cross_entropy is original
+    torch_bridge.uninstall("verl")
+    assert home.linear_cross_entropy is original
+
+
+def test_a_module_imported_in_between_is_restored_too(library):
+    home, importer = library
+    del sys.modules[clients.verl.SEAM.importers[0]]
+    original = home.linear_cross_entropy
+    torch_bridge.install("verl")
+    importer.linear_cross_entropy = home.linear_cross_entropy
+    sys.modules[clients.verl.SEAM.importers[0]] = importer
+    torch_bridge.uninstall("verl")
+    assert importer.linear_cross_entropy is original
+
+
+@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0"])
+def test_unknown_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    with pytest.raises(RuntimeError, match=rf"^torch_bridge knows trl 1\.16, found {version}: nothing was changed.$"):
+        torch_bridge.install("trl")
+
+
+def test_a_library_that_is_missing_is_refused(monkeypatch):
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(
+        RuntimeError, match=r"^torch_bridge knows verl 0.9, found none installed: nothing was changed.$"
+    ):
+        torch_bridge.install("verl")
+
+
+@pytest.mark.parametrize("function", [torch_bridge.install, torch_bridge.uninstall])
+def test_unknown_clients_are_refused(function):
+    with pytest.raises(ValueError, match=r"^name must be one of 'trl', 'verl', got 'nemo'.$"):
+        function("nemo")

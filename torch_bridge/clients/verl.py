@@ -1,0 +1,49 @@
+"""verl: the log-probabilities and entropies of its fused forwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bridge.clients._seam import Seam
+from torch_bridge.linear_logp import linear_logp
+
+
+def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What verl takes for its function of this name, which it calls with positions alone."""
+
+    def on_the_bridge(
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float = 1.0,
+        reduction: str = "none",
+        tp_group: torch.distributed.ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """logp and entropy `[N]` of hidden `[*lead, D]`, weight `[V, D]` and labels `[*lead]` with N tokens."""
+        if reduction != "none":
+            raise ValueError(f"reduction must be 'none', the one that verl asks for, got {reduction!r}.")
+        if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
+            raise ValueError("install('verl') has no tensor parallelism yet: tp_group must be None or of one process.")
+        found: Any = linear_logp(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            labels.reshape(-1),
+            temperature=temperature,
+            return_entropy=True,
+            **options,
+        )
+        return found.logp, found.entropy
+
+    return on_the_bridge
+
+
+SEAM = Seam(
+    "verl",
+    ("0.9",),
+    "verl.utils.kernel.linear_cross_entropy",
+    "linear_cross_entropy",
+    ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
+    linear_cross_entropy,
+)
