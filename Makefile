@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint ops parallel mosaic triton docs grpo learning clients newest
+LEGS := lint ops parallel mosaic triton docs grpo learning clients verl newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
@@ -56,6 +56,9 @@ test-learning: .venv/ready
 test-clients: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge/clients -rs)
 
+test-verl: .venv-verl/ready
+	$(call leg,JAX_PLATFORMS=cpu .venv-verl/bin/python $(PYTEST) tests/torch_bridge/clients/test_verl.py -n 0)
+
 # What a newer jax could break first: transformations, bits, kernels in the interpreter. The rest repeats test-ops.
 test-newest: .venv-newest/ready
 	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST))
@@ -82,10 +85,18 @@ $(UV):
 	"jax-triton==0.4.1" "triton>=3.7" "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	@touch $@
 
+# verl pins much that its fused forwards do not need.
+.venv-verl/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-verl
+	$(UV) pip install --quiet --python .venv-verl/bin/python --constraint constraints.txt --editable '.[test,torch]' \
+	"transformers>=5.5.3,!=5.6.0,<5.11" "tensordict>=0.8,!=0.9.0,<=0.10.0" ray hydra-core
+	$(UV) pip install --quiet --python .venv-verl/bin/python --no-deps "verl==0.9.*"
+	@touch $@
+
 .sm90/ready: .venv/ready
 	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \
 	$(UV) pip install --quiet --python .venv/bin/python --target .sm90 --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-triton .sm90 .tools .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .sm90 .tools .mypy_cache .ruff_cache .hypothesis runs
