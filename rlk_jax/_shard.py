@@ -48,6 +48,9 @@ class Shard:
     reduction: Reduction
     reduce_hidden_grad: bool
 
+    def __str__(self) -> str:
+        return f"{self.count} shards of {self.columns} columns"
+
     @property
     def on_group_edges(self) -> bool:
         """Whether every rank owns whole groups of the unsharded head's tree: then sharding changes no bits."""

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from rlk_jax import deterministic, mosaic, reference, triton, xla
+from rlk_jax._cut import Cut
 from rlk_jax._partition import partitioned
 from rlk_jax._shard import Shard
 
@@ -69,12 +70,12 @@ def _log_once(message: str) -> None:
     log.warning(message)
 
 
-def check_edges(shard: Shard) -> None:
+def check_edges(shard: Shard | Cut) -> None:
     """Shards that cut a group of the softmax's tree keep no bits across TP degrees: logged once, refused if strict."""
     if shard.on_group_edges:
         return
     message = (
-        f"{shard.count} shards of {shard.columns} columns do not end where the softmax's groups do for a vocabulary of "
+        f"{shard} do not end where the softmax's groups do for a vocabulary of "
         f"{shard.vocab_size}: results are right, but their bits differ from those at other TP degrees. "
         "rlk_jax.vocab_parallel.pad_lm_head makes shards that keep them"
     )

@@ -3,6 +3,7 @@
 import functools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from rlk_jax._cut import Cut
 from rlk_jax._gemm import Form, GemmInputs
 from rlk_jax._problem import (
     Array,
@@ -287,6 +289,29 @@ def linear_logp(
         hidden_gradient="rounded" if shard is None else shard.hidden_gradient,
     )
     return inputs, options, shard
+
+
+def cut(ranges: Sequence[tuple[int, int]], given: Sequence[int | None], ignore_index: int | None) -> Cut:
+    """How ranks that hold columns `[start, end)`, in any order, cut a vocabulary; `given` is each one's
+    global_vocab_size. The same on every rank, so that all raise together.
+    """
+    for start, end in ranges:
+        _require(0 <= start < end, f"invalid TP vocab shard range [{start}, {end}).")
+    covered, in_order = max(end for _, end in ranges), sorted(ranges)
+    starts = [0, *(end for _, end in in_order)]
+    _require(
+        [start for start, _ in in_order] == starts[:-1],
+        f"TP vocab shards must form a contiguous [0, {covered}) partition; got ranges={in_order}.",
+    )
+    sizes = {covered if size is None else size for size in given}
+    _require(
+        len(sizes) == 1 and max(sizes) <= covered,
+        f"global_vocab_size must match the TP vocab partition size: got {', '.join(map(str, sorted(sizes)))}, "
+        f"covered {covered}.",
+    )
+    vocab_size = sizes.pop()
+    _check_options(covered, None, ignore_index, vocab_size)
+    return Cut(tuple(ranges), vocab_size)
 
 
 def _check_logits(name: str, logits: Any) -> int:

@@ -14,14 +14,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import validation
+from rlk_jax import _agreement, validation
 from rlk_jax._partition import Spread, spread
 from rlk_jax._problem import Inputs, LinearLogp, Options, WeightLayout
 from rlk_jax._shard import AxisName, axis_names, explicit_spec, shard_width
 from rlk_jax.linear_logp import HeadOptions, check, tokens_of
 from rlk_jax.linear_logp import linear_logp as _linear_logp
-
-_TEXT_BYTES = 1024
 
 
 def shard_bounds(vocab_size: int, n: int) -> list[tuple[int, int]]:
@@ -183,16 +181,10 @@ def _agreed[T](
 
     if not isinstance(mesh, Mesh) or not mesh.is_multi_process or not all(map(validation.is_concrete, arrays)):
         return checked()
-    try:
-        found, failed = checked(), ""
-    except Exception as error:  # whatever it is, the others must not wait for this process
-        found, failed = None, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    texts = _everyone(mesh, f"!{failed}" if failed else _call_text(arrays, validate, options))
-    message = next((text[1:] for text in texts if text.startswith("!")), "")
-    if not message and len(set(texts)) > 1:
-        message = "the processes call linear_logp differently: " + " | ".join(sorted(set(texts)))
-    if message or found is None:
-        raise ValueError(message)
+    found, texts = _agreement.agreed(
+        lambda: (checked(), _call_text(arrays, validate, options)), functools.partial(_everyone, mesh)
+    )
+    _agreement.require_same(texts)
     return found
 
 
@@ -237,13 +229,13 @@ def _call_text(arrays: Inputs, validate: bool | None, options: dict[str, Any]) -
 
 def _everyone(mesh: Mesh, text: str) -> list[str]:
     """The text of each device's process, in every process."""
-    encoded = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.uint8)
+    encoded = np.frombuffer(_agreement.encoded(text), np.uint8)
     line = Mesh(mesh.devices.reshape(-1), ("device",))
     mine = jax.make_array_from_callback(
-        (mesh.size, _TEXT_BYTES), NamedSharding(line, PartitionSpec("device")), lambda _: encoded[None]
+        (mesh.size, encoded.size), NamedSharding(line, PartitionSpec("device")), lambda _: encoded[None]
     )
     everyone = jax.jit(lambda x: x, out_shardings=NamedSharding(line, PartitionSpec()))(mine)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(everyone)]
+    return [_agreement.decoded(bytes(row)) for row in np.asarray(everyone)]
 
 
 def _laid(x: Any, sharding: NamedSharding) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,9 +66,14 @@ def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable
     """
     if torch.compiler.is_compiling():
         return
-    specs = tuple((name, None if x is None else (tuple(x.shape), x.dtype)) for name, x in tensors.items())
+    specs = tuple((name, None if x is None else spec(x)) for name, x in tensors.items())
     first = next(x for x in tensors.values() if x is not None)
     _check_static(op, first.device, specs, tuple(options.items()))
+
+
+def spec(x: Tensor) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype, as JAX names them."""
+    return tuple(x.shape), _exchange.DTYPES[x.dtype]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,7 +81,7 @@ def _check_static(op: str, device: torch.device, tensors: Any, options: Options)
     given: dict[str, Any] = dict(options)
     for name, spec in tensors:
         if spec is not None:
-            given[name] = jax.ShapeDtypeStruct(spec[0], _exchange.DTYPES[spec[1]])
+            given[name] = jax.ShapeDtypeStruct(*spec)
         else:
             given.setdefault(name, None)
     with jax.default_device(_exchange.jax_device(device)):

@@ -1,13 +1,15 @@
 """The compiled programs of the ops: few, for rows are padded to buckets, in a bounded cache that can be seen."""
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import Literal as Constant
 from jax.interpreters import ad
 
 Arrays = tuple[jax.Array | None, ...]
@@ -79,11 +81,11 @@ class Program:
         inputs = [i for i, x in enumerate(arrays) if x is not None]
         of_input = dict(zip(jaxpr.invars, inputs, strict=True))
         for x in jaxpr.eqns:
-            if x.primitive.name == "reshape" and not isinstance(x.invars[0], Literal) and x.invars[0] in of_input:
+            if x.primitive.name == "reshape" and not isinstance(x.invars[0], Constant) and x.invars[0] in of_input:
                 of_input[x.outvars[0]] = of_input[x.invars[0]]
         leaves = jaxpr.outvars[len(outputs) :]
         self._leaf_shapes = [x.aval.shape for x in leaves]
-        sources = [None if isinstance(x, Literal) else of_input.get(x) for x in leaves]
+        sources = [None if isinstance(x, Constant) else of_input.get(x) for x in leaves]
         self._outputs = outputs
         self._borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
         self.borrows = frozenset(i for i in self._borrowed if i is not None)
@@ -154,7 +156,7 @@ def _device_of(arrays: Any) -> jax.Device:
 
 
 _lock = threading.RLock()
-_programs: collections.OrderedDict[Hashable, Program] = collections.OrderedDict()
+_programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 _count = collections.Counter[str]()
 
 
@@ -162,16 +164,38 @@ def program(op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) ->
     """The program for such a call, compiled if it is not in the cache."""
     shapes = tuple(None if x is None else (x.shape, x.dtype) for x in arrays)
     key = (op.name, _device_of(arrays), shapes, options, needs)
+    return _cached(key, lambda: Program(op, arrays, options, needs))
+
+
+def _cached[T](key: Hashable, make: Callable[[], T]) -> T:
     with _lock:
         if key in _programs:
             _programs.move_to_end(key)
             _count["hits"] += 1
             return _programs[key]
         _count["misses"] += 1
-        _programs[key] = found = Program(op, arrays, options, needs)
+        _programs[key] = found = make()
         if len(_programs) > _MAX_SIZE:
             _programs.popitem(last=False)
         return found
+
+
+def run(kind: Literal["forward", "backward"], function: Callable[..., Any], arguments: Any, **static: Hashable) -> Any:
+    """`function(*arguments, **static)`, trees of arrays in and out, by a program of the cache; no gradients."""
+    leaves, tree = jax.tree.flatten(arguments)
+    key = (function, tree, _device_of(leaves), tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
+    compiled, result = _cached(key, lambda: _compile(kind, functools.partial(function, **static), arguments))
+    return jax.tree.unflatten(result, compiled(*leaves))
+
+
+def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], Any]:
+    """The program on flat arrays, and the tree of its results."""
+    specs = jax.tree.map(_spec, arguments)
+    with jax.default_device(_device_of(jax.tree.leaves(arguments))):
+        traced = jax.jit(function).trace(*specs)
+    _count[kind] += 1
+    compiled = jax.jit(jaxpr_as_fun(_without_checks(traced.jaxpr))).lower(*jax.tree.leaves(specs)).compile()
+    return compiled, jax.tree.structure(traced.out_info)
 
 
 def cache_info() -> CacheInfo:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rlk_jax
 from rlk_jax import validation
-from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge import _calls, _exchange, _inputs, _tensor_parallel
 from torch_bridge._programs import Arrays, Op
 
 
@@ -35,6 +35,9 @@ def linear_logp(
     return_lse: bool = False,
     return_entropy: bool = False,
     memory_budget: int | None = None,
+    tp_group: Any = None,
+    vocab_start_index: int = 0,
+    reduce_hidden_grad: bool = True,
     validate: bool | None = None,
     implementation: str | None = None,
 ) -> Tensor | LinearLogp:
@@ -53,10 +56,17 @@ def linear_logp(
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
-      global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf.
+      global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf. With
+        `tp_group`, of the whole head; the last shards may be padding in part or altogether.
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv".
       return_lse, return_entropy: also return these, from the same pass, differentiable.
       memory_budget: bytes for the logits and their gradients that are held at a time; None for the default.
+      tp_group: the `torch.distributed` group whose ranks each hold a part of the vocabulary, of any width: weight and
+        bias are then this rank's, hidden and target_ids (ids of the whole vocabulary) the same on every rank, and so
+        are the results. Every rank of the group must make the call; a mistake on one raises the same error on all.
+      vocab_start_index: this rank's first column.
+      reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
+        parallelism); True sums it in float32.
       validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
         device; None is True for CPU tensors and False for CUDA ones. A bad row that is not checked gives NaN in its
         outputs and in every gradient it reaches.
@@ -75,6 +85,20 @@ def linear_logp(
     Same bits: those of `rlk_jax.linear_logp` on the same arrays, of the implementations that promise any (`mosaic`,
     `triton`, `deterministic`), although the rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
     """
+    options: dict[str, Any] = {
+        "logit_softcap": logit_softcap,
+        "ignore_index": ignore_index,
+        "weight_layout": weight_layout,
+        "return_lse": return_lse,
+        "return_entropy": return_entropy,
+        "memory_budget": memory_budget,
+        "implementation": implementation,
+    }
+    if _tensor_parallel.is_cut(tp_group, vocab_start_index):
+        rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
+        given = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
+        found = _tensor_parallel.linear_logp(given, rank, options, validate)
+        return values(*found, return_lse, return_entropy)
     per_token, number = _inputs.temperature(temperature)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     tensors |= {"temperature": per_token}
@@ -84,15 +108,9 @@ def linear_logp(
         "linear_logp",
         tensors,
         temperature=number,
-        logit_softcap=logit_softcap,
-        ignore_index=ignore_index,
         global_vocab_size=global_vocab_size,
-        weight_layout=weight_layout,
-        return_lse=return_lse,
-        return_entropy=return_entropy,
-        memory_budget=memory_budget,
         validate=validate,
-        implementation=implementation,
+        **options,
     )
     hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
     if not lm_head_weight.is_contiguous() and lm_head_weight.t().is_contiguous():
@@ -118,7 +136,9 @@ def linear_logp(
     return values(logp, lse, entropy, return_lse, return_entropy)
 
 
-def values(logp: Tensor, lse: Tensor, entropy: Tensor, return_lse: bool, return_entropy: bool) -> Tensor | LinearLogp:
+def values(
+    logp: Tensor, lse: Tensor | None, entropy: Tensor | None, return_lse: bool, return_entropy: bool
+) -> Tensor | LinearLogp:
     """What was asked for, of a custom op's outputs."""
     if not (return_lse or return_entropy):
         return logp

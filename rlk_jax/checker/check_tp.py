@@ -6,6 +6,7 @@ and, under stress, whether large problems stay finite. Options and sections are 
 
 import argparse
 import functools
+import importlib
 import json
 import signal
 import sys
@@ -82,6 +83,19 @@ class Metric(NamedTuple):
     passed: bool
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What a head is spread over, and what is done there."""
+
+    count: int
+    text: str
+    say: Callable[[str], None]
+    compare: Callable[[Problem, str, float, float], list[Metric]]
+    """Metrics of a problem, against the reference in this mode, by these tolerances."""
+    stress: Callable[[Problem], tuple[bool, float, int | None]]
+    """Whether a large problem stays finite, its milliseconds, and the peak of memory in bytes where it is known."""
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `check-tp`."""
     parser = subparsers.add_parser("check-tp", help=_DESCRIPTION, description=_DESCRIPTION)
@@ -103,6 +117,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     integer("--stress-tokens", default=4096)
     integer("--stress-hidden-size", default=2048)
     integer("--stress-vocab-size", default=32768)
+    parser.add_argument("--bridge", action="store_true", help="torch_bridge over torch.distributed, under torchrun")
     integer("--devices", help="devices to use, at least 2 (default: all)")
     integer("--processes", help="start so many local processes, a device each, instead of a mesh in this one")
     integer("--timeout", default=600, help="seconds after which local processes are killed")
@@ -138,6 +153,11 @@ def _dtype(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0 where all passed, 1 where anything failed, 2 for options that fit nothing."""
+    if options.bridge:
+        if options.processes or options.coordinator or options.devices or options.reduction != "sum":
+            return _usage("--bridge goes without --processes, --coordinator, --devices and --reduction")
+        # rlk_jax itself needs no torch.
+        return importlib.import_module("torch_bridge.check_tp").run(options)
     joined = (options.coordinator, options.process_count, options.process_id)
     if None in joined and any(x is not None for x in joined):
         return _usage("--coordinator, --process-count and --process-id go together")
@@ -160,15 +180,10 @@ def _run_here(options: argparse.Namespace) -> int:
     if len(devices) < max(2, options.devices or 0):
         needed = max(2, options.devices or 0)
         return _usage(f"needs {needed} devices and there are {len(jax.devices())}; --processes {needed} makes them")
-    if options.vocab_size < len(devices):
-        return _usage(f"--vocab-size {options.vocab_size} is less than the {len(devices)} devices")
-    try:
-        return _check(options, Mesh(np.asarray(devices), (_AXIS,)))
-    except Exception:
-        # What cannot run at all has failed, too.
-        traceback.print_exc()
-        _say("[result] FAIL")
-        return 1
+    mesh = Mesh(np.asarray(devices), (_AXIS,))
+    text = f"{mesh.size} x {devices[0].device_kind} in {jax.process_count()} process(es)"
+    compare_here, stress = functools.partial(compare, mesh), functools.partial(_stress, mesh)
+    return check(options, Ranks(mesh.size, text, _say, compare_here, stress))
 
 
 def _run_processes(options: argparse.Namespace) -> int:
@@ -220,7 +235,21 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _check(options: argparse.Namespace, mesh: Mesh) -> int:
+def check(options: argparse.Namespace, ranks: Ranks) -> int:
+    """The exit status, after the report."""
+    if options.vocab_size < ranks.count:
+        return _usage(f"--vocab-size {options.vocab_size} is less than the {ranks.count} devices")
+    try:
+        passed = _report(options, ranks)
+    except Exception:
+        # What cannot run at all has failed, too.
+        traceback.print_exc()
+        passed = False
+    ranks.say(f"[result] {'PASS' if passed else 'FAIL'}")
+    return 0 if passed else 1
+
+
+def _report(options: argparse.Namespace, ranks: Ranks) -> bool:
     problem = Problem(
         options.tokens,
         options.hidden_size,
@@ -232,29 +261,33 @@ def _check(options: argparse.Namespace, mesh: Mesh) -> int:
         implementation=options.implementation,
         reduction=options.reduction,
     )
-    _say_environment(problem, mesh, options.dtype)
+    _say_environment(problem, ranks, options.dtype)
     allowed = tolerance("tensor_parallel", problem.dtype, "forward")
     atol = allowed if options.atol is None else options.atol
     rtol = allowed if options.rtol is None else options.rtol
-    _say(f"[correctness] reference: {options.reference_mode}, atol {atol:g}, rtol {rtol:g}")
-    metrics = compare(problem, mesh, options.reference_mode, atol, rtol)
+    ranks.say(f"[correctness] reference: {options.reference_mode}, atol {atol:g}, rtol {rtol:g}")
+    metrics = ranks.compare(problem, options.reference_mode, atol, rtol)
     for m in metrics:
         verdict = "PASS" if m.passed else "FAIL"
-        _say(f"  {m.name:12s} max_abs {m.max_abs:.3e}  max_rel {m.max_rel:.3e}  {verdict}")
+        ranks.say(f"  {m.name:12s} max_abs {m.max_abs:.3e}  max_rel {m.max_rel:.3e}  {verdict}")
     passed = all(m.passed for m in metrics)
     if options.run_stress:
         sizes = (options.stress_tokens, options.stress_hidden_size, options.stress_vocab_size)
-        passed &= _stress(replace(problem, tokens=sizes[0], hidden_size=sizes[1], vocab_size=sizes[2]), mesh)
-    _say(f"[result] {'PASS' if passed else 'FAIL'}")
-    return 0 if passed else 1
+        problem = replace(problem, tokens=sizes[0], hidden_size=sizes[1], vocab_size=sizes[2])
+        finite, milliseconds, memory = ranks.stress(problem)
+        peak = "unknown on this device" if memory is None else f"{memory / 1e9:.2f} GB"
+        ranks.say(f"[stress] {problem.tokens} x {problem.hidden_size} x {problem.vocab_size}")
+        verdict = "PASS" if finite else "FAIL"
+        ranks.say(f"  finite outputs and gradients: {verdict}; {milliseconds:.1f} ms; peak memory {peak}")
+        passed &= finite
+    return passed
 
 
-def _say_environment(problem: Problem, mesh: Mesh, dtype: str) -> None:
-    device = mesh.devices.flat[0]
-    _say(f"[env] rlk_jax numerics {rlk_jax.numerics_version['linear_logp']}, jax {jax.__version__}")
-    _say(f"  {mesh.size} x {device.device_kind} in {jax.process_count()} process(es)")
-    width = problem.width(mesh.size)
-    _say(
+def _say_environment(problem: Problem, ranks: Ranks, dtype: str) -> None:
+    ranks.say(f"[env] rlk_jax numerics {rlk_jax.numerics_version['linear_logp']}, jax {jax.__version__}")
+    ranks.say(f"  {ranks.text}")
+    width = problem.width(ranks.count)
+    ranks.say(
         f"  {problem.tokens} tokens, hidden size {problem.hidden_size}, vocabulary {problem.vocab_size} in shards of "
         f"{width}, {dtype}, {'bias' if problem.bias else 'no bias'}, reduction {problem.reduction}, "
         f"implementation {problem.implementation or 'by dispatch'}"
@@ -332,7 +365,7 @@ def reference(problem: Problem, arrays: Arrays, mode: str) -> Results:
     return _results(logp, jax.tree.map(lambda x: jax.device_put(x, here), arrays))
 
 
-def compare(problem: Problem, mesh: Mesh, mode: str, atol: float, rtol: float) -> list[Metric]:
+def compare(mesh: Mesh, problem: Problem, mode: str, atol: float, rtol: float) -> list[Metric]:
     """A metric for each result, and whether all devices hold the same bits of what they share."""
     arrays = make(problem, mesh.size)
     actual, expected = tensor_parallel(problem, mesh, _spread(arrays, mesh)), reference(problem, arrays, mode)
@@ -344,14 +377,18 @@ def compare(problem: Problem, mesh: Mesh, mode: str, atol: float, rtol: float) -
     return [*metrics, Metric("same on all", 0.0, 0.0, is_same)]
 
 
+def differences(a: np.ndarray, e: np.ndarray, atol: float, rtol: float) -> tuple[np.ndarray, bool]:
+    """The largest absolute and relative difference of float64 numbers, and whether all are allowed."""
+    error = np.abs(a - e)
+    relative = error / np.maximum(np.abs(e), 1e-8)
+    return np.array([error.max(initial=0), relative.max(initial=0)]), np.allclose(a, e, atol=atol, rtol=rtol)
+
+
 def _metric(name: str, actual: jax.Array, expected: np.ndarray, atol: float, rtol: float) -> Metric:
     largest, passed = np.zeros(2), True
     for shard in actual.addressable_shards:
-        a, e = np.asarray(shard.data, np.float64), expected[shard.index]
-        error = np.abs(a - e)
-        relative = error / np.maximum(np.abs(e), 1e-8)
-        largest = np.maximum(largest, [error.max(initial=0), relative.max(initial=0)])
-        passed &= np.allclose(a, e, atol=atol, rtol=rtol)
+        found, fits = differences(np.asarray(shard.data, np.float64), expected[shard.index], atol, rtol)
+        largest, passed = np.maximum(largest, found), passed and fits
     if jax.process_count() > 1:
         largest = np.asarray(multihost_utils.process_allgather(largest)).max(axis=0)
     return Metric(name, float(largest[0]), float(largest[1]), _everywhere(passed))
@@ -369,7 +406,7 @@ def _same_bits(x: jax.Array) -> bool:
     return all(np.array_equal(data, first) for data in own)
 
 
-def _stress(problem: Problem, mesh: Mesh) -> bool:
+def _stress(mesh: Mesh, problem: Problem) -> tuple[bool, float, int | None]:
     """A large problem without a reference: finite values and gradients, time and memory."""
     arrays = _spread(make(problem, mesh.size), mesh)
     jax.block_until_ready(tensor_parallel(problem, mesh, arrays))
@@ -380,10 +417,7 @@ def _stress(problem: Problem, mesh: Mesh) -> bool:
         all(bool(jnp.isfinite(s.data).all()) for x in jax.tree.leaves(results) for s in x.addressable_shards)
     )
     memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    peak = "unknown on this device" if memory is None else f"{memory / 1e9:.2f} GB"
-    _say(f"[stress] {problem.tokens} x {problem.hidden_size} x {problem.vocab_size}")
-    _say(f"  finite outputs and gradients: {'PASS' if finite else 'FAIL'}; {1e3 * elapsed:.1f} ms; peak memory {peak}")
-    return finite
+    return finite, 1e3 * elapsed, memory
 
 
 if __name__ == "__main__":

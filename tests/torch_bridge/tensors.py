@@ -26,6 +26,11 @@ def assert_same_bits(tensors: Any, arrays: Any) -> None:
             np.testing.assert_array_equal(helpers.bits(array(tensor)), helpers.bits(expected))
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of two tensors."""
+    return a.dtype == b.dtype and np.array_equal(helpers.bits(array(a)), helpers.bits(array(b)))
+
+
 def assert_close(tensor: Tensor, gold: Tensor, op_class: str, kind: str) -> None:
     """Within the contract's tolerance for the tensor's dtype, or what dtype the problem was of."""
     dtype = JAX_DTYPES[tensor.dtype]

@@ -1,0 +1,40 @@
+"""What processes say of a call before any of them goes on: a text of each, one message for all."""
+
+from collections.abc import Callable, Sequence
+
+TEXT_BYTES = 1024
+"""Of what a process says; more is cut off."""
+
+
+def encoded(text: str) -> bytes:
+    """As many bytes for any text, for a collective."""
+    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+
+
+def decoded(data: bytes) -> str:
+    """The text in what `encoded` gave."""
+    return data.rstrip(b"\0").decode(errors="ignore")
+
+
+def agreed[T](check: Callable[[], tuple[T, str]], everyone: Callable[[str], Sequence[str]]) -> tuple[T, Sequence[str]]:
+    """What `check` found, and what each process said of it. `everyone` gives a process' text to all, in their order.
+
+    Raises in every process the ValueError of the first of them whose check failed, whatever its error was: others must
+    not wait for it.
+    """
+    try:
+        found, text = check()
+        failed = ""
+    except Exception as error:
+        failed = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    texts = everyone(f"!{failed}" if failed else text)
+    message = next((text[1:] for text in texts if text.startswith("!")), "")
+    if message:
+        raise ValueError(message)
+    return found, texts
+
+
+def require_same(texts: Sequence[str]) -> None:
+    """ValueError where the processes' descriptions of their calls differ."""
+    if len(set(texts)) > 1:
+        raise ValueError("the processes call linear_logp differently: " + " | ".join(sorted(set(texts))))

@@ -1,0 +1,162 @@
+"""One of several gloo processes: python -m tests.torch_bridge.rank PORT COUNT RANK. Any failed check is its exit code.
+
+An error that all must raise is printed as `name: message`; the parent compares what they print.
+"""
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_bridge
+from rlk_jax.vocab_parallel import shard_bounds
+from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
+from tests.torch_bridge.test_autograd import reference
+
+UNEVEN = [0, 3, 7, 12, 16]
+EVERYTHING = {"return_lse": True, "return_entropy": True}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cut(vocab: int, count: int) -> list[int]:
+    return [start for start, _ in shard_bounds(vocab, count)] + [vocab]
+
+
+def spread(problem: list[Any], bounds: list[int], rank: int, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Values and gradients of this rank's part of a problem, beside whole upstream gradients."""
+    hidden, weight, ids, bias = problem
+    start, end = bounds[rank], bounds[rank + 1]
+    own = [x.detach().clone().requires_grad_() for x in (hidden, weight[start:end], bias[start:end])]
+    group = options.pop("tp_group", dist.group.WORLD)
+    found = torch_bridge.linear_logp(
+        own[0], own[1], ids, own[2], tp_group=group, vocab_start_index=start, **EVERYTHING, **options
+    )
+    return found, torch.autograd.grad(found, own, [randn(*ids.shape, seed=i) for i in range(3)])
+
+
+def whole(problem: list[Any], **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    hidden, weight, ids, bias = problem
+    found = torch_bridge.linear_logp(hidden, weight, ids, bias, **EVERYTHING, **options)
+    return found, torch.autograd.grad(found, (hidden, weight, bias), [randn(*ids.shape, seed=i) for i in range(3)])
+
+
+def agrees_with_float64(rank: int, count: int) -> None:
+    for dtype in DTYPES:
+        problem = head((2, 5), dim=8, vocab=16, dtype=dtype)
+        problem[2][0, 1] = -100
+        double = [x.detach().double().requires_grad_() for x in (problem[0], problem[1], problem[3])]
+        gold = reference(double[0], double[1], problem[2], double[2], temperature=1.5, softcap=3.0, ignore=-100)
+        expected = torch.autograd.grad(gold, double, [randn(2, 5, seed=i).double() for i in range(3)])
+        start, end = UNEVEN[rank], UNEVEN[rank + 1]
+        found, gradients = spread(problem, UNEVEN, rank, temperature=1.5, logit_softcap=3.0, ignore_index=-100)
+        for x, y in zip(found, gold, strict=True):
+            assert_close(x, y, "linear_logp", "forward")
+        parts = (expected[0], expected[1][start:end], expected[2][start:end])
+        for x, y in zip(gradients, parts, strict=True):
+            assert x.dtype == dtype
+            assert_close(x, y, "linear_logp", "gradient")
+        everyone = [torch.empty_like(found.logp) for _ in range(count)]
+        dist.all_gather(everyone, found.logp.contiguous())
+        assert all(same_bits(x, found.logp) for x in everyone)
+
+
+def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
+    """On the edges of groups, by 4 and by 2 ranks, in any order, and where the last shard is padding."""
+    problem = head((33,), dim=24, vocab=1000)
+    one, (_, d_weight, d_bias) = whole(problem, implementation="deterministic")
+
+    def check(bounds: list[int], place: int, **options: Any) -> None:
+        found, gradients = spread(problem, bounds, place, implementation="deterministic", **options)
+        assert all(map(same_bits, found, one))
+        assert same_bits(gradients[1], d_weight[bounds[place] : bounds[place + 1]])
+        assert same_bits(gradients[2], d_bias[bounds[place] : bounds[place + 1]])
+
+    check(cut(1000, 4), rank)
+    check(cut(1000, 4), count - 1 - rank)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    check(cut(1000, 2), rank % 2, tp_group=pairs[rank // 2])
+
+    padded = [torch.cat([x.detach(), x.detach()[:536] * torch.nan]) for x in (problem[1], problem[3])]
+    hidden, weight, ids, bias = problem[0], padded[0], problem[2], padded[1]
+    bounds = [0, 512, 1000, 1024, 1536]
+    start, end = bounds[rank], bounds[rank + 1]
+    options = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 1000}
+    found = torch_bridge.linear_logp(hidden.detach(), weight[start:end], ids, bias[start:end], **options)
+    assert torch.isfinite(found).all()
+
+
+def sums_what_it_is_asked_to(rank: int, count: int) -> None:
+    """dH of each rank's own, or the sum of all; frozen operands; no token at all."""
+    problem = head((6,), dim=8, vocab=1000)
+    bounds = cut(1000, count)
+    _, summed = spread(problem, bounds, rank)
+    _, own = spread(problem, bounds, rank, reduce_hidden_grad=False)
+    assert not torch.equal(own[0], summed[0])
+    dist.all_reduce(own[0])
+    assert_close(own[0], summed[0].double(), "linear_logp", "gradient")
+    hidden, weight, ids, bias = (x.detach() for x in problem)
+    here = slice(bounds[rank], bounds[rank + 1])
+    options = {"tp_group": dist.group.WORLD, "vocab_start_index": bounds[rank]}
+    frozen = weight[here].clone().requires_grad_()
+    torch_bridge.linear_logp(hidden, frozen, ids, bias[here], **options).sum().backward()
+    assert same_bits(frozen.grad, spread_of_logp(problem, bounds, rank))
+    nothing = hidden[:0].requires_grad_()
+    torch_bridge.linear_logp(nothing, weight[here], ids[:0], bias[here], **options).sum().backward()
+    assert nothing.grad.shape == (0, 8)
+
+
+def spread_of_logp(problem: list[Any], bounds: list[int], rank: int) -> torch.Tensor:
+    hidden, weight, ids, bias = (x.detach() for x in problem)
+    here = slice(bounds[rank], bounds[rank + 1])
+    own = weight[here].clone().requires_grad_()
+    found = torch_bridge.linear_logp(
+        hidden.requires_grad_(), own, ids, bias[here], tp_group=dist.group.WORLD, vocab_start_index=bounds[rank]
+    )
+    return torch.autograd.grad(found.sum(), own)[0]
+
+
+def mistakes(rank: int) -> None:
+    """Of rank 1 alone: all raise, with one message."""
+    hidden, weight, ids, bias = (x.detach() for x in head((5,), dim=8, vocab=16))
+    start, end = UNEVEN[rank], UNEVEN[rank + 1]
+    good = {"hidden": hidden, "lm_head_weight": weight[start:end], "target_ids": ids, "bias": bias[start:end]}
+    good |= {"vocab_start_index": start, "validate": True}
+    bad_ids = ids.clone()
+    bad_ids[2] = 16
+    wrong: dict[str, dict[str, Any]] = {
+        "bad target": {"target_ids": bad_ids},
+        "wrong bias": {"bias": bias[:2]},
+        "empty shard": {"lm_head_weight": weight[:0], "bias": bias[:0]},
+        "gap": {"vocab_start_index": start + 1},
+        "other vocabulary": {"global_vocab_size": 15},
+        "other tokens": {"target_ids": ids[:3], "hidden": hidden[:3]},
+        "other options": {"temperature": 2.0},
+        "other validate": {"validate": False},
+        "no tensor": {"hidden": hidden.numpy()},
+        "other implementation": {"implementation": "deterministic"},
+        "unknown implementation": {"implementation": "fast"},
+    }
+    for name, changes in wrong.items():
+        try:
+            torch_bridge.linear_logp(**{**good, **(changes if rank == 1 else {})}, tp_group=dist.group.WORLD)
+        except ValueError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            raise AssertionError(f"{name} raised nothing")
+    assert torch.isfinite(torch_bridge.linear_logp(**good, tp_group=dist.group.WORLD)).all()
+
+
+def main(port: int, count: int, rank: int) -> None:
+    limit = timedelta(seconds=50)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
+    mistakes(rank)
+    agrees_with_float64(rank, count)
+    keeps_the_bits_of_one_rank(rank, count)
+    sums_what_it_is_asked_to(rank, count)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""A head between gloo processes: the values of one, its bits on the edges of groups, one message for one's mistake."""
+
+import subprocess
+import sys
+
+import pytest
+
+import torch_bridge
+from rlk_jax._cut import Cut
+from rlk_jax._processes import free_port, run_together
+from rlk_jax._tree import Tree
+from rlk_jax.cli import main
+from tests.torch_bridge.tensors import head
+
+COUNT = 4
+LIMIT_S = 300
+MESSAGES = {
+    "bad target": "target_ids out of range: expected [0, 15]",
+    "wrong bias": "bias must have V=4 elements, got shape (2,)",
+    "empty shard": "lm_head_weight must contain at least one vocab row",
+    "gap": "TP vocab shards must form a contiguous [0, 16) partition; got ranges=[(0, 3), (4, 8), (7, 12), (12, 16)]",
+    "other vocabulary": "global_vocab_size must match the TP vocab partition size: got 15, 16, covered 16",
+    "other tokens": "the processes call linear_logp differently",
+    "other options": "the processes call linear_logp differently",
+    "other validate": "the processes call linear_logp differently",
+    "no tensor": "hidden must be a torch.Tensor, got numpy.ndarray",
+    "other implementation": "the processes call linear_logp differently",
+    "unknown implementation": "implementation must be one of",
+}
+
+
+def test_four_processes():
+    port = free_port()
+    commands = [["-m", "tests.torch_bridge.rank", str(port), str(COUNT), str(rank)] for rank in range(COUNT)]
+    finished = run_together(commands, timeout_s=LIMIT_S)
+    for process in finished:
+        assert process.code == 0, process.stderr[-3000:]
+    said = finished[0].stdout.splitlines()
+    for name, message in MESSAGES.items():
+        assert any(line.startswith(f"{name}: {message}") for line in said), (name, said)
+    assert all(process.stdout.splitlines() == said for process in finished)
+
+
+def test_a_start_needs_a_group():
+    hidden, weight, ids, bias = head((3,))
+    with pytest.raises(ValueError, match=r"vocab_start_index requires a tensor-parallel group\."):
+        torch_bridge.linear_logp(hidden, weight, ids, bias, vocab_start_index=8)
+
+
+def test_a_group_needs_torch_distributed():
+    hidden, weight, ids, bias = head((3,))
+    with pytest.raises(RuntimeError, match="requires an initialized process group"):
+        torch_bridge.linear_logp(hidden, weight, ids, bias, tp_group=object())
+
+
+@pytest.mark.parametrize(
+    ("ranges", "trees"),
+    [
+        (((0, 128), (128, 500)), [Tree(2, 64), Tree(6, 64)]),
+        (((256, 512), (0, 256)), [Tree(4, 64), Tree(4, 64)]),
+        (((0, 250), (250, 500)), None),
+        (((0, 512), (512, 1024)), None),
+    ],
+)
+def test_whole_groups_keep_the_tree(ranges, trees):
+    found = Cut(ranges, 500)
+    assert found.on_group_edges == (trees is not None)
+    if trees is not None:
+        assert [found.tree(rank) for rank in range(2)] == trees
+
+
+def torchrun(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "rlk_jax.cli", "check-tp", "--bridge", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_check_tp_under_torchrun():
+    small = ("--tokens", "16", "--hidden-size", "16", "--vocab-size", "100", "--uneven-shards", "--no-bias")
+    stress = ("--run-stress", "--stress-tokens", "8", "--stress-hidden-size", "8", "--stress-vocab-size", "64")
+    found = torchrun(*small, *stress)
+    assert found.returncode == 0, found.stderr[-3000:]
+    sections = [line.split()[0] for line in found.stdout.splitlines() if line.startswith("[")]
+    assert sections == ["[env]", "[correctness]", "[stress]", "[result]"] and "[result] PASS" in found.stdout
+    assert torchrun(*small, "--atol", "0", "--rtol", "0").returncode == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--processes", "2"), ("--reduction", "canonical")])
+def test_check_tp_needs_torchrun(options, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["check-tp", "--bridge", *options]) == 2
+    assert "--bridge" in capsys.readouterr().err

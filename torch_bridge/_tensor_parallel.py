@@ -1,0 +1,289 @@
+"""linear_logp on a head whose vocabulary is cut between the ranks of a process group.
+
+What a rank has to say of a call it tells all others before any of them goes on, over the host: so that one rank's
+mistake is everyone's error, and nobody waits for a rank that has raised. Then each computes its partial softmax, one
+collective gathers these, and each merges all of them; the backward sums dH over the ranks in float32.
+"""
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlk_jax import _agreement, dispatch, validation
+from rlk_jax._cut import Cut, State, Steps
+from rlk_jax._problem import LinearLogp, Needs
+from rlk_jax.linear_logp import check as check_call
+from torch_bridge import _calls, _exchange, _inputs, _programs
+from torch_bridge._calls import Frame
+
+
+class Tensors(NamedTuple):
+    """A call's tensors; weight and bias are this rank's."""
+
+    hidden: Tensor
+    lm_head_weight: Tensor
+    bias: Tensor | None
+    target_ids: Tensor
+    temperature: Tensor | float
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where this process stands in the group."""
+
+    group: Any
+    start: int
+    """Its first column."""
+    vocab_size: int | None
+    """global_vocab_size, as it was given here."""
+    reduce_hidden_grad: bool
+
+
+def is_cut(tp_group: Any, vocab_start_index: int) -> bool:
+    """Whether there are other ranks; raises where that is not for this process to ask."""
+    if tp_group is not None:
+        if not dist.is_available():
+            raise RuntimeError("tensor-parallel linear_logp requires torch.distributed.")
+        if not dist.is_initialized():
+            raise RuntimeError("tensor-parallel linear_logp requires an initialized process group.")
+        if dist.get_rank(tp_group) < 0:
+            raise ValueError("this process is not in tp_group.")
+        if dist.get_world_size(tp_group) > 1:
+            return True
+    if vocab_start_index != 0:
+        raise ValueError("vocab_start_index requires a tensor-parallel group.")
+    return False
+
+
+@functools.cache
+def _host_group(group: Any) -> Any:
+    """The group itself where it can carry a host's memory, or one of the same processes that can."""
+    if "gloo" in dist.get_backend(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def _everyone(group: Any, text: str) -> list[str]:
+    """What each rank says, in their order."""
+    own = torch.frombuffer(bytearray(_agreement.encoded(text)), dtype=torch.uint8)
+    texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(texts, own, group=_host_group(group))
+    return [_agreement.decoded(bytes(x.tolist())) for x in texts]
+
+
+def linear_logp(
+    tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """logp, and lse and entropy where they are asked for; `options` are those of `rlk_jax.linear_logp`."""
+    cut = _cut(tensors, rank, options, validate)
+    hidden, weight, bias = _inputs.autocast(*tensors[:3])
+    tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
+    frame, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
+    steps = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
+    call = _Call(steps, frame, rank, options["ignore_index"], Needs(*needs))
+    return _TensorParallel.apply(hidden, weight, bias, call, tensors)
+
+
+def _cut(tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None) -> Cut:
+    """How the ranks cut the vocabulary, once all of them have passed the checks that each can make alone."""
+
+    def check() -> tuple[None, str]:
+        named = {**tensors._asdict(), "temperature": None}
+        number = tensors.temperature
+        if isinstance(number, Tensor):
+            named["temperature"], number = number, 1.0
+        _inputs.check_tensors(**named)
+        _inputs.check_constants("linear_logp", temperature=named["temperature"])
+        own = {**options, "ignore_index": None, "temperature": number, "validate": validate}
+        _inputs.check_static("linear_logp", named, **own)
+        columns = tensors.lm_head_weight.shape[0 if options["weight_layout"] == "vd" else 1]
+        facts = {"range": (rank.start, rank.start + columns), "vocab_size": rank.vocab_size}
+        return None, json.dumps({**facts, "call": _text(tensors, rank, {**options, "validate": validate})})
+
+    _, texts = _agreement.agreed(check, functools.partial(_everyone, rank.group))
+    facts = [json.loads(text) for text in texts]
+    _agreement.require_same([x["call"] for x in facts])
+    ranges = [tuple(x["range"]) for x in facts]
+    return validation.cut(ranges, [x["vocab_size"] for x in facts], options["ignore_index"])
+
+
+def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:
+    """What must be the same on every rank."""
+
+    def of(x: Any) -> str:
+        return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+    hidden, _, bias, ids, temperature = tensors
+    needed = hidden.requires_grad and torch.is_grad_enabled()
+    given = {"hidden": of(hidden), "bias": bias is not None, "target_ids": of(ids), "temperature": of(temperature)}
+    given |= {"hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
+    return ", ".join(f"{name}={text}" for name, text in {**given, **options}.items())
+
+
+def _steps(
+    cut: Cut,
+    tensors: Tensors,
+    rank: Rank,
+    options: dict[str, Any],
+    frame: Frame,
+    validate: bool | None,
+    *,
+    keeps: bool,
+) -> Steps:
+    """This rank's steps by the implementation that all of them run, once all have checked their values."""
+    ignored = _calls.ignored(options["ignore_index"])
+    facts = tuple({**options, "ignore_index": ignored}.items())
+    operands = (("hidden", tensors.hidden), ("lm_head_weight", tensors.lm_head_weight), ("bias", tensors.bias))
+    specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in operands)
+    specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
+
+    def check() -> tuple[Steps, str]:
+        steps, name = _chosen(cut, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, facts)
+        if _inputs.must_check(validate, tensors.hidden):
+            ids, scale = _tokens(frame, tensors, options["ignore_index"])
+            _calls.check_tokens(ids, scale, validation.counted(ids, ignored), cut.vocab_size, "target_ids")
+        return steps, name
+
+    steps, names = _agreement.agreed(check, functools.partial(_everyone, rank.group))
+    _agreement.require_same([f"implementation={name}" for name in names])
+    return steps
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(
+    cut: Cut, rank: int, device: torch.device, specs: Any, keeps: bool, options: _programs.Options
+) -> tuple[Steps, str]:
+    """The rank's steps, and the name of the implementation."""
+    given = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
+    with jax.default_device(_exchange.jax_device(device)):
+        (inputs, static, _), implementation = check_call(**given, **dict(options))
+        here = cut.options_of(replace(static, keeps=keeps), rank)
+        operands = (inputs.hidden, inputs.lm_head_weight, inputs.bias)
+        chosen = dispatch.choose(dispatch.problem_of("linear_logp", operands, here), implementation)
+    if chosen.promises_bits:
+        dispatch.check_edges(cut)
+    return Steps(chosen.functions.on_device, here, cut, rank), chosen.name
+
+
+def _tokens(frame: Frame, tensors: Tensors, ignore_index: int | None) -> tuple[jax.Array, jax.Array]:
+    """Ids and temperatures of the program's rows."""
+    x = tensors.temperature
+    per_token, number = (x, 1.0) if isinstance(x, Tensor) else (None, x)
+    ids = frame.ids(tensors.target_ids, ignore_index)
+    return ids, frame.temperature(per_token, number, tensors.hidden.device)
+
+
+def _partials(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, *, steps: Steps, ignored: int) -> Any:
+    """This rank's groups, packed with which targets it holds, and its state."""
+    counted = validation.counted(ids, ignored)
+    tokens = validation.tokens(
+        ids, temperature, counted, vocab_size=steps.cut.vocab_size, validate=False, name="target_ids"
+    )
+    groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
+    stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
+    most = max(steps.cut.tree(rank).groups for rank in range(len(steps.cut.ranges)))
+    padded = jnp.pad(stacked, ((0, most - stacked.shape[0]), (0, 0), (0, 0)))
+    return jnp.concatenate([padded.reshape(-1), is_here.astype(jnp.float32)]), groups, state
+
+
+def _merge(packed: Any, groups: Any, state: State, *, steps: Steps) -> tuple[LinearLogp, State]:
+    """The values of what all ranks have packed `[ranks, ·]`; `groups` are this rank's, for their form."""
+    leaves, structure = jax.tree.flatten(groups)
+    size = packed.shape[1] - state.tokens.active.shape[0]
+    by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), leaves[0].shape[1])
+    in_order = [by_rank[rank, : steps.cut.tree(rank).groups] for rank in steps.cut.order]
+    whole = jnp.concatenate(in_order)
+    merged = jax.tree.unflatten(structure, [whole[:, i] for i in range(len(leaves))])
+    return steps.merge(merged, packed[:, size:].sum(axis=0), state)
+
+
+def _gradients(
+    hidden: Any, weight: Any, bias: Any, upstream: tuple[Any, ...], state: State, *, steps: Steps, needs: Needs
+) -> Any:
+    logp, lse, entropy = upstream
+    given = LinearLogp(jnp.zeros_like(state.tokens.temperature) if logp is None else logp, lse, entropy)
+    return steps.gradients(needs, steps.operands(hidden, weight, bias), state, given)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call's forward and backward share besides tensors and arrays."""
+
+    steps: Steps
+    frame: Frame
+    rank: Rank
+    ignore_index: int | None
+    needs: Needs
+
+    def operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[jax.Array | None, ...]:
+        own = None if bias is None else _exchange.parameter_to_jax(bias)
+        return self.frame.rows(hidden, columns=1), _exchange.parameter_to_jax(weight), own
+
+    def gathered(self, packed: jax.Array) -> jax.Array:
+        """`[ranks, ·]` of what each rank has packed."""
+        own = _exchange.to_torch(packed)
+        count = len(self.steps.cut.ranges)
+        everyone = own.new_empty(count * own.shape[0])
+        dist.all_gather_into_tensor(everyone, own, group=self.rank.group)
+        return _exchange.to_jax(everyone.reshape(count, -1))
+
+    def summed(self, parts: jax.Array, like: Tensor) -> Tensor:
+        """dH of this rank's float32 part `[1, N, D]`, of all ranks unless the caller sums it."""
+        # A tensor of torch's own, for a collective to write into.
+        whole = self.frame.real(parts[0], like.shape).clone()
+        if self.rank.reduce_hidden_grad:
+            dist.all_reduce(whole, group=self.rank.group)
+        return whole.to(like.dtype)
+
+
+class _TensorParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, tokens: Tensors
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.state = call, None
+        ctx.save_for_backward(hidden, weight, bias)
+        lead, asked = tokens.target_ids.shape, call.steps.options
+        wanted = (True, asked.return_lse, asked.return_entropy)
+        if call.frame.is_empty:
+            return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
+        ids, temperature = _tokens(call.frame, tokens, call.ignore_index)
+        static = {"steps": call.steps}
+        own = (*call.operands(hidden, weight, bias), ids, temperature)
+        packed, groups, state = _programs.run(
+            "forward", _partials, own, ignored=_calls.ignored(call.ignore_index), **static
+        )
+        values, ctx.state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
+        return tuple(None if x is None else call.frame.real(x, lead) for x in values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, tensors = ctx.call, ctx.saved_tensors
+        if all(g is None for g in upstream):
+            return (None,) * 5
+        if ctx.state is None:
+            zeros = [None if x is None else torch.zeros_like(x) for x in tensors]
+            return *(x if needed else None for x, needed in zip(zeros, ctx.needs_input_grad, strict=False)), None, None
+        hidden, weight, bias = tensors
+        given = tuple(None if g is None else call.frame.rows(g, 0.0) for g in upstream)
+        static = {"steps": call.steps, "needs": call.needs}
+        own = (*call.operands(hidden, weight, bias), given, ctx.state)
+        d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
+        return (
+            None if d_hidden is None else call.summed(d_hidden, hidden),
+            None if d_weight is None else _exchange.to_torch(d_weight),
+            None if d_bias is None else _exchange.to_torch(d_bias),
+            None,
+            None,
+        )
