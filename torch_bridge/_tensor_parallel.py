@@ -80,6 +80,7 @@ def _everyone(group: Any, text: str) -> list[str]:
     return [_agreement.decoded(bytes(x.tolist())) for x in texts]
 
 
+@torch.compiler.disable
 def linear_logp(
     tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
