@@ -97,8 +97,8 @@ def linear_logp(
     if _tensor_parallel.is_cut(tp_group, vocab_start_index):
         rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
         given = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
-        found = _tensor_parallel.linear_logp(given, rank, options, validate)
-        return values(*found, return_lse, return_entropy)
+        logp, lse, entropy = _tensor_parallel.linear_logp(given, rank, options, validate)
+        return values(logp, lse, entropy, return_lse, return_entropy)
     per_token, number = _inputs.temperature(temperature)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     tensors |= {"temperature": per_token}
