@@ -1,0 +1,57 @@
+"""One of two processes under FSDP2: python -m tests.torch_bridge.clients.fsdp2_rank PORT RANK (test_fsdp2.py)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import torch_bridge
+from tests.torch_bridge.clients.policy import IGNORED, POLICIES, batch, largest, main
+
+
+class Trained:
+    """A policy after one step."""
+
+    def __init__(self, policy: Any, rank: int) -> None:
+        before = [x.detach().clone() for x in policy.parameters()]
+        for module in (*policy.units(), policy):
+            fully_shard(module, reshard_after_forward=True)
+        self.shard, gathered = policy.lm_head.weight, []
+        policy.owner().register_forward_pre_hook(lambda *_: gathered.append(policy.lm_head.weight))
+        ids, target_ids = batch(rank)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+        logp, entropy = policy(ids, target_ids)
+        self.bytes_left = gathered[0].untyped_storage().size()
+        self.masked = largest(x[target_ids == IGNORED] for x in (logp, entropy))
+        (-logp.sum() - entropy.sum()).backward()
+        optimizer.step()
+        self.parameters = [x.full_tensor().detach() for x in policy.parameters()]
+        self.moved = largest(a - b for a, b in zip(self.parameters, before, strict=True))
+
+
+def refused(weight: Tensor) -> str:
+    """What the bridge says to a head that is not gathered."""
+    try:
+        torch_bridge.linear_logp(torch.zeros(1, weight.shape[1]), weight, torch.tensor([0]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def task(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, policy in POLICIES.items():
+        stock, bridged = (Trained(policy(x), rank) for x in (False, True))
+        found[name] = {
+            "error": largest(a - b for a, b in zip(stock.parameters, bridged.parameters, strict=True)),
+            "moved": bridged.moved,
+            "masked": bridged.masked,
+            "bytes_left": bridged.bytes_left,
+            "refused": refused(bridged.shard),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    main(task)

@@ -1,0 +1,103 @@
+"""Two small policies, with a head of torch's or of the bridge's, and what their trainers on two processes share."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.trainer.utils import add_fused_lm_head
+
+import torch_bridge
+from rlk_jax._processes import free_port, run_together
+from tests import tiny_trl
+from torch_bridge import FusedLMHead
+
+VOCAB, DIM, ROWS, TOKENS = 300, 24, 4, 9
+TEMPERATURE, IGNORED = 0.7, -100
+COUNT, LIMIT_S = 2, 120
+
+
+class Policy(nn.Module):
+    """Logp and entropy of target ids, 0 where these are ignored; `units` are what a trainer shards each by itself, and
+    `owner` is the module with which the head is gathered.
+    """
+
+    def __init__(self, bridged: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.body = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+        self.lm_head: Any = nn.Linear(DIM, VOCAB)
+        if bridged:
+            self.lm_head = FusedLMHead.of(self.lm_head)
+        self.units = lambda: [self.body, self.lm_head]
+        self.owner = lambda: self.lm_head
+
+    def forward(self, ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(self.embedding(ids))
+        if isinstance(self.lm_head, FusedLMHead):
+            options = {"temperature": TEMPERATURE, "ignore_index": IGNORED, "return_entropy": True}
+            found = self.lm_head(hidden, target_ids, **options)
+            return found.logp, found.entropy
+        masked = target_ids == IGNORED
+        logp = torch.log_softmax(self.lm_head(hidden) / TEMPERATURE, dim=-1)
+        of_targets = logp.gather(-1, target_ids.clamp(min=0)[..., None])[..., 0]
+        return of_targets.masked_fill(masked, 0), -(logp.exp() * logp).sum(-1).masked_fill(masked, 0)
+
+
+class TrlPolicy(nn.Module):
+    """The same of a model as TRL's trainers make it, whose own lm_head is read, but not called."""
+
+    def __init__(self, bridged: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        (torch_bridge.install if bridged else torch_bridge.uninstall)("trl")
+        self.model = tiny_trl.model(VOCAB)
+        self.lm_head = self.model.lm_head
+        add_fused_lm_head(self.model, TEMPERATURE, outputs=("log_probs", "entropy"))
+        self.units = lambda: list(self.model.model.layers)
+        self.owner = lambda: self
+
+    def forward(self, ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.model(input_ids=ids, shift_labels=target_ids, fused_lm_head=True)
+        return found.log_probs, found.entropy
+
+
+POLICIES: dict[str, Callable[[bool], nn.Module]] = {"FusedLMHead": Policy, "TRL": TrlPolicy}
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    """Ids and targets of a rank, some of which are ignored: another number on each."""
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator)
+    target_ids = ids.roll(-1, dims=1)
+    target_ids[:, TOKENS - 1 - rank :] = IGNORED
+    return ids, target_ids
+
+
+def largest(tensors: Any) -> float:
+    return max(float(x.abs().max()) for x in tensors)
+
+
+def on_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """What the task of a module's `main` returned on each of its processes."""
+    port = str(free_port())
+    finished = run_together([["-m", module, port, str(i), *arguments] for i in range(COUNT)], timeout_s=LIMIT_S)
+    for process in finished:
+        assert process.code == 0, process.stderr[-3000:]
+    return [json.loads(process.stdout.splitlines()[-1]) for process in finished]
+
+
+def main(task: Callable[..., dict[str, Any]]) -> None:
+    """One process of gloo's, with `module PORT RANK ARGUMENTS` as its command line; prints what the task returns."""
+    port, rank, *arguments = sys.argv[1:]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {**address, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(COUNT)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    found = task(int(rank), *arguments)
+    torch.distributed.destroy_process_group()
+    print(json.dumps(found))

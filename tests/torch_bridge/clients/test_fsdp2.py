@@ -1,0 +1,29 @@
+"""FSDP2 on two processes, with the bridge and without: it frees the head after its forward and gathers it again."""
+
+import pytest
+
+from tests import helpers
+
+torch = pytest.importorskip("torch", reason="the extra `clients` is not installed")
+pytest.importorskip("trl", reason="the extra `clients` is not installed")
+
+from tests.torch_bridge.clients.policy import POLICIES, on_processes  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_processes("tests.torch_bridge.clients.fsdp2_rank")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parameters_after_a_step(ranks, policy):
+    for found in ranks:
+        assert found[policy]["bytes_left"] == 0
+        assert found[policy]["masked"] == 0
+        assert found[policy]["moved"] > 1
+        helpers.assert_error(found[policy]["error"], "sharded_training", "float32", "forward")
+
+
+def test_a_sharded_head_is_refused(ranks):
+    message = "lm_head_weight is a DTensor: pass its full_tensor(), or call this where its module is gathered."
+    assert [found["FusedLMHead"]["refused"] for found in ranks] == [message] * len(ranks)
