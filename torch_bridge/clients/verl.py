@@ -21,17 +21,21 @@ def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[...
         reduction: str = "none",
         tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logp and entropy `[N]` of hidden `[*lead, D]`, weight `[V, D]` and labels `[*lead]` with N tokens."""
+        """logp and entropy `[N]` of hidden `[*lead, D]`, weight `[V, D]` and labels `[*lead]` with N tokens.
+
+        Of tp_group each rank holds as many rows of the weight, in the order of ranks, as Megatron's do.
+        """
         if reduction != "none":
             raise ValueError(f"reduction must be 'none', the one that verl asks for, got {reduction!r}.")
-        if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
-            raise ValueError("install('verl') has no tensor parallelism yet: tp_group must be None or of one process.")
+        start = 0 if tp_group is None else torch.distributed.get_rank(tp_group) * weight.shape[0]
         found: Any = linear_logp(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             labels.reshape(-1),
             temperature=temperature,
             return_entropy=True,
+            tp_group=tp_group,
+            vocab_start_index=start,
             **options,
         )
         return found.logp, found.entropy

@@ -16,9 +16,11 @@ from verl.utils.experimental.torch_functional import FusedLinearForPPO  # noqa: 
 from verl.utils.kernel import linear_cross_entropy as entry  # noqa: E402
 
 import torch_bridge  # noqa: E402
+from rlk_jax._processes import free_port, run_together  # noqa: E402
 from tests import helpers  # noqa: E402
 
 VOCAB, TEMPERATURE = 300, 0.7
+LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -76,24 +78,18 @@ def test_a_bfloat16_call():
         assert_close(actual.grad, gold.grad, "gradient")
 
 
-def test_a_group_of_one(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    given = (torch.randn(3, 8), torch.randn(5, 8), torch.tensor([0, 1, 4]), 1.0, "none")
-    alone, in_group = (entry.linear_cross_entropy(*given, group) for group in (None, object()))
-    assert all(map(torch.equal, alone, in_group))
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_head_between_ranks(count):
+    port = free_port()
+    ranks = (["-m", "tests.torch_bridge.clients.verl_rank", str(port), str(count), str(i)] for i in range(count))
+    for process in run_together(list(ranks), timeout_s=LIMIT_S):
+        assert process.code == 0, process.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "processes", "message"),
-    [
-        ("mean", 1, "reduction must be 'none', the one that verl asks for, got 'mean'."),
-        ("none", 2, "install('verl') has no tensor parallelism yet: tp_group must be None or of one process."),
-    ],
-)
-def test_what_cannot_be_supplied_raises(monkeypatch, reduction, processes, message):
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: processes)
+def test_what_cannot_be_supplied_raises():
+    message = "reduction must be 'none', the one that verl asks for, got 'mean'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        entry.linear_cross_entropy(torch.randn(3, 8), torch.randn(5, 8), torch.arange(3), 1.0, reduction, object())
+        entry.linear_cross_entropy(torch.randn(3, 8), torch.randn(5, 8), torch.arange(3), 1.0, "mean", None)
 
 
 def test_uninstalled_it_is_verl_s_again():
