@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint ops bridge parallel mosaic triton docs grpo learning clients verl newest
+LEGS := lint ops bridge parallel mosaic triton docs grpo learning clients verl deepspeed newest
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_linear_logp_bits.py test_dispatch.py test_cli.py mosaic)
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
@@ -62,6 +62,9 @@ test-clients: .venv/ready
 test-verl: .venv-verl/ready
 	$(call leg,JAX_PLATFORMS=cpu .venv-verl/bin/python $(PYTEST) tests/torch_bridge/clients/test_verl.py -n 0)
 
+test-deepspeed: .venv-deepspeed/ready
+	$(call leg,DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu .venv-deepspeed/bin/python $(PYTEST) tests/torch_bridge/clients/test_deepspeed.py -n 0)
+
 # What a newer jax could break first: transformations, bits, kernels in the interpreter; of the 16-bit dtypes one. The
 # rest repeats test-ops.
 test-newest: .venv-newest/ready
@@ -95,6 +98,14 @@ $(UV):
 	$(UV) pip install --quiet --python .venv-verl/bin/python --constraint constraints.txt --editable '.[test,torch]' \
 	"transformers>=5.5.3,!=5.6.0,<5.11" "tensordict>=0.8,!=0.9.0,<=0.10.0" ray hydra-core
 	$(UV) pip install --quiet --python .venv-verl/bin/python --no-deps "verl==0.9.*"
+	@touch $@
+
+# Built where torch is: its setup asks for it. No kernel of DeepSpeed's own is needed, nor a GPU.
+.venv-deepspeed/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-deepspeed
+	$(UV) pip install --quiet --python .venv-deepspeed/bin/python --constraint constraints.txt --editable '.[test,clients]' setuptools
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(UV) pip install --quiet --python .venv-deepspeed/bin/python --no-build-isolation-package deepspeed \
+	"deepspeed==0.19.*"
 	@touch $@
 
 .sm90/ready: .venv/ready

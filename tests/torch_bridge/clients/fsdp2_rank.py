@@ -7,24 +7,24 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import torch_bridge
-from tests.torch_bridge.clients.policy import IGNORED, POLICIES, batch, largest, main
+from tests.torch_bridge.clients.policy import LEARNING_RATE, POLICIES, largest, loss_of, main, rollout
 
 
 class Trained:
     """A policy after one step."""
 
     def __init__(self, policy: Any, rank: int) -> None:
+        batch = rollout(policy, rank)
         before = [x.detach().clone() for x in policy.parameters()]
         for module in (*policy.units(), policy):
             fully_shard(module, reshard_after_forward=True)
         self.shard, gathered = policy.lm_head.weight, []
         policy.owner().register_forward_pre_hook(lambda *_: gathered.append(policy.lm_head.weight))
-        ids, target_ids = batch(rank)
-        optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-        logp, entropy = policy(ids, target_ids)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
+        logp, entropy = policy(batch.ids, batch.target_ids)
         self.bytes_left = gathered[0].untyped_storage().size()
-        self.masked = largest(x[target_ids == IGNORED] for x in (logp, entropy))
-        (-logp.sum() - entropy.sum()).backward()
+        self.masked = largest(x[~batch.active] for x in (logp, entropy))
+        loss_of(logp, entropy, batch).backward()
         optimizer.step()
         self.parameters = [x.full_tensor().detach() for x in policy.parameters()]
         self.moved = largest(a - b for a, b in zip(self.parameters, before, strict=True))

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from rlk_jax._processes import free_port, run_together
 from tests import tiny_trl
 from torch_bridge import FusedLMHead
 
-VOCAB, DIM, ROWS, TOKENS = 300, 24, 4, 9
+VOCAB, DIM, ROWS, PROMPT, COMPLETION = 300, 24, 4, 3, 6
 TEMPERATURE, IGNORED = 0.7, -100
-COUNT, LIMIT_S = 2, 120
+COUNT, LIMIT_S = 2, 300
+LEARNING_RATE = 10.0
 
 
 class Policy(nn.Module):
@@ -35,6 +36,9 @@ class Policy(nn.Module):
             self.lm_head = FusedLMHead.of(self.lm_head)
         self.units = lambda: [self.body, self.lm_head]
         self.owner = lambda: self.lm_head
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(self.embedding(ids)), self.lm_head.weight, self.lm_head.bias)
 
     def forward(self, ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.body(self.embedding(ids))
@@ -61,6 +65,9 @@ class TrlPolicy(nn.Module):
         self.units = lambda: list(self.model.model.layers)
         self.owner = lambda: self
 
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).logits
+
     def forward(self, ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
         found = self.model(input_ids=ids, shift_labels=target_ids, fused_lm_head=True)
         return found.log_probs, found.entropy
@@ -69,13 +76,43 @@ class TrlPolicy(nn.Module):
 POLICIES: dict[str, Callable[[bool], nn.Module]] = {"FusedLMHead": Policy, "TRL": TrlPolicy}
 
 
-def batch(rank: int) -> tuple[Tensor, Tensor]:
-    """Ids and targets of a rank, some of which are ignored: another number on each."""
+class Rollout(NamedTuple):
+    """Sampled sequences, the target of each of their tokens or `IGNORED`, and these targets' log-probs when sampled."""
+
+    ids: Tensor
+    target_ids: Tensor
+    old_logp: Tensor
+    advantages: Tensor
+
+    @property
+    def active(self) -> Tensor:
+        return self.target_ids != IGNORED
+
+
+@torch.no_grad()
+def rollout(policy: Any, rank: int) -> Rollout:
+    """Of a policy that is not sharded, on a rank's prompts; completions end early, on each rank at other places."""
     generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator)
-    target_ids = ids.roll(-1, dims=1)
-    target_ids[:, TOKENS - 1 - rank :] = IGNORED
-    return ids, target_ids
+    ids = torch.randint(0, VOCAB, (ROWS, PROMPT), generator=generator)
+    logps = [torch.zeros(ROWS, PROMPT - 1)]
+    for _ in range(COMPLETION):
+        logp = torch.log_softmax(policy.logits(ids)[:, -1] / TEMPERATURE, dim=-1)
+        token = torch.multinomial(logp.exp(), 1, generator=generator)
+        ids, logps = torch.cat([ids, token], dim=1), [*logps, logp.gather(1, token)]
+    position = torch.arange(1, PROMPT + COMPLETION)
+    lengths = torch.randint(2, COMPLETION + 1, (ROWS, 1), generator=generator)
+    active = (position >= PROMPT) & (position < PROMPT + lengths)
+    target_ids = ids[:, 1:].where(active, IGNORED)
+    return Rollout(ids[:, :-1], target_ids, torch.cat(logps, dim=1), torch.randn(ROWS, 1, generator=generator))
+
+
+def loss_of(logp: Tensor, entropy: Tensor, batch: Rollout) -> Tensor:
+    """Clipped surrogate, KL to the policy of the rollout, and a bonus for entropy; a mean over active tokens."""
+    difference = (logp - batch.old_logp)[batch.active]
+    ratio, advantages = difference.exp(), batch.advantages.expand_as(logp)[batch.active]
+    surrogate = torch.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages)
+    kl = (-difference).exp() - 1 + difference
+    return (0.01 * kl - surrogate - 0.1 * entropy[batch.active]).mean()
 
 
 def largest(tensors: Any) -> float:
