@@ -67,7 +67,7 @@ def logp_launches(arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     logits, token_ids = (torch.from_dlpack(x) for x in arguments)
-    return _both_passes(logp, (logits,), token_ids.long(), torch.from_dlpack(upstream))
+    return both_passes(logp, (logits,), token_ids.long(), torch.from_dlpack(upstream))
 
 
 def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
@@ -77,10 +77,11 @@ def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     hidden, weight, target_ids = (torch.from_dlpack(x) for x in arguments)
-    return _both_passes(loss, (hidden, weight), target_ids.long(), torch.from_dlpack(upstream))
+    return both_passes(loss, (hidden, weight), target_ids.long(), torch.from_dlpack(upstream))
 
 
-def _both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: Any, g: Any) -> dict[str, Launch]:
+def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: Any, g: Any) -> dict[str, Launch]:
+    """ "forward" without gradients, and "forward+backward", of a torch loss; both have run once."""
     torch: Any = importlib.import_module("torch")
     operands = [x.detach().clone().requires_grad_() for x in tensors]
 
@@ -93,7 +94,8 @@ def _both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids:
         return torch.autograd.grad(values, operands, g.to(values.dtype) if values.ndim else None)
 
     def wait(x: Any) -> None:
-        torch.cuda.synchronize()
+        if g.is_cuda:
+            torch.cuda.synchronize()
 
     found = {"forward": Launch(forward, wait), "forward+backward": Launch(both, wait)}
     for launch in found.values():

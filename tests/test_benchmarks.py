@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import det_gemm, linear_logp, logits_ops, vocab_parallel
+from benchmarks import det_gemm, linear_logp, logits_ops, torch_bridge, vocab_parallel
 from benchmarks.common import Launch
 from tests.helpers import assert_within_contract
 
@@ -30,6 +30,16 @@ def test_smoke(tmp_path, capsys, density):
     assert record["command"].startswith("python -m benchmarks.linear_logp --smoke") and record["device"]
     assert picture.stat().st_size > 1000
     assert "of G" in capsys.readouterr().out
+
+
+def test_torch_bridge_smoke(tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "rows.json"
+    assert torch_bridge.main(["--smoke", "--dtype", "float32", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    passed = {(r["candidate"], r["what"]) for r in rows if r["status"] == "pass"}
+    assert passed == {(n, w) for n in ("bridge", "bridge validate", "jax") for w in ("forward", "forward+backward")}
+    assert {r["candidate"] for r in rows if r["status"].startswith("not available")} >= {"torch.compile", "cce"}
 
 
 def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):

@@ -1,0 +1,190 @@
+"""Time of torch_bridge.linear_logp beside the JAX op and torch's own: python -m benchmarks.torch_bridge --help.
+
+The first shape is so small that a GPU is done before the host has launched: its times are the host's, a call. On the
+others "of torch.compile" compares time and memory, and "of jax" says how busy a bridge keeps the GPU: both run the same
+programs. Memory is what JAX's and torch's allocators hold at most beyond inputs and results. All candidates of a shape
+are timed in turn, round after round, each back to back for half a second first.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import common, peers
+from benchmarks.common import Launch
+from rlk_jax import linear_logp
+
+SHAPES = "8,64,1000;4096,4096,131072"
+SMOKE_SHAPES = "8,16,100"
+BUDGET = 256 * 2**20
+JAX, COMPILED = "jax", "torch.compile"
+BRIDGES = {"bridge": False, "bridge validate": True}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate in one pass over one shape."""
+
+    shape: str
+    dtype: str
+    candidate: str
+    what: str
+    status: str
+    ms: float | None = None
+    over_jax_us: float | None = None
+    of_compile: float | None = None
+    extra_mib: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    launch: Launch
+    extra_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors, and the same memory as arrays."""
+
+    tensors: tuple[Any, ...]
+    upstream: Any
+    arrays: tuple[jax.Array, ...]
+    array_upstream: jax.Array
+
+
+def make(shape: str, dtype: str) -> Problem:
+    torch: Any = importlib.import_module("torch")
+    tokens, dim, vocab = map(int, shape.split(","))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+
+    def normal(*size: int, **options: Any) -> Any:
+        return torch.randn(size, device=device, **options)
+
+    kind = getattr(torch, dtype)
+    ids = torch.randint(vocab, (tokens,), device=device)
+    tensors = (normal(tokens, dim, dtype=kind), normal(vocab, dim, dtype=kind) * dim**-0.5, ids)
+    upstream = normal(tokens)
+    hidden, weight, ids, g = (jax.dlpack.from_dlpack(x) for x in (*tensors[:2], ids.int(), upstream))
+    return Problem(tensors, upstream, (hidden, weight, ids), g)
+
+
+def _peak_bytes(launch: Launch) -> int | None:
+    """What both allocators hold at most, beyond what they held before; None where JAX does not tell.
+
+    JAX's peak is that of the process: whatever asks for more must be measured before.
+    """
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if stats is None:
+        return None
+    held = stats["bytes_in_use"]
+    of_torch = peers.peak_bytes(launch)
+    return of_torch + device.memory_stats()["peak_bytes_in_use"] - held
+
+
+def _bridge(validate: bool, p: Problem) -> dict[str, Candidate]:
+    bridge: Any = importlib.import_module("torch_bridge")
+    loss = functools.partial(bridge.linear_logp, validate=validate, memory_budget=BUDGET)
+    found = peers.both_passes(loss, p.tensors[:2], p.tensors[2], p.upstream)
+    results = {"forward": p.upstream.nbytes, "forward+backward": sum(x.nbytes for x in p.tensors[:2])}
+    peaks = {what: _peak_bytes(launch) for what, launch in found.items()}
+    return {w: Candidate(x, None if (peak := peaks[w]) is None else peak - results[w]) for w, x in found.items()}
+
+
+def _jax(p: Problem) -> dict[str, Candidate]:
+    def logp(h: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        return linear_logp(h, w, t, memory_budget=BUDGET)
+
+    def gradient(h: jax.Array, w: jax.Array, t: jax.Array, g: jax.Array) -> Any:
+        return jax.grad(lambda h, w: jnp.vdot(logp(h, w, t), g), (0, 1))(h, w)
+
+    def launch(f: Callable[..., Any], *arguments: jax.Array) -> Candidate:
+        compiled = jax.jit(f).lower(*arguments).compile()
+        return Candidate(Launch(lambda: compiled(*arguments)), None)
+
+    return {
+        "forward": launch(logp, *p.arrays),
+        "forward+backward": launch(gradient, *p.arrays, p.array_upstream),
+    }
+
+
+def _peer(name: str, p: Problem) -> dict[str, Candidate]:
+    found = peers.launches(name, p.arrays, p.array_upstream)
+    results = {"forward": 0, "forward+backward": sum(x.nbytes for x in p.tensors[:2])}
+    return {w: Candidate(x, max(0, peers.peak_bytes(x) - results[w])) for w, x in found.items()}
+
+
+def measure(shape: str, dtype: str, names: Sequence[str], rounds: int, seconds: float) -> list[Row]:
+    """All candidates on one shape; one that cannot run here says so in its status."""
+    p = make(shape, dtype)
+    found: dict[tuple[str, str], Candidate] = {}
+    rows: list[Row] = []
+    # Bridges first: JAX's peak of memory is theirs alone then.
+    for name in sorted(names, key=lambda name: name not in BRIDGES):
+        try:
+            of_name = _bridge(BRIDGES[name], p) if name in BRIDGES else _jax(p) if name == JAX else _peer(name, p)
+            found |= {(name, what): x for what, x in of_name.items()}
+        except Exception as problem:
+            rows.append(Row(shape, dtype, name, "", common.status(problem)))
+    launches = {f"{name}: {what}": x.launch for (name, what), x in found.items()}
+    ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
+    for (name, what), x in found.items():
+        t, jax_ms, compiled = (ms.get(f"{n}: {what}") for n in (name, JAX, COMPILED))
+        assert t is not None
+        over = None if jax_ms is None else 1e3 * (t - jax_ms)
+        extra = None if x.extra_bytes is None else x.extra_bytes / 2**20
+        rows.append(Row(shape, dtype, name, what, "pass", t, over, compiled and t / compiled, extra))
+    return rows
+
+
+def _print(rows: Sequence[Row], device: str) -> None:
+    table = Table("N,D,V", "candidate", "pass", "time", "over jax", "of torch.compile", "memory")
+    for r in rows:
+        figures = ("", r.status, "", "")
+        if r.ms is not None:
+            figures = (
+                f"{r.ms:.3f} ms",
+                "" if r.over_jax_us is None else f"{r.over_jax_us:+.0f} µs",
+                "" if r.of_compile is None else f"{r.of_compile:.3f}",
+                "" if r.extra_mib is None else f"{r.extra_mib:.0f} MiB",
+            )
+        table.add_row(r.shape, r.candidate, r.what, *figures)
+    console = Console()
+    # A log file counts as 80 columns wide, which would cut the figures.
+    console.width = max(console.width, 120)
+    console.print(f"torch_bridge.linear_logp, {rows[0].dtype}, {device}", table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    names = (*BRIDGES, JAX, COMPILED, "liger triton (mean loss)", "cce")
+    parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names))
+    options = parser.parse_args(argv)
+    shapes = SMOKE_SHAPES if options.smoke else options.shapes
+    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
+    rows: list[Row] = []
+    for shape in shapes.split(";"):
+        print(f"measuring {shape} …", file=sys.stderr)
+        rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
+    _print(rows, jax.devices()[0].device_kind)
+    if options.json:
+        common.write(options.json, "torch_bridge", argv, [asdict(r) for r in rows])
+    if options.plot:
+        panels: dict[str, dict[str, float]] = {}
+        for r in sorted(rows, key=lambda r: r.what):
+            if r.ms is not None:
+                panels.setdefault(r.shape, {})[f"{r.what}: {r.candidate}"] = r.ms
+        common.plot(options.plot, panels, "milliseconds a call")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
