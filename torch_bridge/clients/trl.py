@@ -46,9 +46,9 @@ class ChunkedLogProb:
         (rows,) = _inputs.autocast(hidden)
         found = linear_logp(
             rows,
-            _held(weight, rows.dtype),
+            weight.to(rows.dtype),
             targets,
-            None if bias is None else _held(bias, rows.dtype),
+            None if bias is None else bias.to(rows.dtype),
             # softcap_c(s·x) = s·softcap_{c/s}(x), and a factor s of z is a temperature of 1/s.
             temperature=temperature / logit_scale,
             logit_softcap=None if final_logit_softcapping is None else final_logit_softcapping / logit_scale,
@@ -63,11 +63,6 @@ class ChunkedLogProb:
             with torch.no_grad():
                 _, _, *statistics = self.original.apply(*given, asked)
         return logp, entropy, *statistics
-
-
-def _held(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the parameter's memory, which DeepSpeed's ZeRO-3 takes from it after the forward and a backward reads."""
-    return parameter.view_as(parameter).to(dtype)
 
 
 SEAM = Seam("trl", ("1.16",), "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb)

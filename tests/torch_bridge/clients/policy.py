@@ -116,7 +116,7 @@ def loss_of(logp: Tensor, entropy: Tensor, batch: Rollout) -> Tensor:
 
 
 def largest(tensors: Any) -> float:
-    return max(float(x.abs().max()) for x in tensors)
+    return max(float(x.detach().abs().max()) for x in tensors)
 
 
 def on_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
