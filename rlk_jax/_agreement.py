@@ -22,16 +22,19 @@ def agreed[T](check: Callable[[], tuple[T, str]], everyone: Callable[[str], Sequ
     Raises in every process the ValueError of the first of them whose check failed, whatever its error was: others must
     not wait for it.
     """
+    found: list[T] = []
+    problem: Exception | None = None
     try:
-        found, text = check()
-        failed = ""
+        own, text = check()
+        found.append(own)
     except Exception as error:
-        failed = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    texts = everyone(f"!{failed}" if failed else text)
-    message = next((text[1:] for text in texts if text.startswith("!")), "")
-    if message:
-        raise ValueError(message)
-    return found, texts
+        problem = error
+        text = f"!{error}" if isinstance(error, ValueError) else f"!{type(error).__name__}: {error}"
+    texts = everyone(text)
+    failed = next((text[1:] for text in texts if text.startswith("!")), None)
+    if failed is not None:
+        raise ValueError(failed) from problem
+    return found[0], texts
 
 
 def require_same(texts: Sequence[str]) -> None:

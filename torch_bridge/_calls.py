@@ -25,6 +25,8 @@ from torch_bridge._programs import Arrays, Op, Options, Program
 class Frame(NamedTuple):
     """The rows of a call: how many in each of their dimensions, and how many in its program."""
 
+    lead: tuple[int, ...]
+    """Of the tensors."""
     sizes: tuple[int, ...]
     padded: tuple[int, ...]
 
@@ -34,6 +36,9 @@ class Frame(NamedTuple):
 
     def rows(self, x: Tensor, fill: float | None = None, *, columns: int = 0) -> jax.Array:
         """`[*lead]`, or with columns `[*lead, C]`; behind it rows of `fill`, or of what memory holds."""
+        if x.shape[: x.ndim - columns] != self.lead:
+            # What is checked before is not under torch.compile.
+            raise ValueError(f"a tensor of shape {tuple(x.shape)} does not fit the call's tokens {self.lead}.")
         x = x.detach().reshape(*self.sizes, *x.shape[x.ndim - columns :])
         if self.padded == self.sizes:
             return _exchange.to_jax(x)
@@ -96,7 +101,7 @@ def run(op: Op, tensors: Sequence[Tensor], options: Options) -> Tensor:
 def flat(lead: Sequence[int]) -> Frame:
     """All rows of `[*lead]` in one dimension."""
     n = math.prod(lead)
-    return Frame((n,), (_programs.bucket(n),))
+    return Frame(tuple(lead), (n,), (_programs.bucket(n),))
 
 
 class _Pending(NamedTuple):
@@ -113,7 +118,7 @@ _numbers = itertools.count(1)
 
 def _handle(pending: _Pending) -> Tensor:
     number = next(_numbers)
-    handle = torch.tensor([number])
+    handle = torch.tensor([number], device="cpu")
     _pending[number] = pending
     weakref.finalize(handle.untyped_storage(), _pending.pop, number, None).atexit = False
     return handle
@@ -121,7 +126,7 @@ def _handle(pending: _Pending) -> Tensor:
 
 def _no_handle() -> Tensor:
     """What stands for a handle where no backward follows."""
-    return torch.zeros(1, dtype=torch.int64)
+    return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def fake(

@@ -74,7 +74,8 @@ def parameter_to_jax(tensor: Tensor) -> jax.Array:
     What is kept owns no memory, so that ZeRO and FSDP may free it, and is used only beside a tensor that is there. It
     orders no streams: a caller imports some other tensor beside it by `to_jax`.
     """
-    if tensor.is_contiguous() and not tensor.is_neg() and tensor.numel():
+    is_aligned = not tensor.is_cuda or tensor.data_ptr() % _XLA_ALIGNMENT == 0
+    if tensor.is_contiguous() and not tensor.is_neg() and tensor.numel() and is_aligned:
         borrowed = _borrow(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
         if borrowed is not None:
             return borrowed
@@ -86,25 +87,30 @@ def to_torch(array: jax.Array) -> Tensor:
     tensor = torch.from_dlpack(array)
     if tensor.is_cuda:
         # A storage dies with the last tensor on it, in Python or not.
-        weakref.finalize(tensor.untyped_storage(), _let_go, array, tensor.device).atexit = False
+        stream = torch.cuda.current_stream(tensor.device)
+        weakref.finalize(tensor.untyped_storage(), _let_go, array, tensor.device, stream).atexit = False
     return tensor
 
 
-_let_go_of: dict[torch.device, collections.deque[tuple[jax.Array, torch.cuda.Event]]]
+_let_go_of: dict[torch.device, collections.deque[tuple[jax.Array, list[torch.cuda.Event]]]]
 _let_go_of = collections.defaultdict(collections.deque)
 
 
-def _let_go(array: jax.Array, device: torch.device) -> None:
-    """Torch has freed a tensor on the array: keep it until JAX waits for what torch has yet to do on this stream."""
-    _let_go_of[device].append((array, torch.cuda.current_stream(device).record_event()))
+def _let_go(array: jax.Array, device: torch.device, given_to: torch.cuda.Stream) -> None:
+    """Torch has freed a tensor on the array: keep it until JAX waits for what torch has yet to do on the stream that it
+    was given to, and on the one of now: others wait for one of these, as for memory of torch's own.
+    """
+    streams = {given_to, torch.cuda.current_stream(device)}
+    _let_go_of[device].append((array, [stream.record_event() for stream in streams]))
 
 
 def _after_last_uses(device: torch.device) -> list[jax.Array]:
     """What torch has let go of, once torch's current stream, for which JAX is about to wait, waits for its uses."""
     freed, held = _let_go_of[device], []
     while freed:
-        array, last_use = freed.popleft()
-        torch.cuda.current_stream(device).wait_event(last_use)
+        array, last_uses = freed.popleft()
+        for last_use in last_uses:
+            torch.cuda.current_stream(device).wait_event(last_use)
         held.append(array)
     return held
 

@@ -123,9 +123,17 @@ def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:
     def of(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
-    hidden, _, bias, ids, temperature = tensors
+    hidden, weight, bias, ids, temperature = tensors
     needed = hidden.requires_grad and torch.is_grad_enabled()
-    given = {"hidden": of(hidden), "bias": bias is not None, "target_ids": of(ids), "temperature": of(temperature)}
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    dtypes = [autocast, weight.dtype, None if bias is None else bias.dtype]
+    given: dict[str, Any] = {
+        "hidden": of(hidden),
+        "dtypes": dtypes,
+        "target_ids": of(ids),
+        "temperature": of(temperature),
+    }
     given |= {"hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
     return ", ".join(f"{name}={text}" for name, text in {**given, **options}.items())
 

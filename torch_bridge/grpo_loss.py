@@ -78,7 +78,8 @@ def grpo_loss(
     _inputs.check_tensors(**tensors)
     constants = {name: x for name, x in tensors.items() if name != "policy_logits"}
     _inputs.check_constants("grpo_loss", **constants)
-    boundaries = None if group_boundaries is None else tuple(group_boundaries)
+    # A tensor's own elements would be a new key of the cache every time.
+    boundaries = None if group_boundaries is None else tuple(int(x) for x in group_boundaries)
     groups = {"samples_per_prompt": samples_per_prompt, "group_boundaries": boundaries, "eps": eps}
     clipping = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "beta": beta}
     _inputs.check_static(
@@ -150,7 +151,7 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss, policy_loss, kl and the handle for the backward."""
     sizes = (*action_ids.shape,)
-    frame = _calls.Frame(sizes, tuple(map(_programs.bucket, sizes)))
+    frame = _calls.Frame(sizes, sizes, tuple(map(_programs.bucket, sizes)))
 
     def others() -> Arrays:
         vocab_size = policy_logits.shape[-1] if validate else None
@@ -162,7 +163,7 @@ def _kernel(
             groups = (("samples_per_prompt", samples_per_prompt), ("group_boundaries", boundaries), ("eps", eps))
             given = _calls.run(_GROUPS, [_calls.numbers(rewards)], groups)
         assert given is not None
-        sequences = _calls.Frame(sizes[:1], frame.padded[:1])
+        sequences = _calls.Frame(sizes[:1], sizes[:1], frame.padded[:1])
         return *arrays, (sequences if given.ndim == 1 else frame).rows(_calls.numbers(given), 0)
 
     options = (

@@ -134,6 +134,7 @@ def mistakes(rank: int) -> None:
         "other tokens": {"target_ids": ids[:3], "hidden": hidden[:3]},
         "other options": {"temperature": 2.0},
         "other validate": {"validate": False},
+        "other dtype": {"lm_head_weight": weight[start:end].bfloat16()},
         "no tensor": {"hidden": hidden.numpy()},
         "other implementation": {"implementation": "deterministic"},
         "unknown implementation": {"implementation": "fast"},

@@ -287,6 +287,21 @@ def test_torch_compile_takes_every_op_whole(backend):
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("op", ["linear_logp", "ratio_kl", "grpo_loss"])
+def test_tokens_of_another_shape_raise_under_torch_compile(op):
+    """As many, so that flattening would hide it."""
+    policy, ref, ids, mask, old = policies((2, 3), vocab=16)
+    given = {
+        "linear_logp": (policy, randn(70, 16), ids.reshape(3, 2)),
+        "ratio_kl": (policy, ref, ids, mask.reshape(3, 2), old),
+        "grpo_loss": (policy, ref, ids, old.reshape(3, 2), torch.ones(2), mask),
+    }
+    options = {"samples_per_prompt": 2} if op == "grpo_loss" else {}
+    compiled = torch.compile(getattr(torch_bridge, op), fullgraph=True, backend="aot_eager")
+    with pytest.raises((ValueError, RuntimeError), match="does not fit the call's tokens"):
+        compiled(*given[op], **options)
+
+
 def test_torch_compile_with_a_varying_batch():
     _, weight, _, _ = head((1,))
     compiled = torch.compile(torch_bridge.linear_logp, fullgraph=True, backend="aot_eager")

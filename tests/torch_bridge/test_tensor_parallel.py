@@ -23,6 +23,7 @@ MESSAGES = {
     "other tokens": "the processes call linear_logp differently",
     "other options": "the processes call linear_logp differently",
     "other validate": "the processes call linear_logp differently",
+    "other dtype": "the processes call linear_logp differently",
     "no tensor": "hidden must be a torch.Tensor, got numpy.ndarray",
     "other implementation": "the processes call linear_logp differently",
     "unknown implementation": "implementation must be one of",

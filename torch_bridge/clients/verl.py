@@ -36,6 +36,8 @@ def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[...
             return_entropy=True,
             tp_group=tp_group,
             vocab_start_index=start,
+            # Its own part, as verl's kernel gives it: Megatron sums over the group where it gathered the sequence.
+            reduce_hidden_grad=tp_group is None,
             **options,
         )
         return found.logp, found.entropy
