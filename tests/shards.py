@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rlk_jax import LinearLogp, dispatch, linear_logp, validation
-from rlk_jax._problem import Needs, Operands, Tokens
+from rlk_jax._problem import HeadFunctions, Needs, Operands, Tokens
 from rlk_jax._shard import Shard, options_of
 from rlk_jax._tree import ordered_sum
 from tests import helpers
@@ -31,6 +31,7 @@ def check_two(
     weight = jnp.pad(head, filler, constant_values=jnp.nan)
     bias = jnp.pad(problem.bias, (0, padding), constant_values=jnp.nan)
     functions = next(x.functions for x in dispatch.TABLE["linear_logp"] if x.name == implementation)
+    functions = functions.on_device if isinstance(functions, HeadFunctions) else functions
     shard = Shard("tp", 2, columns, case.vocab, "canonical", reduce_hidden_grad=True)
     _, options, _ = validation.linear_logp(
         problem.hidden,
