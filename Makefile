@@ -3,6 +3,9 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 UV := .tools/bin/uv
+# Bytecode is kept, but not beside the sources: an import of torch takes three times as long without.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.pycache
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 LEGS := lint ops bridge parallel mosaic triton docs grpo learning clients verl deepspeed newest
 JOBS ?= 2
@@ -114,4 +117,4 @@ $(UV):
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .sm90 .tools .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

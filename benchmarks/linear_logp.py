@@ -127,10 +127,9 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
 
 def _peer(name: str, p: Problem) -> dict[str, Candidate]:
     found = peers.launches(name, (p.hidden, p.weight, p.target_ids), p.upstream)
-    gradients = p.hidden.nbytes + p.weight.nbytes
-    results = {"forward": 0, "forward+backward": gradients}
+    extra = peers.extra_bytes(found, p.hidden.nbytes + p.weight.nbytes)
     gemms = {"forward": 1, "forward+backward": 3}
-    return {w: Candidate(x, gemms[w], max(0, peers.peak_bytes(x) - results[w])) for w, x in found.items()}
+    return {what: Candidate(x, gemms[what], extra[what]) for what, x in found.items()}
 
 
 def measure(

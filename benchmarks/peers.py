@@ -103,6 +103,12 @@ def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: 
     return found
 
 
+def extra_bytes(found: dict[str, Launch], gradients: int) -> dict[str, int]:
+    """What each pass takes beyond inputs and `gradients`, the bytes of those."""
+    results = {"forward": 0, "forward+backward": gradients}
+    return {what: max(0, peak_bytes(launch) - results[what]) for what, launch in found.items()}
+
+
 def peak_bytes(launch: Launch) -> int:
     """Bytes beyond what was held before, the result's own included."""
     torch: Any = importlib.import_module("torch")

@@ -1,9 +1,9 @@
 """Time of torch_bridge.linear_logp beside the JAX op and torch's own: python -m benchmarks.torch_bridge --help.
 
 The first shape is so small that a GPU is done before the host has launched: its times are the host's, a call. On the
-others "of torch.compile" compares time and memory, and "of jax" says how busy a bridge keeps the GPU: both run the same
-programs. Memory is what JAX's and torch's allocators hold at most beyond inputs and results. All candidates of a shape
-are timed in turn, round after round, each back to back for half a second first.
+others "over jax" is what a bridge leaves the GPU waiting: both run the same programs. Memory is what JAX's and torch's
+allocators hold at most beyond inputs and results. All candidates of a shape are timed in turn, round after round, each
+back to back for half a second first.
 """
 
 import functools
@@ -119,8 +119,8 @@ def _jax(p: Problem) -> dict[str, Candidate]:
 
 def _peer(name: str, p: Problem) -> dict[str, Candidate]:
     found = peers.launches(name, p.arrays, p.array_upstream)
-    results = {"forward": 0, "forward+backward": sum(x.nbytes for x in p.tensors[:2])}
-    return {w: Candidate(x, max(0, peers.peak_bytes(x) - results[w])) for w, x in found.items()}
+    extra = peers.extra_bytes(found, sum(x.nbytes for x in p.tensors[:2]))
+    return {what: Candidate(x, extra[what]) for what, x in found.items()}
 
 
 def measure(shape: str, dtype: str, names: Sequence[str], rounds: int, seconds: float) -> list[Row]:

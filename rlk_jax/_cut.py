@@ -5,7 +5,6 @@ them the caller gathers. Partial softmaxes of all ranks are merged by the same t
 """
 
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -107,6 +106,5 @@ class Steps:
     def gradients(self, needs: Needs, operands: Operands, state: State, upstream: LinearLogp) -> Gradients:
         """The rank's float32 part of dH `[1, N, D]`, and dW and db of its own columns."""
         tokens, (residual, kept) = state
-        has_upstream = reduce(jnp.logical_or, (g != 0 for g in upstream if g is not None))
-        tokens = tokens._replace(active=tokens.active & has_upstream)
+        tokens = tokens.with_upstream(upstream)
         return self.functions.gradients(self.options, needs, operands, tokens, residual, kept, upstream)

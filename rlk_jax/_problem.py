@@ -7,6 +7,7 @@ the operands. All see flat tokens `[N]`, N >= 0, and one weight: a whole head, o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -132,6 +133,11 @@ class Tokens(NamedTuple):
     target_ids: Array
     temperature: Array
     active: Array
+
+    def with_upstream(self, upstream: LinearLogp) -> "Tokens":
+        """Those whose upstream gradients are all 0 are not active: they contribute nothing, whatever they hold."""
+        has_upstream = reduce(jnp.logical_or, (g != 0 for g in upstream if g is not None))
+        return self._replace(active=self.active & has_upstream)
 
 
 class Statistics(NamedTuple):

@@ -330,8 +330,7 @@ def _pull_back(
     given = [None if isinstance(g, SymbolicZero) else g for g in upstream]
     upstream = LinearLogp(jnp.zeros_like(tokens.temperature) if given[0] is None else given[0], *given[1:])
     operands, upstream = _transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (operands, upstream))
-    has_upstream = functools.reduce(jnp.logical_or, (g != 0 for g in upstream if g is not None))
-    tokens = tokens._replace(active=tokens.active & has_upstream)
+    tokens = tokens.with_upstream(upstream)
     is_whole = options.hidden_gradient == "rounded"
 
     def one_batch(kept: Any, shared: Any, rows: Any) -> Gradients:

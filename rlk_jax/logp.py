@@ -214,8 +214,7 @@ def _pull_back(
     given = [None if isinstance(g, SymbolicZero) else g for g in upstream]
     upstream = LinearLogp(jnp.zeros_like(tokens.temperature) if given[0] is None else given[0], *given[1:])
     logits, upstream = _transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (logits, upstream))
-    has_upstream = functools.reduce(jnp.logical_or, (g != 0 for g in upstream if g is not None))
-    tokens = tokens._replace(active=tokens.active & has_upstream)
+    tokens = tokens.with_upstream(upstream)
 
     def of_rows(_: Any, rows: tuple[Array, Tokens, Any, LinearLogp]) -> Array:
         logits, tokens, residual, upstream = rows

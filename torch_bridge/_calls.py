@@ -59,6 +59,20 @@ class Frame(NamedTuple):
             return _exchange.scalar(number, device)
         return _exchange.to_jax(per_token) if per_token.ndim == 0 else self.rows(per_token, 1.0)
 
+    def tokens(
+        self,
+        ids: Tensor,
+        temperature: tuple[Tensor | None, float],
+        ignore_index: int | None,
+        name: Literal["target_ids", "token_ids"],
+        vocab_size: int | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`ids` and `temperature`; where there is a vocabulary to check against, their values are."""
+        own, scale = self.ids(ids, ignore_index), self.temperature(*temperature, ids.device)
+        if vocab_size is not None:
+            check_tokens(own, scale, validation.counted(own, ignored(ignore_index)), vocab_size, name)
+        return own, scale
+
     def real(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
         """What is no padding of a result, in a shape of its own."""
         tensor = _exchange.to_torch(x)

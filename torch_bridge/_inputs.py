@@ -71,6 +71,16 @@ def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable
     _check_static(op, first.device, specs, tuple(options.items()))
 
 
+def check_head(tensors: dict[str, Any], scale: Any, **options: Hashable) -> tuple[Tensor | None, float]:
+    """All checks of linear_logp that look at no value; `scale` is its temperature, as `temperature` returns it."""
+    per_token, number = temperature(scale)
+    tensors = {**tensors, "temperature": per_token}
+    check_tensors(**tensors)
+    check_constants("linear_logp", temperature=per_token)
+    check_static("linear_logp", tensors, **{**options, "temperature": number})
+    return per_token, number
+
+
 def spec(x: Tensor) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype, as JAX names them."""
     return tuple(x.shape), _exchange.DTYPES[x.dtype]

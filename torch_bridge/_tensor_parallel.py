@@ -89,23 +89,18 @@ def linear_logp(
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
     frame, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
-    steps = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
+    steps, tokens = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
     call = _Call(steps, frame, rank, options["ignore_index"], Needs(*needs))
-    return _TensorParallel.apply(hidden, weight, bias, call, tensors)
+    return _TensorParallel.apply(hidden, weight, bias, call, tokens)
 
 
 def _cut(tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None) -> Cut:
     """How the ranks cut the vocabulary, once all of them have passed the checks that each can make alone."""
 
     def check() -> tuple[None, str]:
-        named = {**tensors._asdict(), "temperature": None}
-        number = tensors.temperature
-        if isinstance(number, Tensor):
-            named["temperature"], number = number, 1.0
-        _inputs.check_tensors(**named)
-        _inputs.check_constants("linear_logp", temperature=named["temperature"])
-        own = {**options, "ignore_index": None, "temperature": number, "validate": validate}
-        _inputs.check_static("linear_logp", named, **own)
+        given = tensors._asdict()
+        scale = given.pop("temperature")
+        _inputs.check_head(given, scale, **{**options, "ignore_index": None}, validate=validate)
         columns = tensors.lm_head_weight.shape[0 if options["weight_layout"] == "vd" else 1]
         facts = {"range": (rank.start, rank.start + columns), "vocab_size": rank.vocab_size}
         return None, json.dumps({**facts, "call": _text(tensors, rank, {**options, "validate": validate})})
@@ -147,24 +142,26 @@ def _steps(
     validate: bool | None,
     *,
     keeps: bool,
-) -> Steps:
-    """This rank's steps by the implementation that all of them run, once all have checked their values."""
+) -> tuple[Steps, tuple[jax.Array, jax.Array]]:
+    """This rank's steps by the implementation that all of them run, and ids and temperatures, once all have checked
+    theirs.
+    """
     ignored = _calls.ignored(options["ignore_index"])
     facts = tuple({**options, "ignore_index": ignored}.items())
     operands = (("hidden", tensors.hidden), ("lm_head_weight", tensors.lm_head_weight), ("bias", tensors.bias))
     specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in operands)
     specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
 
-    def check() -> tuple[Steps, str]:
+    def check() -> tuple[tuple[Steps, tuple[jax.Array, jax.Array]], str]:
         steps, name = _chosen(cut, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, facts)
-        if _inputs.must_check(validate, tensors.hidden):
-            ids, scale = _tokens(frame, tensors, options["ignore_index"])
-            _calls.check_tokens(ids, scale, validation.counted(ids, ignored), cut.vocab_size, "target_ids")
-        return steps, name
+        checked_against = cut.vocab_size if _inputs.must_check(validate, tensors.hidden) else None
+        scale = _inputs.temperature(tensors.temperature)
+        ids = tensors.target_ids
+        return (steps, frame.tokens(ids, scale, options["ignore_index"], "target_ids", checked_against)), name
 
-    steps, names = _agreement.agreed(check, functools.partial(_everyone, rank.group))
+    found, names = _agreement.agreed(check, functools.partial(_everyone, rank.group))
     _agreement.require_same([f"implementation={name}" for name in names])
-    return steps
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -181,14 +178,6 @@ def _chosen(
     if chosen.promises_bits:
         dispatch.check_edges(cut)
     return Steps(chosen.functions.on_device, here, cut, rank), chosen.name
-
-
-def _tokens(frame: Frame, tensors: Tensors, ignore_index: int | None) -> tuple[jax.Array, jax.Array]:
-    """Ids and temperatures of the program's rows."""
-    x = tensors.temperature
-    per_token, number = (x, 1.0) if isinstance(x, Tensor) else (None, x)
-    ids = frame.ids(tensors.target_ids, ignore_index)
-    return ids, frame.temperature(per_token, number, tensors.hidden.device)
 
 
 def _partials(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, *, steps: Steps, ignored: int) -> Any:
@@ -257,18 +246,22 @@ class _Call:
 class _TensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, tokens: Tensors
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: _Call,
+        tokens: tuple[jax.Array, jax.Array],
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.state = call, None
         ctx.save_for_backward(hidden, weight, bias)
-        lead, asked = tokens.target_ids.shape, call.steps.options
+        lead, asked = call.frame.lead, call.steps.options
         wanted = (True, asked.return_lse, asked.return_entropy)
         if call.frame.is_empty:
             return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
-        ids, temperature = _tokens(call.frame, tokens, call.ignore_index)
         static = {"steps": call.steps}
-        own = (*call.operands(hidden, weight, bias), ids, temperature)
+        own = (*call.operands(hidden, weight, bias), *tokens)
         packed, groups, state = _programs.run(
             "forward", _partials, own, ignored=_calls.ignored(call.ignore_index), **static
         )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax import validation
 from torch_bridge import _calls, _exchange, _inputs, _tensor_parallel
 from torch_bridge._programs import Arrays, Op
 
@@ -99,18 +98,9 @@ def linear_logp(
         given = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
         logp, lse, entropy = _tensor_parallel.linear_logp(given, rank, options, validate)
         return values(logp, lse, entropy, return_lse, return_entropy)
-    per_token, number = _inputs.temperature(temperature)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
-    tensors |= {"temperature": per_token}
-    _inputs.check_tensors(**tensors)
-    _inputs.check_constants("linear_logp", temperature=per_token)
-    _inputs.check_static(
-        "linear_logp",
-        tensors,
-        temperature=number,
-        global_vocab_size=global_vocab_size,
-        validate=validate,
-        **options,
+    per_token, number = _inputs.check_head(
+        tensors, temperature, global_vocab_size=global_vocab_size, validate=validate, **options
     )
     hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
     if not lm_head_weight.is_contiguous() and lm_head_weight.t().is_contiguous():
@@ -198,13 +188,9 @@ def _kernel(
     )
 
     def tokens() -> Arrays:
-        ids, scale = frame.ids(target_ids, ignore_index), frame.temperature(per_token, temperature, hidden.device)
-        if validate:
-            vocab_size = global_vocab_size or weight.shape[0 if weight_layout == "vd" else 1]
-            _calls.check_tokens(
-                ids, scale, validation.counted(ids, _calls.ignored(ignore_index)), vocab_size, "target_ids"
-            )
-        return ids, scale
+        vocab_size = global_vocab_size or weight.shape[0 if weight_layout == "vd" else 1]
+        checked_against = vocab_size if validate else None
+        return frame.tokens(target_ids, (per_token, temperature), ignore_index, "target_ids", checked_against)
 
     lend = (lambda x: frame.rows(x, columns=1), _exchange.parameter_to_jax, _exchange.parameter_to_jax)
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))

@@ -139,15 +139,9 @@ def _kernel(
     )
 
     def tokens() -> Arrays:
-        ids, scale = frame.ids(token_ids, ignore_index), frame.temperature(per_token, temperature, logits.device)
-        if validate:
-            _calls.check_tokens(
-                ids,
-                scale,
-                validation.counted(ids, _calls.ignored(ignore_index)),
-                global_vocab_size or logits.shape[-1],
-                "token_ids",
-            )
+        vocab_size = global_vocab_size or logits.shape[-1]
+        checked_against = vocab_size if validate else None
+        ids, scale = frame.tokens(token_ids, (per_token, temperature), ignore_index, "token_ids", checked_against)
         rows = None if row_indices is None else _rows(row_indices, frame.sizes[0], validate)
         return ids, scale, rows, None if initial is None else frame.rows(initial)
 
