@@ -126,16 +126,27 @@ class _Pending(NamedTuple):
     residuals: list[jax.Array]
 
 
-_pending: dict[int, _Pending] = {}
+_kept: dict[int, Any] = {}
 _numbers = itertools.count(1)
 
 
-def _handle(pending: _Pending) -> Tensor:
+def keep(residuals: Any) -> Tensor:
+    """A tensor for autograd to save in their place: they live as long as it does."""
     number = next(_numbers)
     handle = torch.tensor([number], device="cpu")
-    _pending[number] = pending
-    weakref.finalize(handle.untyped_storage(), _pending.pop, number, None).atexit = False
+    _kept[number] = residuals
+    weakref.finalize(handle.untyped_storage(), _kept.pop, number, None).atexit = False
     return handle
+
+
+def kept(handle: Tensor) -> Any:
+    """What `keep` was given."""
+    if int(handle) not in _kept:
+        raise RuntimeError(
+            "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that "
+            "autograd saved: hooks on saved tensors must not put a copy in its place."
+        )
+    return _kept[int(handle)]
 
 
 def _no_handle() -> Tensor:
@@ -174,7 +185,7 @@ class Call:
         if self.frame.is_empty:
             device = next(x.device for x in tensors if x is not None)
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-            return *zeros, _handle(_Pending(self, None, [])) if any(needs) else _no_handle()
+            return *zeros, keep(_Pending(self, None, [])) if any(needs) else _no_handle()
         # The tokens first: their values are checked before the rest is touched.
         checked = others()
         arrays = (*self._lent(tensors), *checked)
@@ -183,7 +194,7 @@ class Call:
         outputs, residuals = program.forward(arrays)
         # Before the arrays are let go of (`_exchange`).
         values = [self.frame.real(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
-        return *values, _handle(_Pending(self, program, residuals)) if needed else _no_handle()
+        return *values, keep(_Pending(self, program, residuals)) if needed else _no_handle()
 
     def _lent(self, tensors: Sequence[Tensor | None]) -> Arrays:
         return tuple(None if x is None else lend(x) for lend, x in zip(self.lend, tensors, strict=True))
@@ -208,13 +219,7 @@ def _pull_back(
 ) -> list[Tensor]:
     """Gradients of those differentiable tensors that need one."""
     needed = [x for x, needs_it in zip(tensors, needs, strict=True) if needs_it and x is not None]
-    pending = _pending.get(int(handle))
-    if pending is None:
-        raise RuntimeError(
-            "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that "
-            "autograd saved: hooks on saved tensors must not put a copy in its place."
-        )
-    call, program, residuals = pending
+    call, program, residuals = kept(handle)
     if program is None:
         return [torch.zeros_like(x) for x in needed]
     return call.backward(program, residuals, tensors, upstream, [x.shape for x in needed])

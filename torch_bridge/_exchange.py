@@ -8,13 +8,15 @@ Order and lifetimes on a GPU. `jax.dlpack.from_dlpack` makes JAX's stream wait f
 `torch.from_dlpack` makes torch's current stream wait for the array, both without stopping the host. So
   - a caller holds the arrays it imported until it has exported a result of the program that read them: whatever torch
     then does with that memory on this stream, comes after the read;
-  - memory of JAX's that torch has let go of goes back to JAX with the next import, which orders JAX behind all that
-    torch may still do with it (`_after_last_uses`).
+  - memory of JAX's that torch has let go of goes back to JAX once the program of a later import is launched: JAX's
+    stream stands behind all that torch may still do with it then (`_after_last_uses`).
 """
 
 import collections
+import contextlib
 import ctypes
 import functools
+import threading
 import types
 import weakref
 
@@ -49,10 +51,9 @@ def to_jax(tensor: Tensor) -> jax.Array:
     tensor = tensor.detach().resolve_neg().contiguous()
     if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT:
         tensor = tensor.clone()
-    held = _after_last_uses(tensor.device) if tensor.is_cuda else []
-    array = jax.dlpack.from_dlpack(tensor)
-    held.clear()
-    return array
+    if tensor.is_cuda:
+        _after_last_uses(tensor.device)
+    return jax.dlpack.from_dlpack(tensor)
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,6 +87,7 @@ def to_torch(array: jax.Array) -> Tensor:
     """The array's memory as a tensor."""
     tensor = torch.from_dlpack(array)
     if tensor.is_cuda:
+        _behind.arrays.clear()
         # A storage dies with the last tensor on it, in Python or not.
         stream = torch.cuda.current_stream(tensor.device)
         weakref.finalize(tensor.untyped_storage(), _let_go, array, tensor.device, stream).atexit = False
@@ -104,15 +106,24 @@ def _let_go(array: jax.Array, device: torch.device, given_to: torch.cuda.Stream)
     _let_go_of[device].append((array, [stream.record_event() for stream in streams]))
 
 
-def _after_last_uses(device: torch.device) -> list[jax.Array]:
-    """What torch has let go of, once torch's current stream, for which JAX is about to wait, waits for its uses."""
-    freed, held = _let_go_of[device], []
-    while freed:
-        array, last_uses = freed.popleft()
-        for last_use in last_uses:
-            torch.cuda.current_stream(device).wait_event(last_use)
-        held.append(array)
-    return held
+class _Behind(threading.local):
+    """What torch has let go of and the imports of this thread wait for: JAX's again when one of them has been read."""
+
+    def __init__(self) -> None:
+        self.arrays: list[jax.Array] = []
+
+
+_behind = _Behind()
+
+
+def _after_last_uses(device: torch.device) -> None:
+    """Torch's current stream, for which an import is about to wait, waits for the uses of what torch has let go of."""
+    with contextlib.suppress(IndexError):  # Other threads take from it, too.
+        while True:
+            array, last_uses = _let_go_of[device].popleft()
+            for last_use in last_uses:
+                torch.cuda.current_stream(device).wait_event(last_use)
+            _behind.arrays.append(array)
 
 
 def as_int32(ids: Tensor, low: int = INT32.min) -> Tensor:

@@ -254,33 +254,35 @@ class _TensorParallel(torch.autograd.Function):
         tokens: tuple[jax.Array, jax.Array],
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.state = call, None
-        ctx.save_for_backward(hidden, weight, bias)
+        ctx.call = call
         lead, asked = call.frame.lead, call.steps.options
         wanted = (True, asked.return_lse, asked.return_entropy)
         if call.frame.is_empty:
+            ctx.save_for_backward(hidden, weight, bias, _calls.keep(None))
             return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
         static = {"steps": call.steps}
         own = (*call.operands(hidden, weight, bias), *tokens)
         packed, groups, state = _programs.run(
             "forward", _partials, own, ignored=_calls.ignored(call.ignore_index), **static
         )
-        values, ctx.state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
+        values, state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
+        ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
         return tuple(None if x is None else call.frame.real(x, lead) for x in values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, tensors = ctx.call, ctx.saved_tensors
         if all(g is None for g in upstream):
             return (None,) * 5
-        if ctx.state is None:
+        call, (*tensors, handle) = ctx.call, ctx.saved_tensors
+        state = _calls.kept(handle)
+        if state is None:
             zeros = [None if x is None else torch.zeros_like(x) for x in tensors]
             return *(x if needed else None for x, needed in zip(zeros, ctx.needs_input_grad, strict=False)), None, None
         hidden, weight, bias = tensors
         given = tuple(None if g is None else call.frame.rows(g, 0.0) for g in upstream)
         static = {"steps": call.steps, "needs": call.needs}
-        own = (*call.operands(hidden, weight, bias), given, ctx.state)
+        own = (*call.operands(hidden, weight, bias), given, state)
         d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
         return (
             None if d_hidden is None else call.summed(d_hidden, hidden),

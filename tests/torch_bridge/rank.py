@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
 from rlk_jax.vocab_parallel import shard_bounds
 from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
+from torch_bridge import _calls
 
 UNEVEN = [0, 3, 7, 12, 16]
 EVERYTHING = {"return_lse": True, "return_entropy": True}
@@ -84,7 +86,31 @@ def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
     start, end = bounds[rank], bounds[rank + 1]
     options = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 1000}
     found = torch_bridge.linear_logp(hidden.detach(), weight[start:end], ids, bias[start:end], **options)
-    assert torch.isfinite(found).all()
+    assert_close(found, one.logp.double(), "linear_logp", "forward")  # 1000 is no edge of groups.
+
+
+def trains_as_one_rank(rank: int, count: int) -> None:
+    """Under a checkpoint and autocast, of a transposed head, with a temperature for each token."""
+    hidden, weight, ids, bias = (x.detach() for x in head((6,), dim=8, vocab=1000))
+    start, end = cut(1000, count)[rank : rank + 2]
+    options = {"temperature": randn(6).abs() + 0.5, "weight_layout": "dv", "implementation": "deterministic"}
+
+    def call(hidden: Any, weight: Any, bias: Any, **of_rank: Any) -> Any:
+        return torch_bridge.linear_logp(hidden, weight, ids, bias, **options, **of_rank)
+
+    def gradients(weight: Any, bias: Any, **of_rank: Any) -> list[torch.Tensor]:
+        own = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = checkpoint(call, *own, **of_rank, use_reentrant=False)
+        assert not _calls._kept
+        return [found, *torch.autograd.grad(found.sum(), own)]
+
+    parts = gradients(weight[start:end].t(), bias[start:end], tp_group=dist.group.WORLD, vocab_start_index=start)
+    found, d_hidden, d_weight, d_bias = gradients(weight.t(), bias)
+    assert same_bits(parts[0], found) and same_bits(parts[2], d_weight[:, start:end])
+    assert same_bits(parts[3], d_bias[start:end])
+    # dH is rounded to autocast's dtype, whose contract is wider than of hidden's.
+    assert_close(parts[1].bfloat16(), d_hidden.double(), "linear_logp", "gradient")
 
 
 def sums_what_it_is_asked_to(rank: int, count: int) -> None:
@@ -148,6 +174,7 @@ def main(port: int, count: int, rank: int) -> None:
     mistakes(rank)
     agrees_with_float64(rank, count)
     keeps_the_bits_of_one_rank(rank, count)
+    trains_as_one_rank(rank, count)
     sums_what_it_is_asked_to(rank, count)
     dist.destroy_process_group()
 

@@ -93,10 +93,10 @@ def test_residuals_of_logits_hold_no_logits(last_program):
         lambda: torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, **options).loss,
     ):
         found = call()
-        (pending,) = _calls._pending.values()
+        (pending,) = _calls._kept.values()
         assert all(x.size <= 128 < policy.numel() for x in pending.residuals)
         del found
-    assert not _calls._pending
+    assert not _calls._kept
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -129,16 +129,16 @@ def test_no_grad_keeps_nothing(last_program):
     hidden, weight, ids, _ = head((5,))
     with torch.no_grad():
         found = torch_bridge.linear_logp(hidden, weight, ids)
-    assert not found.requires_grad and not last_program().borrows and not _calls._pending
+    assert not found.requires_grad and not last_program().borrows and not _calls._kept
 
 
 def test_nothing_is_kept_after_the_backward():
     hidden, weight, ids, _ = head((5,))
     found = torch_bridge.linear_logp(hidden, weight, ids)
-    assert len(_calls._pending) == 1
+    assert len(_calls._kept) == 1
     found.sum().backward()
     del found
-    assert not _calls._pending
+    assert not _calls._kept
 
 
 def test_a_backward_can_be_repeated():

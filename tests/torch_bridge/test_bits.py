@@ -11,7 +11,8 @@ import rlk_jax
 import torch_bridge
 from tests.torch_bridge.tensors import array, assert_same_bits, head, policies, randint, randn
 
-SIZES = (1, 2, 3, 5, 8, 11, 33, 64)
+# One row, a padded bucket, a full one, a large one.
+SIZES = (1, 5, 8, 33)
 
 
 def check(ours: Any, theirs: Any, tensors: list[Tensor], upstream: list[Tensor | None]) -> None:

@@ -6,8 +6,8 @@ from torch_bridge.clients import trl, verl
 from torch_bridge.clients._seam import Seam
 
 _SEAMS = {seam.library: seam for seam in (trl.SEAM, verl.SEAM)}
-_originals: dict[str, Any] = {}
-"""By library, of those the bridge is installed in."""
+_installed: dict[str, tuple[Any, Any]] = {}
+"""By library, of those the bridge is installed in: its own object, and the bridge's."""
 
 
 def install(name: str, *, implementation: str | None = None, memory_budget: int | None = None) -> None:
@@ -20,12 +20,15 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
 
     Raises:
       ValueError: for a name that is no client's.
-      RuntimeError: for a version of the library that the bridge does not know; nothing is changed then.
+      RuntimeError: for a version of the library that the bridge does not know, and where someone has replaced the
+        bridge's object since; nothing is changed then.
     """
     seam = _seam(name)
     seam.check_version()
-    original = _originals.setdefault(name, seam.read())
-    seam.write(seam.replacement(original, {"implementation": implementation, "memory_budget": memory_budget}))
+    original = _original(seam) if name in _installed else seam.read()
+    replacement = seam.replacement(original, {"implementation": implementation, "memory_budget": memory_budget})
+    seam.write(replacement)
+    _installed[name] = original, replacement
 
 
 def uninstall(name: str) -> None:
@@ -33,10 +36,23 @@ def uninstall(name: str) -> None:
 
     Raises:
       ValueError: for a name that is no client's.
+      RuntimeError: where someone has replaced the bridge's object since; nothing is changed then.
     """
     seam = _seam(name)
-    if name in _originals:
-        seam.write(_originals.pop(name))
+    if name in _installed:
+        seam.write(_original(seam))
+        del _installed[name]
+
+
+def _original(seam: Seam) -> Any:
+    """The library's own object, where the bridge's stands in its place."""
+    original, replacement = _installed[seam.library]
+    if seam.read() is not replacement:
+        raise RuntimeError(
+            f"{seam.module}.{seam.name} is not the object that torch_bridge installed: what has replaced it must be "
+            "removed first."
+        )
+    return original
 
 
 def _seam(name: str) -> Seam:

@@ -37,6 +37,19 @@ def test_uninstall_restores_the_object(library):
     assert home.linear_cross_entropy is original
 
 
+@pytest.mark.parametrize("function", [torch_bridge.install, torch_bridge.uninstall])
+def test_a_later_patch_of_someone_else_is_kept(library, function):
+    home, _ = library
+    torch_bridge.install("verl")
+    ours, home.linear_cross_entropy = home.linear_cross_entropy, object()
+    theirs = home.linear_cross_entropy
+    message = r"linear_cross_entropy is not the object that torch_bridge installed: what has replaced it must be"
+    with pytest.raises(RuntimeError, match=message):
+        function("verl")
+    assert home.linear_cross_entropy is theirs
+    home.linear_cross_entropy = ours
+
+
 def test_a_module_imported_in_between_is_restored_too(library):
     home, importer = library
     del sys.modules[clients.verl.SEAM.importers[0]]
