@@ -10,6 +10,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("rlk_jax", derandomize=True, deadline=None)
 settings.load_profile("rlk_jax")
 
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+    """A process may map so much memory, and each compiled program takes some."""
+    yield
+    jax.clear_caches()
+
+
 _measured: dict[str, tuple[float, float]] = {}
 
 

@@ -31,8 +31,7 @@ def check_against_gold(case: Case, dtype, implementation: str) -> None:
 
 
 @every_implementation
-@every_dtype
-@pytest.mark.parametrize("case", helpers.OPTION_CASES, ids=str)
+@helpers.in_dtypes(helpers.OPTION_CASES)
 def test_options_against_float64(case, dtype, implementation):
     check_against_gold(case, dtype, implementation)
 

@@ -25,7 +25,7 @@ def whole(request):
     return problem, *outputs(CASE, problem)
 
 
-@pytest.mark.parametrize("n", [1, 7, 64, 100, 1000])
+@pytest.mark.parametrize("n", [1, 65, 1000])
 def test_rows_do_not_depend_on_the_batch(whole, n):
     problem, rows, _ = whole
     rng = np.random.default_rng(n)
@@ -55,7 +55,7 @@ def test_with_and_without_the_other_outputs(whole):
 
 
 @pytest.mark.parametrize("case", [CASE, SOFTCAP], ids=str)
-@pytest.mark.parametrize("used", [(0,), (2,), (0, 1), (0, 2)], ids=["logp", "entropy", "logp lse", "logp entropy"])
+@pytest.mark.parametrize("used", [(0,), (0, 2)], ids=["logp", "logp entropy"])
 def test_an_unused_output_and_one_of_zero_gradient_are_the_same(case, used):
     """Zeros as arrays, and no gradient at all: two programs, one answer. Temperatures per token, and constants."""
     problem = helpers.rows_of(helpers.make(case, jnp.float32), np.arange(70))

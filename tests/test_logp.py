@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 import rlk_jax
 from rlk_jax import dispatch, logp
 from tests import logits as ops
-from tests.helpers import IMPLEMENTATIONS, assert_same_bits, bits
+from tests.helpers import IMPLEMENTATIONS, assert_same_bits, bits, in_dtypes
 from tests.logits import Case
 
 every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
@@ -23,9 +23,8 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 BITS = Case("bits", (140,), 700, {"logit_softcap": 4.0}, "per token")
 
 
-@every_dtype
 @every_implementation
-@pytest.mark.parametrize("case", ops.CASES, ids=str)
+@in_dtypes(ops.CASES)
 def test_against_float64(case, implementation, dtype):
     ops.check_against_gold(case, dtype, implementation)
 
@@ -38,7 +37,7 @@ def test_large_and_peaked_logits(case, implementation, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("count", [1, 7, 64, 65, 100])
+@pytest.mark.parametrize("count", [1, 65])
 def test_rows_do_not_depend_on_the_batch(dtype, count):
     p = ops.make(BITS, dtype)
     whole = p.outputs(BITS, "deterministic")

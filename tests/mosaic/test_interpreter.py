@@ -218,7 +218,6 @@ def test_no_row_at_all():
     assert all(not np.asarray(x).astype(np.float32).any() for x in jax.tree.leaves(head))
 
 
-@pytest.mark.parametrize("layout", ["vd", "dv"])
-@pytest.mark.parametrize("columns", [512, 640], ids=["on group edges", "off them"])
+@pytest.mark.parametrize(("columns", "layout"), [(512, "vd"), (640, "dv")], ids=["on group edges", "off them"])
 def test_shards_of_a_padded_head(columns, layout):
     shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma")
