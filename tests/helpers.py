@@ -11,6 +11,7 @@ import pytest
 
 from rlk_jax import LinearLogp, linear_logp
 from rlk_jax.checker import relative_norm, tolerance
+from rlk_jax.checker.gold import softmax
 
 measured_errors: dict[str, tuple[float, float]] = {}
 """Per contract entry, the worst error that this process met, and what is allowed."""
@@ -146,45 +147,12 @@ class Gold(NamedTuple):
     logits: np.ndarray
 
 
-class SoftmaxGold(NamedTuple):
-    """(logp, lse, entropy) `[N]`, the gradient of the raw logits and the logits themselves `[N, V]`, in float64."""
-
-    values: tuple[np.ndarray, ...]
-    d_raw: np.ndarray
-    logits: np.ndarray
-
-
-def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options: dict[str, Any]) -> SoftmaxGold:
-    """The definition on raw logits `[N, V]` and its hand-written derivative. Shares no code with the library."""
-    raw, t = np.asarray(raw, np.float64), np.asarray(target_ids).reshape(-1)
-    rows = np.arange(len(t))
-    temperature = np.broadcast_to(np.asarray(temperature, np.float64).reshape(-1, 1), (len(t), 1))
-    cap = options.get("logit_softcap")
-    capped = cap * np.tanh(raw / cap) if cap else raw
-    z = capped / temperature
-    z[:, options.get("global_vocab_size", raw.shape[1]) :] = -np.inf
-    m = z.max(axis=1, keepdims=True)
-    lse = m + np.log(np.exp(z - m).sum(axis=1, keepdims=True))
-    p = np.exp(z - lse)
-    finite = np.where(p > 0, z, 0)
-    mean = (p * finite).sum(axis=1, keepdims=True)
-    values = (z[rows, t] - lse[:, 0], lse[:, 0], (lse - mean)[:, 0])
-    g_logp, g_lse, g_entropy = (np.asarray(g, np.float64).reshape(-1, 1) for g in upstream)
-    dz = p * (g_lse - g_logp - g_entropy * (finite - mean))
-    dz[rows, t] += g_logp[:, 0]
-    d_raw = dz / temperature
-    if cap:
-        d_raw *= 1 - (capped / cap) ** 2
-    return SoftmaxGold(values, d_raw, z)
-
-
 def gold(case: Case, problem: Problem) -> Gold:
     """The same for linear_logp, with the gradients of its operands."""
     h, w = (np.asarray(x, np.float64) for x in (problem.hidden.reshape(-1, case.dim), problem.weight))
     b = 0.0 if problem.bias is None else np.asarray(problem.bias, np.float64)
-    values, d_raw, z = softmax_gold(
-        h @ w.T + b, problem.target_ids, problem.temperature, problem.upstream, case.options
-    )
+    found = softmax(h @ w.T + b, problem.target_ids, problem.temperature, problem.upstream, case.options)
+    values, d_raw, z = found
     gradients = ((d_raw @ w).reshape(problem.hidden.shape), d_raw.T @ h)
     if problem.bias is not None:
         gradients += (d_raw.sum(axis=0),)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlk_jax import LinearLogp, grpo_loss, logp, ratio_kl
+from rlk_jax.checker import gold as definitions
+from rlk_jax.checker.gold import RatioKlGold, SoftmaxGold
 from tests import helpers
-from tests.helpers import SoftmaxGold, weighted
+from tests.helpers import weighted
 
 DTYPES = helpers.DTYPES
 
@@ -99,7 +101,7 @@ def make(case: Case, dtype: Any, seed: int = 0) -> Problem:
 def gold(case: Case, problem: Problem) -> SoftmaxGold:
     """With values `[*lead]` and the gradient `[*lead, V]`."""
     flat = problem.logits.reshape(-1, case.vocab)
-    found = helpers.softmax_gold(flat, problem.token_ids, problem.temperature, problem.upstream, case.options)
+    found = definitions.softmax(flat, problem.token_ids, problem.temperature, problem.upstream, case.options)
     shape = problem.logits.shape
     return SoftmaxGold(
         tuple(x.reshape(case.lead) for x in found.values), found.d_raw.reshape(shape), found.logits.reshape(shape)
@@ -164,35 +166,10 @@ def make_policies(dtype: Any, lead: tuple[int, ...] = (4, 6), vocab: int = 300, 
     policy, ref = jnp.asarray(policy, dtype), jnp.asarray(ref, dtype)
     ids = jnp.asarray(rng.integers(0, vocab, lead), jnp.int32)
     mask = jnp.asarray(rng.random(lead) < 0.7)
-    old = _gold_logps(policy, ids, 1.0) + 0.2 * rng.normal(size=lead)
+    own = definitions.softmax(policy.reshape(-1, vocab), ids, 1.0, [np.zeros(ids.size)] * 3, {}).values[0]
+    old = own.reshape(lead) + 0.2 * rng.normal(size=lead)
     return Policies(policy, ref, ids, mask, jnp.asarray(old, jnp.float32))
 
 
-def _gold_logps(logits: Any, ids: Any, temperature: Any) -> np.ndarray:
-    z = np.asarray(logits, np.float64) / np.asarray(temperature, np.float64)[..., None]
-    m = z.max(axis=-1, keepdims=True)
-    lse = m[..., 0] + np.log(np.exp(z - m).sum(axis=-1))
-    return np.take_along_axis(z, np.asarray(ids)[..., None], axis=-1)[..., 0] - lse
-
-
-class RatioKlGold(NamedTuple):
-    """float64; `gradient` of (Σ g_ratio·ratio + Σ g_kl·kl) with respect to the policy's logits."""
-
-    ratio: np.ndarray
-    kl: np.ndarray
-    gradient: np.ndarray
-
-
 def ratio_kl_gold(p: Policies, upstream: tuple[Any, Any], temperature: float = 1.0) -> RatioKlGold:
-    mask = np.asarray(p.completion_mask) != 0
-    ids = np.where(mask, np.asarray(p.action_ids), 0)
-    own, ref = (_gold_logps(x, ids, temperature) for x in (p.policy_logits, p.ref_logits))
-    d, g_ratio, g_kl = ref - own, *(np.asarray(g, np.float64) for g in upstream)
-    ratio = np.where(mask, np.exp(own - np.asarray(p.old_logps, np.float64)), 1)
-    kl = np.where(mask, np.exp(d) - d - 1, 0)
-    z = np.asarray(p.policy_logits, np.float64) / temperature
-    e = np.exp(z - z.max(axis=-1, keepdims=True))
-    one_hot = np.arange(z.shape[-1]) == ids[..., None]
-    coefficient = np.where(mask, g_ratio * ratio + g_kl * (1 - np.exp(d)), 0)
-    gradient = coefficient[..., None] * (one_hot - e / e.sum(axis=-1, keepdims=True)) / temperature
-    return RatioKlGold(ratio, kl, gradient)
+    return definitions.ratio_kl(*p, upstream, temperature)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlk_jax import grpo_loss
+from rlk_jax.checker import gold
 from rlk_jax.grpo import group_advantages
 from tests import logits as ops
 from tests.helpers import IMPLEMENTATIONS, assert_same_bits, assert_within_contract
@@ -25,31 +26,12 @@ def policies(dtype=jnp.float32, **sizes) -> ops.Policies:
     return ops.make_policies(dtype, **{"lead": (5, 6), **sizes})
 
 
-def gold_advantages(rewards: np.ndarray, boundaries: list[int]) -> np.ndarray:
-    rewards = rewards.astype(np.float64)
-    groups = [rewards[a:b] for a, b in itertools.pairwise(boundaries)]
-    return np.concatenate([(g - g.mean()) / max(g.std(), 1e-6) for g in groups])
-
-
-def gold(p: ops.Policies, advantages: np.ndarray) -> tuple[tuple[float, float, float], np.ndarray]:
-    """(loss, policy_loss, kl) and the gradient of loss, in float64: the clip is flat beyond its bounds."""
-    zeros = np.zeros(p.action_ids.shape)
-    mask = np.asarray(p.completion_mask)
-    ratio, kl, _ = ops.ratio_kl_gold(p, (zeros, zeros))
-    a, count = advantages[:, None], max(mask.sum(), 1)
-    outside = np.where(a > 0, ratio > 1 + HIGH, ratio < 1 - CLIP)
-    bounded = np.where(outside, np.where(a > 0, 1 + HIGH, 1 - CLIP), ratio)
-    policy, kl = -(bounded * a)[mask].sum() / count, kl[mask].sum() / count
-    g_ratio = np.where(outside, 0, -a) / count
-    gradient = ops.ratio_kl_gold(p, (g_ratio, np.full(mask.shape, BETA / count))).gradient
-    return (policy + BETA * kl, policy, kl), gradient
-
-
 @every_dtype
 @every_implementation
 def test_against_float64(implementation, dtype):
     p = policies(dtype)
-    values, expected = gold(p, gold_advantages(REWARDS, BOUNDARIES))
+    advantages = gold.group_advantages(REWARDS, BOUNDARIES)
+    *values, expected = gold.grpo_loss(*p, advantages, clip=(CLIP, HIGH), beta=BETA)
     options = {**GROUPS, "clip_eps": CLIP, "clip_eps_high": HIGH, "beta": BETA}
     found = p.grpo_loss(REWARDS, implementation, **options)
     assert [x.dtype for x in found] == [jnp.float32] * 3 and found.loss.shape == ()

@@ -26,11 +26,10 @@ import rlk_jax
 from rlk_jax import vocab_parallel
 from rlk_jax._processes import Finished, free_port, run_together
 from rlk_jax.checker.contract import tolerance
+from rlk_jax.checker.options import DTYPES, dtype_name, positive
 from rlk_jax.dispatch import IMPLEMENTATIONS
 
 _AXIS = "tp"
-_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
-_LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DESCRIPTION = "Check linear_logp with its head spread over devices, against the definition on one device."
 
 
@@ -99,10 +98,10 @@ class Ranks:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `check-tp`."""
     parser = subparsers.add_parser("check-tp", help=_DESCRIPTION, description=_DESCRIPTION)
-    integer = functools.partial(parser.add_argument, type=_positive)
+    integer = functools.partial(parser.add_argument, type=positive)
     backends = parser.add_argument("--implementation", choices=IMPLEMENTATIONS, metavar="NAME")
     backends.help = f"backend under test: {', '.join(IMPLEMENTATIONS)} (default: the fastest that runs)"
-    parser.add_argument("--dtype", type=_dtype, default="bf16", metavar="fp32|bf16|fp16", help="of all operands")
+    parser.add_argument("--dtype", type=dtype_name, default="bf16", metavar="fp32|bf16|fp16", help="of all operands")
     parser.add_argument("--reference-mode", choices=["matching", "fp32"], default="matching", help=_REFERENCE_HELP)
     integer("--seed", default=1234)
     integer("--tokens", default=128)
@@ -130,25 +129,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 _REFERENCE_HELP = "the reference multiplies in the input dtype, or upcasts to float32"
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _tolerance(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0 and finite, got {value}")
     return value
-
-
-def _dtype(text: str) -> str:
-    name = _LONG.get(text, text)
-    if name not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_DTYPES)}, got {text!r}")
-    return name
 
 
 def run(options: argparse.Namespace) -> int:
@@ -254,7 +239,7 @@ def _report(options: argparse.Namespace, ranks: Ranks) -> bool:
         options.tokens,
         options.hidden_size,
         options.vocab_size,
-        _DTYPES[options.dtype],
+        DTYPES[options.dtype],
         bias=not options.no_bias,
         uneven=options.uneven_shards,
         seed=options.seed,
