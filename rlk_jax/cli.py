@@ -1,5 +1,5 @@
-"""The command line: `rlk doctor` says what would run here and why, `rlk check-tp` checks tensor parallelism, `rlk grpo`
-trains.
+"""The command line: `rlk doctor` says what would run here and why, `rlk check` whether it is right, `rlk check-tp`
+whether tensor parallelism is, `rlk grpo` trains.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from typing import Any
 
 from pallas_kernels.triton import call as triton_call
 from rlk_jax.checker import check_tp
+from rlk_jax.checker import command as check_command
 from rlk_jax.grpo import command as grpo_command
 
 PACKAGES = (
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what runs on this machine, and why the rest does not")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     doctor.set_defaults(run=lambda options: _doctor(as_json=options.json))
+    check_command.add_parser(commands)
     check_tp.add_parser(commands)
     grpo_command.add_parser(commands)
     options = parser.parse_args(argv)

@@ -1,5 +1,7 @@
-"""The operator checker. So far: the tolerance contract that every test of the project reads."""
+"""The operator checker: one verdict for accuracy, gradients and bits, by the tolerances that every test reads."""
 
 from rlk_jax.checker.contract import relative_norm, tolerance
+from rlk_jax.checker.inputs import Sizes
+from rlk_jax.checker.runner import assert_op
 
-__all__ = ["relative_norm", "tolerance"]
+__all__ = ["Sizes", "assert_op", "relative_norm", "tolerance"]

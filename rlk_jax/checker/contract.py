@@ -6,6 +6,7 @@ A value is our own measured worst error with at most 4× head-room; `make test-o
 import functools
 import importlib.resources
 import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -14,9 +15,22 @@ from jax.typing import ArrayLike
 Kind = Literal["forward", "gradient"]
 
 
+FILES = {"rlk_jax": "contract.json", "rl-kernel": "rl_kernel.json"}
+"""The contract of the project, and RL-Kernel's published one for comparison."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an error may be: `atol + rtol·|gold|` of every element, or of the norms over all of them, or no bit."""
+
+    atol: float
+    rtol: float
+    measure: Literal["norm", "element", "bits"]
+
+
 @functools.cache
-def _contract() -> dict[str, Any]:
-    return json.loads(importlib.resources.files(__package__).joinpath("contract.json").read_text())
+def _contract(name: str = "rlk_jax") -> dict[str, Any]:
+    return json.loads(importlib.resources.files(__package__).joinpath(FILES[name]).read_text())
 
 
 def tolerance(op_class: str, dtype: Any, kind: Kind) -> float:
@@ -39,3 +53,31 @@ def relative_norm(actual: ArrayLike, gold: ArrayLike) -> float:
         raise ValueError(f"shapes differ: {a.shape} and {g.shape}")
     error, size = np.linalg.norm((a - g).ravel()), np.linalg.norm(g.ravel())
     return float(error / size) if size else float(np.inf if error else 0)
+
+
+def arch_keys() -> tuple[str, ...]:
+    """The architectures that the contract knows."""
+    return tuple(_contract()["arch_overrides"])
+
+
+def accuracy(name: str, op_class: str, dtype: Any, kind: Kind, arch_key: str | None, size: float | None) -> Bound:
+    """The bound of the named contract; errors of a class that is measured so are allowed in proportion to `size`, the
+    largest |logit|.
+    """
+    if name == "rl-kernel":
+        published = _contract(name)
+        entry = published["accuracy"][published["classes"][op_class]][np.dtype(dtype).name]
+        return Bound(entry["atol"], entry["rtol"], "element")
+    override = _contract()["arch_overrides"].get(arch_key, {}).get(op_class)
+    if override is not None and np.dtype(dtype).name in _contract()["accuracy"][override]:
+        op_class = override
+    allowed = tolerance(op_class, dtype, kind)
+    if size is not None and kind == "forward":
+        return Bound(allowed * size, 0.0, "element")
+    return Bound(0.0, allowed, "norm")
+
+
+def batch_invariance(name: str) -> Bound:
+    """The bound between the same rows in two batches; the raw bits where nothing is allowed."""
+    entry = _contract(name)["batch_invariance"]
+    return Bound(entry["atol"], entry["rtol"], "element" if any(entry.values()) else "bits")

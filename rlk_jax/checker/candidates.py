@@ -1,0 +1,151 @@
+"""What can be checked: implementations of rlk_jax, torch_bridge's ops, and functions of anybody's, JAX or torch."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rlk_jax
+from rlk_jax.checker.specs import OpSpec, Problem
+from rlk_jax.dispatch import IMPLEMENTATIONS, TABLE
+
+ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}
+NAMES = ("registry", *IMPLEMENTATIONS, "bridge", *ALIASES)
+
+
+class Unusable(ValueError):
+    """A candidate that does not exist, or cannot run here."""
+
+
+@dataclass(frozen=True)
+class ArrayLibrary:
+    """How a candidate's arrays come and go."""
+
+    send: Callable[[np.ndarray], Any]
+    """A copy of its own."""
+    fetch: Callable[[Any], np.ndarray]
+    """Raises where the memory was given away."""
+    forward: Callable[[Callable[..., Any], Sequence[Any], Sequence[int]], tuple[list[Any], Callable[..., Any]]]
+    """Outputs, and what takes their upstream gradients (None for those that have none) to those of the arguments at
+    these places.
+    """
+
+
+def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], Any]:
+    def of(differentiated: Sequence[Any]) -> list[Any]:
+        arguments = list(inputs)
+        for place, x in zip(places, differentiated, strict=True):
+            arguments[place] = x
+        return jax.tree.leaves(fn(*arguments))
+
+    if not places:
+        return of([]), None
+    outputs, pull_back = jax.vjp(of, [inputs[place] for place in places])
+
+    def gradients(upstream: Sequence[Any]) -> list[Any]:
+        return pull_back([jnp.zeros_like(x) if g is None else g for x, g in zip(outputs, upstream, strict=True)])[0]
+
+    return outputs, gradients
+
+
+JAX = ArrayLibrary(jnp.array, np.asarray, _jax_forward)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A callable that takes an op's arrays in order, and its options by keyword."""
+
+    name: str
+    fn: Callable[..., Any]
+    backend: str = "unknown"
+    arrays: ArrayLibrary = JAX
+    kwargs: Mapping[str, str | None] = field(default_factory=dict)
+    """Its names of the op's options; None for one that it does not take."""
+    no_bits: str | None = None
+    """Why no bits are promised; None where they are."""
+
+    def bound(self, options: Mapping[str, Any]) -> Callable[..., Any]:
+        names = {name: self.kwargs.get(name, name) for name in options}
+        return functools.partial(self.fn, **{new: options[old] for old, new in names.items() if new is not None})
+
+
+def torch_arrays() -> ArrayLibrary:
+    """rlk_jax itself needs no torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise Unusable("PyTorch is not installed: pip install 'rlk-jax[torch]'")
+    return importlib.import_module("torch_bridge.check").TORCH
+
+
+def resolve(name: str, spec: OpSpec, problem: Problem) -> Candidate:
+    """The candidate of this name for this problem on JAX's default device; raises `Unusable`."""
+    known = ALIASES.get(name, name)
+    if known in IMPLEMENTATIONS or known == "registry":
+        choice = _choice(spec, problem, None if known == "registry" else known)
+        fn = functools.partial(getattr(rlk_jax, spec.op), implementation=choice, **spec.unchecked)
+        return Candidate(name, fn, choice, no_bits=_no_bits(spec, choice))
+    if known == "bridge":
+        choice, arrays = _choice(spec, problem, None), torch_arrays()
+        fn = functools.partial(getattr(importlib.import_module("torch_bridge"), spec.op), **spec.unchecked)
+        return Candidate(name, fn, f"torch_bridge:{choice}", arrays, no_bits=_no_bits(spec, choice))
+    if ":" in name:
+        return of_function(load(name), name)
+    raise Unusable(f"unknown candidate {name!r}; the candidates are {', '.join(NAMES)} and module:function")
+
+
+def runnable(spec: OpSpec, problem: Problem) -> list[str]:
+    """Candidates that can run here: the implementations, and the bridge where there is torch."""
+    decision = rlk_jax.explain(spec.op, *abstract(problem), **problem.options)
+    names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
+    return names + (["bridge"] if importlib.util.find_spec("torch") else [])
+
+
+def abstract(problem: Problem) -> list[Any]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in problem.inputs.values()]
+
+
+def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
+    try:
+        return rlk_jax.explain(spec.op, *abstract(problem), implementation=implementation, **problem.options).choice
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+
+
+def _no_bits(spec: OpSpec, implementation: str) -> str | None:
+    promises = next(x.promises_bits for x in TABLE[spec.op] if x.name == implementation)
+    return None if promises else f"{implementation} promises no bits"
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function `module:function`, of a module on the path or in the current folder."""
+    module_name, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Unusable(f"cannot load {name!r}: {error}") from None
+    if not callable(found):
+        raise Unusable(f"{name!r} is not callable")
+    return found
+
+
+def of_function(fn: Callable[..., Any], name: str, arrays: str | None = None, **options: Any) -> Candidate:
+    """Anybody's; on torch tensors if `arrays` says so or, without it, where its module imports torch and not jax."""
+    library = torch_arrays() if (arrays or _arrays_of(fn)) == "torch" else JAX
+    return Candidate(name, fn, getattr(fn, "__module__", "unknown"), library, **options)
+
+
+def _arrays_of(fn: Callable[..., Any]) -> str:
+    module = inspect.getmodule(inspect.unwrap(fn)) or inspect.getmodule(type(fn))
+    imported = {x.__name__.split(".")[0] for x in vars(module).values() if isinstance(x, types.ModuleType)}
+    return "torch" if "torch" in imported and "jax" not in imported else "jax"

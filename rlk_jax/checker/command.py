@@ -1,0 +1,192 @@
+"""`rlk check`: is an implementation of an op right on this machine? One verdict for accuracy, gradients and bits."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rlk_jax.checker import candidates, contract, page
+from rlk_jax.checker.inputs import MODES, Draw, Sizes
+from rlk_jax.checker.options import DTYPES, dtype_name, positive
+from rlk_jax.checker.report import OperatorCheckReport
+from rlk_jax.checker.runner import Checks, run_operator_suite
+from rlk_jax.checker.specs import SPECS, OpSpec
+
+_DESCRIPTION = "Check an implementation of an op against its float64 definition, and the bits that it promises."
+_SIZES = dataclasses.fields(Sizes)
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `check`."""
+    usage = "rlk check [--op OP] [--candidate NAME] [options]"
+    parser = subparsers.add_parser("check", help=_DESCRIPTION, description=_DESCRIPTION, usage=usage)
+    parser.add_argument("--op", choices=SPECS, metavar="OP", help=f"{', '.join(SPECS)} (default: logp)")
+    parser.add_argument("--candidate", metavar="NAME", help=_CANDIDATE_HELP)
+    parser.add_argument("--device", choices=["auto", "any", "cpu", "cuda"], default="auto", help="auto: JAX's default")
+    parser.add_argument("--dtype", type=dtype_name, metavar="|".join(DTYPES), help="of the operands (default: fp32)")
+    for size in _SIZES:
+        flag = f"--{size.name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive, default=size.default, help="(default: %(default)s)")
+    parser.add_argument("--input-mode", choices=[*MODES, "all"], metavar="MODE", help=_MODE_HELP)
+    parser.add_argument("--constant-value", type=float, default=0.25, help="of --input-mode constant")
+    parser.add_argument("--token-value", type=int, default=0, help="id of --input-mode constant")
+    parser.add_argument("--seed", type=int, default=123, help="of the inputs")
+    parser.add_argument("--arch-key", choices=contract.arch_keys(), help="of the contract (default: the device's)")
+    parser.add_argument("--check-grad", action="store_true", help="gradients too")
+    parser.add_argument("--grad-mode", choices=["ones", "random"], default="random", help="upstream gradients")
+    parser.add_argument("--grad-seed", type=int, default=123)
+    parser.add_argument("--check-invariance", action="store_true", help="the same bits alone, batched, beside padding")
+    parser.add_argument("--contract", choices=contract.FILES, default="rlk_jax", help="rl-kernel is for comparison")
+    parser.add_argument("--all", action="store_true", help="every op, candidate, dtype and input mode that runs here")
+    parser.add_argument("--list", action="store_true", help="the ops, what they take, and the candidates that run here")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="also write a page of HTML")
+    parser.set_defaults(run=run)
+
+
+_CANDIDATE_HELP = f"{', '.join(candidates.NAMES)}, or module:function (default: registry, what dispatch chooses)"
+_MODE_HELP = f"{', '.join(MODES)}, or all that the op has (default: random)"
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status: 0 where all passed, 1 where anything failed, 2 for options that fit nothing."""
+    try:
+        device = _device(options.device)
+        with jax.default_device(device):
+            if options.list:
+                return _list(options)
+            reports = _all(options, device) if options.all else [_one(options, device)]
+        if options.report:
+            _write(options.report, page.html(reports))
+    except candidates.Unusable as error:
+        print(f"rlk check: error: {error}", file=sys.stderr)
+        return 2
+    _print(options, reports)
+    return 0 if all(x.passed for x in reports) else 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise candidates.Unusable(f"cannot write --report: {error}") from None
+
+
+def _device(name: str) -> jax.Device:
+    if name in ("auto", "any"):
+        return jax.devices()[0]
+    try:
+        return jax.devices(name)[0]
+    except RuntimeError:
+        raise candidates.Unusable(f"JAX finds no {name} device here, only {jax.default_backend()}") from None
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    return Sizes(**{size.name: getattr(options, size.name) for size in _SIZES})
+
+
+def _one(options: argparse.Namespace, device: jax.Device) -> OperatorCheckReport:
+    spec = SPECS[options.op or "logp"]
+    dtype = options.dtype or spec.dtypes[0]
+    if dtype not in spec.dtypes:
+        raise candidates.Unusable(f"{spec.op} takes {', '.join(spec.dtypes)}, not {dtype}")
+    modes = _modes(options, spec, "random")
+    return _check(options, spec, device, options.candidate or "registry", dtype, modes)
+
+
+def _modes(options: argparse.Namespace, spec: OpSpec, default: str) -> Sequence[str]:
+    mode = options.input_mode or default
+    if mode not in ("all", *spec.modes):
+        raise candidates.Unusable(f"{spec.op} has no input mode {mode!r}; it has {', '.join(spec.modes)}")
+    return spec.modes if mode == "all" else [mode]
+
+
+def _check(
+    options: argparse.Namespace, spec: OpSpec, device: jax.Device, candidate: str, dtype: str, modes: Sequence[str]
+) -> OperatorCheckReport:
+    cases = [_draw(options, dtype, mode) for mode in modes]
+    found = candidates.resolve(candidate, spec, spec.problem(cases[0]))
+    checks = Checks(
+        options.contract,
+        options.arch_key or _arch_key(device),
+        gradients=options.check_grad,
+        grad_mode=options.grad_mode,
+        grad_seed=options.grad_seed,
+        invariance=options.check_invariance,
+    )
+    return run_operator_suite(spec.op, candidates=[found], cases=cases, checks=checks)
+
+
+def _draw(options: argparse.Namespace, dtype: str, mode: str) -> Draw:
+    name = np.dtype(DTYPES[dtype]).name
+    return Draw(mode, name, options.seed, options.constant_value, options.token_value, _sizes(options))
+
+
+def _arch_key(device: jax.Device) -> str | None:
+    capability = getattr(device, "compute_capability", None)
+    return f"sm{capability.replace('.', '')}" if capability else None
+
+
+def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckReport]:
+    """Of what --op, --candidate and --dtype leave."""
+    reports = []
+    for spec in [SPECS[options.op]] if options.op else SPECS.values():
+        for dtype in [x for x in spec.dtypes if options.dtype in (None, x)]:
+            modes = _modes(options, spec, "all")
+            problem = spec.problem(_draw(options, dtype, modes[0]))
+            names = [options.candidate] if options.candidate else candidates.runnable(spec, problem)
+            reports += [_check(options, spec, device, name, dtype, modes) for name in names]
+    return reports
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = {}
+    for spec in SPECS.values():
+        problem = spec.problem(_draw(options, spec.dtypes[-1], "random"))
+        found[spec.op] = {
+            "inputs": list(problem.inputs),
+            "options": list(problem.options),
+            "outputs": [x.name for x in spec.outputs],
+            "gradients": list(spec.gradients),
+            "dtypes": list(spec.dtypes),
+            "input_modes": list(spec.modes),
+            "candidates": candidates.runnable(spec, problem),
+        }
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for op, facts in found.items():
+        print(op)
+        for name, values in facts.items():
+            print(f"  {name.replace('_', ' ')}: {', '.join(values) or 'none'}")
+    return 0
+
+
+def _print(options: argparse.Namespace, reports: Sequence[OperatorCheckReport]) -> None:
+    if options.json:
+        suites = [x.to_dict() for x in reports]
+        passed = all(x.passed for x in reports)
+        print(json.dumps({"passed": passed, "suites": suites} if options.all else suites[0], indent=2))
+    elif options.all:
+        _print_table(reports)
+    else:
+        print("\n".join(reports[0].lines()))
+
+
+def _print_table(reports: Sequence[OperatorCheckReport]) -> None:
+    """A row per op, candidate and dtype; then the lines of what failed."""
+    table = Table(*page.COLUMNS)
+    for row in page.rows(reports):
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for report in reports:
+        for line in report.lines():
+            if line.startswith("  ") and line.endswith("passed=False"):
+                print(line.strip())

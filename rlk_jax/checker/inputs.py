@@ -1,0 +1,97 @@
+"""Deterministic inputs of every op: the same arrays for the same sizes, mode and seed, on every machine."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+MODES = {
+    "random": "normal numbers",
+    "constant": "every tensor holds one number, ids are --token-value",
+    "peaked": "one logit far above the others: p = 0.999",
+    "huge": "logits of 100",
+    "neg-inf": "most tokens, whole tiles of them, are impossible",
+    "ties": "many equal logits",
+    "masked-nan": "masked tokens hold NaN and impossible ids",
+    "bad-ids": "some active ids are outside the vocabulary: to be refused, or NaN in their rows",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a problem; an op takes those it knows."""
+
+    batch: int = 2
+    seq: int = 16
+    vocab: int = 257
+    hidden: int = 64
+    k_dim: int = 4096
+    n_dim: int = 64
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.batch, self.seq
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the arrays of one case are drawn. Every tensor has an offset of its own."""
+
+    mode: str = "random"
+    dtype: str = "float32"
+    seed: int = 123
+    constant_value: float = 0.25
+    token_value: int = 0
+    sizes: Sizes = field(default_factory=Sizes)
+
+    def random(self, offset: int) -> np.random.Generator:
+        return np.random.default_rng(self.seed + offset)
+
+    def cast(self, x: Any) -> np.ndarray:
+        """To the dtype under test."""
+        return np.asarray(x, np.float32).astype(jnp.dtype(self.dtype))
+
+    def tensor(self, offset: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+        if self.mode == "constant":
+            return self.cast(np.full(shape, self.constant_value + 0.01 * offset))
+        return self.cast(self.random(offset).normal(size=shape) * scale)
+
+    @property
+    def impossible(self) -> int:
+        """Leading tokens with logits of −inf."""
+        return self.sizes.vocab * 7 // 8 if self.mode == "neg-inf" else 0
+
+    @functools.cached_property
+    def peak(self) -> np.ndarray:
+        """What is added to logits `[V]` in this mode."""
+        added = np.zeros(self.sizes.vocab)
+        if self.mode == "peaked":
+            added[17 % len(added)] = np.log(999.0 * len(added))
+        added[: self.impossible] = -np.inf
+        return added
+
+    def logits(self, offset: int) -> np.ndarray:
+        """`[batch, seq, vocab]`."""
+        shape = (*self.sizes.lead, self.sizes.vocab)
+        if self.mode == "ties":
+            return self.cast(self.random(offset).integers(0, 2, shape))
+        scale = {"huge": 35.0, "peaked": 0.01}.get(self.mode, 1.0)
+        return self.cast(self.tensor(offset, *shape, scale=scale).astype(np.float32) + self.peak)
+
+    def ids(self) -> np.ndarray:
+        """`[batch, seq]`, of possible tokens; two bad ones where that is the mode, one on either side."""
+        lead, vocab = self.sizes.lead, self.sizes.vocab
+        if self.mode == "constant":
+            return np.full(lead, self.token_value % vocab, np.int32)
+        ids = self.random(13).integers(self.impossible, vocab, lead, dtype=np.int32)
+        if self.mode == "bad-ids":
+            ids[0, 0], ids[0, -1] = -1, vocab
+        return ids
+
+    def mask(self) -> np.ndarray:
+        """`[batch, seq]`: all of a sequence, and the first third of every second one."""
+        mask = np.ones(self.sizes.lead, bool)
+        mask[1::2, -(-self.sizes.seq // 3) :] = False
+        return mask

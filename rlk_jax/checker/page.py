@@ -1,0 +1,94 @@
+"""Reports as a table, and as one page of HTML that needs nothing else: verdicts, and histograms of errors."""
+
+import html as escape
+from collections.abc import Iterator, Sequence
+
+from rlk_jax.checker.report import CandidateReport, OperatorCheckReport, OutputCheck
+
+COLUMNS = ("op", "candidate", "backend", "dtype", "checks", "worst of its tolerance", "bits", "verdict")
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1b1f24 }
+table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .2rem .6rem }
+tr + tr { border-top: 1px solid #e3e6ea } .pass { color: #13693a } .fail { color: #b3261e; font-weight: 600 }
+details { margin: .5rem 0 } summary { cursor: pointer } td.number { font-variant-numeric: tabular-nums }
+"""
+
+
+def rows(reports: Sequence[OperatorCheckReport]) -> Iterator[tuple[str, ...]]:
+    """Of the table: one for each candidate of each report."""
+    for report in reports:
+        for candidate in report.candidates:
+            accuracy = [x.used for x in candidate.outputs if x.measure in ("norm", "element")]
+            yield (
+                report.suite_name,
+                candidate.candidate_name,
+                candidate.backend,
+                candidate.cases[0].dtype,
+                f"{sum(x.passed for x in candidate.outputs)}/{len(candidate.outputs)}",
+                f"{100 * max(accuracy, default=0):.0f} %",
+                candidate.invariance,
+                _verdict(candidate.passed),
+            )
+
+
+def html(reports: Sequence[OperatorCheckReport]) -> str:
+    """The page."""
+    table = "".join(_row(x) for x in rows(reports))
+    details = "".join(_candidate(report, x) for report in reports for x in report.candidates)
+    passed = _verdict(all(x.passed for x in reports))
+    contract, device = escape.escape(reports[0].contract), escape.escape(reports[0].device)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>rlk check: {passed}</title>'
+        f"<style>{_STYLE}</style><h1>rlk check: {_coloured(passed)}</h1>"
+        f"<p>Contract {contract}, on {device}. Histograms count elements by the decade of |error| over the largest "
+        f"|gold|: exact ones, then 1e-12 and less, up to 1 and more.</p>"
+        f"<table>{_row(COLUMNS, 'th')}{table}</table><h2>Cases</h2>{details}</html>\n"
+    )
+
+
+def _verdict(passed: bool) -> str:
+    return "PASS" if passed else "FAIL"
+
+
+def _coloured(verdict: str) -> str:
+    return f'<span class="{verdict.lower()}">{verdict}</span>'
+
+
+def _row(cells: Sequence[str], tag: str = "td") -> str:
+    *facts, verdict = map(escape.escape, cells)
+    last = _coloured(verdict) if tag == "td" else verdict
+    return "<tr>" + "".join(f"<{tag}>{x}</{tag}>" for x in (*facts, last)) + "</tr>"
+
+
+def _candidate(report: OperatorCheckReport, candidate: CandidateReport) -> str:
+    head = ("check", "shape", "dtype", "max abs", "of its tolerance", "errors", "why", "verdict")
+    checks = [(case.case_name, x) for case in candidate.cases for x in case.outputs]
+    body = "".join(_check(name, x) for name, x in checks)
+    title = f"{report.suite_name}, {candidate.candidate_name}, {candidate.cases[0].dtype}"
+    opened = "" if candidate.passed else " open"
+    return (
+        f"<details{opened}><summary>{escape.escape(title)}: {_coloured(_verdict(candidate.passed))}</summary>"
+        f"<table>{_row(head, 'th')}{body}</table></details>"
+    )
+
+
+def _check(case: str, check: OutputCheck) -> str:
+    numbers = (str(check.shape), check.candidate_dtype, f"{check.max_abs_error:.2e}", f"{100 * check.used:.0f} %")
+    cells = "".join(f'<td class="number">{escape.escape(x)}</td>' for x in numbers)
+    return (
+        f"<tr><td>{escape.escape(f'{case} {check.name}')}</td>{cells}<td>{_bars(check.histogram)}</td>"
+        f"<td>{escape.escape(check.message)}</td><td>{_coloured(_verdict(check.passed))}</td></tr>"
+    )
+
+
+def _bars(histogram: Sequence[int]) -> str:
+    """A bar a decade."""
+    if not histogram:
+        return ""
+    heights = [24 * count / max(histogram) for count in histogram]
+    bars = "".join(
+        f'<rect x="{7 * i}" y="{24 - height:.1f}" width="6" height="{height:.1f}"><title>{count}</title></rect>'
+        for i, (count, height) in enumerate(zip(histogram, heights, strict=True))
+    )
+    return f'<svg width="{7 * len(histogram)}" height="24" fill="#3867b5" role="img">{bars}</svg>'

@@ -1,0 +1,152 @@
+"""What a check found, as dataclasses that become JSON and lines of text. The verdict is all-pass; rates inform."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OutputCheck:
+    """One output, gradient or promise, compared. Errors are infinite where nothing could be."""
+
+    output_index: int
+    name: str
+    """The output's, "gradient:<input>", or "invariance:<arrangement>:<result>"."""
+    passed: bool
+    message: str = ""
+    shape: tuple[int, ...] = ()
+    candidate_dtype: str = "none"
+    gold_dtype: str = "float64"
+    measure: str = "none"
+    """How the tolerance binds: element, norm or bits."""
+    atol: float = 0.0
+    rtol: float = 0.0
+    max_abs_error: float = math.inf
+    mean_abs_error: float = math.inf
+    max_rel_error: float = math.inf
+    norm_error: float = math.inf
+    """‖error‖ / ‖gold‖."""
+    used: float = math.inf
+    """The error over what is allowed."""
+    histogram: tuple[int, ...] = ()
+    """Elements by the decade of |error| over the gold's largest: 0, then 1e-12 and less up to 1 and more."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: _json(x) for name, x in vars(self).items()}
+
+    def __str__(self) -> str:
+        label = f" {self.name}" if ":" in self.name else ""
+        message = f" {self.message}" if self.message else ""
+        return (
+            f"output={self.output_index}{label}{message} shape={self.shape} dtype={self.candidate_dtype} "
+            f"max_abs={self.max_abs_error:.8e} mean_abs={self.mean_abs_error:.8e} max_rel={self.max_rel_error:.8e} "
+            f"tol=(atol={self.atol:.3e}, rtol={self.rtol:.3e}) passed={self.passed}"
+        )
+
+
+def _json(x: Any) -> Any:
+    """JSON has no word for infinities and NaN."""
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    return list(x) if isinstance(x, tuple) else x
+
+
+@dataclass(frozen=True)
+class CaseCheck:
+    """One case: an op, dtype, shape and input mode."""
+
+    case_name: str
+    dtype: str
+    op_class: str
+    outputs: tuple[OutputCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(x.passed for x in self.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case_name": self.case_name,
+            "dtype": self.dtype,
+            "op_class": self.op_class,
+            "passed": self.passed,
+            "outputs": [x.to_dict() for x in self.outputs],
+        }
+
+
+@dataclass(frozen=True)
+class CandidateReport:
+    candidate_name: str
+    backend: str
+    invariance: str
+    """"checked", "not asked for", or why not."""
+    cases: tuple[CaseCheck, ...]
+
+    @property
+    def outputs(self) -> list[OutputCheck]:
+        return [x for case in self.cases for x in case.outputs]
+
+    @property
+    def passed(self) -> bool:
+        return all(x.passed for x in self.outputs)
+
+    @property
+    def pass_rate(self) -> float:
+        return _rate(self.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "candidate_name": self.candidate_name,
+            "backend": self.backend,
+            "total_outputs": len(self.outputs),
+            "passed_outputs": sum(x.passed for x in self.outputs),
+            "pass_rate": self.pass_rate,
+            "passed": self.passed,
+            "invariance": self.invariance,
+            "cases": [x.to_dict() for x in self.cases],
+        }
+
+
+@dataclass(frozen=True)
+class OperatorCheckReport:
+    """All candidates of one op."""
+
+    suite_name: str
+    contract: str
+    device: str
+    candidates: tuple[CandidateReport, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(x.passed for x in self.candidates)
+
+    @property
+    def pass_rate(self) -> float:
+        return _rate(self.candidates)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "suite_name": self.suite_name,
+            "contract": self.contract,
+            "device": self.device,
+            "total_candidates": len(self.candidates),
+            "passed_candidates": sum(x.passed for x in self.candidates),
+            "pass_rate": self.pass_rate,
+            "passed": self.passed,
+            "candidates": [x.to_dict() for x in self.candidates],
+        }
+
+    def lines(self) -> Iterator[str]:
+        yield f"suite={self.suite_name} passed={self.passed} pass_rate={self.pass_rate:.4f}"
+        for candidate in self.candidates:
+            yield (
+                f"candidate={candidate.candidate_name} backend={candidate.backend} passed={candidate.passed} "
+                f"pass_rate={candidate.pass_rate:.4f}"
+            )
+            for case in candidate.cases:
+                yield from (f"  case={case.case_name} {x}" for x in case.outputs)
+
+
+def _rate(checks: Any) -> float:
+    return sum(x.passed for x in checks) / max(len(checks), 1)

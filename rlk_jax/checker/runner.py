@@ -1,0 +1,285 @@
+"""Runs candidates and compares: with the gold, with themselves, and with the same rows in other batches."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlk_jax.checker import contract
+from rlk_jax.checker.candidates import ArrayLibrary, Candidate, of_function
+from rlk_jax.checker.contract import Bound
+from rlk_jax.checker.inputs import Draw, Sizes
+from rlk_jax.checker.options import DTYPES
+from rlk_jax.checker.report import CandidateReport, CaseCheck, OperatorCheckReport, OutputCheck
+from rlk_jax.checker.specs import SPECS, OpSpec, Problem, Results
+
+_DECADES = 10.0 ** np.arange(-12, 1)
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is checked, and by which contract."""
+
+    contract: str = "rlk_jax"
+    arch_key: str | None = None
+    gradients: bool = False
+    grad_mode: str = "random"
+    grad_seed: int = 123
+    invariance: bool = False
+
+
+@dataclass
+class Outcome:
+    """What one call gave: results as far as it came, and all that went wrong."""
+
+    results: Results = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    """What happened, by the result or the stage it happened to."""
+
+
+def run_operator_suite(
+    suite_name: str, *, candidates: Sequence[Candidate], cases: Sequence[Draw], checks: Checks
+) -> OperatorCheckReport:
+    """All cases of every candidate of an op, on JAX's default device."""
+    spec, device = SPECS[suite_name], jax.config.jax_default_device or jax.devices()[0]
+    reports = tuple(_candidate(spec, candidate, cases, checks) for candidate in candidates)
+    return OperatorCheckReport(suite_name, checks.contract, device.device_kind, reports)
+
+
+def _candidate(spec: OpSpec, candidate: Candidate, cases: Sequence[Draw], checks: Checks) -> CandidateReport:
+    invariance = (candidate.no_bits or "checked") if checks.invariance else "not asked for"
+    checks = replace(checks, invariance=invariance == "checked")
+    found = tuple(check_case(spec, candidate, draw, checks) for draw in cases)
+    return CandidateReport(candidate.name, candidate.backend, invariance, found)
+
+
+def check_case(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks) -> CaseCheck:
+    """Everything about one draw of inputs."""
+    op_class, dtype = spec.op_class(draw.mode), next(short for short, x in DTYPES.items() if x == np.dtype(draw.dtype))
+    shape = "x".join(map(str, spec.shape(draw.sizes)))
+    name = f"{spec.op}-{dtype}-{shape}" + ("" if draw.mode == "random" else f"-{draw.mode}")
+    outputs = tuple(_checks(spec, candidate, draw, checks, op_class))
+    return CaseCheck(name, dtype, op_class, outputs)
+
+
+def _checks(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks, op_class: str) -> Iterator[OutputCheck]:
+    problem = spec.problem(draw, checks.grad_mode, checks.grad_seed)
+    # Bad ids are to be refused, or to be NaN in their rows; their gradients are left to each op's own tests.
+    gradients = spec.gradients if checks.gradients and draw.mode != "bad-ids" else ()
+    names = _names(spec, gradients)
+    outcome = _run(spec, candidate, problem, gradients)
+    if draw.mode == "bad-ids" and "forward" in outcome.faults:
+        yield OutputCheck(
+            0, "bad-ids:refused", True, max_abs_error=0.0, mean_abs_error=0.0, max_rel_error=0.0, used=0.0
+        )
+        return
+    yield from (OutputCheck(0, f"fault:{x}", False, said) for x, said in outcome.faults.items() if x not in names)
+    gold, size = spec.gold(problem)
+    for i, name in enumerate(names):
+        if name in outcome.faults:
+            yield OutputCheck(i, name, False, outcome.faults[name])
+        elif name in outcome.results:
+            yield compare(i, name, outcome.results[name], gold[name], _bound(checks, op_class, draw, name, size))
+    if not outcome.faults:
+        yield from _promises(spec, candidate, problem, gradients, outcome.results, checks)
+
+
+def _bound(checks: Checks, op_class: str, draw: Draw, name: str, size: float) -> Bound:
+    kind: contract.Kind = "gradient" if name.startswith("gradient:") else "forward"
+    by_size = size if op_class not in SPECS else None
+    return contract.accuracy(checks.contract, op_class, draw.dtype, kind, checks.arch_key, by_size)
+
+
+def _promises(
+    spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequence[str], first: Results, checks: Checks
+) -> Iterator[OutputCheck]:
+    """The bits of another run, and of the same rows in other batches."""
+    bound = contract.batch_invariance(checks.contract)
+    yield _same("deterministic", first, _run(spec, candidate, problem, gradients), bound)
+    for arrangement in spec.arrangements(spec, problem) if checks.invariance else ():
+        moved = _run(spec, candidate, arrangement.problem, gradients)
+        here = {name: arrangement.here(x) if name in spec.per_row else x for name, x in moved.results.items()}
+        there = {
+            name: arrangement.there(x) if name in spec.per_row else x
+            for name, x in first.items()
+            if name in spec.per_row or arrangement.sums
+        }
+        yield _same(f"invariance:{arrangement.name}", there, Outcome(here, moved.faults), bound)
+
+
+def _same(label: str, first: Results, other: Outcome, bound: Bound) -> OutputCheck:
+    """One check for all results: of the one that differs most."""
+    if other.faults:
+        return OutputCheck(0, label, False, "; ".join(other.faults.values()))
+    found = [compare(i, f"{label}:{name}", other.results[name], x, bound) for i, (name, x) in enumerate(first.items())]
+    return max(found, key=lambda check: (not check.passed, check.used))
+
+
+def _names(spec: OpSpec, gradients: Sequence[str]) -> list[str]:
+    return [*(x.name for x in spec.outputs), *(f"gradient:{x}" for x in gradients)]
+
+
+def _run(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequence[str]) -> Outcome:
+    """One call on copies of the inputs, and its backward where the outputs are what they should be."""
+    arrays, names, outcome = candidate.arrays, list(problem.inputs), Outcome()
+    sent = [arrays.send(x) for x in problem.inputs.values()]
+    places = [names.index(x) for x in gradients]
+    stage = "forward"
+    try:
+        outputs, pull_back = arrays.forward(candidate.bound(problem.options), sent, places)
+        _take_outputs(spec, problem, [arrays.fetch(x) for x in outputs], outcome)
+        if gradients and not outcome.faults:
+            stage = "backward"
+            upstream = [problem.upstream.get(x.name) for x in spec.outputs]
+            found = pull_back([None if g is None else arrays.send(g) for g in upstream])
+            fetched = [None if x is None else arrays.fetch(x) for x in found]
+            _take_gradients(problem, dict(zip(gradients, fetched, strict=True)), outcome)
+    except Exception as error:
+        said = (str(error).strip() or "nothing").splitlines()[0]
+        outcome.faults[stage] = f"raised {type(error).__name__}: {said}"
+    for name, x in zip(names, sent, strict=True):
+        if not _untouched(arrays, x, problem.inputs[name]):
+            outcome.faults[f"input {name}"] = f"{name} was changed or given away"
+    return outcome
+
+
+def _take_outputs(spec: OpSpec, problem: Problem, found: Sequence[np.ndarray], outcome: Outcome) -> None:
+    if len(found) != len(spec.outputs):
+        outcome.faults["forward"] = f"gave {len(found)} outputs instead of {len(spec.outputs)}"
+        return
+    of_inputs = next(iter(problem.inputs.values())).dtype
+    for output, x in zip(spec.outputs, found, strict=True):
+        # What is not differentiated is a scalar.
+        shape = problem.upstream[output.name].shape if output.differentiable else ()
+        _take(outcome, output.name, x, shape, output.dtype or of_inputs)
+
+
+def _take_gradients(problem: Problem, found: dict[str, np.ndarray | None], outcome: Outcome) -> None:
+    for name, x in found.items():
+        if x is None:
+            outcome.faults[f"gradient:{name}"] = "the gradient is None"
+        else:
+            _take(outcome, f"gradient:{name}", x, problem.inputs[name].shape, problem.inputs[name].dtype)
+
+
+def _take(outcome: Outcome, name: str, x: np.ndarray, shape: tuple[int, ...], dtype: Any) -> None:
+    """A result of the right kind, or a fault."""
+    if x.shape != shape:
+        outcome.faults[name] = f"shape {x.shape} instead of {shape}"
+    elif x.dtype != dtype:
+        outcome.faults[name] = f"dtype {x.dtype} instead of {np.dtype(dtype)}"
+    else:
+        outcome.results[name] = x
+
+
+def _untouched(arrays: ArrayLibrary, x: Any, before: np.ndarray) -> bool:
+    try:
+        return arrays.fetch(x).tobytes() == before.tobytes()
+    except RuntimeError:
+        return False
+
+
+def compare(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: Bound) -> OutputCheck:
+    """Equal infinities, and NaN where the gold is NaN, are no error; any other is an infinite one."""
+    a, g = np.asarray(actual, np.float64), np.asarray(gold, np.float64)
+    expected = (a == g) | (np.isnan(a) & np.isnan(g))
+    comparable = np.isfinite(a) & np.isfinite(g)
+    with np.errstate(invalid="ignore"):
+        error = np.where(expected, 0.0, np.where(comparable, np.abs(a - g), np.inf))
+    size = np.where(comparable, np.abs(g), 0.0)
+    norm, gold_norm = float(np.linalg.norm(error)), float(np.linalg.norm(size))
+    used = _used(actual, gold, error, size, bound)
+    return OutputCheck(
+        index,
+        name,
+        passed=used <= 1,
+        message=_why(a, g, expected, norm, gold_norm, used, bound),
+        shape=actual.shape,
+        candidate_dtype=str(actual.dtype),
+        gold_dtype=str(gold.dtype),
+        measure=bound.measure,
+        atol=bound.atol,
+        rtol=bound.rtol,
+        max_abs_error=float(error.max(initial=0)),
+        mean_abs_error=float(error.mean()) if error.size else 0.0,
+        max_rel_error=float((error / np.maximum(size, 1e-12)).max(initial=0)),
+        norm_error=_ratio(norm, gold_norm),
+        used=used,
+        histogram=_histogram(error, size),
+    )
+
+
+def _used(actual: np.ndarray, gold: np.ndarray, error: np.ndarray, size: np.ndarray, bound: Bound) -> float:
+    """The error over what is allowed."""
+    if bound.measure == "bits":
+        return 0.0 if actual.dtype == gold.dtype and actual.tobytes() == gold.tobytes() else math.inf
+    if bound.measure == "norm":
+        return _ratio(float(np.linalg.norm(error)), bound.atol + bound.rtol * float(np.linalg.norm(size)))
+    return max(
+        (_ratio(*x) for x in zip(error.ravel(), bound.atol + bound.rtol * size.ravel(), strict=True)), default=0.0
+    )
+
+
+def _ratio(error: float, allowed: float) -> float:
+    return float(error / allowed) if allowed else math.inf if error else 0.0
+
+
+def _why(
+    a: np.ndarray, g: np.ndarray, expected: np.ndarray, norm: float, gold_norm: float, used: float, bound: Bound
+) -> str:
+    """Why it failed."""
+    if used <= 1:
+        return ""
+    strange = ~expected & ~(np.isfinite(a) & np.isfinite(g))
+    if strange.any():
+        i = tuple(map(int, np.argwhere(strange)[0]))
+        return f"{a[i]} instead of {g[i]} at {i}"
+    if bound.measure == "norm":
+        return f"relative norm {_ratio(norm, gold_norm):.1e} of at most {bound.rtol:.1e}"
+    return "other bits" if bound.measure == "bits" else f"{used:.1f} times what is allowed"
+
+
+def _histogram(error: np.ndarray, size: np.ndarray) -> tuple[int, ...]:
+    """Counts of exact elements, and of errors by their decade of the largest |gold|."""
+    relative = (error / (size.max(initial=0) or 1.0)).ravel()
+    counts = np.bincount(np.digitize(relative[relative > 0], _DECADES), minlength=len(_DECADES) + 1)
+    return int((relative == 0).sum()), *map(int, counts)
+
+
+def assert_op(
+    fn: Callable[..., Any],
+    *,
+    op: str,
+    dtype: str = "fp32",
+    arrays: str | None = None,
+    kwargs: Mapping[str, str | None] | None = None,
+    check_grad: bool = True,
+    check_invariance: bool = False,
+    modes: Sequence[str] | None = None,
+    sizes: Sizes | None = None,
+    arch_key: str | None = None,
+) -> None:
+    """Raises AssertionError, with a line for each failed check, unless `fn` does what `rlk_jax.<op>` promises.
+
+    Args:
+      fn: takes the op's arrays in its order, and its options by keyword; gives its outputs.
+      op: a name of `SPECS`.
+      dtype: "fp32", "bf16" or "fp16".
+      arrays: "jax" or "torch"; without it, torch where the module of `fn` imports torch and not jax.
+      kwargs: names that `fn` has for the op's options; None for one that it does not take.
+      check_grad: gradients too, for random upstream ones.
+      check_invariance: the bits of rows alone, in other batches, and beside padding too.
+      modes: of `MODES`; all that the op has without it.
+      sizes: of the problem.
+      arch_key: the contract's architecture.
+    """
+    spec = SPECS[op]
+    candidate = of_function(fn, getattr(fn, "__name__", type(fn).__name__), arrays, kwargs=kwargs or {})
+    name = np.dtype(DTYPES[dtype]).name
+    cases = [Draw(mode, name, sizes=sizes or Sizes()) for mode in modes or spec.modes]
+    checks = Checks(arch_key=arch_key, gradients=check_grad, invariance=check_invariance)
+    report = run_operator_suite(op, candidates=[candidate], cases=cases, checks=checks)
+    assert report.passed, "\n".join(x for x in report.lines() if x.endswith("passed=False"))
