@@ -9,13 +9,14 @@ import sys
 import pytest
 
 import rlk_jax
+import rlk_jax.checker
 import rlk_jax.grpo
 import torch_bridge
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("package", [rlk_jax, rlk_jax.grpo, torch_bridge])
+@pytest.mark.parametrize("package", [rlk_jax, rlk_jax.checker, rlk_jax.grpo, torch_bridge])
 def test_public_names_are_documented(package):
     documented = "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
     for name in package.__all__:

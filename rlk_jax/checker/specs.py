@@ -153,8 +153,10 @@ def _linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
     vocab, dim = draw.sizes.vocab, draw.sizes.hidden
     scale = (35.0 if draw.mode == "huge" else 0.01 if draw.mode == "peaked" else 1.0) / dim**0.5
     weight, bias = draw.tensor(1, vocab, dim, scale=scale), draw.tensor(2, vocab, scale=scale)
-    if draw.mode == "ties":
+    if draw.mode in ("constant", "ties"):
+        # Equal rows alone would make dH a sum of zeros, of which no error is a fraction.
         weight, bias = np.repeat(weight[:1], vocab, axis=0), 0 * bias
+        weight[1::2] *= np.asarray(0.5, weight.dtype)
     return {
         "hidden": draw.tensor(0, *draw.sizes.lead, dim),
         "lm_head_weight": weight,

@@ -1,0 +1,113 @@
+"""Implementations with one bug each, beside what is right: the checker must tell them apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def _logits(hidden, weight, bias):
+    upcast = (x.astype(jnp.float32) for x in (hidden, weight, bias))
+    hidden, weight, bias = upcast
+    return jnp.matmul(hidden, weight.T, precision="highest") + bias
+
+
+def _taken(logits, ids):
+    """log-softmax of float32 logits at the ids; NaN for a bad one."""
+    vocab = logits.shape[-1]
+    good = (ids >= 0) & (ids < vocab)
+    found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(good, ids, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(good, found, jnp.nan)
+
+
+def logp(logits, token_ids):
+    return _taken(logits.astype(jnp.float32), token_ids)
+
+
+def linear_logp(hidden, weight, ids, bias):
+    return _taken(_logits(hidden, weight, bias), ids)
+
+
+def det_gemm(a, b):
+    """Rows one by one: they cannot know of each other."""
+    upcast = b.astype(jnp.float32)
+    return jax.lax.map(lambda row: (row[:, None] * upcast).sum(axis=0), a.astype(jnp.float32)).astype(a.dtype)
+
+
+def off_by_one_target(logits, token_ids):
+    return logp(logits, jnp.where(token_ids == logits.shape[-1] - 1, 0, token_ids + 1))
+
+
+def dropped_last_vocab_tile(logits, token_ids):
+    whole = logits.shape[-1] // 128 * 128
+    z = logits.astype(jnp.float32)
+    lse = jax.nn.logsumexp(z[..., :whole], axis=-1)
+    return logp(logits, token_ids) + jax.nn.logsumexp(z, axis=-1) - lse
+
+
+def _ratio_kl(policy, ref, ids, mask, old, sign=1, masks=True):
+    ids = jnp.where(mask, ids, 0)
+    if masks:
+        policy, ref = (jnp.where(mask[..., None], x, 0) for x in (policy, ref))
+        old = jnp.where(mask, old, 0)
+    own = logp(policy, ids)
+    d = sign * (jax.lax.stop_gradient(logp(ref, ids)) - own)
+    return jnp.where(mask, jnp.exp(own - old), 1.0), jnp.where(mask, jnp.expm1(d) - d, 0.0)
+
+
+def ratio_kl(policy, ref, ids, mask, old):
+    return _ratio_kl(policy, ref, ids, mask, old)
+
+
+swapped_sign = functools.partial(_ratio_kl, sign=-1)
+unmasked_padding = functools.partial(_ratio_kl, masks=False)
+
+
+@jax.jit
+def bf16_accumulation(a, b):
+    """Sums in bfloat16, in chunks of 64 of K."""
+    parts = (a.reshape(a.shape[0], -1, 64).swapaxes(0, 1), b.reshape(-1, 64, b.shape[1]))
+
+    def add(total, part):
+        return total + jnp.matmul(*part), None
+
+    return jax.lax.scan(add, jnp.zeros((a.shape[0], b.shape[1]), a.dtype), parts)[0]
+
+
+def n_dependent_split(a, b):
+    """K in two halves where there are few rows."""
+    if a.shape[0] >= 8:
+        return det_gemm(a, b)
+    half = a.shape[1] // 2
+    first, second = (det_gemm(x.astype(jnp.float32), y) for x, y in ((a[:, :half], b[:half]), (a[:, half:], b[half:])))
+    return (first + second).astype(a.dtype)
+
+
+@jax.custom_vjp
+def right_only_for_ones(logits, token_ids):
+    return logp(logits, token_ids)
+
+
+def _with_mean_upstream(saved, g):
+    return jax.vjp(lambda x: logp(x, saved[1]), saved[0])[1](jnp.full_like(g, g.mean()))[0], None
+
+
+right_only_for_ones.defvjp(lambda *x: (logp(*x), x), _with_mean_upstream)
+
+
+@jax.custom_vjp
+def wrong_scale_of_dw(hidden, weight, ids, bias):
+    return linear_logp(hidden, weight, ids, bias)
+
+
+def _with_scaled_weight(saved, g):
+    hidden, weight, ids, bias = saved
+    d_hidden, d_weight, d_bias = jax.vjp(lambda h, w, b: linear_logp(h, w, ids, b), hidden, weight, bias)[1](g)
+    return d_hidden, d_weight * 1.01, None, d_bias
+
+
+wrong_scale_of_dw.defvjp(lambda *x: (linear_logp(*x), x), _with_scaled_weight)
+
+
+def clamped_ids(logits, token_ids):
+    return logp(logits, jnp.clip(token_ids, 0, logits.shape[-1] - 1))
