@@ -67,8 +67,7 @@ def check_case(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks) -
 
 def _checks(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks, op_class: str) -> Iterator[OutputCheck]:
     problem = spec.problem(draw, checks.grad_mode, checks.grad_seed)
-    # Bad ids are to be refused, or to be NaN in their rows; their gradients are left to each op's own tests.
-    gradients = spec.gradients if checks.gradients and draw.mode != "bad-ids" else ()
+    gradients = spec.gradients if checks.gradients and draw.mode not in spec.forward_only else ()
     names = _names(spec, gradients)
     outcome = _run(spec, candidate, problem, gradients)
     if draw.mode == "bad-ids" and "forward" in outcome.faults:
