@@ -156,9 +156,7 @@ def _linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
     scale = (35.0 if draw.mode == "huge" else 0.01 if draw.mode == "peaked" else 1.0) / dim**0.5
     weight, bias = draw.tensor(1, vocab, dim, scale=scale), draw.tensor(2, vocab, scale=scale)
     if draw.mode == "ties":
-        # Rows that are all equal would make dH a sum of zeros, of which no error is a fraction.
         weight, bias = np.repeat(weight[:1], vocab, axis=0), 0 * bias
-        weight[1::2] *= np.asarray(0.5, weight.dtype)
     return {
         "hidden": draw.tensor(0, *draw.sizes.lead, dim),
         "lm_head_weight": weight,
@@ -293,8 +291,8 @@ SPECS = {
             padding={"hidden": 100.0, "target_ids": 0},
             per_row=frozenset(("logp", "gradient:hidden")),
             modes=("random", "constant", "peaked", "huge", "ties", "bad-ids"),
-            # Equal rows of the head make dH 0.
-            forward_only=("bad-ids", "constant"),
+            # Where all rows of the head are equal dH is 0, of which no error is a fraction.
+            forward_only=("bad-ids", "constant", "ties"),
             large_class="linear_logp_peaked",
         ),
         OpSpec(
