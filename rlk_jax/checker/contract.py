@@ -1,6 +1,6 @@
 """Every tolerance of the project, in contract.json: one number per op class, dtype and kind of result.
 
-A value is our own measured worst error with at most 4× head-room; `make test-ops` ends with the table of both.
+A value is our own measured worst error with at most 4× head-room; the legs of `make test` end with a table of both.
 """
 
 import functools

@@ -83,12 +83,13 @@ def _check(case: str, check: OutputCheck) -> str:
 
 
 def _bars(histogram: Sequence[int]) -> str:
-    """A bar a decade."""
+    """A bar a decade that holds any."""
     if not histogram:
         return ""
     heights = [24 * count / max(histogram) for count in histogram]
     bars = "".join(
         f'<rect x="{7 * i}" y="{24 - height:.1f}" width="6" height="{height:.1f}"><title>{count}</title></rect>'
         for i, (count, height) in enumerate(zip(histogram, heights, strict=True))
+        if count
     )
     return f'<svg width="{7 * len(histogram)}" height="24" fill="#3867b5" role="img">{bars}</svg>'
