@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from rlk_jax import LinearLogp, linear_logp
 from rlk_jax.checker import relative_norm, tolerance
@@ -20,11 +19,11 @@ IMPLEMENTATIONS = ("xla", "deterministic", "reference")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def in_dtypes(cases: Sequence[Any]) -> Any:
-    """All cases in float32 and bfloat16, and the one of all options together in float16."""
+def in_dtypes(cases: Sequence[Any]) -> dict[str, Any]:
+    """What to parametrize by: all cases in float32 and bfloat16, and the one of all options together in float16."""
     pairs = [(case, dtype) for case in cases for dtype in DTYPES if dtype != jnp.float16 or case.name == "everything"]
     ids = [f"{case}-{np.dtype(dtype).name}" for case, dtype in pairs]
-    return pytest.mark.parametrize(("case", "dtype"), pairs, ids=ids)
+    return {"argnames": ("case", "dtype"), "argvalues": pairs, "ids": ids}
 
 
 def bits(x: Any) -> np.ndarray:

@@ -31,7 +31,7 @@ def check_against_gold(case: Case, dtype, implementation: str) -> None:
 
 
 @every_implementation
-@helpers.in_dtypes(helpers.OPTION_CASES)
+@pytest.mark.parametrize(**helpers.in_dtypes(helpers.OPTION_CASES))
 def test_options_against_float64(case, dtype, implementation):
     check_against_gold(case, dtype, implementation)
 

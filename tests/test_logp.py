@@ -24,7 +24,7 @@ BITS = Case("bits", (140,), 700, {"logit_softcap": 4.0}, "per token")
 
 
 @every_implementation
-@in_dtypes(ops.CASES)
+@pytest.mark.parametrize(**in_dtypes(ops.CASES))
 def test_against_float64(case, implementation, dtype):
     ops.check_against_gold(case, dtype, implementation)
 
