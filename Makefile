@@ -7,7 +7,7 @@ UV := .tools/bin/uv
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.pycache
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint head ops mosaic bridge grpo parallel learning triton newest docs verl deepspeed clients
+LEGS := lint mosaic head ops grpo bridge parallel learning triton newest docs verl deepspeed clients
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py test_cli.py test_linear_logp_bits.py::test_run_to_run \
 	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials \
@@ -22,8 +22,9 @@ PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 demo: .venv/ready
 	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
 
-# Two legs at a time, the longest first, each in one process: no core waits for the last file of a leg.
-test:
+# Two legs at a time, the longest first, each in one process: no core waits for the last file of a leg. What the longest
+# needs is there before, or make would start it last.
+test: .sm90/ready
 	@start=$$SECONDS; \
 	$(MAKE) --no-print-directory -j $(JOBS) $(if $(filter output-sync,$(.FEATURES)),-Otarget) JOBS=0 $(LEGS:%=test-%) && \
 	echo "make test: all legs passed in $$((SECONDS - start)) s"
