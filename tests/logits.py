@@ -166,8 +166,7 @@ def make_policies(dtype: Any, lead: tuple[int, ...] = (4, 6), vocab: int = 300, 
     policy, ref = jnp.asarray(policy, dtype), jnp.asarray(ref, dtype)
     ids = jnp.asarray(rng.integers(0, vocab, lead), jnp.int32)
     mask = jnp.asarray(rng.random(lead) < 0.7)
-    own = definitions.softmax(policy.reshape(-1, vocab), ids, 1.0, [np.zeros(ids.size)] * 3, {}).values[0]
-    old = own.reshape(lead) + 0.2 * rng.normal(size=lead)
+    old = definitions.logps(policy, ids) + 0.2 * rng.normal(size=lead)
     return Policies(policy, ref, ids, mask, jnp.asarray(old, jnp.float32))
 
 

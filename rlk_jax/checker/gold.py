@@ -45,6 +45,12 @@ def softmax(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options:
     return SoftmaxGold(values, d_raw, z)
 
 
+def logps(logits: Any, ids: Any, temperature: float = 1.0) -> np.ndarray:
+    """Of ids `[*lead]` and logits `[*lead, V]`, the log-probs alone."""
+    zeros, flat = np.zeros(np.size(ids)), np.reshape(logits, (-1, np.shape(logits)[-1]))
+    return softmax(flat, ids, temperature, (zeros,) * 3, {}).values[0].reshape(np.shape(ids))
+
+
 class RatioKlGold(NamedTuple):
     """float64; `gradient` of (Σ g_ratio·ratio + Σ g_kl·kl) with respect to the policy's logits."""
 
@@ -60,12 +66,11 @@ def ratio_kl(
     mask = np.asarray(mask) != 0
     lead, vocab = mask.shape, np.shape(policy)[-1]
     one, zero = np.ones(mask.size), np.zeros(mask.size)
-    ids = np.where(mask, np.asarray(ids), 0).reshape(-1)
-    policy, ref = (np.where(mask[..., None], np.asarray(x, np.float64), 0).reshape(-1, vocab) for x in (policy, ref))
-    own = softmax(policy, ids, temperature, (one, zero, zero), {})
-    other = softmax(ref, ids, temperature, (zero, zero, zero), {})
-    logp, ref_logp = (x.values[0].reshape(lead) for x in (own, other))
-    d, g_ratio, g_kl = ref_logp - logp, *(np.asarray(g, np.float64) for g in upstream)
+    ids = np.where(mask, np.asarray(ids), 0)
+    policy, ref = (np.where(mask[..., None], np.asarray(x, np.float64), 0) for x in (policy, ref))
+    own = softmax(policy.reshape(-1, vocab), ids, temperature, (one, zero, zero), {})
+    logp = own.values[0].reshape(lead)
+    d, g_ratio, g_kl = logps(ref, ids, temperature) - logp, *(np.asarray(g, np.float64) for g in upstream)
     ratio = np.where(mask, np.exp(logp - np.where(mask, np.asarray(old, np.float64), 0)), 1)
     kl = np.where(mask, np.exp(d) - d - 1, 0)
     coefficient = np.where(mask, g_ratio * ratio + g_kl * (1 - np.exp(d)), 0)

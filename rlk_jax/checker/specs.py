@@ -181,12 +181,11 @@ def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
 
 def _policies(draw: Draw) -> dict[str, np.ndarray]:
     """What ratio_kl takes: a reference near the policy, or the same where there are ties."""
-    lead, vocab, ids, mask = draw.sizes.lead, draw.sizes.vocab, draw.ids(), draw.mask()
+    lead, ids, mask = draw.sizes.lead, draw.ids(), draw.mask()
     policy = draw.logits(0)
     noise = 0 if draw.mode == "ties" else 0.3 * draw.tensor(1, *policy.shape).astype(np.float32)
     ref = draw.cast(policy.astype(np.float32) + noise)
-    own = gold.softmax(policy.reshape(-1, vocab), ids, 1.0, [np.zeros(ids.size)] * 3, {}).values[0].reshape(lead)
-    old = own + 0.2 * draw.tensor(3, *lead).astype(np.float32)
+    old = gold.logps(policy, ids) + 0.2 * draw.tensor(3, *lead).astype(np.float32)
     if draw.mode == "masked-nan":
         policy[~mask], ref[~mask], ids[~mask], old[~mask] = np.nan, np.nan, -100, np.nan
     return {
