@@ -41,11 +41,11 @@ class Frame(NamedTuple):
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not fit the call's tokens {self.lead}.")
         x = x.detach().reshape(*self.sizes, *x.shape[x.ndim - columns :])
         if self.padded == self.sizes:
-            return _exchange.to_jax(x)
+            return _exchange.lend(x)
         shape = (*self.padded, *x.shape[len(self.sizes) :])
         larger = x.new_empty(shape) if fill is None else x.new_full(shape, fill)
         larger[tuple(map(slice, self.sizes))] = x
-        return _exchange.to_jax(larger)
+        return _exchange.lend(larger)
 
     def ids(self, ids: Tensor, ignore_index: int | None) -> jax.Array:
         """int32 ids, of which those of padding are ignored: by `ignored`, which no id of a user's is let to equal."""
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
     def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
         if per_token is None:
             return _exchange.scalar(number, device)
-        return _exchange.to_jax(per_token) if per_token.ndim == 0 else self.rows(per_token, 1.0)
+        return _exchange.lend(per_token) if per_token.ndim == 0 else self.rows(per_token, 1.0)
 
     def tokens(
         self,
@@ -95,6 +95,7 @@ def check_tokens(
     name: Literal["target_ids", "token_ids", "action_ids"],
 ) -> None:
     """The checks of values of `Frame.ids` and `Frame.temperature`, which wait for the device."""
+    _exchange.wait(ids.device)
     validation.tokens(ids, temperature, counted.reshape(-1), vocab_size=vocab_size, validate=True, name=name)
 
 
@@ -107,7 +108,7 @@ def numbers(x: Tensor) -> Tensor:
 
 def run(op: Op, tensors: Sequence[Tensor], options: Options) -> Tensor:
     """An op without rows or gradients."""
-    arrays = tuple(map(_exchange.to_jax, tensors))
+    arrays = tuple(map(_exchange.lend, tensors))
     (found,), _ = _programs.program(op, arrays, options, ()).forward(arrays)
     return _exchange.to_torch(found)
 
@@ -182,18 +183,22 @@ class Call:
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, ...]:
         """Outputs of these shapes, of the differentiable tensors and other arrays, and the handle of the residuals."""
+        device = next(x.device for x in tensors if x is not None)
         if self.frame.is_empty:
-            device = next(x.device for x in tensors if x is not None)
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
             return *zeros, keep(_Pending(self, None, [])) if any(needs) else _no_handle()
-        # The tokens first: their values are checked before the rest is touched.
-        checked = others()
-        arrays = (*self._lent(tensors), *checked)
         needed = tuple(i for i, needs_it in enumerate(needs) if needs_it)
-        program = _programs.program(self.op, arrays, self.options, needed)
-        outputs, residuals = program.forward(arrays)
-        # Before the arrays are let go of (`_exchange`).
-        values = [self.frame.real(x, shape) for x, shape in zip(outputs, shapes, strict=True)]
+        with _exchange.on_device_of(tensors):
+            # The tokens first: their values are checked before the rest is touched.
+            checked = others()
+            arrays = (*self._lent(tensors), *checked)
+            program = _programs.program(self.op, arrays, self.options, needed)
+            outputs, residuals = program.forward(arrays)
+            # Before the arrays are let go of (`_exchange`).
+            values = [
+                self.frame.real(x, shape) if x.size else torch.empty(shape, dtype=dtype, device=device)
+                for x, shape in zip(outputs, shapes, strict=True)
+            ]
         return *values, keep(_Pending(self, program, residuals)) if needed else _no_handle()
 
     def _lent(self, tensors: Sequence[Tensor | None]) -> Arrays:
@@ -208,10 +213,11 @@ class Call:
         shapes: Sequence[Sequence[int]],
     ) -> list[Tensor]:
         """Gradients of these shapes, of the tensors that need one."""
-        lent = self._lent([x if i in program.borrows else None for i, x in enumerate(tensors)])
-        lifted = tuple(None if g is None else self.lift(g) for g in upstream)
-        gradients = program.backward(residuals, lent, lifted)
-        return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
+        with _exchange.on_device_of(upstream):
+            lent = self._lent([x if i in program.borrows else None for i, x in enumerate(tensors)])
+            lifted = tuple(None if g is None else self.lift(g) for g in upstream)
+            gradients = program.backward(residuals, lent, lifted)
+            return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
 
 
 def _pull_back(
@@ -288,9 +294,15 @@ def as_torch_op(
     op = torch.library.custom_op(f"rlk_jax::{name}", kernel, mutates_args=())
     op.register_fake(fake)
     op.register_autograd(functools.partial(backward, _pull_back_op), setup_context=setup_context)
+
+    # With a `setup_context` of its own, torch would look at the kernel's signature at every call.
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = kernel(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
     members = {
-        "forward": staticmethod(kernel),
-        "setup_context": staticmethod(setup_context),
+        "forward": staticmethod(forward),
         "backward": staticmethod(functools.partial(backward, _pull_back)),
     }
     eager: Any = type(name, (torch.autograd.Function,), members)

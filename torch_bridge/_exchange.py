@@ -4,12 +4,13 @@ Copied on the way in: what is not contiguous (DLPack has no strides that XLA rea
 ids are int32; see `as_int32`), and what stands at an address that XLA does not read from. Nothing is copied on the way
 out, and no borrowed memory is ever donated.
 
-Order and lifetimes on a GPU. `jax.dlpack.from_dlpack` makes JAX's stream wait for torch's current one, and
-`torch.from_dlpack` makes torch's current stream wait for the array, both without stopping the host. So
-  - a caller holds the arrays it imported until it has exported a result of the program that read them: whatever torch
-    then does with that memory on this stream, comes after the read;
-  - memory of JAX's that torch has let go of goes back to JAX once the program of a later import is launched: JAX's
-    stream stands behind all that torch may still do with it then (`_after_last_uses`).
+Order and lifetimes. An array that is lent owns no memory and waits for nothing. So
+  - a program that reads lent arrays takes `now` beside them: on a GPU, it waits for torch's current stream by that;
+  - what is lent is held until a result of that program is exported, for which torch's current stream waits: whatever
+    torch then does with that memory on this stream, comes after the read;
+  - memory of JAX's that torch has let go of goes back to JAX once a later program is launched: JAX's stream stands
+    behind all that torch may still do with it then (`_wait_for_last_uses`).
+The host waits for neither.
 """
 
 import collections
@@ -19,6 +20,8 @@ import functools
 import threading
 import types
 import weakref
+from collections.abc import Iterable
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -42,21 +45,84 @@ DTYPES: dict[torch.dtype, np.dtype] = {
 @functools.cache
 def jax_device(device: torch.device) -> jax.Device:
     """JAX's name for the device of a tensor."""
-    return jax.dlpack.from_dlpack(torch.zeros(1, device=device)).device
+    if device.type == "cpu":
+        return to_jax(torch.zeros(1, device=device)).device
+    # JAX may start here, which leaves another GPU the current one.
+    with torch.cuda.device(device):
+        try:
+            return to_jax(torch.zeros(1, device=device)).device
+        except RuntimeError as problem:
+            raise ValueError(f"JAX does not see {device}: {problem}") from problem
+
+
+def on_device_of(tensors: Iterable[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
+    """Behind it, torch's current GPU is what it was: JAX leaves another one when it starts, or runs on that."""
+    device = next(x.device for x in tensors if x is not None)
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    jax_device(device)
+    return torch.cuda.device(device)
 
 
 def to_jax(tensor: Tensor) -> jax.Array:
-    """The tensor's memory as an array, or that of a copy where it must be."""
+    """The tensor's memory, or that of a copy where it must be, as an array that owns it and is in stream order."""
+    tensor = _readable(tensor)
+    return jax.dlpack.from_dlpack(_Exported(tensor) if tensor.is_cuda else tensor)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Itself, or a copy that JAX can read in place."""
     # A tensor may stand for minus its memory, which DLPack does not say.
     tensor = tensor.detach().resolve_neg().contiguous()
-    if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT:
-        tensor = tensor.clone()
-    if tensor.is_cuda:
-        _after_last_uses(tensor.device)
-    return jax.dlpack.from_dlpack(tensor)
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT else tensor
 
 
-@functools.lru_cache(maxsize=64)
+class _Exported:
+    """A tensor on a GPU as JAX asks for it. Torch's own export is from the current device alone, which JAX changes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._index = tensor.get_device()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CUDA, self._index
+
+    def __dlpack__(self, *, stream: int, **_: Any) -> Any:
+        current = _stream(self._index, _current_stream(self._index))
+        _wait_for_last_uses(self._index, current)
+        event = _launch.events[self._index]
+        event.record(current)
+        _stream(self._index, stream).wait_event(event)
+        return torch.utils.dlpack.to_dlpack(self._tensor)
+
+
+_DLPACK_CUDA = 2
+
+
+def _current_stream(index: int) -> int:
+    """The address of torch's; `torch.cuda.current_stream` takes ten times as long."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+@functools.cache
+def _stream(index: int, address: int) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(address, index) if address else torch.cuda.default_stream(index)
+
+
+class _Launch(threading.local):
+    """Of a thread, between what it lends to a program and the first result it exports."""
+
+    def __init__(self) -> None:
+        self.events = collections.defaultdict[int, torch.cuda.Event](torch.cuda.Event)
+        self.lent: list[Tensor] = []
+        self.let_go_of: list[jax.Array] = []
+        """What JAX's stream has been put behind the last uses of."""
+
+
+_launch = _Launch()
+
+
+@functools.lru_cache(maxsize=256)
 def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> jax.Array | None:
     """Memory at an address as an array that owns nothing; None where JAX would copy it, once and for all."""
     count = shape.numel() * dtype.itemsize
@@ -65,65 +131,84 @@ def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.d
     else:
         interface = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 2}
         flat = torch.as_tensor(types.SimpleNamespace(__cuda_array_interface__=interface), device=device)
-    array = jax.dlpack.from_dlpack(flat.view(dtype).view(shape))
+    array = to_jax(flat.view(dtype).view(shape))
     return array if array.unsafe_buffer_pointer() == address else None
 
 
-def parameter_to_jax(tensor: Tensor) -> jax.Array:
-    """`to_jax` of a weight or bias, which comes again and again at the same address: imported once.
-
-    What is kept owns no memory, so that ZeRO and FSDP may free it, and is used only beside a tensor that is there. It
-    orders no streams: a caller imports some other tensor beside it by `to_jax`.
+def lend(tensor: Tensor) -> jax.Array:
+    """`to_jax` for a program that gets `now`, too: imported once for each address, where weights stay and what torch's
+    allocator gives comes again and again. As it owns no memory, ZeRO and FSDP may free theirs after the call.
     """
-    is_aligned = not tensor.is_cuda or tensor.data_ptr() % _XLA_ALIGNMENT == 0
-    if tensor.is_contiguous() and not tensor.is_neg() and tensor.numel() and is_aligned:
+    tensor = _readable(tensor)
+    if tensor.numel():
         borrowed = _borrow(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
         if borrowed is not None:
+            _launch.lent.append(tensor)
             return borrowed
     return to_jax(tensor)
 
 
+def now(device: jax.Device) -> jax.Array | None:
+    """An array that is there when torch's current stream has done what it has been given; None on a CPU: it has."""
+    index = _gpu_index(device)
+    return None if index is None else jax.dlpack.from_dlpack(_tick(index))
+
+
+def wait(device: jax.Device) -> None:
+    """Until torch's current stream has done so: then JAX may read what is lent without `now`."""
+    index = _gpu_index(device)
+    if index is not None:
+        _stream(index, _current_stream(index)).synchronize()
+
+
+@functools.cache
+def _gpu_index(device: jax.Device) -> int | None:
+    return device.local_hardware_id if device.platform == "gpu" else None
+
+
+@functools.cache
+def _tick(index: int) -> _Exported:
+    return _Exported(torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", index)))
+
+
 def to_torch(array: jax.Array) -> Tensor:
     """The array's memory as a tensor."""
-    tensor = torch.from_dlpack(array)
-    if tensor.is_cuda:
-        _behind.arrays.clear()
+    index = _gpu_index(array.device)
+    if index is None:
+        tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__())
+    else:
+        stream, exporter = _current_stream(index), cast(Any, array)
+        tensor = torch.utils.dlpack.from_dlpack(exporter.__dlpack__(stream=stream or _DEFAULT_STREAM))
         # A storage dies with the last tensor on it, in Python or not.
-        stream = torch.cuda.current_stream(tensor.device)
-        weakref.finalize(tensor.untyped_storage(), _let_go, array, tensor.device, stream).atexit = False
+        weakref.finalize(tensor.untyped_storage(), _let_go, array, index, stream).atexit = False
+        _launch.let_go_of.clear()
+    _launch.lent.clear()
     return tensor
 
 
-_let_go_of: dict[torch.device, collections.deque[tuple[jax.Array, list[torch.cuda.Event]]]]
-_let_go_of = collections.defaultdict(collections.deque)
+_DEFAULT_STREAM = 1
+"""DLPack's name for the one whose address is 0."""
+
+_let_go_of: dict[int, collections.deque[tuple[jax.Array, int, int]]] = collections.defaultdict(collections.deque)
 
 
-def _let_go(array: jax.Array, device: torch.device, given_to: torch.cuda.Stream) -> None:
+def _let_go(array: jax.Array, index: int, given_to: int) -> None:
     """Torch has freed a tensor on the array: keep it until JAX waits for what torch has yet to do on the stream that it
     was given to, and on the one of now: others wait for one of these, as for memory of torch's own.
     """
-    streams = {given_to, torch.cuda.current_stream(device)}
-    _let_go_of[device].append((array, [stream.record_event() for stream in streams]))
+    _let_go_of[index].append((array, given_to, _current_stream(index)))
 
 
-class _Behind(threading.local):
-    """What torch has let go of and the imports of this thread wait for: JAX's again when one of them has been read."""
-
-    def __init__(self) -> None:
-        self.arrays: list[jax.Array] = []
-
-
-_behind = _Behind()
-
-
-def _after_last_uses(device: torch.device) -> None:
-    """Torch's current stream, for which an import is about to wait, waits for the uses of what torch has let go of."""
+def _wait_for_last_uses(index: int, current: torch.cuda.Stream) -> None:
+    """Torch's current stream, for which JAX is about to wait, waits for the uses of what torch has let go of."""
+    streams = set[int]()
     with contextlib.suppress(IndexError):  # Other threads take from it, too.
         while True:
-            array, last_uses = _let_go_of[device].popleft()
-            for last_use in last_uses:
-                torch.cuda.current_stream(device).wait_event(last_use)
-            _behind.arrays.append(array)
+            array, *of_array = _let_go_of[index].popleft()
+            streams.update(of_array)
+            _launch.let_go_of.append(array)
+    for address in streams - {current.cuda_stream}:
+        current.wait_stream(_stream(index, address))
 
 
 def as_int32(ids: Tensor, low: int = INT32.min) -> Tensor:

@@ -12,6 +12,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
 from jax.interpreters import ad
 
+from torch_bridge import _exchange
+
 Arrays = tuple[jax.Array | None, ...]
 Options = tuple[tuple[str, Hashable], ...]
 """A call's static options, sorted into a key."""
@@ -92,16 +94,17 @@ class Program:
         kept = [*range(len(outputs)), *(len(outputs) + i for i, x in enumerate(self._borrowed) if x is None)]
         run = jaxpr_as_fun(_without_checks(traced.jaxpr))
 
-        def forward(*arrays: jax.Array) -> list[jax.Array]:
+        def forward(now: jax.Array | None, arrays: list[jax.Array]) -> list[jax.Array]:
             found = run(*arrays)
             return [found[i] for i in kept]
 
-        self._forward = jax.jit(forward).lower(*(x for x in self._arrays if x is not None)).compile()
+        self._device = _device_of(arrays)
+        self._forward = _compiled(forward, self._device, [x for x in self._arrays if x is not None])
         _count["forward"] += 1
 
     def forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
         """Outputs, and residuals for `backward`."""
-        found = self._forward(*(x for x in arrays if x is not None))
+        found = self._forward(_exchange.now(self._device), [x for x in arrays if x is not None])
         return found[: len(self._outputs)], found[len(self._outputs) :]
 
     def backward(
@@ -115,12 +118,13 @@ class Program:
             if given not in self._backwards:
                 self._backwards[given] = self._compile_backward(residuals, arrays, upstream)
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
-        return self._backwards[given](residuals, borrowed, [g for g in upstream if g is not None])
+        now = _exchange.now(self._device)
+        return self._backwards[given](now, residuals, borrowed, [g for g in upstream if g is not None])
 
     def _compile_backward(self, residuals: list[jax.Array], arrays: Arrays, upstream: Arrays) -> Any:
         is_given = [g is not None for g in upstream]
 
-        def backward(residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
+        def backward(now: Any, residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
             own, lent, given = iter(residuals), iter(borrowed), iter(upstream)
             leaves = [
                 next(own) if i is None else next(lent).reshape(shape)
@@ -132,10 +136,16 @@ class Program:
 
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
         specs = jax.tree.map(_spec, (residuals, borrowed, [g for g in upstream if g is not None]))
-        with jax.default_device(_device_of((*residuals, *borrowed))):
-            compiled = jax.jit(backward).lower(*specs).compile()
+        with jax.default_device(self._device):
+            compiled = _compiled(backward, self._device, *specs)
         _count["backward"] += 1
         return compiled
+
+
+def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> Any:
+    """The program of `_exchange.now` and arrays of these forms."""
+    now = _exchange.now(device)
+    return jax.jit(program, keep_unused=True).lower(now, *specs).compile()
 
 
 def _without_checks(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -185,16 +195,17 @@ def run(kind: Literal["forward", "backward"], function: Callable[..., Any], argu
     leaves, tree = jax.tree.flatten(arguments)
     key = (function, tree, _device_of(leaves), tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
     compiled, result = _cached(key, lambda: _compile(kind, functools.partial(function, **static), arguments))
-    return jax.tree.unflatten(result, compiled(*leaves))
+    return jax.tree.unflatten(result, compiled(_exchange.now(_device_of(leaves)), leaves))
 
 
 def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], Any]:
     """The program on flat arrays, and the tree of its results."""
-    specs = jax.tree.map(_spec, arguments)
-    with jax.default_device(_device_of(jax.tree.leaves(arguments))):
+    specs, device = jax.tree.map(_spec, arguments), _device_of(jax.tree.leaves(arguments))
+    with jax.default_device(device):
         traced = jax.jit(function).trace(*specs)
     _count[kind] += 1
-    compiled = jax.jit(jaxpr_as_fun(_without_checks(traced.jaxpr))).lower(*jax.tree.leaves(specs)).compile()
+    run = jaxpr_as_fun(_without_checks(traced.jaxpr))
+    compiled = _compiled(lambda now, leaves: run(*leaves), device, jax.tree.leaves(specs))
     return compiled, jax.tree.structure(traced.out_info)
 
 

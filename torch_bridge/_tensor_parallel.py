@@ -89,9 +89,10 @@ def linear_logp(
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
     frame, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
-    steps, tokens = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
-    call = _Call(steps, frame, rank, options["ignore_index"], Needs(*needs))
-    return _TensorParallel.apply(hidden, weight, bias, call, tokens)
+    with _exchange.on_device_of([hidden]):
+        steps, tokens = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
+        call = _Call(steps, frame, rank, options["ignore_index"], Needs(*needs))
+        return _TensorParallel.apply(hidden, weight, bias, call, tokens)
 
 
 def _cut(tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None) -> Cut:
@@ -223,8 +224,8 @@ class _Call:
     needs: Needs
 
     def operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[jax.Array | None, ...]:
-        own = None if bias is None else _exchange.parameter_to_jax(bias)
-        return self.frame.rows(hidden, columns=1), _exchange.parameter_to_jax(weight), own
+        own = None if bias is None else _exchange.lend(bias)
+        return self.frame.rows(hidden, columns=1), _exchange.lend(weight), own
 
     def gathered(self, packed: jax.Array) -> jax.Array:
         """`[ranks, ·]` of what each rank has packed."""
@@ -232,7 +233,7 @@ class _Call:
         count = len(self.steps.cut.ranges)
         everyone = own.new_empty(count * own.shape[0])
         dist.all_gather_into_tensor(everyone, own, group=self.rank.group)
-        return _exchange.to_jax(everyone.reshape(count, -1))
+        return _exchange.lend(everyone.reshape(count, -1))
 
     def summed(self, parts: jax.Array, like: Tensor) -> Tensor:
         """dH of this rank's float32 part `[1, N, D]`, of all ranks unless the caller sums it."""
@@ -280,14 +281,15 @@ class _TensorParallel(torch.autograd.Function):
             zeros = [None if x is None else torch.zeros_like(x) for x in tensors]
             return *(x if needed else None for x, needed in zip(zeros, ctx.needs_input_grad, strict=False)), None, None
         hidden, weight, bias = tensors
-        given = tuple(None if g is None else call.frame.rows(g, 0.0) for g in upstream)
         static = {"steps": call.steps, "needs": call.needs}
-        own = (*call.operands(hidden, weight, bias), given, state)
-        d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
-        return (
-            None if d_hidden is None else call.summed(d_hidden, hidden),
-            None if d_weight is None else _exchange.to_torch(d_weight),
-            None if d_bias is None else _exchange.to_torch(d_bias),
-            None,
-            None,
-        )
+        with _exchange.on_device_of(upstream):
+            given = tuple(None if g is None else call.frame.rows(g, 0.0) for g in upstream)
+            own = (*call.operands(hidden, weight, bias), given, state)
+            d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
+            return (
+                None if d_hidden is None else call.summed(d_hidden, hidden),
+                None if d_weight is None else _exchange.to_torch(d_weight),
+                None if d_bias is None else _exchange.to_torch(d_bias),
+                None,
+                None,
+            )

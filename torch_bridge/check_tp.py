@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
         name = torch.cuda.get_device_name(device) if has_gpu else "cpu"
         text = f"{dist.get_world_size()} x {name} in as many processes, {dist.get_backend()}"
         compare, stress = functools.partial(_compare, device), functools.partial(_stress, device)
-        return check_tp.check(options, Ranks(dist.get_world_size(), text, _say, compare, stress))
+        with jax.default_device(_exchange.jax_device(device)):
+            return check_tp.check(options, Ranks(dist.get_world_size(), text, _say, compare, stress))
     finally:
         dist.destroy_process_group()
 

@@ -89,7 +89,7 @@ def _kernel(
     def rows(x: Tensor) -> jax.Array:
         return frame.rows(x, 0.0, columns=1)
 
-    call = _calls.Call(_OP, frame, options, (rows, _exchange.parameter_to_jax, rows), rows)
+    call = _calls.Call(_OP, frame, options, (rows, _exchange.lend, rows), rows)
     c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_shape(a, b, transpose_b)], out_dtype)
     return c, handle
 

@@ -154,15 +154,16 @@ def _kernel(
     frame = _calls.Frame(sizes, sizes, tuple(map(_programs.bucket, sizes)))
 
     def others() -> Arrays:
-        vocab_size = policy_logits.shape[-1] if validate else None
-        scale = per_token, temperature
-        arrays = tokens(frame, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
         given = advantages
+        # A program of its own: before anything is lent to the other.
         if rewards is not None:
             boundaries = None if group_boundaries is None else tuple(group_boundaries)
             groups = (("samples_per_prompt", samples_per_prompt), ("group_boundaries", boundaries), ("eps", eps))
             given = _calls.run(_GROUPS, [_calls.numbers(rewards)], groups)
         assert given is not None
+        vocab_size = policy_logits.shape[-1] if validate else None
+        scale = per_token, temperature
+        arrays = tokens(frame, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
         sequences = _calls.Frame(sizes[:1], sizes[:1], frame.padded[:1])
         return *arrays, (sequences if given.ndim == 1 else frame).rows(_calls.numbers(given), 0)
 
@@ -173,7 +174,7 @@ def _kernel(
         ("beta", beta),
         ("implementation", implementation),
     )
-    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), _exchange.to_jax)
+    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), _exchange.lend)
     loss, policy_loss, kl, handle = call.forward([policy_logits], others, needs, [()] * 3)
     return loss, policy_loss, kl, handle
 

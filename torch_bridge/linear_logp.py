@@ -192,7 +192,7 @@ def _kernel(
         checked_against = vocab_size if validate else None
         return frame.tokens(target_ids, (per_token, temperature), ignore_index, "target_ids", checked_against)
 
-    lend = (lambda x: frame.rows(x, columns=1), _exchange.parameter_to_jax, _exchange.parameter_to_jax)
+    lend = (lambda x: frame.rows(x, columns=1), _exchange.lend, _exchange.lend)
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
     logp, lse, entropy, handle = call.forward(
         [hidden, weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)

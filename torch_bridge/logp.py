@@ -158,7 +158,7 @@ def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
         indices = torch.cat([indices, indices[:1].expand(padding)])
     if validate:
         validation.rows_in_range(_exchange.to_jax(indices), count, True)
-    return _exchange.to_jax(indices.where(indices < count, _exchange.INT32.max))
+    return _exchange.lend(indices.where(indices < count, _exchange.INT32.max))
 
 
 def _fake(logits: Tensor, token_ids: Tensor, *options: Any) -> Any:

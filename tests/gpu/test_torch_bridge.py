@@ -8,8 +8,12 @@ import rlk_jax
 torch = pytest.importorskip("torch")
 torch_bridge = pytest.importorskip("torch_bridge")
 
+from tests import helpers  # noqa: E402
 from tests.torch_bridge import tensors  # noqa: E402
+from tests.torch_bridge.clients.policy import on_processes  # noqa: E402
 from tests.torch_bridge.tensors import array, assert_same_bits  # noqa: E402
+from tests.torch_bridge.test_errors import run  # noqa: E402
+from tests.torch_bridge.test_tensor_parallel import assert_processes_agree, torchrun  # noqa: E402
 from torch_bridge import _exchange  # noqa: E402
 
 DIM, VOCAB = 256, 4096
@@ -72,7 +76,7 @@ def test_memory_is_shared_both_ways():
     found = _exchange.to_jax(tensor)
     assert found.unsafe_buffer_pointer() == tensor.data_ptr()
     assert _exchange.to_torch(found).data_ptr() == tensor.data_ptr()
-    assert _exchange.parameter_to_jax(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
+    assert _exchange.lend(tensor).unsafe_buffer_pointer() == tensor.data_ptr()
 
 
 def test_rows_at_an_address_that_xla_does_not_read_from():
@@ -123,3 +127,48 @@ def test_two_streams_and_jax_never_see_each_others_memory():
         x = other(x)
     torch.cuda.synchronize()
     assert int(wrong) == 0
+
+
+def test_a_gpu_that_jax_does_not_see():
+    code = "import torch, torch_bridge; x = torch.ones(16, 16, device='cuda'); torch_bridge.det_gemm(x, x)"
+    assert "ValueError: JAX does not see cuda:0" in run(code).stderr
+
+
+def needs(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs; this machine has {torch.cuda.device_count()}")
+
+
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    needs(2)
+    torch.cuda.set_device(0)
+    here, there = ([x.detach().to(f"cuda:{i}") for x in tensors.head((8,), DIM, VOCAB, torch.bfloat16)] for i in (0, 1))
+    hidden, weight, ids, bias = there
+    found = torch_bridge.linear_logp(hidden.requires_grad_(), weight, ids, bias)
+    found.sum().backward()
+    assert torch.cuda.current_device() == 0 and found.device == hidden.grad.device == hidden.device
+    expected = torch_bridge.linear_logp(*here)
+    assert torch.equal(found.detach().cpu(), expected.cpu()) and torch.cuda.current_device() == 0
+
+
+def test_four_processes_of_nccl():
+    needs(4)
+    assert_processes_agree("nccl")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_check_tp_under_torchrun(count, dtype):
+    needs(count)
+    sizes = ("--tokens", "300", "--hidden-size", "512", "--vocab-size", "50257", "--uneven-shards", "--run-stress")
+    found = torchrun("--dtype", dtype, *sizes, count=count)
+    assert found.returncode == 0, found.stdout + found.stderr[-3000:]
+    assert "nccl" in found.stdout and "[result] PASS" in found.stdout
+
+
+def test_fsdp2_on_two_gpus():
+    needs(2)
+    for rank in on_processes("tests.torch_bridge.clients.fsdp2_rank", "FusedLMHead"):
+        found = rank["FusedLMHead"]
+        assert found["bytes_left"] == 0 and found["masked"] == 0 and found["moved"] > 1
+        helpers.assert_error(found["error"], "sharded_training", "float32", "forward")

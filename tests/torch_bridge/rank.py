@@ -1,6 +1,7 @@
-"""One of several gloo processes: python -m tests.torch_bridge.rank PORT COUNT RANK. Any failed check is its exit code.
+"""One of several processes: python -m tests.torch_bridge.rank PORT COUNT RANK BACKEND.
 
-An error that all must raise is printed as `name: message`; the parent compares what they print.
+Any failed check is its exit code. An error that all must raise is printed as `name: message`; the parent compares what
+they print.
 """
 
 import sys
@@ -20,6 +21,11 @@ from torch_bridge import _calls
 UNEVEN = [0, 3, 7, 12, 16]
 EVERYTHING = {"return_lse": True, "return_entropy": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROMISES = {
+    "gloo": {"deterministic": torch.float32},
+    "nccl": {"deterministic": torch.float32, "mosaic": torch.bfloat16},
+}
+"""Implementations that promise bits where a backend's processes run, and a dtype of each."""
 
 
 def cut(vocab: int, count: int) -> list[int]:
@@ -44,19 +50,24 @@ def whole(problem: list[Any], **options: Any) -> tuple[Any, list[torch.Tensor]]:
     return found, torch.autograd.grad(found, (hidden, weight, bias), [randn(*ids.shape, seed=i) for i in range(3)])
 
 
+def gathered(part: torch.Tensor) -> torch.Tensor:
+    """The parts of all ranks as one: the norm of a rank's three numbers says little of their rounding."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part.cpu())
+    return torch.cat(parts)
+
+
 def agrees_with_float64(rank: int, count: int) -> None:
     for dtype in DTYPES:
-        problem = head((2, 5), dim=8, vocab=16, dtype=dtype)
+        problem = head((8, 25), dim=32, vocab=16, dtype=dtype)
         problem[2][0, 1] = -100
         double = [x.detach().double().requires_grad_() for x in (problem[0], problem[1], problem[3])]
         gold = reference(double[0], double[1], problem[2], double[2], temperature=1.5, softcap=3.0, ignore=-100)
-        expected = torch.autograd.grad(gold, double, [randn(2, 5, seed=i).double() for i in range(3)])
-        start, end = UNEVEN[rank], UNEVEN[rank + 1]
+        expected = torch.autograd.grad(gold, double, [randn(8, 25, seed=i).double() for i in range(3)])
         found, gradients = spread(problem, UNEVEN, rank, temperature=1.5, logit_softcap=3.0, ignore_index=-100)
         for x, y in zip(found, gold, strict=True):
             assert_close(x, y, "linear_logp", "forward")
-        parts = (expected[0], expected[1][start:end], expected[2][start:end])
-        for x, y in zip(gradients, parts, strict=True):
+        for x, y in zip((gradients[0], *map(gathered, gradients[1:])), expected, strict=True):
             assert x.dtype == dtype
             assert_close(x, y, "linear_logp", "gradient")
         everyone = [torch.empty_like(found.logp) for _ in range(count)]
@@ -65,28 +76,37 @@ def agrees_with_float64(rank: int, count: int) -> None:
 
 
 def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
-    """On the edges of groups, by 4 and by 2 ranks, in any order, and where the last shard is padding."""
-    problem = head((33,), dim=24, vocab=1000)
-    one, (_, d_weight, d_bias) = whole(problem, implementation="deterministic")
-
-    def check(bounds: list[int], place: int, **options: Any) -> None:
-        found, gradients = spread(problem, bounds, place, implementation="deterministic", **options)
-        assert all(map(same_bits, found, one))
-        assert same_bits(gradients[1], d_weight[bounds[place] : bounds[place + 1]])
-        assert same_bits(gradients[2], d_bias[bounds[place] : bounds[place + 1]])
-
-    check(cut(1000, 4), rank)
-    check(cut(1000, 4), count - 1 - rank)
+    """On the edges of groups, by 4 and by 2 ranks, and in any order."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    check(cut(1000, 2), rank % 2, tp_group=pairs[rank // 2])
+    for implementation, dtype in PROMISES[dist.get_backend()].items():
+        problem, options = head((33,), dim=24, vocab=1000, dtype=dtype), {"implementation": implementation}
+        expected = whole(problem, **options)
+        for bounds, place, group in (
+            (cut(1000, 4), rank, dist.group.WORLD),
+            (cut(1000, 4), count - 1 - rank, dist.group.WORLD),
+            (cut(1000, 2), rank % 2, pairs[rank // 2]),
+        ):
+            found = spread(problem, bounds, place, tp_group=group, **options)
+            assert_same_bits_here(found, expected, slice(*bounds[place : place + 2]))
 
+
+def assert_same_bits_here(found: Any, expected: Any, here: slice) -> None:
+    """Of the values, and of the gradients of this rank's columns."""
+    assert all(map(same_bits, found[0], expected[0]))
+    assert all(same_bits(x, y[here]) for x, y in zip(found[1][1:], expected[1][1:], strict=True))
+
+
+def ignores_padding(rank: int) -> None:
+    """Of a vocabulary whose last shard is nothing else."""
+    problem = head((33,), dim=24, vocab=1000)
+    expected = whole(problem)[0].logp.double()
     padded = [torch.cat([x.detach(), x.detach()[:536] * torch.nan]) for x in (problem[1], problem[3])]
     hidden, weight, ids, bias = problem[0], padded[0], problem[2], padded[1]
     bounds = [0, 512, 1000, 1024, 1536]
     start, end = bounds[rank], bounds[rank + 1]
     options = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 1000}
     found = torch_bridge.linear_logp(hidden.detach(), weight[start:end], ids, bias[start:end], **options)
-    assert_close(found, one.logp.double(), "linear_logp", "forward")  # 1000 is no edge of groups.
+    assert_close(found, expected, "linear_logp", "forward")
 
 
 def trains_as_one_rank(rank: int, count: int) -> None:
@@ -100,7 +120,7 @@ def trains_as_one_rank(rank: int, count: int) -> None:
 
     def gradients(weight: Any, bias: Any, **of_rank: Any) -> list[torch.Tensor]:
         own = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(hidden.device.type, torch.bfloat16):
             found = checkpoint(call, *own, **of_rank, use_reentrant=False)
         assert not _calls._kept
         return [found, *torch.autograd.grad(found.sum(), own)]
@@ -154,7 +174,7 @@ def mistakes(rank: int) -> None:
         "other options": {"temperature": 2.0},
         "other validate": {"validate": False},
         "other dtype": {"lm_head_weight": weight[start:end].bfloat16()},
-        "no tensor": {"hidden": hidden.numpy()},
+        "no tensor": {"hidden": hidden.cpu().numpy()},
         "other implementation": {"implementation": "deterministic"},
         "unknown implementation": {"implementation": "fast"},
     }
@@ -168,16 +188,20 @@ def mistakes(rank: int) -> None:
     assert torch.isfinite(torch_bridge.linear_logp(**good, tp_group=dist.group.WORLD)).all()
 
 
-def main(port: int, count: int, rank: int) -> None:
+def main(port: int, count: int, rank: int, backend: str) -> None:
     limit = timedelta(seconds=50)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.set_default_device("cuda")
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
     mistakes(rank)
     agrees_with_float64(rank, count)
     keeps_the_bits_of_one_rank(rank, count)
+    ignores_padding(rank)
     trains_as_one_rank(rank, count)
     sums_what_it_is_asked_to(rank, count)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:4]), sys.argv[4])

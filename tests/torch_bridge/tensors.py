@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from tests import helpers
+from torch_bridge import _exchange
 
 JAX_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def array(x: Tensor | None) -> Any:
     """A copy of the tensor as a JAX array."""
-    return None if x is None else jax.numpy.array(jax.dlpack.from_dlpack(x.detach().contiguous()))
+    return None if x is None else jax.numpy.array(_exchange.to_jax(x))
 
 
 def assert_same_bits(tensors: Any, arrays: Any) -> None:
@@ -34,16 +35,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def assert_close(tensor: Tensor, gold: Tensor, op_class: str, kind: str) -> None:
     """Within the contract's tolerance for the tensor's dtype, or what dtype the problem was of."""
     dtype = JAX_DTYPES[tensor.dtype]
-    helpers.assert_within_contract(tensor.detach().double().numpy(), gold.detach().numpy(), op_class, dtype, kind)
+    found, expected = (x.detach().double().cpu().numpy() for x in (tensor, gold))
+    helpers.assert_within_contract(found, expected, op_class, dtype, kind)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+    """The same numbers on torch's default device, whichever that is."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, device="cpu") * scale
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def randint(high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(high, shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def head(lead: tuple[int, ...], dim: int = 16, vocab: int = 70, dtype: torch.dtype = torch.float32) -> list[Tensor]:

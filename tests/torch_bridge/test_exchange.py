@@ -75,7 +75,7 @@ def test_a_transposed_head_is_read_in_place(monkeypatch):
     """As the other layout: no [V, D] copy."""
     seen = []
     to_jax = _exchange.to_jax
-    monkeypatch.setattr(_exchange, "parameter_to_jax", lambda x: seen.append(x.data_ptr()) or to_jax(x))
+    monkeypatch.setattr(_exchange, "lend", lambda x: seen.append(x.data_ptr()) or to_jax(x))
     hidden, weight, ids, _ = head((4,))
     expected = torch_bridge.linear_logp(hidden, weight, ids)
     found = torch_bridge.linear_logp(hidden, weight.t(), ids, weight_layout="dv")
@@ -87,8 +87,8 @@ def test_a_transposed_head_is_read_in_place(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_parameter_is_imported_once_and_read_where_it_is(dtype):
     weight = torch.nn.Parameter(randn(16, 32, dtype=dtype))
-    found = _exchange.parameter_to_jax(weight)
-    assert _exchange.parameter_to_jax(weight) is found and pointer(found) == weight.data_ptr()
+    found = _exchange.lend(weight)
+    assert _exchange.lend(weight) is found and pointer(found) == weight.data_ptr()
     hidden, ids = randn(4, 32, dtype=dtype, seed=1), torch.arange(4)
     before = torch_bridge.linear_logp(hidden, weight, ids)
     with torch.no_grad():
@@ -97,9 +97,9 @@ def test_a_parameter_is_imported_once_and_read_where_it_is(dtype):
     assert not torch.equal(before, after) and torch.equal(after, torch_bridge.linear_logp(hidden * 2, weight / 2, ids))
 
 
-def test_an_imported_parameter_keeps_no_memory():
+def test_what_was_lent_is_let_go_of_with_the_first_result():
     weight = torch.nn.Parameter(randn(16, 32))
-    _exchange.parameter_to_jax(weight)
+    _exchange.to_torch(_exchange.lend(weight) + 1)
     storage = weakref.ref(weight.untyped_storage())
     weight.data = torch.empty(0)
     gc.collect()
@@ -109,9 +109,9 @@ def test_an_imported_parameter_keeps_no_memory():
 def test_a_parameter_that_jax_would_copy_is_never_kept():
     base = randn(65)
     weight = base[1:]
-    found = _exchange.parameter_to_jax(weight)
+    found = _exchange.lend(weight)
     weight.add_(1)
-    np.testing.assert_array_equal(np.asarray(_exchange.parameter_to_jax(weight)), np.asarray(found) + 1)
+    np.testing.assert_array_equal(np.asarray(_exchange.lend(weight)), np.asarray(found) + 1)
 
 
 def test_an_input_is_let_go_of():

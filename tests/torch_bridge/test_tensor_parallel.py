@@ -1,4 +1,4 @@
-"""A head between gloo processes: the values of one, its bits on the edges of groups, one message for one's mistake."""
+"""A head between processes: the values of one, its bits on the edges of groups, one message for one's mistake."""
 
 import subprocess
 import sys
@@ -30,9 +30,10 @@ MESSAGES = {
 }
 
 
-def test_four_processes():
+def assert_processes_agree(backend: str) -> None:
+    """All checks of rank.py hold on four processes, and all say the same of one's mistake."""
     port = free_port()
-    commands = [["-m", "tests.torch_bridge.rank", str(port), str(COUNT), str(rank)] for rank in range(COUNT)]
+    commands = [["-m", "tests.torch_bridge.rank", str(port), str(COUNT), str(rank), backend] for rank in range(COUNT)]
     finished = run_together(commands, timeout_s=LIMIT_S)
     for process in finished:
         assert process.code == 0, process.stderr[-3000:]
@@ -40,6 +41,10 @@ def test_four_processes():
     for name, message in MESSAGES.items():
         assert any(line.startswith(f"{name}: {message}") for line in said), (name, said)
     assert all(process.stdout.splitlines() == said for process in finished)
+
+
+def test_four_processes():
+    assert_processes_agree("gloo")
 
 
 def test_a_start_needs_a_group():
@@ -70,8 +75,8 @@ def test_whole_groups_keep_the_tree(ranges, trees):
         assert [found.tree(rank) for rank in range(2)] == trees
 
 
-def torchrun(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(*options: str, count: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += ["-m", "rlk_jax.cli", "check-tp", "--bridge", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 

@@ -1,4 +1,4 @@
-"""One of two processes under FSDP2: python -m tests.torch_bridge.clients.fsdp2_rank PORT RANK (test_fsdp2.py)."""
+"""One of two processes under FSDP2: python -m tests.torch_bridge.clients.fsdp2_rank PORT RANK POLICIES."""
 
 from typing import Any
 
@@ -7,14 +7,15 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import torch_bridge
-from tests.torch_bridge.clients.policy import LEARNING_RATE, POLICIES, largest, loss_of, main, rollout
+from tests.torch_bridge.clients.policy import LEARNING_RATE, POLICIES, Rollout, device, largest, loss_of, main, rollout
 
 
 class Trained:
     """A policy after one step."""
 
     def __init__(self, policy: Any, rank: int) -> None:
-        batch = rollout(policy, rank)
+        batch = Rollout(*(x.to(device(rank)) for x in rollout(policy, rank)))
+        policy.to(device(rank))
         before = [x.detach().clone() for x in policy.parameters()]
         for module in (*policy.units(), policy):
             fully_shard(module, reshard_after_forward=True)
@@ -39,10 +40,10 @@ def refused(weight: Tensor) -> str:
     return ""
 
 
-def task(rank: int) -> dict[str, Any]:
+def task(rank: int, *names: str) -> dict[str, Any]:
     found = {}
-    for name, policy in POLICIES.items():
-        stock, bridged = (Trained(policy(x), rank) for x in (False, True))
+    for name in names:
+        stock, bridged = (Trained(POLICIES[name](x), rank) for x in (False, True))
         found[name] = {
             "error": largest(a - b for a, b in zip(stock.parameters, bridged.parameters, strict=True)),
             "moved": bridged.moved,

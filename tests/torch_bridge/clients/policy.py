@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from trl.trainer.utils import add_fused_lm_head
 
 import torch_bridge
 from rlk_jax._processes import free_port, run_together
-from tests import tiny_trl
 from torch_bridge import FusedLMHead
 
 VOCAB, DIM, ROWS, PROMPT, COMPLETION = 300, 24, 4, 3, 6
@@ -56,6 +54,11 @@ class TrlPolicy(nn.Module):
     """The same of a model as TRL's trainers make it, whose own lm_head is read, but not called."""
 
     def __init__(self, bridged: bool) -> None:
+        # A machine of GPUs may have no TRL.
+        from trl.trainer.utils import add_fused_lm_head
+
+        from tests import tiny_trl
+
         super().__init__()
         torch.manual_seed(0)
         (torch_bridge.install if bridged else torch_bridge.uninstall)("trl")
@@ -115,6 +118,11 @@ def loss_of(logp: Tensor, entropy: Tensor, batch: Rollout) -> Tensor:
     return (0.01 * kl - surrogate - 0.1 * entropy[batch.active]).mean()
 
 
+def device(rank: int) -> torch.device:
+    """A GPU for each process, where there are so many."""
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= COUNT else torch.device("cpu")
+
+
 def largest(tensors: Any) -> float:
     return max(float(x.detach().abs().max()) for x in tensors)
 
@@ -129,12 +137,14 @@ def on_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def main(task: Callable[..., dict[str, Any]]) -> None:
-    """One process of gloo's, with `module PORT RANK ARGUMENTS` as its command line; prints what the task returns."""
+    """One process, with `module PORT RANK ARGUMENTS` as its command line; prints what the task returns."""
     port, rank, *arguments = sys.argv[1:]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {**address, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(COUNT)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    if device(int(rank)).type == "cuda":
+        torch.cuda.set_device(device(int(rank)))
+    torch.distributed.init_process_group("nccl" if device(int(rank)).type == "cuda" else "gloo")
     found = task(int(rank), *arguments)
     torch.distributed.destroy_process_group()
     print(json.dumps(found))

@@ -12,7 +12,7 @@ from tests.torch_bridge.clients.policy import POLICIES, on_processes  # noqa: E4
 
 @pytest.fixture(scope="module")
 def ranks():
-    return on_processes("tests.torch_bridge.clients.fsdp2_rank")
+    return on_processes("tests.torch_bridge.clients.fsdp2_rank", *POLICIES)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
