@@ -158,13 +158,17 @@ def _group_advantages(rewards: Array, eps: Array, boundaries: tuple[int, ...], s
     used = slots < sizes  # [groups, largest]: the slots beyond a group repeat its first reward, which shifts to 0
     groups = jax.lax.stop_gradient(rewards).astype(jnp.float32)[np.where(used, starts + slots, starts)]
     shifted = groups - groups[:, :1]
-    mean = pairwise_sum(shifted) / sizes[:, 0]
-    centred = jnp.where(used, shifted - mean[:, None], 0.0)
+    # XLA multiplies by the reciprocal of a constant that is the same for all groups, and divides by others.
+    count, degrees = jax.lax.optimization_barrier(
+        (sizes.astype(np.float32), np.maximum(sizes - 1, 1).astype(np.float32))
+    )
+    mean = pairwise_sum(shifted)[:, None] / count
+    centred = jnp.where(used, shifted - mean, 0.0)
     squares = pairwise_sum(centred**2)[:, None]
     if std == "population":
-        centred /= jnp.maximum(jnp.sqrt(squares / sizes), eps)
+        centred /= jnp.maximum(jnp.sqrt(squares / count), eps)
     elif std == "sample":
-        centred /= jnp.sqrt(squares / np.maximum(sizes - 1, 1)) + eps
+        centred /= jnp.sqrt(squares / degrees) + eps
     return centred[used]
 
 

@@ -499,12 +499,16 @@ def test_groups_of_unequal_sizes(kind, std):
     helpers.assert_same_bits(advantages[5], np.float32(0))  # a group of one
 
 
-def test_a_group_keeps_its_bits_beside_others():
-    rewards = np.random.default_rng(8).normal(size=16).astype(np.float32)
-    alone = group_advantages(rewards[:5], group_boundaries=(0, 5))
-    helpers.assert_same_bits(group_advantages(rewards, group_boundaries=(0, 5, 16))[:5], alone)
-    rewards[5] = np.nan
-    helpers.assert_same_bits(group_advantages(rewards, group_boundaries=(0, 5, 16))[:5], alone)
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 9])
+@pytest.mark.parametrize("std", ["population", "sample", "none"])
+def test_a_group_keeps_its_bits_beside_others(size, std):
+    rewards = np.random.default_rng(8).normal(size=(20, size)).astype(np.float32)
+    whole = group_advantages(rewards.reshape(-1), samples_per_prompt=size, std=std).reshape(rewards.shape)
+    for group, expected in zip(rewards, whole, strict=True):
+        helpers.assert_same_bits(group_advantages(group, samples_per_prompt=size, std=std), expected)
+        others = np.concatenate([group, np.full(11, np.nan, np.float32)])
+        beside = group_advantages(others, group_boundaries=(0, size, size + 11), std=std)
+        helpers.assert_same_bits(beside[:size], expected)
 
 
 def test_advantages_take_no_gradient_and_any_real_rewards():
