@@ -1,0 +1,24 @@
+"""rlk check on a GPU: every implementation and the bridge against the contract of its architecture."""
+
+import re
+
+import pytest
+
+from rlk_jax.checker.specs import SPECS
+from rlk_jax.cli import main
+
+LINE = r"  case=\S+ output=0 shape=\(1, 1\) dtype=float32 max_abs=\S+ .* tol=\(atol=\S+, rtol=\S+\) passed=True"
+
+
+def test_one_line_for_mosaic(capsys):
+    options = "--device cuda --dtype bf16 --arch-key sm90 --batch 1 --seq 1 --vocab 4096"
+    assert main(["check", "--op", "logp", "--candidate", "mosaic", *options.split()]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "suite=logp passed=True pass_rate=1.0000"
+    assert said[1].startswith("candidate=mosaic backend=mosaic passed=True") and re.fullmatch(LINE, said[2])
+
+
+@pytest.mark.parametrize("op", SPECS)
+def test_all_that_runs_here(op, capsys):
+    assert main(["check", "--all", "--op", op, "--check-grad", "--check-invariance"]) == 0, capsys.readouterr().out
+    assert "bridge" in capsys.readouterr().out
