@@ -50,6 +50,7 @@ def _ratio_kl(policy, ref, ids, mask, old, sign=1, masks=True):
     if masks:
         policy, ref = (jnp.where(mask[..., None], x, 0) for x in (policy, ref))
         old = jnp.where(mask, old, 0)
+    old = jax.lax.stop_gradient(old)
     own = logp(policy, ids)
     d = sign * (jax.lax.stop_gradient(logp(ref, ids)) - own)
     return jnp.where(mask, jnp.exp(own - old), 1.0), jnp.where(mask, jnp.expm1(d) - d, 0.0)
@@ -111,3 +112,55 @@ wrong_scale_of_dw.defvjp(lambda *x: (linear_logp(*x), x), _with_scaled_weight)
 
 def clamped_ids(logits, token_ids):
     return logp(logits, jnp.clip(token_ids, 0, logits.shape[-1] - 1))
+
+
+@jax.custom_vjp
+def doubled_without_gradients(a, b):
+    return 2 * det_gemm(a, b)
+
+
+doubled_without_gradients.defvjp(lambda *x: (det_gemm(*x), x), lambda saved, g: jax.vjp(det_gemm, *saved)[1](g))
+
+
+def _grpo_loss(policy, ref, ids, old, rewards, mask, *, samples_per_prompt, beta, clip_eps, lowest=None):
+    ratio, kl = ratio_kl(policy, ref, ids, mask, old)
+    groups = jax.lax.stop_gradient(rewards).reshape(-1, samples_per_prompt)
+    deviation = jnp.maximum(groups.std(axis=1, keepdims=True), 1e-6)
+    a = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1, 1)
+    clipped = jnp.clip(ratio, 1 - clip_eps if lowest is None else lowest, 1 + clip_eps)
+
+    def mean(x):
+        return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+    policy_loss, kl = -mean(jnp.minimum(ratio * a, clipped * a)), mean(kl)
+    return policy_loss + beta * kl, policy_loss, kl
+
+
+def grpo_loss(*arrays, **options):
+    return _grpo_loss(*arrays, **options)
+
+
+def no_lower_clip(*arrays, **options):
+    return _grpo_loss(*arrays, **options, lowest=0)
+
+
+def whole_batch_advantages(*arrays, **options):
+    return _grpo_loss(*arrays, **options | {"samples_per_prompt": arrays[4].size})
+
+
+def last_column_of_whole_tiles_dropped(logits, token_ids):
+    z = logits.astype(jnp.float32)
+    kept = z.at[..., -1].set(-jnp.inf) if z.shape[-1] % 256 == 0 else z
+    return logp(logits, token_ids) + jax.nn.logsumexp(z, axis=-1) - jax.nn.logsumexp(kept, axis=-1)
+
+
+def wrong_beyond_64_rows(logits, token_ids):
+    return logp(logits, token_ids) * (1.01 if token_ids.size > 64 else 1)
+
+
+def gradient_of_the_reference(policy, ref, ids, mask, old):
+    """Without stop_gradient."""
+    policy, ref = (jnp.where(mask[..., None], x, 0) for x in (policy, ref))
+    ids, old = jnp.where(mask, ids, 0), jax.lax.stop_gradient(jnp.where(mask, old, 0))
+    d = logp(ref, ids) - logp(policy, ids)
+    return jnp.where(mask, jnp.exp(logp(policy, ids) - old), 1.0), jnp.where(mask, jnp.expm1(d) - d, 0.0)

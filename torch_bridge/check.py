@@ -3,18 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlk_jax.checker.candidates import ArrayLibrary
+from rlk_jax.checker.options import default_device
 
 
 def _send(x: np.ndarray) -> Tensor:
     """On the device that JAX uses."""
-    on_gpu = (jax.config.jax_default_device or jax.devices()[0]).platform == "gpu"
+    on_gpu = default_device().platform == "gpu"
     # NumPy's own bfloat16 is unknown to torch.
     found = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == jnp.bfloat16 else torch.from_numpy(x)
     return found.clone().to("cuda" if on_gpu else "cpu")
@@ -27,7 +27,8 @@ def _fetch(x: Tensor) -> np.ndarray:
 
 def _forward(fn: Callable[..., Any], inputs: Sequence[Tensor], places: Sequence[int]) -> tuple[list[Tensor], Any]:
     differentiated = [inputs[place].requires_grad_() for place in places]
-    found = fn(*inputs)
+    with torch.set_grad_enabled(bool(places)):
+        found = fn(*inputs)
     outputs = [found] if isinstance(found, Tensor) else list(found)
 
     def gradients(upstream: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

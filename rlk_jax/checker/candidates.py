@@ -16,15 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import rlk_jax
+from rlk_jax.checker.options import Unusable
 from rlk_jax.checker.specs import OpSpec, Problem
 from rlk_jax.dispatch import IMPLEMENTATIONS, TABLE
 
 ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}
 NAMES = ("registry", *IMPLEMENTATIONS, "bridge", *ALIASES)
-
-
-class Unusable(ValueError):
-    """A candidate that does not exist, or cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence
         arguments = list(inputs)
         for place, x in zip(places, differentiated, strict=True):
             arguments[place] = x
-        return jax.tree.leaves(fn(*arguments))
+        return jax.tree.leaves(fn(*arguments), is_leaf=lambda x: x is None)
 
     if not places:
         return of([]), None
@@ -86,7 +83,7 @@ def torch_arrays() -> ArrayLibrary:
     return importlib.import_module("torch_bridge.check").TORCH
 
 
-def resolve(name: str, spec: OpSpec, problem: Problem) -> Candidate:
+def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None) -> Candidate:
     """The candidate of this name for this problem on JAX's default device; raises `Unusable`."""
     known = ALIASES.get(name, name)
     if known in IMPLEMENTATIONS or known == "registry":
@@ -94,16 +91,18 @@ def resolve(name: str, spec: OpSpec, problem: Problem) -> Candidate:
         fn = functools.partial(getattr(rlk_jax, spec.op), implementation=choice, **spec.unchecked)
         return Candidate(name, fn, choice, no_bits=_no_bits(spec, choice))
     if known == "bridge":
-        choice, arrays = _choice(spec, problem, None), torch_arrays()
+        choice, library = _choice(spec, problem, None), torch_arrays()
         fn = functools.partial(getattr(importlib.import_module("torch_bridge"), spec.op), **spec.unchecked)
-        return Candidate(name, fn, f"torch_bridge:{choice}", arrays, no_bits=_no_bits(spec, choice))
+        return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
-        return of_function(load(name), name)
+        return of_function(load(name), name, arrays)
     raise Unusable(f"unknown candidate {name!r}; the candidates are {', '.join(NAMES)} and module:function")
 
 
 def runnable(spec: OpSpec, problem: Problem) -> list[str]:
     """Candidates that can run here: the implementations, and the bridge where there is torch."""
+    if spec.op not in TABLE:
+        return []
     decision = rlk_jax.explain(spec.op, *abstract(problem), **problem.options)
     names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
     return names + (["bridge"] if importlib.util.find_spec("torch") else [])
@@ -114,6 +113,8 @@ def abstract(problem: Problem) -> list[Any]:
 
 
 def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
+    if spec.op not in TABLE:
+        raise Unusable(f"{spec.op} is not in rlk_jax.dispatch.TABLE: its candidates are module:function")
     try:
         return rlk_jax.explain(spec.op, *abstract(problem), implementation=implementation, **problem.options).choice
     except ValueError as error:
@@ -125,27 +126,41 @@ def _no_bits(spec: OpSpec, implementation: str) -> str | None:
     return None if promises else f"{implementation} promises no bits"
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says."""
+    return (str(error).strip() or f"{type(error).__name__} without a word").splitlines()[0]
+
+
 def load(name: str) -> Callable[..., Any]:
     """The function `module:function`, of a module on the path or in the current folder."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+        sys.path.insert(0, here)
     try:
         found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise Unusable(f"cannot load {name!r}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise Unusable(f"cannot load {name!r}: {first_line(error)}") from None
     if not callable(found):
         raise Unusable(f"{name!r} is not callable")
     return found
 
 
 def of_function(fn: Callable[..., Any], name: str, arrays: str | None = None, **options: Any) -> Candidate:
-    """Anybody's; on torch tensors if `arrays` says so or, without it, where its module imports torch and not jax."""
+    """Anybody's; on torch tensors if `arrays` says so or, without it, where it is torch's or its module imports from
+    torch and nothing of jax.
+    """
     library = torch_arrays() if (arrays or _arrays_of(fn)) == "torch" else JAX
-    return Candidate(name, fn, getattr(fn, "__module__", "unknown"), library, **options)
+    return Candidate(name, fn, getattr(fn, "__module__", None) or "unknown", library, **options)
 
 
 def _arrays_of(fn: Callable[..., Any]) -> str:
-    module = inspect.getmodule(inspect.unwrap(fn)) or inspect.getmodule(type(fn))
-    imported = {x.__name__.split(".")[0] for x in vars(module).values() if isinstance(x, types.ModuleType)}
-    return "torch" if "torch" in imported and "jax" not in imported else "jax"
+    fn = inspect.unwrap(fn)
+    module = inspect.getmodule(fn) or inspect.getmodule(type(fn))
+    owners = [_owner(x) for x in (fn, *vars(module).values())]
+    return "torch" if "torch" in owners and "jax" not in owners else "jax"
+
+
+def _owner(x: Any) -> str:
+    """The package of a module, function or class."""
+    name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)
+    return name.split(".")[0] if isinstance(name, str) else ""

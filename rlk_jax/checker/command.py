@@ -1,6 +1,7 @@
 """`rlk check`: is an implementation of an op right on this machine? One verdict for accuracy, gradients and bits."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -11,10 +12,11 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rlk_jax.checker import candidates, contract, page
-from rlk_jax.checker.inputs import MODES, Draw, Sizes
-from rlk_jax.checker.options import DTYPES, dtype_name, positive
+from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
+from rlk_jax.checker.options import DTYPES, Unusable, arch_key_of, dtype_name, natural, positive
 from rlk_jax.checker.report import OperatorCheckReport
 from rlk_jax.checker.runner import Checks, run_operator_suite
 from rlk_jax.checker.specs import SPECS, OpSpec
@@ -29,6 +31,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("check", help=_DESCRIPTION, description=_DESCRIPTION, usage=usage)
     parser.add_argument("--op", choices=SPECS, metavar="OP", help=f"{', '.join(SPECS)} (default: logp)")
     parser.add_argument("--candidate", metavar="NAME", help=_CANDIDATE_HELP)
+    parser.add_argument("--arrays", choices=["jax", "torch"], help="of a module:function (default: what it imports)")
     parser.add_argument("--device", choices=["auto", "any", "cpu", "cuda"], default="auto", help="auto: JAX's default")
     parser.add_argument("--dtype", type=dtype_name, metavar="|".join(DTYPES), help="of the operands (default: fp32)")
     for size in _SIZES:
@@ -37,11 +40,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--input-mode", choices=[*MODES, "all"], metavar="MODE", help=_MODE_HELP)
     parser.add_argument("--constant-value", type=float, default=0.25, help="of --input-mode constant")
     parser.add_argument("--token-value", type=int, default=0, help="id of --input-mode constant")
-    parser.add_argument("--seed", type=int, default=123, help="of the inputs")
+    parser.add_argument("--seed", type=natural, default=123, help="of the inputs")
     parser.add_argument("--arch-key", choices=contract.arch_keys(), help="of the contract (default: the device's)")
     parser.add_argument("--check-grad", action="store_true", help="gradients too")
     parser.add_argument("--grad-mode", choices=["ones", "random"], default="random", help="upstream gradients")
-    parser.add_argument("--grad-seed", type=int, default=123)
+    parser.add_argument("--grad-seed", type=natural, default=123)
     parser.add_argument("--check-invariance", action="store_true", help="the same bits alone, batched, beside padding")
     parser.add_argument("--contract", choices=contract.FILES, default="rlk_jax", help="rl-kernel is for comparison")
     parser.add_argument("--all", action="store_true", help="every op, candidate, dtype and input mode that runs here")
@@ -62,21 +65,26 @@ def run(options: argparse.Namespace) -> int:
         with jax.default_device(device):
             if options.list:
                 return _list(options)
-            reports = _all(options, device) if options.all else [_one(options, device)]
+            if options.report:
+                _write(options.report, "", "a")
+            # What candidates print is no part of the report.
+            with contextlib.redirect_stdout(sys.stderr):
+                reports = _all(options, device) if options.all else [_one(options, device)]
         if options.report:
             _write(options.report, page.html(reports))
-    except candidates.Unusable as error:
+    except (Unusable, MemoryError) as error:
         print(f"rlk check: error: {error}", file=sys.stderr)
         return 2
     _print(options, reports)
     return 0 if all(x.passed for x in reports) else 1
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text)
+        with path.open(mode) as file:
+            file.write(text)
     except OSError as error:
-        raise candidates.Unusable(f"cannot write --report: {error}") from None
+        raise Unusable(f"cannot write --report: {error}") from None
 
 
 def _device(name: str) -> jax.Device:
@@ -85,7 +93,7 @@ def _device(name: str) -> jax.Device:
     try:
         return jax.devices(name)[0]
     except RuntimeError:
-        raise candidates.Unusable(f"JAX finds no {name} device here, only {jax.default_backend()}") from None
+        raise Unusable(f"JAX finds no {name} device here, only {jax.default_backend()}") from None
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
@@ -94,28 +102,18 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 def _one(options: argparse.Namespace, device: jax.Device) -> OperatorCheckReport:
     spec = SPECS[options.op or "logp"]
-    dtype = options.dtype or spec.dtypes[0]
-    if dtype not in spec.dtypes:
-        raise candidates.Unusable(f"{spec.op} takes {', '.join(spec.dtypes)}, not {dtype}")
-    modes = _modes(options, spec, "random")
-    return _check(options, spec, device, options.candidate or "registry", dtype, modes)
-
-
-def _modes(options: argparse.Namespace, spec: OpSpec, default: str) -> Sequence[str]:
-    mode = options.input_mode or default
-    if mode not in ("all", *spec.modes):
-        raise candidates.Unusable(f"{spec.op} has no input mode {mode!r}; it has {', '.join(spec.modes)}")
-    return spec.modes if mode == "all" else [mode]
+    modes = spec.modes_of(options.input_mode or "random")
+    cases = draws(_draw(options, spec.dtype_of(options.dtype)), modes, second=False)
+    return _check(options, spec, device, options.candidate or "registry", cases)
 
 
 def _check(
-    options: argparse.Namespace, spec: OpSpec, device: jax.Device, candidate: str, dtype: str, modes: Sequence[str]
+    options: argparse.Namespace, spec: OpSpec, device: jax.Device, candidate: str, cases: Sequence[Draw]
 ) -> OperatorCheckReport:
-    cases = [_draw(options, dtype, mode) for mode in modes]
-    found = candidates.resolve(candidate, spec, spec.problem(cases[0]))
+    found = candidates.resolve(candidate, spec, spec.problem(cases[0]), options.arrays)
     checks = Checks(
         options.contract,
-        options.arch_key or _arch_key(device),
+        options.arch_key or arch_key_of(device),
         gradients=options.check_grad,
         grad_mode=options.grad_mode,
         grad_seed=options.grad_seed,
@@ -124,32 +122,38 @@ def _check(
     return run_operator_suite(spec.op, candidates=[found], cases=cases, checks=checks)
 
 
-def _draw(options: argparse.Namespace, dtype: str, mode: str) -> Draw:
+def _draw(options: argparse.Namespace, dtype: str) -> Draw:
     name = np.dtype(DTYPES[dtype]).name
-    return Draw(mode, name, options.seed, options.constant_value, options.token_value, _sizes(options))
-
-
-def _arch_key(device: jax.Device) -> str | None:
-    capability = getattr(device, "compute_capability", None)
-    return f"sm{capability.replace('.', '')}" if capability else None
+    return Draw("random", name, options.seed, options.constant_value, options.token_value, _sizes(options))
 
 
 def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckReport]:
-    """Of what --op, --candidate and --dtype leave."""
-    reports = []
+    """Of what --op, --candidate, --dtype and --input-mode leave; raises `Unusable` where that is nothing."""
+    reports, refused = [], Unusable("nothing runs here")
     for spec in [SPECS[options.op]] if options.op else SPECS.values():
-        for dtype in [x for x in spec.dtypes if options.dtype in (None, x)]:
-            modes = _modes(options, spec, "all")
-            problem = spec.problem(_draw(options, dtype, modes[0]))
-            names = [options.candidate] if options.candidate else candidates.runnable(spec, problem)
-            reports += [_check(options, spec, device, name, dtype, modes) for name in names]
+        for dtype in [options.dtype] if options.dtype else spec.dtypes:
+            try:
+                reports += _all_of(options, device, spec, dtype)
+            except Unusable as error:
+                refused = error
+    if not reports:
+        raise refused
     return reports
+
+
+def _all_of(options: argparse.Namespace, device: jax.Device, spec: OpSpec, dtype: str) -> list[OperatorCheckReport]:
+    modes = spec.modes_of(options.input_mode or "all")
+    # bf16 is what every implementation takes.
+    cases = draws(_draw(options, spec.dtype_of(dtype)), modes, second=dtype == "bf16")
+    problem = spec.problem(cases[0])
+    names = [options.candidate] if options.candidate else candidates.runnable(spec, problem)
+    return [_check(options, spec, device, name, cases) for name in names]
 
 
 def _list(options: argparse.Namespace) -> int:
     found = {}
     for spec in SPECS.values():
-        problem = spec.problem(_draw(options, spec.dtypes[-1], "random"))
+        problem = spec.problem(_draw(options, spec.dtypes[-1]))
         found[spec.op] = {
             "inputs": list(problem.inputs),
             "options": list(problem.options),
@@ -166,6 +170,9 @@ def _list(options: argparse.Namespace) -> int:
         print(op)
         for name, values in facts.items():
             print(f"  {name.replace('_', ' ')}: {', '.join(values) or 'none'}")
+    print("input modes")
+    for name, description in MODES.items():
+        print(f"  {name}: {description}")
     return 0
 
 
@@ -184,7 +191,7 @@ def _print_table(reports: Sequence[OperatorCheckReport]) -> None:
     """A row per op, candidate and dtype; then the lines of what failed."""
     table = Table(*page.COLUMNS)
     for row in page.rows(reports):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for report in reports:
         for line in report.lines():

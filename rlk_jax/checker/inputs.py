@@ -1,12 +1,16 @@
 """Deterministic inputs of every op: the same arrays for the same sizes, mode and seed, on every machine."""
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from rlk_jax.checker.options import Unusable
+
+_LARGEST = 2**20
 MODES = {
     "random": "normal numbers",
     "constant": "every tensor holds one number, ids are --token-value",
@@ -30,6 +34,11 @@ class Sizes:
     k_dim: int = 4096
     n_dim: int = 64
 
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not 1 <= size <= _LARGEST:
+                raise Unusable(f"{name} must be from 1 to {_LARGEST}, got {size}")
+
     @property
     def lead(self) -> tuple[int, int]:
         return self.batch, self.seq
@@ -45,6 +54,13 @@ class Draw:
     constant_value: float = 0.25
     token_value: int = 0
     sizes: Sizes = field(default_factory=Sizes)
+    arranged: bool = True
+    """Whether invariance is checked here, too."""
+
+    def __post_init__(self) -> None:
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.float64(self.cast(self.constant_value + 1))):
+                raise Unusable(f"the constant value {self.constant_value} is not finite in {self.dtype}")
 
     def random(self, offset: int) -> np.random.Generator:
         return np.random.default_rng(self.seed + offset)
@@ -94,4 +110,16 @@ class Draw:
         """`[batch, seq]`: all of a sequence, and the first third of every second one."""
         mask = np.ones(self.sizes.lead, bool)
         mask[1::2, -(-self.sizes.seq // 3) :] = False
+        if self.mode == "masked-nan":
+            mask[-1, -1] = False
         return mask
+
+
+SECOND = Sizes(batch=2, seq=40, vocab=512, hidden=128, k_dim=320, n_dim=256)
+"""Other sizes that every op is checked at: more rows, whole tiles of columns."""
+
+
+def draws(draw: Draw, modes: Sequence[str], second: bool) -> list[Draw]:
+    """One for each mode; where `second`, also random numbers of `SECOND` if they are among the modes."""
+    found = [replace(draw, mode=mode) for mode in modes]
+    return found + [replace(draw, mode="random", sizes=SECOND, arranged=False)] * (second and "random" in modes)

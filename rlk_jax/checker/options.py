@@ -1,24 +1,56 @@
 """What the commands of the checker share in how they read their options."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
-_LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Unusable(ValueError):
+    """What was asked for does not exist, or cannot run here."""
+
+
+def chosen(what: str, value: Any, known: Iterable[Any]) -> None:
+    """Raises `Unusable` where it is none of the known ones."""
+    if value not in (known := list(known)):
+        raise Unusable(f"{what}: invalid choice: {value!r} (choose from {', '.join(map(str, known))})")
 
 
 def positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
+
+
+def default_device() -> jax.Device:
+    """JAX's, which may be configured by a platform's name."""
+    found = jax.config.jax_default_device
+    return jax.devices(found)[0] if isinstance(found, str) else found or jax.devices()[0]
+
+
+def arch_key_of(device: jax.Device) -> str | None:
+    """The contract's key of a GPU's architecture."""
+    capability = getattr(device, "compute_capability", None)
+    return f"sm{capability.replace('.', '')}" if capability else None
 
 
 def dtype_name(text: str) -> str:
     """The short name of one of `DTYPES`."""
-    name = _LONG.get(text, text)
+    name = SHORT.get(text, text)
     if name not in DTYPES:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(DTYPES)}, got {text!r}")
     return name

@@ -1,6 +1,7 @@
 """Reports as a table, and as one page of HTML that needs nothing else: verdicts, and histograms of errors."""
 
 import html as escape
+import math
 from collections.abc import Iterator, Sequence
 
 from rlk_jax.checker.report import CandidateReport, OperatorCheckReport, OutputCheck
@@ -26,7 +27,7 @@ def rows(reports: Sequence[OperatorCheckReport]) -> Iterator[tuple[str, ...]]:
                 candidate.backend,
                 candidate.cases[0].dtype,
                 f"{sum(x.passed for x in candidate.outputs)}/{len(candidate.outputs)}",
-                f"{100 * max(accuracy, default=0):.0f} %",
+                _percent(max(accuracy, default=math.inf)),
                 candidate.invariance,
                 _verdict(candidate.passed),
             )
@@ -45,6 +46,10 @@ def html(reports: Sequence[OperatorCheckReport]) -> str:
         f"|gold|: exact ones, then 1e-12 and less, up to 1 and more.</p>"
         f"<table>{_row(COLUMNS, 'th')}{table}</table><h2>Cases</h2>{details}</html>\n"
     )
+
+
+def _percent(used: float) -> str:
+    return f"{100 * used:.0f} %" if math.isfinite(used) else "–"
 
 
 def _verdict(passed: bool) -> str:
@@ -74,7 +79,7 @@ def _candidate(report: OperatorCheckReport, candidate: CandidateReport) -> str:
 
 
 def _check(case: str, check: OutputCheck) -> str:
-    numbers = (str(check.shape), check.candidate_dtype, f"{check.max_abs_error:.2e}", f"{100 * check.used:.0f} %")
+    numbers = (str(check.shape), check.candidate_dtype, f"{check.max_abs_error:.2e}", _percent(check.used))
     cells = "".join(f'<td class="number">{escape.escape(x)}</td>' for x in numbers)
     return (
         f"<tr><td>{escape.escape(f'{case} {check.name}')}</td>{cells}<td>{_bars(check.histogram)}</td>"

@@ -144,6 +144,8 @@ class OperatorCheckReport:
                 f"candidate={candidate.candidate_name} backend={candidate.backend} passed={candidate.passed} "
                 f"pass_rate={candidate.pass_rate:.4f}"
             )
+            if candidate.invariance not in ("checked", "not asked for"):
+                yield f"  invariance is not checked: {candidate.invariance}"
             for case in candidate.cases:
                 yield from (f"  case={case.case_name} {x}" for x in case.outputs)
 

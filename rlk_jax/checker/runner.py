@@ -1,21 +1,24 @@
 """Runs candidates and compares: with the gold, with themselves, and with the same rows in other batches."""
 
+import functools
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from rlk_jax.checker import contract
-from rlk_jax.checker.candidates import ArrayLibrary, Candidate, of_function
+from rlk_jax.checker.candidates import ArrayLibrary, Candidate, first_line, of_function
 from rlk_jax.checker.contract import Bound
-from rlk_jax.checker.inputs import Draw, Sizes
-from rlk_jax.checker.options import DTYPES
+from rlk_jax.checker.inputs import Draw, Sizes, draws
+from rlk_jax.checker.options import DTYPES, arch_key_of, chosen, default_device
 from rlk_jax.checker.report import CandidateReport, CaseCheck, OperatorCheckReport, OutputCheck
 from rlk_jax.checker.specs import SPECS, OpSpec, Problem, Results
 
+_HERE = Path(__file__).parent
 _DECADES = 10.0 ** np.arange(-12, 1)
 
 
@@ -38,15 +41,16 @@ class Outcome:
     results: Results = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
     """What happened, by the result or the stage it happened to."""
+    refused: bool = False
+    """The candidate raised what says that an argument is bad."""
 
 
 def run_operator_suite(
     suite_name: str, *, candidates: Sequence[Candidate], cases: Sequence[Draw], checks: Checks
 ) -> OperatorCheckReport:
     """All cases of every candidate of an op, on JAX's default device."""
-    spec, device = SPECS[suite_name], jax.config.jax_default_device or jax.devices()[0]
-    reports = tuple(_candidate(spec, candidate, cases, checks) for candidate in candidates)
-    return OperatorCheckReport(suite_name, checks.contract, device.device_kind, reports)
+    reports = tuple(_candidate(SPECS[suite_name], candidate, cases, checks) for candidate in candidates)
+    return OperatorCheckReport(suite_name, checks.contract, default_device().device_kind, reports)
 
 
 def _candidate(spec: OpSpec, candidate: Candidate, cases: Sequence[Draw], checks: Checks) -> CandidateReport:
@@ -59,7 +63,7 @@ def _candidate(spec: OpSpec, candidate: Candidate, cases: Sequence[Draw], checks
 def check_case(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks) -> CaseCheck:
     """Everything about one draw of inputs."""
     op_class, dtype = spec.op_class(draw.mode), next(short for short, x in DTYPES.items() if x == np.dtype(draw.dtype))
-    shape = "x".join(map(str, spec.shape(draw.sizes)))
+    shape = "x".join(map(str, spec.shape(spec.sizes(draw.sizes))))
     name = f"{spec.op}-{dtype}-{shape}" + ("" if draw.mode == "random" else f"-{draw.mode}")
     outputs = tuple(_checks(spec, candidate, draw, checks, op_class))
     return CaseCheck(name, dtype, op_class, outputs)
@@ -68,28 +72,56 @@ def check_case(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks) -
 def _checks(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks, op_class: str) -> Iterator[OutputCheck]:
     problem = spec.problem(draw, checks.grad_mode, checks.grad_seed)
     gradients = spec.gradients if checks.gradients and draw.mode not in spec.forward_only else ()
+    checks = replace(checks, invariance=checks.invariance and draw.arranged)
     names = _names(spec, gradients)
     outcome = _run(spec, candidate, problem, gradients)
-    if draw.mode == "bad-ids" and "forward" in outcome.faults:
+    if draw.mode == "bad-ids" and outcome.refused:
+        del outcome.faults["forward"]
         yield OutputCheck(
             0, "bad-ids:refused", True, max_abs_error=0.0, mean_abs_error=0.0, max_rel_error=0.0, used=0.0
         )
-        return
     yield from (OutputCheck(0, f"fault:{x}", False, said) for x, said in outcome.faults.items() if x not in names)
     gold, size = spec.gold(problem)
+    bound = functools.partial(_bound, spec, checks, op_class, draw.dtype, size)
     for i, name in enumerate(names):
         if name in outcome.faults:
             yield OutputCheck(i, name, False, outcome.faults[name])
         elif name in outcome.results:
-            yield compare(i, name, outcome.results[name], gold[name], _bound(checks, op_class, draw, name, size))
-    if not outcome.faults:
-        yield from _promises(spec, candidate, problem, gradients, outcome.results, checks)
+            yield _accuracy(i, name, outcome.results[name], gold[name], bound("gradient" if ":" in name else "forward"))
+    if outcome.faults or outcome.refused:
+        return
+    if gradients and draw.mode == "random":
+        expected = outcome.results if checks.invariance else gold
+        same_bits = contract.batch_invariance(checks.contract)
+        outputs = {x.name: expected[x.name] for x in spec.outputs}
+        plain = _run(spec, candidate, problem, ())
+        yield _same("forward", outputs, plain, same_bits if checks.invariance else bound("forward"))
+        yield from _stray_gradients(spec, candidate, problem)
+    yield from _promises(spec, candidate, problem, gradients, outcome.results, checks)
 
 
-def _bound(checks: Checks, op_class: str, draw: Draw, name: str, size: float) -> Bound:
-    kind: contract.Kind = "gradient" if name.startswith("gradient:") else "forward"
-    by_size = size if op_class not in SPECS else None
-    return contract.accuracy(checks.contract, op_class, draw.dtype, kind, checks.arch_key, by_size)
+def _stray_gradients(spec: OpSpec, candidate: Candidate, problem: Problem) -> Iterator[OutputCheck]:
+    """Inputs without gradients may be refused where one is asked for, and get none."""
+    found = _run(spec, candidate, problem, spec.no_gradients) if spec.no_gradients else Outcome()
+    if not found.refused:
+        yield from (OutputCheck(0, f"fault:{x}", False, said) for x, said in found.faults.items())
+
+
+def _bound(spec: OpSpec, checks: Checks, op_class: str, dtype: str, size: float, kind: contract.Kind) -> Bound | None:
+    """None where the contract has none."""
+    by_size = size if op_class == spec.large_class else None
+    try:
+        return contract.accuracy(checks.contract, op_class, dtype, kind, checks.arch_key, by_size)
+    except KeyError:
+        return None
+
+
+def _accuracy(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: Bound | None) -> OutputCheck:
+    if bound is not None:
+        return compare(index, name, actual, gold, bound)
+    found = compare(index, name, actual, gold, Bound(0.0, math.inf, "norm"))
+    message = f"no tolerance in the contract; measured {found.norm_error:.1e}"
+    return replace(found, passed=False, message=message, rtol=0.0)
 
 
 def _promises(
@@ -109,11 +141,12 @@ def _promises(
         yield _same(f"invariance:{arrangement.name}", there, Outcome(here, moved.faults), bound)
 
 
-def _same(label: str, first: Results, other: Outcome, bound: Bound) -> OutputCheck:
+def _same(label: str, first: Results, other: Outcome, bound: Bound | None) -> OutputCheck:
     """One check for all results: of the one that differs most."""
     if other.faults:
         return OutputCheck(0, label, False, "; ".join(other.faults.values()))
-    found = [compare(i, f"{label}:{name}", other.results[name], x, bound) for i, (name, x) in enumerate(first.items())]
+    named = enumerate(first.items())
+    found = [_accuracy(i, f"{label}:{name}", other.results[name], x, bound) for i, (name, x) in named]
     return max(found, key=lambda check: (not check.passed, check.used))
 
 
@@ -126,23 +159,41 @@ def _run(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequen
     arrays, names, outcome = candidate.arrays, list(problem.inputs), Outcome()
     sent = [arrays.send(x) for x in problem.inputs.values()]
     places = [names.index(x) for x in gradients]
+    upstream = {name: arrays.send(g) for name, g in problem.upstream.items()} if gradients else {}
     stage = "forward"
     try:
         outputs, pull_back = arrays.forward(candidate.bound(problem.options), sent, places)
         _take_outputs(spec, problem, [arrays.fetch(x) for x in outputs], outcome)
         if gradients and not outcome.faults:
             stage = "backward"
-            upstream = [problem.upstream.get(x.name) for x in spec.outputs]
-            found = pull_back([None if g is None else arrays.send(g) for g in upstream])
+            found = pull_back([upstream.get(x.name) for x in spec.outputs])
             fetched = [None if x is None else arrays.fetch(x) for x in found]
-            _take_gradients(problem, dict(zip(gradients, fetched, strict=True)), outcome)
-    except Exception as error:
-        said = (str(error).strip() or "nothing").splitlines()[0]
-        outcome.faults[stage] = f"raised {type(error).__name__}: {said}"
-    for name, x in zip(names, sent, strict=True):
-        if not _untouched(arrays, x, problem.inputs[name]):
-            outcome.faults[f"input {name}"] = f"{name} was changed or given away"
+            _take_gradients(spec, problem, dict(zip(gradients, fetched, strict=True)), outcome)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        outcome.faults[stage] = f"raised {type(error).__name__}: {first_line(error)}{_place(error)}"
+        outcome.refused = stage == "forward" and _refuses(error)
+    for kind, given, before in (
+        ("input", dict(zip(names, sent, strict=True)), problem.inputs),
+        ("upstream", upstream, problem.upstream),
+    ):
+        for name, x in given.items():
+            if not _untouched(arrays, x, before[name]):
+                outcome.faults[f"{kind} {name}"] = f"{name} was changed or given away"
     return outcome
+
+
+def _refuses(error: BaseException) -> bool:
+    # torch.gather on the CPU raises a plain RuntimeError.
+    return isinstance(error, ValueError | IndexError) or "out of bounds" in str(error)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised, in code that is neither installed nor the checker's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [x for x in frames if "site-packages" not in x.filename and Path(x.filename).parent != _HERE]
+    return f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
 
 
 def _take_outputs(spec: OpSpec, problem: Problem, found: Sequence[np.ndarray], outcome: Outcome) -> None:
@@ -156,9 +207,12 @@ def _take_outputs(spec: OpSpec, problem: Problem, found: Sequence[np.ndarray], o
         _take(outcome, output.name, x, shape, output.dtype or of_inputs)
 
 
-def _take_gradients(problem: Problem, found: dict[str, np.ndarray | None], outcome: Outcome) -> None:
+def _take_gradients(spec: OpSpec, problem: Problem, found: dict[str, np.ndarray | None], outcome: Outcome) -> None:
     for name, x in found.items():
-        if x is None:
+        if name in spec.no_gradients:
+            if x is not None and x.any():
+                outcome.faults[f"gradient:{name}"] = f"{name} has no gradient, and this one is not 0"
+        elif x is None:
             outcome.faults[f"gradient:{name}"] = "the gradient is None"
         else:
             _take(outcome, f"gradient:{name}", x, problem.inputs[name].shape, problem.inputs[name].dtype)
@@ -249,7 +303,7 @@ def assert_op(
     fn: Callable[..., Any],
     *,
     op: str,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     arrays: str | None = None,
     kwargs: Mapping[str, str | None] | None = None,
     check_grad: bool = True,
@@ -263,19 +317,29 @@ def assert_op(
     Args:
       fn: takes the op's arrays in its order, and its options by keyword; gives its outputs.
       op: a name of `SPECS`.
-      dtype: "fp32", "bf16" or "fp16".
+      dtype: "fp32", "bf16" or "fp16"; the op's first without it.
       arrays: "jax" or "torch"; without it, torch where the module of `fn` imports torch and not jax.
       kwargs: names that `fn` has for the op's options; None for one that it does not take.
       check_grad: gradients too, for random upstream ones.
       check_invariance: the bits of rows alone, in other batches, and beside padding too.
       modes: of `MODES`; all that the op has without it.
-      sizes: of the problem.
-      arch_key: the contract's architecture.
+      sizes: of the problem; two small ones without it.
+      arch_key: the contract's architecture; the device's without it.
     """
+    chosen("op", op, SPECS)
     spec = SPECS[op]
+    dtype = spec.dtype_of(dtype)
+    modes = [x for mode in modes or ["all"] for x in spec.modes_of(mode)]
+    chosen("arrays", arrays, (None, "jax", "torch"))
+    chosen("arch_key", arch_key, (None, *contract.arch_keys()))
+    for name in kwargs or {}:
+        chosen("kwargs", name, spec.options(Sizes()))
     candidate = of_function(fn, getattr(fn, "__name__", type(fn).__name__), arrays, kwargs=kwargs or {})
-    name = np.dtype(DTYPES[dtype]).name
-    cases = [Draw(mode, name, sizes=sizes or Sizes()) for mode in modes or spec.modes]
-    checks = Checks(arch_key=arch_key, gradients=check_grad, invariance=check_invariance)
+    draw = Draw(dtype=np.dtype(DTYPES[dtype]).name, sizes=sizes or Sizes())
+    checks = Checks(
+        arch_key=arch_key or arch_key_of(default_device()), gradients=check_grad, invariance=check_invariance
+    )
+    cases = draws(draw, modes, second=sizes is None)
     report = run_operator_suite(op, candidates=[candidate], cases=cases, checks=checks)
-    assert report.passed, "\n".join(x for x in report.lines() if x.endswith("passed=False"))
+    if not report.passed:
+        raise AssertionError("\n".join(x for x in report.lines() if x.endswith("passed=False")))

@@ -1,6 +1,6 @@
 """What the checker knows of each op: inputs, gold, results, rows that keep their bits. An op joins by one entry."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from rlk_jax.checker import gold
 from rlk_jax.checker.inputs import Draw, Sizes
+from rlk_jax.checker.options import SHORT, Unusable
 
 Results = dict[str, np.ndarray]
 """Outputs by their names; gradients by "gradient:" and the input's."""
@@ -56,6 +57,8 @@ class OpSpec:
     outputs: tuple[Output, ...]
     gradients: tuple[str, ...]
     """Inputs that are differentiated."""
+    no_gradients: tuple[str, ...] = field(default=(), kw_only=True)
+    """Inputs of real numbers whose gradients are 0 or None."""
     shape: Callable[[Sizes], tuple[int, ...]]
     """What names a case."""
     padding: Mapping[str, Any]
@@ -73,12 +76,15 @@ class OpSpec:
     large_class: str | None = None
     """The contract's class of peaked and huge logits, whose errors are measured by the largest |logit|."""
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    sizes: Callable[[Sizes], Sizes] = lambda sizes: sizes
+    """The smallest that it takes from what is asked for."""
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     unchecked: Mapping[str, Any] = field(default_factory=lambda: {"validate": False})
     """Options of rlk_jax's own implementations that let bad ids through to them."""
 
     def problem(self, draw: Draw, grad_mode: str = "random", grad_seed: int = 123) -> Problem:
         """With upstream gradients of ones, or random ones."""
+        draw = replace(draw, sizes=self.sizes(draw.sizes))
         random, upstream = np.random.default_rng(grad_seed), {}
         for output in self.outputs:
             if output.differentiable:
@@ -87,16 +93,33 @@ class OpSpec:
                 upstream[output.name] = draw.cast(g) if output.dtype is None else np.asarray(g, output.dtype)
         return Problem(self.inputs(draw), self.options(draw.sizes), upstream)
 
+    def dtype_of(self, name: str | None) -> str:
+        """The dtype of this name, or the op's first; raises `Unusable`."""
+        short = self.dtypes[0] if name is None else SHORT.get(name, name)
+        if short not in self.dtypes:
+            raise Unusable(f"{self.op} takes {', '.join(self.dtypes)}, not {name}")
+        return short
+
+    def modes_of(self, name: str) -> Sequence[str]:
+        """This one, or all that the op has; raises `Unusable`."""
+        if name not in ("all", *self.modes):
+            raise Unusable(f"{self.op} has no input mode {name!r}; it has {', '.join(self.modes)}")
+        return self.modes if name == "all" else [name]
+
     def op_class(self, mode: str) -> str:
         """The contract's."""
         return self.large_class if self.large_class and mode in ("peaked", "huge") else self.op
 
 
+_MANY = 130
+
+
 def arrange_rows(spec: OpSpec, problem: Problem) -> Iterator[Arrangement]:
-    """Rows alone, in another order, and in a larger batch with padding before or behind them."""
-    rows, padding = np.arange(len(_rows(spec, problem.inputs[next(iter(spec.padding))]))), np.full(5, -1)
+    """Rows alone, reversed and repeated to 130, and in a batch of 130 with padding before or behind them."""
+    rows = np.arange(len(_rows(spec, problem.inputs[next(iter(spec.padding))])))
+    padding = np.full(max(5, _MANY - len(rows)), -1)
     yield _of_rows(spec, problem, "alone", rows[len(rows) // 2 :][:1])
-    yield _of_rows(spec, problem, "reversed", rows[::-1])
+    yield _of_rows(spec, problem, "reversed", np.resize(rows[::-1], max(_MANY, len(rows))))
     yield _of_rows(spec, problem, "padding before", np.concatenate([padding, rows]))
     yield _of_rows(spec, problem, "padding behind", np.concatenate([rows, padding]), sums=True)
 
@@ -137,7 +160,7 @@ def _padded(spec: OpSpec, problem: Problem, name: str, sequences: int, columns: 
 
 
 def _largest(logits: np.ndarray) -> float:
-    return float(np.abs(logits[np.isfinite(logits)]).max())
+    return float(np.abs(logits[np.isfinite(logits)]).max(initial=0))
 
 
 def _logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -208,6 +231,8 @@ def _ratio_kl_gold(problem: Problem) -> tuple[Results, float]:
 def _grpo_inputs(draw: Draw) -> dict[str, np.ndarray]:
     policy, ref, ids, mask, old = _policies(draw).values()
     rewards = draw.tensor(4, draw.sizes.batch).astype(np.float32)
+    # So that ratios are on either side of the clip.
+    old = old + 0.3 * draw.tensor(5, *draw.sizes.lead).astype(np.float32)
     return {
         "policy_logits": policy,
         "ref_logits": ref,
@@ -218,12 +243,16 @@ def _grpo_inputs(draw: Draw) -> dict[str, np.ndarray]:
     }
 
 
-_BETA, _CLIP = 0.1, 0.2
+_BETA, _CLIP, _GROUP = 0.1, 0.2, 4
+
+
+def _whole_groups(sizes: Sizes) -> Sizes:
+    """At least two."""
+    return replace(sizes, batch=_GROUP * max(2, -(-sizes.batch // _GROUP)))
 
 
 def _grpo_options(sizes: Sizes) -> dict[str, Any]:
-    """Groups of 2, or one group of an odd batch."""
-    return {"samples_per_prompt": sizes.batch if sizes.batch % 2 else 2, "beta": _BETA, "clip_eps": _CLIP}
+    return {"samples_per_prompt": _GROUP, "beta": _BETA, "clip_eps": _CLIP}
 
 
 def _grpo_gold(problem: Problem) -> tuple[Results, float]:
@@ -303,6 +332,7 @@ SPECS = {
             shape=_logits_shape,
             padding=_MASKED,
             per_row=frozenset(("ratio", "kl", "gradient:policy_logits")),
+            no_gradients=("ref_logits", "old_logps"),
             modes=_OF_POLICIES,
         ),
         OpSpec(
@@ -319,7 +349,9 @@ SPECS = {
             padding={**_MASKED, "rewards": 0},
             per_row=frozenset(("gradient:policy_logits",)),
             modes=_OF_POLICIES,
+            no_gradients=("ref_logits", "old_logps", "rewards"),
             arrangements=arrange_sequences,
+            sizes=_whole_groups,
             options=_grpo_options,
         ),
         OpSpec(
