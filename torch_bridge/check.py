@@ -31,8 +31,8 @@ def _forward(fn: Callable[..., Any], inputs: Sequence[Tensor], places: Sequence[
         found = fn(*inputs)
     outputs = [found] if isinstance(found, Tensor) else list(found)
 
-    def gradients(upstream: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        pairs = [(x, g) for x, g in zip(outputs, upstream, strict=True) if g is not None and x.requires_grad]
+    def gradients(upstream: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        pairs = [(x, g) for x, g in zip(outputs, upstream, strict=True) if x.requires_grad]
         if not pairs:
             return [None] * len(places)
         return torch.autograd.grad([x for x, _ in pairs], differentiated, [g for _, g in pairs], allow_unused=True)

@@ -33,9 +33,7 @@ class ArrayLibrary:
     fetch: Callable[[Any], np.ndarray]
     """Raises where the memory was given away."""
     forward: Callable[[Callable[..., Any], Sequence[Any], Sequence[int]], tuple[list[Any], Callable[..., Any]]]
-    """Outputs, and what takes their upstream gradients (None for those that have none) to those of the arguments at
-    these places.
-    """
+    """Outputs, and what takes their upstream gradients to those of the arguments at these places."""
 
 
 def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], Any]:
@@ -50,7 +48,7 @@ def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence
     outputs, pull_back = jax.vjp(of, [inputs[place] for place in places])
 
     def gradients(upstream: Sequence[Any]) -> list[Any]:
-        return pull_back([jnp.zeros_like(x) if g is None else g for x, g in zip(outputs, upstream, strict=True)])[0]
+        return pull_back(list(upstream))[0]
 
     return outputs, gradients
 
@@ -138,7 +136,9 @@ def load(name: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except (Exception, SystemExit) as error:
+    except SystemExit:
+        raise Unusable(f"cannot load {name!r}: its import exits") from None
+    except Exception as error:
         raise Unusable(f"cannot load {name!r}: {first_line(error)}") from None
     if not callable(found):
         raise Unusable(f"{name!r} is not callable")

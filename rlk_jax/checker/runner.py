@@ -166,7 +166,7 @@ def _run(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequen
         _take_outputs(spec, problem, [arrays.fetch(x) for x in outputs], outcome)
         if gradients and not outcome.faults:
             stage = "backward"
-            found = pull_back([upstream.get(x.name) for x in spec.outputs])
+            found = pull_back([upstream[x.name] for x in spec.outputs])
             fetched = [None if x is None else arrays.fetch(x) for x in found]
             _take_gradients(spec, problem, dict(zip(gradients, fetched, strict=True)), outcome)
     except KeyboardInterrupt:
@@ -202,9 +202,7 @@ def _take_outputs(spec: OpSpec, problem: Problem, found: Sequence[np.ndarray], o
         return
     of_inputs = next(iter(problem.inputs.values())).dtype
     for output, x in zip(spec.outputs, found, strict=True):
-        # What is not differentiated is a scalar.
-        shape = problem.upstream[output.name].shape if output.differentiable else ()
-        _take(outcome, output.name, x, shape, output.dtype or of_inputs)
+        _take(outcome, output.name, x, problem.upstream[output.name].shape, output.dtype or of_inputs)
 
 
 def _take_gradients(spec: OpSpec, problem: Problem, found: dict[str, np.ndarray | None], outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ Results = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: arrays in the op's order, options, and upstream gradients of the outputs that are differentiated."""
+    """One call: arrays in the op's order, options, and an upstream gradient of each output, of its shape."""
 
     inputs: dict[str, np.ndarray]
     options: dict[str, Any]
@@ -83,14 +83,14 @@ class OpSpec:
     """Options of rlk_jax's own implementations that let bad ids through to them."""
 
     def problem(self, draw: Draw, grad_mode: str = "random", grad_seed: int = 123) -> Problem:
-        """With upstream gradients of ones, or random ones."""
+        """With upstream gradients of ones, or random ones; zeros of what is not differentiated."""
         draw = replace(draw, sizes=self.sizes(draw.sizes))
         random, upstream = np.random.default_rng(grad_seed), {}
         for output in self.outputs:
-            if output.differentiable:
-                shape = output.shape(draw.sizes)
-                g = np.ones(shape) if grad_mode == "ones" else random.normal(size=shape)
-                upstream[output.name] = draw.cast(g) if output.dtype is None else np.asarray(g, output.dtype)
+            shape = output.shape(draw.sizes)
+            ones = grad_mode == "ones" or not output.differentiable
+            g = output.differentiable * (np.ones(shape) if ones else random.normal(size=shape))
+            upstream[output.name] = draw.cast(g) if output.dtype is None else np.asarray(g, output.dtype)
         return Problem(self.inputs(draw), self.options(draw.sizes), upstream)
 
     def dtype_of(self, name: str | None) -> str:
