@@ -377,6 +377,7 @@ BAD = {
     ("--seq", "two"): "argument --seq: invalid positive value: 'two'",
     ("--op", "attention"): "argument --op: invalid choice: 'attention'",
     ("--candidate", "cuda"): "logp cannot run 'cuda' here: ",
+    ("--candidate", "xla", "--arrays", "torch"): "--arrays is for a module:function, not xla",
     ("--candidate", "cuda-sm90", "--device", "cpu"): "logp cannot run 'cuda' here: ",
     ("--candidate", "mosaic", "--device", "cpu"): "logp cannot run 'mosaic' here: needs compute capability 9.0",
     ("--candidate", "fastest"): "unknown candidate 'fastest'; the candidates are registry, mosaic, ",

@@ -84,6 +84,8 @@ def torch_arrays() -> ArrayLibrary:
 def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None) -> Candidate:
     """The candidate of this name for this problem on JAX's default device; raises `Unusable`."""
     known = ALIASES.get(name, name)
+    if arrays is not None and ":" not in name:
+        raise Unusable(f"--arrays is for a module:function, not {name}")
     if known in IMPLEMENTATIONS or known == "registry":
         choice = _choice(spec, problem, None if known == "registry" else known)
         fn = functools.partial(getattr(rlk_jax, spec.op), implementation=choice, **spec.unchecked)
