@@ -70,7 +70,9 @@ class Frame(NamedTuple):
         """`ids` and `temperature`; where there is a vocabulary to check against, their values are."""
         own, scale = self.ids(ids, ignore_index), self.temperature(*temperature, ids.device)
         if vocab_size is not None:
-            check_tokens(own, scale, validation.counted(own, ignored(ignore_index)), vocab_size, name)
+            check_tokens(
+                own, scale, lambda: validation.counted(own, ignored(ignore_index)), vocab_size=vocab_size, name=name
+            )
         return own, scale
 
     def real(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
@@ -90,13 +92,14 @@ def ignored(ignore_index: int | None) -> int:
 def check_tokens(
     ids: jax.Array,
     temperature: jax.Array,
-    counted: jax.Array,
+    counted: Callable[[], jax.Array],
+    *,
     vocab_size: int,
     name: Literal["target_ids", "token_ids", "action_ids"],
 ) -> None:
     """The checks of values of `Frame.ids` and `Frame.temperature`, which wait for the device."""
     _exchange.wait(ids.device)
-    validation.tokens(ids, temperature, counted.reshape(-1), vocab_size=vocab_size, validate=True, name=name)
+    validation.tokens(ids, temperature, counted().reshape(-1), vocab_size=vocab_size, validate=True, name=name)
 
 
 def numbers(x: Tensor) -> Tensor:

@@ -141,6 +141,8 @@ def lend(tensor: Tensor) -> jax.Array:
     """
     tensor = _readable(tensor)
     if tensor.numel():
+        if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
         borrowed = _borrow(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
         if borrowed is not None:
             _launch.lent.append(tensor)
@@ -194,7 +196,7 @@ _let_go_of: dict[int, collections.deque[tuple[jax.Array, int, int]]] = collectio
 
 def _let_go(array: jax.Array, index: int, given_to: int) -> None:
     """Torch has freed a tensor on the array: keep it until JAX waits for what torch has yet to do on the stream that it
-    was given to, and on the one of now: others wait for one of these, as for memory of torch's own.
+    was given to, and on the one of now. Others wait for one of these: `Tensor.record_stream` knows nothing of it.
     """
     _let_go_of[index].append((array, given_to, _current_stream(index)))
 

@@ -95,7 +95,7 @@ def tokens(
     ids = frame.rows(_exchange.as_int32(action_ids), 0)
     mask, scale = frame.rows(completion_mask != 0, 0), frame.temperature(*temperature, ref_logits.device)
     if vocab_size is not None:
-        _calls.check_tokens(ids, scale, mask, vocab_size, "action_ids")
+        _calls.check_tokens(ids, scale, lambda: mask, vocab_size=vocab_size, name="action_ids")
     return frame.rows(ref_logits, columns=1), ids, mask, frame.rows(old_logps, 0), scale
 
 

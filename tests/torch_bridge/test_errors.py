@@ -9,7 +9,9 @@ import torch
 
 import rlk_jax
 import torch_bridge
+from rlk_jax import validation
 from tests.torch_bridge.tensors import array, head, policies, randint, randn
+from torch_bridge import _exchange
 
 WRONG = {
     "shape": {"target_ids": torch.zeros(2, 3, dtype=torch.int64)},
@@ -156,3 +158,26 @@ def test_a_jax_that_has_taken_the_gpu_is_warned_of(platform, warns):
     )
     found = run(code.format(platform))
     assert found.stdout.strip() == "False" and ("holds most of its memory" in found.stderr) == warns
+
+
+@pytest.mark.parametrize("offset", [0, 64])
+def test_a_weight_whose_memory_is_freed(offset):
+    """As FSDP's and ZeRO's, outside their gathering."""
+    hidden, _, ids, _ = head((4,))
+    base = randn(offset + 70 * 16)
+    weight = base[offset:].view(70, 16)
+    base.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(70, 16\) has no memory: its storage has been freed\."):
+        torch_bridge.linear_logp(hidden, weight, ids)
+
+
+def test_values_are_checked_behind_what_torch_has_to_do(monkeypatch):
+    """What is lent is not in stream order: nothing may read it before the wait."""
+    calls, counted = [], validation.counted
+    monkeypatch.setattr(_exchange, "wait", lambda device: calls.append("wait"))
+    monkeypatch.setattr(validation, "counted", lambda *given: calls.append("counted") or counted(*given))
+    hidden, weight, ids, _ = head((4,))
+    torch_bridge.linear_logp(hidden, weight, ids)  # Compiles.
+    calls.clear()
+    torch_bridge.linear_logp(hidden, weight, ids, ignore_index=-100, validate=True)
+    assert calls[:2] == ["wait", "counted"]
