@@ -191,7 +191,7 @@ class Call:
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
             return *zeros, keep(_Pending(self, None, [])) if any(needs) else _no_handle()
         needed = tuple(i for i, needs_it in enumerate(needs) if needs_it)
-        with _exchange.on_device_of(tensors):
+        with _exchange.launching(tensors):
             # The tokens first: their values are checked before the rest is touched.
             checked = others()
             arrays = (*self._lent(tensors), *checked)
@@ -216,7 +216,7 @@ class Call:
         shapes: Sequence[Sequence[int]],
     ) -> list[Tensor]:
         """Gradients of these shapes, of the tensors that need one."""
-        with _exchange.on_device_of(upstream):
+        with _exchange.launching(upstream):
             lent = self._lent([x if i in program.borrows else None for i, x in enumerate(tensors)])
             lifted = tuple(None if g is None else self.lift(g) for g in upstream)
             gradients = program.backward(residuals, lent, lifted)

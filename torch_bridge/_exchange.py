@@ -20,7 +20,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import jax
@@ -55,13 +55,24 @@ def jax_device(device: torch.device) -> jax.Device:
             raise ValueError(f"JAX does not see {device}: {problem}") from problem
 
 
-def on_device_of(tensors: Iterable[Tensor | None]) -> contextlib.AbstractContextManager[Any]:
-    """Behind it, torch's current GPU is what it was: JAX leaves another one when it starts, or runs on that."""
+@contextlib.contextmanager
+def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
+    """Behind it, torch's current GPU is what it was, for JAX leaves another one when it starts, or runs on that; and
+    where it raises, nothing is lent.
+    """
     device = next(x.device for x in tensors if x is not None)
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    jax_device(device)
-    return torch.cuda.device(device)
+    is_gpu = device.type == "cuda"
+    if is_gpu:
+        jax_device(device)
+    with torch.cuda.device(device) if is_gpu else contextlib.nullcontext():
+        try:
+            yield
+        except BaseException:
+            if is_gpu:  # Something may be reading still.
+                torch.cuda.synchronize(device)
+            _launch.lent.clear()
+            _launch.let_go_of.clear()
+            raise
 
 
 def to_jax(tensor: Tensor) -> jax.Array:

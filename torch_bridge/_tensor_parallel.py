@@ -89,7 +89,7 @@ def linear_logp(
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
     frame, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
-    with _exchange.on_device_of([hidden]):
+    with _exchange.launching([hidden]):
         steps, tokens = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
         call = _Call(steps, frame, rank, options["ignore_index"], Needs(*needs))
         return _TensorParallel.apply(hidden, weight, bias, call, tokens)
@@ -282,7 +282,7 @@ class _TensorParallel(torch.autograd.Function):
             return *(x if needed else None for x, needed in zip(zeros, ctx.needs_input_grad, strict=False)), None, None
         hidden, weight, bias = tensors
         static = {"steps": call.steps, "needs": call.needs}
-        with _exchange.on_device_of(upstream):
+        with _exchange.launching(upstream):
             given = tuple(None if g is None else call.frame.rows(g, 0.0) for g in upstream)
             own = (*call.operands(hidden, weight, bias), given, state)
             d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)

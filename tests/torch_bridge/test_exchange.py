@@ -131,3 +131,17 @@ def test_outputs_can_be_written_into():
     found.mul_(2)
     np.testing.assert_array_equal(array(found), expected)
     found.sum().backward()
+
+
+def test_nothing_is_lent_after_an_error(monkeypatch):
+    hidden, weight, ids, _ = head((4,))
+    ids[1] = 99
+    with pytest.raises(ValueError, match="target_ids out of range"):
+        torch_bridge.linear_logp(hidden, weight, ids, validate=True)
+    assert not _exchange._launch.lent
+    ids[1] = 0
+    found = torch_bridge.linear_logp(hidden, weight, ids)
+    monkeypatch.setattr(_exchange, "to_torch", lambda array: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        found.sum().backward()
+    assert not _exchange._launch.lent
