@@ -142,9 +142,10 @@ def main(task: Callable[..., dict[str, Any]]) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {**address, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(COUNT)}
     torch.set_num_threads(1)
-    if device(int(rank)).type == "cuda":
-        torch.cuda.set_device(device(int(rank)))
-    torch.distributed.init_process_group("nccl" if device(int(rank)).type == "cuda" else "gloo")
+    own = device(int(rank))
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    torch.distributed.init_process_group("nccl" if own.type == "cuda" else "gloo")
     found = task(int(rank), *arguments)
     torch.distributed.destroy_process_group()
     print(json.dumps(found))
