@@ -10,7 +10,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -39,12 +38,12 @@ class Frame(NamedTuple):
         if x.shape[: x.ndim - columns] != self.lead:
             # What is checked before is not under torch.compile.
             raise ValueError(f"a tensor of shape {tuple(x.shape)} does not fit the call's tokens {self.lead}.")
-        x = x.detach().reshape(*self.sizes, *x.shape[x.ndim - columns :])
+        tail = x.shape[x.ndim - columns :]
         if self.padded == self.sizes:
-            return _exchange.lend(x)
-        shape = (*self.padded, *x.shape[len(self.sizes) :])
+            return _exchange.lend(x, torch.Size((*self.sizes, *tail)))
+        shape = (*self.padded, *tail)
         larger = x.new_empty(shape) if fill is None else x.new_full(shape, fill)
-        larger[tuple(map(slice, self.sizes))] = x
+        larger[tuple(map(slice, self.sizes))] = x.detach().reshape(*self.sizes, *tail)
         return _exchange.lend(larger)
 
     def ids(self, ids: Tensor, ignore_index: int | None) -> jax.Array:
@@ -116,7 +115,8 @@ def run(op: Op, tensors: Sequence[Tensor], options: Options) -> Tensor:
     return _exchange.to_torch(found)
 
 
-def flat(lead: Sequence[int]) -> Frame:
+@functools.lru_cache(maxsize=4096)
+def flat(lead: tuple[int, ...]) -> Frame:
     """All rows of `[*lead]` in one dimension."""
     n = math.prod(lead)
     return Frame(tuple(lead), (n,), (_programs.bucket(n),))
@@ -165,8 +165,7 @@ def fake(
     return *(torch.empty(shape, dtype=dtype, device=device) for shape in shapes), _no_handle()
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of an op."""
 
     op: Op
@@ -186,11 +185,11 @@ class Call:
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, ...]:
         """Outputs of these shapes, of the differentiable tensors and other arrays, and the handle of the residuals."""
-        device = next(x.device for x in tensors if x is not None)
+        device = next(x for x in tensors if x is not None).device
         if self.frame.is_empty:
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
             return *zeros, keep(_Pending(self, None, [])) if any(needs) else _no_handle()
-        needed = tuple(i for i, needs_it in enumerate(needs) if needs_it)
+        needed = tuple([i for i, needs_it in enumerate(needs) if needs_it])
         with _exchange.launching(tensors):
             # The tokens first: their values are checked before the rest is touched.
             checked = others()
@@ -205,7 +204,7 @@ class Call:
         return *values, keep(_Pending(self, program, residuals)) if needed else _no_handle()
 
     def _lent(self, tensors: Sequence[Tensor | None]) -> Arrays:
-        return tuple(None if x is None else lend(x) for lend, x in zip(self.lend, tensors, strict=True))
+        return tuple([None if x is None else lend(x) for lend, x in zip(self.lend, tensors, strict=True)])
 
     def backward(
         self,
@@ -218,7 +217,7 @@ class Call:
         """Gradients of these shapes, of the tensors that need one."""
         with _exchange.launching(upstream):
             lent = self._lent([x if i in program.borrows else None for i, x in enumerate(tensors)])
-            lifted = tuple(None if g is None else self.lift(g) for g in upstream)
+            lifted = tuple([None if g is None else self.lift(g) for g in upstream])
             gradients = program.backward(residuals, lent, lifted)
             return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
 
@@ -234,7 +233,12 @@ def _pull_back(
     return call.backward(program, residuals, tensors, upstream, [x.shape for x in needed])
 
 
-_pull_back_op = torch.library.custom_op("rlk_jax::pull_back", _pull_back, mutates_args=())
+def _custom_op(name: str, kernel: Callable[..., Any]) -> Any:
+    # What JAX runs is no part of a CUDA graph.
+    return torch.library.custom_op(f"rlk_jax::{name}", kernel, mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
+
+
+_pull_back_op = _custom_op("pull_back", _pull_back)
 
 
 @_pull_back_op.register_fake
@@ -275,38 +279,55 @@ def as_torch_op(
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output[i] for i in constants))
         ctx.arity, ctx.needs = len(inputs), inputs[-1]
+        if not any(ctx.needs):
+            return
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[output[i] for i in constants])
         tensors = [inputs[i] for i in positions]
         read = saved(ctx.needs)
         # Of one that is not read, its shape.
         kept = [x if x is None or r else x.new_empty(()).expand(x.shape) for x, r in zip(tensors, read, strict=True)]
         ctx.save_for_backward(output[-1], *kept)
 
-    def backward(pull_back: Callable[..., list[Tensor]], ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        gradients: list[Tensor | None] = [None] * ctx.arity
-        if any(g is not None for g in upstream):
-            handle, *tensors = ctx.saved_tensors
-            needed = [i for i, needs_it in zip(positions, ctx.needs, strict=True) if needs_it]
-            for i, g in zip(needed, pull_back(handle, tensors, list(upstream[:-1]), ctx.needs), strict=True):
-                # Under create_graph=True alone.
-                gradients[i] = _NoSecondDerivative.apply(g, *tensors, *upstream) if torch.is_grad_enabled() else g
-        return tuple(gradients)
+    def gradients(pull_back: Callable[..., list[Tensor]], ctx: Any, upstream: Sequence[Tensor | None]) -> list[Any]:
+        """Of the tensors at `positions`."""
+        if all(g is None for g in upstream):
+            return [None] * len(positions)
+        handle, *tensors = ctx.saved_tensors
+        found = iter(pull_back(handle, tensors, list(upstream[:-1]), ctx.needs))
+        wanted = [next(found) if needs_it else None for needs_it in ctx.needs]
+        if not torch.is_grad_enabled():
+            return wanted
+        # Under create_graph=True alone.
+        return [None if g is None else _NoSecondDerivative.apply(g, *tensors, *upstream) for g in wanted]
 
-    op = torch.library.custom_op(f"rlk_jax::{name}", kernel, mutates_args=())
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        of_inputs: list[Any] = [None] * ctx.arity
+        for i, g in zip(positions, gradients(_pull_back_op, ctx, upstream), strict=True):
+            of_inputs[i] = g
+        return tuple(of_inputs)
+
+    op = _custom_op(name, kernel)
     op.register_fake(fake)
-    op.register_autograd(functools.partial(backward, _pull_back_op), setup_context=setup_context)
+    op.register_autograd(backward, setup_context=setup_context)
 
-    # With a `setup_context` of its own, torch would look at the kernel's signature at every call.
-    def forward(ctx: Any, *inputs: Any) -> Any:
+    # With a `setup_context` of its own, torch would look at the kernel's signature at every call; and it unpacks each
+    # argument, of which a tuple is one.
+    def eager_forward(ctx: Any, inputs: tuple[Any, ...], *_: Tensor | None) -> Any:
         output = kernel(*inputs)
         setup_context(ctx, inputs, output)
         return output
 
-    members = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(functools.partial(backward, _pull_back)),
-    }
+    def eager_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        return None, *gradients(_pull_back, ctx, upstream)
+
+    members = {"forward": staticmethod(eager_forward), "backward": staticmethod(eager_backward)}
     eager: Any = type(name, (torch.autograd.Function,), members)
-    return lambda *inputs: op(*inputs) if torch.compiler.is_compiling() else eager.apply(*inputs)
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return op(*inputs)
+        return eager.apply(inputs, *[inputs[i] for i in positions])
+
+    return call

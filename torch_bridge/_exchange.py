@@ -5,11 +5,12 @@ ids are int32; see `as_int32`), and what stands at an address that XLA does not 
 out, and no borrowed memory is ever donated.
 
 Order and lifetimes. An array that is lent owns no memory and waits for nothing. So
-  - a program that reads lent arrays takes `now` beside them: on a GPU, it waits for torch's current stream by that;
+  - a program that reads lent arrays is launched behind `follow`: JAX's stream, of which a GPU has one, waits for what
+    torch's current stream has been given;
   - what is lent is held until a result of that program is exported, for which torch's current stream waits: whatever
     torch then does with that memory on this stream, comes after the read;
-  - memory of JAX's that torch has let go of goes back to JAX once a later program is launched: JAX's stream stands
-    behind all that torch may still do with it then (`_wait_for_last_uses`).
+  - memory of JAX's that torch has let go of goes back to JAX with the next `follow`: JAX's stream stands behind all
+    that torch may still do with it then (`_wait_for_last_uses`).
 The host waits for neither.
 """
 
@@ -26,6 +27,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import torch
+from jax.experimental import buffer_callback
 from torch import Tensor
 
 INT32 = np.iinfo(np.int32)
@@ -60,9 +62,11 @@ def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
     """Behind it, torch's current GPU is what it was, for JAX leaves another one when it starts, or runs on that; and
     where it raises, nothing is lent.
     """
-    device = next(x.device for x in tensors if x is not None)
+    device = next(x for x in tensors if x is not None).device
     is_gpu = device.type == "cuda"
     if is_gpu:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("torch_bridge: a CUDA graph cannot capture what JAX runs: call the op outside of it.")
         jax_device(device)
     with torch.cuda.device(device) if is_gpu else contextlib.nullcontext():
         try:
@@ -77,15 +81,16 @@ def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
 
 def to_jax(tensor: Tensor) -> jax.Array:
     """The tensor's memory, or that of a copy where it must be, as an array that owns it and is in stream order."""
-    tensor = _readable(tensor)
+    tensor = _readable(tensor).detach()
     return jax.dlpack.from_dlpack(_Exported(tensor) if tensor.is_cuda else tensor)
 
 
 def _readable(tensor: Tensor) -> Tensor:
     """Itself, or a copy that JAX can read in place."""
     # A tensor may stand for minus its memory, which DLPack does not say.
-    tensor = tensor.detach().resolve_neg().contiguous()
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT else tensor
+    if tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_neg().contiguous()
+    return tensor.detach().clone() if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT else tensor
 
 
 class _Exported:
@@ -146,29 +151,52 @@ def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.d
     return array if array.unsafe_buffer_pointer() == address else None
 
 
-def lend(tensor: Tensor) -> jax.Array:
-    """`to_jax` for a program that gets `now`, too: imported once for each address, where weights stay and what torch's
-    allocator gives comes again and again. As it owns no memory, ZeRO and FSDP may free theirs after the call.
+def lend(tensor: Tensor, shape: torch.Size | None = None) -> jax.Array:
+    """`to_jax` for a program that is launched behind `follow`: imported once for each address, where weights stay and
+    what torch's allocator gives comes again and again. As it owns no memory, ZeRO and FSDP may free theirs after the
+    call. In another shape than its own, where there is one.
     """
     tensor = _readable(tensor)
-    if tensor.numel():
-        if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
-        borrowed = _borrow(tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
-        if borrowed is not None:
-            _launch.lent.append(tensor)
-            return borrowed
-    return to_jax(tensor)
+    shape = tensor.shape if shape is None else shape
+    if not tensor.numel():
+        return to_jax(tensor.reshape(shape))
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
+    borrowed = _borrow(tensor.data_ptr(), shape, tensor.dtype, tensor.device)
+    if borrowed is None:
+        return to_jax(tensor.reshape(shape))
+    _launch.lent.append(tensor)
+    return borrowed
 
 
-def now(device: jax.Device) -> jax.Array | None:
-    """An array that is there when torch's current stream has done what it has been given; None on a CPU: it has."""
+def follow(device: jax.Device) -> None:
+    """What JAX launches on the device from here on, runs behind what torch's current stream has been given."""
     index = _gpu_index(device)
-    return None if index is None else jax.dlpack.from_dlpack(_tick(index))
+    if index is None:  # A CPU has done it.
+        return
+    current = _stream(index, _current_stream(index))
+    _wait_for_last_uses(index, current)
+    event = _launch.events[index]
+    event.record(current)
+    _stream(index, _compute_stream(device)).wait_event(event)
+    _launch.let_go_of.clear()
+
+
+@functools.cache
+def _compute_stream(device: jax.Device) -> int:
+    """The address of the stream that JAX's programs run on, of which a GPU has one, as a program is told it."""
+    found: list[int] = []
+    ask = buffer_callback.buffer_callback(
+        lambda context, *_: found.append(context.stream),
+        jax.ShapeDtypeStruct((), np.float32),
+        has_side_effect=True,
+    )
+    jax.block_until_ready(jax.jit(ask)(jax.device_put(np.float32(0), device)))
+    return found[0]
 
 
 def wait(device: jax.Device) -> None:
-    """Until torch's current stream has done so: then JAX may read what is lent without `now`."""
+    """Until torch's current stream has done what it has been given: then JAX may read what is lent without `follow`."""
     index = _gpu_index(device)
     if index is not None:
         _stream(index, _current_stream(index)).synchronize()
@@ -177,11 +205,6 @@ def wait(device: jax.Device) -> None:
 @functools.cache
 def _gpu_index(device: jax.Device) -> int | None:
     return device.local_hardware_id if device.platform == "gpu" else None
-
-
-@functools.cache
-def _tick(index: int) -> _Exported:
-    return _Exported(torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", index)))
 
 
 def to_torch(array: jax.Array) -> Tensor:
@@ -194,7 +217,6 @@ def to_torch(array: jax.Array) -> Tensor:
         tensor = torch.utils.dlpack.from_dlpack(exporter.__dlpack__(stream=stream or _DEFAULT_STREAM))
         # A storage dies with the last tensor on it, in Python or not.
         weakref.finalize(tensor.untyped_storage(), _let_go, array, index, stream).atexit = False
-        _launch.let_go_of.clear()
     _launch.lent.clear()
     return tensor
 

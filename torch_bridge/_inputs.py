@@ -19,12 +19,13 @@ from torch_bridge._programs import Options
 def check_tensors(**tensors: Any) -> None:
     """Dense tensors of dtypes that JAX knows, all on one CPU or GPU."""
     home: tuple[str, torch.device] | None = None
+    distributed = sys.modules.get("torch.distributed.tensor")
     for name, x in tensors.items():
         if x is None:
             continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__module__}.{type(x).__qualname__}.")
-        if _is_dtensor(x):
+        if distributed is not None and isinstance(x, distributed.DTensor):
             raise ValueError(f"{name} is a DTensor: pass its full_tensor(), or call this where its module is gathered.")
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}.")
@@ -35,11 +36,6 @@ def check_tensors(**tensors: Any) -> None:
         home = home or (name, x.device)
         if x.device != home[1]:
             raise ValueError(f"{name} device {x.device} must match {home[0]} device {home[1]}.")
-
-
-def _is_dtensor(x: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def check_constants(op: str, **tensors: Any) -> None:
@@ -66,7 +62,7 @@ def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable
     """
     if torch.compiler.is_compiling():
         return
-    specs = tuple((name, None if x is None else spec(x)) for name, x in tensors.items())
+    specs = tuple([(name, None if x is None else spec(x)) for name, x in tensors.items()])
     first = next(x for x in tensors.values() if x is not None)
     _check_static(op, first.device, specs, tuple(options.items()))
 

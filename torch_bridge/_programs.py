@@ -94,17 +94,18 @@ class Program:
         kept = [*range(len(outputs)), *(len(outputs) + i for i, x in enumerate(self._borrowed) if x is None)]
         run = jaxpr_as_fun(_without_checks(traced.jaxpr))
 
-        def forward(now: jax.Array | None, arrays: list[jax.Array]) -> list[jax.Array]:
+        def forward(*arrays: jax.Array) -> list[jax.Array]:
             found = run(*arrays)
             return [found[i] for i in kept]
 
         self._device = _device_of(arrays)
-        self._forward = _compiled(forward, self._device, [x for x in self._arrays if x is not None])
+        self._forward = jax.jit(forward).lower(*(x for x in self._arrays if x is not None)).compile()
         _count["forward"] += 1
 
     def forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
         """Outputs, and residuals for `backward`."""
-        found = self._forward(_exchange.now(self._device), [x for x in arrays if x is not None])
+        _exchange.follow(self._device)
+        found = self._forward(*[x for x in arrays if x is not None])
         return found[: len(self._outputs)], found[len(self._outputs) :]
 
     def backward(
@@ -113,18 +114,18 @@ class Program:
         """Gradients of the inputs that need one. `arrays` are the forward's, of which only those must be there that are
         differentiable; an output that was not used has no upstream gradient and costs nothing.
         """
-        given = tuple(g is not None for g in upstream)
+        given = tuple([g is not None for g in upstream])
         with _lock:
             if given not in self._backwards:
                 self._backwards[given] = self._compile_backward(residuals, arrays, upstream)
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
-        now = _exchange.now(self._device)
-        return self._backwards[given](now, residuals, borrowed, [g for g in upstream if g is not None])
+        _exchange.follow(self._device)
+        return self._backwards[given](residuals, borrowed, [g for g in upstream if g is not None])
 
     def _compile_backward(self, residuals: list[jax.Array], arrays: Arrays, upstream: Arrays) -> Any:
         is_given = [g is not None for g in upstream]
 
-        def backward(now: Any, residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
+        def backward(residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
             own, lent, given = iter(residuals), iter(borrowed), iter(upstream)
             leaves = [
                 next(own) if i is None else next(lent).reshape(shape)
@@ -137,15 +138,9 @@ class Program:
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
         specs = jax.tree.map(_spec, (residuals, borrowed, [g for g in upstream if g is not None]))
         with jax.default_device(self._device):
-            compiled = _compiled(backward, self._device, *specs)
+            compiled = jax.jit(backward).lower(*specs).compile()
         _count["backward"] += 1
         return compiled
-
-
-def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> Any:
-    """The program of `_exchange.now` and arrays of these forms."""
-    now = _exchange.now(device)
-    return jax.jit(program, keep_unused=True).lower(now, *specs).compile()
 
 
 def _without_checks(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -162,7 +157,7 @@ def _spec(x: jax.Array | None) -> Any:
 
 def _device_of(arrays: Any) -> jax.Device:
     """Where a program of these arrays runs, for `dispatch`, which does not see the devices of traced arrays."""
-    return next(x.device for x in arrays if x is not None)
+    return next(x for x in arrays if x is not None).device
 
 
 _lock = threading.RLock()
@@ -172,8 +167,7 @@ _count = collections.Counter[str]()
 
 def program(op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> Program:
     """The program for such a call, compiled if it is not in the cache."""
-    shapes = tuple(None if x is None else (x.shape, x.dtype) for x in arrays)
-    key = (op.name, _device_of(arrays), shapes, options, needs)
+    key = (op.name, _device_of(arrays), tuple([None if x is None else x.aval for x in arrays]), options, needs)
     return _cached(key, lambda: Program(op, arrays, options, needs))
 
 
@@ -195,7 +189,8 @@ def run(kind: Literal["forward", "backward"], function: Callable[..., Any], argu
     leaves, tree = jax.tree.flatten(arguments)
     key = (function, tree, _device_of(leaves), tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
     compiled, result = _cached(key, lambda: _compile(kind, functools.partial(function, **static), arguments))
-    return jax.tree.unflatten(result, compiled(_exchange.now(_device_of(leaves)), leaves))
+    _exchange.follow(_device_of(leaves))
+    return jax.tree.unflatten(result, compiled(*leaves))
 
 
 def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], Any]:
@@ -204,8 +199,7 @@ def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[C
     with jax.default_device(device):
         traced = jax.jit(function).trace(*specs)
     _count[kind] += 1
-    run = jaxpr_as_fun(_without_checks(traced.jaxpr))
-    compiled = _compiled(lambda now, leaves: run(*leaves), device, jax.tree.leaves(specs))
+    compiled = jax.jit(jaxpr_as_fun(_without_checks(traced.jaxpr))).lower(*jax.tree.leaves(specs)).compile()
     return compiled, jax.tree.structure(traced.out_info)
 
 

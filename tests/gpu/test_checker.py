@@ -18,7 +18,8 @@ def test_one_line_for_mosaic(capsys):
     assert said[1].startswith("candidate=mosaic backend=mosaic passed=True") and re.fullmatch(LINE, said[2])
 
 
-@pytest.mark.parametrize("op", SPECS)
-def test_all_that_runs_here(op, capsys):
-    assert main(["check", "--all", "--op", op, "--check-grad", "--check-invariance"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize(("op", "dtype"), [(op, dtype) for op in SPECS for dtype in SPECS[op].dtypes])
+def test_all_that_runs_here(op, dtype, capsys):
+    options = ["--op", op, "--dtype", dtype, "--check-grad", "--check-invariance"]
+    assert main(["check", "--all", *options]) == 0, capsys.readouterr().out
     assert "bridge" in capsys.readouterr().out

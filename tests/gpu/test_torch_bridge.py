@@ -1,5 +1,7 @@
 """torch_bridge on a GPU: the bits of the JAX op, in the order of torch's streams, without a copy."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import pytest
 
@@ -127,6 +129,37 @@ def test_two_streams_and_jax_never_see_each_others_memory():
         x = other(x)
     torch.cuda.synchronize()
     assert int(wrong) == 0
+
+
+def test_jax_has_one_stream():
+    """What `_exchange.follow` relies on: every program of every thread runs on it."""
+    device = _exchange.jax_device(torch.device("cuda", 0))
+    ask = _exchange._compute_stream.__wrapped__
+    jax.block_until_ready([jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))) for _ in range(4)])
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(ask, [device] * 16))
+    assert set(found) == {_exchange._compute_stream(device)} != {0}
+
+
+def test_a_cuda_graph_is_refused_and_leaves_all_as_it_was():
+    hidden, weight, ids, _ = head(8)
+    expected = torch_bridge.linear_logp(hidden, weight, ids)
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch_bridge.linear_logp(hidden, weight, ids)
+    assert torch.equal(torch_bridge.linear_logp(hidden, weight, ids), expected)
+
+
+def test_cuda_graphs_of_torch_compile_leave_the_ops_out():
+    hidden, weight, ids, _ = head(8)
+
+    def loss(hidden):
+        return (torch_bridge.linear_logp(hidden * 2, weight, ids, validate=False) * 3).sum()
+
+    (expected,) = torch.autograd.grad(loss(hidden), hidden)
+    compiled = torch.compile(loss, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):  # Graphs are captured from the second call on.
+        (found,) = torch.autograd.grad(compiled(hidden), hidden)
+        assert torch.equal(found, expected)
 
 
 def test_a_gpu_that_jax_does_not_see():

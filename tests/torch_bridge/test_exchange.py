@@ -75,7 +75,7 @@ def test_a_transposed_head_is_read_in_place(monkeypatch):
     """As the other layout: no [V, D] copy."""
     seen = []
     to_jax = _exchange.to_jax
-    monkeypatch.setattr(_exchange, "lend", lambda x: seen.append(x.data_ptr()) or to_jax(x))
+    monkeypatch.setattr(_exchange, "lend", lambda x, *_: seen.append(x.data_ptr()) or to_jax(x))
     hidden, weight, ids, _ = head((4,))
     expected = torch_bridge.linear_logp(hidden, weight, ids)
     found = torch_bridge.linear_logp(hidden, weight.t(), ids, weight_layout="dv")
