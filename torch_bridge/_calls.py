@@ -46,12 +46,9 @@ class Frame(NamedTuple):
         larger[tuple(map(slice, self.sizes))] = x.detach().reshape(*self.sizes, *tail)
         return _exchange.lend(larger)
 
-    def ids(self, ids: Tensor, ignore_index: int | None) -> jax.Array:
-        """int32 ids, of which those of padding are ignored: by `ignored`, which no id of a user's is let to equal."""
-        low = _exchange.INT32.min
-        if ignore_index is None:
-            return self.rows(_exchange.as_int32(ids, low + 1), low)
-        return self.rows(_exchange.as_int32(ids), ignore_index)
+    def ids(self, ids: Tensor) -> jax.Array:
+        """Integers of any dtype, for `_exchange.ids_of`."""
+        return self.rows(ids if ids.dtype in (torch.int32, torch.int64) else ids.to(torch.int64), 0)
 
     def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
         if per_token is None:
@@ -65,14 +62,18 @@ class Frame(NamedTuple):
         ignore_index: int | None,
         name: Literal["target_ids", "token_ids"],
         vocab_size: int | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """`ids` and `temperature`; where there is a vocabulary to check against, their values are."""
-        own, scale = self.ids(ids, ignore_index), self.temperature(*temperature, ids.device)
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of a `flat` one, `ids` and how many of them are none of padding, for `token_ids`; and `temperature`. Where
+        there is a vocabulary to check against, their values are.
+        """
+        own, count = self.ids(ids), _exchange.scalar(self.sizes[0], ids.device)
+        scale = self.temperature(*temperature, ids.device)
         if vocab_size is not None:
-            check_tokens(
-                own, scale, lambda: validation.counted(own, ignored(ignore_index)), vocab_size=vocab_size, name=name
-            )
-        return own, scale
+            _exchange.wait(own.device)
+            given = token_ids(own, count, ignore_index=ignore_index)
+            counted = validation.counted(given, ignored(ignore_index))
+            validation.tokens(given, scale, counted, vocab_size=vocab_size, validate=True, name=name)
+        return own, count, scale
 
     def real(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
         """What is no padding of a result, in a shape of its own."""
@@ -88,17 +89,14 @@ def ignored(ignore_index: int | None) -> int:
     return _exchange.INT32.min if ignore_index is None else ignore_index
 
 
-def check_tokens(
-    ids: jax.Array,
-    temperature: jax.Array,
-    counted: Callable[[], jax.Array],
-    *,
-    vocab_size: int,
-    name: Literal["target_ids", "token_ids", "action_ids"],
-) -> None:
-    """The checks of values of `Frame.ids` and `Frame.temperature`, which wait for the device."""
-    _exchange.wait(ids.device)
-    validation.tokens(ids, temperature, counted().reshape(-1), vocab_size=vocab_size, validate=True, name=name)
+@functools.partial(jax.jit, static_argnames="ignore_index")
+def token_ids(lent: jax.Array, count: jax.Array, *, ignore_index: int | None) -> jax.Array:
+    """int32 ids `[N]`, of which those of padding are ignored: by `ignored`, which no id of a user's is let to equal."""
+    n = lent.shape[0]
+    ids = _exchange.ids_of(lent, (n,))
+    if ignore_index is None:
+        ids = jax.numpy.maximum(ids, _exchange.INT32.min + 1)
+    return jax.numpy.where(jax.numpy.arange(n) < count, ids, ignored(ignore_index))
 
 
 def numbers(x: Tensor) -> Tensor:
@@ -198,7 +196,7 @@ class Call(NamedTuple):
             outputs, residuals = program.forward(arrays)
             # Before the arrays are let go of (`_exchange`).
             values = [
-                self.frame.real(x, shape) if x.size else torch.empty(shape, dtype=dtype, device=device)
+                torch.empty(shape, dtype=dtype, device=device) if 0 in shape else self.frame.real(x, shape)
                 for x, shape in zip(outputs, shapes, strict=True)
             ]
         return *values, keep(_Pending(self, program, residuals)) if needed else _no_handle()

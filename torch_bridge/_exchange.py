@@ -1,8 +1,8 @@
 """Tensors as JAX arrays and arrays as tensors, over the DLPack protocol: the same memory, in stream order.
 
-Copied on the way in: what is not contiguous (DLPack has no strides that XLA reads), integers other than int32 (JAX's
-ids are int32; see `as_int32`), and what stands at an address that XLA does not read from. Nothing is copied on the way
-out, and no borrowed memory is ever donated.
+Copied on the way in: what is not contiguous (DLPack has no strides that XLA reads), and what stands at an address that
+XLA does not read from. JAX has no int64: a program is lent such ids as pairs of int32 (`ids_of`). Nothing is copied on
+the way out, and no borrowed memory is ever donated.
 
 Order and lifetimes. An array that is lent owns no memory and waits for nothing. So
   - a program that reads lent arrays is launched behind `follow`: JAX's stream, of which a GPU has one, waits for what
@@ -154,17 +154,19 @@ def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.d
 def lend(tensor: Tensor, shape: torch.Size | None = None) -> jax.Array:
     """`to_jax` for a program that is launched behind `follow`: imported once for each address, where weights stay and
     what torch's allocator gives comes again and again. As it owns no memory, ZeRO and FSDP may free theirs after the
-    call. In another shape than its own, where there is one.
+    call. In another shape than its own, where there is one; int64 as `[*shape, 2]` words of int32, the lower first.
     """
     tensor = _readable(tensor)
-    shape = tensor.shape if shape is None else shape
+    shape, dtype = tensor.shape if shape is None else shape, tensor.dtype
+    if dtype == torch.int64:
+        shape, dtype = torch.Size((*shape, 2)), torch.int32
     if not tensor.numel():
-        return to_jax(tensor.reshape(shape))
+        return to_jax(tensor.new_empty(shape, dtype=dtype))
     if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
-    borrowed = _borrow(tensor.data_ptr(), shape, tensor.dtype, tensor.device)
+    borrowed = _borrow(tensor.data_ptr(), shape, dtype, tensor.device)
     if borrowed is None:
-        return to_jax(tensor.reshape(shape))
+        return to_jax(tensor.detach().reshape(-1).view(dtype).reshape(shape))
     _launch.lent.append(tensor)
     return borrowed
 
@@ -246,16 +248,25 @@ def _wait_for_last_uses(index: int, current: torch.cuda.Stream) -> None:
         current.wait_stream(_stream(index, address))
 
 
-def as_int32(ids: Tensor, low: int = INT32.min) -> Tensor:
-    """Integers as int32 of at least `low`. Those beyond saturate: one out of range must stay so, not wrap."""
-    if ids.dtype == torch.int32 and low == INT32.min:
-        return ids
-    if ids.dtype != torch.int32:
-        ids = ids.to(torch.int64)
-    return ids.clamp(low, INT32.max).to(torch.int32)
+def ids_of(lent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """int32 ids `[*shape]` of what `lend` has made of int32 or int64 ones. Those beyond saturate: one out of range must
+    stay so, not wrap.
+    """
+    if lent.shape == shape:
+        return lent
+    low, high = lent[..., 0], lent[..., 1]
+    beyond = jax.numpy.where(high < 0, INT32.min, INT32.max)
+    return jax.numpy.where(high == low >> 31, low, beyond)
 
 
-@functools.lru_cache(maxsize=64)
+def as_int32(integers: Tensor) -> Tensor:
+    """Integers as int32, which saturate likewise."""
+    if integers.dtype == torch.int32:
+        return integers
+    return integers.to(torch.int64).clamp(INT32.min, INT32.max).to(torch.int32)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
 def scalar(value: float, device: torch.device) -> jax.Array:
-    """A float32 number on a device; a schedule may change it at every step without a new program."""
-    return jax.device_put(np.float32(value), jax_device(device))
+    """An int32 or float32 number on a device, which may change at every step without a new program."""
+    return jax.device_put((np.int32 if isinstance(value, int) else np.float32)(value), jax_device(device))

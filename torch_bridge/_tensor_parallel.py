@@ -143,8 +143,8 @@ def _steps(
     validate: bool | None,
     *,
     keeps: bool,
-) -> tuple[Steps, tuple[jax.Array, jax.Array]]:
-    """This rank's steps by the implementation that all of them run, and ids and temperatures, once all have checked
+) -> tuple[Steps, tuple[jax.Array, ...]]:
+    """This rank's steps by the implementation that all of them run, and `Frame.tokens`, once all have checked
     theirs.
     """
     ignored = _calls.ignored(options["ignore_index"])
@@ -153,7 +153,7 @@ def _steps(
     specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in operands)
     specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
 
-    def check() -> tuple[tuple[Steps, tuple[jax.Array, jax.Array]], str]:
+    def check() -> tuple[tuple[Steps, tuple[jax.Array, ...]], str]:
         steps, name = _chosen(cut, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, facts)
         checked_against = cut.vocab_size if _inputs.must_check(validate, tensors.hidden) else None
         scale = _inputs.temperature(tensors.temperature)
@@ -181,9 +181,20 @@ def _chosen(
     return Steps(chosen.functions.on_device, here, cut, rank), chosen.name
 
 
-def _partials(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, *, steps: Steps, ignored: int) -> Any:
+def _partials(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    ids: Any,
+    count: Any,
+    temperature: Any,
+    *,
+    steps: Steps,
+    ignore_index: int | None,
+) -> Any:
     """This rank's groups, packed with which targets it holds, and its state."""
-    counted = validation.counted(ids, ignored)
+    ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
+    counted = validation.counted(ids, _calls.ignored(ignore_index))
     tokens = validation.tokens(
         ids, temperature, counted, vocab_size=steps.cut.vocab_size, validate=False, name="target_ids"
     )
@@ -252,7 +263,7 @@ class _TensorParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: _Call,
-        tokens: tuple[jax.Array, jax.Array],
+        tokens: tuple[jax.Array, ...],
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
@@ -263,9 +274,7 @@ class _TensorParallel(torch.autograd.Function):
             return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
         static = {"steps": call.steps}
         own = (*call.operands(hidden, weight, bias), *tokens)
-        packed, groups, state = _programs.run(
-            "forward", _partials, own, ignored=_calls.ignored(call.ignore_index), **static
-        )
+        packed, groups, state = _programs.run("forward", _partials, own, ignore_index=call.ignore_index, **static)
         values, state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
         ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
         return tuple(None if x is None else call.frame.real(x, lead) for x in values)

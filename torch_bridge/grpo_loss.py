@@ -118,6 +118,7 @@ def _run(
     policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, advantages: Any, **options: Any
 ) -> tuple[jax.Array, ...]:
     given = {"temperature": temperature, "advantages": advantages}
+    ids = _exchange.ids_of(ids, mask.shape)
     return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **given, validate=False, **options))
 
 

@@ -146,10 +146,20 @@ def as_outputs(found: Any) -> tuple[jax.Array, ...]:
     return logp, *(jnp.zeros(0, jnp.float32) if x is None else x for x in others)
 
 
-def _run(hidden: Any, weight: Any, bias: Any, ids: Any, temperature: Any, **options: Any) -> tuple[jax.Array, ...]:
-    return as_outputs(
-        rlk_jax.linear_logp(hidden, weight, ids, bias, temperature=temperature, validate=False, **options)
-    )
+def _run(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    ids: Any,
+    count: Any,
+    temperature: Any,
+    *,
+    ignore_index: int | None,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
+    given = {"temperature": temperature, "ignore_index": _calls.ignored(ignore_index)}
+    return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **given, validate=False, **options))
 
 
 _OP = Op("linear_logp", _run, differentiable=3)
@@ -178,7 +188,7 @@ def _kernel(
     frame = _calls.flat(lead)
     options = (
         ("logit_softcap", logit_softcap),
-        ("ignore_index", _calls.ignored(ignore_index)),
+        ("ignore_index", ignore_index),
         ("global_vocab_size", global_vocab_size),
         ("weight_layout", weight_layout),
         ("return_lse", return_lse),

@@ -101,9 +101,19 @@ def logp(
 
 
 def _run(
-    logits: Any, ids: Any, temperature: Any, row_indices: Any, initial: Any, **options: Any
+    logits: Any,
+    ids: Any,
+    count: Any,
+    temperature: Any,
+    row_indices: Any,
+    initial: Any,
+    *,
+    ignore_index: int | None,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
+    ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
     given = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
+    given["ignore_index"] = _calls.ignored(ignore_index)
     return as_outputs(rlk_jax.logp(logits, ids, **given, validate=False, **options))
 
 
@@ -131,7 +141,7 @@ def _kernel(
     frame = _calls.flat(lead)
     options = (
         ("logit_softcap", logit_softcap),
-        ("ignore_index", _calls.ignored(ignore_index)),
+        ("ignore_index", ignore_index),
         ("global_vocab_size", global_vocab_size),
         ("return_lse", return_lse),
         ("return_entropy", return_entropy),
@@ -141,9 +151,9 @@ def _kernel(
     def tokens() -> Arrays:
         vocab_size = global_vocab_size or logits.shape[-1]
         checked_against = vocab_size if validate else None
-        ids, scale = frame.tokens(token_ids, (per_token, temperature), ignore_index, "token_ids", checked_against)
+        own = frame.tokens(token_ids, (per_token, temperature), ignore_index, "token_ids", checked_against)
         rows = None if row_indices is None else _rows(row_indices, frame.sizes[0], validate)
-        return ids, scale, rows, None if initial is None else frame.rows(initial)
+        return *own, rows, None if initial is None else frame.rows(initial)
 
     call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
     found, lse, entropy, handle = call.forward([logits], tokens, needs, shapes(lead, return_lse, return_entropy))

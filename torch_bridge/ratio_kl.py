@@ -7,6 +7,7 @@ import jax
 from torch import Tensor
 
 import rlk_jax
+from rlk_jax import validation
 from torch_bridge import _calls, _exchange, _inputs
 from torch_bridge._programs import Arrays, Op
 
@@ -92,16 +93,19 @@ def tokens(
     """What there is of each token beside the policy's logits; checked where there is a vocabulary to check against.
     Padding is masked.
     """
-    ids = frame.rows(_exchange.as_int32(action_ids), 0)
-    mask, scale = frame.rows(completion_mask != 0, 0), frame.temperature(*temperature, ref_logits.device)
+    ids, mask = frame.ids(action_ids), frame.rows(completion_mask != 0, 0)
+    scale = frame.temperature(*temperature, ref_logits.device)
     if vocab_size is not None:
-        _calls.check_tokens(ids, scale, lambda: mask, vocab_size=vocab_size, name="action_ids")
+        _exchange.wait(ids.device)
+        given = _exchange.ids_of(ids, mask.shape), scale, mask.reshape(-1)
+        validation.tokens(*given, vocab_size=vocab_size, validate=True, name="action_ids")
     return frame.rows(ref_logits, columns=1), ids, mask, frame.rows(old_logps, 0), scale
 
 
 def _run(
     policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, **options: Any
 ) -> tuple[jax.Array, ...]:
+    ids = _exchange.ids_of(ids, mask.shape)
     return tuple(rlk_jax.ratio_kl(policy, ref, ids, mask, old, temperature=temperature, validate=False, **options))
 
 

@@ -78,10 +78,10 @@ def test_residuals_are_a_few_numbers_per_token(last_program, implementation):
     n, dim, vocab = 12, 40, 80
     hidden, weight, ids, bias = head((n,), dim, vocab)
     options = {"return_entropy": True, "ignore_index": -100, "implementation": implementation}
-    torch_bridge.linear_logp(hidden, weight, ids, bias, temperature=randn(n).abs() + 1, **options)
-    _, residuals = last_program().forward((*map(array, (hidden, weight, bias, ids.int())), array(randn(n).abs() + 1)))
-    assert last_program().borrows == {0, 1, 2}
-    assert residuals and all(x.size <= n for x in residuals)
+    found = torch_bridge.linear_logp(hidden, weight, ids, bias, temperature=randn(n).abs() + 1, **options)
+    (pending,) = _calls._kept.values()
+    assert last_program().borrows == {0, 1, 2} and found.entropy.requires_grad
+    assert pending.residuals and all(x.size <= n for x in pending.residuals)
 
 
 def test_residuals_of_logits_hold_no_logits(last_program):

@@ -61,9 +61,36 @@ def test_other_integers_become_int32(dtype):
     assert found.dtype == torch.int32 and found.tolist() == [1, 2, 100]
 
 
+LARGE = torch.tensor([2**40, -(2**40), 2**31 - 1, 2**32 + 5, -(2**31), -(2**31) - 1, -1, 0, 2**63 - 1, -(2**63)])
+
+
 def test_large_integers_saturate():
-    found = _exchange.as_int32(torch.tensor([2**40, -(2**40), 2**31 - 1, 2**32 + 5]))
-    assert found.tolist() == [2**31 - 1, -(2**31), 2**31 - 1, 2**31 - 1]
+    low, high = -(2**31), 2**31 - 1
+    expected = [high, low, high, high, low, low, -1, 0, high, low]
+    assert _exchange.as_int32(LARGE).tolist() == expected
+    for shape in [(10,), (2, 5)]:
+        ids = LARGE.reshape(shape)
+        assert _exchange.ids_of(_exchange.lend(ids), shape).reshape(-1).tolist() == expected
+        assert _exchange.ids_of(_exchange.lend(ids.int()), shape).shape == shape
+
+
+def test_int64_ids_are_read_in_place():
+    ids = torch.arange(64)
+    assert pointer(_calls.flat((64,)).ids(ids)) == ids.data_ptr()
+    np.testing.assert_array_equal(_exchange.ids_of(_exchange.lend(ids[1:]), (63,)), ids[1:])
+
+
+@pytest.mark.parametrize("n", [8, 5])
+@pytest.mark.parametrize("bad", [-(2**63), -(2**31), 2**31, 2**32 + 1])
+def test_no_id_of_a_user_is_taken_for_padding(n, bad):
+    hidden, weight, ids, _ = head((n,))
+    ids[1] = bad
+    for given in (torch_bridge.linear_logp(hidden, weight, ids, validate=False), logp(hidden @ weight.T, ids)):
+        assert given.isnan().tolist() == [i == 1 for i in range(n)]
+
+
+def logp(logits, ids):
+    return torch_bridge.logp(logits, ids, validate=False)
 
 
 def test_rows_of_a_bucket_are_read_in_place():
