@@ -4,7 +4,7 @@ import functools
 import numbers
 import sys
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -116,6 +116,13 @@ def autocast[*Tensors](*tensors: *Tensors) -> tuple[*Tensors]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
+
+
+def in_place(weight: Tensor, layout: Literal["vd", "dv"]) -> tuple[Tensor, Literal["vd", "dv"]]:
+    """The head that a transposed view is of, in the other layout: DLPack has no strides that XLA reads."""
+    if weight.is_contiguous() or not weight.t().is_contiguous():
+        return weight, layout
+    return weight.t(), "dv" if layout == "vd" else "vd"
 
 
 def needs(*tensors: Tensor | None) -> list[bool]:

@@ -87,6 +87,8 @@ def linear_logp(
     """logp, and lse and entropy where they are asked for; `options` are those of `rlk_jax.linear_logp`."""
     cut = _cut(tensors, rank, options, validate)
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
+    weight, layout = _inputs.in_place(weight, options["weight_layout"])
+    options = {**options, "weight_layout": layout}
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
     frame, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
     with _exchange.launching([hidden]):

@@ -103,8 +103,7 @@ def linear_logp(
         tensors, temperature, global_vocab_size=global_vocab_size, validate=validate, **options
     )
     hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
-    if not lm_head_weight.is_contiguous() and lm_head_weight.t().is_contiguous():
-        lm_head_weight, weight_layout = lm_head_weight.t(), "dv" if weight_layout == "vd" else "vd"
+    lm_head_weight, weight_layout = _inputs.in_place(lm_head_weight, weight_layout)
     logp, lse, entropy, _ = _linear_logp(
         hidden,
         lm_head_weight,

@@ -16,7 +16,7 @@ import torch_bridge
 from rlk_jax.vocab_parallel import shard_bounds
 from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
-from torch_bridge import _calls
+from torch_bridge import _calls, _exchange
 
 UNEVEN = [0, 3, 7, 12, 16]
 EVERYTHING = {"return_lse": True, "return_entropy": True}
@@ -133,6 +133,21 @@ def trains_as_one_rank(rank: int, count: int) -> None:
     assert_close(parts[1].bfloat16(), d_hidden.double(), "linear_logp", "gradient")
 
 
+def reads_a_transposed_head_in_place(rank: int, count: int) -> None:
+    hidden, weight, ids, _ = (x.detach() for x in head((6,), dim=8, vocab=1024))
+    start, end = cut(1024, count)[rank : rank + 2]
+    own, lent, lend = weight[start:end].clone(), [], _exchange.lend
+    _exchange.lend = lambda x, *shape: lent.append(x.data_ptr()) or lend(x, *shape)
+    options = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "implementation": "deterministic"}
+    found = [
+        torch_bridge.linear_logp(hidden, own, ids, **options),
+        torch_bridge.linear_logp(hidden, own.t(), ids, weight_layout="dv", **options),
+        torch_bridge.linear_logp(hidden, own.t().contiguous().t(), ids, **options),
+    ]
+    _exchange.lend = lend
+    assert lent.count(own.data_ptr()) == 2 and all(same_bits(x, found[0]) for x in found)
+
+
 def sums_what_it_is_asked_to(rank: int, count: int) -> None:
     """dH of each rank's own, or the sum of all; frozen operands; no token at all."""
     problem = head((6,), dim=8, vocab=1000)
@@ -199,6 +214,7 @@ def main(port: int, count: int, rank: int, backend: str) -> None:
     keeps_the_bits_of_one_rank(rank, count)
     ignores_padding(rank)
     trains_as_one_rank(rank, count)
+    reads_a_transposed_head_in_place(rank, count)
     sums_what_it_is_asked_to(rank, count)
     dist.destroy_process_group()
 
