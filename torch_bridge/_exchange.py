@@ -59,14 +59,13 @@ def jax_device(device: torch.device) -> jax.Device:
 
 @contextlib.contextmanager
 def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
-    """Behind it, torch's current GPU is what it was, for JAX leaves another one when it starts, or runs on that; and
-    where it raises, nothing is lent.
+    """Behind it, nothing is lent; and torch's current GPU is what it was, for JAX leaves another one when it starts, or
+    runs on that.
     """
     device = next(x for x in tensors if x is not None).device
     is_gpu = device.type == "cuda"
     if is_gpu:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("torch_bridge: a CUDA graph cannot capture what JAX runs: call the op outside of it.")
+        check_not_captured()
         jax_device(device)
     with torch.cuda.device(device) if is_gpu else contextlib.nullcontext():
         try:
@@ -74,9 +73,16 @@ def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
         except BaseException:
             if is_gpu:  # Something may be reading still.
                 torch.cuda.synchronize(device)
-            _launch.lent.clear()
             _launch.let_go_of.clear()
             raise
+        finally:
+            _launch.lent.clear()
+
+
+def check_not_captured() -> None:
+    """Raises where torch's current stream is being captured, before JAX's work becomes a part of that."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("torch_bridge: a CUDA graph cannot capture what JAX runs: call the op outside of it.")
 
 
 def to_jax(tensor: Tensor) -> jax.Array:
@@ -166,7 +172,8 @@ def lend(tensor: Tensor, shape: torch.Size | None = None) -> jax.Array:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
     borrowed = _borrow(tensor.data_ptr(), shape, dtype, tensor.device)
     if borrowed is None:
-        return to_jax(tensor.detach().reshape(-1).view(dtype).reshape(shape))
+        # A dimension of one may have any stride, which another dtype does not.
+        return to_jax(tensor.detach().as_strided((tensor.numel(),), (1,)).view(dtype).reshape(shape))
     _launch.lent.append(tensor)
     return borrowed
 

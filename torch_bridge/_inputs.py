@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import rlk_jax
 from torch_bridge import _exchange
@@ -36,13 +37,19 @@ def check_tensors(**tensors: Any) -> None:
         home = home or (name, x.device)
         if x.device != home[1]:
             raise ValueError(f"{name} device {x.device} must match {home[0]} device {home[1]}.")
+    if home is not None and home[1].type == "cuda" and not torch.compiler.is_compiling():
+        _exchange.check_not_captured()
 
 
 def check_constants(op: str, **tensors: Any) -> None:
-    """Tensors that the op would not send a gradient to must not ask for one."""
+    """Tensors that the op would not send a gradient to must not ask for one, nor bring a tangent."""
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if isinstance(x, Tensor) and ((x.requires_grad and torch.is_grad_enabled()) or _has_tangent(x)):
             raise ValueError(f"{name} requires a gradient, which {op} does not give it: pass {name}.detach().")
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None
 
 
 def temperature(x: Any) -> tuple[Tensor | None, float]:

@@ -99,7 +99,7 @@ class Program:
             return [found[i] for i in kept]
 
         self._device = _device_of(arrays)
-        self._forward = jax.jit(forward).lower(*(x for x in self._arrays if x is not None)).compile()
+        self._forward = _compiled(forward, self._device, *(x for x in self._arrays if x is not None))
         _count["forward"] += 1
 
     def forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -137,10 +137,15 @@ class Program:
 
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
         specs = jax.tree.map(_spec, (residuals, borrowed, [g for g in upstream if g is not None]))
-        with jax.default_device(self._device):
-            compiled = jax.jit(backward).lower(*specs).compile()
+        compiled = _compiled(backward, self._device, *specs)
         _count["backward"] += 1
         return compiled
+
+
+def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> Any:
+    """For this device even where no argument is used."""
+    with jax.default_device(device):
+        return jax.jit(program).lower(*specs).compile()
 
 
 def _without_checks(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -199,7 +204,7 @@ def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[C
     with jax.default_device(device):
         traced = jax.jit(function).trace(*specs)
     _count[kind] += 1
-    compiled = jax.jit(jaxpr_as_fun(_without_checks(traced.jaxpr))).lower(*jax.tree.leaves(specs)).compile()
+    compiled = _compiled(jaxpr_as_fun(_without_checks(traced.jaxpr)), device, *jax.tree.leaves(specs))
     return compiled, jax.tree.structure(traced.out_info)
 
 

@@ -149,6 +149,13 @@ def test_a_cuda_graph_is_refused_and_leaves_all_as_it_was():
     assert torch.equal(torch_bridge.linear_logp(hidden, weight, ids), expected)
 
 
+def test_a_cuda_graph_of_the_first_call_is_refused():
+    code = """import torch, torch_bridge
+x = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+with torch.cuda.graph(torch.cuda.CUDAGraph()): torch_bridge.det_gemm(x, x)"""
+    assert "RuntimeError: torch_bridge: a CUDA graph cannot capture" in run(code).stderr
+
+
 def test_cuda_graphs_of_torch_compile_leave_the_ops_out():
     hidden, weight, ids, _ = head(8)
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import rlk_jax
 import torch_bridge
@@ -93,6 +94,10 @@ def test_constants_that_require_a_gradient():
     with pytest.raises(ValueError, match=r"temperature requires a gradient.*pass temperature.detach\(\)"):
         torch_bridge.linear_logp(hidden, weight, ids, temperature=torch.ones(4, requires_grad=True))
     policy, ref, ids, mask, old = policies((2, 3))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(ValueError, match="temperature requires a gradient"):
+            torch_bridge.linear_logp(hidden, weight, ids, temperature=dual)
     with pytest.raises(ValueError, match="ref_logits requires a gradient"):
         torch_bridge.ratio_kl(policy, ref.requires_grad_(), ids, mask, old)
     with torch.no_grad():

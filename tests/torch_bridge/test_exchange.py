@@ -80,6 +80,15 @@ def test_int64_ids_are_read_in_place():
     np.testing.assert_array_equal(_exchange.ids_of(_exchange.lend(ids[1:]), (63,)), ids[1:])
 
 
+def test_one_id_of_any_stride():
+    """torch calls it contiguous, whatever the stride of its one element."""
+    prompts = torch.arange(10).reshape(1, 10)
+    hidden, weight, *_ = head((1,))
+    for column in range(10):
+        expected = torch_bridge.linear_logp(hidden, weight, prompts[:, column].clone())
+        assert torch.equal(torch_bridge.linear_logp(hidden, weight, prompts[:, column]), expected)
+
+
 @pytest.mark.parametrize("n", [8, 5])
 @pytest.mark.parametrize("bad", [-(2**63), -(2**31), 2**31, 2**32 + 1])
 def test_no_id_of_a_user_is_taken_for_padding(n, bad):
@@ -129,6 +138,15 @@ def test_what_was_lent_is_let_go_of_with_the_first_result():
     _exchange.to_torch(_exchange.lend(weight) + 1)
     storage = weakref.ref(weight.untyped_storage())
     weight.data = torch.empty(0)
+    gc.collect()
+    assert storage() is None
+
+
+def test_nothing_is_lent_after_a_call_without_results():
+    a = randn(16, 32).bfloat16()
+    storage = weakref.ref(a.untyped_storage())
+    assert torch_bridge.det_gemm(a, a.new_empty(32, 0)).shape == (16, 0)
+    del a
     gc.collect()
     assert storage() is None
 
