@@ -20,6 +20,8 @@ from rlk_jax import validation
 from torch_bridge import _exchange, _programs
 from torch_bridge._programs import Arrays, Op, Options, Program
 
+_LARGEST = torch.iinfo(torch.int64).max
+
 
 class Frame(NamedTuple):
     """The rows of a call: how many in each of their dimensions, and how many in its program."""
@@ -48,7 +50,10 @@ class Frame(NamedTuple):
 
     def ids(self, ids: Tensor) -> jax.Array:
         """Integers of any dtype, for `_exchange.ids_of`."""
-        return self.rows(ids if ids.dtype in (torch.int32, torch.int64) else ids.to(torch.int64), 0)
+        if ids.dtype not in (torch.int32, torch.int64):
+            wide = ids.to(torch.int64)
+            ids = wide.where(wide >= 0, _LARGEST) if ids.dtype == torch.uint64 else wide
+        return self.rows(ids, 0)
 
     def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
         if per_token is None:
@@ -92,11 +97,11 @@ def ignored(ignore_index: int | None) -> int:
 @functools.partial(jax.jit, static_argnames="ignore_index")
 def token_ids(lent: jax.Array, count: jax.Array, *, ignore_index: int | None) -> jax.Array:
     """int32 ids `[N]`, of which those of padding are ignored: by `ignored`, which no id of a user's is let to equal."""
-    n = lent.shape[0]
-    ids = _exchange.ids_of(lent, (n,))
+    n, mark, int32 = lent.shape[0], ignored(ignore_index), _exchange.INT32
+    ids = _exchange.ids_of(lent, (n,), int32.min + (mark == int32.min), int32.max - (mark == int32.max))
     if ignore_index is None:
-        ids = jax.numpy.maximum(ids, _exchange.INT32.min + 1)
-    return jax.numpy.where(jax.numpy.arange(n) < count, ids, ignored(ignore_index))
+        ids = jax.numpy.maximum(ids, int32.min + 1)
+    return jax.numpy.where(jax.numpy.arange(n) < count, ids, mark)
 
 
 def numbers(x: Tensor) -> Tensor:

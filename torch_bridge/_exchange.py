@@ -255,14 +255,14 @@ def _wait_for_last_uses(index: int, current: torch.cuda.Stream) -> None:
         current.wait_stream(_stream(index, address))
 
 
-def ids_of(lent: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """int32 ids `[*shape]` of what `lend` has made of int32 or int64 ones. Those beyond saturate: one out of range must
-    stay so, not wrap.
+def ids_of(lent: jax.Array, shape: tuple[int, ...], least: int = INT32.min, most: int = INT32.max) -> jax.Array:
+    """int32 ids `[*shape]` of what `lend` has made of int32 or int64 ones. Those beyond int32 become `least` or `most`:
+    one out of range must stay so, not wrap.
     """
     if lent.shape == shape:
         return lent
     low, high = lent[..., 0], lent[..., 1]
-    beyond = jax.numpy.where(high < 0, INT32.min, INT32.max)
+    beyond = jax.numpy.where(high < 0, least, most)
     return jax.numpy.where(high == low >> 31, low, beyond)
 
 

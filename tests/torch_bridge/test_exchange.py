@@ -98,6 +98,19 @@ def test_no_id_of_a_user_is_taken_for_padding(n, bad):
         assert given.isnan().tolist() == [i == 1 for i in range(n)]
 
 
+@pytest.mark.parametrize(
+    ("ignore_index", "bad"),
+    [(-(2**31), torch.tensor(-(2**40))), (2**31 - 1, torch.tensor(2**40)), (-100, torch.tensor(-100).to(torch.uint64))],
+)
+def test_no_id_beyond_int32_is_taken_for_an_ignored_one(ignore_index, bad):
+    hidden, weight, _, _ = head((2,))
+    ids = torch.stack([bad, bad.new_ones(())])
+    found = torch_bridge.linear_logp(hidden, weight, ids, ignore_index=ignore_index, validate=False)
+    assert found.isnan().tolist() == [True, False]
+    ids = torch.tensor([ignore_index, 1])
+    assert torch_bridge.linear_logp(hidden, weight, ids, ignore_index=ignore_index)[0] == 0
+
+
 def logp(logits, ids):
     return torch_bridge.logp(logits, ids, validate=False)
 
