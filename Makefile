@@ -13,19 +13,21 @@ NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py tes
 	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials \
 	test_gemm.py::test_sums_in_parts test_logits.py::test_two_policies test_shard_map.py))
 HEAD := $(wildcard tests/test_linear_logp*.py)
+CHECK := tests/test_checker.py::test_everything_is_green_and_its_page_stands_alone
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
-.PHONY: demo test $(LEGS:%=test-%) clean
+.PHONY: demo test test-check $(LEGS:%=test-%) clean
 
 demo: .venv/ready
 	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
 
 # Two legs at a time, the longest first, each in one process: no core waits for the last file of a leg. What the longest
-# needs is there before, or make would start it last.
+# needs is there before, or make would start it last; and before them, alone, what a user waits for.
 test: .sm90/ready
 	@start=$$SECONDS; \
+	$(MAKE) --no-print-directory test-check && \
 	$(MAKE) --no-print-directory -j $(JOBS) $(if $(filter output-sync,$(.FEATURES)),-Otarget) JOBS=0 $(LEGS:%=test-%) && \
 	echo "make test: all legs passed in $$((SECONDS - start)) s"
 
@@ -41,7 +43,11 @@ test-head: .venv/ready
 
 test-ops: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/test_docs.py \
-	$(patsubst %,--ignore=%,$(HEAD) $(PARALLEL)))
+	$(patsubst %,--ignore=%,$(HEAD) $(PARALLEL)) --deselect $(CHECK))
+
+# `rlk check --all` with gradients and bits, which is to take less than three minutes.
+test-check: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) $(CHECK) -n 0)
 
 test-bridge: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge --ignore=tests/torch_bridge/clients)
