@@ -24,7 +24,7 @@ demo: .venv/ready
 	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
 
 # Two legs at a time, the longest first, each in one process: no core waits for the last file of a leg. What the longest
-# needs is there before, or make would start it last; and before them, alone, what a user waits for.
+# needs is there before, or make would start it last. Before them, alone: test-check, whose time is a promise.
 test: .sm90/ready
 	@start=$$SECONDS; \
 	$(MAKE) --no-print-directory test-check && \

@@ -20,8 +20,6 @@ from rlk_jax import validation
 from torch_bridge import _exchange, _programs
 from torch_bridge._programs import Arrays, Op, Options, Program
 
-_LARGEST = torch.iinfo(torch.int64).max
-
 
 class Frame(NamedTuple):
     """The rows of a call: how many in each of their dimensions, and how many in its program."""
@@ -50,10 +48,7 @@ class Frame(NamedTuple):
 
     def ids(self, ids: Tensor) -> jax.Array:
         """Integers of any dtype, for `_exchange.ids_of`."""
-        if ids.dtype not in (torch.int32, torch.int64):
-            wide = ids.to(torch.int64)
-            ids = wide.where(wide >= 0, _LARGEST) if ids.dtype == torch.uint64 else wide
-        return self.rows(ids, 0)
+        return self.rows(ids if ids.dtype == torch.int32 else _exchange.as_int64(ids), 0)
 
     def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
         if per_token is None:

@@ -266,11 +266,17 @@ def ids_of(lent: jax.Array, shape: tuple[int, ...], least: int = INT32.min, most
     return jax.numpy.where(high == low >> 31, low, beyond)
 
 
+def as_int64(integers: Tensor) -> Tensor:
+    """Integers as int64, of which uint64 saturates."""
+    wide = integers.to(torch.int64)
+    return wide.where(wide >= 0, torch.iinfo(torch.int64).max) if integers.dtype == torch.uint64 else wide
+
+
 def as_int32(integers: Tensor) -> Tensor:
     """Integers as int32, which saturate likewise."""
     if integers.dtype == torch.int32:
         return integers
-    return integers.to(torch.int64).clamp(INT32.min, INT32.max).to(torch.int32)
+    return as_int64(integers).clamp(INT32.min, INT32.max).to(torch.int32)
 
 
 @functools.lru_cache(maxsize=256, typed=True)

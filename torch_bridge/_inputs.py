@@ -125,9 +125,14 @@ def autocast[*Tensors](*tensors: *Tensors) -> tuple[*Tensors]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
 
 
+def is_transposed(x: Tensor) -> bool:
+    """Whether a matrix is a view of one that XLA reads in place: DLPack has no strides that it does."""
+    return not x.is_contiguous() and x.t().is_contiguous()
+
+
 def in_place(weight: Tensor, layout: Literal["vd", "dv"]) -> tuple[Tensor, Literal["vd", "dv"]]:
-    """The head that a transposed view is of, in the other layout: DLPack has no strides that XLA reads."""
-    if weight.is_contiguous() or not weight.t().is_contiguous():
+    """The head that a transposed view is of, in the other layout."""
+    if not is_transposed(weight):
         return weight, layout
     return weight.t(), "dv" if layout == "vd" else "vd"
 

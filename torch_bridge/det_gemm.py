@@ -52,7 +52,7 @@ def det_gemm(
     _inputs.check_static("det_gemm", tensors, transpose_b=transpose_b, out_dtype=dtype, implementation=implementation)
     if out_dtype is None:
         out_dtype = a.dtype if accumulate_into is None else torch.float32
-    if not b.is_contiguous() and b.t().is_contiguous():
+    if _inputs.is_transposed(b):
         b, transpose_b = b.t(), not transpose_b
     needs = _inputs.needs(a, b, accumulate_into)
     return _det_gemm(a, b, accumulate_into, transpose_b, out_dtype, implementation, needs)[0]

@@ -68,6 +68,9 @@ def test_large_integers_saturate():
     low, high = -(2**31), 2**31 - 1
     expected = [high, low, high, high, low, low, -1, 0, high, low]
     assert _exchange.as_int32(LARGE).tolist() == expected
+    assert _exchange.as_int32(LARGE.to(torch.uint64)).tolist() == [
+        x if y >= 0 else high for x, y in zip(expected, LARGE, strict=True)
+    ]
     for shape in [(10,), (2, 5)]:
         ids = LARGE.reshape(shape)
         assert _exchange.ids_of(_exchange.lend(ids), shape).reshape(-1).tolist() == expected
@@ -94,8 +97,9 @@ def test_one_id_of_any_stride():
 def test_no_id_of_a_user_is_taken_for_padding(n, bad):
     hidden, weight, ids, _ = head((n,))
     ids[1] = bad
-    for given in (torch_bridge.linear_logp(hidden, weight, ids, validate=False), logp(hidden @ weight.T, ids)):
-        assert given.isnan().tolist() == [i == 1 for i in range(n)]
+    of_hidden = torch_bridge.linear_logp(hidden, weight, ids, validate=False)
+    of_logits = torch_bridge.logp(hidden @ weight.T, ids, validate=False)
+    assert of_hidden.isnan().tolist() == of_logits.isnan().tolist() == [i == 1 for i in range(n)]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +113,6 @@ def test_no_id_beyond_int32_is_taken_for_an_ignored_one(ignore_index, bad):
     assert found.isnan().tolist() == [True, False]
     ids = torch.tensor([ignore_index, 1])
     assert torch_bridge.linear_logp(hidden, weight, ids, ignore_index=ignore_index)[0] == 0
-
-
-def logp(logits, ids):
-    return torch_bridge.logp(logits, ids, validate=False)
 
 
 def test_rows_of_a_bucket_are_read_in_place():
