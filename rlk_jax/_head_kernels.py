@@ -1,4 +1,4 @@
-"""What linear_logp's kernels share, Mosaic's and Triton's: what they cannot take, and the room that they may have."""
+"""What linear_logp's kernels share, Hopper's and Triton's: what they cannot take, and the room that they may have."""
 
 from typing import TYPE_CHECKING
 

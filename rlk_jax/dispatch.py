@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from rlk_jax import deterministic, mosaic, reference, triton, xla
+from rlk_jax import cuda, deterministic, hopper, mosaic, reference, triton, xla
 from rlk_jax._cut import Cut
 from rlk_jax._partition import partitioned
 from rlk_jax._shard import Shard
@@ -94,7 +94,7 @@ def _is_for_triton(device: Device) -> bool:
 
 
 _LOGITS_IN = (
-    Implementation("mosaic", mosaic.LOGP, mosaic.needs_hopper, meant_for=_is_hopper, promises_bits=True),
+    Implementation("mosaic", mosaic.LOGP, hopper.needs_hopper, meant_for=_is_hopper, promises_bits=True),
     Implementation("triton", triton.LOGP, triton.cannot_run, meant_for=_is_for_triton, promises_bits=True),
     Implementation("xla", xla.LOGP),
     Implementation(
@@ -107,13 +107,22 @@ _LOGITS_IN = (
 )
 """All that the ops over logits differ by is what they do with log-probabilities."""
 
+_MOSAIC_WILL_DO = "mosaic is as fast and needs no compiler"
+
 TABLE: dict[str, tuple[Implementation, ...]] = {
     "linear_logp": (
         Implementation(
             "mosaic",
             partitioned(mosaic.LINEAR_LOGP, check_edges),
-            mosaic.why_not,
+            hopper.why_not,
             meant_for=_is_hopper,
+            promises_bits=True,
+        ),
+        Implementation(
+            "cuda",
+            partitioned(cuda.LINEAR_LOGP, check_edges),
+            cuda.why_not,
+            by_name_only=_MOSAIC_WILL_DO,
             promises_bits=True,
         ),
         # By construction: one tile, unsplit chains over K, a cut of the vocabulary that only V decides, no atomics.
@@ -140,7 +149,8 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     ),
     # Nothing here may stand in for another that does not promise bits itself.
     "det_gemm": (
-        Implementation("mosaic", mosaic.DET_GEMM, mosaic.needs_hopper, meant_for=_is_hopper, promises_bits=True),
+        Implementation("mosaic", mosaic.DET_GEMM, hopper.needs_hopper, meant_for=_is_hopper, promises_bits=True),
+        Implementation("cuda", cuda.DET_GEMM, cuda.cannot_run, by_name_only=_MOSAIC_WILL_DO, promises_bits=True),
         Implementation("deterministic", deterministic.det_gemm, promises_bits=True),
         Implementation("reference", reference.det_gemm, by_name_only="promises no bits: the gold of the tests"),
     ),

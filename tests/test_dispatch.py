@@ -11,7 +11,7 @@ import pytest
 
 import rlk_jax
 from pallas_kernels.triton import call
-from rlk_jax import dispatch, linear_logp
+from rlk_jax import cuda, dispatch, linear_logp
 
 ARGUMENTS = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
 XLA = next(x for x in dispatch.TABLE["linear_logp"] if x.name == "xla")
@@ -28,7 +28,8 @@ def with_entry(monkeypatch):
     """Adds an implementation in front of the table of linear_logp, as a kernel would join."""
 
     def add(entry: dispatch.Implementation) -> None:
-        monkeypatch.setitem(dispatch.TABLE, "linear_logp", (entry, *dispatch.TABLE["linear_logp"]))
+        others = [x for x in dispatch.TABLE["linear_logp"] if x.name != entry.name]
+        monkeypatch.setitem(dispatch.TABLE, "linear_logp", (entry, *others))
         dispatch._log_once.cache_clear()
 
     return add
@@ -60,11 +61,24 @@ def test_explain_raises_as_the_op_does():
         rlk_jax.explain("linear_logp", *ARGUMENTS, colour="red")
 
 
-def test_mosaic_says_everything_that_it_lacks():
+@pytest.mark.parametrize("name", ["mosaic", "cuda"])
+def test_hoppers_kernels_say_everything_that_they_lack(name):
     reasons = "needs compute capability 9.0 .Hopper., not cpu; needs hidden and .* not float32 and float32; .* not 7"
     arguments = (jnp.ones((4, 7)), jnp.ones((20, 7)), jnp.arange(4))
-    with pytest.raises(ValueError, match=f"linear_logp cannot run 'mosaic' here: {reasons}"):
-        linear_logp(*arguments, implementation="mosaic")
+    with pytest.raises(ValueError, match=f"linear_logp cannot run '{name}' here: {reasons}"):
+        linear_logp(*arguments, implementation=name)
+
+
+@pytest.mark.parametrize("missing", [None, "needs a compiler"])
+def test_cuda_runs_by_name_only_and_is_no_fallback(missing, monkeypatch):
+    monkeypatch.setattr(cuda, "_why_missing", lambda: missing)
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
+    monkeypatch.setenv("RLK_STRICT", "1")
+    hidden, weight, ids = (*(x.astype(jnp.bfloat16) for x in ARGUMENTS[:2]), ARGUMENTS[2])
+    for op, arguments in {"linear_logp": (hidden, weight, ids), "det_gemm": (hidden, weight.T)}.items():
+        decision = rlk_jax.explain(op, *arguments)
+        assert decision.choice == "mosaic" and ("cuda" in decision.by_name) == (missing is None)
+        assert decision.reasons["cuda"] == [missing or "mosaic is as fast and needs no compiler"]
 
 
 @pytest.mark.parametrize("kind", ["7.5", "gfx942", None])
@@ -77,8 +91,8 @@ def test_no_kernel_is_missed_on_other_gpus(kind, monkeypatch, caplog):
 
 
 def test_a_named_implementation_that_does_not_exist_says_so():
-    with pytest.raises(ValueError, match="linear_logp cannot run 'cuda' here: linear_logp has no such implementation"):
-        linear_logp(*ARGUMENTS, implementation="cuda")
+    with pytest.raises(ValueError, match="logp cannot run 'cuda' here: logp has no such implementation"):
+        rlk_jax.logp(ARGUMENTS[1], jnp.zeros(20, jnp.int32), implementation="cuda")
 
 
 def test_triton_says_everything_that_it_lacks(monkeypatch):

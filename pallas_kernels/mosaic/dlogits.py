@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.head import LN_2, LOG2_E, Coefficients, Kept, Logits, Rows, Slice
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -30,62 +31,24 @@ from pallas_kernels.mosaic.main_loop import (
 )
 from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import (
-    LN_2,
-    LOG2_E,
-    Logits,
     Powers,
-    Slice,
+    bounded,
     chunk_of,
     column_bias,
+    masked,
     place_of,
     powers,
     product_with_head,
     row_clusters,
     width_of,
 )
-from pallas_kernels.mosaic.tiles import COLUMNS, THREADS, Machine, statistics_tile
-from pallas_kernels.mosaic.vocabulary import Vocabulary
+from pallas_kernels.tiles import COLUMNS, THREADS, Machine, statistics_tile
+from pallas_kernels.vocabulary import Vocabulary
 
 Array = jax.Array
 Ref = Any
 _AT_ONCE = 8
 """Rows of kept powers loaded together, so that their latencies overlap."""
-
-
-class Rows(NamedTuple):
-    """What the gradient knows of each row, `[rows]`; float32 but for `target_ids`. Neutral where a row does not count.
-
-    `scale` is a power of two that the row's gradients are multiplied by before they are rounded, or None.
-    """
-
-    target_ids: Any
-    temperature: Any
-    logp: Any
-    shift: Any
-    total: Any
-    gap: Any
-    g_logp: Any
-    g_lse: Any
-    g_entropy: Any
-    scale: Any
-
-
-class Coefficients(NamedTuple):
-    """`[rows]`: dlogit = 2^(y − shift)·(constant + slope·(y − shift)), and `at_target` at the target."""
-
-    target_ids: Any
-    temperature: Any
-    shift: Any
-    constant: Any
-    slope: Any
-    at_target: Any
-
-
-class Kept(NamedTuple):
-    """What the forward kept: powers bfloat16 `[rows, chunks · 256]`, and their chunks' k, float32 `[chunks, rows]`."""
-
-    powers: Any
-    shift: Any
 
 
 class _Arguments(NamedTuple):
@@ -186,7 +149,7 @@ def _gradient(
 ) -> tuple[Array, Array | None]:
     """Gradients of some columns' logits away from the target, and what all of them are to be multiplied by."""
     columns = products.shape[1]
-    values, derivative = logits.bounded(products, bias)
+    values, derivative = bounded(logits, products, bias)
     y = to_powers.exponents(values)
     if derivative is not None:
         # At most 1/2, but for a fused product of values that have no digits behind the point.
@@ -256,7 +219,7 @@ def dlogits(
             is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
             gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
             gradient = gradient if derivative is None else gradient * derivative
-            return logits.masked(gradient.astype(out.dtype), width - strip * STRIP, 0)
+            return masked(logits, gradient.astype(out.dtype), width - strip * STRIP, 0)
 
         def store(strip: int, smem: Ref) -> None:
             columns = pl.ds(block.column_block * COLUMNS + strip * STRIP, STRIP)

@@ -1,6 +1,6 @@
 """The fixed fold of softmax partials: chunks of a group in ascending order, then the groups in ascending order."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,25 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.head import LN_2, Partials, Softmax
 from pallas_kernels.mosaic.simple import launch
-from pallas_kernels.mosaic.statistics import LN_2, Partials
-from pallas_kernels.mosaic.tiles import THREADS, Machine
+from pallas_kernels.tiles import THREADS, Machine
 
 Array = jax.Array
 Ref = Any
 _AT_ONCE = 8
 """Partials loaded together, so that their latencies overlap."""
-
-
-class Softmax(NamedTuple):
-    """Per row, float32 `[rows]`; `gap` is Σ p·(shift − y), only where entropy is asked for."""
-
-    logp: Any
-    lse: Any
-    entropy: Any
-    shift: Any
-    total: Any
-    gap: Any
 
 
 def _layout() -> Any:

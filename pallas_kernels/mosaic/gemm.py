@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, multiply, store_through
-from pallas_kernels.mosaic.tiles import DEPTH, Machine, Plan, gemm_plan, padded
+from pallas_kernels.tiles import DEPTH, Machine, Plan, gemm_plan, padded
 
 Array = jax.Array
 Ref = Any

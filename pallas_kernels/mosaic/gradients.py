@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.head import HiddenGradient, Slice
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -19,21 +20,14 @@ from pallas_kernels.mosaic.main_loop import (
     store_through,
 )
 from pallas_kernels.mosaic.simple import launch
-from pallas_kernels.mosaic.statistics import Slice, row_clusters, width_of
-from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
-from pallas_kernels.mosaic.vocabulary import Head
+from pallas_kernels.mosaic.statistics import row_clusters, width_of
+from pallas_kernels.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
+from pallas_kernels.vocabulary import Head
 
 Array = jax.Array
 Ref = Any
 _EIGHT = 8
 """Rows of the smallest piece that TMA stores."""
-
-
-class HiddenGradient(NamedTuple):
-    """References `[rows, multiple of 256 columns]`: the float32 chain; what its last slice rounds it to, or None."""
-
-    chain: Any
-    rounded: Any
 
 
 class _HiddenArguments(NamedTuple):

@@ -6,7 +6,6 @@ follows. k is an integer so that rescaling a partial is exact. The powers 2^(y �
 for a backward that need not multiply again.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.head import LOG2_E, Logits, Partials, Slice
 from pallas_kernels.mosaic.main_loop import (
     COLUMN,
     STRIP,
@@ -28,36 +28,13 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
-from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from pallas_kernels.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
+from pallas_kernels.vocabulary import Head, Vocabulary
 
 Array = jax.Array
 Ref = Any
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 _LARGE_SOFTCAP = 64.0
 """From here on 1 − exp(−2x/c) loses digits of small logits that matter: a series stands in for them."""
-
-
-class Slice(NamedTuple):
-    """int32 scalars: rows that count, first chunk and number of chunks of the slice; `[1]` each.
-
-    `columns`: the true vocabulary, where only the device knows it; else None.
-    """
-
-    rows: Any
-    first_chunk: Any
-    chunks: Any
-    columns: Any = None
-
-
-class Partials(NamedTuple):
-    """float32 `[chunks or groups, rows]` each, or references to such; `gap` only where entropy is asked for."""
-
-    shift: Any
-    total: Any
-    target: Any
-    gap: Any
 
 
 class _Arguments(NamedTuple):
@@ -121,29 +98,21 @@ def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | Non
     return capped, (e * inverse) * (4 * inverse)
 
 
-@dataclass(frozen=True)
-class Logits:
-    """How a product becomes logits in units of ln 2: softcap(product + bias) · log2(e) / temperature."""
+def bounded(logits: Logits, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
+    """softcap(products + bias), and its derivative where there is a softcap."""
+    return softcapped(products if bias is None else products + over_rows(bias), logits.softcap)
 
-    head: Head
-    softcap: float | None
 
-    def bounded(self, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
-        """softcap(products + bias), and its derivative where there is a softcap."""
-        return softcapped(products if bias is None else products + over_rows(bias), self.softcap)
+def masked(logits: Logits, values: Array, width: Array, fill: float) -> Array:
+    """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill.
 
-    def masked(self, values: Array, width: Array, fill: float) -> Array:
-        """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill.
-
-        Beside a softcap it stays where no chunk needs it: without the branch ptxas spills registers.
-        """
-        if not self.head.vocabulary.is_ragged and self.softcap is None:
-            return values
-        columns = values.shape[1]
-        other = jnp.asarray(fill, values.dtype)
-        return lax.cond(
-            width < columns, lambda: jnp.where(column_numbers(columns) < width, values, other), lambda: values
-        )
+    Beside a softcap it stays where no chunk needs it: without the branch ptxas spills registers.
+    """
+    if not logits.head.vocabulary.is_ragged and logits.softcap is None:
+        return values
+    columns = values.shape[1]
+    other = jnp.asarray(fill, values.dtype)
+    return lax.cond(width < columns, lambda: jnp.where(column_numbers(columns) < width, values, other), lambda: values)
 
 
 def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
@@ -233,7 +202,7 @@ def partials(
             else refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
         added = column_bias(refs.bias, block.column_block * COLUMNS, COLUMNS)
-        values = logits.bounded(product(), added)[0]
+        values = bounded(logits, product(), added)[0]
         scale = LOG2_E / temperature
 
         def pick() -> Array:
@@ -241,7 +210,7 @@ def partials(
             return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * scale
 
         picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
-        values = logits.masked(values, width, -jnp.inf)
+        values = masked(logits, values, width, -jnp.inf)
         to_powers = powers(values.max(axis=1), scale)
         y_minus_shift = to_powers.exponents(values)
         weights = jnp.exp2(y_minus_shift)

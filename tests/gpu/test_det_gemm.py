@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import gemm as kernel
-from pallas_kernels.mosaic.tiles import Plan, Tile
+from pallas_kernels.tiles import Plan, Tile
 from rlk_jax import det_gemm, explain
 from tests import gemm
 from tests.gemm import Case

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mosaic import dlogits, gradients, statistics
-from pallas_kernels.mosaic.tiles import Tile
-from rlk_jax import linear_logp, mosaic
+from pallas_kernels.tiles import Tile
+from rlk_jax import hopper, linear_logp
 from tests import helpers
 from tests.gpu import golden
 from tests.gpu.test_head_kernels import BITS, DTYPES
@@ -79,8 +79,8 @@ def test_every_tile(whole, tile, monkeypatch):
 
 def test_a_kernel_for_any_number_of_multiprocessors(whole, monkeypatch):
     problem, rows, head = whole
-    machine = mosaic._machine()
-    monkeypatch.setattr(mosaic, "_machine", lambda: dataclasses.replace(machine, sm_count=6))
+    machine = hopper.default_machine()
+    monkeypatch.setattr(hopper, "default_machine", lambda: dataclasses.replace(machine, sm_count=6))
     jax.clear_caches()
     assert_same_bits(helpers.outputs(BITS, problem, "mosaic"), (rows, head))
     jax.clear_caches()

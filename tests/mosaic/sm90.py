@@ -28,14 +28,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 
+from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice
 from pallas_kernels.logits import Form, RowCoefficients
 from pallas_kernels.mosaic import gradients, logits, statistics
-from pallas_kernels.mosaic.dlogits import Coefficients, Kept, Rows, coefficients, dlogits, from_powers
+from pallas_kernels.mosaic.dlogits import coefficients, dlogits, from_powers
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
-from pallas_kernels.mosaic.statistics import Logits, Partials, Slice
-from pallas_kernels.mosaic.tiles import COLUMNS, Machine, gemm_plan
-from pallas_kernels.mosaic.vocabulary import Head, Vocabulary
+from pallas_kernels.tiles import COLUMNS, Machine, gemm_plan
+from pallas_kernels.vocabulary import Head, Vocabulary
 from rlk_jax import det_gemm, dispatch, linear_logp
 from rlk_jax._tree import tree
 
@@ -157,7 +157,7 @@ def hidden_gradient(p: Problem) -> Configuration:
     def run(where, slice_dlogits, weight, unscale):
         shape = (p.vector_rows, -(-p.dim // COLUMNS) * COLUMNS)
         rounded = None if p.shard else jax.new_ref(lax.empty(shape, p.dtype))
-        out = gradients.HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded)
+        out = HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded)
         chain = range(p.head.vocabulary.chunks)
         gradients.add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, chain, out)
         return jax.tree.map(jax.freeze, out)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.mosaic.tiles import (
+from pallas_kernels.tiles import (
     COLUMNS,
     DEPTH,
     SHARED_MEMORY,
@@ -18,8 +18,8 @@ from pallas_kernels.mosaic.tiles import (
     padded,
     statistics_tile,
 )
-from pallas_kernels.mosaic.vocabulary import Vocabulary
-from rlk_jax import mosaic
+from pallas_kernels.vocabulary import Vocabulary
+from rlk_jax import hopper
 from rlk_jax._problem import Needs, Options
 from rlk_jax._rows import compact
 from rlk_jax._tree import tree
@@ -142,23 +142,23 @@ def test_every_step_of_k_has_its_chunk(size):
 def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     dim *= 8
     given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
-    kept = mosaic.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
+    kept = hopper.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
     needs = Needs(True, True, True)
-    plan = mosaic.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
+    plan = hopper.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
     ends = [0, *(run.end for run in plan.runs)]
     assert [run.first for run in plan.runs] == ends[:-1] and ends[-1] == vocabulary(size).chunks
     assert kept == sum(run.end - run.first for run in plan.runs if run.is_kept) and (keeps or not kept)
     kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
     # Worth the slices that it makes narrower: each costs as much as three chunks.
-    without = mosaic.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16)
+    without = hopper.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16)
     assert not kept or kept > 3 * (plan.slices - without.slices)
     for run in plan.runs:
         assert 1 <= run.width <= run.end - run.first <= run.width * run.slices
         head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
         used = run.width * (2 * COLUMNS * plan.matrix_rows + head) + 2 * plan.matrix_rows * padded(dim, 64)
         assert used + kept_bytes <= budget or (run.width == 1 and not kept)
-    forward = mosaic.forward_plan(given_options, dim, tokens, kept)
-    assert forward.slices == 1 or not mosaic.reads_in_place(given_options, dim)
+    forward = hopper.forward_plan(given_options, dim, tokens, kept)
+    assert forward.slices == 1 or not hopper.reads_in_place(given_options, dim)
     for run in forward.runs:
         copies = run.width * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
         assert copies + kept_bytes <= budget or (run.width == 1 and not kept)
@@ -166,21 +166,21 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
 
 def test_what_is_kept():
     keeping = options(131072, keeps=True)
-    assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 116  # of 512: half of 512 MiB, less hidden
-    assert mosaic.kept_chunks(dataclasses.replace(keeping, memory_budget=2**26), 4096, 4096, jnp.bfloat16) == 0
-    assert mosaic.kept_chunks(keeping, 4096, 32768, jnp.bfloat16) == 0
-    assert mosaic.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
-    assert mosaic.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
-    assert mosaic.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
-    assert mosaic.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
-    assert mosaic.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 116  # of 512: half of 512 MiB, less hidden
+    assert hopper.kept_chunks(dataclasses.replace(keeping, memory_budget=2**26), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper.kept_chunks(keeping, 4096, 32768, jnp.bfloat16) == 0
+    assert hopper.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
+    assert hopper.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
+    assert hopper.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
+    assert hopper.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
 
 
 @settings(max_examples=60)
 @given(size=st.integers(512, 300_000), padding=st.integers(1, 5000))
 def test_only_the_end_of_a_padded_head_is_copied(size, padding):
     total = padded(size + padding, 64)
-    in_place = mosaic.chunks_in_place(options(total, real_vocab_size=size), 128)
+    in_place = hopper.chunks_in_place(options(total, real_vocab_size=size), 128)
     v = vocabulary(size)
     chunk = jnp.arange(v.chunks, dtype=jnp.int32)
     last_read = np.asarray(v.start(chunk) + -(-v.width(chunk) // DEPTH) * DEPTH)
@@ -203,7 +203,7 @@ def test_only_the_end_of_a_padded_head_is_copied(size, padding):
     ],
 )
 def test_which_heads_are_read_in_place(size, dim, layout, in_place):
-    assert mosaic.reads_in_place(options(size, weight_layout=layout), dim) == in_place
+    assert hopper.reads_in_place(options(size, weight_layout=layout), dim) == in_place
 
 
 @given(active=st.lists(st.booleans(), min_size=1, max_size=40), room=st.integers(0, 9))

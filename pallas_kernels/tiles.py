@@ -1,4 +1,4 @@
-"""How large a tile of each product is, and in which order tiles are visited: a pure function of the problem's size.
+"""How large a tile of each product is on Hopper, and in which order tiles are visited: a pure function of its size.
 
 No choice made here changes a bit: the K loop is never split and the column tile of statistics is always 256.
 """

@@ -1,4 +1,4 @@
-"""The columns of the head, cut as the softmax's fixed tree cuts them: groups, and chunks of 256 inside a group.
+"""The columns of the head, cut for Hopper as the softmax's fixed tree cuts them: groups, in them chunks of 256.
 
 A group's last chunk may be narrower, and the last groups may be short or empty. In memory of our own (a slice's
 gradients of logits, a copied slice of the head) every chunk has 256 places and those it does not fill hold zeros.
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic.tiles import COLUMNS, DEPTH
+from pallas_kernels.tiles import COLUMNS, DEPTH
 
 Array = jax.Array
 STEPS = COLUMNS // DEPTH

@@ -1,0 +1,50 @@
+"""linear_logp and det_gemm by the CUDA C++ kernels for Hopper."""
+
+from typing import TYPE_CHECKING
+
+from rlk_jax import _head_kernels, hopper
+
+if TYPE_CHECKING:
+    from rlk_jax.dispatch import Problem
+
+
+def _kernels() -> hopper.Kernels:
+    from pallas_kernels.cuda import kernels  # type: ignore
+
+    return hopper.Kernels(
+        partials=kernels.partials,
+        fold_chunks=kernels.fold_chunks,
+        fold_groups=kernels.fold_groups,
+        coefficients=kernels.coefficients,
+        dlogits=kernels.dlogits,
+        from_powers=kernels.from_powers,
+        add_hidden_gradient=kernels.add_hidden_gradient,
+        store_weight_gradient=kernels.store_weight_gradient,
+        column_sums=kernels.column_sums,
+        gemm=kernels.gemm,
+    )
+
+
+LINEAR_LOGP = hopper.linear_logp(_kernels)
+DET_GEMM = hopper.det_gemm(_kernels)
+
+
+def _why_missing() -> str | None:
+    """The reason why the library cannot be built or loaded here."""
+    try:
+        from pallas_kernels.cuda import build
+    except ImportError:
+        return "its kernels are not in this release"
+    return build.why_missing()
+
+
+def cannot_run(problem: "Problem") -> list[str]:
+    """Reasons why no kernel runs on this device; only on Hopper is it worth looking for a compiler."""
+    reasons = hopper.needs_hopper(problem)
+    missing = None if reasons else _why_missing()
+    return [missing] if missing else reasons
+
+
+def why_not(problem: "Problem") -> list[str]:
+    """Reasons why linear_logp's kernels cannot run this problem."""
+    return cannot_run(problem) + _head_kernels.why_not(problem)
