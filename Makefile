@@ -7,7 +7,7 @@ UV := .tools/bin/uv
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.pycache
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint mosaic head ops grpo bridge parallel learning triton newest docs verl deepspeed clients
+LEGS := lint mosaic cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed clients
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py test_cli.py test_linear_logp_bits.py::test_run_to_run \
 	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials \
@@ -42,7 +42,7 @@ test-head: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(HEAD))
 
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/test_docs.py \
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/cuda --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/test_docs.py \
 	$(patsubst %,--ignore=%,$(HEAD) $(PARALLEL)) --deselect $(CHECK))
 
 # `rlk check --all` with gradients and bits, which is to take less than three minutes.
@@ -59,6 +59,10 @@ test-parallel: .venv/ready
 # Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready
 	$(call leg,$(RUN) $(PYTEST) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
+
+# Kernels without a GPU: through nvcc where it is installed.
+test-cuda: .venv/ready
+	$(call leg,$(RUN) $(PYTEST) tests/cuda -rs)
 
 # Kernels without a GPU: in Triton's interpreter where torch is installed, and through ptxas for an A100 and an H200.
 test-triton: .venv/ready .venv-triton/ready

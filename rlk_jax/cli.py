@@ -1,5 +1,5 @@
 """The command line: `rlk doctor` says what would run here and why, `rlk check` whether it is right, `rlk check-tp`
-whether tensor parallelism is, `rlk grpo` trains.
+whether tensor parallelism is, `rlk grpo` trains, `rlk build-cuda` compiles.
 """
 
 import argparse
@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.cuda import build
 from pallas_kernels.triton import call as triton_call
+from rlk_jax import build_cuda
 from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check_command
 from rlk_jax.grpo import command as grpo_command
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_command.add_parser(commands)
     check_tp.add_parser(commands)
     grpo_command.add_parser(commands)
+    build_cuda.add_parser(commands)
     options = parser.parse_args(argv)
     return options.run(options)
 
@@ -61,14 +64,15 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def report() -> dict[str, Any]:
-    """Versions, what Triton kernels run on or lack, devices, and per op the implementation that would run on a typical
-    bfloat16 call and why no other.
+    """Versions, what CUDA and Triton kernels are built with or lack, devices, and per op the implementation that would
+    run on a typical bfloat16 call and why no other.
 
     Where JAX has no backend there is an "error" in the place of devices and ops.
     """
     versions = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
+        "cuda": build.why_missing() or build.state(),
         "triton": triton_call.why_missing() or triton_call.pair(),
     }
     try:
@@ -111,6 +115,7 @@ def _doctor(as_json: bool) -> int:
     machine.add_row("python", found["python"])
     for name, version in found["packages"].items():
         machine.add_row(name, version or "not installed")
+    machine.add_row("CUDA kernels", found["cuda"])
     machine.add_row("Triton kernels", found["triton"])
     for device in found.get("devices", ()):
         machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from pallas_kernels.cuda import build
 from rlk_jax import _head_kernels, hopper
 
 if TYPE_CHECKING:
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def _kernels() -> hopper.Kernels:
-    from pallas_kernels.cuda import kernels  # type: ignore
+    from pallas_kernels.cuda import kernels
 
     return hopper.Kernels(
         partials=kernels.partials,
@@ -29,19 +30,10 @@ LINEAR_LOGP = hopper.linear_logp(_kernels)
 DET_GEMM = hopper.det_gemm(_kernels)
 
 
-def _why_missing() -> str | None:
-    """The reason why the library cannot be built or loaded here."""
-    try:
-        from pallas_kernels.cuda import build
-    except ImportError:
-        return "its kernels are not in this release"
-    return build.why_missing()
-
-
 def cannot_run(problem: "Problem") -> list[str]:
     """Reasons why no kernel runs on this device; only on Hopper is it worth looking for a compiler."""
     reasons = hopper.needs_hopper(problem)
-    missing = None if reasons else _why_missing()
+    missing = None if reasons else build.why_missing()
     return [missing] if missing else reasons
 
 

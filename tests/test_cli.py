@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
 from rlk_jax import cli, dispatch
 
@@ -29,6 +30,14 @@ def test_doctor_names_the_pair_of_triton_and_its_bridge(missing, capsys, monkeyp
     monkeypatch.setattr(call, "_version", {"jax-triton": "0.3.1", "triton": "3.6.0"}.get)
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["triton"] == (missing or "jax-triton 0.3.1 with triton 3.6.0")
+
+
+@pytest.mark.parametrize("missing", [None, "needs nvcc"])
+def test_doctor_names_what_the_cuda_kernels_are_built_with(missing, capsys, monkeypatch):
+    monkeypatch.setattr(build, "why_missing", lambda: missing)
+    monkeypatch.setattr(build, "state", lambda: "built with nvcc 13.0.88")
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cuda"] == (missing or "built with nvcc 13.0.88")
 
 
 def test_doctor_prints_tables(capsys):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import rlk_jax
+from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
-from rlk_jax import cuda, dispatch, linear_logp
+from rlk_jax import dispatch, linear_logp
 
 ARGUMENTS = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
 XLA = next(x for x in dispatch.TABLE["linear_logp"] if x.name == "xla")
@@ -71,7 +72,7 @@ def test_hoppers_kernels_say_everything_that_they_lack(name):
 
 @pytest.mark.parametrize("missing", [None, "needs a compiler"])
 def test_cuda_runs_by_name_only_and_is_no_fallback(missing, monkeypatch):
-    monkeypatch.setattr(cuda, "_why_missing", lambda: missing)
+    monkeypatch.setattr(build, "why_missing", lambda: missing)
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
     monkeypatch.setenv("RLK_STRICT", "1")
     hidden, weight, ids = (*(x.astype(jnp.bfloat16) for x in ARGUMENTS[:2]), ARGUMENTS[2])

@@ -1,4 +1,4 @@
-"""linear_logp by its kernels on a GPU, Mosaic's and Triton's: accuracy, raw bits, memory, JAX's transformations."""
+"""linear_logp by its kernels on a GPU, Mosaic's, Triton's and CUDA C++: accuracy, raw bits, memory, transformations."""
 
 import dataclasses
 import subprocess
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
 from rlk_jax import linear_logp
 from tests import helpers
@@ -44,10 +45,13 @@ PEAKED = (
 BITS = Case("bits", (4096,), 192, 5000, bias=True, temperature="per token")
 
 
-@pytest.fixture(params=["mosaic", "triton"], scope="module")
+MISSING = {"mosaic": lambda: None, "triton": call.why_missing, "cuda": build.why_missing}
+
+
+@pytest.fixture(params=MISSING, scope="module")
 def kernels(request):
-    if request.param == "triton" and call.why_missing():
-        pytest.skip(call.why_missing())
+    if reason := MISSING[request.param]():
+        pytest.skip(reason)
     return request.param
 
 

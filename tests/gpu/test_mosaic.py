@@ -35,7 +35,8 @@ KEPT = (
 
 
 @pytest.mark.parametrize("case", KEPT, ids=str)
-def test_kept_exponentials_change_no_bit(case):
+@pytest.mark.parametrize("kernels", ["mosaic", "cuda"])
+def test_kept_exponentials_change_no_bit(case, kernels):
     """Recomputed beside an entropy, whose upstream gradient is 0; kept without one, as far as a budget goes."""
     case = dataclasses.replace(case, bias=True, temperature="per token", scale=9.0)
     case = helpers.with_options(case, ignore_index=-1)
@@ -43,12 +44,12 @@ def test_kept_exponentials_change_no_bit(case):
     problem = problem._replace(
         target_ids=problem.target_ids.at[::7].set(-1), upstream=tuple(g.at[::5].set(0) for g in problem.upstream)
     )
-    recomputed = problem.gradients(case, "mosaic")
+    recomputed = problem.gradients(case, kernels)
     for budget in (2**23, 2**25, 4 * 2**30):
-        assert_same_bits(problem.gradients(keeping, "mosaic", memory_budget=budget), recomputed)
+        assert_same_bits(problem.gradients(keeping, kernels, memory_budget=budget), recomputed)
 
     def metric(hidden):
-        values = problem._replace(hidden=hidden).call(case, "mosaic")
+        values = problem._replace(hidden=hidden).call(case, kernels)
         return helpers.weighted(values._replace(entropy=None), problem.upstream), values.entropy
 
     assert_same_bits(jax.jit(jax.grad(metric, has_aux=True))(problem.hidden)[0], recomputed[0])

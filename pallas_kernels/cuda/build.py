@@ -1,0 +1,278 @@
+"""Compiles the CUDA sources beside this file into a library, and registers its handlers with XLA.
+
+Nothing is compiled at `pip install`: `rlk build-cuda` does it, or else the first use. The library stays in a folder per
+sources, processor, jaxlib and CUDA version, below $RLK_CACHE_DIR, $XDG_CACHE_HOME/rlk_jax or ~/.cache/rlk_jax.
+"""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jaxlib
+
+TARGETS = (
+    *("rlk_statistics", "rlk_fold_chunks", "rlk_fold_groups"),
+    *("rlk_coefficients", "rlk_dlogits", "rlk_from_powers"),
+    *("rlk_hidden_gradient", "rlk_weight_gradient", "rlk_column_sums"),
+    "rlk_gemm",
+)
+"""The library's FFI handlers."""
+FLAGS = (
+    *("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"),
+    *("-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v,-warn-spills"),
+)
+FLAGS_OF = {"dlogits_softcap.cu": ("-Xptxas", "-O1")}
+"""Of one source, behind the others; the source says why."""
+OLDEST = (12, 5)
+"""The first CUDA with cudaGetDriverEntryPointByVersion, which finds the driver's functions without linking libcuda."""
+SOURCES = Path(__file__).parent
+_LIBRARY = "librlk_cuda.so"
+_PTXAS = "ptxas.txt"
+_PROPERTIES = re.compile(
+    r"Function properties for (\S+)\n"
+    r".* (\d+) bytes spill stores, (\d+) bytes spill loads(?:\n.*: Used (\d+) registers)?"
+)
+_LAST_LINES = 20
+Report = Callable[[str, int, int], None]
+"""Called with what has just been done, how many steps are done, and of how many."""
+
+log = logging.getLogger(__name__)
+
+
+class Nvcc(NamedTuple):
+    """A compiler that is new enough."""
+
+    path: str
+    version: str
+
+
+class Kernel(NamedTuple):
+    """What ptxas says of one kernel; the name is mangled. A device function's registers are its callers'."""
+
+    name: str
+    registers: int | None
+    spill_bytes: int
+
+
+def find_nvcc() -> Nvcc:
+    """The one of $CUDA_HOME where that is set, else of PATH, else of /usr/local/cuda.
+
+    Raises RuntimeError, which says what was found instead.
+    """
+    needed = f"the CUDA kernels need nvcc of CUDA {OLDEST[0]}.{OLDEST[1]} or later"
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        folders, where = f"{home}/bin", f"in $CUDA_HOME/bin ({home}/bin)"
+    else:
+        folders = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"))
+        where = "on PATH nor in /usr/local/cuda/bin, and CUDA_HOME is not set"
+    path = shutil.which("nvcc", path=folders)
+    if path is None:
+        raise RuntimeError(f"{needed}; there is none {where}")
+    said = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    version = re.search(r"\bV(\d+)\.(\d+)[.\d]*", said.stdout)
+    if version is None or (int(version[1]), int(version[2])) < OLDEST:
+        raise RuntimeError(f"{needed}; {path} is {version[0][1:] if version else 'of an unknown version'}")
+    return Nvcc(path, version[0][1:])
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept, a folder each; it need not exist."""
+    chosen = os.environ.get("RLK_CACHE_DIR")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlk_jax"
+
+
+def _folder_name(nvcc_version: str) -> str:
+    digest = hashlib.sha256(repr((FLAGS, FLAGS_OF)).encode())
+    for source in sorted((*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"))):
+        digest.update(repr((source.name, source.read_bytes())).encode())
+    return f"{digest.hexdigest()[:16]}-{platform.machine()}-jaxlib{jaxlib.__version__}-cuda{nvcc_version}"
+
+
+def _place() -> tuple[Path, Nvcc | None]:
+    """The library's folder, which may not exist yet, and its compiler.
+
+    Without a compiler here, the folder of another's library; raises RuntimeError where there is none either.
+    """
+    try:
+        nvcc = find_nvcc()
+    except RuntimeError:
+        built = max(cache_folder().glob(_folder_name("[0-9]*[0-9]")), default=None)
+        if built is None:
+            raise
+        return built, None
+    return cache_folder() / _folder_name(nvcc.version), nvcc
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise RuntimeError(f"cannot write the CUDA kernels to {folder} (RLK_CACHE_DIR names another folder)")
+
+
+@functools.cache
+def why_missing() -> str | None:
+    """Why there is no library here and none can be built; None where there is one or can be. Compiles nothing."""
+    try:
+        folder, _ = _place()
+        if not folder.exists():
+            _check_writable(folder.parent)
+    except RuntimeError as problem:
+        return str(problem)
+    return None
+
+
+def state() -> str:
+    """Whether the library is built, and by which nvcc; needs `why_missing()` to be None."""
+    folder, _ = _place()
+    version = nvcc_version(folder / _LIBRARY)
+    return f"built with nvcc {version}" if folder.exists() else f"nvcc {version}, not built yet"
+
+
+def nvcc_version(library: Path) -> str:
+    """Of the compiler that built it."""
+    return library.parent.name.rpartition("-cuda")[2]
+
+
+def kernels(library: Path) -> tuple[Kernel, ...]:
+    """What ptxas said of each kernel when it was built, and of each device function that was not inlined."""
+    return tuple(
+        Kernel(name, int(registers) if registers else None, int(stores) + int(loads))
+        for name, stores, loads, registers in _PROPERTIES.findall(ptxas_report(library))
+    )
+
+
+def ptxas_report(library: Path) -> str:
+    """All that nvcc said when it built the library."""
+    return library.with_name(_PTXAS).read_text()
+
+
+def library(report: Report | None = None) -> Path:
+    """The library's path, built where it is missing; raises RuntimeError where it cannot be.
+
+    Of processes that ask at once, one builds and the others wait.
+    """
+    folder, nvcc = _place()
+    if nvcc is not None and not folder.exists():
+        _check_writable(folder.parent)
+        if report is None:
+            log.warning("compiling the CUDA kernels into %s, once; `rlk build-cuda` does so ahead of time", folder)
+        _build(folder, nvcc.path, report or (lambda *_: None))
+    return folder / _LIBRARY
+
+
+def _build(folder: Path, nvcc: str, report: Report) -> None:
+    """Folders appear whole or not at all: what is renamed to them is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f"{folder.name}.lock")):
+        if folder.exists():
+            return
+        # Of a build that was killed. An nvcc that outlived it writes there, so that no name is used twice.
+        for left in folder.parent.glob(f"{folder.name}.*.part"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(".part", f"{folder.name}.", folder.parent) as temporary:
+            done = Path(temporary) / "done"
+            done.mkdir()
+            said = _compile(nvcc, Path(temporary), done / _LIBRARY, report)
+            (done / _PTXAS).write_text(said)
+            done.rename(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among processes and threads: a lock belongs to the file that was opened here."""
+    import fcntl  # not on Windows, where nothing is built
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(nvcc: str, objects: Path, library: Path, report: Report) -> str:
+    """Compiles and links; returns what nvcc said of each source."""
+    sources = sorted(SOURCES.glob("*.cu"))
+    total = len(sources) + 1
+    report("compiling", 0, total)
+    headers = jax.ffi.include_dir()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def submit(source: Path) -> concurrent.futures.Future[str]:
+            output = ("-c", str(source), "-o", str(objects / f"{source.stem}.o"))
+            # A system folder, whose headers' own warnings are not ours to read.
+            return pool.submit(
+                _run, (nvcc, *FLAGS, *FLAGS_OF.get(source.name, ()), "-isystem", headers, *output), source.name
+            )
+
+        jobs = {submit(source): source.name for source in sources}
+        try:
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+                job.result()
+                report(jobs[job], done, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    found = (str(objects / f"{source.stem}.o") for source in sources)
+    _run((nvcc, "-shared", "-cudart", "static", "-o", str(library), *found), library.name)
+    report(library.name, total, total)
+    return "".join(f"== {name}\n{job.result()}" for job, name in jobs.items())
+
+
+def _run(command: Sequence[str], makes: str) -> str:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-_LAST_LINES:])
+        raise RuntimeError(f"{command[0]} fails at {makes} with exit status {done.returncode}:\n{last}")
+    return done.stdout
+
+
+def _header_version() -> int:
+    """XLA's FFI version that the running jaxlib comes with, as the library's rlk_ffi_api_version gives its own."""
+    text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{x} (\d+)", text) for x in ("MAJOR", "MINOR"))
+    assert major and minor
+    return int(major[1]) * 1000 + int(minor[1])
+
+
+_registering = threading.Lock()
+
+
+def register() -> None:
+    """Registers every target with XLA, once per process; builds the library where it is missing.
+
+    Raises RuntimeError before it registers anything where the library is for another version of XLA's FFI: JAX would
+    start no CUDA backend in this process any more.
+    """
+    with _registering:
+        _register()
+
+
+@functools.cache
+def _register() -> ctypes.CDLL:
+    path = library()
+    loaded = ctypes.CDLL(str(path))
+    versions = tuple(f"{x // 1000}.{x % 1000}" for x in (loaded.rlk_ffi_api_version(), _header_version()))
+    if versions[0] != versions[1]:
+        raise RuntimeError(
+            f"{path} is for version {versions[0]} of XLA's FFI, and jaxlib {jaxlib.__version__} has {versions[1]}; "
+            f"remove {path.parent} and run `rlk build-cuda`"
+        )
+    capsules = {name: jax.ffi.pycapsule(getattr(loaded, name)) for name in TARGETS}
+    for name, capsule in capsules.items():
+        jax.ffi.register_ffi_target(name, capsule, platform="CUDA")
+    return loaded

@@ -1,0 +1,358 @@
+// The thin shell between XLA and the launchers: buffers and attributes become the structs of kernels.cuh.
+//
+// Optional operands stand behind the fixed ones, and `given` has a bit for each that is there. Results alias operands:
+// what a call does not write stays as it was.
+#include <string>
+
+#include "kernels.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace rlk {
+namespace {
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using Numbers = ffi::Span<const int64_t>;
+
+// XLA's threads serve several devices: the stream's own is made current for as long as a launcher runs.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+template <class Arguments>
+ffi::Error run(const char* name, cudaStream_t stream, int device, const Arguments& arguments) {
+  const OnDevice here(device);
+  const cudaError_t error = here.error() != cudaSuccess ? here.error() : launch(stream, arguments);
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(name) + ": " + cudaGetErrorString(error));
+}
+
+template <typename T>
+T* data(const AnyBuffer& buffer) {
+  return static_cast<T*>(buffer.untyped_data());
+}
+
+template <typename T>
+T* data(ffi::Result<AnyBuffer>& buffer) {
+  return static_cast<T*>(buffer->untyped_data());
+}
+
+int size(const AnyBuffer& buffer, int dimension) { return static_cast<int>(buffer.dimensions()[dimension]); }
+
+Matrix matrix(const AnyBuffer& buffer) {
+  return {buffer.untyped_data(), buffer.dimensions()[0], buffer.dimensions()[1]};
+}
+
+Dtype dtype(const AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::BF16: return Dtype::kBfloat16;
+    case ffi::DataType::F16: return Dtype::kFloat16;
+    default: return Dtype::kFloat32;
+  }
+}
+
+// The optional operands, in the order of their bits.
+class Optional {
+ public:
+  Optional(ffi::RemainingArgs buffers, int64_t given) : buffers_(buffers), given_(given) {}
+  template <typename T>
+  T* next() {
+    const bool is_given = given_ & 1;
+    given_ >>= 1;
+    if (!is_given) return nullptr;
+    const auto buffer = buffers_.get<AnyBuffer>(index_++);
+    return buffer.has_value() ? data<T>(*buffer) : nullptr;
+  }
+
+ private:
+  ffi::RemainingArgs buffers_;
+  int64_t given_;
+  size_t index_ = 0;
+};
+
+template <typename T>
+T* result(ffi::RemainingRets buffers, size_t index) {
+  auto buffer = buffers.get<AnyBuffer>(index);
+  return buffer.has_value() ? data<T>(*buffer) : nullptr;
+}
+
+Tile tile(Numbers numbers) {
+  return {static_cast<int>(numbers[0]), static_cast<int>(numbers[1]), static_cast<int>(numbers[2]),
+          Divisor(static_cast<int>(numbers[3]))};
+}
+
+Vocabulary vocabulary(Numbers numbers) {
+  const int width = static_cast<int>(numbers[1]);
+  return {static_cast<int>(numbers[0]), width, Divisor((width + kChunk - 1) / kChunk)};
+}
+
+// Size, width of a group, whether the head is [D, V], whether it is a copied slice.
+Head head(Numbers numbers, const AnyBuffer& weight) {
+  return {vocabulary(numbers), numbers[2] != 0, numbers[3] != 0, matrix(weight)};
+}
+
+Slice slice(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, Optional& optional) {
+  return {data<const int>(rows), data<const int>(first_chunk), data<const int>(chunks), optional.next<const int>()};
+}
+
+Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, const AnyBuffer& hidden,
+              const AnyBuffer& weight, Optional& optional, Numbers of_head, Numbers of_tile, double softcap) {
+  const Slice where = slice(rows, first_chunk, chunks, optional);
+  const float inverse = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
+  return {head(of_head, weight), where, matrix(hidden), optional.next<const float>(), static_cast<float>(softcap),
+          inverse, dtype(hidden), tile(of_tile)};
+}
+
+// Optional: columns, bias, holds_target. Results: shift, total, target, then gap and kept where they are asked for.
+ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                      AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
+                      ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
+                      ffi::Result<AnyBuffer> target, ffi::RemainingRets more, int64_t given, Numbers of_head,
+                      Numbers of_tile, double softcap, bool has_gap, int64_t kept_chunks) {
+  Optional optional(rest, given);
+  Statistics s = {};
+  s.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
+  s.target_ids = data<const int>(target_ids);
+  s.holds_target = optional.next<const int>();
+  s.temperature = data<const float>(temperature);
+  s.chunks = size(*shift, 0);
+  s.rows = size(*shift, 1);
+  s.shift = data<float>(shift);
+  s.total = data<float>(total);
+  s.target = data<float>(target);
+  s.gap = has_gap ? result<float>(more, 0) : nullptr;
+  s.kept_chunks = static_cast<int>(kept_chunks);
+  s.kept = kept_chunks > 0 ? result<void>(more, has_gap) : nullptr;
+  return run("rlk_statistics", stream, device, s);
+}
+
+Partials partials(const AnyBuffer& shift, const AnyBuffer& total, const AnyBuffer& target, Optional& optional) {
+  return {data<const float>(shift), data<const float>(total), data<const float>(target), optional.next<const float>()};
+}
+
+// Optional: gap, and with it the last result.
+ffi::Error fold_chunks(cudaStream_t stream, int32_t device, AnyBuffer active, AnyBuffer shift, AnyBuffer total,
+                       AnyBuffer target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift_out,
+                       ffi::Result<AnyBuffer> total_out, ffi::Result<AnyBuffer> target_out, ffi::RemainingRets more,
+                       int64_t given) {
+  Optional optional(rest, given);
+  FoldChunks f = {data<const int>(active), partials(shift, total, target, optional)};
+  f.chunks = size(shift, 0);
+  f.groups = size(*shift_out, 0);
+  f.rows = size(shift, 1);
+  f.shift = data<float>(shift_out);
+  f.total = data<float>(total_out);
+  f.target = data<float>(target_out);
+  f.gap = given ? result<float>(more, 0) : nullptr;
+  return run("rlk_fold_chunks", stream, device, f);
+}
+
+// Optional: gap, and with it the results entropy and gap.
+ffi::Error fold_groups(cudaStream_t stream, int32_t device, AnyBuffer active, AnyBuffer shift, AnyBuffer total,
+                       AnyBuffer target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> logp,
+                       ffi::Result<AnyBuffer> lse, ffi::Result<AnyBuffer> shift_out, ffi::Result<AnyBuffer> total_out,
+                       ffi::RemainingRets more, int64_t given) {
+  Optional optional(rest, given);
+  FoldGroups f = {data<const int>(active), partials(shift, total, target, optional)};
+  f.groups = size(shift, 0);
+  f.rows = size(shift, 1);
+  f.logp = data<float>(logp);
+  f.lse = data<float>(lse);
+  f.shift = data<float>(shift_out);
+  f.total = data<float>(total_out);
+  f.entropy = given ? result<float>(more, 0) : nullptr;
+  f.gap = given ? result<float>(more, 1) : nullptr;
+  return run("rlk_fold_groups", stream, device, f);
+}
+
+// Optional: gap, g_lse, g_entropy, scale. Results: constant, at_target, then slope beside g_entropy.
+ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperature, AnyBuffer logp, AnyBuffer total,
+                        AnyBuffer g_logp, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> constant,
+                        ffi::Result<AnyBuffer> at_target, ffi::RemainingRets more, int64_t given) {
+  Optional optional(rest, given);
+  Coefficients c = {};
+  c.rows.temperature = data<const float>(temperature);
+  c.rows.logp = data<const float>(logp);
+  c.rows.total = data<const float>(total);
+  c.rows.g_logp = data<const float>(g_logp);
+  c.rows.gap = optional.next<const float>();
+  c.rows.g_lse = optional.next<const float>();
+  c.rows.g_entropy = optional.next<const float>();
+  c.rows.scale = optional.next<const float>();
+  c.count = size(logp, 0);
+  c.constant = data<float>(constant);
+  c.at_target = data<float>(at_target);
+  c.slope = c.rows.g_entropy ? result<float>(more, 0) : nullptr;
+  return run("rlk_coefficients", stream, device, c);
+}
+
+RowCoefficients row_coefficients(const AnyBuffer& target_ids, const AnyBuffer& temperature, const AnyBuffer& shift,
+                                 const AnyBuffer& constant, const AnyBuffer& at_target, const float* slope) {
+  return {data<const int>(target_ids), data<const float>(temperature), data<const float>(shift),
+          data<const float>(constant), slope, data<const float>(at_target)};
+}
+
+// Optional: columns, bias, slope.
+ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                   AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
+                   AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,
+                   int64_t given, Numbers of_head, Numbers of_tile, double softcap) {
+  Optional optional(rest, given);
+  Dlogits d = {};
+  d.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
+  d.rows = row_coefficients(target_ids, temperature, shift, constant, at_target, optional.next<const float>());
+  d.out = data<void>(out);
+  d.chunks = size(*out, 1) / kChunk;
+  return run("rlk_dlogits", stream, device, d);
+}
+
+// Optional: columns.
+ffi::Error from_powers(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                       AnyBuffer powers, AnyBuffer powers_shift, AnyBuffer source, AnyBuffer target_ids,
+                       AnyBuffer temperature, AnyBuffer shift, AnyBuffer constant, AnyBuffer at_target,
+                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out, int64_t given, Numbers of_vocabulary,
+                       int64_t rows_at_once) {
+  Optional optional(rest, given);
+  FromPowers f = {};
+  f.where = slice(rows, first_chunk, chunks, optional);
+  f.vocabulary = vocabulary(of_vocabulary);
+  f.rows = row_coefficients(target_ids, temperature, shift, constant, at_target, nullptr);
+  f.powers = data<const void>(powers);
+  f.shift = data<const float>(powers_shift);
+  f.source = data<const int>(source);
+  f.kept_chunks = size(powers, 1) / kChunk;
+  f.shift_rows = size(powers_shift, 1);
+  f.out = data<void>(out);
+  f.rows_out = size(*out, 0);
+  f.chunks = size(*out, 1) / kChunk;
+  f.rows_at_once = static_cast<int>(rows_at_once);
+  return run("rlk_from_powers", stream, device, f);
+}
+
+// Optional: columns, unscale. Results: the chain, then what its last slice rounds it to, where that is asked for.
+ffi::Error hidden_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                           AnyBuffer dlogits, AnyBuffer weight, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> chain,
+                           ffi::RemainingRets more, int64_t given, Numbers of_head, Numbers of_tile,
+                           int64_t chain_start, int64_t chain_stop) {
+  Optional optional(rest, given);
+  HiddenGradient h = {};
+  h.head = head(of_head, weight);
+  h.where = slice(rows, first_chunk, chunks, optional);
+  h.dlogits = matrix(dlogits);
+  h.chain_start = static_cast<int>(chain_start);
+  h.chain_stop = static_cast<int>(chain_stop);
+  h.unscale = optional.next<const float>();
+  h.chain = data<float>(chain);
+  h.rounded = more.size() > 0 ? result<void>(more, 0) : nullptr;
+  h.rows = size(*chain, 0);
+  h.columns = size(*chain, 1);
+  h.type = dtype(dlogits);
+  h.tile = tile(of_tile);
+  return run("rlk_hidden_gradient", stream, device, h);
+}
+
+// Optional: columns, unscale.
+ffi::Error weight_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                           AnyBuffer dlogits, AnyBuffer hidden, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,
+                           int64_t given, Numbers of_head, Numbers of_tile) {
+  Optional optional(rest, given);
+  WeightGradient w = {};
+  w.head = head(of_head, *out);
+  w.where = slice(rows, first_chunk, chunks, optional);
+  w.dlogits = matrix(dlogits);
+  w.hidden = matrix(hidden);
+  w.unscale = optional.next<const float>();
+  w.out = data<void>(out);
+  w.type = dtype(dlogits);
+  w.tile = tile(of_tile);
+  return run("rlk_weight_gradient", stream, device, w);
+}
+
+// Optional: row_unscale.
+ffi::Error column_sums(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer dlogits, ffi::RemainingArgs rest,
+                       ffi::Result<AnyBuffer> out, int64_t given) {
+  Optional optional(rest, given);
+  ColumnSums s = {};
+  s.where.rows = data<const int>(rows);
+  s.dlogits = matrix(dlogits);
+  s.row_unscale = optional.next<const float>();
+  s.out = data<float>(out);
+  s.type = dtype(dlogits);
+  return run("rlk_column_sums", stream, device, s);
+}
+
+// Optional: start. `a` runs along the rows of a tile, `b` along its columns; of `swapped` operands the tiles are of Cᵀ.
+ffi::Error gemm(cudaStream_t stream, int32_t device, AnyBuffer a, AnyBuffer b, ffi::RemainingArgs rest,
+                ffi::Result<AnyBuffer> out, int64_t given, Numbers of_tile, int64_t tile_columns, bool a_transposed,
+                bool b_transposed, bool swapped, int64_t depth) {
+  Optional optional(rest, given);
+  Gemm g = {};
+  g.a = matrix(a);
+  g.b = matrix(b);
+  g.a_transposed = a_transposed;
+  g.b_transposed = b_transposed;
+  g.depth = depth;
+  g.start = optional.next<const float>();
+  g.out = data<void>(out);
+  g.rows = size(*out, swapped ? 1 : 0);
+  g.columns = size(*out, swapped ? 0 : 1);
+  g.swapped = swapped;
+  g.type = dtype(a);
+  g.out_type = dtype(*out);
+  g.tile = tile(of_tile);
+  g.tile_columns = static_cast<int>(tile_columns);
+  return run("rlk_gemm", stream, device, g);
+}
+
+auto bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>(); }
+
+}  // namespace
+}  // namespace rlk
+
+// The version of XLA's FFI that this library was built against: registering it beside another would break JAX.
+extern "C" int rlk_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+// Nothing but launches on the stream, and no memory but what is passed in: CUDA graphs may capture them.
+#define RLK_HANDLER(NAME, BINDING)                                  \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(rlk_##NAME, rlk::NAME, rlk::BINDING, \
+                                {xla::ffi::Traits::kCmdBufferCompatible})
+#define RLK_ARG Arg<xla::ffi::AnyBuffer>()
+#define RLK_RET Ret<xla::ffi::AnyBuffer>()
+#define RLK_NUMBERS(NAME) Attr<xla::ffi::Span<const int64_t>>(NAME)
+#define RLK_SLICE RLK_ARG.RLK_ARG.RLK_ARG
+
+RLK_HANDLER(statistics, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
+                            .RLK_RET.RLK_RET.RLK_RET.RemainingRets()
+                            .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile").Attr<double>("softcap")
+                            .Attr<bool>("has_gap").Attr<int64_t>("kept_chunks"));
+RLK_HANDLER(fold_chunks, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
+                             .RLK_RET.RLK_RET.RLK_RET.RemainingRets().Attr<int64_t>("given"));
+RLK_HANDLER(fold_groups, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
+                             .RLK_RET.RLK_RET.RLK_RET.RLK_RET.RemainingRets().Attr<int64_t>("given"));
+RLK_HANDLER(coefficients, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
+                              .RLK_RET.RLK_RET.RemainingRets().Attr<int64_t>("given"));
+RLK_HANDLER(dlogits, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
+                         .RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile")
+                         .Attr<double>("softcap"));
+RLK_HANDLER(from_powers, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG
+                             .RemainingArgs().RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("vocabulary")
+                             .Attr<int64_t>("rows_at_once"));
+RLK_HANDLER(hidden_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.RemainingRets()
+                                 .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile")
+                                 .Attr<int64_t>("chain_start").Attr<int64_t>("chain_stop"));
+RLK_HANDLER(weight_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET
+                                 .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile"));
+RLK_HANDLER(column_sums, bind().RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.Attr<int64_t>("given"));
+RLK_HANDLER(gemm, bind().RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("tile")
+                      .Attr<int64_t>("tile_columns").Attr<bool>("a_transposed").Attr<bool>("b_transposed")
+                      .Attr<bool>("swapped").Attr<int64_t>("depth"));

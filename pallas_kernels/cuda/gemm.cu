@@ -1,0 +1,141 @@
+// det_gemm: start + A·B, operands stored either way round. Nothing but the accumulators, rounded once.
+#include "launch.cuh"
+
+namespace rlk {
+namespace {
+
+template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bool kSwapped>
+struct GemmOp {
+  using Type = T;
+  using Arguments = Gemm;
+  static constexpr int kColumns = kTileColumns;
+  static constexpr bool kTransposeA = kTransposedA, kTransposeB = kTransposedB, kStartsFromSums = true;
+
+  const Gemm& g;
+
+  __device__ __forceinline__ explicit GemmOp(const Arguments& g) : g(g) {}
+
+  __device__ __forceinline__ int2 blocks(const Tile& tile) const {
+    const int height = tile.rows * tile.cluster;
+    return {(g.rows + height - 1) / height, (g.columns + kColumns - 1) / kColumns};
+  }
+  __device__ __forceinline__ int steps() const { return static_cast<int>((g.depth + kDepth - 1) / kDepth); }
+  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_column(int block) const { return block * kColumns; }
+
+  // What the copy engine can write; the rest is stored by the threads.
+  static bool by_copy_engine(const Arguments& g) {
+    return !kSwapped && g.out_type != Dtype::kFloat32 && g.columns % 8 == 0;
+  }
+  static Matrix stored(const Arguments& g) { return {by_copy_engine(g) ? g.out : nullptr, g.rows, g.columns}; }
+
+  struct Loaded {};
+  __device__ __forceinline__ Loaded load(const Place&) const { return {}; }
+
+  // Calls visit(whether it exists, offset in C, the product there).
+  template <class Visit>
+  __device__ __forceinline__ void for_each(const Place& place, float (&products)[kColumns / 2], Visit visit) const {
+    const int first_row = place.row();
+    for_pairs(place.column_block * kColumns + place.column(), products,
+              [&](int r, int column, float& first, float& second) {
+                const int row = first_row + 8 * r;
+                const auto there = [&](int column) {
+                  return kSwapped ? static_cast<int64_t>(column) * g.rows + row
+                                  : static_cast<int64_t>(row) * g.columns + column;
+                };
+                visit(row < g.rows && column < g.columns, there(column), first);
+                visit(row < g.rows && column + 1 < g.columns, there(column + 1), second);
+              });
+  }
+
+  __device__ __forceinline__ void start(const Place& place, float (&products)[kColumns / 2]) const {
+    const bool accumulates = g.start != nullptr;
+    for_each(place, products, [&](bool exists, int64_t there, float& product) {
+      product = load_or_zero(g.start + there, exists && accumulates);
+    });
+  }
+
+  __device__ __forceinline__ void finish(const Place& place, Loaded, float (&products)[kColumns / 2],
+                                         const Stores& stores) const {
+    if (g.out_type == Dtype::kFloat32) {
+      store(place, products, static_cast<float*>(g.out), [](float x) { return x; });
+    } else if (g.out_type == Dtype::kBfloat16) {
+      store_narrow(place, products, static_cast<__nv_bfloat16*>(g.out), stores,
+                   [](float x) { return __float2bfloat16_rn(x); });
+    } else {
+      store_narrow(place, products, static_cast<__half*>(g.out), stores, [](float x) { return __float2half_rn(x); });
+    }
+  }
+
+  template <typename Out, class Round>
+  __device__ __forceinline__ void store(const Place& place, float (&products)[kColumns / 2], Out* out,
+                                        Round round) const {
+    for_each(place, products, [&](bool exists, int64_t there, float product) {
+      if (exists) out[there] = round(product);
+    });
+  }
+
+  template <typename Out, class Round>
+  __device__ __forceinline__ void store_narrow(const Place& place, float (&products)[kColumns / 2], Out* out,
+                                               const Stores& stores, Round round) const {
+    if constexpr (kSwapped) {
+      store(place, products, out, round);
+    } else {
+      const int column = place.column_block * kColumns;
+      const bool aligned = g.columns % 8 == 0;
+      store_rounded(Target<Out>{out, g.columns, place.first_row, column, g.rows - place.first_row, g.columns - column,
+                                aligned, aligned},
+                    products, stores);
+    }
+  }
+};
+
+template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bool kSwapped>
+cudaError_t launch_op(cudaStream_t stream, const Gemm& g) {
+  const int64_t blocks = blocks_of(g.rows, g.tile.rows * g.tile.cluster) * blocks_of(g.columns, kTileColumns);
+  return launch_product<GemmOp<T, kTransposedA, kTransposedB, kTileColumns, kSwapped>>(stream, g.a, g.b, g.tile, blocks,
+                                                                                      g);
+}
+
+template <typename T, bool kTransposedA, bool kTransposedB>
+cudaError_t launch_wide(cudaStream_t stream, const Gemm& g) {
+  switch (g.tile_columns) {
+    case 64: return launch_op<T, kTransposedA, kTransposedB, 64, false>(stream, g);
+    case 128: return launch_op<T, kTransposedA, kTransposedB, 128, false>(stream, g);
+    case 256: return launch_op<T, kTransposedA, kTransposedB, 256, false>(stream, g);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+// A few rows of C: they run along the columns of tiles of Cᵀ, so that the other operand is only streamed past them.
+template <typename T, bool kTransposedA>
+cudaError_t launch_swapped(cudaStream_t stream, const Gemm& g) {
+  switch (g.tile_columns) {
+    case 8: return launch_op<T, kTransposedA, false, 8, true>(stream, g);
+    case 16: return launch_op<T, kTransposedA, false, 16, true>(stream, g);
+    case 32: return launch_op<T, kTransposedA, false, 32, true>(stream, g);
+    case 64: return launch_op<T, kTransposedA, false, 64, true>(stream, g);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+template <typename T>
+cudaError_t launch_typed(cudaStream_t stream, const Gemm& g) {
+  if (g.swapped) {
+    if (g.b_transposed) return cudaErrorInvalidValue;
+    return g.a_transposed ? launch_swapped<T, true>(stream, g) : launch_swapped<T, false>(stream, g);
+  }
+  if (g.a_transposed) {
+    return g.b_transposed ? launch_wide<T, true, true>(stream, g) : launch_wide<T, true, false>(stream, g);
+  }
+  return g.b_transposed ? launch_wide<T, false, true>(stream, g) : launch_wide<T, false, false>(stream, g);
+}
+
+}  // namespace
+
+cudaError_t launch(cudaStream_t stream, const Gemm& g) {
+  return g.type == Dtype::kBfloat16 ? launch_typed<__nv_bfloat16>(stream, g) : launch_typed<__half>(stream, g);
+}
+
+}  // namespace rlk

@@ -1,0 +1,188 @@
+// Backward of linear_logp, second half: products with the gradients of logits of one slice.
+#include "launch.cuh"
+#include "logits.cuh"
+
+namespace rlk {
+namespace {
+
+constexpr int kSteps = kChunk / kDepth;
+
+// chain += dlogits·W over one slice of the chunks of a chain, in place; behind the last slice `rounded` instead. The sum
+// of each element goes on from where the slice before left it, so slices change no bits.
+template <typename T, bool kIsDv>
+struct HiddenGradientOp {
+  using Type = T;
+  using Arguments = HiddenGradient;
+  static constexpr int kColumns = kChunk;
+  static constexpr bool kTransposeA = false, kTransposeB = !kIsDv, kStartsFromSums = true;
+
+  const HiddenGradient& h;
+  const int first_chunk, chunks;
+  const Divisor group_steps;
+  const int first_step;
+
+  __device__ __forceinline__ explicit HiddenGradientOp(const Arguments& h)
+      : h(h),
+        first_chunk(*h.where.first_chunk),
+        chunks(*h.where.chunks),
+        group_steps((h.head.vocabulary.group_width + kDepth - 1) / kDepth),
+        first_step(steps_before(first_chunk)) {}
+
+  // Steps of all chunks before this one; a group's last step may be padded with zeros.
+  __device__ __forceinline__ int steps_before(int chunk) const {
+    const int2 place = h.head.vocabulary.group_chunks.divide(chunk);
+    return place.x * group_steps.by + place.y * kSteps;
+  }
+  __device__ __forceinline__ int2 blocks(const Tile& tile) const {
+    const int height = tile.rows * tile.cluster;
+    return {(*h.where.rows + height - 1) / height, h.columns / kChunk};
+  }
+  __device__ __forceinline__ int steps() const { return steps_before(first_chunk + chunks) - first_step; }
+  // The slice's chunk of a step, and the step's first place in it.
+  __device__ __forceinline__ int2 place_of_step(int k) const {
+    const int2 place = group_steps.divide(first_step + k);
+    return {place.x * h.head.vocabulary.group_chunks.by + place.y / kSteps - first_chunk, place.y % kSteps * kDepth};
+  }
+  __device__ __forceinline__ int a_depth(int k) const {
+    const int2 place = place_of_step(k);
+    return place.x * kChunk + place.y;
+  }
+  __device__ __forceinline__ int b_depth(int k) const {
+    const int2 place = place_of_step(k);
+    return head_row(h.head, first_chunk, place.x) + place.y;
+  }
+  __device__ __forceinline__ int b_column(int block) const { return block * kChunk; }
+
+  static Matrix stored(const Arguments& h) { return {h.rounded, h.rows, h.columns}; }
+
+  struct Loaded {};
+  __device__ __forceinline__ Loaded load(const Place&) const { return {}; }
+
+  // A thread's part of the chain's row r.
+  __device__ __forceinline__ float* row_of_chain(const Place& place, int r) const {
+    return h.chain + static_cast<int64_t>(place.row() + 8 * r) * h.columns + place.column_block * kChunk;
+  }
+
+  __device__ __forceinline__ void start(const Place& place, float (&products)[kChunk / 2]) const {
+    const bool goes_on = first_chunk > h.chain_start;
+    const float* const rows[2] = {row_of_chain(place, 0), row_of_chain(place, 1)};
+    for_pairs(place.column(), products, [&](int r, int column, float& first, float& second) {
+      const float2 so_far = goes_on ? *reinterpret_cast<const float2*>(rows[r] + column) : make_float2(0, 0);
+      first = so_far.x;
+      second = so_far.y;
+    });
+  }
+
+  __device__ __forceinline__ void finish(const Place& place, Loaded, float (&products)[kChunk / 2],
+                                         const Stores& stores) const {
+    const bool is_last = first_chunk + chunks == h.chain_stop;
+    if (is_last && h.unscale != nullptr) {
+      const float unscale[2] = {h.unscale[place.row()], h.unscale[place.row() + 8]};
+      for_pairs(place.column(), products, [&](int r, int, float& first, float& second) {
+        first = __fmul_rn(first, unscale[r]);
+        second = __fmul_rn(second, unscale[r]);
+      });
+    }
+    if (is_last && h.rounded != nullptr) {
+      const int column = place.column_block * kChunk;
+      store_rounded(Target<T>{nullptr, 0, place.first_row, column, 16, kChunk, true, true}, products, stores);
+      return;
+    }
+    float* const rows[2] = {row_of_chain(place, 0), row_of_chain(place, 1)};
+    for_pairs(place.column(), products, [&](int r, int column, float first, float second) {
+      *reinterpret_cast<float2*>(rows[r] + column) = make_float2(first, second);
+    });
+  }
+};
+
+// out[slice] = dlogitsᵀ·H, or its transpose Hᵀ·dlogits for a head [D, V]; complete, rounded once.
+template <typename T, bool kIsDv>
+struct WeightGradientOp {
+  using Type = T;
+  using Arguments = WeightGradient;
+  static constexpr int kColumns = kChunk;
+  static constexpr bool kTransposeA = true, kTransposeB = true, kStartsFromSums = true;
+
+  const WeightGradient& w;
+  const int first_chunk;
+
+  __device__ __forceinline__ explicit WeightGradientOp(const Arguments& w) : w(w), first_chunk(*w.where.first_chunk) {}
+
+  __device__ __forceinline__ int2 blocks(const Tile& tile) const {
+    const int height = tile.rows * tile.cluster, dim = static_cast<int>(w.hidden.columns);
+    const int rows = kIsDv ? dim : *w.where.chunks * kChunk, columns = kIsDv ? *w.where.chunks : (dim + kChunk - 1) / kChunk;
+    return {(rows + height - 1) / height, columns};
+  }
+  __device__ __forceinline__ int steps() const { return (*w.where.rows + kDepth - 1) / kDepth; }
+  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_column(int block) const { return block * kChunk; }
+
+  static Matrix stored(const Arguments& w) { return {w.out, w.head.weight.rows, w.head.weight.columns}; }
+
+  struct Loaded {};
+  __device__ __forceinline__ Loaded load(const Place&) const { return {}; }
+
+  __device__ __forceinline__ void start(const Place&, float (&products)[kChunk / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) products[i] = 0;
+  }
+
+  __device__ __forceinline__ void finish(const Place& place, Loaded, float (&products)[kChunk / 2],
+                                         const Stores& stores) const {
+    if (w.unscale != nullptr) {
+      const float unscale = *w.unscale;
+#pragma unroll
+      for (int i = 0; i < kChunk / 2; ++i) products[i] = __fmul_rn(products[i], unscale);
+    }
+    const int chunk = kIsDv ? place.column_block : place.first_row / kChunk, inside = place.first_row % kChunk;
+    // Only places that hold columns: the next ones belong to another group.
+    const int width = w.head.is_copied ? kChunk : columns_of(w.head.vocabulary, w.where, first_chunk + chunk).width;
+    const int there = head_row(w.head, first_chunk, chunk);
+    const Matrix& weight = w.head.weight;
+    Target<T> to = {static_cast<T*>(w.out), weight.columns};
+    to.aligned = true;
+    if constexpr (kIsDv) {
+      to.row = place.first_row;
+      to.column = there;
+      to.rows = static_cast<int>(weight.rows) - to.row;
+      to.columns = width;
+      to.by_copy_engine = width == kChunk;
+    } else {
+      to.row = there + inside;
+      to.column = place.column_block * kChunk;
+      to.rows = width - inside;
+      to.columns = static_cast<int>(weight.columns) - to.column;
+      to.by_copy_engine = to.rows >= 16;
+    }
+    store_rounded(to, products, stores);
+  }
+};
+
+template <typename T, bool kIsDv>
+cudaError_t launch_op(cudaStream_t stream, const HiddenGradient& h) {
+  const int64_t blocks = blocks_of(h.rows, h.tile.rows * h.tile.cluster) * (h.columns / kChunk);
+  return launch_product<HiddenGradientOp<T, kIsDv>>(stream, h.dlogits, h.head.weight, h.tile, blocks, h);
+}
+
+template <typename T, bool kIsDv>
+cudaError_t launch_op(cudaStream_t stream, const WeightGradient& w) {
+  const Matrix &a = kIsDv ? w.hidden : w.dlogits, &b = kIsDv ? w.dlogits : w.hidden;
+  const int64_t blocks = blocks_of(a.columns, w.tile.rows * w.tile.cluster) * blocks_of(b.columns, kChunk);
+  return launch_product<WeightGradientOp<T, kIsDv>>(stream, a, b, w.tile, blocks, w);
+}
+
+template <class Gradient>
+cudaError_t launch_any(cudaStream_t stream, const Gradient& g) {
+  if (g.type == Dtype::kBfloat16) {
+    return g.head.is_dv ? launch_op<__nv_bfloat16, true>(stream, g) : launch_op<__nv_bfloat16, false>(stream, g);
+  }
+  return g.head.is_dv ? launch_op<__half, true>(stream, g) : launch_op<__half, false>(stream, g);
+}
+
+}  // namespace
+
+cudaError_t launch(cudaStream_t stream, const HiddenGradient& h) { return launch_any(stream, h); }
+cudaError_t launch(cudaStream_t stream, const WeightGradient& w) { return launch_any(stream, w); }
+
+}  // namespace rlk

@@ -1,0 +1,210 @@
+// What kernels are launched with: plain structs of pointers and sizes. No XLA here, so that another host can call them.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace rlk {
+
+constexpr int kChunk = 256;  // columns of a softmax chunk, and places of one in memory of our own
+constexpr int kDepth = 64;   // K of one step
+
+enum class Dtype { kBfloat16, kFloat16, kFloat32 };
+
+// Division of numbers from 0 to 2³¹ − 1: a processor has no instruction for it, and an epilogue no time.
+struct Divisor {
+  int by;
+  unsigned inverse;
+
+  __host__ __device__ Divisor() : Divisor(1) {}
+  __host__ __device__ explicit Divisor(int by) : by(by), inverse(0xffffffffu / static_cast<unsigned>(by)) {}
+#ifdef __CUDACC__
+  __device__ __forceinline__ int2 divide(int n) const {  // quotient and remainder
+    const int below = static_cast<int>(__umulhi(static_cast<unsigned>(n), inverse)), rest = n - below * by;
+    return rest >= by ? int2{below + 1, rest - by} : int2{below, rest};  // the inverse is a little too small
+  }
+#endif
+};
+
+// One block's share of a product; pallas_kernels/tiles.py chooses it. No choice changes a bit.
+struct Tile {
+  int rows;     // 64 or 128
+  int stages;   // steps in flight
+  int cluster;  // neighbouring blocks, one below the other, that load each tile of columns once for both
+  Divisor band;  // clusters of rows visited before the next columns
+};
+
+// A row-major matrix of 16-bit values.
+struct Matrix {
+  const void* data;
+  int64_t rows;
+  int64_t columns;
+};
+
+// How the softmax's fixed tree cuts the columns: groups, and chunks of 256 inside a group.
+struct Vocabulary {
+  int size;  // where `columns` of a slice is null
+  int group_width;
+  Divisor group_chunks;
+};
+
+// int32 on the device: rows that count, first chunk and number of chunks of a slice, and the true vocabulary, or null.
+struct Slice {
+  const int* rows;
+  const int* first_chunk;
+  const int* chunks;
+  const int* columns;
+};
+
+// The head: [V, D], or [D, V] with `is_dv`, or a copied slice [chunks · 256, D].
+struct Head {
+  Vocabulary vocabulary;
+  bool is_dv;
+  bool is_copied;
+  Matrix weight;
+};
+
+struct Logits {
+  Head head;
+  Slice where;
+  Matrix hidden;
+  const float* bias;  // [slice's chunks · 256], or null
+  float softcap;      // 0 for none
+  float inverse_softcap;
+  Dtype type;
+  Tile tile;
+};
+
+struct Statistics {
+  Logits logits;
+  const int* target_ids;     // [rows]
+  const int* holds_target;   // [rows / 64, chunks], or null
+  const float* temperature;  // [rows]
+  int rows;                  // of what is kept per row
+  int chunks;                // of the whole vocabulary
+  float* shift;              // [chunks, rows] each; gap may be null
+  float* total;
+  float* target;
+  float* gap;
+  void* kept;  // bfloat16 [rows of hidden, kept_chunks · 256], or null
+  int kept_chunks;
+};
+
+// [rows] each; gap is null where no entropy is asked for.
+struct Partials {
+  const float* shift;
+  const float* total;
+  const float* target;
+  const float* gap;
+};
+
+struct FoldChunks {
+  const int* active;
+  Partials of_chunks;  // [chunks, rows]
+  int chunks, groups, rows;
+  float *shift, *total, *target, *gap;  // [groups, rows]
+};
+
+struct FoldGroups {
+  const int* active;
+  Partials of_groups;  // [groups, rows]
+  int groups, rows;
+  float *logp, *lse, *entropy, *shift, *total, *gap;  // [rows]
+};
+
+struct RowFacts {  // [rows]; those not asked for are null
+  const float *temperature, *logp, *total, *gap, *g_logp, *g_lse, *g_entropy, *scale;
+};
+
+struct Coefficients {
+  RowFacts rows;
+  int count;
+  float *constant, *slope, *at_target;  // [rows]; slope may be null
+};
+
+// dlogit = 2^(y − shift)·(constant + slope·(y − shift)), and at_target at the target; [rows], slope may be null.
+struct RowCoefficients {
+  const int* target_ids;
+  const float *temperature, *shift, *constant, *slope, *at_target;
+};
+
+struct Dlogits {
+  Logits logits;
+  RowCoefficients rows;
+  void* out;  // [rows of hidden, slice's chunks · 256]
+  int chunks;  // of the slice, at most
+};
+
+struct FromPowers {
+  Slice where;
+  Vocabulary vocabulary;
+  RowCoefficients rows;
+  const void* powers;  // bfloat16 [·, kept chunks · 256]
+  const float* shift;  // [kept chunks, shift_rows]
+  const int* source;   // [rows]
+  int kept_chunks, shift_rows;
+  void* out;  // bfloat16 [rows, chunks · 256]
+  int rows_out, chunks, rows_at_once;
+};
+
+struct HiddenGradient {
+  Head head;
+  Slice where;
+  Matrix dlogits;
+  int chain_start, chain_stop;
+  const float* unscale;  // [rows], or null
+  float* chain;          // [rows, columns]
+  void* rounded;         // [rows, columns] in `type`, or null
+  int rows, columns;
+  Dtype type;
+  Tile tile;
+};
+
+struct WeightGradient {
+  Head head;  // of which only the sizes of the weight matter: `out` has them
+  Slice where;
+  Matrix dlogits;
+  Matrix hidden;
+  const float* unscale;  // [1], or null
+  void* out;
+  Dtype type;
+  Tile tile;
+};
+
+struct ColumnSums {
+  Slice where;
+  Matrix dlogits;
+  const float* row_unscale;  // [rows], or null
+  float* out;
+  Dtype type;
+};
+
+struct Gemm {
+  Matrix a;  // along the rows of a tile: [·, K], or [K, ·] with a_transposed
+  Matrix b;  // along its columns: [·, K], or [K, ·] with b_transposed
+  bool a_transposed, b_transposed;
+  int64_t depth;
+  const float* start;  // as `out`, or null
+  void* out;           // [rows, columns], or [columns, rows] with swapped
+  int rows, columns;
+  bool swapped;
+  Dtype type, out_type;
+  Tile tile;
+  int tile_columns;
+};
+
+cudaError_t launch(cudaStream_t, const Statistics&);
+cudaError_t launch(cudaStream_t, const FoldChunks&);
+cudaError_t launch(cudaStream_t, const FoldGroups&);
+cudaError_t launch(cudaStream_t, const Coefficients&);
+cudaError_t launch(cudaStream_t, const Dlogits&);
+cudaError_t launch_softcapped(cudaStream_t, const Dlogits&);
+cudaError_t launch(cudaStream_t, const FromPowers&);
+cudaError_t launch(cudaStream_t, const HiddenGradient&);
+cudaError_t launch(cudaStream_t, const WeightGradient&);
+cudaError_t launch(cudaStream_t, const ColumnSums&);
+cudaError_t launch(cudaStream_t, const Gemm&);
+
+}  // namespace rlk

@@ -1,0 +1,262 @@
+"""The CUDA kernels as functions of arrays: the same names, arguments and results as those of `pallas_kernels.mosaic`.
+
+A kernel's results alias what it writes into; operands that a call may leave out follow the others, and `given` has a
+bit for each that is there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cuda import build
+from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax
+from pallas_kernels.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
+from pallas_kernels.vocabulary import Head, Vocabulary
+
+Array = jax.Array
+Ref = Any
+
+
+def _call(
+    name: str, results: Sequence[Any], operands: Sequence[Any], optional: Sequence[Any] = (), **attributes: Any
+) -> list[Array]:
+    """One launch. A result is a shape, or an array that is written in place."""
+    build.register()
+    written = [x for x in results if isinstance(x, jax.Array)]
+    there = [x for x in optional if x is not None]
+    given = sum(1 << i for i, x in enumerate(optional) if x is not None)
+    first = len(operands) + len(there)
+    places = [i for i, x in enumerate(results) if isinstance(x, jax.Array)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    call = jax.ffi.ffi_call(name, shapes, input_output_aliases={first + i: place for i, place in enumerate(places)})
+    return list(call(*operands, *there, *written, given=np.int64(given), **attributes))
+
+
+def _numbers(*values: int) -> np.ndarray:
+    return np.asarray(values, np.int64)
+
+
+def _tile(tile: Tile) -> np.ndarray:
+    return _numbers(tile.rows, tile.stages, tile.cluster, tile.band)
+
+
+def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int]:
+    return vocabulary.size, vocabulary.group_width
+
+
+def _head(head: Head) -> np.ndarray:
+    return _numbers(*_vocabulary(head.vocabulary), head.layout == "dv", head.copied)
+
+
+def _softcap(logits: Logits) -> np.float64:
+    return np.float64(logits.softcap or 0)
+
+
+def partials(
+    logits: Logits,
+    machine: Machine,
+    where: Slice,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    target_ids: Array,
+    holds_target: Array | None,
+    temperature: Array,
+    out: Partials,
+    kept: Ref | None = None,
+) -> None:
+    """Write the partials of one slice of chunks into the references `out`, and powers into `kept` as far as it reaches.
+
+    hidden `[rows, D]` (whole tiles of rows), weight as `logits.head` says, bias float32 `[slice's chunks · 256]`,
+    target_ids int32 and temperature float32 `[rows]`. holds_target int32 `[rows / 64, all chunks]` is not 0 where one
+    of 64 rows has its target in a chunk; None looks everywhere. kept bfloat16 `[rows, first chunks · 256]`.
+    """
+    references = [x for x in (*out, kept) if x is not None]
+    found = _call(
+        "rlk_statistics",
+        [x[...] for x in references],
+        (*where[:3], hidden, weight, target_ids, temperature),
+        (where.columns, bias, holds_target),
+        head=_head(logits.head),
+        tile=_tile(statistics_tile(hidden.shape[0])),
+        softcap=_softcap(logits),
+        has_gap=out.gap is not None,
+        kept_chunks=np.int64(0 if kept is None else kept.shape[1] // COLUMNS),
+    )
+    for reference, array in zip(references, found, strict=True):
+        reference[...] = array
+
+
+def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine) -> Partials:
+    """Partials of chunks `[chunks, rows]` to those of groups `[groups, rows]`, for rows before `active [1]`."""
+    row = jax.ShapeDtypeStruct((groups, partials.shift.shape[1]), jnp.float32)
+    found = _call("rlk_fold_chunks", [row] * (3 + (partials.gap is not None)), (active, *partials[:3]), partials[3:])
+    return Partials(*found, *[None] * (4 - len(found)))
+
+
+def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
+    """Partials of groups `[groups, rows]` to the softmax of each row."""
+    row = jax.ShapeDtypeStruct(partials.shift.shape[1:], jnp.float32)
+    results = [row] * (4 + 2 * (partials.gap is not None))
+    logp, lse, shift, total, *spread = _call("rlk_fold_groups", results, (active, *partials[:3]), partials[3:])
+    entropy, gap = spread or (None, None)
+    return Softmax(logp, lse, entropy, shift, total, gap)
+
+
+def coefficients(rows: Rows, machine: Machine) -> Coefficients:
+    """What the gradients of each row's logits are made of."""
+    row = jax.ShapeDtypeStruct(rows.logp.shape, jnp.float32)
+    constant, at_target, *slope = _call(
+        "rlk_coefficients",
+        [row] * (2 + (rows.g_entropy is not None)),
+        (rows.temperature, rows.logp, rows.total, rows.g_logp),
+        (rows.gap, rows.g_lse, rows.g_entropy, rows.scale),
+    )
+    return Coefficients(rows.target_ids, rows.temperature, rows.shift, constant, slope[0] if slope else None, at_target)
+
+
+def _of_rows(rows: Coefficients) -> tuple[Array, ...]:
+    return rows.target_ids, rows.temperature, rows.shift, rows.constant, rows.at_target
+
+
+def dlogits(
+    logits: Logits,
+    machine: Machine,
+    where: Slice,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    rows: Coefficients,
+    out: Ref,
+) -> None:
+    """Write the gradients of one slice into the reference `out [rows, chunks · 256]`; 0 in places that hold no column.
+
+    hidden `[rows, D]`, weight and bias as in `partials`.
+    """
+    (out[...],) = _call(
+        "rlk_dlogits",
+        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
+        (*where[:3], hidden, weight, *_of_rows(rows)),
+        (where.columns, bias, rows.slope),
+        head=_head(logits.head),
+        tile=_tile(statistics_tile(hidden.shape[0])),
+        softcap=_softcap(logits),
+    )
+
+
+def from_powers(
+    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Array, rows: Coefficients, out: Ref
+) -> None:
+    """What `dlogits` writes, from the powers that the forward kept: row `source[i]` of them belongs to row i of `out`.
+
+    source int32 `[rows]`.
+    """
+    (out[...],) = _call(
+        "rlk_from_powers",
+        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
+        (*where[:3], *kept, source, *_of_rows(rows)),
+        (where.columns,),
+        vocabulary=_numbers(*_vocabulary(vocabulary)),
+        rows_at_once=np.int64(statistics_tile(out.shape[0]).cluster_rows),
+    )
+
+
+def add_hidden_gradient(
+    head: Head,
+    machine: Machine,
+    where: Slice,
+    dlogits: Array,
+    weight: Array,
+    unscale: Array | None,
+    chain: range,
+    out: HiddenGradient,
+) -> None:
+    """out.chain += dlogits·W over one slice of the chunks `chain`, in place; behind the last slice out.rounded instead.
+
+    The chain of each element goes on from where the slice before left it, so slices change no bits; the first slice
+    starts it from 0, whatever `out` holds. unscale float32 `[rows]` multiplies each row of the complete sum.
+    """
+    references = [x for x in out if x is not None]
+    found = _call(
+        "rlk_hidden_gradient",
+        [x[...] for x in references],
+        (*where[:3], dlogits, weight),
+        (where.columns, unscale),
+        head=_head(head),
+        tile=_tile(gemm_tile(out.chain.shape[0])),
+        chain_start=np.int64(chain.start),
+        chain_stop=np.int64(chain.stop),
+    )
+    for reference, array in zip(references, found, strict=True):
+        reference[...] = array
+
+
+def store_weight_gradient(
+    head: Head, machine: Machine, where: Slice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
+) -> None:
+    """out[slice] = dlogitsᵀ·H (transposed for "dv"), complete, rounded once to out's dtype; in place.
+
+    hidden `[rows, D]` is zero from row `where.rows` on. unscale float32 `[1]` multiplies before the rounding.
+    """
+    rows = dlogits.shape[1] if head.layout == "vd" else hidden.shape[1]
+    (out[...],) = _call(
+        "rlk_weight_gradient",
+        [out[...]],
+        (*where[:3], dlogits, hidden),
+        (where.columns, unscale),
+        head=_head(head),
+        tile=_tile(gemm_tile(rows)),
+    )
+
+
+def column_sums(where: Slice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
+    """Σ over rows of the slice's gradients, float32 `[columns]`: 64-row blocks, folded in ascending order.
+
+    row_unscale `[rows]` multiplies each row.
+    """
+    out = jax.ShapeDtypeStruct(dlogits.shape[1:], jnp.float32)
+    return _call("rlk_column_sums", [out], (where.rows, dlogits), (row_unscale,))[0]
+
+
+def gemm(
+    a: Array,
+    b: Array,
+    start: Array | None,
+    *,
+    a_transposed: bool,
+    b_transposed: bool,
+    out_dtype: Any,
+    machine: Machine,
+) -> Array:
+    """start + A·B, `[M, N]` in out_dtype. No dimension may be 0.
+
+    a `[M, K]`, or `[K, M]` if transposed; b `[K, N]`, or `[N, K]`; both bfloat16 or both float16. start float32
+    `[M, N]` or None.
+    """
+    k, m = a.shape if a_transposed else a.shape[::-1]
+    n = b.shape[0 if b_transposed else 1]
+    plan = gemm_plan(m, n, machine.sm_count, a_transposed=a_transposed, accumulates=start is not None)
+    # An operand is transposed here where K does not run along its memory rows.
+    operands = [(a, a_transposed), (b, not b_transposed)]
+    (along_rows, rows_transposed), (along_columns, columns_transposed) = operands[:: -1 if plan.swapped else 1]
+    return _call(
+        "rlk_gemm",
+        [jax.ShapeDtypeStruct((m, n), out_dtype)],
+        (_readable(along_rows), _readable(along_columns)),
+        (start,),
+        tile=_tile(plan.tile),
+        tile_columns=np.int64(plan.tile.columns),
+        a_transposed=rows_transposed,
+        b_transposed=columns_transposed,
+        swapped=plan.swapped,
+        depth=np.int64(k),
+    )[0]
+
+
+def _readable(operand: Array) -> Array:
+    """With rows of a multiple of 16 bytes, which tensor copies need; zeros behind them."""
+    columns = operand.shape[1]
+    return jnp.pad(operand, ((0, 0), (0, padded(columns, 8) - columns))) if columns % 8 else operand

@@ -1,0 +1,66 @@
+// Launching a product: its tensor maps, its cluster and its shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels.cuh"
+#include "main_loop.cuh"
+
+namespace rlk {
+
+inline cudaError_t tensor_map(CUtensorMap* map, const Matrix& matrix, int inner, int outer) {
+  static void* const encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return found;
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(matrix.rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.columns) * 2};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(inner), static_cast<cuuint32_t>(outer)}, each[2] = {1, 1};
+  // The type of the values does not matter to a copy: both are 16 bits wide, and zeros are the same in both.
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), sizes, strides, box, each,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Launches `Op` over at most `most_blocks` blocks of rows (of a cluster) times columns.
+template <class Op>
+cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b, const Tile& tile, int64_t most_blocks,
+                           const typename Op::Arguments& arguments) {
+  CUtensorMap a_map, b_map, out_map = {};
+  cudaError_t error = Op::kTransposeA ? tensor_map(&a_map, a, 64, 64) : tensor_map(&a_map, a, 64, tile.rows);
+  if (error != cudaSuccess) return error;
+  error = Op::kTransposeB ? tensor_map(&b_map, b, 64, Op::kColumns == 64 ? 64 / tile.cluster : 64)
+                          : tensor_map(&b_map, b, 64, Op::kColumns / tile.cluster);
+  if (error != cudaSuccess) return error;
+  const Matrix out = Op::stored(arguments);
+  if (out.data != nullptr && (error = tensor_map(&out_map, out, 64, 16)) != cudaSuccess) return error;
+  int device = 0, processors = 0;
+  if ((error = cudaGetDevice(&device)) != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const int bytes = shared_bytes<Op>(tile);
+  error = cudaFuncSetAttribute(product_kernel<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(processors / tile.cluster, most_blocks));
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = tile.cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(clusters * tile.cluster));
+  config.blockDim = dim3((tile.rows / 64 + 1) * 128);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, product_kernel<Op>, a_map, b_map, out_map, tile, arguments);
+}
+
+inline int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
+}  // namespace rlk

@@ -1,0 +1,175 @@
+// What the two products with the head share: columns of the softmax's tree, and how a product becomes a logit.
+//
+// Every sum, and every product that is added to something, is written out (__fadd_rn, fmaf, __fmul_rn): no compiler may
+// choose which of them are fused, for bits depend on it. They are those of pallas_kernels/mosaic.
+#pragma once
+
+#include "main_loop.cuh"
+
+namespace rlk {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLargeSoftcap = 64.0f;
+
+// --- columns ---------------------------------------------------------------------------------------------------------
+
+// First column of a chunk, and how many it has, 0 … 256.
+struct Columns {
+  int start, width;
+};
+
+__device__ __forceinline__ Columns columns_of(const Vocabulary& v, const Slice& where, int chunk) {
+  const int2 place = v.group_chunks.divide(chunk);
+  const int start = place.x * v.group_width + place.y * kChunk;
+  const int end = min((place.x + 1) * v.group_width, where.columns == nullptr ? v.size : *where.columns);
+  return {start, max(0, min(kChunk, end - start))};
+}
+
+// Where chunk `chunk` of a slice stands in the weight.
+__device__ __forceinline__ int head_row(const Head& head, int first_chunk, int chunk) {
+  if (head.is_copied) return chunk * kChunk;
+  const int2 place = head.vocabulary.group_chunks.divide(first_chunk + chunk);
+  return place.x * head.vocabulary.group_width + place.y * kChunk;
+}
+
+// The target's place in a chunk, −1 where it is not there.
+__device__ __forceinline__ int place_of(int target, const Columns& columns) {
+  const int place = target - columns.start;
+  return place < columns.width ? place : -1;
+}
+
+// --- hidden·Wᵀ over one slice of chunks ------------------------------------------------------------------------------
+
+template <typename T, bool kIsDv>
+struct ProductWithHead {
+  using Type = T;
+  static constexpr int kColumns = kChunk;
+  // A sum of nothing but −0 is −0 then, which is the same logit.
+  static constexpr bool kTransposeA = false, kTransposeB = kIsDv, kStartsFromSums = false;
+
+  const Logits& logits;
+
+  __device__ __forceinline__ explicit ProductWithHead(const Logits& logits) : logits(logits) {}
+
+  // Of a column block. Read anew each time: a register less is kept over the epilogues.
+  __device__ __forceinline__ int chunk(int column_block) const { return *logits.where.first_chunk + column_block; }
+
+  __device__ __forceinline__ int2 blocks(const Tile& tile) const {
+    const int height = tile.rows * tile.cluster;
+    return {(*logits.where.rows + height - 1) / height, *logits.where.chunks};
+  }
+  __device__ __forceinline__ int steps() const {
+    return static_cast<int>((logits.hidden.columns + kDepth - 1) / kDepth);
+  }
+  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_column(int block) const { return head_row(logits.head, *logits.where.first_chunk, block); }
+};
+
+// --- from products to logits -----------------------------------------------------------------------------------------
+
+struct Bounded {
+  float value;
+  float derivative;
+};
+
+// softcap·tanh(x / softcap) and its derivative: with e = exp(−2x/c) and q = (1 + e)^(−1/2), tanh = (1 − e)·q², its
+// derivative 4·e·q⁴. The hardware's own tanh is not accurate enough, and 1 − e loses digits beside a large softcap.
+__device__ __forceinline__ Bounded softcapped(float x, const Logits& logits) {
+  const float softcap = logits.softcap, share = __fmul_rn(x, logits.inverse_softcap);
+  const float e = exp2_approx(fminf(__fmul_rn(share, -2 * kLog2E), 60.0f));
+  const float root = rsqrt_approx(__fadd_rn(e, 1.0f)), inverse = __fmul_rn(root, root);
+  float capped = __fmul_rn(__fsub_rn(1.0f, e), __fmul_rn(inverse, softcap));
+  if (softcap > kLargeSoftcap) {
+    const float square = __fmul_rn(share, share);
+    float series = fmaf(square, static_cast<float>(-17.0 / 315), static_cast<float>(2.0 / 15));
+    series = fmaf(square, fmaf(square, series, static_cast<float>(-1.0 / 3)), 1.0f);
+    if (fabsf(share) < 0.2f) capped = __fmul_rn(x, series);
+  }
+  return {capped, __fmul_rn(__fmul_rn(e, inverse), __fmul_rn(4.0f, inverse))};
+}
+
+// products + bias, in place.
+template <int kCount>
+__device__ __forceinline__ void add_bias(const float* bias, const Place& place, float (&products)[kCount]) {
+  if (bias == nullptr) return;
+  const float* here = bias + static_cast<int64_t>(place.column_block) * kChunk + place.column();
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float2 both = *reinterpret_cast<const float2*>(here + 8 * i);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      products[4 * i + 2 * r] = __fadd_rn(products[4 * i + 2 * r], both.x);
+      products[4 * i + 2 * r + 1] = __fadd_rn(products[4 * i + 2 * r + 1], both.y);
+    }
+  }
+}
+
+// `other` in the columns from `width` on.
+template <int kCount>
+__device__ __forceinline__ void mask(const Place& place, int width, float other, float (&values)[kCount]) {
+  if (width >= kChunk) return;
+  for_pairs(place.column(), values, [&](int, int column, float& first, float& second) {
+    if (column >= width) first = other;
+    if (column + 1 >= width) second = other;
+  });
+}
+
+// How the values of one row of a chunk become powers of two: 2^(y − shift), the largest between √½ and √2.
+struct Powers {
+  float largest, scale, shift, rest;
+
+  // y − shift. Not values·scale − shift, which is far from 0 at the maximum itself once y has no digits behind the point.
+  __device__ __forceinline__ float exponent(float value) const {
+    return fmaf(scale, __fsub_rn(value, largest), rest);
+  }
+};
+
+__device__ __forceinline__ Powers powers(float largest, float scale) {
+  const float finite = largest == -INFINITY ? 0.0f : largest;
+  const float shift = rintf(__fmul_rn(scale, finite)), rest = fmaf(scale, finite, -shift);
+  return {finite, scale, shift, fabsf(rest) > 0.5f ? 0.0f : rest};
+}
+
+// --- over a row ------------------------------------------------------------------------------------------------------
+
+// Over the four threads that hold a row: ((0 + 1) + (2 + 3)).
+__device__ __forceinline__ float sum_of_row(float x) {
+  x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ float max_of_row(float x) {
+  x = max_nan(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return max_nan(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// The largest value of row `r` of a thread's two.
+template <int kCount>
+__device__ __forceinline__ float largest_of_row(const float (&values)[kCount], int r) {
+  float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    float& slot = largest[i % 4];
+    slot = max_nan(slot, max_nan(values[4 * i + 2 * r], values[4 * i + 2 * r + 1]));
+  }
+  return max_of_row(max_nan(max_nan(largest[0], largest[1]), max_nan(largest[2], largest[3])));
+}
+
+// Sums of a row in the one order that the softmax's tree prescribes: even and odd eights of columns apart, first and
+// second column of each pair apart.
+struct RowSum {
+  float part[2][2] = {};
+  __device__ __forceinline__ void add(int eight, int column, float x) {
+    part[eight & 1][column] = __fadd_rn(part[eight & 1][column], x);
+  }
+  __device__ __forceinline__ void add_product(int eight, int column, float x, float y) {
+    part[eight & 1][column] = fmaf(x, y, part[eight & 1][column]);
+  }
+  __device__ __forceinline__ float total() const {
+    return sum_of_row(__fadd_rn(__fadd_rn(part[0][0], part[1][0]), __fadd_rn(part[0][1], part[1][1])));
+  }
+};
+
+}  // namespace rlk

@@ -1,0 +1,218 @@
+// Kernels without a product: the fold of partial softmaxes, what gradients of logits are made of, those made of kept
+// exponentials, and sums over rows. A block has 128 threads.
+#include "logits.cuh"
+
+namespace rlk {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kAtOnce = 8;  // partials folded together, so that the latencies of their loads overlap
+
+struct Partial {
+  float shift, total, target, gap;
+};
+
+__device__ __forceinline__ Partial load(const Partials& from, int64_t there) {
+  return {from.shift[there], from.total[there], from.target[there], from.gap == nullptr ? 0 : from.gap[there]};
+}
+
+// so_far and `count` partials behind it, in this order.
+__device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&parts)[kAtOnce], int count) {
+  Partial whole = {so_far.shift, 0, so_far.target, 0};
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    // An empty partial says nothing about the maximum.
+    if (i < count) whole.shift = max_nan(whole.shift, parts[i].total == 0 ? -INFINITY : parts[i].shift);
+  }
+  auto add = [&](const Partial& part) {
+    const float below = part.total == 0 ? 0 : __fsub_rn(whole.shift, part.shift), factor = exp2_full(-below);
+    whole.total = fmaf(part.total, factor, whole.total);
+    whole.gap = fmaf(fmaf(part.total, below, part.gap), factor, whole.gap);
+  };
+  add(so_far);
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    if (i >= count) break;
+    add(parts[i]);
+    whole.target = __fadd_rn(whole.target, parts[i].target);
+  }
+  return whole;
+}
+
+// Partials first … first + count − 1 of one row, in ascending order, eight at a time.
+__device__ __forceinline__ Partial fold_all(const Partials& from, int first, int count, int rows, int row) {
+  Partial whole = {-INFINITY, 0, 0, 0};
+  for (int i = 0; i < count; i += kAtOnce) {
+    Partial parts[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (i + j < count) parts[j] = load(from, static_cast<int64_t>(first + i + j) * rows + row);
+    }
+    whole = fold(whole, parts, count - i);
+  }
+  return whole;
+}
+
+__global__ void fold_chunks_kernel(const FoldChunks f) {
+  const int row = blockIdx.x * kThreads + threadIdx.x, each = f.chunks / f.groups;
+  if (blockIdx.x * kThreads >= *f.active || row >= f.rows) return;
+  const Partial whole = fold_all(f.of_chunks, blockIdx.y * each, each, f.rows, row);
+  const int64_t there = static_cast<int64_t>(blockIdx.y) * f.rows + row;
+  f.shift[there] = whole.shift;
+  f.total[there] = whole.total;
+  f.target[there] = whole.target;
+  if (f.gap != nullptr) f.gap[there] = whole.gap;
+}
+
+__global__ void fold_groups_kernel(const FoldGroups f) {
+  const int row = blockIdx.x * kThreads + threadIdx.x;
+  if (blockIdx.x * kThreads >= *f.active || row >= f.rows) return;
+  const Partial whole = fold_all(f.of_groups, 0, f.groups, f.rows, row);
+  // A row without a finite logit has no softmax.
+  const float shift = whole.shift == -INFINITY ? NAN : whole.shift, log_total = log2f(whole.total);
+  // Rounding must not make a probability larger than 1, or an entropy negative.
+  f.logp[row] = __fmul_rn(min_nan(__fsub_rn(__fsub_rn(whole.target, shift), log_total), 0.0f), kLn2);
+  f.lse[row] = __fmul_rn(__fadd_rn(shift, log_total), kLn2);
+  f.shift[row] = shift;
+  f.total[row] = whole.total;
+  if (f.gap != nullptr) {
+    const float gap = divide(whole.gap, whole.total);
+    f.entropy[row] = __fmul_rn(max_nan(__fadd_rn(gap, log_total), 0.0f), kLn2);
+    f.gap[row] = gap;
+  }
+}
+
+// 1 − exp(x) for x <= 0, without the cancellation near 0; `power` is exp(x).
+__device__ __forceinline__ float minus_expm1(float x, float power) {
+  float series = fmaf(x, 1.0f / 120, 1.0f / 24);
+  series = fmaf(x, series, 1.0f / 6);
+  series = fmaf(x, series, 1.0f / 2);
+  series = fmaf(x, series, 1.0f);
+  return x > -0.1f ? __fmul_rn(series, -x) : __fsub_rn(1.0f, power);
+}
+
+__global__ void coefficients_kernel(const Coefficients c) {
+  const int row = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= c.count) return;
+  const RowFacts& facts = c.rows;
+  const float logp = facts.logp[row], total = facts.total[row], g_logp = facts.g_logp[row];
+  const float per_logit = divide(facts.scale == nullptr ? 1.0f : facts.scale[row], facts.temperature[row]);
+  const float probability = exp2_full(__fmul_rn(logp, kLog2E));
+  float others = -g_logp, at_target = __fmul_rn(g_logp, minus_expm1(logp, probability)), slope = 0;
+  if (facts.g_lse != nullptr) {
+    others = __fsub_rn(facts.g_lse[row], g_logp);
+    at_target = fmaf(facts.g_lse[row], probability, at_target);
+  }
+  if (facts.g_entropy != nullptr) {
+    slope = __fmul_rn(facts.g_entropy[row], -kLn2);
+    // log p = ln(2)·(y − shift) − ln(total): at the target y − shift needs no product of its own.
+    const float target = max_nan(fmaf(logp, kLog2E, log2f(total)), -1e30f), gap = facts.gap[row];
+    at_target = fmaf(probability, __fmul_rn(slope, __fadd_rn(gap, target)), at_target);
+    others = fmaf(gap, slope, others);
+  }
+  const float weight = divide(per_logit, total);
+  c.constant[row] = __fmul_rn(weight, others);
+  if (c.slope != nullptr) c.slope[row] = __fmul_rn(weight, slope);
+  c.at_target[row] = __fmul_rn(per_logit, at_target);
+}
+
+// A block makes 64 rows of one chunk; a warp one row at a time, eight columns in each lane.
+__global__ void __launch_bounds__(kThreads) from_powers_kernel(const FromPowers f) {
+  const int place = blockIdx.y, first_row = blockIdx.x * 64;
+  const int count = *f.where.rows;
+  if (place >= *f.where.chunks || first_row >= (count + f.rows_at_once - 1) / f.rows_at_once * f.rows_at_once) return;
+  const int chunk = *f.where.first_chunk + place;
+  const Columns columns = columns_of(f.vocabulary, f.where, chunk);
+  const int warp = threadIdx.x / 32, column = threadIdx.x % 32 * 8;
+  const __nv_bfloat16* powers = static_cast<const __nv_bfloat16*>(f.powers) + static_cast<int64_t>(chunk) * kChunk;
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(f.out) + static_cast<int64_t>(place) * kChunk;
+#pragma unroll 4
+  for (int i = warp; i < 64; i += kThreads / 32) {
+    const int row = first_row + i, source = f.source[row];
+    const uint4 found =
+        *reinterpret_cast<const uint4*>(powers + static_cast<int64_t>(source) * f.kept_chunks * kChunk + column);
+    const float shift = f.shift[static_cast<int64_t>(chunk) * f.shift_rows + source];
+    // A chunk of no finite logit has k = 0, which may be above the row's.
+    const float below = min_nan(__fsub_rn(shift, f.rows.shift[row]), 0.0f);
+    const float factor = __fmul_rn(f.rows.constant[row], exp2_approx(below));
+    const int target = place_of(f.rows.target_ids[row], columns);
+    // Behind the rows that count, `source` points anywhere.
+    const int holds = row < count ? columns.width : 0;
+    const uint32_t pairs[4] = {found.x, found.y, found.z, found.w};
+    uint32_t gradients[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int here = column + 2 * j;
+      // A bfloat16 is the upper half of a float.
+      float first = __fmul_rn(factor, __uint_as_float(pairs[j] << 16));
+      float second = __fmul_rn(factor, __uint_as_float(pairs[j] & 0xffff0000u));
+      if (here == target) first = f.rows.at_target[row];
+      if (here + 1 == target) second = f.rows.at_target[row];
+      gradients[j] = pair_of<__nv_bfloat16>(here < holds ? first : 0, here + 1 < holds ? second : 0);
+    }
+    *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * f.chunks * kChunk + column) =
+        make_uint4(gradients[0], gradients[1], gradients[2], gradients[3]);
+  }
+}
+
+__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
+
+// Sums of two columns in each thread: blocks of 64 rows, folded in ascending order.
+template <typename Pair>
+__global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums s) {
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kChunk + threadIdx.x * 2, stride = s.dlogits.columns;
+  const int blocks = (*s.where.rows + 63) / 64;
+  float2 sum = {0, 0};
+  for (int block = 0; block < blocks; ++block) {
+    const Pair* there = reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(s.dlogits.data) +
+                                                      static_cast<int64_t>(block) * 64 * stride + column);
+    float2 of_block = {0, 0};
+#pragma unroll 16
+    for (int i = 0; i < 64; ++i) {
+      const float2 values = floats_of(there[i * stride / 2]);
+      const float unscale = s.row_unscale == nullptr ? 1.0f : s.row_unscale[block * 64 + i];
+      of_block.x = fmaf(values.x, unscale, of_block.x);
+      of_block.y = fmaf(values.y, unscale, of_block.y);
+    }
+    sum.x = __fadd_rn(sum.x, of_block.x);
+    sum.y = __fadd_rn(sum.y, of_block.y);
+  }
+  *reinterpret_cast<float2*>(s.out + column) = sum;
+}
+
+unsigned blocks_of(int64_t size, int64_t block) { return static_cast<unsigned>((size + block - 1) / block); }
+
+}  // namespace
+
+cudaError_t launch(cudaStream_t stream, const FoldChunks& f) {
+  fold_chunks_kernel<<<dim3(blocks_of(f.rows, kThreads), f.groups), kThreads, 0, stream>>>(f);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(cudaStream_t stream, const FoldGroups& f) {
+  fold_groups_kernel<<<blocks_of(f.rows, kThreads), kThreads, 0, stream>>>(f);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(cudaStream_t stream, const Coefficients& c) {
+  coefficients_kernel<<<blocks_of(c.count, kThreads), kThreads, 0, stream>>>(c);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(cudaStream_t stream, const FromPowers& f) {
+  from_powers_kernel<<<dim3(blocks_of(f.rows_out, 64), f.chunks), kThreads, 0, stream>>>(f);
+  return cudaGetLastError();
+}
+
+cudaError_t launch(cudaStream_t stream, const ColumnSums& s) {
+  const unsigned blocks = blocks_of(s.dlogits.columns, kChunk);
+  if (s.type == Dtype::kBfloat16) {
+    column_sums_kernel<__nv_bfloat162><<<blocks, kThreads, 0, stream>>>(s);
+  } else {
+    column_sums_kernel<__half2><<<blocks, kThreads, 0, stream>>>(s);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace rlk

@@ -1,0 +1,120 @@
+// Forward of linear_logp: the softmax over each row and chunk of 256 columns. pallas_kernels/mosaic/statistics.py has the
+// definitions: a partial is (k, s, t, u) of the logits in powers of two.
+#include "launch.cuh"
+#include "logits.cuh"
+
+namespace rlk {
+namespace {
+
+template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
+struct StatisticsOp : ProductWithHead<T, kIsDv> {
+  using Arguments = Statistics;
+  using Base = ProductWithHead<T, kIsDv>;
+
+  const Statistics& s;
+
+  __device__ __forceinline__ explicit StatisticsOp(const Arguments& s) : Base(s.logits), s(s) {}
+
+  static Matrix stored(const Arguments& s) { return {s.kept, s.logits.hidden.rows, int64_t{s.kept_chunks} * kChunk}; }
+
+  struct Loaded {
+    float temperature[2];
+    Columns columns;
+    bool looks_for_targets;
+  };
+
+  __device__ __forceinline__ Loaded load(const Place& place) const {
+    Loaded loaded;
+    loaded.temperature[0] = s.temperature[place.row()];
+    loaded.temperature[1] = s.temperature[place.row() + 8];
+    const int chunk = this->chunk(place.column_block);
+    loaded.columns = columns_of(s.logits.head.vocabulary, s.logits.where, chunk);
+    loaded.looks_for_targets =
+        s.holds_target == nullptr || s.holds_target[static_cast<int64_t>(place.row() / 64) * s.chunks + chunk] > 0;
+    return loaded;
+  }
+
+  __device__ __forceinline__ void finish(const Place& place, const Loaded& loaded, float (&values)[kChunk / 2],
+                                         const Stores& stores) const {
+    const int chunk = this->chunk(place.column_block);
+    add_bias(s.logits.bias, place, values);
+    if constexpr (kSoftcap) {
+#pragma unroll
+      for (int i = 0; i < kChunk / 2; ++i) values[i] = softcapped(values[i], s.logits).value;
+    }
+    const float scale[2] = {divide(kLog2E, loaded.temperature[0]), divide(kLog2E, loaded.temperature[1])};
+    float picked[2] = {0, 0};
+    if (loaded.looks_for_targets) pick(place, loaded.columns, values, scale, picked);
+    mask(place, loaded.columns.width, -INFINITY, values);
+    const Powers to_powers[2] = {powers(largest_of_row(values, 0), scale[0]), powers(largest_of_row(values, 1), scale[1])};
+    RowSum total[2], gap[2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int r = j / 2, c = j % 2;
+        const float exponent = to_powers[r].exponent(values[4 * i + j]), weight = exp2_approx(exponent);
+        total[r].add(i, c, weight);
+        // A logit of −∞ has weight 0, and 0·∞ must be 0.
+        if constexpr (kEntropy) gap[r].add_product(i, c, weight, min_nan(-exponent, 1e30f));
+        values[4 * i + j] = weight;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t there = static_cast<int64_t>(chunk) * s.rows + place.row() + 8 * r;
+      const float sum = total[r].total(), spread = kEntropy ? gap[r].total() : 0;
+      if (place.column() == 0) {
+        s.shift[there] = to_powers[r].shift;
+        s.total[there] = sum;
+        s.target[there] = picked[r];
+        if constexpr (kEntropy) s.gap[there] = spread;
+      }
+    }
+    if (chunk < s.kept_chunks) {
+      store_rounded(Target<__nv_bfloat16>{nullptr, 0, place.first_row, chunk * kChunk, 16, kChunk, true, true}, values,
+                    stores);
+    }
+  }
+
+  __device__ __forceinline__ void pick(const Place& place, const Columns& columns, float (&values)[kChunk / 2],
+                                       const float (&scale)[2], float (&picked)[2]) const {
+    const int target[2] = {place_of(s.target_ids[place.row()], columns), place_of(s.target_ids[place.row() + 8], columns)};
+    float found[2] = {0, 0};
+    for_pairs(place.column(), values, [&](int r, int column, float& first, float& second) {
+      if (column == target[r]) found[r] = first;
+      if (column + 1 == target[r]) found[r] = second;
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) picked[r] = __fmul_rn(scale[r], sum_of_row(found[r]));
+  }
+};
+
+template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
+cudaError_t launch_op(cudaStream_t stream, const Statistics& s) {
+  const Logits& logits = s.logits;
+  const int64_t blocks = blocks_of(logits.hidden.rows, logits.tile.rows * logits.tile.cluster) * s.chunks;
+  return launch_product<StatisticsOp<T, kIsDv, kSoftcap, kEntropy>>(stream, logits.hidden, logits.head.weight,
+                                                                    logits.tile, blocks, s);
+}
+
+template <typename T, bool kIsDv>
+cudaError_t launch_any(cudaStream_t stream, const Statistics& s) {
+  if (s.logits.softcap > 0) {
+    return s.gap ? launch_op<T, kIsDv, true, true>(stream, s) : launch_op<T, kIsDv, true, false>(stream, s);
+  }
+  return s.gap ? launch_op<T, kIsDv, false, true>(stream, s) : launch_op<T, kIsDv, false, false>(stream, s);
+}
+
+template <typename T>
+cudaError_t launch_typed(cudaStream_t stream, const Statistics& s) {
+  return s.logits.head.is_dv ? launch_any<T, true>(stream, s) : launch_any<T, false>(stream, s);
+}
+
+}  // namespace
+
+cudaError_t launch(cudaStream_t stream, const Statistics& s) {
+  return s.logits.type == Dtype::kBfloat16 ? launch_typed<__nv_bfloat16>(stream, s) : launch_typed<__half>(stream, s);
+}
+
+}  // namespace rlk

@@ -1,0 +1,55 @@
+"""`rlk build-cuda`: compiles the CUDA kernels ahead of their first use, and says what became of each."""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import jaxlib
+
+from pallas_kernels.cuda import build
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `build-cuda`."""
+    description = "Compile the CUDA kernels with nvcc, where this has not been done yet."
+    parser = subparsers.add_parser("build-cuda", help=description, description=description)
+    parser.set_defaults(run=lambda _: run())
+
+
+def run() -> int:
+    """The exit status: 0 where the library is there, 1 where it cannot be built."""
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    start = time.perf_counter()
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("waiting for another build", total=None)
+            library = build.library(
+                lambda step, done, total: progress.update(task, description=step, completed=done, total=total)
+            )
+    except (RuntimeError, OSError) as problem:
+        print(f"rlk build-cuda: {problem}", file=sys.stderr)
+        return 1
+    seconds = time.perf_counter() - start
+    print(f"{library}\n{seconds:.1f} s, nvcc {build.nvcc_version(library)}, jaxlib {jaxlib.__version__}")
+    table = Table("kernel", "registers", "spill bytes")
+    kernels = build.kernels(library)
+    for name, kernel in zip(_readable([k.name for k in kernels]), kernels, strict=True):
+        table.add_row(name, str(kernel.registers or ""), str(kernel.spill_bytes))
+    Console().print(table)
+    return 0
+
+
+def _readable(names: Sequence[str]) -> Sequence[str]:
+    """Demangled where this machine can."""
+    if not shutil.which("c++filt"):
+        return names
+    done = subprocess.run(
+        ["c++filt", "--no-params"], input="\n".join(names), capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()

@@ -1,0 +1,126 @@
+"""What the CUDA C++ kernels alone promise on a Hopper GPU: Mosaic's bits, no other kernels, tiles, threads, graphs."""
+
+import concurrent.futures
+import dataclasses
+import gc
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cuda import build, kernels
+from pallas_kernels.tiles import Tile
+from rlk_jax import det_gemm, explain, linear_logp
+from tests import helpers
+from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
+from tests.helpers import Case, assert_same_bits, assert_within_contract
+
+pytestmark = pytest.mark.skipif(build.why_missing() is not None, reason=str(build.why_missing()))
+SMALL = Case("small", (300,), 192, 5000, bias=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("case", [*helpers.OPTION_CASES, *SHAPES, BITS], ids=str)
+def test_the_bits_of_mosaic(case, dtype):
+    """Of all but the entropy, in whose sums the compiler of Mosaic's kernels chooses what to fuse."""
+    problem = helpers.make(case, dtype)
+    ours, theirs = (problem.call(case, name) for name in ("cuda", "mosaic"))
+    assert_same_bits((ours.logp, ours.lse), (theirs.logp, theirs.lse))
+    if ours.entropy is not None:
+        assert_within_contract(ours.entropy, theirs.entropy, "linear_logp_wgmma", dtype, "forward")
+    without, problem = helpers.without_entropy(case, problem)
+    assert_same_bits(problem.gradients(without, "cuda"), problem.gradients(without, "mosaic"))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(rows=64, stages=5, cluster=1),
+        Tile(rows=64, stages=3, cluster=2),
+        Tile(cluster=1),
+        Tile(stages=3),
+        Tile(band=1),
+    ],
+    ids=str,
+)
+def test_every_tile(tile, monkeypatch):
+    problem = helpers.make(BITS, jnp.bfloat16)
+    expected = helpers.outputs(BITS, problem, "cuda")
+    for name in ("statistics_tile", "gemm_tile"):
+        monkeypatch.setattr(kernels, name, lambda rows: tile)
+    jax.clear_caches()
+    assert_same_bits(helpers.outputs(BITS, problem, "cuda"), expected)
+    jax.clear_caches()
+
+
+def test_no_other_kernels_run():
+    def loss(h, w, t, b):
+        return linear_logp(h, w, t, b, implementation="cuda", return_entropy=True).logp.sum()
+
+    spec = jax.ShapeDtypeStruct
+    bf16, specs = jnp.bfloat16, [spec((512,), jnp.int32), spec((8192,), jnp.float32)]
+    head = jax.jit(jax.value_and_grad(loss, (0, 1, 3))).lower(spec((512, 256), bf16), spec((8192, 256), bf16), *specs)
+    product = jax.jit(lambda a, b: det_gemm(a, b, implementation="cuda"))
+    texts = [x.compile().as_text() for x in (head, product.lower(spec((512, 256), bf16), spec((256, 1001), bf16)))]
+    for text in texts:
+        called = set(re.findall(r'custom_call_target="([^"]+)"', text))
+        assert {x for x in called if x.startswith("rlk_")}
+        assert not [
+            x for x in called if re.search("mosaic|triton|cublas|gemm_fusion", x, re.IGNORECASE) and "rlk_" not in x
+        ]
+        assert "__triton" not in text
+
+
+def _outputs(problem):
+    return helpers.outputs(SMALL, problem, "cuda")
+
+
+def test_a_thousand_runs_have_the_same_bits_and_leak_nothing():
+    """Under jit, where XLA captures the calls in CUDA graphs."""
+    problem = helpers.make(SMALL, jnp.bfloat16)
+
+    @jax.jit
+    def step(h, w, b):
+        def loss(h, w, b):
+            return linear_logp(h, w, problem.target_ids, b, implementation="cuda").sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(h, w, b)
+
+    operands = problem.hidden, problem.weight, problem.bias
+
+    def run(times):
+        """The last run's results, and the bytes that are left when all runs are over."""
+        for _ in range(times):
+            found = step(*operands)
+        jax.block_until_ready(found)
+        gc.collect()
+        return found, jax.devices()[0].memory_stats()["bytes_in_use"]
+
+    expected, before = run(10)
+    found, after = run(1000)
+    assert_same_bits(found, expected)
+    assert after - before == sum(x.nbytes for x in jax.tree.leaves(found))
+
+
+def test_threads():
+    problems = [helpers.make(dataclasses.replace(SMALL, lead=(200 + 50 * i,)), jnp.bfloat16) for i in range(4)]
+    expected = [_outputs(p) for p in problems]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            assert_same_bits(list(pool.map(_outputs, problems)), expected)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_another_device_than_the_first():
+    problem = helpers.make(SMALL, jnp.bfloat16)
+    there = jax.device_put(problem, jax.devices()[1])
+    assert_same_bits(jax.tree.map(np.asarray, _outputs(there)), jax.tree.map(np.asarray, _outputs(problem)))
+
+
+def test_by_name_only():
+    operands = jnp.ones((3, 64), jnp.bfloat16), jnp.ones((80, 64), jnp.bfloat16), jnp.zeros(3, jnp.int32)
+    decision = explain("linear_logp", *operands)
+    assert decision.choice == "mosaic" and "cuda" in decision.by_name
+    assert explain("linear_logp", *operands, implementation="cuda").choice == "cuda"
