@@ -202,40 +202,45 @@ def problem_of(op: str, operands: Sequence[Any], options: Any) -> Problem:
     return Problem(op, device_of(operands), dtypes, operands[0].shape[-1], options)
 
 
-def _reasons(problem: Problem) -> dict[str, list[str]]:
-    """For every name, why it cannot run; an empty list where it can."""
-    table = {x.name: x for x in TABLE[problem.op]}
-    missing = f"{problem.op} has no such implementation in this release"
-    return {name: table[name].why_not(problem) if name in table else [missing] for name in IMPLEMENTATIONS}
+def _reasons(problem: Problem, name: str) -> list[str]:
+    """Why the implementation of this name cannot run; empty where it can."""
+    found = [x for x in TABLE[problem.op] if x.name == name]
+    return found[0].why_not(problem) if found else [f"{problem.op} has no such implementation in this release"]
 
 
-def _check_fallback(problem: Problem, chosen: Implementation, reasons: dict[str, list[str]]) -> None:
+def _all_reasons(problem: Problem) -> dict[str, list[str]]:
+    return {name: _reasons(problem, name) for name in IMPLEMENTATIONS}
+
+
+def _check_fallback(problem: Problem, chosen: Implementation) -> None:
     """A faster implementation meant for this device was passed over: logged once per reason, refused if strict."""
     for faster in TABLE[problem.op]:
         if faster is chosen:
             return
         if faster.by_name_only or not faster.meant_for(problem.device):
             continue
-        message = f"{problem.op} runs {chosen.name} instead of {faster.name}: {'; '.join(reasons[faster.name])}"
+        message = f"{problem.op} runs {chosen.name} instead of {faster.name}: {'; '.join(faster.why_not(problem))}"
         if os.environ.get("RLK_STRICT") == "1" and problem.device.platform == "gpu":
             raise ValueError(f"RLK_STRICT=1: {message}")
         _log_once(message)
 
 
 def choose(problem: Problem, implementation: str | None) -> Implementation:
-    """The named implementation, or the fastest that can run; ValueError with the reasons where there is none."""
+    """The named implementation, or the fastest that can run; ValueError with the reasons where there is none.
+
+    Nothing is asked of those that the choice does not depend on: to find a compiler takes a process.
+    """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}.")
-    reasons = _reasons(problem)
-    if implementation is not None and reasons[implementation]:
-        raise ValueError(f"{problem.op} cannot run {implementation!r} here: {'; '.join(reasons[implementation])}.")
+    if implementation is not None and (reasons := _reasons(problem, implementation)):
+        raise ValueError(f"{problem.op} cannot run {implementation!r} here: {'; '.join(reasons)}.")
     for candidate in TABLE[problem.op]:
         if implementation == candidate.name:
             return candidate
-        if implementation is None and not reasons[candidate.name] and not candidate.by_name_only:
-            _check_fallback(problem, candidate, reasons)
+        if implementation is None and not candidate.by_name_only and not candidate.why_not(problem):
+            _check_fallback(problem, candidate)
             return candidate
-    listed = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items() if why)
+    listed = "; ".join(f"{name}: {', '.join(why)}" for name, why in _all_reasons(problem).items() if why)
     raise ValueError(f"{problem.op} has no implementation for these arguments: {listed}.")
 
 
@@ -248,7 +253,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
         raise ValueError(f"unknown op {op!r}; the ops are {tuple(TABLE)}.")
     problem, implementation = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
     chosen = choose(problem, implementation)
-    reasons = _reasons(problem)
+    reasons = _all_reasons(problem)
     del reasons[chosen.name]
     others = {x.name: x for x in TABLE[op] if x is not chosen and not reasons[x.name]}
     reasons |= {name: [x.by_name_only or f"{chosen.name} was chosen"] for name, x in others.items()}
@@ -258,5 +263,4 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
 def promising(op: str, *args: Any, **kwargs: Any) -> str:
     """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`."""
     problem, _ = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
-    reasons = _reasons(problem)
-    return next(x.name for x in TABLE[op] if x.promises_bits and not reasons[x.name])
+    return next(x.name for x in TABLE[op] if x.promises_bits and not x.why_not(problem))

@@ -82,6 +82,18 @@ def test_cuda_runs_by_name_only_and_is_no_fallback(missing, monkeypatch):
         assert decision.reasons["cuda"] == [missing or "mosaic is as fast and needs no compiler"]
 
 
+def test_no_compiler_is_looked_for_unless_it_is_asked_for(monkeypatch):
+    def why_missing():
+        raise AssertionError("looked for nvcc")
+
+    monkeypatch.setattr(build, "why_missing", why_missing)
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
+    problem, _ = importlib.import_module("rlk_jax.det_gemm").describe(*(jnp.ones((8, 8), jnp.bfloat16),) * 2)
+    assert dispatch.choose(problem, None).name == "mosaic"
+    with pytest.raises(AssertionError, match="looked for nvcc"):
+        dispatch.choose(problem, "cuda")
+
+
 @pytest.mark.parametrize("kind", ["7.5", "gfx942", None])
 def test_no_kernel_is_missed_on_other_gpus(kind, monkeypatch, caplog):
     """Strict mode too: there is nothing faster that was meant for them."""
