@@ -60,9 +60,9 @@ test-parallel: .venv/ready
 test-mosaic: .venv/ready .sm90/ready
 	$(call leg,$(RUN) $(PYTEST) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
 
-# Kernels without a GPU: through nvcc where it is installed.
-test-cuda: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/cuda -rs)
+# Kernels without a GPU: through nvcc where it is installed, and whole programs for an H200.
+test-cuda: .venv/ready .sm90/ready
+	$(call leg,RLK_SM90_PLUGINS=.sm90 $(RUN) $(PYTEST) tests/cuda -rs)
 
 # Kernels without a GPU: in Triton's interpreter where torch is installed, and through ptxas for an A100 and an H200.
 test-triton: .venv/ready .venv-triton/ready

@@ -126,28 +126,16 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
   }
 };
 
-template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
-cudaError_t launch_op(cudaStream_t stream, const Dlogits& d) {
-  const Logits& logits = d.logits;
-  const int64_t blocks = blocks_of(logits.hidden.rows, logits.tile.rows * logits.tile.cluster) * d.chunks;
-  return launch_product<DlogitsOp<T, kIsDv, kSoftcap, kEntropy>>(stream, logits.hidden, logits.head.weight, logits.tile,
-                                                                 blocks, d);
-}
-
-template <typename T, bool kIsDv, bool kSoftcap>
-cudaError_t launch_any(cudaStream_t stream, const Dlogits& d) {
-  return d.rows.slope ? launch_op<T, kIsDv, kSoftcap, true>(stream, d) : launch_op<T, kIsDv, kSoftcap, false>(stream, d);
-}
-
-template <typename T, bool kSoftcap>
-cudaError_t launch_typed(cudaStream_t stream, const Dlogits& d) {
-  return d.logits.head.is_dv ? launch_any<T, true, kSoftcap>(stream, d) : launch_any<T, false, kSoftcap>(stream, d);
-}
-
 template <bool kSoftcap>
 cudaError_t launch_dlogits(cudaStream_t stream, const Dlogits& d) {
-  return d.logits.type == Dtype::kBfloat16 ? launch_typed<__nv_bfloat16, kSoftcap>(stream, d)
-                                           : launch_typed<__half, kSoftcap>(stream, d);
+  const Logits& logits = d.logits;
+  const int64_t blocks = int64_t{d.chunks} * blocks_of(logits.hidden.rows, cluster_rows(logits.tile));
+  return with_flags(
+      [&](auto is_bfloat16, auto is_dv, auto entropy) {
+        return launch_product<DlogitsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy>>(
+            stream, logits.hidden, logits.head.weight, logits.tile, blocks, d);
+      },
+      logits.type == Dtype::kBfloat16, logits.head.is_dv, d.rows.slope != nullptr);
 }
 
 }  // namespace

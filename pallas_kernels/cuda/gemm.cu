@@ -5,7 +5,7 @@ namespace rlk {
 namespace {
 
 template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bool kSwapped>
-struct GemmOp {
+struct GemmOp : AscendingK {
   using Type = T;
   using Arguments = Gemm;
   static constexpr int kColumns = kTileColumns;
@@ -16,12 +16,9 @@ struct GemmOp {
   __device__ __forceinline__ explicit GemmOp(const Arguments& g) : g(g) {}
 
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
-    const int height = tile.rows * tile.cluster;
-    return {(g.rows + height - 1) / height, (g.columns + kColumns - 1) / kColumns};
+    return {blocks_of(g.rows, cluster_rows(tile)), blocks_of(g.columns, kColumns)};
   }
-  __device__ __forceinline__ int steps() const { return static_cast<int>((g.depth + kDepth - 1) / kDepth); }
-  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
-  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int steps() const { return blocks_of(static_cast<int>(g.depth), kDepth); }
   __device__ __forceinline__ int b_column(int block) const { return block * kColumns; }
 
   // What the copy engine can write; the rest is stored by the threads.
@@ -93,7 +90,7 @@ struct GemmOp {
 
 template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bool kSwapped>
 cudaError_t launch_op(cudaStream_t stream, const Gemm& g) {
-  const int64_t blocks = blocks_of(g.rows, g.tile.rows * g.tile.cluster) * blocks_of(g.columns, kTileColumns);
+  const int64_t blocks = int64_t{blocks_of(g.columns, kTileColumns)} * blocks_of(g.rows, cluster_rows(g.tile));
   return launch_product<GemmOp<T, kTransposedA, kTransposedB, kTileColumns, kSwapped>>(stream, g.a, g.b, g.tile, blocks,
                                                                                       g);
 }
@@ -120,22 +117,23 @@ cudaError_t launch_swapped(cudaStream_t stream, const Gemm& g) {
   }
 }
 
-template <typename T>
-cudaError_t launch_typed(cudaStream_t stream, const Gemm& g) {
-  if (g.swapped) {
-    if (g.b_transposed) return cudaErrorInvalidValue;
-    return g.a_transposed ? launch_swapped<T, true>(stream, g) : launch_swapped<T, false>(stream, g);
-  }
-  if (g.a_transposed) {
-    return g.b_transposed ? launch_wide<T, true, true>(stream, g) : launch_wide<T, true, false>(stream, g);
-  }
-  return g.b_transposed ? launch_wide<T, false, true>(stream, g) : launch_wide<T, false, false>(stream, g);
-}
-
 }  // namespace
 
 cudaError_t launch(cudaStream_t stream, const Gemm& g) {
-  return g.type == Dtype::kBfloat16 ? launch_typed<__nv_bfloat16>(stream, g) : launch_typed<__half>(stream, g);
+  const bool is_bfloat16 = g.type == Dtype::kBfloat16;
+  if (!g.swapped) {
+    return with_flags(
+        [&](auto is_bfloat16, auto a_transposed, auto b_transposed) {
+          return launch_wide<Narrow<decltype(is_bfloat16)>, a_transposed, b_transposed>(stream, g);
+        },
+        is_bfloat16, g.a_transposed, g.b_transposed);
+  }
+  if (g.b_transposed) return cudaErrorInvalidValue;
+  return with_flags(
+      [&](auto is_bfloat16, auto a_transposed) {
+        return launch_swapped<Narrow<decltype(is_bfloat16)>, a_transposed>(stream, g);
+      },
+      is_bfloat16, g.a_transposed);
 }
 
 }  // namespace rlk

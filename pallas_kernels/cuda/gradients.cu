@@ -25,7 +25,7 @@ struct HiddenGradientOp {
       : h(h),
         first_chunk(*h.where.first_chunk),
         chunks(*h.where.chunks),
-        group_steps((h.head.vocabulary.group_width + kDepth - 1) / kDepth),
+        group_steps(blocks_of(h.head.vocabulary.group_width, kDepth)),
         first_step(steps_before(first_chunk)) {}
 
   // Steps of all chunks before this one; a group's last step may be padded with zeros.
@@ -34,8 +34,7 @@ struct HiddenGradientOp {
     return place.x * group_steps.by + place.y * kSteps;
   }
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
-    const int height = tile.rows * tile.cluster;
-    return {(*h.where.rows + height - 1) / height, h.columns / kChunk};
+    return {blocks_of(*h.where.rows, cluster_rows(tile)), h.columns / kChunk};
   }
   __device__ __forceinline__ int steps() const { return steps_before(first_chunk + chunks) - first_step; }
   // The slice's chunk of a step, and the step's first place in it.
@@ -97,7 +96,7 @@ struct HiddenGradientOp {
 
 // out[slice] = dlogitsᵀ·H, or its transpose Hᵀ·dlogits for a head [D, V]; complete, rounded once.
 template <typename T, bool kIsDv>
-struct WeightGradientOp {
+struct WeightGradientOp : AscendingK {
   using Type = T;
   using Arguments = WeightGradient;
   static constexpr int kColumns = kChunk;
@@ -109,13 +108,11 @@ struct WeightGradientOp {
   __device__ __forceinline__ explicit WeightGradientOp(const Arguments& w) : w(w), first_chunk(*w.where.first_chunk) {}
 
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
-    const int height = tile.rows * tile.cluster, dim = static_cast<int>(w.hidden.columns);
-    const int rows = kIsDv ? dim : *w.where.chunks * kChunk, columns = kIsDv ? *w.where.chunks : (dim + kChunk - 1) / kChunk;
-    return {(rows + height - 1) / height, columns};
+    const int dim = static_cast<int>(w.hidden.columns), chunks = *w.where.chunks;
+    const int rows = kIsDv ? dim : chunks * kChunk, columns = kIsDv ? chunks : blocks_of(dim, kChunk);
+    return {blocks_of(rows, cluster_rows(tile)), columns};
   }
-  __device__ __forceinline__ int steps() const { return (*w.where.rows + kDepth - 1) / kDepth; }
-  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
-  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int steps() const { return blocks_of(*w.where.rows, kDepth); }
   __device__ __forceinline__ int b_column(int block) const { return block * kChunk; }
 
   static Matrix stored(const Arguments& w) { return {w.out, w.head.weight.rows, w.head.weight.columns}; }
@@ -159,30 +156,26 @@ struct WeightGradientOp {
   }
 };
 
-template <typename T, bool kIsDv>
-cudaError_t launch_op(cudaStream_t stream, const HiddenGradient& h) {
-  const int64_t blocks = blocks_of(h.rows, h.tile.rows * h.tile.cluster) * (h.columns / kChunk);
-  return launch_product<HiddenGradientOp<T, kIsDv>>(stream, h.dlogits, h.head.weight, h.tile, blocks, h);
-}
-
-template <typename T, bool kIsDv>
-cudaError_t launch_op(cudaStream_t stream, const WeightGradient& w) {
-  const Matrix &a = kIsDv ? w.hidden : w.dlogits, &b = kIsDv ? w.dlogits : w.hidden;
-  const int64_t blocks = blocks_of(a.columns, w.tile.rows * w.tile.cluster) * blocks_of(b.columns, kChunk);
-  return launch_product<WeightGradientOp<T, kIsDv>>(stream, a, b, w.tile, blocks, w);
-}
-
-template <class Gradient>
-cudaError_t launch_any(cudaStream_t stream, const Gradient& g) {
-  if (g.type == Dtype::kBfloat16) {
-    return g.head.is_dv ? launch_op<__nv_bfloat16, true>(stream, g) : launch_op<__nv_bfloat16, false>(stream, g);
-  }
-  return g.head.is_dv ? launch_op<__half, true>(stream, g) : launch_op<__half, false>(stream, g);
-}
-
 }  // namespace
 
-cudaError_t launch(cudaStream_t stream, const HiddenGradient& h) { return launch_any(stream, h); }
-cudaError_t launch(cudaStream_t stream, const WeightGradient& w) { return launch_any(stream, w); }
+cudaError_t launch(cudaStream_t stream, const HiddenGradient& h) {
+  const int64_t blocks = int64_t{h.columns / kChunk} * blocks_of(h.rows, cluster_rows(h.tile));
+  return with_flags(
+      [&](auto is_bfloat16, auto is_dv) {
+        return launch_product<HiddenGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(stream, h.dlogits, h.head.weight,
+                                                                                      h.tile, blocks, h);
+      },
+      h.type == Dtype::kBfloat16, h.head.is_dv);
+}
+
+cudaError_t launch(cudaStream_t stream, const WeightGradient& w) {
+  const Matrix &a = w.head.is_dv ? w.hidden : w.dlogits, &b = w.head.is_dv ? w.dlogits : w.hidden;
+  const int64_t blocks = int64_t{blocks_of(b.columns, kChunk)} * blocks_of(a.columns, cluster_rows(w.tile));
+  return with_flags(
+      [&](auto is_bfloat16, auto is_dv) {
+        return launch_product<WeightGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(stream, a, b, w.tile, blocks, w);
+      },
+      w.type == Dtype::kBfloat16, w.head.is_dv);
+}
 
 }  // namespace rlk

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels.cuh"
 #include "main_loop.cuh"
@@ -61,6 +62,20 @@ cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b
   return cudaLaunchKernelEx(&config, product_kernel<Op>, a_map, b_map, out_map, tile, arguments);
 }
 
-inline int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
+// Calls launch(…) with each flag as a type, so that a kernel is compiled for either value.
+template <class Launch>
+cudaError_t with_flags(Launch launch) {
+  return launch();
+}
+template <class Launch, class... Flags>
+cudaError_t with_flags(Launch launch, bool first, Flags... others) {
+  const auto with = [&](auto flag) {
+    return with_flags([&](auto... flags) { return launch(flag, flags...); }, others...);
+  };
+  return first ? with(std::true_type{}) : with(std::false_type{});
+}
+
+template <class IsBfloat16>
+using Narrow = std::conditional_t<IsBfloat16::value, __nv_bfloat16, __half>;
 
 }  // namespace rlk

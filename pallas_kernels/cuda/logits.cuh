@@ -14,23 +14,30 @@ constexpr float kLargeSoftcap = 64.0f;
 
 // --- columns ---------------------------------------------------------------------------------------------------------
 
+// A chunk's group, and its first column.
+struct Start {
+  int group, column;
+};
+
+__device__ __forceinline__ Start start_of(const Vocabulary& v, int chunk) {
+  const int2 place = v.group_chunks.divide(chunk);
+  return {place.x, place.x * v.group_width + place.y * kChunk};
+}
+
 // First column of a chunk, and how many it has, 0 … 256.
 struct Columns {
   int start, width;
 };
 
 __device__ __forceinline__ Columns columns_of(const Vocabulary& v, const Slice& where, int chunk) {
-  const int2 place = v.group_chunks.divide(chunk);
-  const int start = place.x * v.group_width + place.y * kChunk;
-  const int end = min((place.x + 1) * v.group_width, where.columns == nullptr ? v.size : *where.columns);
-  return {start, max(0, min(kChunk, end - start))};
+  const Start start = start_of(v, chunk);
+  const int end = min((start.group + 1) * v.group_width, where.columns == nullptr ? v.size : *where.columns);
+  return {start.column, max(0, min(kChunk, end - start.column))};
 }
 
 // Where chunk `chunk` of a slice stands in the weight.
 __device__ __forceinline__ int head_row(const Head& head, int first_chunk, int chunk) {
-  if (head.is_copied) return chunk * kChunk;
-  const int2 place = head.vocabulary.group_chunks.divide(first_chunk + chunk);
-  return place.x * head.vocabulary.group_width + place.y * kChunk;
+  return head.is_copied ? chunk * kChunk : start_of(head.vocabulary, first_chunk + chunk).column;
 }
 
 // The target's place in a chunk, −1 where it is not there.
@@ -42,7 +49,7 @@ __device__ __forceinline__ int place_of(int target, const Columns& columns) {
 // --- hidden·Wᵀ over one slice of chunks ------------------------------------------------------------------------------
 
 template <typename T, bool kIsDv>
-struct ProductWithHead {
+struct ProductWithHead : AscendingK {
   using Type = T;
   static constexpr int kColumns = kChunk;
   // A sum of nothing but −0 is −0 then, which is the same logit.
@@ -56,14 +63,9 @@ struct ProductWithHead {
   __device__ __forceinline__ int chunk(int column_block) const { return *logits.where.first_chunk + column_block; }
 
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
-    const int height = tile.rows * tile.cluster;
-    return {(*logits.where.rows + height - 1) / height, *logits.where.chunks};
+    return {blocks_of(*logits.where.rows, cluster_rows(tile)), *logits.where.chunks};
   }
-  __device__ __forceinline__ int steps() const {
-    return static_cast<int>((logits.hidden.columns + kDepth - 1) / kDepth);
-  }
-  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
-  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int steps() const { return blocks_of(static_cast<int>(logits.hidden.columns), kDepth); }
   __device__ __forceinline__ int b_column(int block) const { return head_row(logits.head, *logits.where.first_chunk, block); }
 };
 

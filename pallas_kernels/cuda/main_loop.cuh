@@ -12,7 +12,7 @@
 //   steps()                       of 64 along K, in every tile
 //   a_depth(k), b_depth(k)        where step k stands in A and in B
 //   b_column(block)               where a column block stands in B
-//   load(place)                   what the epilogue needs, asked for before the product: its latency hides there
+//   load(place)                   what the epilogue needs, asked for while the last products run: its latency hides there
 //   kStartsFromSums               whether start(place, products) says what the sums start from; else it is nothing
 //   finish(place, loaded, products, stores)
 //   stored(arguments)             what finish stores 16-bit values into; its data may be null
@@ -77,6 +77,18 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t full(int stage) const { return staging(tile.rows / 16) + stage * kBarrierBytes; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(tile.stages + stage); }
 };
+
+// The steps of an `Op` whose K ascends from 0 in both operands.
+struct AscendingK {
+  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
+  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+};
+
+// How many blocks of `width` hold `size`.
+__host__ __device__ constexpr int blocks_of(int size, int width) { return (size + width - 1) / width; }
+
+// Rows of a cluster's blocks, one below the other.
+__host__ __device__ constexpr int cluster_rows(const Tile& tile) { return tile.rows * tile.cluster; }
 
 // Bytes of a block with this tile; the launcher asks for the same.
 template <class Op>
@@ -162,15 +174,17 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
   }
 }
 
-// products += A·B over the steps of one tile, one step's products in flight while the next one's are issued.
-template <class Op>
+// products += A·B over the steps of one tile, one step's products in flight while the next one's are issued. Calls
+// meanwhile() while the last ones run.
+template <class Op, class Meanwhile>
 __device__ __forceinline__ void multiply(const Tile& tile, const SharedMemory<Op>& memory, int warpgroup, int steps,
-                                         Step& step, float (&products)[Op::kColumns / 2]) {
+                                         Step& step, float (&products)[Op::kColumns / 2], Meanwhile meanwhile) {
   constexpr int kNextA = Op::kTransposeA ? 16 * kStepBytes : 32;  // bytes of 16 along K
   constexpr int kNextB = Op::kTransposeB ? 16 * kStepBytes : 32;
-  const int lane = threadIdx.x % 32;
+  // One thread for each block of the cluster: a warpgroup's products end together.
+  const int thread = threadIdx.x % 128;
   auto release = [&](int stage) {
-    if (lane < tile.cluster) barrier_arrive(memory.empty(stage), lane);
+    if (thread < tile.cluster) barrier_arrive(memory.empty(stage), thread);
   };
   changed(products);
   int before = 0;
@@ -191,6 +205,7 @@ __device__ __forceinline__ void multiply(const Tile& tile, const SharedMemory<Op
     before = stage;
     step.next(tile);
   }
+  meanwhile();
   products_wait<0>();
   changed(products);
   if (steps > 0) release(before);
@@ -200,16 +215,21 @@ template <class Op>
 __device__ __forceinline__ void consume(const Op& op, const Tile& tile, const SharedMemory<Op>& memory, const Order& order,
                                         const CUtensorMap* out_map) {
   Step step;
-  for (int index = blockIdx.x / tile.cluster; index < order.tiles(); index += gridDim.x / tile.cluster) {
+  int index = blockIdx.x / tile.cluster;
+  int2 block = order.block(index, tile);
+  while (index < order.tiles()) {
     // What can be found again is not kept over an epilogue, whose products leave few registers.
-    const int warp = thread_index() / 32;
-    const int2 block = order.block(index, tile);
+    const int warp = warp_index();
     const Place place = {(block.x * tile.cluster + cluster_rank()) * tile.rows + warp * 16, block.y};
     float products[Op::kColumns / 2];
-    const auto loaded = op.load(place);
+    typename Op::Loaded loaded;
     if constexpr (Op::kStartsFromSums) op.start(place, products);
-    multiply<Op>(tile, memory, warp / 4, op.steps(), step, products);
-    op.finish(place, loaded, products, Stores{out_map, memory.staging(thread_index() / 32)});
+    multiply<Op>(tile, memory, warp / 4, op.steps(), step, products, [&] {
+      loaded = op.load(place);
+      index += gridDim.x / tile.cluster;
+      block = order.block(index, tile);
+    });
+    op.finish(place, loaded, products, Stores{out_map, memory.staging(warp_index())});
   }
   if (threadIdx.x % 32 == 0) stores_wait<0>();
 }
@@ -226,12 +246,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   // In memory, where it takes no registers from the products.
   __shared__ alignas(Order) unsigned char order_memory[sizeof(Order)];
   const Order& order = *reinterpret_cast<const Order*>(order_memory);
-  const int warpgroups = tile.rows / 64, warpgroup = threadIdx.x / 128;
+  const int warpgroups = tile.rows / 64, warpgroup = warp_index() / 4;
   if (threadIdx.x == 0) {
     new (order_memory) Order(op.blocks(tile), tile);
     for (int i = 0; i < tile.stages; ++i) {
       barrier_init(memory.full(i), 1);
-      barrier_init(memory.empty(i), 4 * warpgroups * tile.cluster);  // each warp's one
+      barrier_init(memory.empty(i), warpgroups * tile.cluster);
     }
     barrier_init_fence();
   }

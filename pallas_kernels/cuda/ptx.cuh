@@ -25,6 +25,9 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
+// Of this warp in the block, in a form that the compiler knows to be the same in all its threads.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, thread_index() / 32, 0); }
+
 // All threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

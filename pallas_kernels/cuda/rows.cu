@@ -181,8 +181,6 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums 
   *reinterpret_cast<float2*>(s.out + column) = sum;
 }
 
-unsigned blocks_of(int64_t size, int64_t block) { return static_cast<unsigned>((size + block - 1) / block); }
-
 }  // namespace
 
 cudaError_t launch(cudaStream_t stream, const FoldChunks& f) {

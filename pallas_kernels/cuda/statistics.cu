@@ -90,31 +90,17 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
   }
 };
 
-template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
-cudaError_t launch_op(cudaStream_t stream, const Statistics& s) {
-  const Logits& logits = s.logits;
-  const int64_t blocks = blocks_of(logits.hidden.rows, logits.tile.rows * logits.tile.cluster) * s.chunks;
-  return launch_product<StatisticsOp<T, kIsDv, kSoftcap, kEntropy>>(stream, logits.hidden, logits.head.weight,
-                                                                    logits.tile, blocks, s);
-}
-
-template <typename T, bool kIsDv>
-cudaError_t launch_any(cudaStream_t stream, const Statistics& s) {
-  if (s.logits.softcap > 0) {
-    return s.gap ? launch_op<T, kIsDv, true, true>(stream, s) : launch_op<T, kIsDv, true, false>(stream, s);
-  }
-  return s.gap ? launch_op<T, kIsDv, false, true>(stream, s) : launch_op<T, kIsDv, false, false>(stream, s);
-}
-
-template <typename T>
-cudaError_t launch_typed(cudaStream_t stream, const Statistics& s) {
-  return s.logits.head.is_dv ? launch_any<T, true>(stream, s) : launch_any<T, false>(stream, s);
-}
-
 }  // namespace
 
 cudaError_t launch(cudaStream_t stream, const Statistics& s) {
-  return s.logits.type == Dtype::kBfloat16 ? launch_typed<__nv_bfloat16>(stream, s) : launch_typed<__half>(stream, s);
+  const Logits& logits = s.logits;
+  const int64_t blocks = int64_t{s.chunks} * blocks_of(logits.hidden.rows, cluster_rows(logits.tile));
+  return with_flags(
+      [&](auto is_bfloat16, auto is_dv, auto softcap, auto entropy) {
+        return launch_product<StatisticsOp<Narrow<decltype(is_bfloat16)>, is_dv, softcap, entropy>>(
+            stream, logits.hidden, logits.head.weight, logits.tile, blocks, s);
+      },
+      logits.type == Dtype::kBfloat16, logits.head.is_dv, logits.softcap > 0, s.gap != nullptr);
 }
 
 }  // namespace rlk

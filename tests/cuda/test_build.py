@@ -12,9 +12,9 @@ import pytest
 
 from pallas_kernels.cuda import build
 from rlk_jax import cli
+from tests.cuda.conftest import REAL, built_library
 
 HERE = pathlib.Path(__file__).parent
-REAL = build.SOURCES
 PRETENDS = """#!/bin/sh
 [ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.88" && exit
 while [ "$1" != -o ]; do shift; done
@@ -215,34 +215,10 @@ def test_cache_folder(variables, expected, monkeypatch):
     assert str(build.cache_folder()) == expected
 
 
-def needs_nvcc() -> None:
-    try:
-        build.find_nvcc()
-    except RuntimeError as problem:
-        pytest.skip(str(problem))
-
-
-def built_library(folder: pathlib.Path, sources: pathlib.Path) -> pathlib.Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "SOURCES", sources)
-        patch.setenv("RLK_CACHE_DIR", str(folder))
-        return build.library()
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """tiny.cu's library."""
-    needs_nvcc()
     return built_library(tmp_path_factory.mktemp("tiny"), HERE)
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    """The library of the sources that users build."""
-    needs_nvcc()
-    if not (REAL / "ffi.cu").exists():
-        pytest.skip("pallas_kernels/cuda has no ffi.cu yet")
-    return built_library(tmp_path_factory.mktemp("shipped"), REAL)
 
 
 @pytest.fixture(scope="module")

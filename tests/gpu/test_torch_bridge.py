@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 torch_bridge = pytest.importorskip("torch_bridge")
 
 from tests import helpers  # noqa: E402
+from tests.gpu.hopper import every_implementation  # noqa: E402
 from tests.torch_bridge import tensors  # noqa: E402
 from tests.torch_bridge.clients.policy import on_processes  # noqa: E402
 from tests.torch_bridge.tensors import array, assert_same_bits  # noqa: E402
@@ -32,12 +33,18 @@ def bits(*found: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("n", [1, 7, 64, 100, 500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["vd", "transposed", "dv"])
-def test_bits_of_linear_logp(n, dtype, layout):
+@every_implementation
+def test_bits_of_linear_logp(n, dtype, layout, implementation):
     hidden, weight, ids, bias = head(n, dtype)
     if layout == "dv":
         weight = weight.detach().t().contiguous().requires_grad_()
     given = weight.t() if layout == "transposed" else weight
-    options = {"weight_layout": "vd" if layout == "vd" else "dv", "return_entropy": True, "temperature": 0.8}
+    options = {
+        "weight_layout": "vd" if layout == "vd" else "dv",
+        "return_entropy": True,
+        "temperature": 0.8,
+        "implementation": implementation,
+    }
     found = torch_bridge.linear_logp(hidden, given, ids, bias, **options)
     upstream = [tensors.randn(n, seed=i).cuda() for i in range(2)]
     gradients = torch.autograd.grad((found.logp, found.entropy), (hidden, weight, bias), upstream)
@@ -68,9 +75,11 @@ def test_bits_of_the_ops_over_logits():
     assert_same_bits([found.loss, gradient], jax.value_and_grad(loss)(arrays[0]))
 
 
-def test_bits_of_det_gemm():
+@every_implementation
+def test_bits_of_det_gemm(implementation):
     a, b = tensors.randn(100, DIM, dtype=torch.bfloat16).cuda(), tensors.randn(DIM, 512, dtype=torch.bfloat16).cuda()
-    assert_same_bits([torch_bridge.det_gemm(a, b)], [rlk_jax.det_gemm(array(a), array(b))])
+    found = torch_bridge.det_gemm(a, b, implementation=implementation)
+    assert_same_bits([found], [rlk_jax.det_gemm(array(a), array(b), implementation=implementation)])
 
 
 def test_memory_is_shared_both_ways():

@@ -1,4 +1,4 @@
-"""linear_logp's Mosaic kernels with the head spread over GPUs; degrees beyond this machine's GPUs are skipped."""
+"""linear_logp's kernels for Hopper with the head spread over GPUs; degrees beyond this machine's GPUs are skipped."""
 
 import functools
 
@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from rlk_jax import vocab_parallel
 from tests import helpers
+from tests.gpu.hopper import every_implementation, needs_cuda
 from tests.helpers import Case, assert_same_bits, assert_within_contract, weighted
 
 CASES = (
@@ -28,7 +29,9 @@ def mesh_of(degree: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(jax.devices()[:degree], ("tp",))
 
 
-def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduction: str):
+def outputs(
+    case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduction: str, implementation: str = "mosaic"
+):
     """Values, then gradients of hidden, weight and bias, on a padded head."""
     layout, n = case.options.get("weight_layout", "vd"), mesh.size
     pad = functools.partial(vocab_parallel.pad_lm_head, n=n)
@@ -48,7 +51,7 @@ def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduc
             temperature=problem.temperature,
             global_vocab_size=case.vocab,
             reduction=reduction,
-            implementation="mosaic",
+            implementation=implementation,
             **{"return_lse": True, "return_entropy": True, **case.options},
         )
 
@@ -85,21 +88,37 @@ def test_same_bits_at_every_degree(case, degree, unsharded):
     assert_within_contract(d_hidden, gradients[0], "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
+# Without an entropy, of which the two kernels' bits may differ.
+@needs_cuda
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.xdist_group(x.name), id=x.name) for x in CASES if "kept" in x.name]
+)
+def test_the_cuda_kernels_give_the_same_bits(case, degree, unsharded):
+    problem, (values, gradients), one_group_at_a_time = unsharded(case.name)
+    own_values, (d_hidden, *d_head) = outputs(case, problem, mesh_of(degree), "canonical", "cuda")
+    assert_same_bits(own_values, values)
+    assert_same_bits(tuple(d_head), gradients[1:])
+    assert_same_bits(d_hidden, one_group_at_a_time[1][0])
+
+
+@every_implementation
 @pytest.mark.parametrize("degree", [2, 4, 8])
-def test_against_float64(degree):
+def test_against_float64(degree, implementation):
     case = Case("gold", (64,), 256, 50257, bias=True, temperature="per token")
     problem = helpers.make(case, jnp.bfloat16)
     gold = helpers.gold(case, problem)
     for reduction in ("sum", "canonical"):
-        values, gradients = outputs(case, problem, mesh_of(degree), reduction)
+        values, gradients = outputs(case, problem, mesh_of(degree), reduction, implementation)
         for actual, expected in zip(values, gold.values, strict=True):
             assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
         for actual, expected in zip(gradients, gold.gradients, strict=True):
             assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
+@every_implementation
 @pytest.mark.parametrize("spec", [P("tp", None), P(None, "tp"), P()], ids=str)
-def test_bare_calls_under_jit(spec):
+def test_bare_calls_under_jit(spec, implementation):
     """On a head spread along V, along D, or whole, over the GPUs there are; tokens over them too where it is whole."""
     case = Case("bare", (256,), 512, 50432, bias=True)
     degree = 4 if jax.device_count() >= 4 else 2
@@ -118,8 +137,8 @@ def test_bare_calls_under_jit(spec):
         bias=jax.device_put(problem.bias, NamedSharding(mesh, P())),
     )
     gold = helpers.gold(case, problem)
-    values = jax.jit(lambda p: p.call(case, "mosaic"))(here._replace(temperature=jnp.float32(1)))
+    values = jax.jit(lambda p: p.call(case, implementation))(here._replace(temperature=jnp.float32(1)))
     for actual, expected in zip(values, gold.values, strict=True):
         assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
-    for actual, expected in zip(here.gradients(case, "mosaic"), gold.gradients, strict=True):
+    for actual, expected in zip(here.gradients(case, implementation), gold.gradients, strict=True):
         assert_within_contract(actual, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
