@@ -82,7 +82,8 @@ def linear_logp(
     forward and backward nothing is held but these tensors, as autograd holds them, and a few numbers per token.
 
     Same bits: those of `rlk_jax.linear_logp` on the same arrays, of the implementations that promise any (`mosaic`,
-    `triton`, `deterministic`), although the rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
+    `cuda`, `triton`, `deterministic`), although the rows are padded to one of a few sizes. docs/torch_bridge.md has the
+    rest.
     """
     options: dict[str, Any] = {
         "logit_softcap": logit_softcap,
