@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pallas_kernels.cuda import build
-from rlk_jax import _head_kernels, hopper
+from rlk_jax import hopper
 
 if TYPE_CHECKING:
     from rlk_jax.dispatch import Problem
@@ -30,13 +30,16 @@ LINEAR_LOGP = hopper.linear_logp(_kernels)
 DET_GEMM = hopper.det_gemm(_kernels)
 
 
+def _no_library() -> list[str]:
+    missing = build.why_missing() or build.driver_too_old()
+    return [missing] if missing else []
+
+
 def cannot_run(problem: "Problem") -> list[str]:
-    """Reasons why no kernel runs on this device; only on Hopper is it worth looking for a compiler."""
-    reasons = hopper.needs_hopper(problem)
-    missing = None if reasons else build.why_missing()
-    return [missing] if missing else reasons
+    """Reasons why no kernel runs on this device; only where all else fits is it worth looking for a compiler."""
+    return hopper.needs_hopper(problem) or _no_library()
 
 
 def why_not(problem: "Problem") -> list[str]:
     """Reasons why linear_logp's kernels cannot run this problem."""
-    return cannot_run(problem) + _head_kernels.why_not(problem)
+    return hopper.why_not(problem) or _no_library()

@@ -51,10 +51,10 @@ def det_gemm(
     are products of the same kind, so they can be differentiated again. A float32 gradient of C is rounded to a's dtype
     first: tensor cores multiply 16-bit numbers.
 
-    Same bits: `mosaic` and `deterministic` give a row of C and of dA the same raw bits for any M, at any position and
-    beside any rows. K cut at multiples of 64 and added up in order through `accumulate_into` gives the bits of the
-    whole; so does dB as `det_gemm(a_block.T, dc_block, accumulate_into=…)` over blocks of 64·i rows. Zero rows appended
-    to a and dC change no bit of dB. docs/det_gemm.md has the whole contract.
+    Same bits: `mosaic`, `cuda` and `deterministic` give a row of C and of dA the same raw bits for any M, at any
+    position and beside any rows. K cut at multiples of 64 and added up in order through `accumulate_into` gives the
+    bits of the whole; so does dB as `det_gemm(a_block.T, dc_block, accumulate_into=…)` over blocks of 64·i rows. Zero
+    rows appended to a and dC change no bit of dB. docs/det_gemm.md has the whole contract.
 
     Source: RL-Kernel's det_gemm; batch invariance as in "Defeating Nondeterminism in LLM Inference" (Thinking Machines,
     2025), without its fixed tile.

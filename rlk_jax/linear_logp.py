@@ -129,8 +129,8 @@ def linear_logp(
       reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
         parallelism: hidden gathered over the axis).
       memory_budget: bytes for the logits and their gradients that are held at a time, and the copies beside them, never
-        for less than one block of them; `mosaic` holds up to half of it from the forward to the backward. None for the
-        implementation's default. `mosaic` and `deterministic` give the same bits for every budget.
+        for less than one block of them; `mosaic` and `cuda` hold up to half of it from the forward to the backward.
+        None for the implementation's default. `mosaic`, `cuda` and `deterministic` give the same bits for every budget.
       validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
         device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
         outputs and in every gradient it reaches, and is reported under `jax.experimental.checkify`.
@@ -147,9 +147,9 @@ def linear_logp(
     Gradients flow to hidden, lm_head_weight and bias, in their dtypes. An operand that needs none costs no work, and
     neither does a row whose upstream gradients are all 0: it contributes exactly 0, even if it holds NaN.
 
-    Same bits: `mosaic` and `deterministic` give a row the same raw bits in any batch, at any position and beside any
-    neighbours, and dW, db the same bits with ignored rows anywhere; `xla` promises accuracy only. docs/linear_logp.md
-    has the whole contract.
+    Same bits: `mosaic`, `cuda` and `deterministic` give a row the same raw bits in any batch, at any position and
+    beside any neighbours, and dW, db the same bits with ignored rows anywhere; `xla` promises accuracy only.
+    docs/linear_logp.md has the whole contract.
 
     Source: RL-Kernel's linear_logp; the pair (max, ln Σ) as in online softmax (Milakov and Gimelshein,
     arXiv 1805.02867).

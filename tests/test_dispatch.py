@@ -73,6 +73,7 @@ def test_hoppers_kernels_say_everything_that_they_lack(name):
 @pytest.mark.parametrize("missing", [None, "needs a compiler"])
 def test_cuda_runs_by_name_only_and_is_no_fallback(missing, monkeypatch):
     monkeypatch.setattr(build, "why_missing", lambda: missing)
+    monkeypatch.setattr(build, "driver_too_old", lambda: None)
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
     monkeypatch.setenv("RLK_STRICT", "1")
     hidden, weight, ids = (*(x.astype(jnp.bfloat16) for x in ARGUMENTS[:2]), ARGUMENTS[2])
@@ -92,6 +93,17 @@ def test_no_compiler_is_looked_for_unless_it_is_asked_for(monkeypatch):
     assert dispatch.choose(problem, None).name == "mosaic"
     with pytest.raises(AssertionError, match="looked for nvcc"):
         dispatch.choose(problem, "cuda")
+    # Neither `mosaic` nor `cuda` takes float32.
+    assert dispatch.promising("linear_logp", *ARGUMENTS) == "deterministic"
+
+
+def test_an_old_driver_is_a_reason(monkeypatch):
+    monkeypatch.setattr(build, "why_missing", lambda: None)
+    monkeypatch.setattr(build, "driver_too_old", lambda: "the driver is old")
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
+    half = jnp.ones((8, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match="det_gemm cannot run 'cuda' here: the driver is old"):
+        rlk_jax.det_gemm(half, half, implementation="cuda")
 
 
 @pytest.mark.parametrize("kind", ["7.5", "gfx942", None])

@@ -39,6 +39,8 @@ FLAGS_OF = {"dlogits_softcap.cu": ("-Xptxas", "-O1")}
 """Of one source, behind the others; the source says why."""
 OLDEST = (12, 5)
 """The first CUDA with cudaGetDriverEntryPointByVersion, which finds the driver's functions without linking libcuda."""
+_FLAGS_FROM_OUTSIDE = ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")
+"""nvcc would take them from the environment, and no environment variable may change bits."""
 SOURCES = Path(__file__).parent
 _LIBRARY = "librlk_cuda.so"
 _PTXAS = "ptxas.txt"
@@ -83,11 +85,25 @@ def find_nvcc() -> Nvcc:
     path = shutil.which("nvcc", path=folders)
     if path is None:
         raise RuntimeError(f"{needed}; there is none {where}")
-    said = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    version = re.search(r"\bV(\d+)\.(\d+)[.\d]*", said.stdout)
+    version = re.search(r"\bV(\d+)\.(\d+)[.\d]*", _output(path, "--version").stdout)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         raise RuntimeError(f"{needed}; {path} is {version[0][1:] if version else 'of an unknown version'}")
+    preprocessed = _output(path, "-E", "-x", "cu", os.devnull)
+    if preprocessed.returncode:
+        last = (preprocessed.stderr.strip() or f"exit status {preprocessed.returncode}").splitlines()[-1]
+        raise RuntimeError(f"{needed}, and a C++ compiler that it can use; {path} says: {last}")
     return Nvcc(path, version[0][1:])
+
+
+def _output(*command: str) -> subprocess.CompletedProcess[str]:
+    """Of a command that nothing but its arguments and the machine may influence."""
+    environment = {name: value for name, value in os.environ.items() if name not in _FLAGS_FROM_OUTSIDE}
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment
+        )
+    except OSError as problem:
+        raise RuntimeError(f"{command[0]} does not run: {problem}") from problem
 
 
 def cache_folder() -> Path:
@@ -131,9 +147,32 @@ def why_missing() -> str | None:
         folder, _ = _place()
         if not folder.exists():
             _check_writable(folder.parent)
-    except RuntimeError as problem:
+    except (RuntimeError, OSError) as problem:
         return str(problem)
     return None
+
+
+@functools.cache
+def driver_too_old() -> str | None:
+    """Why this machine's driver cannot run the library, which need not be built yet; needs `why_missing()` to be None.
+
+    A driver runs what any CUDA of its major version has built.
+    """
+    folder, _ = _place()
+    built_by, driver = nvcc_version(folder / _LIBRARY), _driver_version()
+    if driver // 1000 >= int(built_by.split(".")[0]):
+        return None
+    return f"the driver is of CUDA {driver // 1000}, older than nvcc {built_by}; CUDA_HOME may name another nvcc"
+
+
+def _driver_version() -> int:
+    """The CUDA version that the driver is made for, 1000 · major + 10 · minor; 0 where there is none."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 def state() -> str:
@@ -232,13 +271,12 @@ def _compile(nvcc: str, objects: Path, library: Path, report: Report) -> str:
 
 
 def _run(command: Sequence[str], makes: str) -> str:
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    done = _output(*command)
+    said = done.stdout + done.stderr
     if done.returncode:
-        last = "\n".join(done.stdout.splitlines()[-_LAST_LINES:])
+        last = "\n".join(said.splitlines()[-_LAST_LINES:])
         raise RuntimeError(f"{command[0]} fails at {makes} with exit status {done.returncode}:\n{last}")
-    return done.stdout
+    return said
 
 
 def _header_version() -> int:
@@ -265,7 +303,10 @@ def register() -> None:
 @functools.cache
 def _register() -> ctypes.CDLL:
     path = library()
-    loaded = ctypes.CDLL(str(path))
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as problem:
+        raise RuntimeError(f"{problem}; remove {path.parent} and run `rlk build-cuda`") from problem
     versions = tuple(f"{x // 1000}.{x % 1000}" for x in (loaded.rlk_ffi_api_version(), _header_version()))
     if versions[0] != versions[1]:
         raise RuntimeError(

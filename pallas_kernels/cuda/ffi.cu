@@ -34,6 +34,7 @@ ffi::Error run(const char* name, cudaStream_t stream, int device, const Argument
   const OnDevice here(device);
   const cudaError_t error = here.error() != cudaSuccess ? here.error() : launch(stream, arguments);
   if (error == cudaSuccess) return ffi::Error::Success();
+  cudaGetLastError();  // Nobody else is to find it.
   return ffi::Error::Internal(std::string(name) + ": " + cudaGetErrorString(error));
 }
 
@@ -88,7 +89,7 @@ T* result(ffi::RemainingRets buffers, size_t index) {
 
 Tile tile(Numbers numbers) {
   return {static_cast<int>(numbers[0]), static_cast<int>(numbers[1]), static_cast<int>(numbers[2]),
-          Divisor(static_cast<int>(numbers[3]))};
+          Divisor(static_cast<int>(numbers[3])), static_cast<int>(numbers[4])};
 }
 
 Vocabulary vocabulary(Numbers numbers) {
@@ -239,7 +240,7 @@ ffi::Error from_powers(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyB
   return run("rlk_from_powers", stream, device, f);
 }
 
-// Optional: columns, unscale. Results: the chain, then what its last slice rounds it to, where that is asked for.
+// Optional: unscale. Results: the chain, then what its last slice rounds it to, where that is asked for.
 ffi::Error hidden_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                            AnyBuffer dlogits, AnyBuffer weight, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> chain,
                            ffi::RemainingRets more, int64_t given, Numbers of_head, Numbers of_tile,
@@ -247,7 +248,7 @@ ffi::Error hidden_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, 
   Optional optional(rest, given);
   HiddenGradient h = {};
   h.head = head(of_head, weight);
-  h.where = slice(rows, first_chunk, chunks, optional);
+  h.where = {data<const int>(rows), data<const int>(first_chunk), data<const int>(chunks), nullptr};
   h.dlogits = matrix(dlogits);
   h.chain_start = static_cast<int>(chain_start);
   h.chain_stop = static_cast<int>(chain_stop);
@@ -283,7 +284,7 @@ ffi::Error column_sums(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyB
                        ffi::Result<AnyBuffer> out, int64_t given) {
   Optional optional(rest, given);
   ColumnSums s = {};
-  s.where.rows = data<const int>(rows);
+  s.rows = data<const int>(rows);
   s.dlogits = matrix(dlogits);
   s.row_unscale = optional.next<const float>();
   s.out = data<float>(out);

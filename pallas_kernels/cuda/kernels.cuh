@@ -34,6 +34,7 @@ struct Tile {
   int stages;   // steps in flight
   int cluster;  // neighbouring blocks, one below the other, that load each tile of columns once for both
   Divisor band;  // clusters of rows visited before the next columns
+  int processors;  // multiprocessors that the grid spreads over
 };
 
 // A row-major matrix of 16-bit values.
@@ -174,7 +175,7 @@ struct WeightGradient {
 };
 
 struct ColumnSums {
-  Slice where;
+  const int* rows;  // that count; on the device
   Matrix dlogits;
   const float* row_unscale;  // [rows], or null
   float* out;

@@ -39,8 +39,8 @@ def _numbers(*values: int) -> np.ndarray:
     return np.asarray(values, np.int64)
 
 
-def _tile(tile: Tile) -> np.ndarray:
-    return _numbers(tile.rows, tile.stages, tile.cluster, tile.band)
+def _tile(tile: Tile, machine: Machine) -> np.ndarray:
+    return _numbers(tile.rows, tile.stages, tile.cluster, tile.band, machine.sm_count)
 
 
 def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def partials(
         (*where[:3], hidden, weight, target_ids, temperature),
         (where.columns, bias, holds_target),
         head=_head(logits.head),
-        tile=_tile(statistics_tile(hidden.shape[0])),
+        tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
         has_gap=out.gap is not None,
         kept_chunks=np.int64(0 if kept is None else kept.shape[1] // COLUMNS),
@@ -142,7 +142,7 @@ def dlogits(
         (*where[:3], hidden, weight, *_of_rows(rows)),
         (where.columns, bias, rows.slope),
         head=_head(logits.head),
-        tile=_tile(statistics_tile(hidden.shape[0])),
+        tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
     )
 
@@ -184,9 +184,9 @@ def add_hidden_gradient(
         "rlk_hidden_gradient",
         [x[...] for x in references],
         (*where[:3], dlogits, weight),
-        (where.columns, unscale),
+        (unscale,),
         head=_head(head),
-        tile=_tile(gemm_tile(out.chain.shape[0])),
+        tile=_tile(gemm_tile(out.chain.shape[0]), machine),
         chain_start=np.int64(chain.start),
         chain_stop=np.int64(chain.stop),
     )
@@ -208,7 +208,7 @@ def store_weight_gradient(
         (*where[:3], dlogits, hidden),
         (where.columns, unscale),
         head=_head(head),
-        tile=_tile(gemm_tile(rows)),
+        tile=_tile(gemm_tile(rows), machine),
     )
 
 
@@ -247,7 +247,7 @@ def gemm(
         [jax.ShapeDtypeStruct((m, n), out_dtype)],
         (_readable(along_rows), _readable(along_columns)),
         (start,),
-        tile=_tile(plan.tile),
+        tile=_tile(plan.tile, machine),
         tile_columns=np.int64(plan.tile.columns),
         a_transposed=rows_transposed,
         b_transposed=columns_transposed,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 
 #include "kernels.cuh"
@@ -9,24 +10,39 @@
 
 namespace rlk {
 
-inline cudaError_t tensor_map(CUtensorMap* map, const Matrix& matrix, int inner, int outer) {
-  static void* const encode = [] {
-    void* found = nullptr;
+// The driver's function, found without linking libcuda.
+inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
+  static std::atomic<void*> known = nullptr;
+  void* found = known;
+  if (found == nullptr) {
     cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    return found;
-  }();
-  if (encode == nullptr) return cudaErrorNotSupported;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) return error;
+    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+    known = found;
+  }
+  *encoder = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  return cudaSuccess;
+}
+
+inline cudaError_t tensor_map(CUtensorMap* map, const Matrix& matrix, int inner, int outer) {
+  decltype(&cuTensorMapEncodeTiled) encode;
+  if (const cudaError_t error = find_encoder(&encode); error != cudaSuccess) return error;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(matrix.rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.columns) * 2};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(inner), static_cast<cuuint32_t>(outer)}, each[2] = {1, 1};
   // The type of the values does not matter to a copy: both are 16 bits wide, and zeros are the same in both.
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), sizes, strides, box, each,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), sizes, strides, box, each,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
+
+// What a block may ask for beside its static shared memory: one number for every tile, for the attribute belongs to the
+// kernel and threads that launch other tiles set it too.
+constexpr int kMostSharedBytes = 227 * 1024 - 1024;
 
 // Launches `Op` over at most `most_blocks` blocks of rows (of a cluster) times columns.
 template <class Op>
@@ -40,14 +56,9 @@ cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b
   if (error != cudaSuccess) return error;
   const Matrix out = Op::stored(arguments);
   if (out.data != nullptr && (error = tensor_map(&out_map, out, 64, 16)) != cudaSuccess) return error;
-  int device = 0, processors = 0;
-  if ((error = cudaGetDevice(&device)) != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  error = cudaFuncSetAttribute(product_kernel<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
   if (error != cudaSuccess) return error;
-  const int bytes = shared_bytes<Op>(tile);
-  error = cudaFuncSetAttribute(product_kernel<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(processors / tile.cluster, most_blocks));
+  const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(tile.processors / tile.cluster, most_blocks));
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = tile.cluster;
@@ -55,7 +66,7 @@ cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(clusters * tile.cluster));
   config.blockDim = dim3((tile.rows / 64 + 1) * 128);
-  config.dynamicSmemBytes = bytes;
+  config.dynamicSmemBytes = shared_bytes<Op>(tile);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

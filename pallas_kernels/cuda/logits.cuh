@@ -80,7 +80,7 @@ struct Bounded {
 // derivative 4·e·q⁴. The hardware's own tanh is not accurate enough, and 1 − e loses digits beside a large softcap.
 __device__ __forceinline__ Bounded softcapped(float x, const Logits& logits) {
   const float softcap = logits.softcap, share = __fmul_rn(x, logits.inverse_softcap);
-  const float e = exp2_approx(fminf(__fmul_rn(share, -2 * kLog2E), 60.0f));
+  const float e = exp2_approx(min_nan(__fmul_rn(share, -2 * kLog2E), 60.0f));
   const float root = rsqrt_approx(__fadd_rn(e, 1.0f)), inverse = __fmul_rn(root, root);
   float capped = __fmul_rn(__fsub_rn(1.0f, e), __fmul_rn(inverse, softcap));
   if (softcap > kLargeSoftcap) {

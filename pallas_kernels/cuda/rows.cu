@@ -162,7 +162,7 @@ __device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float
 template <typename Pair>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums s) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kChunk + threadIdx.x * 2, stride = s.dlogits.columns;
-  const int blocks = (*s.where.rows + 63) / 64;
+  const int blocks = (*s.rows + 63) / 64;
   float2 sum = {0, 0};
   for (int block = 0; block < blocks; ++block) {
     const Pair* there = reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(s.dlogits.data) +
@@ -181,36 +181,38 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums 
   *reinterpret_cast<float2*>(s.out + column) = sum;
 }
 
+// Unlike <<<>>> it says itself what went wrong: the last error may be another call's.
+template <class Arguments>
+cudaError_t launch_blocks(void (*kernel)(Arguments), int x, int y, cudaStream_t stream, const Arguments& arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(x, y);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
 }  // namespace
 
 cudaError_t launch(cudaStream_t stream, const FoldChunks& f) {
-  fold_chunks_kernel<<<dim3(blocks_of(f.rows, kThreads), f.groups), kThreads, 0, stream>>>(f);
-  return cudaGetLastError();
+  return launch_blocks(fold_chunks_kernel, blocks_of(f.rows, kThreads), f.groups, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const FoldGroups& f) {
-  fold_groups_kernel<<<blocks_of(f.rows, kThreads), kThreads, 0, stream>>>(f);
-  return cudaGetLastError();
+  return launch_blocks(fold_groups_kernel, blocks_of(f.rows, kThreads), 1, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const Coefficients& c) {
-  coefficients_kernel<<<blocks_of(c.count, kThreads), kThreads, 0, stream>>>(c);
-  return cudaGetLastError();
+  return launch_blocks(coefficients_kernel, blocks_of(c.count, kThreads), 1, stream, c);
 }
 
 cudaError_t launch(cudaStream_t stream, const FromPowers& f) {
-  from_powers_kernel<<<dim3(blocks_of(f.rows_out, 64), f.chunks), kThreads, 0, stream>>>(f);
-  return cudaGetLastError();
+  return launch_blocks(from_powers_kernel, blocks_of(f.rows_out, 64), f.chunks, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const ColumnSums& s) {
-  const unsigned blocks = blocks_of(s.dlogits.columns, kChunk);
-  if (s.type == Dtype::kBfloat16) {
-    column_sums_kernel<__nv_bfloat162><<<blocks, kThreads, 0, stream>>>(s);
-  } else {
-    column_sums_kernel<__half2><<<blocks, kThreads, 0, stream>>>(s);
-  }
-  return cudaGetLastError();
+  const auto kernel =
+      s.type == Dtype::kBfloat16 ? column_sums_kernel<__nv_bfloat162> : column_sums_kernel<__half2>;
+  return launch_blocks(kernel, blocks_of(s.dlogits.columns, kChunk), 1, stream, s);
 }
 
 }  // namespace rlk

@@ -17,6 +17,7 @@ from tests.cuda.conftest import REAL, built_library
 HERE = pathlib.Path(__file__).parent
 PRETENDS = """#!/bin/sh
 [ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.88" && exit
+[ "$1" = -E ] && {{ {preprocess}; exit; }}
 while [ "$1" != -o ]; do shift; done
 echo "$2" >> {log}
 {body}
@@ -46,11 +47,12 @@ COMMAND_BUFFER_COMPATIBLE = 1
 @pytest.fixture(autouse=True)
 def fresh():
     """Nothing is remembered of another test."""
-    build.why_missing.cache_clear()
-    build._register.cache_clear()
+    caches = build.why_missing, build.driver_too_old, build._register
+    for cache in caches:
+        cache.cache_clear()
     yield
-    build.why_missing.cache_clear()
-    build._register.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 class Toolkit:
@@ -62,8 +64,8 @@ class Toolkit:
         self.nvcc.parent.mkdir(parents=True)
         self.be()
 
-    def be(self, version: str = "13.0", body: str = "") -> None:
-        self.nvcc.write_text(PRETENDS.format(version=version, log=self.log, body=body))
+    def be(self, version: str = "13.0", body: str = "", preprocess: str = ":") -> None:
+        self.nvcc.write_text(PRETENDS.format(version=version, log=self.log, body=body, preprocess=preprocess))
         self.nvcc.chmod(0o755)
 
     @property
@@ -177,9 +179,35 @@ def test_nvcc_is_too_old(version, toolkit):
     assert build.why_missing().endswith(f"nvcc of CUDA 12.5 or later; {toolkit.nvcc} is {version}.88")
 
 
-def test_nvcc_does_not_run(toolkit):
+def test_nvcc_says_no_version(toolkit):
     toolkit.nvcc.write_text("#!/bin/sh\nexit 1\n")
     assert build.why_missing().endswith(f"{toolkit.nvcc} is of an unknown version")
+
+
+def test_nvcc_does_not_run(toolkit):
+    toolkit.nvcc.write_bytes(b"\x7fELF")
+    assert build.why_missing().startswith(f"{toolkit.nvcc} does not run: ")
+
+
+def test_nvcc_finds_no_other_compiler(toolkit):
+    toolkit.be(preprocess="echo gcc: No such file or directory >&2; exit 1")
+    assert build.why_missing().endswith(
+        f"and a C++ compiler that it can use; {toolkit.nvcc} says: gcc: No such file or directory"
+    )
+
+
+def test_no_flags_from_outside(toolkit, monkeypatch):
+    for name in ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"):
+        monkeypatch.setenv(name, "-use_fast_math")
+    toolkit.be(body='[ -z "$NVCC_APPEND_FLAGS$NVCC_PREPEND_FLAGS" ] || exit 1')
+    assert build.library().exists()
+
+
+@pytest.mark.parametrize(("driver", "reason"), [(13000, None), (12080, "the driver is of CUDA 12, older than nvcc")])
+def test_a_driver_runs_what_its_major_version_has_built(driver, reason, toolkit, monkeypatch):
+    monkeypatch.setattr(build, "_driver_version", lambda: driver)
+    found = build.driver_too_old()
+    assert found is None if reason is None else found.startswith(f"{reason} 13.0.88")
 
 
 def test_a_cache_that_cannot_be_written(toolkit, monkeypatch, tmp_path):
@@ -188,6 +216,14 @@ def test_a_cache_that_cannot_be_written(toolkit, monkeypatch, tmp_path):
     assert build.why_missing() == (
         f"cannot write the CUDA kernels to {tmp_path}/file/cache (RLK_CACHE_DIR names another folder)"
     )
+
+
+def test_a_cache_that_cannot_be_searched(toolkit, monkeypatch):
+    def exists(path):
+        raise PermissionError(f"no way into {path.parent}")
+
+    monkeypatch.setattr(pathlib.Path, "exists", exists)
+    assert build.why_missing() == f"no way into {build.cache_folder()}"
 
 
 def test_a_library_built_elsewhere_needs_no_nvcc(toolkit):
@@ -284,6 +320,15 @@ def test_another_ffi_version_is_refused_before_registration(registered, monkeypa
     minors = (version % 1000, version % 1000 + 1)
     message = rf"is for version 0.{minors[0]} of XLA's FFI, and jaxlib {jaxlib.__version__} has 0.{minors[1]}; remove"
     with pytest.raises(RuntimeError, match=message):
+        build.register()
+    assert not registered
+
+
+def test_a_library_that_cannot_be_loaded(registered, tmp_path, monkeypatch):
+    broken = tmp_path / "librlk_cuda.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(build, "library", lambda: broken)
+    with pytest.raises(RuntimeError, match=f"; remove {tmp_path} and run `rlk build-cuda`"):
         build.register()
     assert not registered
 

@@ -15,11 +15,10 @@ def programs(shipped, tmp_path_factory):
     if "RLK_SM90_PLUGINS" not in os.environ:
         pytest.skip("needs jax's CUDA plugins, whose folder RLK_SM90_PLUGINS names")
     folder = tmp_path_factory.mktemp("dump")
-    # Programs of few calls are put into a CUDA graph too.
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_gpu_graph_min_graph_size=1"
     done = subprocess.run(
         [sys.executable, "-m", "tests.cuda.h200", folder],
-        env=os.environ | {"RLK_CACHE_DIR": str(shipped.parent.parent), "XLA_FLAGS": flags},
+        env=os.environ
+        | {"RLK_CACHE_DIR": str(shipped.parent.parent), "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
         capture_output=True,
         text=True,
         check=False,
@@ -33,7 +32,7 @@ HEAD = set(build.TARGETS) - {"rlk_gemm"}
 
 @pytest.mark.parametrize(
     ("program", "kernels"),
-    [("kept", HEAD - {"rlk_dlogits"}), ("recomputed", HEAD - {"rlk_from_powers"}), ("product", {"rlk_gemm"})],
+    [("kept", HEAD - {"rlk_dlogits"}), ("recomputed", HEAD - {"rlk_from_powers"}), ("products", {"rlk_gemm"})],
 )
 def test_value_and_gradients_are_our_kernels_alone_in_one_cuda_graph(program, kernels, programs):
     found = programs[program]

@@ -1,4 +1,7 @@
-"""Bits of fixed inputs, kept as hashes in golden_<op>.json for one GPU model, jaxlib and numerics version."""
+"""Bits of fixed inputs, kept as hashes in golden_<op>.json for one GPU model, jaxlib and numerics version.
+
+Those of another implementation than `mosaic` are in golden_<op>_<implementation>.json.
+"""
 
 import hashlib
 import json
@@ -13,9 +16,10 @@ import rlk_jax
 from tests.helpers import bits
 
 
-def check(op: str, outputs: Callable[[], dict[str, Any]]) -> None:
+def check(op: str, outputs: Callable[[], dict[str, Any]], implementation: str = "mosaic") -> None:
     """They may only change together with `numerics_version`; where none are kept for here, prints new ones, skips."""
-    path = pathlib.Path(__file__).parent / f"golden_{op}.json"
+    name = op if implementation == "mosaic" else f"{op}_{implementation}"
+    path = pathlib.Path(__file__).parent / f"golden_{name}.json"
     golden = json.loads(path.read_text()) if path.exists() else {}
     here = {
         "device": jax.devices()[0].device_kind,

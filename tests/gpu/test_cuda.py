@@ -3,7 +3,9 @@
 import concurrent.futures
 import dataclasses
 import gc
+import pathlib
 import re
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
 from tests.helpers import Case, assert_same_bits, assert_within_contract
 
 pytestmark = needs_cuda
+LEAST_LEAK = 4096
+"""Bytes of a call: less than one graph or one buffer's record would take."""
 SMALL = Case("small", (300,), 192, 5000, bias=True)
 
 
@@ -78,8 +82,36 @@ def test_no_other_kernels_run():
         assert "__triton" not in text
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_nan_stays_nan(softcap):
+    """Of a row of hidden in that row, of a row of the head everywhere; elsewhere bits are as without it."""
+    case = helpers.with_options(SMALL, logit_softcap=softcap, return_entropy=False)
+    problem = helpers.make(case, jnp.bfloat16)
+    clean = problem.call(case, "cuda").logp
+    row = problem._replace(hidden=problem.hidden.at[3].set(jnp.nan))
+    found, d_hidden = row.call(case, "cuda").logp, row.gradients(case, "cuda")[0]
+    others = jnp.arange(len(clean)) != 3
+    assert jnp.isnan(found[3]) and jnp.isnan(d_hidden[3]).all() and not jnp.isnan(d_hidden[others]).any()
+    assert_same_bits(found[others], clean[others])
+    column = problem._replace(weight=problem.weight.at[7].set(jnp.nan))
+    assert jnp.isnan(column.call(case, "cuda").logp).all()
+    assert jnp.isnan(column.gradients(case, "cuda")[0]).all()
+
+
+def test_a_failing_launch_is_an_error_and_does_no_harm(monkeypatch):
+    problem = helpers.make(SMALL, jnp.bfloat16)
+    expected = problem.call(SMALL, "cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "statistics_tile", lambda rows: Tile(stages=16))
+        jax.clear_caches()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rlk_statistics: invalid argument"):
+            jax.block_until_ready(problem.call(SMALL, "cuda"))
+    jax.clear_caches()
+    assert_same_bits(problem.call(SMALL, "cuda"), expected)
+
+
 def test_a_thousand_runs_have_the_same_bits_and_leak_nothing():
-    """Under jit, where XLA captures the calls in CUDA graphs."""
+    """Under jit, where XLA captures the calls in CUDA graphs (tests/cuda/test_programs.py)."""
     problem = helpers.make(SMALL, jnp.bfloat16)
 
     @jax.jit
@@ -89,24 +121,38 @@ def test_a_thousand_runs_have_the_same_bits_and_leak_nothing():
 
         return jax.value_and_grad(loss, (0, 1, 2))(h, w, b)
 
+    @jax.jit
+    def same(so_far, found, expected):
+        equal = jax.tree.map(lambda x, y: jnp.array_equal(bits_of(x), bits_of(y)), found, expected)
+        return jnp.stack([so_far, *jax.tree.leaves(equal)]).all()
+
+    def bits_of(x):
+        return jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)
+
     operands = problem.hidden, problem.weight, problem.bias
+    expected = step(*operands)
 
-    def run(times):
-        """The last run's results on the host, and the bytes that the device then holds."""
-        for _ in range(times):
-            found = step(*operands)
-        found = jax.tree.map(np.array, found)
+    def held_after(runs):
+        """Bytes on the device and of this process, once all runs had the same bits."""
+        all_same = jnp.array(True)
+        for _ in range(runs):
+            all_same = same(all_same, step(*operands), expected)
+        assert all_same
+        del all_same
         gc.collect()
-        return found, jax.devices()[0].memory_stats()["bytes_in_use"]
+        resident = int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return jax.devices()[0].memory_stats()["bytes_in_use"], resident
 
-    expected, before = run(10)
-    found, after = run(1000)
-    assert_same_bits(found, expected)
-    assert after == before
+    held_after(100)
+    on_device, resident = held_after(100)
+    on_device_after, resident_after = held_after(1000)
+    assert on_device_after == on_device
+    assert resident_after - resident < 1000 * LEAST_LEAK
 
 
 def test_threads():
-    problems = [helpers.make(dataclasses.replace(SMALL, lead=(200 + 50 * i,)), jnp.bfloat16) for i in range(4)]
+    """Of few and of many tokens: other tiles of the same kernels, and other amounts of shared memory."""
+    problems = [helpers.make(dataclasses.replace(SMALL, lead=(n,)), jnp.bfloat16) for n in (5, 300, 100, 20)]
 
     @jax.jit
     def outputs(problem):

@@ -1,4 +1,4 @@
-"""What Mosaic's linear_logp alone promises on a Hopper GPU: tiles, kept exponentials, golden hashes, no copied head."""
+"""What linear_logp's kernels for Hopper promise: tiles, kept exponentials, golden hashes, no copied head."""
 
 import dataclasses
 import json
@@ -15,6 +15,7 @@ from pallas_kernels.tiles import Tile
 from rlk_jax import hopper, linear_logp
 from tests import helpers
 from tests.gpu import golden
+from tests.gpu.hopper import every_implementation
 from tests.gpu.test_head_kernels import BITS, DTYPES
 from tests.helpers import Case, assert_same_bits
 
@@ -35,8 +36,8 @@ KEPT = (
 
 
 @pytest.mark.parametrize("case", KEPT, ids=str)
-@pytest.mark.parametrize("kernels", ["mosaic", "cuda"])
-def test_kept_exponentials_change_no_bit(case, kernels):
+@every_implementation
+def test_kept_exponentials_change_no_bit(case, implementation):
     """Recomputed beside an entropy, whose upstream gradient is 0; kept without one, as far as a budget goes."""
     case = dataclasses.replace(case, bias=True, temperature="per token", scale=9.0)
     case = helpers.with_options(case, ignore_index=-1)
@@ -44,12 +45,12 @@ def test_kept_exponentials_change_no_bit(case, kernels):
     problem = problem._replace(
         target_ids=problem.target_ids.at[::7].set(-1), upstream=tuple(g.at[::5].set(0) for g in problem.upstream)
     )
-    recomputed = problem.gradients(case, kernels)
+    recomputed = problem.gradients(case, implementation)
     for budget in (2**23, 2**25, 4 * 2**30):
-        assert_same_bits(problem.gradients(keeping, kernels, memory_budget=budget), recomputed)
+        assert_same_bits(problem.gradients(keeping, implementation, memory_budget=budget), recomputed)
 
     def metric(hidden):
-        values = problem._replace(hidden=hidden).call(case, kernels)
+        values = problem._replace(hidden=hidden).call(case, implementation)
         return helpers.weighted(values._replace(entropy=None), problem.upstream), values.entropy
 
     assert_same_bits(jax.jit(jax.grad(metric, has_aux=True))(problem.hidden)[0], recomputed[0])
@@ -78,29 +79,33 @@ def test_every_tile(whole, tile, monkeypatch):
     jax.clear_caches()
 
 
-def test_a_kernel_for_any_number_of_multiprocessors(whole, monkeypatch):
-    problem, rows, head = whole
+@every_implementation
+def test_a_kernel_for_any_number_of_multiprocessors(implementation, monkeypatch):
+    problem = helpers.make(BITS, jnp.bfloat16)
+    expected = helpers.outputs(BITS, problem, implementation)
     machine = hopper.default_machine()
     monkeypatch.setattr(hopper, "default_machine", lambda: dataclasses.replace(machine, sm_count=6))
     jax.clear_caches()
-    assert_same_bits(helpers.outputs(BITS, problem, "mosaic"), (rows, head))
+    assert_same_bits(helpers.outputs(BITS, problem, implementation), expected)
     jax.clear_caches()
 
 
-def test_golden_hashes():
+@every_implementation
+def test_golden_hashes(implementation):
     def outputs():
         found = {}
         for dtype in DTYPES:
             for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
-                rows, head = helpers.outputs(case, helpers.make(case, dtype), "mosaic")
+                rows, head = helpers.outputs(case, helpers.make(case, dtype), implementation)
                 for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
                     found[f"{case.name} {np.dtype(dtype).name} {name}"] = x
         return found
 
-    golden.check("linear_logp", outputs)
+    golden.check("linear_logp", outputs, implementation)
 
 
-def test_the_head_is_never_copied():
+@every_implementation
+def test_the_head_is_never_copied(implementation):
     """Read in place: no temporary of the size of the head, in the forward or the backward."""
     shape = jax.ShapeDtypeStruct
     for layout in ("vd", "dv"):
@@ -108,7 +113,7 @@ def test_the_head_is_never_copied():
         specs = (shape((64, 1024), jnp.bfloat16), shape(weight, jnp.bfloat16), shape((64,), jnp.int32))
 
         def loss(h, w, t, layout=layout):
-            return linear_logp(h, w, t, weight_layout=layout, implementation="mosaic").sum()
+            return linear_logp(h, w, t, weight_layout=layout, implementation=implementation).sum()
 
         for f in (loss, jax.grad(loss, (0, 1))):
             used = jax.jit(f).lower(*specs).compile().memory_analysis().temp_size_in_bytes

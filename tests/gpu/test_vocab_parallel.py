@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from rlk_jax import vocab_parallel
 from tests import helpers
-from tests.gpu.hopper import every_implementation, needs_cuda
+from tests.gpu.hopper import every_implementation
 from tests.helpers import Case, assert_same_bits, assert_within_contract, weighted
 
 CASES = (
@@ -29,9 +29,7 @@ def mesh_of(degree: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(jax.devices()[:degree], ("tp",))
 
 
-def outputs(
-    case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduction: str, implementation: str = "mosaic"
-):
+def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduction: str, implementation: str):
     """Values, then gradients of hidden, weight and bias, on a padded head."""
     layout, n = case.options.get("weight_layout", "vd"), mesh.size
     pad = functools.partial(vocab_parallel.pad_lm_head, n=n)
@@ -65,41 +63,34 @@ def unsharded():
     """Each case's problem, its values and gradients on one GPU, and dH summed one group at a time."""
 
     @functools.cache
-    def of(name):
+    def make(name):
         case = next(x for x in CASES if x.name == name)
-        problem = helpers.make(case, jnp.bfloat16)
-        whole = tuple(problem.call(case, "mosaic")), problem.gradients(case, "mosaic")
-        return problem, whole, outputs(case, problem, mesh_of(1), "canonical")
+        return case, helpers.make(case, jnp.bfloat16)
+
+    @functools.cache
+    def of(name, implementation):
+        case, problem = make(name)
+        whole = tuple(problem.call(case, implementation)), problem.gradients(case, implementation)
+        return problem, whole, outputs(case, problem, mesh_of(1), "canonical", implementation)
 
     return of
 
 
 # With pytest -n 6 --dist loadgroup, one process draws a case's numbers, which takes as long as all else.
+@every_implementation
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.xdist_group(x.name), id=x.name) for x in CASES])
-def test_same_bits_at_every_degree(case, degree, unsharded):
+def test_same_bits_at_every_degree(case, degree, implementation, unsharded):
     mesh = mesh_of(degree)
-    problem, (values, gradients), one_group_at_a_time = unsharded(case.name)
-    own_values, (d_hidden, *d_head) = one_group_at_a_time if degree == 1 else outputs(case, problem, mesh, "canonical")
+    problem, (values, gradients), one_group_at_a_time = unsharded(case.name, implementation)
+    own_values, (d_hidden, *d_head) = (
+        one_group_at_a_time if degree == 1 else outputs(case, problem, mesh, "canonical", implementation)
+    )
     assert_same_bits(own_values, values)
     assert_same_bits(tuple(d_head), gradients[1:])
     assert_same_bits(d_hidden, one_group_at_a_time[1][0])
     # Rounded to bfloat16 from float32 sums in another order.
     assert_within_contract(d_hidden, gradients[0], "linear_logp_wgmma", jnp.bfloat16, "gradient")
-
-
-# Without an entropy, of which the two kernels' bits may differ.
-@needs_cuda
-@pytest.mark.parametrize("degree", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=pytest.mark.xdist_group(x.name), id=x.name) for x in CASES if "kept" in x.name]
-)
-def test_the_cuda_kernels_give_the_same_bits(case, degree, unsharded):
-    problem, (values, gradients), one_group_at_a_time = unsharded(case.name)
-    own_values, (d_hidden, *d_head) = outputs(case, problem, mesh_of(degree), "canonical", "cuda")
-    assert_same_bits(own_values, values)
-    assert_same_bits(tuple(d_head), gradients[1:])
-    assert_same_bits(d_hidden, one_group_at_a_time[1][0])
 
 
 @every_implementation
