@@ -7,7 +7,7 @@ UV := .tools/bin/uv
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.pycache
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
-LEGS := lint mosaic cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed clients
+LEGS := lint mosaic cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed tunix clients
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py test_cli.py test_linear_logp_bits.py::test_run_to_run \
 	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials \
@@ -42,7 +42,7 @@ test-head: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(HEAD))
 
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/cuda --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/test_docs.py \
+	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/cuda --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/clients --ignore=tests/test_docs.py \
 	$(patsubst %,--ignore=%,$(HEAD) $(PARALLEL)) --deselect $(CHECK))
 
 # `rlk check --all` with gradients and bits, which is to take less than three minutes.
@@ -87,6 +87,9 @@ test-verl: .venv-verl/ready
 test-deepspeed: .venv-deepspeed/ready
 	$(call leg,DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu .venv-deepspeed/bin/python $(PYTEST) tests/torch_bridge/clients/test_deepspeed.py -n 0)
 
+test-tunix: .venv-tunix/ready
+	$(call leg,JAX_PLATFORMS=cpu .venv-tunix/bin/python $(PYTEST) tests/clients -n 0)
+
 # What a newer jax could break first: transformations, bits, each kernel in the interpreter once. The rest repeats other
 # legs.
 test-newest: .venv-newest/ready
@@ -130,10 +133,16 @@ $(UV):
 	"deepspeed==0.19.*"
 	@touch $@
 
+# Tunix brings many packages that its policy losses do not need, and none of torch's.
+.venv-tunix/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-tunix
+	$(UV) pip install --quiet --python .venv-tunix/bin/python --constraint constraints.txt --editable '.[test]' "google-tunix==0.1.7"
+	@touch $@
+
 .sm90/ready: .venv/ready
 	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \
 	$(UV) pip install --quiet --python .venv/bin/python --target .sm90 --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

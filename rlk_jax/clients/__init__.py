@@ -1,0 +1,1 @@
+"""The ops inside the JAX trainers of others: a module for each, which imports its trainer."""
