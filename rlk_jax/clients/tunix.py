@@ -203,9 +203,25 @@ def _on_head(
     )
 
 
-_CHUNKED = ("model", "hidden_states", "target_ids", "temperature", "chunk_size", "return_entropy")
-_stock_chunked: list[Any] = []
-"""Tunix's own compute_chunked_logps, where ours stands in its place."""
+@dataclass(frozen=True)
+class _ChunkedLogps:
+    """What Tunix takes for its `compute_chunked_logps`."""
+
+    stock: Any
+    head: Callable[[Any], Head]
+    options: dict[str, Any]
+
+    def __call__(
+        self,
+        model: Any,
+        hidden_states: Float[Array, "B T D"],
+        target_ids: Int[Array, "B T"],
+        temperature: float,
+        chunk_size: int,
+        return_entropy: bool,
+    ) -> Any:
+        found = _on_head(self.head(model), hidden_states, target_ids, temperature, self.options, return_entropy)
+        return (found.logp, found.entropy) if return_entropy else found.logp
 
 
 def install_chunked_logps(
@@ -228,27 +244,19 @@ def install_chunked_logps(
       RuntimeError: for a version of Tunix without that function, or with other parameters; nothing is changed then.
     """
     found = getattr(common, "compute_chunked_logps", None)
-    parameters = () if found is None else tuple(inspect.signature(found).parameters)
-    if parameters != _CHUNKED:
+    parameters = [] if found is None else list(inspect.signature(found).parameters)
+    if parameters != list(inspect.signature(_ChunkedLogps.__call__).parameters)[1:]:
         has = f"with parameters {', '.join(parameters)}" if parameters else "missing"
         raise RuntimeError(f"tunix.rl.common.compute_chunked_logps is {has}: nothing was changed.")
-    options = {"implementation": implementation, "memory_budget": memory_budget}
-
-    def compute_chunked_logps(
-        model: Any, hidden_states: Array, target_ids: Array, temperature: float, chunk_size: int, return_entropy: bool
-    ) -> Any:
-        found = _on_head(head(model), hidden_states, target_ids, temperature, options, return_entropy)
-        return (found.logp, found.entropy) if return_entropy else found.logp
-
-    if not _stock_chunked:
-        _stock_chunked.append(found)
-    _write_chunked(compute_chunked_logps)
+    stock = found.stock if isinstance(found, _ChunkedLogps) else found
+    _write_chunked(_ChunkedLogps(stock, head, {"implementation": implementation, "memory_budget": memory_budget}))
 
 
 def uninstall_chunked_logps() -> None:
-    """Puts back Tunix's own function, where `install_chunked_logps` has replaced it."""
-    if _stock_chunked:
-        _write_chunked(_stock_chunked.pop())
+    """Puts back Tunix's own function, where that of `install_chunked_logps` stands in its place."""
+    found = getattr(common, "compute_chunked_logps", None)
+    if isinstance(found, _ChunkedLogps):
+        _write_chunked(found.stock)
 
 
 def _write_chunked(function: Callable[..., Any]) -> None:

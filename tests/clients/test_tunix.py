@@ -22,7 +22,7 @@ from tunix.models.gemma4 import model as gemma4  # noqa: E402
 from tunix.models.llama3 import model as llama3  # noqa: E402
 from tunix.models.qwen2 import model as qwen2  # noqa: E402
 from tunix.models.qwen3 import model as qwen3  # noqa: E402
-from tunix.rl import common, function_registry  # noqa: E402
+from tunix.rl import common, function_registry, reshard  # noqa: E402
 from tunix.tests import test_common as toys  # noqa: E402
 
 from rlk_jax.clients import tunix as client  # noqa: E402
@@ -31,7 +31,7 @@ from tests import helpers  # noqa: E402
 
 # Tunix and qwix still read variables as flax would rather not have them read.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-VOCAB = 97
+VOCAB = 96
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "jax_clients.md").read_text()
 
 
@@ -39,24 +39,27 @@ def toy(vocab: int = VOCAB) -> Any:
     return toys.ToyTransformer(toys.ModelConfig(vocab_size=vocab, num_layers=1), rngs=nnx.Rngs(0))
 
 
-# Training: a rollout of each step, and three steps on one rollout.
+def mesh(fsdp: int, tp: int) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
+
+
+# Training: a rollout of each step on four devices, and three steps on one rollout.
 TRAININGS: dict[str, dict[str, Any]] = {
-    "grpo": {"loss_agg_mode": "token-mean", "beta": 0.2},
+    "grpo": {"loss_agg_mode": "token-mean", "beta": 0.2, "devices": (2, 2)},
     "gspo": {"loss_agg_mode": "token-mean", "beta": 0.2, "loss_algo": "gspo-token", "num_iterations": 3},
 }
 
 
-def train(policy_loss_fn: str, **config: Any) -> tuple[np.ndarray, jax.Array]:
+def train(policy_loss_fn: str, devices: tuple[int, int] = (1, 1), **config: Any) -> tuple[np.ndarray, jax.Array]:
     """Losses of three steps of GRPOLearner, and how far the parameters went."""
     vocab = toys.MockVocab()
     roles = tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     cluster = tunix.RLCluster(
         actor=toy(vocab.GetPieceSize()),
         reference=toy(vocab.GetPieceSize()),
         tokenizer=vocab,
         cluster_config=tunix.ClusterConfig(
-            role_to_mesh=dict.fromkeys(roles, mesh),
+            role_to_mesh=dict.fromkeys(roles, mesh(*devices)),
             training_config=tunix.RLTrainingConfig(actor_optimizer=optax.sgd(0.1), eval_every_n_steps=100, max_steps=3),
             rollout_config=tunix.RolloutConfig(
                 max_tokens_to_generate=8, max_prompt_length=4, kv_cache_size=16, temperature=0.9
@@ -103,7 +106,7 @@ def test_three_steps(calls, config):
 
 
 # One call: loss, metrics and gradients.
-SIZES = {"num_layers": 1, "embed_dim": 32, "hidden_dim": 32, "num_heads": 2, "head_dim": 16, "num_kv_heads": 1}
+SIZES = {"num_layers": 1, "embed_dim": 32, "hidden_dim": 32, "num_heads": 2, "head_dim": 16, "num_kv_heads": 2}
 QWEN: Any = {"vocab_size": VOCAB, "rope_theta": 10000, "norm_eps": 1e-6, **SIZES}
 GEMMA: Any = {"num_embed": VOCAB, **SIZES}
 GEMMA2: Any = {
@@ -112,7 +115,7 @@ GEMMA2: Any = {
     "use_post_ffw_norm": True,
     "attention_types": (gemma.AttentionType.GLOBAL,),
 }
-GEMMA4: Any = {"final_logit_softcap": 3.0, "sliding_window_size": 4, "num_global_kv_heads": 1, "global_key_size": 16}
+GEMMA4: Any = {"final_logit_softcap": 3.0, "sliding_window_size": 4, "num_global_kv_heads": 2, "global_key_size": 16}
 MODELS = {
     "toy": toy,
     "llama3": lambda: llama3.Llama3(llama3.ModelConfig(**QWEN), rngs=nnx.Rngs(0)),
@@ -136,24 +139,24 @@ CONFIGS["grpo"].temperature = 0.7  # as GRPOLearner does
 def example(is_packed: bool = False) -> Any:
     """Left-padded prompts and right-padded completions, or all in one row."""
     rng = np.random.default_rng(0)
-    prompt = jnp.asarray(rng.integers(3, VOCAB, (3, 0 if is_packed else 4)), jnp.int32)
-    completion = jnp.asarray(rng.integers(3, VOCAB, (3, 6)), jnp.int32)
+    prompt = jnp.asarray(rng.integers(3, VOCAB, (4, 0 if is_packed else 4)), jnp.int32)
+    completion = jnp.asarray(rng.integers(3, VOCAB, (4, 6)), jnp.int32)
     if not is_packed:
         prompt, completion = prompt.at[0, :2].set(0), completion.at[1, 4:].set(0)
-    values = [jnp.asarray(rng.normal(size=(3, 6)), jnp.float32) - 4 for _ in range(2)]
+    values = [jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) - 4 for _ in range(2)]
     found = common.TrainExample(
         prompt_ids=prompt,
         prompt_mask=prompt != 0,
         completion_ids=completion,
         completion_mask=completion != 0,
-        advantages=jnp.asarray(rng.normal(size=(3, 6)), jnp.float32),
+        advantages=jnp.asarray(rng.normal(size=(4, 6)), jnp.float32),
         ref_per_token_logps=values[0],
         old_per_token_logps=values[1],
     )
     if not is_packed:
         return found
     # Each row holds two prompts with their completions.
-    segments, positions = jnp.asarray([[1, 1, 1, 2, 2, 2]] * 3), jnp.asarray([[0, 1, 2, 0, 1, 2]] * 3)
+    segments, positions = jnp.asarray([[1, 1, 1, 2, 2, 2]] * 4), jnp.asarray([[0, 1, 2, 0, 1, 2]] * 4)
     return dataclasses.replace(found, completion_mask=positions > 0, segment_ids=segments, segment_positions=positions)
 
 
@@ -179,13 +182,27 @@ def assert_same(model: Any, loss: str = "grpo", dtype: str = "float32", wrt: Any
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_of_tunix(calls, name):
     assert_same(MODELS[name](), dtype="bfloat16" if name.endswith("bfloat16") else "float32")
-    assert calls == [(3, 6)]
+    assert calls == [(4, 6)]
 
 
 @pytest.mark.parametrize("loss", CONFIGS)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_losses_and_packed_sequences(loss, is_packed):
     assert_same(toy(), loss, is_packed=is_packed)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_a_head_over_the_mesh(name):
+    """Along both axes of it, as Tunix lays heads; stock on one device."""
+    model, given = MODELS[name](), example()
+    stock = called("grpo", model, CONFIGS["grpo"], given)
+    client.register_policy_loss("ours")
+    with mesh(2, 2):
+        spread = reshard.reshard_model_to_mesh(model, mesh(2, 2))
+        assert not client.head_of(spread).weight.sharding.is_fully_replicated
+        ours = called("ours", spread, CONFIGS["grpo"], given)
+    helpers.assert_within_contract(ours[0], stock[0], "tunix_calls", "float32", "forward")
+    helpers.assert_within_contract(ours[1], stock[1], "tunix_calls", "float32", "gradient")
 
 
 def test_lora_beside_the_head():
@@ -215,7 +232,7 @@ def test_registering_again_and_in_the_place_of_the_stock_loss(calls):
         for count in (1, 2):
             client.register_policy_loss("grpo")
             found = called("grpo", toy(), CONFIGS["grpo"], example())
-            assert calls == [(3, 6)] * count
+            assert calls == [(4, 6)] * count
             helpers.assert_within_contract(found[1], expected[1], "tunix_calls", "float32", "gradient")
     finally:
         function_registry.register_policy_loss_fn("grpo")(stock)
@@ -285,7 +302,7 @@ def test_chunked_logps(has_chunked, calls):
     client.install_chunked_logps(memory_budget=2**20)
     client.install_chunked_logps()
     our_losses, our_moved = three_chunked_steps()
-    assert calls == [(3, 6)] * 2
+    assert calls == [(4, 6)] * 2
     helpers.assert_within_contract(our_losses, losses, "tunix_training", "float32", "forward")
     helpers.assert_within_contract(our_moved, moved, "tunix_training", "float32", "gradient")
 
