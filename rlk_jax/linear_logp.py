@@ -43,7 +43,7 @@ class HeadOptions(TypedDict, total=False):
     implementation: str | None
 
 
-class _CommonOptions(HeadOptions, total=False):
+class CommonOptions(HeadOptions, total=False):
     """The options that do not decide what linear_logp returns, for its overloads."""
 
     axis_name: _shard.AxisName | None
@@ -60,7 +60,7 @@ def linear_logp(
     *,
     return_lse: Literal[False] = False,
     return_entropy: Literal[False] = False,
-    **options: Unpack[_CommonOptions],
+    **options: Unpack[CommonOptions],
 ) -> Float[Array, "*lead"]: ...
 
 
@@ -73,7 +73,7 @@ def linear_logp(
     *,
     return_lse: bool = False,
     return_entropy: bool = False,
-    **options: Unpack[_CommonOptions],
+    **options: Unpack[CommonOptions],
 ) -> LinearLogp: ...
 
 

@@ -17,7 +17,7 @@ from rlk_jax._problem import LinearLogp, LogpFunctions, LogpInputs, SoftmaxOptio
 _NO_SECOND_DERIVATIVE = "the gradient of log-probabilities of logits cannot be differentiated again."
 
 
-class _CommonOptions(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """The options that do not decide what logp returns, for its overloads."""
 
     temperature: float | Float[ArrayLike, "*lead"]
@@ -38,7 +38,7 @@ def logp(
     *,
     return_lse: Literal[False] = False,
     return_entropy: Literal[False] = False,
-    **options: Unpack[_CommonOptions],
+    **options: Unpack[CommonOptions],
 ) -> Float32[Array, "*lead"]: ...
 
 
@@ -49,7 +49,7 @@ def logp(
     *,
     return_lse: bool = False,
     return_entropy: bool = False,
-    **options: Unpack[_CommonOptions],
+    **options: Unpack[CommonOptions],
 ) -> LinearLogp: ...
 
 

@@ -800,6 +800,24 @@ def policy_loss(
         _require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")
 
 
+def completion_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> None:
+    """Whether there is a target for each token of the mask, which alone says what is left out."""
+    ids, shape = as_array("target_ids", target_ids), completion_mask(mask)
+    _require(ids.shape == shape, f"target_ids shape {ids.shape} does not match completion_mask shape {shape}.")
+    _require(jnp.issubdtype(ids.dtype, jnp.integer), f"target_ids must be integers, got {ids.dtype}.")
+    _require(ignore_index is None, "completion_mask says which tokens count: ignore_index must be None.")
+
+
+def reference(logps: Any, hidden: Any, weight: Any, bias: Any) -> bool:
+    """Whether a reference model comes as hidden states and a head."""
+    _require((hidden is None) == (weight is None), "ref_hidden and ref_weight must be given together.")
+    _require(hidden is None or logps is None, "Give ref_logps, or ref_hidden and ref_weight, not both.")
+    _require(
+        hidden is None or bias is None, "The head of ref_hidden has no bias: beside a bias, give ref_logps instead."
+    )
+    return hidden is not None
+
+
 def rewards_or_advantages(
     inputs: RatioKlInputs, rewards: Any, given: Any, samples_per_prompt: Any, group_boundaries: Any
 ) -> None:

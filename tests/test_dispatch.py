@@ -213,4 +213,4 @@ def test_the_device_is_where_the_arguments_live():
 def test_typed_options_are_those_of_the_op():
     module = importlib.import_module("rlk_jax.linear_logp")
     keywords = {p.name for p in inspect.signature(linear_logp).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert set(module._CommonOptions.__annotations__) == keywords - {"return_lse", "return_entropy"}
+    assert set(module.CommonOptions.__annotations__) == keywords - {"return_lse", "return_entropy"}

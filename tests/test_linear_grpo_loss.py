@@ -1,0 +1,222 @@
+"""linear_grpo_loss on a CPU: the definition, the bits of what it is made of, masks, references, a message for every bad
+input.
+"""
+
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax import linear_grpo_loss, linear_logp
+from rlk_jax.checker import gold
+from rlk_jax.grpo import LossOptions, policy_loss
+from tests.helpers import DTYPES, IMPLEMENTATIONS, assert_same_bits, assert_within_contract
+
+LEAD, DIM, VOCAB = (4, 6), 24, 300
+CLIP, HIGH, BETA = 0.15, 0.3, 0.07
+LOSSES = {
+    "dapo": LossOptions(clip_eps=CLIP, clip_eps_high=HIGH, beta=BETA),
+    "grpo": LossOptions(loss_type="grpo", dual_clip=3.0),
+    "dr_grpo": LossOptions(loss_type="dr_grpo", max_completion_length=6),
+    "gspo": LossOptions(loss_type="gspo", beta=BETA, kl_estimator="k2"),
+    "cispo": LossOptions(loss_type="cispo", cispo_ratio_cap=1.1),
+    "sapo": LossOptions(loss_type="sapo"),
+}
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+class Batch(NamedTuple):
+    hidden: Any
+    weight: Any
+    target_ids: Any
+    old_logps: Any
+    ref_logps: Any
+    advantages: Any
+    mask: Any
+
+    def loss(self, **changes: Any) -> Any:
+        return linear_grpo_loss(*self, **changes)
+
+
+def batch(dtype: Any = jnp.float32) -> Batch:
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(*LEAD, DIM)), dtype)
+    weight = jnp.asarray(rng.normal(size=(VOCAB, DIM)) / 3, dtype)
+    ids = jnp.asarray(rng.integers(0, VOCAB, LEAD), jnp.int32)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+    old, ref = (gold.logps(logits, ids) + 0.2 * rng.normal(size=LEAD) for _ in range(2))
+    mask = jnp.asarray(rng.random(LEAD) < 0.7)
+    advantages = jnp.asarray([1.0, -0.5, 0.3, -2.0], jnp.float32)
+    return Batch(hidden, weight, ids, jnp.float32(old), jnp.float32(ref), advantages, mask)
+
+
+def gradients(loss: Any, *operands: Any) -> Any:
+    return jax.jit(jax.value_and_grad(loss, tuple(range(len(operands))), has_aux=True))(*operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@every_implementation
+def test_against_float64(implementation, dtype):
+    b = batch(dtype)
+    hidden, weight = (np.asarray(x, np.float64) for x in (b.hidden, b.weight))
+    ref_weight = jnp.asarray(np.random.default_rng(1).normal(size=(VOCAB, DIM)) / 3, dtype)
+    policy, ref = hidden @ weight.T, hidden @ np.asarray(ref_weight, np.float64).T
+    advantages = np.asarray(b.advantages, np.float64)
+    *values, slope = gold.grpo_loss(
+        policy, ref, b.target_ids, b.mask, b.old_logps, advantages, clip=(CLIP, HIGH), beta=BETA
+    )
+
+    def loss(hidden, weight):
+        found = b._replace(hidden=hidden, weight=weight, ref_logps=None).loss(
+            ref_hidden=hidden, ref_weight=ref_weight, options=LOSSES["dapo"], implementation=implementation
+        )
+        return found.loss, found
+
+    (_, found), (d_hidden, d_weight) = gradients(loss, b.hidden, b.weight)
+    assert_within_contract(
+        np.array([found.loss, found.policy_loss, found.kl]), np.array(values), "grpo_loss", dtype, "forward"
+    )
+    flat = slope.reshape(-1, VOCAB)
+    expected = slope @ weight, flat.T @ hidden.reshape(-1, DIM)
+    for gradient, gold_gradient in zip((d_hidden, d_weight), expected, strict=True):
+        assert gradient.dtype == dtype
+        assert_within_contract(gradient, gold_gradient, "linear_logp", dtype, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [(x, "xla") for x in LOSSES] + [("dapo", x) for x in IMPLEMENTATIONS if x != "xla"]
+)
+def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
+    b, options = batch(), LOSSES[name]
+    bias, temperature = jnp.linspace(-1, 1, VOCAB), jnp.linspace(0.5, 2, 24).reshape(LEAD)
+    head = {"temperature": temperature, "logit_softcap": 5.0, "implementation": implementation}
+    ref_logps = b.ref_logps if options.beta else None
+
+    def ours(hidden, weight, bias):
+        one = b._replace(hidden=hidden, weight=weight, ref_logps=ref_logps)
+        found = one.loss(bias=bias, return_entropy=True, options=options, **head)
+        return found.loss, found
+
+    def theirs(hidden, weight, bias):
+        ids = jnp.where(b.mask, b.target_ids, -100)
+        values = linear_logp(hidden, weight, ids, bias, ignore_index=-100, return_entropy=True, return_lse=True, **head)
+        tokens = values.logp, b.old_logps, b.advantages, b.mask
+        found = policy_loss(*tokens, ref_logps=ref_logps, entropy=values.entropy, options=options)
+        return found.loss, found
+
+    assert_same_bits(gradients(ours, b.hidden, b.weight, bias), gradients(theirs, b.hidden, b.weight, bias))
+
+
+def test_what_is_masked_does_not_count():
+    b = batch()
+    garbage = b._replace(
+        hidden=jnp.where(b.mask[..., None], b.hidden, jnp.nan),
+        target_ids=jnp.where(b.mask, b.target_ids, -7),
+        old_logps=jnp.where(b.mask, b.old_logps, jnp.nan),
+        ref_logps=jnp.where(b.mask, b.ref_logps, jnp.inf),
+        mask=b.mask.astype(jnp.float32) * 3,
+    )
+
+    def loss(one, hidden, weight):
+        found = one._replace(hidden=hidden, weight=weight).loss(options=LOSSES["dapo"], implementation="deterministic")
+        return found.loss, found
+
+    expected = gradients(functools.partial(loss, b), b.hidden, b.weight)
+    found = gradients(functools.partial(loss, garbage), garbage.hidden, b.weight)
+    assert_same_bits(found, expected)
+    assert not np.any(found[1][0][~np.asarray(b.mask)])
+
+
+def test_a_reference_in_the_same_call():
+    b = batch()
+    ref_hidden, ref_weight = b.hidden[..., :16] * 0.5, b.weight[:, :16]
+    head: dict[str, Any] = {"temperature": 0.7, "implementation": "deterministic"}
+    ref_logps = linear_logp(ref_hidden, ref_weight, b.target_ids, **head)
+
+    def loss(ref_hidden, ref_weight):
+        one = b._replace(ref_logps=None)
+        found = one.loss(ref_hidden=ref_hidden, ref_weight=ref_weight, options=LOSSES["dapo"], **head)
+        return found.loss, found
+
+    (_, found), frozen = gradients(loss, ref_hidden, ref_weight)
+    expected = jax.jit(lambda ref_logps: b._replace(ref_logps=ref_logps).loss(options=LOSSES["dapo"], **head))
+    assert_same_bits(found, expected(ref_logps))
+    assert not any(np.any(x) for x in frozen)
+
+
+def test_an_outer_scale_scales_gradients():
+    b = batch()
+
+    def loss(scale, hidden, weight):
+        found = b._replace(hidden=hidden, weight=weight).loss(options=LOSSES["dapo"], implementation="deterministic")
+        return scale * found.loss, found
+
+    one, eight = (gradients(functools.partial(loss, s), b.hidden, b.weight)[1] for s in (1.0, 8.0))
+    assert_same_bits(eight, jax.tree.map(lambda x: 8 * x, one))
+
+
+def test_every_budget_gives_the_same_bits():
+    b = batch()
+
+    def loss(budget, hidden, weight):
+        found = b._replace(hidden=hidden, weight=weight).loss(implementation="deterministic", memory_budget=budget)
+        return found.loss, found
+
+    small, large = (gradients(functools.partial(loss, x), b.hidden, b.weight) for x in (1, 2**30))
+    assert_same_bits(small, large)
+
+
+def test_micro_batches_add_up():
+    b = batch()
+    whole = b.loss(implementation="deterministic").loss
+    total = b.mask.sum().astype(jnp.float32)
+    halves = [
+        jax.tree.map(lambda x, s=s: x[s], b)._replace(weight=b.weight).loss(denominator=total).loss
+        for s in (slice(0, 2), slice(2, 4))
+    ]
+    assert_within_contract(sum(halves), whole, "grpo_loss", jnp.float32, "forward")
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int16])
+def test_targets_of_any_integer_dtype(dtype):
+    b = batch()
+    b = b._replace(target_ids=b.target_ids % 200)
+    assert_same_bits(b._replace(target_ids=b.target_ids.astype(dtype)).loss(), b.loss())
+
+
+OK: Any = object()
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "mask": ({"mask": jnp.ones(6)}, {}, "completion_mask must be 2D"),
+    "ids": ({"target_ids": jnp.zeros((4, 5), jnp.int32)}, {}, "target_ids shape (4, 5) does not match completion_mask"),
+    "float ids": ({"target_ids": jnp.zeros(LEAD)}, {}, "target_ids must be integers, got float32."),
+    "the id of masked tokens": ({"target_ids": jnp.full(LEAD, -100)}, {}, "target_ids out of range"),
+    "old": ({"old_logps": jnp.zeros(4)}, {}, "old_logps shape (4,) does not match completion_mask shape (4, 6)."),
+    "advantages": ({"advantages": jnp.zeros(5)}, {}, "advantages must be [B] or [B, T]"),
+    "no reference": ({"ref_logps": None}, {"options": LossOptions(beta=0.1)}, "beta=0.1 requires ref_logps."),
+    "half a reference": ({"ref_logps": None}, {"ref_hidden": OK}, "ref_hidden and ref_weight must be given together."),
+    "two": ({}, {"ref_hidden": OK, "ref_weight": OK}, "Give ref_logps, or ref_hidden and ref_weight, not both."),
+    "bias": (
+        {"ref_logps": None},
+        {"ref_hidden": OK, "ref_weight": OK, "bias": OK},
+        "The head of ref_hidden has no bias: beside a bias, give ref_logps instead.",
+    ),
+    "ignore_index": ({}, {"ignore_index": 0}, "completion_mask says which tokens count: ignore_index must be None."),
+    "hidden": ({"hidden": jnp.zeros((4, 6, 7))}, {}, "hidden"),
+    "cap": ({}, {"options": LossOptions(importance_cap=2.0)}, "rollout_logps and importance_cap must be given"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_messages(bad):
+    arrays, options, message = BAD[bad]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        batch()._replace(**arrays).loss(**options)
+
+
+def test_no_such_option():
+    with pytest.raises(TypeError, match="colour"):
+        batch().loss(colour="red")
