@@ -67,10 +67,10 @@ def linear_grpo_loss(
 
     Source: DeepSeekMath, arXiv 2402.03300; the losses of docs/losses.md.
     """
-    has_reference = validation.reference(ref_logps, ref_hidden, ref_weight, bias)
+    validation.reference(ref_logps, ref_hidden, ref_weight, bias)
     validation.completion_targets(target_ids, completion_mask, head.get("ignore_index"))
     given = {"old_logps": old_logps, "ref_logps": ref_logps, "rollout_logps": rollout_logps}
-    beta = 0.0 if has_reference else options.beta
+    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are yet to come
     validation.policy_loss(given, completion_mask, denominator, beta=beta, importance_cap=options.importance_cap)
     validation.advantages(advantages, completion_mask)
     mask = jnp.asarray(completion_mask) != 0

@@ -808,14 +808,13 @@ def completion_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> 
     _require(ignore_index is None, "completion_mask says which tokens count: ignore_index must be None.")
 
 
-def reference(logps: Any, hidden: Any, weight: Any, bias: Any) -> bool:
-    """Whether a reference model comes as hidden states and a head."""
+def reference(logps: Any, hidden: Any, weight: Any, bias: Any) -> None:
+    """Whether a reference model comes as its log-probs, or as hidden states and a head, or not at all."""
     _require((hidden is None) == (weight is None), "ref_hidden and ref_weight must be given together.")
     _require(hidden is None or logps is None, "Give ref_logps, or ref_hidden and ref_weight, not both.")
     _require(
         hidden is None or bias is None, "The head of ref_hidden has no bias: beside a bias, give ref_logps instead."
     )
-    return hidden is not None
 
 
 def rewards_or_advantages(

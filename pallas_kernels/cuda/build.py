@@ -88,11 +88,14 @@ def find_nvcc() -> Nvcc:
     version = re.search(r"\bV(\d+)\.(\d+)[.\d]*", _output(path, "--version").stdout)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         raise RuntimeError(f"{needed}; {path} is {version[0][1:] if version else 'of an unknown version'}")
-    preprocessed = _output(path, "-E", "-x", "cu", os.devnull)
-    if preprocessed.returncode:
-        last = (preprocessed.stderr.strip() or f"exit status {preprocessed.returncode}").splitlines()[-1]
-        raise RuntimeError(f"{needed}, and a C++ compiler that it can use; {path} says: {last}")
     return Nvcc(path, version[0][1:])
+
+
+def _check_host_compiler(nvcc: Nvcc) -> None:
+    done = _output(nvcc.path, "-E", "-x", "cu", os.devnull)
+    if done.returncode:
+        last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise RuntimeError(f"the CUDA kernels need nvcc, and a C++ compiler that it can use; {nvcc.path} says: {last}")
 
 
 def _output(*command: str) -> subprocess.CompletedProcess[str]:
@@ -144,9 +147,10 @@ def _check_writable(folder: Path) -> None:
 def why_missing() -> str | None:
     """Why there is no library here and none can be built; None where there is one or can be. Compiles nothing."""
     try:
-        folder, _ = _place()
-        if not folder.exists():
+        folder, nvcc = _place()
+        if nvcc is not None and not folder.exists():
             _check_writable(folder.parent)
+            _check_host_compiler(nvcc)
     except (RuntimeError, OSError) as problem:
         return str(problem)
     return None
