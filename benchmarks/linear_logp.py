@@ -87,12 +87,17 @@ def make(shape: str, dtype: str, density: float) -> Problem:
     )
 
 
-def _candidate(f: Callable[..., Any], gemms: int, *arguments: jax.Array) -> Candidate:
+def candidate(f: Callable[..., Any], gemms: int, *arguments: jax.Array) -> Candidate:
+    """`f`, compiled for these arguments."""
     compiled = jax.jit(f).lower(*arguments).compile()
     analysis = compiled.memory_analysis()
     return Candidate(
         Launch(lambda: compiled(*arguments)), gemms, None if analysis is None else analysis.temp_size_in_bytes
     )
+
+
+def bare_gemm(p: Problem) -> Candidate:
+    return candidate(lambda h, w: h @ w.T, 1, p.hidden, p.weight)
 
 
 def candidates(name: str, p: Problem) -> dict[str, Candidate]:
@@ -109,18 +114,18 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
 
     operands, g = (p.hidden, p.weight, ids), p.upstream
     found = {
-        "forward": _candidate(lambda h, w, t: logp(h, w, t, **masked), 1, *operands),
-        "forward+backward": _candidate(gradient((0, 1), **masked), 3, *operands, g),
-        "frozen head": _candidate(gradient((0,), **masked), 2, *operands, g),
+        "forward": candidate(lambda h, w, t: logp(h, w, t, **masked), 1, *operands),
+        "forward+backward": candidate(gradient((0, 1), **masked), 3, *operands, g),
+        "frozen head": candidate(gradient((0,), **masked), 2, *operands, g),
     }
     if p.density < 1:
         zeroed = jnp.where(p.active, g, 0)
-        found["masked loss"] = _candidate(gradient((0, 1)), 3, p.hidden, p.weight, p.target_ids, zeroed)
+        found["masked loss"] = candidate(gradient((0, 1)), 3, p.hidden, p.weight, p.target_ids, zeroed)
     elif is_ours:
         found |= {
-            "forward, entropy": _candidate(lambda h, w, t: logp(h, w, t, return_entropy=True), 1, *operands),
-            "forward, bias": _candidate(logp, 1, *operands, p.bias),
-            "forward, softcap": _candidate(lambda h, w, t: logp(h, w, t, logit_softcap=30.0), 1, *operands),
+            "forward, entropy": candidate(lambda h, w, t: logp(h, w, t, return_entropy=True), 1, *operands),
+            "forward, bias": candidate(logp, 1, *operands, p.bias),
+            "forward, softcap": candidate(lambda h, w, t: logp(h, w, t, logit_softcap=30.0), 1, *operands),
         }
     return found
 
@@ -137,7 +142,7 @@ def measure(
 ) -> list[Row]:
     """All implementations on one shape; one that cannot run here says so in its status."""
     p = make(shape, dtype, density)
-    found = {("GEMM", "G"): _candidate(lambda h, w: h @ w.T, 1, p.hidden, p.weight)}
+    found = {("GEMM", "G"): bare_gemm(p)}
     rows = []
     for name in implementations:
         try:
@@ -145,6 +150,21 @@ def measure(
             found |= {(name, what): x for what, x in passes.items()}
         except Exception as problem:
             rows.append(Row(shape, dtype, density, name, "", common.status(problem)))
+    return rows + timed(shape, dtype, density, found, rounds, seconds)
+
+
+def timed(
+    shape: str,
+    dtype: str,
+    density: float,
+    found: dict[tuple[str, str], Candidate],
+    rounds: int,
+    seconds: float,
+) -> list[Row]:
+    """A row for each candidate, by implementation and pass; `("GEMM", "G")` is among them. `found` loses those that
+    fail.
+    """
+    rows = []
     for (name, what), x in list(found.items()):
         try:
             x.launch.wait(x.launch.start())
@@ -154,15 +174,17 @@ def measure(
     launches = {f"{name}: {what}": x.launch for (name, what), x in found.items()}
     ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
     gemm = ms["GEMM: G"]
-    flops = 2 * p.hidden.size * p.weight.shape[0]
+    tokens, dim, vocab = map(int, shape.split(","))
     for (name, what), x in found.items():
         t = ms[f"{name}: {what}"]
         extra = None if x.extra_bytes is None else x.extra_bytes / 2**20
-        rows.append(Row(shape, dtype, density, name, what, "pass", t, t / gemm, x.gemms * flops / t / 1e9, extra))
+        tflops = x.gemms * 2 * tokens * dim * vocab / t / 1e9
+        rows.append(Row(shape, dtype, density, name, what, "pass", t, t / gemm, tflops, extra))
     return rows
 
 
-def _print(rows: Sequence[Row], device: str) -> None:
+def show(op: str, rows: Sequence[Row]) -> None:
+    """The table of a run."""
     table = Table("N,D,V", "implementation", "pass", "time", "of G", "TFLOP/s", "memory")
     for r in rows:
         figures = ("", r.status, "", "")
@@ -173,7 +195,8 @@ def _print(rows: Sequence[Row], device: str) -> None:
     console = Console()
     # A log file counts as 80 columns wide, which would cut the figures.
     console.width = max(console.width, 120)
-    console.print(f"linear_logp, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
+    device = jax.devices()[0].device_kind
+    console.print(f"{op}, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"measuring {shape} …", file=sys.stderr)
         names = options.implementations.split(",")
         rows += measure(shape, options.dtype, options.mask_density, names, rounds, seconds)
-    _print(rows, jax.devices()[0].device_kind)
+    show("linear_logp", rows)
     if options.json:
         common.write(options.json, "linear_logp", argv, [asdict(r) for r in rows])
     if options.plot:

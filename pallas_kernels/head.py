@@ -59,6 +59,15 @@ class Kept(NamedTuple):
     shift: Any
 
 
+class Source(NamedTuple):
+    """Which row of what was kept belongs to row i: `row[i]`, int32 `[rows]`, i itself behind those that count; rows
+    only move up, `row[i]` >= i. `moved`, int32 `[1]`, is 0 where all are in their place.
+    """
+
+    row: Any
+    moved: Any
+
+
 class Rows(NamedTuple):
     """What the gradient knows of each row, `[rows]`; float32 but for `target_ids`. Neutral where a row does not count.
 

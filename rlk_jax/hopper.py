@@ -4,9 +4,9 @@ The forward is one pass over the head that keeps a partial softmax per row and c
 the vocabulary into slices whose gradients of logits fit the memory budget; for each it recomputes the logits, writes
 their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
 
-A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, in at most half of the budget
-(`kept_chunks`). The backward makes their gradients from them and recomputes the rest: three products and a share of the
-fourth, and the same bits, since recomputed exponentials are rounded alike.
+A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as the budget holds
+(`kept_chunks`). The backward makes their gradients in their place, and recomputes the rest in the same memory: three
+products and a share of the fourth, and the same bits, since recomputed exponentials are rounded alike.
 """
 
 import functools
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax
+from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax, Source
 from pallas_kernels.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
 from pallas_kernels.vocabulary import Head, Vocabulary
 from rlk_jax import _head_kernels
@@ -43,9 +43,6 @@ from rlk_jax._transforms import apart, as_replicated, varying_like
 
 if TYPE_CHECKING:
     from rlk_jax.dispatch import Problem
-
-_CHUNKS_PER_SLICE = 3
-"""Reading and writing dH once (8·N·D bytes) takes as long as the products of three chunks (2·256·N·D flops each)."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +137,14 @@ def chunks_in_place(options: Options, dim: int) -> int:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """What a pass holds: for a chunk of its slice, for a copy of the head's chunk beside that, and in any case."""
+    """What a pass holds: for a chunk of its slice, for a copy of the head's chunk beside that, in any case, and as long
+    as there are exponentials.
+    """
 
     chunk: int
     copy: int
     fixed: int = 0
+    kept: int = 0
 
 
 def _kept_bytes(tokens: int) -> int:
@@ -154,25 +154,28 @@ def _kept_bytes(tokens: int) -> int:
 
 
 def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
-    """Chunks from the first on whose exponentials the forward keeps: at most half of what the budget leaves beside
-    hidden, for what is kept makes the slices of dlogits narrower, and each slice reads and writes dH once more.
+    """Chunks from the first on whose exponentials the forward keeps: all that the budget holds beside hidden. Where
+    their gradients are not made in their place (`replaces_kept`), half of that, and slices of dlogits take the rest.
 
     float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves. Up to 64
     tokens, whose backward reads the head and little else, it would spill registers beside an entropy.
     """
     if not options.keeps or dtype != jnp.bfloat16 or options.logit_softcap is not None or tokens <= 64:
         return 0
-    needs = Needs(True, True, True)
-    held = _held(dim, tokens, needs, dtype)
-    room = memory_budget(options, dim, tokens) - held.fixed - held.chunk - held.copy
-    most = min(_vocabulary(options).chunks, max(0, room) // 2 // _kept_bytes(tokens))
+    room = memory_budget(options, dim, tokens) - _held(dim, tokens, Needs(True, True, True), dtype).fixed
+    if replaces_kept(options, dim):
+        return min(chunks_in_place(options, dim), max(0, room) // _kept_bytes(tokens))
+    return min(_vocabulary(options).chunks, max(0, room) // 2 // _kept_bytes(tokens))
 
-    def saved(kept: int) -> int:
-        return (
-            kept - _CHUNKS_PER_SLICE * backward_plan(options, dim, tokens, needs=needs, dtype=dtype, kept=kept).slices
-        )
 
-    return max((0, most // 2, most), key=saved)
+def replaces_kept(options: Options, dim: int) -> bool:
+    """Whether the products can take the gradients of all kept chunks at once: one chain of dH, and no copied head."""
+    return _chains(options) == 1 and chunks_in_place(options, dim) > 0
+
+
+def _chains(options: Options) -> int:
+    """In how many float32 chains dH is summed up."""
+    return options.tree.groups if options.hidden_gradient == "groups" else 1
 
 
 def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, held: _Bytes) -> Plan:
@@ -180,16 +183,18 @@ def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, hel
     chunks = _vocabulary(options).chunks
     budget = memory_budget(options, dim, tokens)
 
-    def width(count: int, per_chunk: int) -> int:
-        affordable = max(1, (budget - held.fixed) // per_chunk) if per_chunk else count
+    def width(count: int, fixed: int, per_chunk: int) -> int:
+        affordable = max(1, (budget - fixed) // per_chunk) if per_chunk else count
         return -(-count // -(-count // affordable))
 
     def run(chain: range, first: int, end: int) -> Run:
-        copied = first >= in_place
-        per_chunk = held.chunk + (held.copy if copied else 0)
-        return Run(first, end, width(end - first, per_chunk), copied, chain, is_kept=first < kept)
+        copied, is_kept = first >= in_place, first < kept
+        per_chunk, fixed = held.chunk + (held.copy if copied else 0), held.fixed
+        if is_kept:
+            per_chunk, fixed = (0, fixed) if replaces_kept(options, dim) else (per_chunk, fixed + held.kept)
+        return Run(first, end, width(end - first, fixed, per_chunk), copied, chain, is_kept)
 
-    each = _vocabulary(options).group_chunks if options.hidden_gradient == "groups" else chunks
+    each = chunks // _chains(options)
     runs = []
     for start in range(0, chunks, each):
         chain = range(start, start + each)
@@ -206,12 +211,11 @@ def forward_plan(options: Options, dim: int, tokens: int, kept: int = 0) -> Plan
 
 def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> Plan:
     """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows and
-    the exponentials of `kept` chunks.
+    the exponentials of `kept` chunks until their gradients are made.
 
     Of a padded head that is read in place, only the chunks that end within 64 columns of the padding are copied.
     """
-    held = _held(dim, tokens, needs, dtype)
-    held = replace(held, fixed=held.fixed + kept * _kept_bytes(tokens))
+    held = replace(_held(dim, tokens, needs, dtype), kept=kept * _kept_bytes(tokens))
     return _plan(options, dim, tokens, chunks_in_place(options, dim), kept, held)
 
 
@@ -371,11 +375,10 @@ def _gradients(
         kept = None
     operands, tokens, softmax, kept, upstream = apart(as_replicated((operands, tokens, softmax, kept, upstream)))
     is_rounded = options.hidden_gradient == "rounded"
-    parts = options.tree.groups if options.hidden_gradient == "groups" else 1
     keeping = 0 if kept is None else kept.exponentials.powers.shape[1] // COLUMNS
     plan = backward_plan(options, dim, n, needs=needs, dtype=dtype, kept=keeping)
     rows = compact(tokens.active, plan.rows)
-    stored = None if kept is None else (kept.exponentials, rows.take(kept.place))
+    stored = None if kept is None else (kept.exponentials, _source(plan, rows, kept.place))
     hidden = _matrix(plan, rows, operands.hidden)
     lifts = dtype == jnp.float16
     scale = lifting_power(gradient_bound(tokens.temperature, upstream)) if lifts else None
@@ -406,7 +409,8 @@ def _gradients(
     if needs.hidden:
         shape = (plan.rows, padded(dim, COLUMNS))
         rounded = jax.new_ref(lax.empty(shape, dtype)) if is_rounded else None
-        d_hidden = [HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in range(parts)]
+        chains = range(_chains(options))
+        d_hidden = [HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in chains]
     if needs.weight:
         is_padded = options.real_vocab_size < options.vocab_size
         d_weight = jax.new_ref((jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype))
@@ -416,10 +420,15 @@ def _gradients(
     def step(run: Run, index: Any) -> None:
         part = _slice(plan, run, index, operands, rows)
         logits = Logits(part.head, options.logit_softcap)
-        buffer = jax.new_ref(lax.empty((plan.matrix_rows, run.width * COLUMNS), dtype))
+        written = lax.empty((plan.matrix_rows, run.width * COLUMNS), dtype)
         if run.is_kept and stored is not None:
-            use.from_powers(part.head.vocabulary, machine, part.where, *stored, row_coefficients, buffer)
+            powers, source = stored
+            if replaces_kept(options, dim):
+                written, powers = powers.powers, powers._replace(powers=None)
+            buffer = jax.new_ref(written)
+            use.from_powers(part.head.vocabulary, machine, part.where, powers, source, row_coefficients, buffer)
         else:
+            buffer = jax.new_ref(written)
             use.dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_coefficients, buffer)
         slice_dlogits = jax.freeze(buffer)
         if d_hidden:
@@ -447,6 +456,13 @@ def _gradients(
     hidden_gradient = (sums[0] if is_rounded else jnp.stack(sums)) if needs.hidden else None
     done = Gradients(hidden_gradient, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
     return apart(done.like(options, operands))
+
+
+def _source(plan: Plan, rows: Compacted, place: Array) -> Source:
+    """Where the backward's rows are among the forward's, which may be more: those whose upstream gradients are 0."""
+    own = jnp.arange(plan.rows, dtype=jnp.int32)
+    row = jnp.where(own < rows.count, rows.take(place), own)
+    return Source(row, jnp.any(row != own, keepdims=True).astype(jnp.int32))
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Options) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import det_gemm, linear_logp, logits_ops, torch_bridge, vocab_parallel
+from benchmarks import det_gemm, linear_grpo_loss, linear_logp, logits_ops, torch_bridge, vocab_parallel
 from benchmarks.common import Launch
 from tests.helpers import assert_within_contract
 
@@ -30,6 +30,16 @@ def test_smoke(tmp_path, capsys, density):
     assert record["command"].startswith("python -m benchmarks.linear_logp --smoke") and record["device"]
     assert picture.stat().st_size > 1000
     assert "of G" in capsys.readouterr().out
+
+
+def test_linear_grpo_loss_smoke(tmp_path, capsys):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--implementations", "mosaic,xla", "--json", str(out), "--plot", str(picture)]
+    assert linear_grpo_loss.main(arguments) == 0
+    status = {(r["implementation"], r["what"]): r["status"] for r in json.loads(out.read_text())["rows"]}
+    assert status.pop(("mosaic", "")).startswith("not available")
+    assert set(status.values()) == {"pass"} and ("xla", "linear_grpo_loss: N·V·2 B + 10 %") in status
+    assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
 
 
 def test_torch_bridge_smoke(tmp_path):

@@ -217,23 +217,24 @@ ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffe
   return run("rlk_dlogits", stream, device, d);
 }
 
-// Optional: columns.
+// Optional: columns; powers, which are in the result where they are not given; moved.
 ffi::Error from_powers(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
-                       AnyBuffer powers, AnyBuffer powers_shift, AnyBuffer source, AnyBuffer target_ids,
-                       AnyBuffer temperature, AnyBuffer shift, AnyBuffer constant, AnyBuffer at_target,
-                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out, int64_t given, Numbers of_vocabulary,
-                       int64_t rows_at_once) {
+                       AnyBuffer powers_shift, AnyBuffer source, AnyBuffer target_ids, AnyBuffer temperature,
+                       AnyBuffer shift, AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest,
+                       ffi::Result<AnyBuffer> out, int64_t given, Numbers of_vocabulary, int64_t rows_at_once) {
   Optional optional(rest, given);
   FromPowers f = {};
   f.where = slice(rows, first_chunk, chunks, optional);
   f.vocabulary = vocabulary(of_vocabulary);
   f.rows = row_coefficients(target_ids, temperature, shift, constant, at_target, nullptr);
-  f.powers = data<const void>(powers);
+  f.out = data<void>(out);
+  f.powers = optional.next<const void>();
+  if (f.powers == nullptr) f.powers = f.out;
+  f.moved = optional.next<const int>();
   f.shift = data<const float>(powers_shift);
   f.source = data<const int>(source);
-  f.kept_chunks = size(powers, 1) / kChunk;
+  f.kept_chunks = size(powers_shift, 0);
   f.shift_rows = size(powers_shift, 1);
-  f.out = data<void>(out);
   f.rows_out = size(*out, 0);
   f.chunks = size(*out, 1) / kChunk;
   f.rows_at_once = static_cast<int>(rows_at_once);
@@ -345,7 +346,7 @@ RLK_HANDLER(coefficients, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
 RLK_HANDLER(dlogits, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
                          .RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile")
                          .Attr<double>("softcap"));
-RLK_HANDLER(from_powers, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG
+RLK_HANDLER(from_powers, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG
                              .RemainingArgs().RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("vocabulary")
                              .Attr<int64_t>("rows_at_once"));
 RLK_HANDLER(hidden_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.RemainingRets()

@@ -142,9 +142,10 @@ struct FromPowers {
   Slice where;
   Vocabulary vocabulary;
   RowCoefficients rows;
-  const void* powers;  // bfloat16 [·, kept chunks · 256]
+  const void* powers;  // bfloat16 [rows, kept chunks · 256]; `out` itself where they are replaced
   const float* shift;  // [kept chunks, shift_rows]
-  const int* source;   // [rows]
+  const int* source;   // [rows]: no less than its own number
+  const int* moved;    // [1]: whether any is more; null where nothing is replaced
   int kept_chunks, shift_rows;
   void* out;  // bfloat16 [rows, chunks · 256]
   int rows_out, chunks, rows_at_once;

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cuda import build
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax
+from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax, Source
 from pallas_kernels.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
 from pallas_kernels.vocabulary import Head, Vocabulary
 
@@ -148,17 +148,18 @@ def dlogits(
 
 
 def from_powers(
-    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Array, rows: Coefficients, out: Ref
+    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Source, rows: Coefficients, out: Ref
 ) -> None:
-    """What `dlogits` writes, from the powers that the forward kept: row `source[i]` of them belongs to row i of `out`.
+    """What `dlogits` writes, from the powers that the forward kept: row `source.row[i]` of them belongs to row i.
 
-    source int32 `[rows]`.
+    In place where `kept.powers` is None and `out` holds them, for the first chunks.
     """
+    in_place = kept.powers is None
     (out[...],) = _call(
         "rlk_from_powers",
-        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        (*where[:3], *kept, source, *_of_rows(rows)),
-        (where.columns,),
+        [out[...] if in_place else jax.ShapeDtypeStruct(out.shape, out.dtype)],
+        (*where[:3], kept.shift, source.row, *_of_rows(rows)),
+        (where.columns, kept.powers, source.moved if in_place else None),
         vocabulary=_numbers(*_vocabulary(vocabulary)),
         rows_at_once=np.int64(statistics_tile(out.shape[0]).cluster_rows),
     )

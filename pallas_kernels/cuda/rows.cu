@@ -6,7 +6,7 @@ namespace rlk {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAtOnce = 8;  // partials folded together, so that the latencies of their loads overlap
+constexpr int kAtOnce = 8;  // loads of a thread that are on their way together
 
 struct Partial {
   float shift, total, target, gap;
@@ -117,41 +117,52 @@ __global__ void coefficients_kernel(const Coefficients c) {
 }
 
 // A block makes 64 rows of one chunk; a warp one row at a time, eight columns in each lane.
+// Rows that moved are taken in order, by one block for each chunk, so that none is overwritten before it is read.
 __global__ void __launch_bounds__(kThreads) from_powers_kernel(const FromPowers f) {
-  const int place = blockIdx.y, first_row = blockIdx.x * 64;
-  const int count = *f.where.rows;
-  if (place >= *f.where.chunks || first_row >= (count + f.rows_at_once - 1) / f.rows_at_once * f.rows_at_once) return;
+  constexpr int kRows = kAtOnce * kThreads / 32;  // each warp a row of the chunk, eight times
+  const int block = blockIdx.x, place = blockIdx.y;
+  const int count = *f.where.rows, end = blocks_of(count, f.rows_at_once) * f.rows_at_once;
+  const bool moved = f.moved != nullptr && *f.moved != 0;
+  if (place >= *f.where.chunks || (moved && block > 0)) return;
   const int chunk = *f.where.first_chunk + place;
   const Columns columns = columns_of(f.vocabulary, f.where, chunk);
   const int warp = threadIdx.x / 32, column = threadIdx.x % 32 * 8;
   const __nv_bfloat16* powers = static_cast<const __nv_bfloat16*>(f.powers) + static_cast<int64_t>(chunk) * kChunk;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(f.out) + static_cast<int64_t>(place) * kChunk;
-#pragma unroll 4
-  for (int i = warp; i < 64; i += kThreads / 32) {
-    const int row = first_row + i, source = f.source[row];
-    const uint4 found =
-        *reinterpret_cast<const uint4*>(powers + static_cast<int64_t>(source) * f.kept_chunks * kChunk + column);
-    const float shift = f.shift[static_cast<int64_t>(chunk) * f.shift_rows + source];
-    // A chunk of no finite logit has k = 0, which may be above the row's.
-    const float below = min_nan(__fsub_rn(shift, f.rows.shift[row]), 0.0f);
-    const float factor = __fmul_rn(f.rows.constant[row], exp2_approx(below));
-    const int target = place_of(f.rows.target_ids[row], columns);
-    // Behind the rows that count, `source` points anywhere.
-    const int holds = row < count ? columns.width : 0;
-    const uint32_t pairs[4] = {found.x, found.y, found.z, found.w};
-    uint32_t gradients[4];
+  const int last = moved ? end : min(end, (block + 1) * 64);
+  for (int first = moved ? 0 : block * 64; first < last; first += kRows) {
+    uint4 found[kAtOnce];
+    float shift[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int here = column + 2 * j;
-      // A bfloat16 is the upper half of a float.
-      float first = __fmul_rn(factor, __uint_as_float(pairs[j] << 16));
-      float second = __fmul_rn(factor, __uint_as_float(pairs[j] & 0xffff0000u));
-      if (here == target) first = f.rows.at_target[row];
-      if (here + 1 == target) second = f.rows.at_target[row];
-      gradients[j] = pair_of<__nv_bfloat16>(here < holds ? first : 0, here + 1 < holds ? second : 0);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int source = f.source[first + i * (kThreads / 32) + warp];
+      found[i] = *reinterpret_cast<const uint4*>(powers + static_cast<int64_t>(source) * f.kept_chunks * kChunk + column);
+      shift[i] = f.shift[static_cast<int64_t>(chunk) * f.shift_rows + source];
     }
-    *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * f.chunks * kChunk + column) =
-        make_uint4(gradients[0], gradients[1], gradients[2], gradients[3]);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int row = first + i * (kThreads / 32) + warp;
+      // A chunk of no finite logit has k = 0, which may be above the row's.
+      const float below = min_nan(__fsub_rn(shift[i], f.rows.shift[row]), 0.0f);
+      const float factor = __fmul_rn(f.rows.constant[row], exp2_approx(below));
+      const int target = place_of(f.rows.target_ids[row], columns);
+      const int holds = row < count ? columns.width : 0;
+      const uint32_t pairs[4] = {found[i].x, found[i].y, found[i].z, found[i].w};
+      uint32_t gradients[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int here = column + 2 * j;
+        // A bfloat16 is the upper half of a float.
+        float even = __fmul_rn(factor, __uint_as_float(pairs[j] << 16));
+        float odd = __fmul_rn(factor, __uint_as_float(pairs[j] & 0xffff0000u));
+        if (here == target) even = f.rows.at_target[row];
+        if (here + 1 == target) odd = f.rows.at_target[row];
+        gradients[j] = pair_of<__nv_bfloat16>(here < holds ? even : 0, here + 1 < holds ? odd : 0);
+      }
+      *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * f.chunks * kChunk + column) =
+          make_uint4(gradients[0], gradients[1], gradients[2], gradients[3]);
+    }
   }
 }
 
@@ -162,7 +173,7 @@ __device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float
 template <typename Pair>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums s) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kChunk + threadIdx.x * 2, stride = s.dlogits.columns;
-  const int blocks = (*s.rows + 63) / 64;
+  const int blocks = blocks_of(*s.rows, 64);
   float2 sum = {0, 0};
   for (int block = 0; block < blocks; ++block) {
     const Pair* there = reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(s.dlogits.data) +

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LN_2, LOG2_E, Coefficients, Kept, Logits, Rows, Slice
+from pallas_kernels.head import LN_2, LOG2_E, Coefficients, Kept, Logits, Rows, Slice, Source
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -47,7 +47,7 @@ from pallas_kernels.vocabulary import Vocabulary
 
 Array = jax.Array
 Ref = Any
-_AT_ONCE = 8
+_AT_ONCE = 16
 """Rows of kept powers loaded together, so that their latencies overlap."""
 
 
@@ -234,42 +234,48 @@ def dlogits(
 
 
 def from_powers(
-    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Array, rows: Coefficients, out: Ref
+    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Source, rows: Coefficients, out: Ref
 ) -> None:
-    """What `dlogits` writes, from the powers that the forward kept: row `source[i]` of them belongs to row i of `out`.
+    """What `dlogits` writes, from the powers that the forward kept: row `source.row[i]` of them belongs to row i.
 
-    source int32 `[rows]`. One row of a chunk at a time, so that the rows may be any.
+    In place where `kept.powers` is None and `out` holds them, for the first chunks. A thread reads a row of a chunk
+    before it writes one, and rows that moved are taken in order by one block: none is overwritten before it is read.
     """
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written = statistics_tile(n).cluster_rows
 
-    def body(where: Slice, kept: Kept, source: Ref, rows: Coefficients, out: Ref, no_more: tuple[()]) -> None:
+    def body(where: Slice, kept: Kept, source: Source, rows: Coefficients, out: Ref, no_more: tuple[()]) -> None:
         block, place = lax.axis_index("blocks"), lax.axis_index("groups")
+        powers = out if kept.powers is None else kept.powers
         chunk = where.first_chunk[0] + place
         width = width_of(vocabulary, where, chunk)
         column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
 
         def gradient_of(row: Array) -> Array:
-            there = source[row]
-            found = plgpu.load(kept.powers.at[there, pl.ds(chunk * COLUMNS, COLUMNS)], layout=layout, optimized=False)
+            there = source.row[row]
+            found = plgpu.load(powers.at[there, pl.ds(chunk * COLUMNS, COLUMNS)], layout=layout, optimized=False)
             c = jax.tree.map(lambda ref: ref[row], rows)
             within = _within(c, kept.shift[chunk, there])
             target = place_of(vocabulary, c.target_ids, chunk, width)
             gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * within.constant)
-            # Behind the rows that count, `source` points anywhere.
             holds = jnp.where(row < where.rows[0], width, 0)
             return jnp.where(column < holds, gradient, 0.0).astype(out.dtype)
 
         def some_rows(i: Array, _: None) -> None:
-            first = block * WARPGROUP_ROWS + i * _AT_ONCE
+            first = i * _AT_ONCE
             gradients = [gradient_of(first + j) for j in range(_AT_ONCE)]
             for j, gradient in enumerate(gradients):
                 out[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
 
-        @pl.when((place < where.chunks[0]) & (block * WARPGROUP_ROWS < row_clusters(where.rows[0], written) * written))
+        @pl.when(place < where.chunks[0])
         def _() -> None:
-            lax.fori_loop(0, WARPGROUP_ROWS // _AT_ONCE, some_rows, None)
+            end = row_clusters(where.rows[0], written) * written
+            first, last = block * WARPGROUP_ROWS, jnp.minimum(end, (block + 1) * WARPGROUP_ROWS)
+            if kept.powers is None:
+                moved = source.moved[0] != 0
+                first, last = jnp.where(moved, 0, first), jnp.where(moved, jnp.where(block == 0, end, 0), last)
+            lax.fori_loop(lax.div(first, _AT_ONCE), lax.div(last, _AT_ONCE), some_rows, None)
 
     grid, arguments = (n // WARPGROUP_ROWS, chunks), (where, kept, source, rows, out)
     launch(body, "linear_logp_from_powers", machine, (), grid, *arguments, approx_math=True)

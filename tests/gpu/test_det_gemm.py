@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cuda import build
 from pallas_kernels.cuda import kernels as cuda_kernels
 from pallas_kernels.mosaic import gemm as mosaic_gemm
 from pallas_kernels.tiles import Plan, Tile
@@ -16,6 +15,7 @@ from rlk_jax import det_gemm, explain
 from tests import gemm
 from tests.gemm import Case
 from tests.gpu import golden
+from tests.gpu.hopper import needs_cuda
 from tests.helpers import assert_same_bits
 
 every_dtype = pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
@@ -51,10 +51,8 @@ PLANS = (
 )
 
 
-@pytest.fixture(params=["mosaic", "cuda"])
+@pytest.fixture(params=["mosaic", pytest.param("cuda", marks=needs_cuda)])
 def kernels(request):
-    if request.param == "cuda" and build.why_missing():
-        pytest.skip(build.why_missing())
     return request.param
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
 from rlk_jax import linear_logp
 from tests import helpers
+from tests.gpu.hopper import needs_cuda
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -45,13 +45,14 @@ PEAKED = (
 BITS = Case("bits", (4096,), 192, 5000, bias=True, temperature="per token")
 
 
-MISSING = {"mosaic": lambda: None, "triton": call.why_missing, "cuda": build.why_missing}
+needs_triton = pytest.mark.skipif(call.why_missing() is not None, reason=str(call.why_missing()))
 
 
-@pytest.fixture(params=MISSING, scope="module")
+@pytest.fixture(
+    params=["mosaic", pytest.param("triton", marks=needs_triton), pytest.param("cuda", marks=needs_cuda)],
+    scope="module",
+)
 def kernels(request):
-    if reason := MISSING[request.param]():
-        pytest.skip(reason)
     return request.param
 
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice
+from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Source
 from pallas_kernels.logits import Form, RowCoefficients
 from pallas_kernels.mosaic import gradients, logits, statistics
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, from_powers
@@ -141,16 +141,20 @@ def row_coefficients(p: Problem) -> Configuration:
     return f"coefficients {p}", run, {"rows": rows}
 
 
-def logit_gradients_from_powers(p: Problem) -> Configuration:
+def logit_gradients_from_powers(p: Problem, *, in_place: bool) -> Configuration:
     def run(where, kept, source, rows):
-        out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+        if in_place:
+            out, kept = jax.new_ref(kept.powers), kept._replace(powers=None)
+        else:
+            out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
         from_powers(p.head.vocabulary, MACHINE, where, kept, source, rows, out)
         return jax.freeze(out)
 
+    where = p.common()["where"]
     shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
-    arguments = {"where": p.common()["where"], "kept": Kept(p.dlogits_array(), shift)}
-    arguments |= {"source": p.vector(dtype=jnp.int32), "rows": p.coefficients()}
-    return f"dlogits from powers {p}", run, arguments
+    arguments = {"where": where, "kept": Kept(p.dlogits_array(), shift)}
+    arguments |= {"source": Source(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
+    return f"dlogits from powers{', in place' if in_place else ''} {p}", run, arguments
 
 
 def hidden_gradient(p: Problem) -> Configuration:
@@ -290,7 +294,8 @@ def configurations() -> Iterator[Configuration]:
     yield weight_gradient(Problem(dim=64, layout="dv"))
     for head in heads:
         yield forward(Problem(keeps=True, **head))
-        yield logit_gradients_from_powers(Problem(**head))
+        yield logit_gradients_from_powers(Problem(**head), in_place=True)
+        yield logit_gradients_from_powers(Problem(**head), in_place=False)
     for dtype, lse, entropy in itertools.product((jnp.bfloat16, jnp.float16), both, both):
         yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy))
     for dtype in (jnp.bfloat16, jnp.float16):

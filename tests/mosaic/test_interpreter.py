@@ -13,7 +13,7 @@ from pallas_kernels.mosaic import dlogits, gradients, statistics
 from pallas_kernels.tiles import Machine
 from rlk_jax import dispatch, linear_logp, mosaic
 from tests import helpers, shards
-from tests.helpers import Case, assert_error, assert_within_contract
+from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
 CASES = (
     Case("plain", (40,), 128, 300),
@@ -149,10 +149,13 @@ def seen(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize(("budget", "kernels"), [(None, {"from_powers"}), (3_000_000, {"from_powers", "dlogits"})])
-def test_kept_exponentials(seen, budget, kernels):
-    """With ignored rows, whose places others take, and with rows that only the backward leaves out."""
-    case = Case("kept", (150,), 64, 3001, bias=True, options={"ignore_index": -1, "memory_budget": budget})
+@pytest.mark.parametrize("vocab_size", [3000, 3001])
+@pytest.mark.parametrize(("budget", "kernels"), [(None, {"from_powers"}), (1_400_000, {"from_powers", "dlogits"})])
+def test_kept_exponentials(seen, budget, kernels, vocab_size):
+    """With ignored rows, whose places others take, and with rows that only the backward leaves out; replaced by their
+    gradients, and beside a head that is copied.
+    """
+    case = Case("kept", (150,), 64, vocab_size, bias=True, options={"ignore_index": -1, "memory_budget": budget})
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
     problem = problem._replace(
         hidden=problem.hidden.at[::7].set(jnp.nan),
@@ -166,6 +169,16 @@ def test_kept_exponentials(seen, budget, kernels):
     assert not np.asarray(d_hidden[~counts]).astype(np.float32).any()
     for gradient, expected in zip((d_hidden[counts], *d_head), gold.gradients, strict=True):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+def test_what_is_kept_serves_more_than_one_backward():
+    """Although gradients are made in its place."""
+    case = Case("kept", (70,), 64, 296)
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    _, pull_back = jax.vjp(lambda h: problem._replace(hidden=h).call(case, "mosaic").logp.sum(), problem.hidden)
+    first, second = pull_back(1.0), pull_back(1.0)
+    assert_same_bits(first, second)
+    assert np.asarray(first[0]).astype(np.float32).any()
 
 
 def test_a_forward_without_a_backward_keeps_nothing(monkeypatch):

@@ -1,0 +1,100 @@
+"""A GRPO step at the LM head, forward and backward, by memory budget: python -m benchmarks.linear_grpo_loss --help.
+
+What a budget holds of the exponentials need not be recomputed: three products instead of four. G and memory are
+benchmarks.linear_logp's. All ratios are 1 and no token is clipped, so that every token has a gradient.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import common
+from benchmarks.linear_logp import SMOKE_SHAPES, Candidate, Problem, Row, bare_gemm, candidate, make, show, timed
+from rlk_jax import linear_grpo_loss, linear_logp
+from rlk_jax.grpo import LossOptions, policy_loss
+
+SHAPES = "4096,2048,131072;4096,4096,131072;8192,4096,151936"
+SEQUENCES = 8
+RECOMPUTED = 2**26
+"""A budget that holds next to no exponentials."""
+OPTIONS = LossOptions(beta=0.04)
+
+
+def budgets(p: Problem) -> dict[str, int | None]:
+    """By name; the last holds every exponential."""
+    logits = 2 * p.hidden.shape[0] * p.weight.shape[0]
+    return {"64 MiB": RECOMPUTED, "default": None, "1 GiB": 2**30, "N·V·2 B + 10 %": logits * 11 // 10}
+
+
+def candidates(name: str, p: Problem) -> dict[str, Candidate]:
+    """The passes of one implementation; raises what it raises where it cannot run."""
+    lead = (SEQUENCES, p.hidden.shape[0] // SEQUENCES)
+    hidden, ids = p.hidden.reshape(*lead, -1), p.target_ids.reshape(lead)
+    advantages, mask = p.upstream[:SEQUENCES], jnp.ones(lead, bool)
+    logps = jax.jit(lambda: linear_logp(hidden, p.weight, ids, implementation=name))()
+    head: dict[str, Any] = {"implementation": name}
+
+    def weighted(budget: int | None) -> Callable[..., Any]:
+        return lambda h, w: jnp.vdot(linear_logp(h, w, ids, memory_budget=budget, **head), p.upstream.reshape(lead))
+
+    def in_two_calls(h: jax.Array, w: jax.Array) -> jax.Array:
+        logp = linear_logp(h, w, ids, memory_budget=RECOMPUTED, **head)
+        return policy_loss(logp, logps, advantages, mask, ref_logps=logps, options=OPTIONS).loss
+
+    def in_one_call(budget: int | None) -> Callable[..., Any]:
+        def loss(h: jax.Array, w: jax.Array) -> Any:
+            rest = logps, logps, advantages, mask
+            found = linear_grpo_loss(h, w, ids, *rest, options=OPTIONS, memory_budget=budget, **head)
+            return found.loss, found
+
+        return loss
+
+    def both(f: Callable[..., Any], *, has_aux: bool = False) -> Candidate:
+        return candidate(jax.value_and_grad(f, (0, 1), has_aux=has_aux), 3, hidden, p.weight)
+
+    found = {"linear_logp, policy_loss: 64 MiB": both(in_two_calls)}
+    for budget, size in budgets(p).items():
+        found[f"linear_logp: {budget}"] = both(weighted(size))
+        found[f"linear_grpo_loss: {budget}"] = both(in_one_call(size), has_aux=True)
+    return found
+
+
+def measure(shape: str, dtype: str, implementations: Sequence[str], rounds: int, seconds: float) -> list[Row]:
+    """All implementations on one shape; one that cannot run here says so in its status."""
+    p = make(shape, dtype, 1.0)
+    found, rows = {("GEMM", "G"): bare_gemm(p)}, []
+    for name in implementations:
+        try:
+            found |= {(name, what): x for what, x in candidates(name, p).items()}
+        except Exception as problem:
+            rows.append(Row(shape, dtype, 1.0, name, "", common.status(problem)))
+    return rows + timed(shape, dtype, 1.0, found, rounds, seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = common.parser("linear_grpo_loss", __doc__, shapes=SHAPES, implementations="mosaic")
+    options = parser.parse_args(argv)
+    shapes = SMOKE_SHAPES if options.smoke else options.shapes
+    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
+    rows: list[Row] = []
+    for shape in shapes.split(";"):
+        print(f"measuring {shape} …", file=sys.stderr)
+        rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
+    show("linear_grpo_loss", rows)
+    if options.json:
+        common.write(options.json, "linear_grpo_loss", argv, [asdict(r) for r in rows])
+    if options.plot:
+        panels: dict[str, dict[str, float]] = {}
+        for r in rows:
+            if r.of_gemm is not None and r.what != "G":
+                panels.setdefault(r.shape, {})[f"{r.implementation}, {r.what}"] = r.of_gemm
+        common.plot(options.plot, panels, "time, in bare GEMMs of the same run")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
