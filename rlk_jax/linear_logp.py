@@ -129,7 +129,8 @@ def linear_logp(
       reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
         parallelism: hidden gathered over the axis).
       memory_budget: bytes for the logits and their gradients that are held at a time, and the copies beside them, never
-        for less than one block of them; `mosaic` and `cuda` hold up to half of it from the forward to the backward.
+        for less than one block of them; `mosaic` and `cuda` hold it from the forward to the backward,
+        and in a backward that is a program of its own a copy of it.
         None for the implementation's default. `mosaic`, `cuda` and `deterministic` give the same bits for every budget.
       validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
         device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its

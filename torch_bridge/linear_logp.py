@@ -59,7 +59,8 @@ def linear_logp(
         `tp_group`, of the whole head; the last shards may be padding in part or altogether.
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv".
       return_lse, return_entropy: also return these, from the same pass, differentiable.
-      memory_budget: bytes for the logits and their gradients that are held at a time; None for the default.
+      memory_budget: bytes for the logits and their gradients that are held at a time; None for the default. `mosaic`
+        and `cuda` hold it from the forward to the backward, and in the backward a copy of it.
       tp_group: the `torch.distributed` group whose ranks each hold a part of the vocabulary, of any width: weight and
         bias are then this rank's, hidden and target_ids (ids of the whole vocabulary) the same on every rank, and so
         are the results. Every rank of the group must make the call; a mistake on one raises the same error on all.
