@@ -261,6 +261,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
 
 
 def promising(op: str, *args: Any, **kwargs: Any) -> str:
-    """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`."""
-    problem, _ = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
-    return next(x.name for x in TABLE[op] if x.promises_bits and not x.why_not(problem))
+    """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`, or the one it names.
+
+    Raises ValueError where the named one promises none.
+    """
+    problem, named = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
+    asked = (x for x in TABLE[op] if x.promises_bits and named in (None, x.name))
+    found = next((x.name for x in asked if not x.why_not(problem)), None)
+    if found is None:
+        raise ValueError(f"{op} promises no bits with implementation={named!r} here.")
+    return found

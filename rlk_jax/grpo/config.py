@@ -62,6 +62,9 @@ class GrpoConfig:
         "data=1,tensor=1", "devices along each mesh axis: batches are cut over data, the LM head over tensor"
     )
     implementation: str | None = _option(None, "implementation of linear_logp (default: the fastest that runs)")
+    invariant: bool = _option(
+        False, "layers of rlk_jax.nn, in bfloat16: the log-probs of the rollout are those of training, bit for bit"
+    )
     shuffle_advantages: bool = _option(False, "control: permute advantages over the samples, so nothing is learnt")
     checkpoint_every: int = _option(100, "steps between checkpoints", minimum=1)
 

@@ -11,7 +11,14 @@ from rich.table import Table
 from rlk_jax.grpo.run_folder import RunFolder
 
 PLAIN_LINE_EVERY = 50
-_SHOWN = {"loss": "loss", "reward": "reward", "kl": "KL", "clip_fraction": "clip"}
+_SHOWN = {
+    "loss": "loss {:.3f}",
+    "reward": "reward {:.3f}",
+    "kl": "KL {:.3f}",
+    "clip_fraction": "clip {:.3f}",
+    "ratio_max": "ratio {:.2f}",
+    "mismatch": "mismatch {:.1g}",
+}
 
 
 class ShowStep(Protocol):
@@ -27,7 +34,7 @@ def progress(console: Console, start: int, total: int) -> Iterator[ShowStep]:
     bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 
     def show(done: int, phase: str, metrics: Mapping[str, float]) -> None:
-        numbers = " ".join(f"{label} {metrics[name]:.3f}" for name, label in _SHOWN.items() if name in metrics)
+        numbers = " ".join(text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics)
         bar.update(task, completed=done, description=f"{phase} {numbers}")
         if not console.is_terminal and (done % PLAIN_LINE_EVERY == 0 or done in (start + 1, total)):
             console.print(f"{phase} step {done}/{total} {numbers}", highlight=False, soft_wrap=True)

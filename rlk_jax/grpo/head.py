@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import linear_logp, vocab_parallel
+from rlk_jax import dispatch, linear_logp, vocab_parallel
 from rlk_jax.grpo.config import BadInput
 
 IGNORED = -100
@@ -27,6 +28,8 @@ class Head:
     mesh: Mesh
     vocab_size: int
     implementation: str | None
+    dtype: DTypeLike = jnp.float32
+    """That hidden states and heads are rounded to before log-probs are computed; parameters are float32."""
 
     @property
     def shards(self) -> int:
@@ -90,8 +93,7 @@ class Head:
                 reduction="canonical" if self.keeps_bits else "sum",
             )
         return op(
-            hidden,
-            kernel,
+            *self.apart((hidden.astype(self.dtype), kernel.astype(self.dtype))),
             target_ids,
             ignore_index=IGNORED,
             weight_layout="dv",
@@ -111,6 +113,18 @@ class Head:
             jax.eval_shape(logps)
         except ValueError as error:
             raise BadInput(str(error)) from error
+
+    def promising(self, width: int) -> "Head":
+        """The same head with an implementation that promises bits. Raises BadInput when the named one does not."""
+        hidden, kernel = (jax.ShapeDtypeStruct(shape, self.dtype) for shape in ((1, width), (width, self.vocab_size)))
+        ids, options = (
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            {"weight_layout": "dv", "implementation": self.implementation},
+        )
+        try:
+            return replace(self, implementation=dispatch.promising("linear_logp", hidden, kernel, ids, **options))
+        except ValueError as error:
+            raise BadInput(f"invariant: {error}") from error
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-ROTARY_BASE = 10_000.0
+from rlk_jax.grpo.layers import STOCK, Layers, Slots
 
 
 class LayerCache(NamedTuple):
@@ -20,45 +20,38 @@ class LayerCache(NamedTuple):
 Cache = tuple[LayerCache, ...]
 
 
-class Slots(NamedTuple):
-    """Where the tokens of one call stand: what every layer needs besides their features."""
-
-    start: int | Int[Array, ""]  # slot of the first token
-    positions: Int[Array, "B T"]  # slot minus left padding
-    visible: Bool[Array, "B 1 T S"]  # which slots each token attends to
-
-
 class Attention(nnx.Module):
     """Causal multi-head attention over the slots of a KV cache."""
 
-    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
-        self.heads = heads
-        self.query_key_value = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+    def __init__(self, width: int, heads: int, kind: Layers, *, rngs: nnx.Rngs):
+        self.heads, self.kind = heads, kind
+        self.query_key_value = kind.dense(width, 3 * width, use_bias=False, dtype=kind.dtype, rngs=rngs)
+        self.out = kind.dense(width, width, use_bias=False, dtype=kind.dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], slots: Slots, cache: LayerCache) -> tuple[Array, LayerCache]:
         batch, length, width = x.shape
+        positions = slots.positions(length)
         projected = self.query_key_value(x).reshape(batch, length, 3, self.heads, width // self.heads)
         query, key, value = projected[:, :, 0], projected[:, :, 1], projected[:, :, 2]
         cache = LayerCache(
-            jax.lax.dynamic_update_slice_in_dim(cache.keys, rotate(key, slots.positions), slots.start, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(cache.keys, self.kind.rotate(key, positions), slots.start, axis=1),
             jax.lax.dynamic_update_slice_in_dim(cache.values, value, slots.start, axis=1),
         )
-        query = rotate(query, slots.positions)
-        attended = jax.nn.dot_product_attention(query, cache.keys, cache.values, mask=slots.visible)
+        attended = self.kind.attend(self.kind.rotate(query, positions), cache.keys, cache.values, slots)
         return self.out(attended.reshape(batch, length, width)), cache
 
 
 class SwiGLU(nnx.Module):
     """`down(silu(gate(x)) · up(x))` (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        self.gate_up = nnx.Linear(width, 2 * _FEED_FORWARD * width, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(_FEED_FORWARD * width, width, use_bias=False, rngs=rngs)
+    def __init__(self, width: int, kind: Layers, *, rngs: nnx.Rngs):
+        self.kind, inner = kind, _FEED_FORWARD * width
+        self.gate_up = kind.dense(width, 2 * inner, use_bias=False, dtype=kind.dtype, rngs=rngs)
+        self.down = kind.dense(inner, width, use_bias=False, dtype=kind.dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(self.kind.swiglu(gate, up))
 
 
 _FEED_FORWARD = 3  # width of the feed-forward layer in model widths
@@ -67,27 +60,33 @@ _FEED_FORWARD = 3  # width of the feed-forward layer in model widths
 class Block(nnx.Module):
     """Pre-norm residual attention and feed-forward."""
 
-    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = Attention(width, heads, rngs=rngs)
-        self.feed_forward_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.feed_forward = SwiGLU(width, rngs=rngs)
+    def __init__(self, width: int, heads: int, kind: Layers, *, rngs: nnx.Rngs):
+        self.kind = kind
+        self.attention_norm = kind.norm(width, rngs=rngs)
+        self.attention = Attention(width, heads, kind, rngs=rngs)
+        self.feed_forward_norm = kind.norm(width, rngs=rngs)
+        self.feed_forward = SwiGLU(width, kind, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], slots: Slots, cache: LayerCache) -> tuple[Array, LayerCache]:
         attended, cache = self.attention(self.attention_norm(x), slots, cache)
-        x = x + attended
-        return x + self.feed_forward(self.feed_forward_norm(x)), cache
+        x = self.kind.add(x, attended)
+        return self.kind.add(x, self.feed_forward(self.feed_forward_norm(x))), cache
 
 
 class Decoder(nnx.Module):
     """Token ids to hidden states `[B, T, D]`; `lm_head.kernel` is `[D, V]` (`weight_layout="dv"` of linear_logp)."""
 
-    def __init__(self, vocab_size: int, width: int, layers: int, heads: int, *, rngs: nnx.Rngs):
-        self.width, self.heads = width, heads
+    def __init__(
+        self, vocab_size: int, width: int, layers: int, heads: int, *, kind: Layers = STOCK, rngs: nnx.Rngs
+    ) -> None:
+        self.cache_shape, self.cache_dtype = (heads, width // heads), kind.dtype
         self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, heads, rngs=rngs) for _ in range(layers)])
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.lm_head = nnx.Linear(width, vocab_size, use_bias=False, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, kind, rngs=rngs) for _ in range(layers)])
+        self.norm = kind.norm(width, rngs=rngs)
+        # Logits to sample from come in float32 as log-probs do, whatever they are computed in.
+        self.lm_head = kind.dense(
+            width, vocab_size, use_bias=False, dtype=kind.dtype, preferred_element_type=jnp.float32, rngs=rngs
+        )
 
     def __call__(self, tokens: Int[Array, "B T"], padding: Int[Array, "B"]) -> Float[Array, "B T D"]:
         """Hidden states of whole sequences whose first `padding[b]` slots are padding (their rows mean nothing)."""
@@ -98,12 +97,7 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "B T"], padding: Int[Array, "B"], cache: Cache, start: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Hidden states of tokens in slots `start..start+T`, after the slots that the cache already holds."""
-        positions = start + jnp.arange(tokens.shape[1])
-        keys = jnp.arange(cache[0].keys.shape[1])
-        visible = (keys <= positions[:, None]) & (keys >= padding[:, None, None])
-        slots = Slots(start, positions - padding[:, None], visible[:, None])
-        x = self.embed(tokens)
-        extended = []
+        slots, x, extended = Slots(start, padding), self.embed(tokens), []
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             x, layer_cache = block(x, slots, layer_cache)
             extended.append(layer_cache)
@@ -111,18 +105,5 @@ class Decoder(nnx.Module):
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A cache for `slots` tokens per sequence."""
-        zeros = jnp.zeros((batch, slots, self.heads, self.width // self.heads), self.embed.embedding.dtype)
+        zeros = jnp.zeros((batch, slots, *self.cache_shape), self.cache_dtype)
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)
-
-
-def rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
-    """Rotary position embedding: each pair (x_i, x_{i+E/2}) turned by position · base^(−2i/E).
-
-    Source: RoFormer, arXiv 2104.09864.
-    """
-    half = x.shape[-1] // 2
-    frequencies = ROTARY_BASE ** (-jnp.arange(half) / half)
-    angles = (positions[..., None] * frequencies)[:, :, None, :]
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

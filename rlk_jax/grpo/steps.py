@@ -14,16 +14,17 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import IGNORED, Head
+from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.losses import LossOptions, group_advantages, masked_mean, policy_loss
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import sample_completions
+from rlk_jax.grpo.rollout import Rollout, sample_completions, unscored
 from rlk_jax.grpo.tasks import VOCAB_SIZE, Examples, Task, completion_mask, exact_answer_reward
 
 MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
 EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
-_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction")
+_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -57,10 +58,15 @@ def make_mesh(config: GrpoConfig) -> Mesh:
 
 
 def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
-    """The LM head of a run. Raises BadInput when linear_logp cannot run on it."""
-    head = Head(mesh, VOCAB_SIZE, config.implementation)
+    """The LM head of a run. Raises BadInput when linear_logp cannot run on it, or not with the bits it is to have."""
+    head = Head(mesh, VOCAB_SIZE, config.implementation, kind_of(config).dtype)
     head.check(config.width)
-    return head
+    return head.promising(config.width) if config.invariant else head
+
+
+def kind_of(config: GrpoConfig) -> Layers:
+    """The layers of a run."""
+    return INVARIANT if config.invariant else STOCK
 
 
 def completion_logps(
@@ -94,7 +100,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     run_key = jax.random.key(config.seed)
 
     def new_model() -> Decoder:
-        return Decoder(VOCAB_SIZE, config.width, config.layers, config.heads, rngs=nnx.Rngs(config.seed))
+        sizes = VOCAB_SIZE, config.width, config.layers, config.heads
+        return Decoder(*sizes, kind=kind_of(config), rngs=nnx.Rngs(config.seed))
 
     graph = nnx.graphdef(nnx.eval_shape(new_model))
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
@@ -110,10 +117,14 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         model = nnx.merge(graph, params)
         return completion_logps(model, examples.prompt_ids, examples.padding, completion_ids, mask, head)
 
-    def sample(params: nnx.State, examples: Examples, key: PRNGKeyArray, greedy: bool = False) -> Array:
+    def sample(params: nnx.State, examples: Examples, key: PRNGKeyArray, score: Any, greedy: bool = False) -> Rollout:
         model = nnx.merge(graph, head.whole(params))
-        length = examples.answer_ids.shape[1]
-        return sample_completions(model, examples.prompt_ids, examples.padding, key, length=length, greedy=greedy)
+        prompts, length = (examples.prompt_ids, examples.padding), examples.answer_ids.shape[1]
+        return sample_completions(model, *prompts, key, score, length=length, greedy=greedy)
+
+    def sample_and_score(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
+        kernel = nnx.merge(graph, params).lm_head.kernel[...]
+        return sample(params, examples, key, lambda hidden, token_ids: head.logps(hidden, kernel, token_ids))
 
     def initial_state() -> TrainState:
         params = head.cut(nnx.state(new_model()))
@@ -141,19 +152,19 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
         prompts = draw(train, prompt_key, config.prompts_per_step)
         batch = jax.tree.map(lambda array: jnp.repeat(array, config.samples_per_prompt, axis=0), prompts)
-        completion_ids = sample(state.params, batch, sample_key)
+        completion_ids, old_logps = sample_and_score(state.params, batch, sample_key)
         mask = completion_mask(completion_ids)
         rewards = exact_answer_reward(completion_ids, batch.answer_ids).astype(jnp.float32)
         advantages = group_advantages(rewards, samples_per_prompt=config.samples_per_prompt)
         if config.shuffle_advantages:
             advantages = jax.random.permutation(shuffle_key, advantages)
-        old_logps = logps(state.params, batch, completion_ids, mask)
         ref_logps = logps(state.reference, batch, completion_ids, mask)
 
         def loss_of(params: nnx.State) -> tuple[Array, Metrics]:
             logp = logps(params, batch, completion_ids, mask)
             loss = policy_loss(logp, old_logps, advantages, mask, ref_logps=ref_logps, options=loss_options)
-            return loss.loss, {name: getattr(loss, name) for name in _LOSS_METRICS}
+            mismatch = jnp.abs(logp - old_logps).max()
+            return loss.loss, {"mismatch": mismatch} | {name: getattr(loss, name) for name in _LOSS_METRICS}
 
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
             grads, metrics = jax.grad(loss_of, has_aux=True)(carry[0])
@@ -162,13 +173,15 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
         last = jax.tree.map(lambda values: values[-1], metrics)
-        return TrainState(params, state.reference, opt_state), {"reward": rewards.mean(), **last}
+        before_updates = {"reward": rewards.mean(), "mismatch": metrics["mismatch"][0]}
+        return TrainState(params, state.reference, opt_state), last | before_updates
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
         key = jax.random.fold_in(run_key, _EVALUATION_STEP)
-        sampled = exact_answer_reward(sample(params, batch, key), batch.answer_ids)
-        greedy = exact_answer_reward(sample(params, heldout, key, greedy=True), heldout.answer_ids)
+        sampled = exact_answer_reward(sample(params, batch, key, unscored).completion_ids, batch.answer_ids)
+        likeliest = sample(params, heldout, key, unscored, greedy=True)
+        greedy = exact_answer_reward(likeliest.completion_ids, heldout.answer_ids)
         return {"sampled": sampled.mean(), "greedy": greedy.mean()}
 
     state = head.shardings(jax.eval_shape(initial_state))

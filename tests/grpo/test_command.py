@@ -31,7 +31,16 @@ def test_a_run_writes_its_files(finished):
     lines = [json.loads(line) for line in finished.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(5))
     assert [line["phase"] for line in lines] == ["warmup"] * 3 + ["grpo"] * 2
-    assert lines[-1].keys() >= {"reward", "kl", "clip_fraction", "loss", "policy_loss"}
+    assert lines[-1].keys() >= {
+        "reward",
+        "kl",
+        "clip_fraction",
+        "loss",
+        "policy_loss",
+        "ratio_min",
+        "ratio_max",
+        "mismatch",
+    }
     summary = json.loads(finished.summary.read_text())
     assert summary["before"].keys() == summary["after"].keys() == {"sampled", "greedy"}
     assert matplotlib.image.imread(finished.report).std() > 0
@@ -43,7 +52,7 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
     assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", finished.path, "--overwrite") == 0
     assert finished.metrics.read_bytes() == before
     output = capsys.readouterr().out
-    for expected in ("warmup step 1/5", "grpo step 5/5", "held-out reward", str(finished.report)):
+    for expected in ("warmup step 1/5", "grpo step 5/5", " mismatch ", "held-out reward", str(finished.report)):
         assert expected in output
 
 
@@ -81,6 +90,10 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"prompts": ""}, "cannot read prompts file .: "),
         ({"prompts": "absent.jsonl"}, "cannot read prompts file absent.jsonl: "),
         ({"implementation": "magic"}, "implementation"),
+        (
+            {"invariant": True, "implementation": "xla"},
+            "invariant: linear_logp promises no bits with implementation='xla' here.",
+        ),
     ],
 )
 def test_bad_option_is_one_line_and_status_2(tmp_path, capsys, options, message):

@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from rlk_jax.grpo.head import Head
-from rlk_jax.grpo.model import ROTARY_BASE, Decoder
-from rlk_jax.grpo.rollout import sample_completions
+from rlk_jax.grpo.layers import INVARIANT, ROTARY_BASE
+from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.rollout import sample_completions, unscored
 from rlk_jax.grpo.steps import completion_logps
 from rlk_jax.grpo.tasks import EOS, PAD, VOCAB_SIZE, completion_mask
 from tests import helpers
@@ -17,6 +18,7 @@ from tests import helpers
 WIDTH, HEADS = 16, 2
 PROMPT_WIDTH, LENGTH = 6, 5
 PADDING = np.array([0, 3, 5, 1], np.int32)
+MESH = jax.make_mesh((1, 1), ("data", "tensor"))
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +73,24 @@ def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
 def test_completion_logps_equal_the_definition_whatever_the_padding(model, prompt_ids, completion_ids, implementation):
+    assert_is_the_definition(model, prompt_ids, completion_ids, Head(MESH, VOCAB_SIZE, implementation))
+
+
+def test_invariant_completion_logps_are_near_the_definition(prompt_ids, completion_ids):
+    model = Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, kind=INVARIANT, rngs=nnx.Rngs(0))
+    head = Head(MESH, VOCAB_SIZE, "deterministic", jnp.bfloat16)
+    assert_is_the_definition(model, prompt_ids, completion_ids, head)
+
+
+def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_ids: np.ndarray, head: Head) -> None:
     mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
-    head = Head(jax.make_mesh((1, 1), ("data", "tensor")), VOCAB_SIZE, implementation)
     actual = completion_logps(model, prompt_ids, PADDING, completion_ids, mask, head)
     gold = np.zeros(mask.shape)
     for row, padding in enumerate(PADDING):
         sequence = np.concatenate([prompt_ids[row, padding:], completion_ids[row]])
         gold[row] = gold_logps(model, sequence)[-LENGTH:] * mask[row]
     assert not np.any(np.asarray(actual)[~mask])
-    helpers.assert_within_contract(actual, gold, "grpo_decoder", jnp.float32, "forward")
+    helpers.assert_within_contract(actual, gold, "grpo_decoder", head.dtype, "forward")
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])
@@ -103,7 +114,7 @@ def test_padding_slots_hold_nothing(model, prompt_ids):
 
 
 def test_greedy_rollout_takes_the_most_likely_token_of_the_full_forward(model, prompt_ids):
-    ids = sample_completions(model, prompt_ids, PADDING, jax.random.key(0), length=LENGTH, greedy=True)
+    ids = sample_completions(model, prompt_ids, PADDING, jax.random.key(0), unscored, length=LENGTH, greedy=True)[0]
     tokens = jnp.concatenate([prompt_ids, ids], axis=1)
     likely = jnp.argmax(model.lm_head(model(tokens[:, :-1], PADDING)[:, PROMPT_WIDTH - 1 :]), axis=-1)
     mask = completion_mask(ids)
@@ -114,7 +125,7 @@ def test_rollout_samples_from_the_policy(model, prompt_ids):
     """Token frequencies lie within Hoeffding's bound of the probabilities, for all tokens together, at odds of 1e-9."""
     count = 4096
     prompts = jnp.repeat(prompt_ids[1:2], count, axis=0)
-    ids = sample_completions(model, prompts, jnp.repeat(PADDING[1:2], count), jax.random.key(0), length=1)
+    ids = sample_completions(model, prompts, jnp.repeat(PADDING[1:2], count), jax.random.key(0), unscored, length=1)[0]
     frequencies = np.bincount(ids[:, 0], minlength=VOCAB_SIZE) / count
     probabilities = jax.nn.softmax(model.lm_head(model(prompt_ids[1:2], PADDING[1:2])[:, -1]))[0]
     assert np.abs(frequencies - probabilities).max() <= np.sqrt(np.log(2 * VOCAB_SIZE / 1e-9) / (2 * count))
@@ -125,7 +136,7 @@ def test_rollout_stops_at_eos_and_pads_the_rest(prompt_ids):
     kernel = model.lm_head.kernel[...]
     model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))  # EOS comes early and often
     prompts, padding = jnp.tile(prompt_ids, (64, 1)), jnp.tile(PADDING, 64)
-    ids = np.asarray(sample_completions(model, prompts, padding, jax.random.key(0), length=8))
+    ids = np.asarray(sample_completions(model, prompts, padding, jax.random.key(0), unscored, length=8)[0])
     ends = np.where((ids == EOS).any(axis=1), (ids == EOS).argmax(axis=1), ids.shape[1])
     assert len(set(ends.tolist())) > 2
     assert np.all(ids[np.arange(ids.shape[1]) > ends[:, None]] == PAD)
@@ -133,7 +144,7 @@ def test_rollout_stops_at_eos_and_pads_the_rest(prompt_ids):
 
 def test_rollout_depends_on_key_and_nothing_else(model, prompt_ids):
     def sample(key):
-        return sample_completions(model, prompt_ids, PADDING, jax.random.key(key), length=LENGTH)
+        return sample_completions(model, prompt_ids, PADDING, jax.random.key(key), unscored, length=LENGTH)[0]
 
     chex.assert_trees_all_equal(sample(0), sample(0))
     assert np.any(sample(0) != sample(1))

@@ -27,7 +27,8 @@ def config(**changes: Any) -> GrpoConfig:
 def options(**changes: Any) -> list[str]:
     """The command-line options that give `config(**changes)`."""
     values = {**SIZES, "warmup_steps": 3, "grpo_steps": 2, **changes}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    flags = {name: "--" + name.replace("_", "-") for name in values}
+    return [flags[name] if value is True else f"{flags[name]}={value}" for name, value in values.items()]
 
 
 def run_here(*arguments: str | Path) -> int:

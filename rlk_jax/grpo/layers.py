@@ -1,0 +1,86 @@
+"""What the decoder computes with: stock layers, whose bits follow the shapes of a batch, or those of `rlk_jax.nn`."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from rlk_jax import nn
+
+ROTARY_BASE = 10_000.0
+
+
+class Slots(NamedTuple):
+    """Where the tokens of one call stand: what every layer needs besides their features."""
+
+    start: int | Int[Array, ""]  # slot of the first token
+    padding: Int[Array, "B"]  # how many first slots of each sequence are padding
+
+    def positions(self, length: int) -> Int[Array, "B T"]:
+        """Of the call's tokens in their sequences: slot minus left padding."""
+        return self.start + jnp.arange(length) - self.padding[:, None]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One kind of layers. Dense ones and attention compute in `dtype`; the residual stream is float32."""
+
+    dtype: DTypeLike
+    dense: type[nnx.Linear]
+    norm: type[nnx.RMSNorm]
+    rotate: Callable[[Array, Array], Array]
+    """x `[B, T, H, E]` at positions `[B, T]`: each pair (x_i, x_{i+E/2}) turned by position · base^(−2i/E)."""
+    attend: Callable[[Array, Array, Array, Slots], Array]
+    """Queries `[B, T, H, E]` over keys and values `[B, S, H, E]` of a KV cache, causally."""
+    add: Callable[[Array, Array], Array]
+    swiglu: Callable[[Array, Array], Array]
+    """`silu(gate) · up` (Shazeer, arXiv 2002.05202)."""
+
+
+def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
+    """Source: RoFormer, arXiv 2104.09864."""
+    half = x.shape[-1] // 2
+    frequencies = ROTARY_BASE ** (-jnp.arange(half) / half)
+    angles = (positions[..., None] * frequencies)[:, :, None, :]
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _attend(query: Array, keys: Array, values: Array, slots: Slots) -> Array:
+    key, own = jnp.arange(keys.shape[1]), slots.start + jnp.arange(query.shape[1])
+    visible = (key <= own[:, None]) & (key >= slots.padding[:, None, None])
+    return jax.nn.dot_product_attention(query, keys, values, mask=visible[:, None])
+
+
+def _invariant_attend(query: Array, keys: Array, values: Array, slots: Slots) -> Array:
+    return nn.attention(query, keys, values, start=slots.start, padding=slots.padding)
+
+
+def _swiglu(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
+
+
+class _InvariantNorm(nnx.RMSNorm):
+    def __call__(self, x: Float[Array, "*lead D"], mask: Array | None = None) -> Float[Array, "*lead D"]:
+        assert self.scale is not None  # nnx.RMSNorm has one by default
+        return nn.rms_norm(x, self.scale[...])
+
+
+STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu)
+INVARIANT = Layers(
+    jnp.bfloat16,
+    nn.DetDense,
+    _InvariantNorm,
+    functools.partial(nn.rotary, base=ROTARY_BASE),
+    _invariant_attend,
+    nn.isolated(jnp.add),
+    nn.isolated(_swiglu),
+)
+"""A token keeps its bits in any batch, padded, and decoded one by one through the cache; det_gemm wants 16 bits."""

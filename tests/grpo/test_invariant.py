@@ -1,0 +1,135 @@
+"""Rollout and training from one set of bits: the log-probs recorded while decoding are those of the training pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
+from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.rollout import Rollout, sample_completions
+from rlk_jax.grpo.steps import build_steps, completion_logps, make_mesh
+from rlk_jax.grpo.tasks import EOS, PAD, VOCAB_SIZE, arithmetic_task, completion_mask
+from tests import helpers
+from tests.grpo import tiny
+
+WIDTH, HEADS, LAYERS = 16, 2, 2
+PROMPT_WIDTH, LENGTH, BATCH = 6, 7, 12
+PADDING = np.arange(BATCH, dtype=np.int32) % PROMPT_WIDTH
+HEAD = Head(jax.make_mesh((1, 1), ("data", "tensor")), VOCAB_SIZE, "deterministic", jnp.bfloat16)
+
+
+def decoder(kind: Layers) -> Decoder:
+    """Random, and quick to end a completion."""
+    model = Decoder(VOCAB_SIZE, WIDTH, LAYERS, HEADS, kind=kind, rngs=nnx.Rngs(0))
+    kernel = model.lm_head.kernel[...]
+    model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return decoder(INVARIANT)
+
+
+@pytest.fixture(scope="module")
+def prompt_ids() -> np.ndarray:
+    """Of every length from 1 on."""
+    ids = np.random.default_rng(0).integers(EOS + 1, VOCAB_SIZE, (BATCH, PROMPT_WIDTH), np.int32)
+    return np.where(np.arange(PROMPT_WIDTH) < PADDING[:, None], PAD, ids)
+
+
+def roll_out(
+    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, head: Head = HEAD, greedy=False
+) -> Rollout:
+    @nnx.jit
+    def sample(model: Decoder) -> Rollout:
+        kernel = model.lm_head.kernel[...]
+
+        def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+            return head.logps(hidden, kernel, token_ids)
+
+        return sample_completions(model, prompt_ids, padding, jax.random.key(0), score, length=LENGTH, greedy=greedy)
+
+    return sample(model)
+
+
+def trained_on(
+    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, ids: jax.Array, head: Head = HEAD
+) -> jax.Array:
+    """The log-probs of the training pass, forward and backward in one program."""
+    graph, params = nnx.split(model)
+
+    def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+        logps = completion_logps(nnx.merge(graph, params), prompt_ids, padding, ids, completion_mask(ids), head)
+        return logps.sum(), logps
+
+    return jax.jit(jax.grad(loss, has_aux=True))(params)[1]
+
+
+@pytest.fixture(scope="module")
+def rollout(model, prompt_ids) -> Rollout:
+    return roll_out(model, prompt_ids, PADDING)
+
+
+def test_rollouts_of_mixed_lengths_record_the_bits_of_training(model, prompt_ids, rollout):
+    mask = np.asarray(completion_mask(rollout.completion_ids))
+    assert len(set(mask.sum(axis=1).tolist())) > 2
+    assert np.all(np.asarray(rollout.logps)[mask] < 0) and not np.any(np.asarray(rollout.logps)[~mask])
+    helpers.assert_same_bits(rollout.logps, trained_on(model, prompt_ids, PADDING, rollout.completion_ids))
+
+
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(2, 9)])
+def test_training_in_another_batch_has_the_bits_of_the_rollout(model, prompt_ids, rollout, rows):
+    ids = rollout.completion_ids[rows]
+    helpers.assert_same_bits(rollout.logps[rows], trained_on(model, prompt_ids[rows], PADDING[rows], ids))
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, padding):
+    """Greedy, for what is drawn does depend on the batch."""
+    together, row = roll_out(model, prompt_ids, PADDING, greedy=True), 4
+    prompt = np.pad(prompt_ids[row : row + 1, PADDING[row] :], ((0, 0), (padding, 0)))
+    alone = roll_out(model, prompt, np.array([padding], np.int32), greedy=True)
+    np.testing.assert_array_equal(alone.completion_ids[0], together.completion_ids[row])
+    helpers.assert_same_bits(alone.logps[0], together.logps[row])
+
+
+def test_stock_layers_record_other_bits_than_training(prompt_ids):
+    model, head = decoder(STOCK), Head(HEAD.mesh, VOCAB_SIZE, None)
+    rollout = roll_out(model, prompt_ids, PADDING, head=head)
+    trained = trained_on(model, prompt_ids, PADDING, rollout.completion_ids, head)
+    assert np.any(helpers.bits(rollout.logps) != helpers.bits(trained))
+    helpers.assert_within_contract(rollout.logps, trained, "decoder_cache", jnp.float32, "forward")
+
+
+@pytest.mark.parametrize(("mesh", "updates"), [("data=1,tensor=1", 1), ("data=2,tensor=2", 3)])
+def test_steps_start_at_ratio_one(mesh, updates):
+    """Exactly, on weights that move; and after more than one update no longer."""
+    config = tiny.config(
+        invariant=True,
+        mesh=mesh,
+        updates_per_rollout=updates,
+        demonstration_errors=0.0,
+        warmup_learning_rate=1e-2,
+        learning_rate=5e-3,
+    )
+    steps = build_steps(config, arithmetic_task(config.max_operand), make_mesh(config))
+    state, rows = steps.initial_state(), []
+    for step in range(70):
+        state, _ = steps.warmup_step(state, step)
+    state = steps.start_grpo(state)
+    for step in range(70, 73):
+        state, metrics = steps.grpo_step(state, step)
+        rows.append(metrics)
+    measured = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    assert 0 < measured["reward"].mean() < 1
+    assert np.all(measured["mismatch"] == 0)
+    if updates == 1:
+        assert np.all(measured["ratio_min"] == 1) and np.all(measured["ratio_max"] == 1)
+        assert np.all(measured["clip_fraction"] == 0)
+    else:
+        assert np.all(measured["ratio_min"] < 1) and np.all(measured["ratio_max"] > 1)
+        assert measured["clip_fraction"].max() > 0
