@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import det_gemm, linear_grpo_loss, linear_logp, logits_ops, torch_bridge, vocab_parallel
+from benchmarks import det_gemm, grpo, linear_grpo_loss, linear_logp, logits_ops, torch_bridge, vocab_parallel
 from benchmarks.common import Launch
-from tests.helpers import assert_within_contract
+from tests.helpers import assert_same_bits, assert_within_contract
 
 
 @pytest.mark.parametrize("density", ["1", "0.5"])
@@ -40,6 +40,27 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys):
     assert status.pop(("mosaic", "")).startswith("not available")
     assert set(status.values()) == {"pass"} and ("xla", "linear_grpo_loss: N·V·2 B + 10 %") in status
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
+
+
+def test_grpo_smoke(tmp_path, capsys):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    names = ["naive", "xla", "deterministic", "linear_grpo_loss xla", "mosaic"]
+    assert grpo.main(["--smoke", "--implementations", ",".join(names), "--json", str(out), "--plot", str(picture)]) == 0
+    status = {r["candidate"]: r["status"].split(":")[0] for r in json.loads(out.read_text())["rows"]}
+    assert status == dict.fromkeys(names[:-1], "pass") | {"mosaic": "not available"}
+    assert picture.stat().st_size > 1000 and "GRPO updates" in capsys.readouterr().out
+
+
+def test_a_grpo_update_is_the_same_by_every_candidate():
+    new, batch = grpo.make(grpo.SMOKE_SHAPES)
+    moved = []
+    for name in ("deterministic", "xla", "linear_grpo_loss xla"):
+        compiled, start = grpo.update_of(name, new, batch)
+        moved.append(compiled(start())[1][0].mu)
+    for x, y in zip(*map(jax.tree.leaves, moved[1:]), strict=True):
+        assert_same_bits(x, y)
+    for x, y in zip(*map(jax.tree.leaves, moved[:2]), strict=True):
+        assert_within_contract(x, y, "grpo_decoder", jnp.bfloat16, "gradient")
 
 
 def test_torch_bridge_smoke(tmp_path):
