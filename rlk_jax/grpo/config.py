@@ -62,8 +62,11 @@ class GrpoConfig:
         "data=1,tensor=1", "devices along each mesh axis: batches are cut over data, the LM head over tensor"
     )
     implementation: str | None = _option(None, "implementation of linear_logp (default: the fastest that runs)")
+    compute_dtype: str = _option(
+        "float32", "what dense layers, attention and LM head compute in: float32 or bfloat16; parameters are float32"
+    )
     invariant: bool = _option(
-        False, "layers of rlk_jax.nn, in bfloat16: the log-probs of the rollout are those of training, bit for bit"
+        False, "layers of rlk_jax.nn: the log-probs of a rollout are those of training, bit for bit (bfloat16 only)"
     )
     shuffle_advantages: bool = _option(False, "control: permute advantages over the samples, so nothing is learnt")
     checkpoint_every: int = _option(100, "steps between checkpoints", minimum=1)
@@ -73,6 +76,10 @@ class GrpoConfig:
             _check_bounds(option.name, getattr(self, option.name), option.metadata["bounds"])
         if self.width % self.heads or self.width // self.heads % 2:
             raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise BadInput(f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}")
+        if self.invariant and self.compute_dtype != "bfloat16":
+            raise BadInput(f"invariant needs compute_dtype bfloat16, got {self.compute_dtype}")
         data, _ = self.mesh_shape
         if self.prompts_per_step % data:
             raise BadInput(f"prompts_per_step ({self.prompts_per_step}) must be a multiple of the data axis ({data})")

@@ -29,7 +29,7 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Layers:
-    """One kind of layers. Dense ones and attention compute in `dtype`; the residual stream is float32."""
+    """One kind of layers. Dense ones and attention compute in `dtype`; parameters and residual stream are float32."""
 
     dtype: DTypeLike
     dense: type[nnx.Linear]

@@ -1,7 +1,7 @@
 """The steps of a run: supervised warm start, GRPO, evaluation. Each is one jitted program of (state, step)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
 
 def kind_of(config: GrpoConfig) -> Layers:
     """The layers of a run."""
-    return INVARIANT if config.invariant else STOCK
+    return replace(INVARIANT if config.invariant else STOCK, dtype=jnp.dtype(config.compute_dtype))
 
 
 def completion_logps(

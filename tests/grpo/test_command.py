@@ -90,8 +90,10 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"prompts": ""}, "cannot read prompts file .: "),
         ({"prompts": "absent.jsonl"}, "cannot read prompts file absent.jsonl: "),
         ({"implementation": "magic"}, "implementation"),
+        ({"compute_dtype": "float16"}, "compute_dtype must be float32 or bfloat16, got 'float16'"),
+        ({"invariant": True}, "invariant needs compute_dtype bfloat16, got float32"),
         (
-            {"invariant": True, "implementation": "xla"},
+            {"invariant": True, "compute_dtype": "bfloat16", "implementation": "xla"},
             "invariant: linear_logp promises no bits with implementation='xla' here.",
         ),
     ],

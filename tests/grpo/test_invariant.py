@@ -110,6 +110,7 @@ def test_steps_start_at_ratio_one(mesh, updates):
     """Exactly, on weights that move; and after more than one update no longer."""
     config = tiny.config(
         invariant=True,
+        compute_dtype="bfloat16",
         mesh=mesh,
         updates_per_rollout=updates,
         demonstration_errors=0.0,

@@ -1,5 +1,7 @@
 """The decoder against a float64 definition, its KV cache, and rollouts."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlk_jax.checker import relative_norm, tolerance
 from rlk_jax.grpo.head import Head
-from rlk_jax.grpo.layers import INVARIANT, ROTARY_BASE
+from rlk_jax.grpo.layers import INVARIANT, ROTARY_BASE, STOCK
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions, unscored
 from rlk_jax.grpo.steps import completion_logps
@@ -76,13 +79,27 @@ def test_completion_logps_equal_the_definition_whatever_the_padding(model, promp
     assert_is_the_definition(model, prompt_ids, completion_ids, Head(MESH, VOCAB_SIZE, implementation))
 
 
-def test_invariant_completion_logps_are_near_the_definition(prompt_ids, completion_ids):
-    model = Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, kind=INVARIANT, rngs=nnx.Rngs(0))
-    head = Head(MESH, VOCAB_SIZE, "deterministic", jnp.bfloat16)
-    assert_is_the_definition(model, prompt_ids, completion_ids, head)
+@pytest.mark.parametrize(
+    ("kind", "implementation"), [(INVARIANT, "deterministic"), (replace(STOCK, dtype=jnp.bfloat16), "xla")]
+)
+def test_bfloat16_is_near_the_definition_and_its_gradients_are_float32(
+    prompt_ids, completion_ids, kind, implementation
+):
+    model = Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, kind=kind, rngs=nnx.Rngs(0))
+    head = Head(MESH, VOCAB_SIZE, implementation, kind.dtype)
+    error = assert_is_the_definition(model, prompt_ids, completion_ids, head)
+    assert error > tolerance("grpo_decoder", jnp.float32, "forward"), "computed in float32"
+
+    def loss(model: Decoder) -> jax.Array:
+        mask = np.ones(completion_ids.shape, bool)
+        return completion_logps(model, prompt_ids, PADDING, completion_ids, mask, head).sum()
+
+    gradients = nnx.state(jax.eval_shape(nnx.grad(loss), model))
+    assert {leaf.dtype for leaf in jax.tree.leaves((gradients, nnx.state(model)))} == {jnp.dtype("float32")}
 
 
-def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_ids: np.ndarray, head: Head) -> None:
+def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_ids: np.ndarray, head: Head) -> float:
+    """The error."""
     mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
     actual = completion_logps(model, prompt_ids, PADDING, completion_ids, mask, head)
     gold = np.zeros(mask.shape)
@@ -91,6 +108,7 @@ def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_
         gold[row] = gold_logps(model, sequence)[-LENGTH:] * mask[row]
     assert not np.any(np.asarray(actual)[~mask])
     helpers.assert_within_contract(actual, gold, "grpo_decoder", head.dtype, "forward")
+    return relative_norm(actual, gold)
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])

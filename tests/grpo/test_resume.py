@@ -16,6 +16,7 @@ from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
 from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
 from rlk_jax.grpo.stopping import stop_on_signal
 from rlk_jax.grpo.tasks import arithmetic_task
+from tests import helpers
 from tests.grpo import tiny
 
 PHASE_STEPS = 300
@@ -76,6 +77,18 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
     chex.assert_trees_all_equal(state, expected)
     for file in ("metrics", "summary", "config"):
         assert getattr(broken, file).read_bytes() == getattr(unbroken, file).read_bytes()
+
+
+@pytest.mark.parametrize("changes", [{"compute_dtype": "bfloat16"}], ids=str)
+def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):
+    out, changes = RunFolder(tmp_path / "out"), {**changes, "checkpoint_every": 2}
+    command = [*tiny.options(**changes), "--out", out.path]
+    assert tiny.run_here(*command) == 0
+    state, metrics, summary = final_state(out, **changes), out.metrics.read_bytes(), out.summary.read_bytes()
+    tiny.lose_the_end(out, steps=5)
+    assert tiny.run_here(*command, "--resume") == 0
+    helpers.assert_same_bits(final_state(out, **changes)[0], state[0])
+    assert (out.metrics.read_bytes(), out.summary.read_bytes()) == (metrics, summary)
 
 
 def test_first_signal_asks_and_the_second_one_kills():

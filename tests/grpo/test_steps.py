@@ -121,6 +121,14 @@ def test_every_implementation_trains_alike(trained, plain, implementation):
     assert_trains_like(run(trained, implementation=implementation), plain)
 
 
+def test_bfloat16_computes_near_float32_and_keeps_masters_in_it(trained, plain):
+    (_, wide), (state, narrow) = (s.warmup_step(trained, 0) for s in (plain.steps, build(compute_dtype="bfloat16")))
+    assert wide["loss"] != narrow["loss"]
+    helpers.assert_within_contract(narrow["loss"], wide["loss"], "grpo_training", jnp.bfloat16, "forward")
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [leaf.dtype for leaf in jax.tree.leaves(trained)]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+
+
 def test_shuffling_changes_the_update_and_not_the_first_rollout(trained, plain):
     shuffled = run(trained, shuffle_advantages=True).measured
     assert shuffled["reward"][0] == plain.measured["reward"][0]

@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.run_folder import RunFolder
 
 COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
 SIZES: dict[str, Any] = {
@@ -37,6 +39,12 @@ def run_here(*arguments: str | Path) -> int:
     add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["grpo", *map(str, arguments)])
     return parsed.run(parsed)
+
+
+def lose_the_end(folder: RunFolder, steps: int) -> None:
+    """Of a finished run of so many steps: its last checkpoint and summary, as if it had been killed before them."""
+    shutil.rmtree(folder.checkpoints / str(steps))
+    folder.summary.unlink()
 
 
 def environment(compile_cache: Path) -> dict[str, str]:
