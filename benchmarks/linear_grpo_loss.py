@@ -6,14 +6,13 @@ benchmarks.linear_logp's. All ratios are 1 and no token is clipped, so that ever
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import common
-from benchmarks.linear_logp import SMOKE_SHAPES, Candidate, Problem, Row, bare_gemm, candidate, make, show, timed
+from benchmarks.linear_logp import Candidate, Problem, candidate, run
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import LossOptions, policy_loss
 
@@ -63,37 +62,10 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     return found
 
 
-def measure(shape: str, dtype: str, implementations: Sequence[str], rounds: int, seconds: float) -> list[Row]:
-    """All implementations on one shape; one that cannot run here says so in its status."""
-    p = make(shape, dtype, 1.0)
-    found, rows = {("GEMM", "G"): bare_gemm(p)}, []
-    for name in implementations:
-        try:
-            found |= {(name, what): x for what, x in candidates(name, p).items()}
-        except Exception as problem:
-            rows.append(Row(shape, dtype, 1.0, name, "", common.status(problem)))
-    return rows + timed(shape, dtype, 1.0, found, rounds, seconds)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser("linear_grpo_loss", __doc__, shapes=SHAPES, implementations="mosaic")
-    options = parser.parse_args(argv)
-    shapes = SMOKE_SHAPES if options.smoke else options.shapes
-    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
-    rows: list[Row] = []
-    for shape in shapes.split(";"):
-        print(f"measuring {shape} …", file=sys.stderr)
-        rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
-    show("linear_grpo_loss", rows)
-    if options.json:
-        common.write(options.json, "linear_grpo_loss", argv, [asdict(r) for r in rows])
-    if options.plot:
-        panels: dict[str, dict[str, float]] = {}
-        for r in rows:
-            if r.of_gemm is not None and r.what != "G":
-                panels.setdefault(r.shape, {})[f"{r.implementation}, {r.what}"] = r.of_gemm
-        common.plot(options.plot, panels, "time, in bare GEMMs of the same run")
-    return 0
+    parser.set_defaults(mask_density=1.0)
+    return run("linear_grpo_loss", parser.parse_args(argv), argv, candidates)
 
 
 if __name__ == "__main__":

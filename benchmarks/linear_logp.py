@@ -8,6 +8,7 @@ With --mask-density below 1 that share of the tokens counts (whole prompts in fr
 ignore the others by ignore_index, "masked loss" gives them upstream gradients of 0.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -96,10 +97,6 @@ def candidate(f: Callable[..., Any], gemms: int, *arguments: jax.Array) -> Candi
     )
 
 
-def bare_gemm(p: Problem) -> Candidate:
-    return candidate(lambda h, w: h @ w.T, 1, p.hidden, p.weight)
-
-
 def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     """The passes of one implementation; raises what it raises where it cannot run."""
     is_ours = name != "naive"
@@ -130,6 +127,15 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     return found
 
 
+Passes = Callable[[str, Problem], dict[str, Candidate]]
+"""The passes of one implementation by name; raises what it raises where it cannot run."""
+
+
+def passes(name: str, p: Problem) -> dict[str, Candidate]:
+    """Of an implementation or a peer."""
+    return _peer(name, p) if name in peers.PEERS else candidates(name, p)
+
+
 def _peer(name: str, p: Problem) -> dict[str, Candidate]:
     found = peers.launches(name, (p.hidden, p.weight, p.target_ids), p.upstream)
     extra = peers.extra_bytes(found, p.hidden.nbytes + p.weight.nbytes)
@@ -138,22 +144,27 @@ def _peer(name: str, p: Problem) -> dict[str, Candidate]:
 
 
 def measure(
-    shape: str, dtype: str, density: float, implementations: Sequence[str], rounds: int, seconds: float
+    shape: str,
+    dtype: str,
+    density: float,
+    implementations: Sequence[str],
+    rounds: int,
+    seconds: float,
+    passes_of: Passes,
 ) -> list[Row]:
     """All implementations on one shape; one that cannot run here says so in its status."""
     p = make(shape, dtype, density)
-    found = {("GEMM", "G"): bare_gemm(p)}
+    found = {("GEMM", "G"): candidate(lambda h, w: h @ w.T, 1, p.hidden, p.weight)}
     rows = []
     for name in implementations:
         try:
-            passes = _peer(name, p) if name in peers.PEERS else candidates(name, p)
-            found |= {(name, what): x for what, x in passes.items()}
+            found |= {(name, what): x for what, x in passes_of(name, p).items()}
         except Exception as problem:
             rows.append(Row(shape, dtype, density, name, "", common.status(problem)))
-    return rows + timed(shape, dtype, density, found, rounds, seconds)
+    return rows + _timed(shape, dtype, density, found, rounds, seconds)
 
 
-def timed(
+def _timed(
     shape: str,
     dtype: str,
     density: float,
@@ -183,7 +194,7 @@ def timed(
     return rows
 
 
-def show(op: str, rows: Sequence[Row]) -> None:
+def _show(op: str, rows: Sequence[Row]) -> None:
     """The table of a run."""
     table = Table("N,D,V", "implementation", "pass", "time", "of G", "TFLOP/s", "memory")
     for r in rows:
@@ -199,21 +210,18 @@ def show(op: str, rows: Sequence[Row]) -> None:
     console.print(f"{op}, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser(
-        "linear_logp", __doc__, shapes=SHAPES, implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS))
-    )
-    options = common.add_mask_density(parser).parse_args(argv)
+def run(module: str, options: argparse.Namespace, argv: Sequence[str] | None, passes_of: Passes) -> int:
+    """Measure as the options say; print, write and draw the rows."""
     shapes = SMOKE_SHAPES if options.smoke else options.shapes
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
     rows: list[Row] = []
     for shape in shapes.split(";"):
         print(f"measuring {shape} …", file=sys.stderr)
         names = options.implementations.split(",")
-        rows += measure(shape, options.dtype, options.mask_density, names, rounds, seconds)
-    show("linear_logp", rows)
+        rows += measure(shape, options.dtype, options.mask_density, names, rounds, seconds, passes_of)
+    _show(module, rows)
     if options.json:
-        common.write(options.json, "linear_logp", argv, [asdict(r) for r in rows])
+        common.write(options.json, module, argv, [asdict(r) for r in rows])
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in sorted(rows, key=lambda r: r.what):
@@ -221,6 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 panels.setdefault(r.shape, {})[f"{r.what}: {r.implementation}"] = r.of_gemm
         common.plot(options.plot, panels, "time, in bare GEMMs of the same run")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = common.parser(
+        "linear_logp", __doc__, shapes=SHAPES, implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS))
+    )
+    return run("linear_logp", common.add_mask_density(parser).parse_args(argv), argv, passes)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Kept(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Which row of what was kept belongs to row i: `row[i]`, int32 `[rows]`, i itself behind those that count; rows
-    only move up, `row[i]` >= i. `moved`, int32 `[1]`, is 0 where all are in their place.
+    """Which row of what was kept belongs to row i: `row[i]` >= i, int32 `[rows]`, and behind those that count i itself,
+    which nobody else writes. `moved`, int32 `[1]`, is 0 where all are in their place.
     """
 
     row: Any

@@ -137,14 +137,14 @@ def chunks_in_place(options: Options, dim: int) -> int:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """What a pass holds: for a chunk of its slice, for a copy of the head's chunk beside that, in any case, and as long
-    as there are exponentials.
+    """What a pass holds: for a chunk of its slice, for a copy of the head's chunk beside that, in any case, and beside
+    slices of kept chunks.
     """
 
     chunk: int
     copy: int
     fixed: int = 0
-    kept: int = 0
+    exponentials: int = 0
 
 
 def _kept_bytes(tokens: int) -> int:
@@ -162,9 +162,11 @@ def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
     """
     if not options.keeps or dtype != jnp.bfloat16 or options.logit_softcap is not None or tokens <= 64:
         return 0
-    room = memory_budget(options, dim, tokens) - _held(dim, tokens, Needs(True, True, True), dtype).fixed
+    held = _held(dim, tokens, Needs(True, True, True), dtype)
+    room = memory_budget(options, dim, tokens) - held.fixed
     if replaces_kept(options, dim):
         return min(chunks_in_place(options, dim), max(0, room) // _kept_bytes(tokens))
+    room -= held.chunk + held.copy
     return min(_vocabulary(options).chunks, max(0, room) // 2 // _kept_bytes(tokens))
 
 
@@ -189,9 +191,10 @@ def _plan(options: Options, dim: int, tokens: int, in_place: int, kept: int, hel
 
     def run(chain: range, first: int, end: int) -> Run:
         copied, is_kept = first >= in_place, first < kept
-        per_chunk, fixed = held.chunk + (held.copy if copied else 0), held.fixed
-        if is_kept:
-            per_chunk, fixed = (0, fixed) if replaces_kept(options, dim) else (per_chunk, fixed + held.kept)
+        if is_kept and replaces_kept(options, dim):
+            return Run(first, end, end - first, copied, chain, is_kept)
+        per_chunk = held.chunk + (held.copy if copied else 0)
+        fixed = held.fixed + (held.exponentials if is_kept else 0)
         return Run(first, end, width(end - first, fixed, per_chunk), copied, chain, is_kept)
 
     each = chunks // _chains(options)
@@ -215,7 +218,7 @@ def backward_plan(options: Options, dim: int, tokens: int, *, needs: Needs, dtyp
 
     Of a padded head that is read in place, only the chunks that end within 64 columns of the padding are copied.
     """
-    held = replace(_held(dim, tokens, needs, dtype), kept=kept * _kept_bytes(tokens))
+    held = replace(_held(dim, tokens, needs, dtype), exponentials=kept * _kept_bytes(tokens))
     return _plan(options, dim, tokens, chunks_in_place(options, dim), kept, held)
 
 
@@ -452,10 +455,12 @@ def _gradients(
             d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
 
     _over_slices(plan, step)
-    sums = [rows.spread(jax.freeze(x.chain if x.rounded is None else x.rounded)[:, :dim]) for x in d_hidden]
+    complete = [x.chain if x.rounded is None else x.rounded for x in d_hidden], d_weight, d_bias
+    # Then hidden, which dW is made from, is held no more while dH's rows are spread.
+    sums, *of_head = apart(jax.tree.map(jax.freeze, complete))
+    sums = [rows.spread(x[:, :dim]) for x in sums]
     hidden_gradient = (sums[0] if is_rounded else jnp.stack(sums)) if needs.hidden else None
-    done = Gradients(hidden_gradient, *(None if x is None else jax.freeze(x) for x in (d_weight, d_bias)))
-    return apart(done.like(options, operands))
+    return apart(Gradients(hidden_gradient, *of_head).like(options, operands))
 
 
 def _source(plan: Plan, rows: Compacted, place: Array) -> Source:

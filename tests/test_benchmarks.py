@@ -84,7 +84,7 @@ def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
         return found | {"forward": dataclasses.replace(found["forward"], launch=Launch(exhausted))}
 
     monkeypatch.setattr(linear_logp, "candidates", short)
-    rows = linear_logp.measure("16,8,20", "float32", 1.0, ["naive"], 1, 0.0)
+    rows = linear_logp.measure("16,8,20", "float32", 1.0, ["naive"], 1, 0.0, linear_logp.passes)
     status = {r.what: r.status.split(":")[0] for r in rows}
     assert status == {"G": "pass", "forward": "out of memory", "forward+backward": "pass", "frozen head": "pass"}
 
