@@ -46,6 +46,7 @@ class GrpoConfig:
     prompts_per_step: int = _option(32, "prompts per GRPO step", minimum=1)
     samples_per_prompt: int = _option(8, "completions per prompt: one group", minimum=2)
     updates_per_rollout: int = _option(3, "optimizer steps on each rollout", minimum=1)
+    micro_batches: int = _option(1, "equal parts of a batch whose gradients are added up, to save memory", minimum=1)
     warmup_learning_rate: float = _option(2e-3, "learning rate of the supervised phase", above=0)
     learning_rate: float = _option(3e-4, "learning rate of GRPO", above=0)
     clip_eps: float = _option(0.2, "clip range of the probability ratio", above=0)
@@ -83,6 +84,9 @@ class GrpoConfig:
         data, _ = self.mesh_shape
         if self.prompts_per_step % data:
             raise BadInput(f"prompts_per_step ({self.prompts_per_step}) must be a multiple of the data axis ({data})")
+        rows = self.prompts_per_step * self.samples_per_prompt // data
+        if rows % self.micro_batches:
+            raise BadInput(f"micro_batches ({self.micro_batches}) must divide a device's {rows} samples of a step")
 
     @property
     def mesh_shape(self) -> tuple[int, int]:

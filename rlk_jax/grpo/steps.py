@@ -1,5 +1,6 @@
 """The steps of a run: supervised warm start, GRPO, evaluation. Each is one jitted program of (state, step)."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import IGNORED, Head
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.losses import LossOptions, group_advantages, masked_mean, policy_loss
+from rlk_jax.grpo.losses import LossOptions, PolicyLoss, group_advantages, loss_denominator, masked_mean, policy_loss
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import Rollout, sample_completions, unscored
 from rlk_jax.grpo.tasks import VOCAB_SIZE, Examples, Task, completion_mask, exact_answer_reward
@@ -27,6 +29,23 @@ _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its st
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
 
 Metrics = dict[str, Float[Array, ""]]
+
+
+class Completions(NamedTuple):
+    """Examples, a completion of each, and which of its tokens count."""
+
+    examples: Examples
+    ids: Int[Array, "B C"]
+    mask: Bool[Array, "B C"]
+
+
+class Judged(NamedTuple):
+    """Completions of a rollout, and what the loss asks of them besides the policy's log-probs."""
+
+    completions: Completions
+    old_logps: Float[Array, "B C"]
+    ref_logps: Float[Array, "B C"]
+    advantages: Float[Array, "B"]
 
 
 class TrainState(NamedTuple):
@@ -108,12 +127,14 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
     loss_options = LossOptions(clip_eps=config.clip_eps, beta=config.beta)
+    gradients = functools.partial(accumulated_gradients, parts=config.micro_batches, mesh=mesh)
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
         return jax.lax.with_sharding_constraint(jax.tree.map(lambda array: array[rows], examples), by_row)
 
-    def logps(params: nnx.State, examples: Examples, completion_ids: Array, mask: Array) -> Array:
+    def logps(params: nnx.State, completions: Completions) -> Array:
+        examples, completion_ids, mask = completions
         model = nnx.merge(graph, params)
         return completion_logps(model, examples.prompt_ids, examples.padding, completion_ids, mask, head)
 
@@ -136,39 +157,47 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     def warmup_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         batch_key, wrong_key, other_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
         count = config.prompts_per_step * config.samples_per_prompt
-        batch = draw(train, batch_key, count)
+        examples = draw(train, batch_key, count)
         wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (count, 1))
-        answer_ids = jnp.where(wrong, draw(train, other_key, count).answer_ids, batch.answer_ids)
+        answer_ids = jnp.where(wrong, draw(train, other_key, count).answer_ids, examples.answer_ids)
         mask = completion_mask(answer_ids)
 
-        def loss_of(params: nnx.State) -> Array:
-            return -masked_mean(logps(params, batch, answer_ids, mask), mask)
+        def loss_of(params: nnx.State, part: Completions) -> tuple[Array, Array]:
+            logp = logps(params, part)
+            return -masked_mean(logp, part.mask) * (part.mask.sum() / mask.sum()), logp
 
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        grads, logp = gradients(loss_of, state.params, Completions(examples, answer_ids, mask))
         params, opt_state = _apply(warmup_optimizer, grads, state.params, state.opt_state)
-        return state._replace(params=params, opt_state=opt_state), {"loss": loss}
+        return state._replace(params=params, opt_state=opt_state), {"loss": -masked_mean(logp, mask)}
+
+    def loss_and_metrics(logp: Array, judged: Judged, denominator: Array) -> PolicyLoss:
+        (_, _, mask), old_logps, ref_logps, advantages = judged
+        return policy_loss(
+            logp, old_logps, advantages, mask, ref_logps=ref_logps, denominator=denominator, options=loss_options
+        )
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
         prompts = draw(train, prompt_key, config.prompts_per_step)
-        batch = jax.tree.map(lambda array: jnp.repeat(array, config.samples_per_prompt, axis=0), prompts)
-        completion_ids, old_logps = sample_and_score(state.params, batch, sample_key)
-        mask = completion_mask(completion_ids)
-        rewards = exact_answer_reward(completion_ids, batch.answer_ids).astype(jnp.float32)
+        examples = jax.tree.map(lambda array: jnp.repeat(array, config.samples_per_prompt, axis=0), prompts)
+        completion_ids, old_logps = sample_and_score(state.params, examples, sample_key)
+        completions = Completions(examples, completion_ids, completion_mask(completion_ids))
+        rewards = exact_answer_reward(completion_ids, examples.answer_ids).astype(jnp.float32)
         advantages = group_advantages(rewards, samples_per_prompt=config.samples_per_prompt)
         if config.shuffle_advantages:
             advantages = jax.random.permutation(shuffle_key, advantages)
-        ref_logps = logps(state.reference, batch, completion_ids, mask)
+        judged = Judged(completions, old_logps, logps(state.reference, completions), advantages)
+        denominator = loss_denominator(completions.mask, options=loss_options)
 
-        def loss_of(params: nnx.State) -> tuple[Array, Metrics]:
-            logp = logps(params, batch, completion_ids, mask)
-            loss = policy_loss(logp, old_logps, advantages, mask, ref_logps=ref_logps, options=loss_options)
-            mismatch = jnp.abs(logp - old_logps).max()
-            return loss.loss, {"mismatch": mismatch} | {name: getattr(loss, name) for name in _LOSS_METRICS}
+        def loss_of(params: nnx.State, part: Judged) -> tuple[Array, Array]:
+            logp = logps(params, part.completions)
+            return loss_and_metrics(logp, part, denominator).loss, logp
 
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
-            grads, metrics = jax.grad(loss_of, has_aux=True)(carry[0])
-            return _apply(grpo_optimizer, grads, *carry), metrics
+            grads, logp = gradients(loss_of, carry[0], judged)
+            whole = loss_and_metrics(logp, judged, denominator)
+            metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
+            return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - old_logps).max()}
 
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)

@@ -66,6 +66,12 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"grpo_steps": 0}, "grpo_steps must be at least 1, got 0"),
         ({"prompts_per_step": 0}, "prompts_per_step must be at least 1, got 0"),
         ({"updates_per_rollout": 0}, "updates_per_rollout must be at least 1, got 0"),
+        ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
+        ({"micro_batches": 3}, "micro_batches (3) must divide a device's 16 samples of a step"),
+        (
+            {"micro_batches": 16, "mesh": "data=2,tensor=1"},
+            "micro_batches (16) must divide a device's 8 samples of a step",
+        ),
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"max_operand": 3}, "max_operand must be at least 4, got 3"),
         ({"max_operand": 1000}, "max_operand must be less than 1000, got 1000"),

@@ -105,13 +105,14 @@ def test_stock_layers_record_other_bits_than_training(prompt_ids):
     helpers.assert_within_contract(rollout.logps, trained, "decoder_cache", jnp.float32, "forward")
 
 
-@pytest.mark.parametrize(("mesh", "updates"), [("data=1,tensor=1", 1), ("data=2,tensor=2", 3)])
-def test_steps_start_at_ratio_one(mesh, updates):
+@pytest.mark.parametrize(("mesh", "parts", "updates"), [("data=1,tensor=1", 1, 1), ("data=2,tensor=2", 2, 3)])
+def test_steps_start_at_ratio_one(mesh, parts, updates):
     """Exactly, on weights that move; and after more than one update no longer."""
     config = tiny.config(
         invariant=True,
         compute_dtype="bfloat16",
         mesh=mesh,
+        micro_batches=parts,
         updates_per_rollout=updates,
         demonstration_errors=0.0,
         warmup_learning_rate=1e-2,

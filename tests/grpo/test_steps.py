@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.checker import tolerance
+from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, make_mesh
 from rlk_jax.grpo.tasks import arithmetic_task
 from tests import helpers
@@ -63,16 +64,16 @@ def plain(trained) -> Run:
     return run(trained)
 
 
-def assert_trains_like(actual: Run, expected: Run) -> None:
+def assert_trains_like(actual: Run, expected: Run, op_class: str = "grpo_training") -> None:
     # What single tokens decide is rounding, enlarged.
     names = sorted(expected.measured.keys() - {"mismatch", "ratio_min", "ratio_max"})
     measured = [np.concatenate([run.measured[name] for name in names]) for run in (actual, expected)]
-    helpers.assert_within_contract(*measured, "grpo_training", jnp.float32, "forward")
+    helpers.assert_within_contract(*measured, op_class, jnp.float32, "forward")
     moved = [
         jax.tree.map(lambda a, b: np.asarray(a - b).ravel(), r.final.params, r.warm.params) for r in (actual, expected)
     ]
     flat = [np.concatenate(jax.tree.leaves(move)) for move in moved]
-    helpers.assert_within_contract(*flat, "grpo_training", jnp.float32, "gradient")
+    helpers.assert_within_contract(*flat, op_class, jnp.float32, "gradient")
 
 
 def test_grpo_acts_in_these_tests(plain):
@@ -114,6 +115,29 @@ def test_two_devices_train_like_one(trained, plain):
     wide = run(trained, mesh="data=2,tensor=1")
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(wide.final)} == {2}
     assert_trains_like(wide, plain)
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("data=1,tensor=1", 4), ("data=2,tensor=1", 2)])
+def test_accumulated_gradients_train_like_those_of_the_whole_batch(trained, plain, mesh, parts):
+    assert_trains_like(run(trained, mesh=mesh, micro_batches=parts), plain, "grpo_accumulation")
+
+
+def test_parts_add_up_and_rows_keep_their_order():
+    """Exactly, in small integers; spread over two devices, of which each keeps its rows."""
+    mesh = make_mesh(tiny.config(mesh="data=2,tensor=1"))
+    values, weights = np.arange(24, dtype=np.float32).reshape(8, 3), jnp.arange(3.0)
+    rows = jax.device_put(values, NamedSharding(mesh, PartitionSpec("data")))
+
+    def loss_of(weights, rows):
+        return (rows * rows * weights).sum(), rows @ jnp.ones(3)
+
+    @jax.jit
+    def accumulated(weights, rows):
+        return accumulated_gradients(loss_of, weights, rows, parts=4, mesh=mesh)
+
+    helpers.assert_same_bits(accumulated(weights, rows), ((values**2).sum(axis=0), values.sum(axis=1)))
+    program = accumulated.lower(weights, rows).compile().as_text()
+    assert not any(name in program for name in ("all-gather", "all-to-all", "collective-permute"))
 
 
 @pytest.mark.parametrize("implementation", ["deterministic", "reference"])
