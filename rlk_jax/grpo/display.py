@@ -1,14 +1,17 @@
 """What a run shows: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.usage import Throughput, peak_memory
 
 PLAIN_LINE_EVERY = 50
 _SHOWN = {
@@ -29,12 +32,16 @@ class ShowStep(Protocol):
 
 @contextmanager
 def progress(console: Console, start: int, total: int) -> Iterator[ShowStep]:
-    """A function to call after every step."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+    """A function to call after every step; in the end, a table of speed and memory."""
+    numbers_wrap = TextColumn("{task.description}", table_column=Column())
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), numbers_wrap)
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    throughput = Throughput()
 
     def show(done: int, phase: str, metrics: Mapping[str, float]) -> None:
-        numbers = " ".join(text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics)
+        throughput.add(phase, metrics["tokens"], time.monotonic())
+        shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
+        numbers = " ".join(shown + _usage(throughput, phase))
         bar.update(task, completed=done, description=f"{phase} {numbers}")
         if not console.is_terminal and (done % PLAIN_LINE_EVERY == 0 or done in (start + 1, total)):
             console.print(f"{phase} step {done}/{total} {numbers}", highlight=False, soft_wrap=True)
@@ -42,6 +49,31 @@ def progress(console: Console, start: int, total: int) -> Iterator[ShowStep]:
     with bar:
         task = bar.add_task("compiling", total=total, completed=start)
         yield show
+    if throughput.per_second:
+        _print_usage(console, throughput)
+
+
+def _usage(throughput: Throughput, phase: str) -> list[str]:
+    """What is known of a phase's speed, and of the process's memory."""
+    texts = []
+    if phase in throughput.per_second:
+        texts.append(f"{throughput.per_second[phase]:.0f} tokens/s")
+    if (memory := peak_memory(jax.local_devices())) is not None:
+        texts.append(f"peak {_gib(memory)}")
+    return texts
+
+
+def _print_usage(console: Console, throughput: Throughput) -> None:
+    table = Table("phase", "tokens/s")
+    for phase, speed in throughput.per_second.items():
+        table.add_row(phase, f"{speed:.0f}")
+    console.print(table)
+    if (memory := peak_memory(jax.local_devices())) is not None:
+        console.print(f"peak memory of a device: {_gib(memory)}", highlight=False)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def final_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:

@@ -28,7 +28,7 @@ EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
 
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
 
 
 class Completions(NamedTuple):
@@ -168,7 +168,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
         grads, logp = gradients(loss_of, state.params, Completions(examples, answer_ids, mask))
         params, opt_state = _apply(warmup_optimizer, grads, state.params, state.opt_state)
-        return state._replace(params=params, opt_state=opt_state), {"loss": -masked_mean(logp, mask)}
+        metrics = {"loss": -masked_mean(logp, mask), "tokens": mask.sum()}
+        return state._replace(params=params, opt_state=opt_state), metrics
 
     def loss_and_metrics(logp: Array, judged: Judged, denominator: Array) -> PolicyLoss:
         (_, _, mask), old_logps, ref_logps, advantages = judged
@@ -202,8 +203,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
         last = jax.tree.map(lambda values: values[-1], metrics)
-        before_updates = {"reward": rewards.mean(), "mismatch": metrics["mismatch"][0]}
-        return TrainState(params, state.reference, opt_state), last | before_updates
+        of_rollout = {"reward": rewards.mean(), "tokens": completions.mask.sum(), "mismatch": metrics["mismatch"][0]}
+        return TrainState(params, state.reference, opt_state), last | of_rollout
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)

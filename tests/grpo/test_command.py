@@ -52,7 +52,14 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
     assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", finished.path, "--overwrite") == 0
     assert finished.metrics.read_bytes() == before
     output = capsys.readouterr().out
-    for expected in ("warmup step 1/5", "grpo step 5/5", " mismatch ", "held-out reward", str(finished.report)):
+    for expected in (
+        "warmup step 1/5",
+        "grpo step 5/5",
+        " mismatch ",
+        " tokens/s",
+        "held-out reward",
+        str(finished.report),
+    ):
         assert expected in output
 
 

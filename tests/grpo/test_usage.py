@@ -1,0 +1,67 @@
+"""Speed and memory as a run shows them."""
+
+import io
+from types import SimpleNamespace
+
+import jax
+from rich.console import Console
+
+from rlk_jax.grpo.display import progress
+from rlk_jax.grpo.usage import Throughput, peak_memory
+
+GIB = 2**30
+
+
+def devices(*peaks: int | None) -> list[SimpleNamespace]:
+    """Of these peaks; None for one that does not count."""
+    stats = [None if peak is None else {"peak_bytes_in_use": peak} for peak in peaks]
+    return [SimpleNamespace(memory_stats=lambda own=own: own) for own in stats]
+
+
+def test_throughput_leaves_out_the_step_that_compiles():
+    throughput = Throughput()
+    throughput.add("warmup", 1000, now=100.0)
+    assert throughput.per_second == {}
+    throughput.add("warmup", 10, now=101.0)
+    throughput.add("warmup", 20, now=103.0)
+    throughput.add("grpo", 1000, now=200.0)
+    assert throughput.per_second == {"warmup": 10}
+    throughput.add("grpo", 5, now=202.0)
+    assert throughput.per_second == {"warmup": 10, "grpo": 2.5}
+
+
+def test_peak_memory_is_the_largest_of_the_devices_that_count():
+    assert peak_memory(devices(3, None, 7, 5)) == 7
+    assert peak_memory(devices(None, None)) is None
+
+
+def shown(steps: int) -> str:
+    """What a run of so many steps prints."""
+    console = Console(file=io.StringIO(), width=200)
+    with progress(console, 0, steps) as show:
+        for done in range(1, steps + 1):
+            show(done, "grpo", {"tokens": 8.0, "mismatch": 0.0})
+    return console.file.getvalue()
+
+
+def test_speed_and_memory_are_shown_while_it_runs_and_in_the_end(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: devices(GIB // 2, None))
+    first, last, *table = shown(2).splitlines()
+    assert first.endswith("mismatch 0 peak 0.50 GiB") and "tokens/s" not in first
+    assert last.endswith("tokens/s peak 0.50 GiB")
+    assert "tokens/s" in table[1] and table[-1] == "peak memory of a device: 0.50 GiB"
+
+
+def test_nothing_is_said_that_is_not_known(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: devices(None))
+    assert shown(1) == "grpo step 1/1 mismatch 0\n"
+
+
+def test_a_narrow_terminal_loses_no_number():
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    metrics = {"tokens": 8.0, "loss": -0.008, "reward": 0.5, "kl": 0.577, "clip_fraction": 0.1, "ratio_max": 1.25}
+    with progress(console, 0, 2) as show:
+        show(1, "grpo", {**metrics, "mismatch": 5e-6})
+    text = console.file.getvalue()
+    assert "1/2" in text and "…" not in text
+    assert "5e-06" in text
