@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from rlk_jax.grpo.vocabulary import VOCAB_SIZE
+
 
 class BadInput(ValueError):
     """Something that the user gave cannot work; the command line shows it as one line."""
@@ -54,6 +56,9 @@ class GrpoConfig:
     width: int = _option(64, "model width", minimum=1)
     layers: int = _option(2, "decoder layers", minimum=1)
     heads: int = _option(4, "attention heads", minimum=1)
+    vocab_size: int = _option(
+        VOCAB_SIZE, "tokens of the policy; those beyond the characters mean nothing", minimum=VOCAB_SIZE
+    )
     max_operand: int = _option(69, "largest operand of the arithmetic prompts", minimum=4, below=1000)
     demonstration_errors: float = _option(
         0.5, "share of arithmetic warm-start answers that are another prompt's, for GRPO to correct", minimum=0, below=1

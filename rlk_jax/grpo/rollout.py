@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rlk_jax.grpo.head import IGNORED
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.tasks import EOS, PAD
+from rlk_jax.grpo.vocabulary import EOS, PAD
 
 
 class Rollout[Logps](NamedTuple):

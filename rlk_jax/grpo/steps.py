@@ -20,7 +20,7 @@ from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.losses import LossOptions, PolicyLoss, group_advantages, loss_denominator, masked_mean, policy_loss
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import Rollout, sample_completions, unscored
-from rlk_jax.grpo.tasks import VOCAB_SIZE, Examples, Task, completion_mask, exact_answer_reward
+from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 
 MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
@@ -78,7 +78,7 @@ def make_mesh(config: GrpoConfig) -> Mesh:
 
 def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
     """The LM head of a run. Raises BadInput when linear_logp cannot run on it, or not with the bits it is to have."""
-    head = Head(mesh, VOCAB_SIZE, config.implementation, kind_of(config).dtype)
+    head = Head(mesh, config.vocab_size, config.implementation, kind_of(config).dtype)
     head.check(config.width)
     return head.promising(config.width) if config.invariant else head
 
@@ -119,7 +119,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     run_key = jax.random.key(config.seed)
 
     def new_model() -> Decoder:
-        sizes = VOCAB_SIZE, config.width, config.layers, config.heads
+        sizes = config.vocab_size, config.width, config.layers, config.heads
         return Decoder(*sizes, kind=kind_of(config), rngs=nnx.Rngs(config.seed))
 
     graph = nnx.graphdef(nnx.eval_shape(new_model))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from rlk_jax.grpo.config import BadInput
+from rlk_jax.grpo.vocabulary import EOS, PAD, encode
 
-PAD, EOS = 0, 1
-_FIRST_CHARACTER, _LAST_CHARACTER = " ", "~"
-_SPECIALS = 2
-VOCAB_SIZE = _SPECIALS + ord(_LAST_CHARACTER) - ord(_FIRST_CHARACTER) + 1
 HELDOUT_FRACTION = 0.2
 _SPLIT_SEED = 0
 
@@ -43,21 +39,6 @@ class Task:
     train: Examples
     heldout: Examples
     digest: str  # of all pairs, so that a resumed run can tell that its prompts changed
-
-
-def encode(text: str) -> list[int]:
-    """Character ids of printable ASCII text. Raises ValueError naming the first character outside it."""
-    for character in text:
-        if not _FIRST_CHARACTER <= character <= _LAST_CHARACTER:
-            raise ValueError(f"character {character!r} is not printable ASCII")
-    return [ord(character) - ord(_FIRST_CHARACTER) + _SPECIALS for character in text]
-
-
-def decode(ids: Sequence[int]) -> str:
-    """The text of ids up to the first EOS; PAD is skipped."""
-    ids = list(ids)
-    ids = ids[: ids.index(EOS)] if EOS in ids else ids
-    return "".join(chr(i - _SPECIALS + ord(_FIRST_CHARACTER)) for i in ids if i != PAD)
 
 
 def completion_mask(completion_ids: Int[Array, "*B C"]) -> Bool[Array, "*B C"]:

@@ -82,6 +82,7 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"max_operand": 3}, "max_operand must be at least 4, got 3"),
         ({"max_operand": 1000}, "max_operand must be less than 1000, got 1000"),
+        ({"vocab_size": 96}, "vocab_size must be at least 97, got 96"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),

@@ -11,7 +11,8 @@ from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import Rollout, sample_completions
 from rlk_jax.grpo.steps import build_steps, completion_logps, make_mesh
-from rlk_jax.grpo.tasks import EOS, PAD, VOCAB_SIZE, arithmetic_task, completion_mask
+from rlk_jax.grpo.tasks import arithmetic_task, completion_mask
+from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
 from tests.grpo import tiny
 

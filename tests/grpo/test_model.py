@@ -15,7 +15,8 @@ from rlk_jax.grpo.layers import INVARIANT, ROTARY_BASE, STOCK
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions, unscored
 from rlk_jax.grpo.steps import completion_logps
-from rlk_jax.grpo.tasks import EOS, PAD, VOCAB_SIZE, completion_mask
+from rlk_jax.grpo.tasks import completion_mask
+from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
 
 WIDTH, HEADS = 16, 2

@@ -11,7 +11,8 @@ import pytest
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
-from rlk_jax.grpo.tasks import VOCAB_SIZE, arithmetic_task
+from rlk_jax.grpo.tasks import arithmetic_task
+from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests import helpers
 from tests.grpo import tiny
 

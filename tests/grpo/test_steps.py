@@ -153,6 +153,18 @@ def test_bfloat16_computes_near_float32_and_keeps_masters_in_it(trained, plain):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
+def test_a_larger_vocabulary_is_embedded_sampled_and_trained(mesh):
+    """An untrained policy spreads its probability over all of it."""
+    steps = build(vocab_size=300, mesh=mesh)
+    state = steps.start_grpo(steps.initial_state())
+    assert state.params["embed"]["embedding"].shape == (300, tiny.SIZES["width"])
+    _, metrics = steps.grpo_step(state, 0)
+    assert np.isfinite(metrics["loss"])
+    _, metrics = steps.warmup_step(steps.initial_state(), 0)
+    assert metrics["loss"] > np.log(300 / 2)
+
+
 def test_shuffling_changes_the_update_and_not_the_first_rollout(trained, plain):
     shuffled = run(trained, shuffle_advantages=True).measured
     assert shuffled["reward"][0] == plain.measured["reward"][0]

@@ -8,18 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_jax.grpo.config import BadInput
-from rlk_jax.grpo.tasks import (
-    EOS,
-    PAD,
-    VOCAB_SIZE,
-    Examples,
-    arithmetic_task,
-    completion_mask,
-    decode,
-    encode,
-    exact_answer_reward,
-    load_prompts,
-)
+from rlk_jax.grpo.tasks import Examples, arithmetic_task, completion_mask, exact_answer_reward, load_prompts
+from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE, decode, encode
 
 
 def texts(examples: Examples) -> list[tuple[str, str]]:
