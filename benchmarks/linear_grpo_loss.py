@@ -23,10 +23,11 @@ RECOMPUTED = 2**26
 OPTIONS = LossOptions(beta=0.04)
 
 
-def budgets(p: Problem) -> dict[str, int | None]:
+def budgets(p: Problem) -> dict[str, int]:
     """By name; the last holds every exponential."""
     logits = 2 * p.hidden.shape[0] * p.weight.shape[0]
-    return {"64 MiB": RECOMPUTED, "default": None, "1 GiB": 2**30, "N·V·2 B + 10 %": logits * 11 // 10}
+    some = {"64 MiB": RECOMPUTED, "1 GiB": 2**30}
+    return {name: size for name, size in some.items() if size < logits} | {"N·V·2 B + 10 %": logits * 11 // 10}
 
 
 def candidates(name: str, p: Problem) -> dict[str, Candidate]:
@@ -37,14 +38,14 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     logps = jax.jit(lambda: linear_logp(hidden, p.weight, ids, implementation=name))()
     head: dict[str, Any] = {"implementation": name}
 
-    def weighted(budget: int | None) -> Callable[..., Any]:
+    def weighted(budget: int) -> Callable[..., Any]:
         return lambda h, w: jnp.vdot(linear_logp(h, w, ids, memory_budget=budget, **head), p.upstream.reshape(lead))
 
     def in_two_calls(h: jax.Array, w: jax.Array) -> jax.Array:
         logp = linear_logp(h, w, ids, memory_budget=RECOMPUTED, **head)
         return policy_loss(logp, logps, advantages, mask, ref_logps=logps, options=OPTIONS).loss
 
-    def in_one_call(budget: int | None) -> Callable[..., Any]:
+    def in_one_call(budget: int) -> Callable[..., Any]:
         def loss(h: jax.Array, w: jax.Array) -> Any:
             rest = logps, logps, advantages, mask
             found = linear_grpo_loss(h, w, ids, *rest, options=OPTIONS, memory_budget=budget, **head)
