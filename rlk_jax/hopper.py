@@ -163,11 +163,12 @@ def kept_chunks(options: Options, dim: int, tokens: int, dtype: Any) -> int:
     if not options.keeps or dtype != jnp.bfloat16 or options.logit_softcap is not None or tokens <= 64:
         return 0
     held = _held(dim, tokens, Needs(True, True, True), dtype)
-    room = memory_budget(options, dim, tokens) - held.fixed
+    room, block = memory_budget(options, dim, tokens) - held.fixed, held.chunk + held.copy
+    if room < block:
+        return 0
     if replaces_kept(options, dim):
-        return min(chunks_in_place(options, dim), max(0, room) // _kept_bytes(tokens))
-    room -= held.chunk + held.copy
-    return min(_vocabulary(options).chunks, max(0, room) // 2 // _kept_bytes(tokens))
+        return min(chunks_in_place(options, dim), room // _kept_bytes(tokens))
+    return min(_vocabulary(options).chunks, (room - block) // 2 // _kept_bytes(tokens))
 
 
 def replaces_kept(options: Options, dim: int) -> bool:

@@ -159,7 +159,7 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
             continue
         head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
         used = run.width * (2 * COLUMNS * plan.matrix_rows + head) + rows_bytes
-        assert used + kept_bytes * run.is_kept <= budget or (run.width == 1 and not run.is_kept)
+        assert used + kept_bytes * run.is_kept <= budget or (run.width == 1 and not kept)
     forward = hopper.forward_plan(given_options, dim, tokens, kept)
     assert forward.slices == 1 or not hopper.reads_in_place(given_options, dim)
     for run in forward.runs:
