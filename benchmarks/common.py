@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
+from rich.table import Table
 
 from rlk_jax import cli
 
@@ -77,6 +79,13 @@ def status(problem: Exception) -> str:
     """Why a candidate has no figures."""
     kind = "out of memory" if "out of memory" in str(problem).lower() else "not available"
     return f"{kind}: {str(problem).splitlines()[0][:160]}"
+
+
+def show(title: str, table: Table, *, width: int = 120) -> None:
+    """Print a table, and all of it into a log file, which counts as 80 columns wide and would cut the figures."""
+    console = Console()
+    console.width = max(console.width, width)
+    console.print(title, table)
 
 
 def write(path: Path, module: str, argv: Sequence[str] | None, rows: Sequence[dict[str, Any]]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
@@ -162,10 +161,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
         if r.status == "pass":
             figures = (f"{r.us:.1f} µs", "" if r.speed is None else f"{r.speed:.3f}", f"{r.tflops:.0f}")
         table.add_row(r.shape, r.what, r.implementation, *figures)
-    console = Console()
-    # A log file counts as 80 columns wide, which would cut the figures.
-    console.width = max(console.width, 120)
-    console.print(f"det_gemm, {rows[0].dtype}, {device}; speed of {CUBLAS} = 1", table)
+    common.show(f"det_gemm, {rows[0].dtype}, {device}; speed of {CUBLAS} = 1", table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
@@ -85,7 +84,7 @@ def loss_of(candidate: str, hidden: jax.Array, kernel: jax.Array, batch: Batch) 
 
 
 def update_of(candidate: str, new: Callable[[], Decoder], batch: Batch) -> tuple[Any, Any]:
-    """The compiled update of a policy, in place, and its first argument."""
+    """The compiled update of a policy, in place, and what makes its first argument."""
     graph, optimizer = nnx.graphdef(nnx.eval_shape(new)), optax.adam(LEARNING_RATE)
     padding = jnp.zeros(batch.tokens.shape[0], jnp.int32)
 
@@ -151,9 +150,7 @@ def _show(rows: Sequence[Row]) -> None:
             figures += [f"{r.tokens_per_second:.0f}", of_naive(r, "tokens_per_second")]
             figures += [f"{r.peak_mib:.0f} MiB", of_naive(r, "peak_mib")]
         table.add_row(r.shape, r.candidate, *figures)
-    console = Console()
-    console.width = max(console.width, 140)  # a log file counts as 80 columns wide
-    console.print(f"GRPO updates, bfloat16 products, {jax.devices()[0].device_kind}", table)
+    common.show(f"GRPO updates, bfloat16 products, {jax.devices()[0].device_kind}", table, width=140)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

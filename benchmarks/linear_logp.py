@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common, peers
@@ -203,11 +202,8 @@ def _show(op: str, rows: Sequence[Row]) -> None:
             memory = "" if r.extra_mib is None else f"{r.extra_mib:.0f} MiB"
             figures = (f"{r.ms:.3f} ms", f"{r.of_gemm:.3f}", f"{r.tflops:.0f}", memory)
         table.add_row(r.shape, r.implementation, r.what, *figures)
-    console = Console()
-    # A log file counts as 80 columns wide, which would cut the figures.
-    console.width = max(console.width, 120)
     device = jax.devices()[0].device_kind
-    console.print(f"{op}, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
+    common.show(f"{op}, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
 
 def run(module: str, options: argparse.Namespace, argv: Sequence[str] | None, passes_of: Passes) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common, peers
@@ -222,10 +221,7 @@ def _print(rows: Sequence[Row], device: str, density: float) -> None:
             ratios = ("" if x is None else f"{x:.3f}" for x in (r.of_copy, r.of_whole))
             figures = (f"{r.ms:.3f} ms", *ratios, "" if r.extra_mib is None else f"{r.extra_mib:.1f} MiB")
         table.add_row(r.shape, r.op, r.implementation, r.what, *figures)
-    console = Console()
-    # A log file counts as 80 columns wide, which would cut the figures.
-    console.width = max(console.width, 140)
-    console.print(f"ops over logits, {rows[0].dtype}, {device}; masked: {density} of the tokens count", table)
+    common.show(f"ops over logits, {rows[0].dtype}, {device}; masked: {density} of the tokens count", table, width=140)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common, peers
@@ -158,10 +157,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
                 "" if r.extra_mib is None else f"{r.extra_mib:.0f} MiB",
             )
         table.add_row(r.shape, r.candidate, r.what, *figures)
-    console = Console()
-    # A log file counts as 80 columns wide, which would cut the figures.
-    console.width = max(console.width, 120)
-    console.print(f"torch_bridge.linear_logp, {rows[0].dtype}, {device}", table)
+    common.show(f"torch_bridge.linear_logp, {rows[0].dtype}, {device}", table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

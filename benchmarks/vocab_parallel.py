@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
@@ -152,9 +151,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
             efficiency = "" if r.efficiency is None else f"{r.efficiency:.3f}"
             figures = (f"{r.ms:.3f} ms", efficiency, f"{r.extra_mib:.0f} MiB")
         table.add_row(r.shape, r.implementation, r.what, str(r.degree), *figures)
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(f"vocab_parallel.linear_logp, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
+    common.show(f"vocab_parallel.linear_logp, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,15 +116,14 @@ class Head:
 
     def promising(self, width: int) -> "Head":
         """The same head with an implementation that promises bits. Raises BadInput when the named one does not."""
-        hidden, kernel = (jax.ShapeDtypeStruct(shape, self.dtype) for shape in ((1, width), (width, self.vocab_size)))
-        ids, options = (
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            {"weight_layout": "dv", "implementation": self.implementation},
-        )
+        hidden = jax.ShapeDtypeStruct((1, width), self.dtype)
+        kernel = jax.ShapeDtypeStruct((width, self.vocab_size), self.dtype)
+        call = hidden, kernel, jax.ShapeDtypeStruct((1,), jnp.int32)
         try:
-            return replace(self, implementation=dispatch.promising("linear_logp", hidden, kernel, ids, **options))
+            name = dispatch.promising("linear_logp", *call, weight_layout="dv", implementation=self.implementation)
         except ValueError as error:
             raise BadInput(f"invariant: {error}") from error
+        return replace(self, implementation=name)
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
