@@ -223,7 +223,7 @@ def _k3_difference(logp: Array, ref_logps: Array) -> tuple[Array, Array]:
 _KL_ESTIMATORS = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
 
 
-def masked_mean(values: Num[Array, "B T"], mask: Num[Array, "B T"] | Bool[Array, "B T"]) -> Float[Array, ""]:
+def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[Array, "B T"]) -> Float[Array, "*lead"]:
     """`Σ of values where mask / max(count, 1)`: the mean over all active tokens of the batch, 0 when there are none.
 
     Appended masked rows or columns change none of its bits.
@@ -336,24 +336,24 @@ def _policy_loss(
     below, above = (advantages != 0) & (ratio < lower), (advantages != 0) & (ratio > upper)
     dual = above & (advantages < 0) & (options.dual_clip is not None)
 
-    def mean(x: Array | None) -> Any:
-        return None if x is None else masked_mean(x, mask)
-
+    averaged = {
+        "clip_fraction": below | above,
+        "clip_fraction_low": below,
+        "clip_fraction_high": above & ~dual,
+        "clip_fraction_dual": dual,
+        "ratio_mean": ratio,
+        "entropy": entropy,
+        "importance_weight_mean": weights,
+        "importance_capped_fraction": is_capped,
+    }
     metrics = PolicyLoss(
         loss=loss,
         policy_loss=policy,
         kl=kl,
         denominator=own_denominator,
-        clip_fraction=mean(below | above),
-        clip_fraction_low=mean(below),
-        clip_fraction_high=mean(above & ~dual),
-        clip_fraction_dual=mean(dual),
-        ratio_mean=mean(ratio),
         ratio_min=jnp.where(mask.any(), jnp.min(ratio, where=mask, initial=jnp.inf), 0.0),
         ratio_max=jnp.max(ratio, where=mask, initial=0.0),
-        entropy=mean(entropy),
-        importance_weight_mean=mean(weights),
-        importance_capped_fraction=mean(is_capped),
+        **_masked_means(averaged, mask),
     )
     return jax.lax.stop_gradient(metrics)._replace(loss=loss)
 
@@ -368,6 +368,13 @@ def exp(x: Array) -> Array:
 def _active(x: Array, mask: Array) -> Array:
     """In fp32, exactly 0 where masked: before any exp, for a NaN would come back through a later `where` as 0 · NaN."""
     return jnp.where(mask, x.astype(jnp.float32), 0.0)
+
+
+def _masked_means(values: dict[str, Array | None], mask: Array) -> dict[str, Any]:
+    """`masked_mean` of all that are there, to the bit, in the few kernels of one."""
+    there = {name: x.astype(jnp.float32) for name, x in values.items() if x is not None}
+    means = masked_mean(jnp.stack(list(there.values())), mask)
+    return dict.fromkeys(values) | dict(zip(there, means, strict=True))
 
 
 def _sequence_means(values: Array, mask: Array) -> Array:
