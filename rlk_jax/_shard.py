@@ -54,7 +54,8 @@ class Shard:
     @property
     def on_group_edges(self) -> bool:
         """Whether every rank owns whole groups of the unsharded head's tree: then sharding changes no bits."""
-        return GROUPS % self.count == 0 and self.columns == shard_width(self.vocab_size, self.count)
+        is_whole = self.count == 1 and self.columns == self.vocab_size
+        return is_whole or (GROUPS % self.count == 0 and self.columns == shard_width(self.vocab_size, self.count))
 
     @property
     def tree(self) -> Tree:

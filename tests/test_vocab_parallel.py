@@ -467,6 +467,15 @@ def test_other_edges_are_said_once_and_refused_if_strict(monkeypatch, caplog):
         call(return_lse=False)
 
 
+def test_one_shard_is_the_whole_head_with_any_edge(monkeypatch):
+    monkeypatch.setenv("RLK_STRICT", "1")
+    hidden, weight, ids = jnp.ones((4, 8)), jax.random.normal(jax.random.key(0), (97, 8)), jnp.arange(4)
+    found = vocab_parallel.linear_logp(
+        hidden, weight, ids, mesh=mesh_of("auto", tp=1), vocab_axis="tp", implementation="deterministic"
+    )
+    assert_same_bits(found, linear_logp(hidden, weight, ids, implementation="deterministic"))
+
+
 @pytest.mark.parametrize(
     ("vocab", "n", "expected"),
     [

@@ -83,7 +83,7 @@ class Head:
     ) -> Float[Array, "*lead"]:
         """fp32 log-prob of every target under a `cut` head, 0 where IGNORED; the first dimension lies over "data"."""
         op: Any = linear_logp
-        if self.shards > 1:
+        if self.mesh.size > 1:  # over data alone, too: inside shard_map, what the forward keeps stays where it is
             op = functools.partial(
                 vocab_parallel.linear_logp,
                 mesh=self.mesh,
