@@ -132,7 +132,7 @@ def attention(
     value: Float[Array, "B S G F"],
     *,
     start: int | Int[Array, ""] = 0,
-    padding: Int[Array, "B"] | None = None,
+    padding: Int[Array, "B"] | Int[Array, "B T"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H F"]:
     """Causal softmax attention over the slots of a KV cache: softmax(query·keyᵀ / √E)·value.
@@ -140,7 +140,8 @@ def attention(
     Args:
       query: of the tokens in slots start … start + T − 1. H is a multiple of G; heads share keys in order (GQA).
       key, value: of S slots, at least start + T; those behind the last query are unused, whatever they hold.
-      padding: how many first slots of each sequence are padding, or None for none.
+      padding: how many first slots of each sequence are padding, or None for none. Of every query `[B, T]`, how many
+        slots stand before its own sequence, where a row holds several, each behind the one before.
       implementation: of det_gemm.
 
     Returns query's dtype; 0 for a query that is padding itself, NaN for one that sees a value that is not finite.
@@ -148,7 +149,8 @@ def attention(
 
     Same bits for a token whatever the batch, padding on either side, S, and whether its sequence came at once or token
     by token: keys are moved so that a sequence's first one comes first, scores and values go through `det_gemm`, and
-    masked places count as exact zeros behind the last key.
+    masked places count as exact zeros behind the last key. With others in its row, too, if it starts at a multiple of
+    64 slots: those before it are whole blocks of zeros.
     """
     validation.attention(query, key, value, start, padding)
     batch, length, heads, size = query.shape
@@ -156,12 +158,14 @@ def attention(
         return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     slots, groups = key.shape[1], key.shape[2]
     padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
+    # Keys of one sequence move to the front; those of several in a row stay, and a query sees none before its own.
+    move, before = (padding, jnp.zeros((), int)) if padding.ndim == 1 else (jnp.zeros(batch, int), padding)
     place = jnp.arange(slots)
-    position = start + jnp.arange(length) - padding[:, None]
-    is_key = place <= position[:, -1:]
+    own = start + jnp.arange(length) - move[:, None]
+    is_key = place <= own[:, -1:]
 
     def aligned(x: Array) -> Array:
-        moved = jnp.take_along_axis(x, ((place + padding[:, None]) % slots)[..., None, None], axis=1)
+        moved = jnp.take_along_axis(x, ((place + move[:, None]) % slots)[..., None, None], axis=1)
         return jnp.where(is_key[..., None, None], moved, 0)
 
     def by_head(x: Array) -> Array:
@@ -177,7 +181,8 @@ def attention(
     rows = by_head(query.reshape(batch, length, groups, -1)).reshape(batch, groups, -1, size)
     scores = products(rows, by_head(aligned(key)), transpose_b=True, out_dtype=jnp.float32)
     scores = isolated(jnp.multiply)(scores.reshape(batch, groups, length, -1, slots), size**-0.5)
-    visible = place <= position[:, None, :, None, None]
+    visible = (place <= own[..., None]) & (place >= before[..., None])
+    visible = visible[:, None, :, None]
     weights = softmax(scores, jnp.broadcast_to(visible, scores.shape)).astype(value.dtype)
     values = by_head(aligned(value))
     # Where a weight is 0, a value must count for nothing: 0·NaN would be NaN.

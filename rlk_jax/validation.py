@@ -503,8 +503,9 @@ def attention(query: Any, key: Any, value: Any, start: Any, padding: Any) -> Non
     if padding is not None:
         padding = as_array("padding", padding)
         _require(
-            padding.shape == (batch,) and jnp.issubdtype(padding.dtype, jnp.integer),
-            f"padding must be an integer for each of {batch} sequences, got {padding.dtype}{list(padding.shape)}.",
+            padding.shape in ((batch,), (batch, length)) and jnp.issubdtype(padding.dtype, jnp.integer),
+            f"padding must be an integer for each of {batch} sequences or {batch}×{length} queries, "
+            f"got {padding.dtype}{list(padding.shape)}.",
         )
 
 

@@ -49,6 +49,13 @@ class GrpoConfig:
     samples_per_prompt: int = _option(8, "completions per prompt: one group", minimum=2)
     updates_per_rollout: int = _option(3, "optimizer steps on each rollout", minimum=1)
     micro_batches: int = _option(1, "equal parts of a batch whose gradients are added up, to save memory", minimum=1)
+    packing: bool = _option(
+        False,
+        "updates take several sequences to a row of tokens, and leave out the parts of a batch that are empty then",
+    )
+    rollout_buckets: int = _option(
+        1, "equal parts of a rollout, of prompts of about the same length and padded to little more", minimum=1
+    )
     warmup_learning_rate: float = _option(2e-3, "learning rate of the supervised phase", above=0)
     learning_rate: float = _option(3e-4, "learning rate of GRPO", above=0)
     clip_eps: float = _option(0.2, "clip range of the probability ratio", above=0)
@@ -90,8 +97,11 @@ class GrpoConfig:
         if self.prompts_per_step % data:
             raise BadInput(f"prompts_per_step ({self.prompts_per_step}) must be a multiple of the data axis ({data})")
         rows = self.prompts_per_step * self.samples_per_prompt // data
-        if rows % self.micro_batches:
-            raise BadInput(f"micro_batches ({self.micro_batches}) must divide a device's {rows} samples of a step")
+        for name in ("micro_batches", "rollout_buckets"):
+            if rows % getattr(self, name):
+                raise BadInput(f"{name} ({getattr(self, name)}) must divide a device's {rows} samples of a step")
+        if self.packing and self.micro_batches == 1:
+            raise BadInput("packing needs micro_batches of at least 2: what it saves is whole parts of a batch")
 
     @property
     def mesh_shape(self) -> tuple[int, int]:

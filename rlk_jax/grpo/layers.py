@@ -20,11 +20,16 @@ class Slots(NamedTuple):
     """Where the tokens of one call stand: what every layer needs besides their features."""
 
     start: int | Int[Array, ""]  # slot of the first token
-    padding: Int[Array, "B"]  # how many first slots of each sequence are padding
+    padding: Int[Array, "B"] | Int[Array, "B T"]  # how many slots stand before a sequence, of a row or of each token
 
     def positions(self, length: int) -> Int[Array, "B T"]:
-        """Of the call's tokens in their sequences: slot minus left padding."""
-        return self.start + jnp.arange(length) - self.padding[:, None]
+        """Of the call's tokens in their sequences: slot minus those before."""
+        return self.start + jnp.arange(length) - self.of_tokens
+
+    @property
+    def of_tokens(self) -> Int[Array, "B #T"]:
+        """`padding` of every token."""
+        return self.padding if self.padding.ndim == 2 else self.padding[:, None]
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Layers:
     add: Callable[[Array, Array], Array]
     swiglu: Callable[[Array, Array], Array]
     """`silu(gate) · up` (Shazeer, arXiv 2002.05202)."""
+    alignment: int
+    """Of several sequences in a row, each starts at a multiple of so many slots, to keep its bits."""
 
 
 def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
@@ -55,7 +62,7 @@ def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[A
 
 def _attend(query: Array, keys: Array, values: Array, slots: Slots) -> Array:
     key, own = jnp.arange(keys.shape[1]), slots.start + jnp.arange(query.shape[1])
-    visible = (key <= own[:, None]) & (key >= slots.padding[:, None, None])
+    visible = (key <= own[:, None]) & (key >= slots.of_tokens[..., None])
     return jax.nn.dot_product_attention(query, keys, values, mask=visible[:, None])
 
 
@@ -73,7 +80,7 @@ class _InvariantNorm(nnx.RMSNorm):
         return nn.rms_norm(x, self.scale[...])
 
 
-STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu)
+STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu, 1)
 INVARIANT = Layers(
     jnp.bfloat16,
     nn.DetDense,
@@ -82,5 +89,6 @@ INVARIANT = Layers(
     _invariant_attend,
     nn.isolated(jnp.add),
     nn.isolated(_swiglu),
+    64,
 )
 """A token keeps its bits in any batch, padded, and decoded one by one through the cache; det_gemm wants 16 bits."""

@@ -88,8 +88,12 @@ class Decoder(nnx.Module):
             width, vocab_size, use_bias=False, dtype=kind.dtype, preferred_element_type=jnp.float32, rngs=rngs
         )
 
-    def __call__(self, tokens: Int[Array, "B T"], padding: Int[Array, "B"]) -> Float[Array, "B T D"]:
-        """Hidden states of whole sequences whose first `padding[b]` slots are padding (their rows mean nothing)."""
+    def __call__(
+        self, tokens: Int[Array, "B T"], padding: Int[Array, "B"] | Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of whole sequences that `padding` slots of their rows stand before: of a row (what they hold
+        means nothing), or of each token where a row holds several sequences.
+        """
         hidden, _ = self.extend(tokens, padding, self.empty_cache(*tokens.shape), 0)
         return hidden
 

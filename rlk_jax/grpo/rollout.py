@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rlk_jax.grpo.head import IGNORED
 from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.tasks import Examples
 from rlk_jax.grpo.vocabulary import EOS, PAD
 
 
@@ -27,7 +29,7 @@ def sample_completions[Logps](
     model: Decoder,
     prompt_ids: Int[Array, "B P"],
     padding: Int[Array, "B"],
-    key: PRNGKeyArray,
+    keys: PRNGKeyArray,
     score: Callable[[Array, Array], Logps],
     *,
     length: int,
@@ -36,7 +38,7 @@ def sample_completions[Logps](
     """Up to `length` tokens per left-padded prompt, at temperature 1 or greedily.
 
     `score(hidden, token_ids)`, of `[B, D]` and `[B]`, is asked for the log-probs of tokens as they are chosen; their
-    ids are IGNORED after the first EOS.
+    ids are IGNORED after the first EOS. Every row draws from its own of `keys [B]`, whatever the others are.
     """
     batch, prompt_width = prompt_ids.shape
     cache = model.empty_cache(batch, prompt_width + length)
@@ -48,7 +50,7 @@ def sample_completions[Logps](
         if greedy:
             chosen = jnp.argmax(logits, axis=-1)
         else:
-            chosen = jax.random.categorical(jax.random.fold_in(key, index), logits)
+            chosen = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, index), logits)
         return Rollout(jnp.where(finished, PAD, chosen), score(last, jnp.where(finished, IGNORED, chosen)))
 
     def decode_one(carry: tuple, index: Array) -> tuple[tuple, Rollout[Logps]]:
@@ -62,3 +64,39 @@ def sample_completions[Logps](
     first = choose(hidden, unfinished, 0)
     _, rest = jax.lax.scan(decode_one, (first.completion_ids, unfinished, cache), jnp.arange(1, length))
     return jax.tree.map(lambda first, rest: jnp.concatenate([first[:, None], rest.T], axis=1), first, rest)
+
+
+def sample_by_length[Logps](
+    sample: Callable[[Examples, PRNGKeyArray], Rollout[Logps]],
+    examples: Examples,
+    keys: PRNGKeyArray,
+    *,
+    buckets: int,
+    spread: NamedSharding,
+) -> Rollout[Logps]:
+    """`sample(examples, keys)`, of rows `[B, ...]`, in `buckets` equal parts of prompts of about the same length, one
+    after the other; each is padded to the nearest of `buckets` widths. Its rows are laid out as `spread` says.
+    """
+    if buckets == 1:
+        return sample(examples, keys)
+    longest = examples.prompt_ids.shape[1]
+    widths = sorted({-(-longest * k // buckets) for k in range(1, buckets + 1)})
+
+    def of_width(width: int) -> Callable[[Examples, PRNGKeyArray], Rollout[Logps]]:
+        def narrow(examples: Examples, keys: PRNGKeyArray) -> Rollout[Logps]:
+            ids, padding = examples.prompt_ids[:, longest - width :], examples.padding - (longest - width)
+            return sample(examples._replace(prompt_ids=ids, padding=padding), keys)
+
+        return narrow
+
+    def one(part: tuple[Examples, PRNGKeyArray]) -> Rollout[Logps]:
+        width = longest - part[0].padding.min()
+        return jax.lax.switch(jnp.searchsorted(jnp.array(widths), width), [of_width(w) for w in widths], *part)
+
+    order = jnp.argsort(examples.padding, stable=True)
+
+    def cut(x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(x[order].reshape(buckets, -1, *x.shape[1:]), spread)
+
+    found = jax.lax.map(one, jax.tree.map(cut, (examples, keys)))
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[jnp.argsort(order)], found)

@@ -1,6 +1,5 @@
 """The steps of a run: supervised warm start, GRPO, evaluation. Each is one jitted program of (state, step)."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,13 +12,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rlk_jax.grpo.accumulation import accumulated_gradients
+from rlk_jax.grpo.accumulation import accumulated_gradients, in_parts
 from rlk_jax.grpo.config import BadInput, GrpoConfig
-from rlk_jax.grpo.head import IGNORED, Head
+from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.losses import LossOptions, PolicyLoss, group_advantages, loss_denominator, masked_mean, policy_loss
+from rlk_jax.grpo.losses import (
+    LossOptions,
+    PolicyLoss,
+    expand_advantages,
+    group_advantages,
+    loss_denominator,
+    masked_mean,
+    policy_loss,
+)
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import Rollout, sample_completions, unscored
+from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions, unscored
+from rlk_jax.grpo.sequences import Sequences, joined, pack
 from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 
 MAX_GRADIENT_NORM = 1.0
@@ -31,21 +39,18 @@ _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "rat
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
 
 
-class Completions(NamedTuple):
-    """Examples, a completion of each, and which of its tokens count."""
-
-    examples: Examples
-    ids: Int[Array, "B C"]
-    mask: Bool[Array, "B C"]
-
-
 class Judged(NamedTuple):
-    """Completions of a rollout, and what the loss asks of them besides the policy's log-probs."""
+    """The sequences of a rollout, and what the loss asks of their targets besides the policy's log-probs."""
 
-    completions: Completions
-    old_logps: Float[Array, "B C"]
-    ref_logps: Float[Array, "B C"]
-    advantages: Float[Array, "B"]
+    sequences: Sequences
+    old_logps: Float[Array, "R T"]
+    ref_logps: Float[Array, "R T"]
+    advantages: Float[Array, "R T"]
+
+    @property
+    def mask(self) -> Bool[Array, "R T"]:
+        """Where targets count."""
+        return self.sequences.mask
 
 
 class TrainState(NamedTuple):
@@ -88,23 +93,14 @@ def kind_of(config: GrpoConfig) -> Layers:
     return replace(INVARIANT if config.invariant else STOCK, dtype=jnp.dtype(config.compute_dtype))
 
 
-def completion_logps(
-    model: Decoder,
-    prompt_ids: Int[Array, "B P"],
-    padding: Int[Array, "B"],
-    completion_ids: Int[Array, "B C"],
-    mask: Bool[Array, "B C"],
-    head: Head,
-) -> Float[Array, "B C"]:
-    """fp32 log-prob of every completion token given all before it; 0 where masked."""
-    tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
-    first = prompt_ids.shape[1] - 1  # the last prompt slot predicts the first completion token
+def target_logps(model: Decoder, sequences: Sequences, head: Head) -> Float[Array, "R T"]:
+    """fp32 log-prob of every target given all that its sequence says before it; 0 where IGNORED."""
 
     def decode(model: Decoder) -> Array:
-        return model(tokens[:, :-1], padding)
+        return model(sequences.token_ids, sequences.padding)
 
-    hidden = head.passes_apart(decode)(model)[:, first:]
-    return head.logps(hidden, model.lm_head.kernel[...], jnp.where(mask, completion_ids, IGNORED))
+    hidden = head.passes_apart(decode)(model)[:, -sequences.target_ids.shape[1] :]
+    return head.logps(hidden, model.lm_head.kernel[...], sequences.target_ids)
 
 
 def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
@@ -127,25 +123,39 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
     loss_options = LossOptions(clip_eps=config.clip_eps, beta=config.beta)
-    gradients = functools.partial(accumulated_gradients, parts=config.micro_batches, mesh=mesh)
+    parts: dict[str, Any] = {"parts": config.micro_batches, "mesh": mesh}
+    if config.packing:
+        parts["counts"] = lambda part: part.mask.any()
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
         return jax.lax.with_sharding_constraint(jax.tree.map(lambda array: array[rows], examples), by_row)
 
-    def logps(params: nnx.State, completions: Completions) -> Array:
-        examples, completion_ids, mask = completions
-        model = nnx.merge(graph, params)
-        return completion_logps(model, examples.prompt_ids, examples.padding, completion_ids, mask, head)
+    def logps(params: nnx.State, sequences: Sequences) -> Array:
+        return target_logps(nnx.merge(graph, params), sequences, head)
 
-    def sample(params: nnx.State, examples: Examples, key: PRNGKeyArray, score: Any, greedy: bool = False) -> Rollout:
+    def packed[Values](sequences: Sequences, values: Values) -> tuple[Sequences, Values]:
+        if not config.packing:
+            return sequences, values
+        return pack(sequences, values, shards=mesh.shape["data"], multiple=kind_of(config).alignment)
+
+    def sampler(params: nnx.State, score: Any, greedy: bool = False) -> Callable[[Examples, PRNGKeyArray], Rollout]:
         model = nnx.merge(graph, head.whole(params))
-        prompts, length = (examples.prompt_ids, examples.padding), examples.answer_ids.shape[1]
-        return sample_completions(model, *prompts, key, score, length=length, greedy=greedy)
 
-    def sample_and_score(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
+        def sample(examples: Examples, keys: PRNGKeyArray) -> Rollout:
+            prompts, length = (examples.prompt_ids, examples.padding), examples.answer_ids.shape[1]
+            return sample_completions(model, *prompts, keys, score, length=length, greedy=greedy)
+
+        return sample
+
+    def roll_out(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
         kernel = nnx.merge(graph, params).lm_head.kernel[...]
-        return sample(params, examples, key, lambda hidden, token_ids: head.logps(hidden, kernel, token_ids))
+        sample = sampler(params, lambda hidden, token_ids: head.logps(hidden, kernel, token_ids))
+        keys, spread = (
+            jax.random.split(key, examples.padding.shape[0]),
+            NamedSharding(mesh, PartitionSpec(None, "data")),
+        )
+        return sample_by_length(sample, examples, keys, buckets=config.rollout_buckets, spread=spread)
 
     def initial_state() -> TrainState:
         params = head.cut(nnx.state(new_model()))
@@ -160,57 +170,62 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         examples = draw(train, batch_key, count)
         wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (count, 1))
         answer_ids = jnp.where(wrong, draw(train, other_key, count).answer_ids, examples.answer_ids)
-        mask = completion_mask(answer_ids)
+        rows = joined(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
+        rows, _ = packed(rows, ())
 
-        def loss_of(params: nnx.State, part: Completions) -> tuple[Array, Array]:
+        def loss_of(params: nnx.State, part: Sequences) -> tuple[Array, Array]:
             logp = logps(params, part)
-            return -masked_mean(logp, part.mask) * (part.mask.sum() / mask.sum()), logp
+            return -masked_mean(logp, part.mask) * (part.mask.sum() / rows.mask.sum()), logp
 
-        grads, logp = gradients(loss_of, state.params, Completions(examples, answer_ids, mask))
+        grads, logp = accumulated_gradients(loss_of, state.params, rows, **parts)
         params, opt_state = _apply(warmup_optimizer, grads, state.params, state.opt_state)
-        metrics = {"loss": -masked_mean(logp, mask), "tokens": mask.sum()}
+        metrics = {"loss": -masked_mean(logp, rows.mask), "tokens": rows.mask.sum()}
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def loss_and_metrics(logp: Array, judged: Judged, denominator: Array) -> PolicyLoss:
-        (_, _, mask), old_logps, ref_logps, advantages = judged
-        return policy_loss(
-            logp, old_logps, advantages, mask, ref_logps=ref_logps, denominator=denominator, options=loss_options
-        )
+        given = judged.old_logps, judged.advantages, judged.mask
+        return policy_loss(logp, *given, ref_logps=judged.ref_logps, denominator=denominator, options=loss_options)
+
+    def judge(state: TrainState, examples: Examples, rollout: Rollout[Array], advantages: Array) -> Judged:
+        mask = completion_mask(rollout.completion_ids)
+        rows = joined(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
+        rows, (old_logps, advantages) = packed(rows, (rollout.logps, expand_advantages(advantages, mask)))
+        _, ref_logps = in_parts(lambda _, part: (None, logps(state.reference, part)), None, rows, **parts)
+        return Judged(rows, old_logps, ref_logps, advantages)
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
         prompts = draw(train, prompt_key, config.prompts_per_step)
         examples = jax.tree.map(lambda array: jnp.repeat(array, config.samples_per_prompt, axis=0), prompts)
-        completion_ids, old_logps = sample_and_score(state.params, examples, sample_key)
-        completions = Completions(examples, completion_ids, completion_mask(completion_ids))
-        rewards = exact_answer_reward(completion_ids, examples.answer_ids).astype(jnp.float32)
+        rollout = roll_out(state.params, examples, sample_key)
+        rewards = exact_answer_reward(rollout.completion_ids, examples.answer_ids).astype(jnp.float32)
         advantages = group_advantages(rewards, samples_per_prompt=config.samples_per_prompt)
         if config.shuffle_advantages:
             advantages = jax.random.permutation(shuffle_key, advantages)
-        judged = Judged(completions, old_logps, logps(state.reference, completions), advantages)
-        denominator = loss_denominator(completions.mask, options=loss_options)
+        judged = judge(state, examples, rollout, advantages)
+        denominator = loss_denominator(judged.mask, options=loss_options)
 
         def loss_of(params: nnx.State, part: Judged) -> tuple[Array, Array]:
-            logp = logps(params, part.completions)
+            logp = logps(params, part.sequences)
             return loss_and_metrics(logp, part, denominator).loss, logp
 
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
-            grads, logp = gradients(loss_of, carry[0], judged)
+            grads, logp = accumulated_gradients(loss_of, carry[0], judged, **parts)
             whole = loss_and_metrics(logp, judged, denominator)
             metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
-            return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - old_logps).max()}
+            return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - judged.old_logps).max()}
 
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
         last = jax.tree.map(lambda values: values[-1], metrics)
-        of_rollout = {"reward": rewards.mean(), "tokens": completions.mask.sum(), "mismatch": metrics["mismatch"][0]}
+        of_rollout = {"reward": rewards.mean(), "tokens": judged.mask.sum(), "mismatch": metrics["mismatch"][0]}
         return TrainState(params, state.reference, opt_state), last | of_rollout
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
-        key = jax.random.fold_in(run_key, _EVALUATION_STEP)
-        sampled = exact_answer_reward(sample(params, batch, key, unscored).completion_ids, batch.answer_ids)
-        likeliest = sample(params, heldout, key, unscored, greedy=True)
+        keys = jax.random.split(jax.random.fold_in(run_key, _EVALUATION_STEP), batch.padding.shape[0])
+        sampled = exact_answer_reward(sampler(params, unscored)(batch, keys).completion_ids, batch.answer_ids)
+        likeliest = sampler(params, unscored, greedy=True)(heldout, keys[: heldout.padding.shape[0]])
         greedy = exact_answer_reward(likeliest.completion_ids, heldout.answer_ids)
         return {"sampled": sampled.mean(), "greedy": greedy.mean()}
 

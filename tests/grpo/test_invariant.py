@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import Rollout, sample_completions
-from rlk_jax.grpo.steps import build_steps, completion_logps, make_mesh
-from rlk_jax.grpo.tasks import arithmetic_task, completion_mask
+from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions
+from rlk_jax.grpo.sequences import joined
+from rlk_jax.grpo.steps import build_steps, make_mesh, target_logps
+from rlk_jax.grpo.tasks import Examples, arithmetic_task, completion_mask
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
 from tests.grpo import tiny
@@ -19,7 +21,7 @@ from tests.grpo import tiny
 WIDTH, HEADS, LAYERS = 16, 2, 2
 PROMPT_WIDTH, LENGTH, BATCH = 6, 7, 12
 PADDING = np.arange(BATCH, dtype=np.int32) % PROMPT_WIDTH
-HEAD = Head(jax.make_mesh((1, 1), ("data", "tensor")), VOCAB_SIZE, "deterministic", jnp.bfloat16)
+HEAD = Head(make_mesh(tiny.config()), VOCAB_SIZE, "deterministic", jnp.bfloat16)
 
 
 def decoder(kind: Layers) -> Decoder:
@@ -42,9 +44,14 @@ def prompt_ids() -> np.ndarray:
     return np.where(np.arange(PROMPT_WIDTH) < PADDING[:, None], PAD, ids)
 
 
+KEYS = jax.random.split(jax.random.key(0), BATCH)
+
+
 def roll_out(
-    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, head: Head = HEAD, greedy=False
+    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, keys: jax.Array = KEYS, head: Head = HEAD, buckets=1
 ) -> Rollout:
+    spread = NamedSharding(head.mesh, PartitionSpec(None, "data"))
+
     @nnx.jit
     def sample(model: Decoder) -> Rollout:
         kernel = model.lm_head.kernel[...]
@@ -52,7 +59,11 @@ def roll_out(
         def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
             return head.logps(hidden, kernel, token_ids)
 
-        return sample_completions(model, prompt_ids, padding, jax.random.key(0), score, length=LENGTH, greedy=greedy)
+        def of(examples: Examples, keys: jax.Array) -> Rollout:
+            return sample_completions(model, examples.prompt_ids, examples.padding, keys, score, length=LENGTH)
+
+        examples = Examples(jnp.asarray(prompt_ids), jnp.asarray(padding), jnp.zeros_like(prompt_ids))
+        return sample_by_length(of, examples, keys, buckets=buckets, spread=spread)
 
     return sample(model)
 
@@ -64,7 +75,7 @@ def trained_on(
     graph, params = nnx.split(model)
 
     def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-        logps = completion_logps(nnx.merge(graph, params), prompt_ids, padding, ids, completion_mask(ids), head)
+        logps = target_logps(nnx.merge(graph, params), joined(prompt_ids, padding, ids, completion_mask(ids)), head)
         return logps.sum(), logps
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)[1]
@@ -89,13 +100,17 @@ def test_training_in_another_batch_has_the_bits_of_the_rollout(model, prompt_ids
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, padding):
-    """Greedy, for what is drawn does depend on the batch."""
-    together, row = roll_out(model, prompt_ids, PADDING, greedy=True), 4
+def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, rollout, padding):
+    row = 4
     prompt = np.pad(prompt_ids[row : row + 1, PADDING[row] :], ((0, 0), (padding, 0)))
-    alone = roll_out(model, prompt, np.array([padding], np.int32), greedy=True)
-    np.testing.assert_array_equal(alone.completion_ids[0], together.completion_ids[row])
-    helpers.assert_same_bits(alone.logps[0], together.logps[row])
+    alone = roll_out(model, prompt, np.array([padding], np.int32), keys=KEYS[row : row + 1])
+    np.testing.assert_array_equal(alone.completion_ids[0], rollout.completion_ids[row])
+    helpers.assert_same_bits(alone.logps[0], rollout.logps[row])
+
+
+@pytest.mark.parametrize("buckets", [3, 4])
+def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout, buckets):
+    helpers.assert_same_bits(roll_out(model, prompt_ids, PADDING, buckets=buckets), rollout)
 
 
 def test_stock_layers_record_other_bits_than_training(prompt_ids):
@@ -106,18 +121,24 @@ def test_stock_layers_record_other_bits_than_training(prompt_ids):
     helpers.assert_within_contract(rollout.logps, trained, "decoder_cache", jnp.float32, "forward")
 
 
-@pytest.mark.parametrize(("mesh", "parts", "updates"), [("data=1,tensor=1", 1, 1), ("data=2,tensor=2", 2, 3)])
-def test_steps_start_at_ratio_one(mesh, parts, updates):
+@pytest.mark.parametrize(
+    ("updates", "changes"),
+    [
+        (1, {}),
+        (1, {"micro_batches": 2, "packing": True, "rollout_buckets": 2}),
+        (3, {"mesh": "data=2,tensor=2", "micro_batches": 2, "packing": True, "rollout_buckets": 2}),
+    ],
+)
+def test_steps_start_at_ratio_one(updates, changes):
     """Exactly, on weights that move; and after more than one update no longer."""
     config = tiny.config(
         invariant=True,
         compute_dtype="bfloat16",
-        mesh=mesh,
-        micro_batches=parts,
         updates_per_rollout=updates,
         demonstration_errors=0.0,
         warmup_learning_rate=1e-2,
         learning_rate=5e-3,
+        **changes,
     )
     steps = build_steps(config, arithmetic_task(config.max_operand), make_mesh(config))
     state, rows = steps.initial_state(), []

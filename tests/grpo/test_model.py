@@ -14,7 +14,8 @@ from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import INVARIANT, ROTARY_BASE, STOCK
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions, unscored
-from rlk_jax.grpo.steps import completion_logps
+from rlk_jax.grpo.sequences import joined
+from rlk_jax.grpo.steps import target_logps
 from rlk_jax.grpo.tasks import completion_mask
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
@@ -76,7 +77,7 @@ def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
-def test_completion_logps_equal_the_definition_whatever_the_padding(model, prompt_ids, completion_ids, implementation):
+def test_target_logps_equal_the_definition_whatever_the_padding(model, prompt_ids, completion_ids, implementation):
     assert_is_the_definition(model, prompt_ids, completion_ids, Head(MESH, VOCAB_SIZE, implementation))
 
 
@@ -93,7 +94,7 @@ def test_bfloat16_is_near_the_definition_and_its_gradients_are_float32(
 
     def loss(model: Decoder) -> jax.Array:
         mask = np.ones(completion_ids.shape, bool)
-        return completion_logps(model, prompt_ids, PADDING, completion_ids, mask, head).sum()
+        return target_logps(model, joined(prompt_ids, PADDING, completion_ids, mask), head).sum()
 
     gradients = nnx.state(jax.eval_shape(nnx.grad(loss), model))
     assert {leaf.dtype for leaf in jax.tree.leaves((gradients, nnx.state(model)))} == {jnp.dtype("float32")}
@@ -102,7 +103,7 @@ def test_bfloat16_is_near_the_definition_and_its_gradients_are_float32(
 def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_ids: np.ndarray, head: Head) -> float:
     """The error."""
     mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
-    actual = completion_logps(model, prompt_ids, PADDING, completion_ids, mask, head)
+    actual = target_logps(model, joined(prompt_ids, PADDING, completion_ids, mask), head)
     gold = np.zeros(mask.shape)
     for row, padding in enumerate(PADDING):
         sequence = np.concatenate([prompt_ids[row, padding:], completion_ids[row]])
@@ -110,6 +111,14 @@ def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_
     assert not np.any(np.asarray(actual)[~mask])
     helpers.assert_within_contract(actual, gold, "grpo_decoder", head.dtype, "forward")
     return relative_norm(actual, gold)
+
+
+def rolled_out(
+    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, length=LENGTH, seed=0, greedy=False
+) -> jax.Array:
+    """The tokens."""
+    keys = jax.random.split(jax.random.key(seed), len(prompt_ids))
+    return sample_completions(model, prompt_ids, padding, keys, unscored, length=length, greedy=greedy).completion_ids
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])
@@ -133,7 +142,7 @@ def test_padding_slots_hold_nothing(model, prompt_ids):
 
 
 def test_greedy_rollout_takes_the_most_likely_token_of_the_full_forward(model, prompt_ids):
-    ids = sample_completions(model, prompt_ids, PADDING, jax.random.key(0), unscored, length=LENGTH, greedy=True)[0]
+    ids = rolled_out(model, prompt_ids, PADDING, greedy=True)
     tokens = jnp.concatenate([prompt_ids, ids], axis=1)
     likely = jnp.argmax(model.lm_head(model(tokens[:, :-1], PADDING)[:, PROMPT_WIDTH - 1 :]), axis=-1)
     mask = completion_mask(ids)
@@ -143,8 +152,7 @@ def test_greedy_rollout_takes_the_most_likely_token_of_the_full_forward(model, p
 def test_rollout_samples_from_the_policy(model, prompt_ids):
     """Token frequencies lie within Hoeffding's bound of the probabilities, for all tokens together, at odds of 1e-9."""
     count = 4096
-    prompts = jnp.repeat(prompt_ids[1:2], count, axis=0)
-    ids = sample_completions(model, prompts, jnp.repeat(PADDING[1:2], count), jax.random.key(0), unscored, length=1)[0]
+    ids = rolled_out(model, np.repeat(prompt_ids[1:2], count, axis=0), np.repeat(PADDING[1:2], count), length=1)
     frequencies = np.bincount(ids[:, 0], minlength=VOCAB_SIZE) / count
     probabilities = jax.nn.softmax(model.lm_head(model(prompt_ids[1:2], PADDING[1:2])[:, -1]))[0]
     assert np.abs(frequencies - probabilities).max() <= np.sqrt(np.log(2 * VOCAB_SIZE / 1e-9) / (2 * count))
@@ -154,16 +162,21 @@ def test_rollout_stops_at_eos_and_pads_the_rest(prompt_ids):
     model = Decoder(VOCAB_SIZE, WIDTH, 1, HEADS, rngs=nnx.Rngs(1))
     kernel = model.lm_head.kernel[...]
     model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))  # EOS comes early and often
-    prompts, padding = jnp.tile(prompt_ids, (64, 1)), jnp.tile(PADDING, 64)
-    ids = np.asarray(sample_completions(model, prompts, padding, jax.random.key(0), unscored, length=8)[0])
+    ids = np.asarray(rolled_out(model, np.tile(prompt_ids, (64, 1)), np.tile(PADDING, 64), length=8))
     ends = np.where((ids == EOS).any(axis=1), (ids == EOS).argmax(axis=1), ids.shape[1])
     assert len(set(ends.tolist())) > 2
     assert np.all(ids[np.arange(ids.shape[1]) > ends[:, None]] == PAD)
 
 
 def test_rollout_depends_on_key_and_nothing_else(model, prompt_ids):
-    def sample(key):
-        return sample_completions(model, prompt_ids, PADDING, jax.random.key(key), unscored, length=LENGTH)[0]
+    def sample(seed):
+        return rolled_out(model, prompt_ids, PADDING, seed=seed)
 
     chex.assert_trees_all_equal(sample(0), sample(0))
     assert np.any(sample(0) != sample(1))
+
+
+def test_rows_draw_from_keys_of_their_own(model, prompt_ids):
+    count = 64
+    ids = rolled_out(model, np.repeat(prompt_ids[:1], count, axis=0), np.repeat(PADDING[:1], count))
+    assert len({tuple(row) for row in np.asarray(ids).tolist()}) > count // 2

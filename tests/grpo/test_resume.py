@@ -79,7 +79,11 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
         assert getattr(broken, file).read_bytes() == getattr(unbroken, file).read_bytes()
 
 
-@pytest.mark.parametrize("changes", [{"compute_dtype": "bfloat16"}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"compute_dtype": "bfloat16"}, {"micro_batches": 2, "packing": True, "rollout_buckets": 2}],
+    ids=str,
+)
 def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):
     out, changes = RunFolder(tmp_path / "out"), {**changes, "checkpoint_every": 2}
     command = [*tiny.options(**changes), "--out", out.path]

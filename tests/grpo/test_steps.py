@@ -106,9 +106,9 @@ def test_the_first_update_starts_at_ratio_one(trained):
     assert first["kl"][0] <= tolerance("grpo_training", jnp.float32, "forward") * first["kl"][1]
 
 
-def test_stock_layers_do_not_decode_with_the_bits_of_training(plain):
-    """See test_invariant.py for those that do."""
-    assert np.all(plain.measured["mismatch"] > 0)
+def test_stock_layers_do_not_decode_with_the_bits_of_training(trained):
+    """In a step of enough tokens. See test_invariant.py for those that do."""
+    assert np.all(run(trained, samples_per_prompt=32).measured["mismatch"] > 0)
 
 
 def test_two_devices_train_like_one(trained, plain):
@@ -120,6 +120,35 @@ def test_two_devices_train_like_one(trained, plain):
 @pytest.mark.parametrize(("mesh", "parts"), [("data=1,tensor=1", 4), ("data=2,tensor=1", 2)])
 def test_accumulated_gradients_train_like_those_of_the_whole_batch(trained, plain, mesh, parts):
     assert_trains_like(run(trained, mesh=mesh, micro_batches=parts), plain, "grpo_accumulation")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packing": True, "micro_batches": 4},
+        {"packing": True, "micro_batches": 2, "mesh": "data=2,tensor=1"},
+        {"rollout_buckets": 4},
+        {"rollout_buckets": 2, "mesh": "data=2,tensor=1"},
+    ],
+)
+def test_packed_and_bucketed_runs_train_alike(trained, plain, changes):
+    assert_trains_like(run(trained, **changes), plain, "grpo_accumulation")
+
+
+def test_parts_without_a_target_are_left_out():
+    """Their gradients would be NaN."""
+    rows = jnp.array([[1.0], [2.0], [-1.0], [-1.0]])
+
+    def loss_of(weights, part):
+        return (jnp.where(part < 0, jnp.nan, part) * weights).sum(), part[:, 0] + 1
+
+    mesh = make_mesh(tiny.config())
+
+    def gradients(counts):
+        return accumulated_gradients(loss_of, jnp.ones(()), rows, parts=2, mesh=mesh, counts=counts)
+
+    helpers.assert_same_bits(gradients(lambda part: (part > 0).any()), (jnp.float32(3), jnp.array([2.0, 3, 0, 0])))
+    assert np.isnan(gradients(None)[0])
 
 
 def test_parts_add_up_and_rows_keep_their_order():

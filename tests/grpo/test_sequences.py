@@ -1,0 +1,143 @@
+"""Sequences packed several to a row: nothing is lost, and log-probs, losses and gradients are those of one to a row."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlk_jax.grpo.head import IGNORED, Head
+from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
+from rlk_jax.grpo.losses import LossOptions, policy_loss
+from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.sequences import Sequences, first_fit, joined, pack
+from rlk_jax.grpo.steps import target_logps
+from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
+from tests import helpers
+
+packed_once = jax.jit(pack, static_argnames=("shards", "multiple"))
+PROMPT_WIDTH, LENGTH = 120, 12
+PADDING = np.array([110, 0, 80, 118, 60, 119, 100, 115], np.int32)
+SAID = np.array([3, 12, 0, 1, 12, 7, 5, 9])
+"""Completion tokens that count; of one sequence none does."""
+
+
+@pytest.fixture(scope="module")
+def rows() -> Sequences:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(EOS + 1, VOCAB_SIZE, (len(PADDING), PROMPT_WIDTH), np.int32)
+    completions = rng.integers(EOS + 1, VOCAB_SIZE, (len(PADDING), LENGTH), np.int32)
+    prompts = np.where(np.arange(PROMPT_WIDTH) < PADDING[:, None], PAD, prompts)
+    return joined(prompts, PADDING, completions, np.arange(LENGTH) < SAID[:, None])
+
+
+def decoder(kind: Layers) -> Decoder:
+    return Decoder(VOCAB_SIZE, 16, 2, 2, kind=kind, rngs=nnx.Rngs(0))
+
+
+def head_of(kind: Layers) -> Head:
+    implementation = "deterministic" if kind is INVARIANT else None
+    return Head(jax.make_mesh((1, 1), ("data", "tensor")), VOCAB_SIZE, implementation, kind.dtype)
+
+
+def logps_of(kind: Layers, rows: Sequences) -> jax.Array:
+    model, head = decoder(kind), head_of(kind)
+    return nnx.jit(lambda model: target_logps(model, rows, head))(model)
+
+
+def test_packed_sequences_have_the_bits_of_their_own_rows(rows):
+    packed, expected = pack(rows, logps_of(INVARIANT, rows), shards=1, multiple=INVARIANT.alignment)
+    first = np.unique(np.asarray(packed.padding)[np.asarray(packed.mask)])
+    assert len(first) > 1 and not np.any(first % INVARIANT.alignment), "several share a row"
+    assert np.any(np.asarray(expected))
+    helpers.assert_same_bits(logps_of(INVARIANT, packed), expected)
+
+
+def test_packed_sequences_of_stock_layers_are_those_of_their_own_rows(rows):
+    packed, expected = pack(rows, logps_of(STOCK, rows), shards=1, multiple=1)
+    helpers.assert_within_contract(logps_of(STOCK, packed), expected, "decoder_cache", jnp.float32, "forward")
+
+
+def test_neighbours_in_a_row_are_not_seen(rows):
+    """Rounding aside, which another GEMM would change: the same shapes, other tokens in half of the sequences."""
+    other = rows._replace(token_ids=jnp.where((jnp.arange(len(PADDING)) % 2 == 0)[:, None], EOS + 1, rows.token_ids))
+    is_same = jnp.broadcast_to((jnp.arange(len(PADDING)) % 2 == 1)[:, None], rows.mask.shape)
+    packed, same = pack(rows, is_same, shards=1, multiple=1)
+    changed, _ = pack(other, is_same, shards=1, multiple=1)
+    before, after = (np.asarray(logps_of(STOCK, x))[np.asarray(same)] for x in (packed, changed))
+    helpers.assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(rows, beta):
+    rng, model, head = np.random.default_rng(1), decoder(STOCK), head_of(STOCK)
+    near = np.asarray(logps_of(STOCK, rows)) + rng.normal(size=(2, *rows.mask.shape)).astype(np.float32) / 4
+    advantages = np.broadcast_to(rng.normal(size=(len(PADDING), 1)).astype(np.float32), rows.mask.shape)
+    given = tuple(jnp.where(rows.mask, x, 0) for x in (*near, advantages))
+
+    def loss_and_gradients(rows: Sequences, given: Any) -> Any:
+        old_logps, ref_logps, advantages = given
+
+        def loss(model: Decoder) -> Any:
+            logp = target_logps(model, rows, head)
+            options = LossOptions(beta=beta)
+            found = policy_loss(logp, old_logps, advantages, rows.mask, ref_logps=ref_logps, options=options)
+            return found.loss, found
+
+        (_, found), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
+        return found, nnx.state(gradients)
+
+    expected, actual = loss_and_gradients(rows, given), loss_and_gradients(*pack(rows, given, shards=1, multiple=1))
+    assert expected[0].clip_fraction > 0
+    for (a, b), kind in zip(zip(actual, expected, strict=True), ("forward", "gradient"), strict=True):
+        flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (a, b)]
+        helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, kind)
+
+
+def first_fit_decreasing(lengths: list[int], width: int, multiple: int) -> list[tuple[int, int]]:
+    """As it is told: the longest first, each into the first row with room."""
+    used, places = [0] * len(lengths), [(0, 0)] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next(r for r in range(len(lengths)) if used[r] + lengths[i] <= width)
+        places[i] = row, used[row]
+        used[row] = -(-(used[row] + lengths[i]) // multiple) * multiple
+    return places
+
+
+@given(lengths=st.lists(st.integers(0, 24), min_size=1, max_size=12), multiple=st.sampled_from([1, 4]))
+def test_each_sequence_lies_in_the_first_row_with_room(lengths, multiple):
+    padded = np.zeros(12, int)  # of one shape, for one program; they are placed last
+    padded[: len(lengths)] = lengths
+    row, start = first_fit(jnp.asarray(padded), width=24, multiple=multiple)
+    assert list(zip(row.tolist(), start.tolist(), strict=True)) == first_fit_decreasing(padded.tolist(), 24, multiple)
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=6, max_size=6))
+def test_nothing_is_lost(lengths):
+    """Read back token by token from two shards."""
+    prompt, said = np.array(lengths).T
+    ids = EOS + 1 + np.arange(6 * 9, dtype=np.int32).reshape(6, 9)
+    rows = joined(ids[:, :5], (5 - prompt).astype(np.int32), ids[:, 5:], np.arange(4) < said[:, None])
+    packed, values = packed_once(rows, jnp.asarray(ids[:, 5:]), shards=2, multiple=4)
+    assert packed.token_ids.shape == packed.target_ids.shape == packed.padding.shape == values.shape == (6, 8)
+    tokens, before, targets = np.asarray(packed.token_ids), np.asarray(packed.padding), np.asarray(packed.target_ids)
+    found = {}
+    for r, s in np.argwhere(tokens != PAD):
+        found.setdefault((r, before[r, s]), []).append(s)
+    read = {tuple(tokens[r, slots]): tuple(targets[r, slots]) for (r, _), slots in found.items()}
+    expected = {}
+    for i in range(6):
+        if said[i]:
+            sequence = ids[i, 5 - prompt[i] : 5 + said[i]]
+            expected[tuple(sequence[:-1])] = (IGNORED,) * (prompt[i] - 1) + tuple(ids[i, 5 : 5 + said[i]])
+    assert read == expected
+    for (r, first), slots in found.items():
+        assert first % 4 == 0 and slots == list(range(first, first + len(slots)))
+        assert (r < 3) == (tokens[r, first] < ids[3, 0]), "rows stay in their shard"
+    np.testing.assert_array_equal(np.asarray(values)[targets != IGNORED], targets[targets != IGNORED])
+    used = (targets != IGNORED).any(axis=1)
+    assert all(not used[a] or used[a - 1] for a in (1, 2, 4, 5)), "empty rows are the last"
