@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import os
 import random
 import statistics
 import sys
@@ -11,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Before JAX starts NCCL: multicast can put a shared host's GPUs out of service.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import jax
 from rich.console import Console

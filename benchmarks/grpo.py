@@ -2,29 +2,39 @@
 
 The policy is `rlk grpo`'s decoder, from random initialisation, with float32 parameters and bfloat16 products; an update
 is forward, loss, backward and Adam on B sequences of T tokens, all of which count. Candidates differ in what they do
-between hidden states and loss. Memory is all that the compiled update holds at its peak, parameters included.
+between hidden states and loss. Memory is all that the compiled update holds at its peak on a device, parameters
+included. On a mesh the rows lie over "data", and the head's vocabulary, with its gradients and Adam's moments, over
+"tensor"; all else is on every device. Each candidate runs in a process of its own: JAX keeps the memory that it once
+took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
 """
 
+import itertools
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from benchmarks import common
 from benchmarks.linear_logp import naive
 from rlk_jax import linear_grpo_loss, linear_logp
-from rlk_jax.grpo import LossOptions, policy_loss
+from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
+from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import STOCK
 from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.steps import make_mesh
 
 SHAPES = "64,256,512,12,131072;768,256,512,12,131072"
 SMOKE_SHAPES = "2,8,16,1,300"
+ONE_DEVICE = "data=1,tensor=1"
 HEADS = 8
 LEARNING_RATE = 1e-4
 OPTIONS = LossOptions()
@@ -33,9 +43,10 @@ ONE_CALL = "linear_grpo_loss "
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate at one size."""
+    """One candidate at one size on one mesh."""
 
     shape: str
+    mesh: str
     candidate: str
     status: str
     million_parameters: float | None = None
@@ -44,8 +55,7 @@ class Row:
     peak_mib: float | None = None
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What an update is computed from; the log-probs of rollouts are of no policy, near enough to clip few."""
 
     tokens: jax.Array
@@ -68,59 +78,83 @@ def make(shape: str) -> tuple[Callable[[], Decoder], Batch]:
     return lambda: Decoder(vocab, dim, layers, HEADS, kind=kind, rngs=nnx.Rngs(0)), batch
 
 
-def loss_of(candidate: str, hidden: jax.Array, kernel: jax.Array, batch: Batch) -> jax.Array:
-    """By "naive", an implementation of linear_logp, or one behind `ONE_CALL`."""
+def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, batch: Batch) -> jax.Array:
+    """By "naive", an implementation of linear_logp, or one behind `ONE_CALL`. ValueError for a cut head by "naive"."""
     target_ids, rest = batch.tokens[:, 1:], (batch.advantages, batch.mask)
-    head: Any = {"weight_layout": "dv", "implementation": candidate.removeprefix(ONE_CALL)}
+    options: Any = {"weight_layout": "dv", "global_vocab_size": head.vocab_size, "implementation": head.implementation}
     if candidate.startswith(ONE_CALL):
         given = target_ids, batch.old_logps, None, *rest
-        return linear_grpo_loss(hidden, kernel, *given, options=OPTIONS, **head).loss
+        return linear_grpo_loss(hidden, kernel, *given, options=OPTIONS, **options).loss
     if candidate == "naive":
+        if head.shards > 1:
+            raise ValueError("naive takes no head that is cut over devices")
         flat = hidden.reshape(-1, hidden.shape[-1])
         logp = naive(flat, kernel.T, target_ids.reshape(-1)).reshape(target_ids.shape)
+    elif head.mesh.size == 1:  # Head.logps would look for tokens to ignore
+        logp = linear_logp(hidden, kernel, target_ids, **options)
     else:
-        logp = linear_logp(hidden, kernel, target_ids, **head)
+        logp = head.logps(hidden, kernel, target_ids)
     return policy_loss(logp, batch.old_logps, *rest, options=OPTIONS).loss
 
 
-def update_of(candidate: str, new: Callable[[], Decoder], batch: Batch) -> tuple[Any, Any]:
+def update_of(candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Batch) -> tuple[Any, Any]:
     """The compiled update of a policy, in place, and what makes its first argument."""
-    graph, optimizer = nnx.graphdef(nnx.eval_shape(new)), optax.adam(LEARNING_RATE)
-    padding = jnp.zeros(batch.tokens.shape[0], jnp.int32)
+    model = nnx.eval_shape(new)
+    graph, vocab_size = nnx.graphdef(model), model.lm_head.kernel.shape[1]
+    head = Head(mesh, vocab_size, candidate.removeprefix(ONE_CALL), jnp.bfloat16)
+    optimizer, by_row = optax.adam(LEARNING_RATE), NamedSharding(mesh, PartitionSpec("data"))
 
     def start() -> Any:
-        params = nnx.state(new())
+        params = head.cut(nnx.state(new()))
         return params, optimizer.init(params)
 
     def update(state: Any) -> Any:
+        tokens, *_ = rows = jax.lax.with_sharding_constraint(batch, by_row)
+        padding = jnp.zeros(tokens.shape[0], jnp.int32)
+
         def loss(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            hidden, kernel = model(batch.tokens[:, :-1], padding), model.lm_head.kernel[...]
-            return loss_of(candidate, hidden.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), batch)
+            hidden, kernel = model(tokens[:, :-1], padding), model.lm_head.kernel[...]
+            return loss_of(candidate, head, hidden.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), rows)
 
         params, moments = state
         updates, moments = optimizer.update(jax.grad(loss)(params), moments, params)
         return optax.apply_updates(params, updates), moments
 
-    lowered = jax.jit(update, donate_argnums=0).lower(jax.eval_shape(start))
-    return lowered.compile(), jax.jit(start)
+    state = jax.eval_shape(start)
+    shardings = head.shardings(state)
+    jitted = jax.jit(update, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
+    return jitted.lower(state).compile(), jax.jit(start, out_shardings=shardings)
 
 
-def measure(shape: str, candidates: Sequence[str], rounds: int, seconds: float) -> list[Row]:
-    """All candidates at one size, one after the other: each needs the memory to itself."""
+def measure(shape: str, mesh: str, candidate: str, rounds: int, seconds: float) -> Row:
+    """One candidate in a process of its own: however that ends, it leaves all memory to the next."""
+    print(f"measuring {shape}, {mesh}, {candidate} …", file=sys.stderr)
+    processes = multiprocessing.get_context("spawn")
+    receiver, sender = processes.Pipe(duplex=False)
+    child = processes.Process(target=_send, args=(sender, shape, mesh, candidate, rounds, seconds), daemon=True)
+    child.start()
+    sender.close()  # the child has the last one: where it dies, there is nothing to wait for
+    try:
+        row = receiver.recv()
+    except EOFError:
+        row = None
+    child.join()
+    return row or Row(shape, mesh, candidate, f"died: exit code {child.exitcode}")
+
+
+def _send(sender: Connection, shape: str, mesh: str, candidate: str, rounds: int, seconds: float) -> None:
+    try:
+        row = _measured(shape, mesh, candidate, rounds, seconds)
+    except Exception as problem:
+        row = Row(shape, mesh, candidate, common.status(problem))
+    sender.send(row)
+
+
+def _measured(shape: str, mesh: str, candidate: str, rounds: int, seconds: float) -> Row:
     new, batch = make(shape)
-    rows = []
-    for name in candidates:
-        print(f"measuring {shape}, {name} …", file=sys.stderr)
-        try:
-            rows.append(_measured(shape, name, new, batch, rounds, seconds))
-        except Exception as problem:
-            rows.append(Row(shape, name, common.status(problem)))
-    return rows
-
-
-def _measured(shape: str, name: str, new: Callable[[], Decoder], batch: Batch, rounds: int, seconds: float) -> Row:
-    compiled, start = update_of(name, new, batch)
+    devices = make_mesh(GrpoConfig(mesh=mesh, prompts_per_step=batch.mask.shape[0]))
+    compiled, start = update_of(candidate, devices, new, batch)
     memory: Any = compiled.memory_analysis()
     state = start()
     parameters = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
@@ -130,37 +164,42 @@ def _measured(shape: str, name: str, new: Callable[[], Decoder], batch: Batch, r
         state = compiled(state)
         return state
 
-    ms = common.milliseconds({name: common.Launch(again)}, rounds, warm=seconds, timed=2 * seconds)[name]
+    ms = common.milliseconds({candidate: common.Launch(again)}, rounds, warm=seconds, timed=2 * seconds)[candidate]
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak += memory.temp_size_in_bytes
-    return Row(shape, name, "pass", parameters, ms, batch.mask.size / ms * 1e3, peak / 2**20)
+    return Row(shape, mesh, candidate, "pass", parameters, ms, batch.mask.size / ms * 1e3, peak / 2**20)
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table("B,T,D,L,V", "candidate", "parameters", "update", "tokens/s", "of naive", "peak memory", "of naive")
+    case = "B,T,D,L,V", "mesh", "candidate"
+    speed = "parameters", "update", "tokens/s", "of naive", "of one device"
+    table = Table(*case, *speed, "peak memory", "of naive")
+    figures_of = {(r.shape, r.mesh, r.candidate): asdict(r) for r in rows}
 
-    def of_naive(r: Row, figure: str) -> str:
-        found = next((getattr(x, figure) for x in rows if (x.shape, x.candidate) == (r.shape, "naive")), None)
+    def of(r: Row, mesh: str, candidate: str, figure: str) -> str:
+        found = figures_of.get((r.shape, mesh, candidate), {}).get(figure)
         return f"{getattr(r, figure) / found:.2f}" if found else ""
 
     for r in rows:
         figures = ["", r.status]
         if r.status == "pass":
-            figures = [f"{r.million_parameters:.0f} M", f"{r.ms:.1f} ms"]
-            figures += [f"{r.tokens_per_second:.0f}", of_naive(r, "tokens_per_second")]
-            figures += [f"{r.peak_mib:.0f} MiB", of_naive(r, "peak_mib")]
-        table.add_row(r.shape, r.candidate, *figures)
-    common.show(f"GRPO updates, bfloat16 products, {jax.devices()[0].device_kind}", table, width=140)
+            figures = [f"{r.million_parameters:.0f} M", f"{r.ms:.1f} ms", f"{r.tokens_per_second:.0f}"]
+            figures += [of(r, r.mesh, "naive", "tokens_per_second")]
+            figures += [of(r, ONE_DEVICE, r.candidate, "tokens_per_second")]
+            figures += [f"{r.peak_mib:.0f} MiB", of(r, r.mesh, "naive", "peak_mib")]
+        table.add_row(r.shape, r.mesh, r.candidate, *figures)
+    common.show(f"GRPO updates, bfloat16 products, {jax.devices()[0].device_kind}", table, width=170)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     names = f"naive,xla,mosaic,{ONE_CALL}mosaic"
     parser = common.parser("grpo", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,D,L,V")
+    parser.add_argument("--meshes", default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
     options = parser.parse_args(argv)
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
-    rows: list[Row] = []
-    for shape in (SMOKE_SHAPES if options.smoke else options.shapes).split(";"):
-        rows += measure(shape, options.implementations.split(","), rounds, seconds)
+    shapes = SMOKE_SHAPES if options.smoke else options.shapes
+    cases = itertools.product(shapes.split(";"), options.meshes.split(";"), options.implementations.split(","))
+    rows = [measure(*case, rounds, seconds) for case in cases]
     _show(rows)
     if options.json:
         common.write(options.json, "grpo", argv, [asdict(r) for r in rows])
@@ -168,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:
             if r.tokens_per_second is not None:
-                panels.setdefault(r.shape, {})[r.candidate] = r.tokens_per_second
+                panels.setdefault(f"{r.shape}: {r.mesh}", {})[r.candidate] = r.tokens_per_second
         common.plot(options.plot, panels, "tokens/s")
     return 0
 

@@ -6,14 +6,10 @@ program takes on each device beyond inputs and results. NVLink multicast is off 
 """
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-# Before JAX starts NCCL: multicast can put a shared host's GPUs out of service.
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import jax
 import jax.numpy as jnp

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import multiprocessing
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,8 @@ import pytest
 
 from benchmarks import det_gemm, grpo, linear_grpo_loss, linear_logp, logits_ops, torch_bridge, vocab_parallel
 from benchmarks.common import Launch
+from rlk_jax.grpo import GrpoConfig
+from rlk_jax.grpo.steps import make_mesh
 from tests.helpers import assert_same_bits, assert_within_contract
 
 
@@ -42,25 +47,47 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys):
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
 
 
-def test_grpo_smoke(tmp_path, capsys):
-    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    names = ["naive", "xla", "deterministic", "linear_grpo_loss xla", "mosaic"]
-    assert grpo.main(["--smoke", "--implementations", ",".join(names), "--json", str(out), "--plot", str(picture)]) == 0
-    status = {r["candidate"]: r["status"].split(":")[0] for r in json.loads(out.read_text())["rows"]}
-    assert status == dict.fromkeys(names[:-1], "pass") | {"mosaic": "not available"}
-    assert picture.stat().st_size > 1000 and "GRPO updates" in capsys.readouterr().out
+def kill_first_child():
+    for _ in range(1000):
+        if children := multiprocessing.active_children():
+            children[0].kill()
+            return
+        time.sleep(0.01)
 
 
-def test_a_grpo_update_is_the_same_by_every_candidate():
+def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    out, picture, four = tmp_path / "rows.json", tmp_path / "rows.png", "data=2,tensor=2"
+    threading.Thread(target=kill_first_child, daemon=True).start()
+    arguments = ["--smoke", "--implementations", "mosaic,xla", "--meshes", f"{grpo.ONE_DEVICE};{four}"]
+    assert grpo.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
+    rows = [tuple(r[x] for x in ("mesh", "candidate", "status")) for r in json.loads(out.read_text())["rows"]]
+    assert rows[0] == (grpo.ONE_DEVICE, "mosaic", "died: exit code -9")
+    assert rows[2][:2] == (four, "mosaic") and rows[2][2].startswith("not available")
+    assert rows[1::2] == [(grpo.ONE_DEVICE, "xla", "pass"), (four, "xla", "pass")]
+    shown = capsys.readouterr().out
+    assert picture.stat().st_size > 1000 and "GRPO updates" in shown and "1.00" in shown
+
+
+def moments_after_a_grpo_update(candidate, mesh):
     new, batch = grpo.make(grpo.SMOKE_SHAPES)
-    moved = []
-    for name in ("deterministic", "xla", "linear_grpo_loss xla"):
-        compiled, start = grpo.update_of(name, new, batch)
-        moved.append(compiled(start())[1][0].mu)
-    for x, y in zip(*map(jax.tree.leaves, moved[1:]), strict=True):
+    devices = make_mesh(GrpoConfig(mesh=mesh, prompts_per_step=batch.mask.shape[0]))
+    compiled, start = grpo.update_of(candidate, devices, new, batch)
+    return jax.device_get(jax.tree.leaves(compiled(start())[1][0].mu))
+
+
+def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh():
+    expected = moments_after_a_grpo_update("deterministic", grpo.ONE_DEVICE)
+    xla, one_call = (moments_after_a_grpo_update(x, grpo.ONE_DEVICE) for x in ("xla", "linear_grpo_loss xla"))
+    for x, y in zip(xla, one_call, strict=True):
         assert_same_bits(x, y)
-    for x, y in zip(*map(jax.tree.leaves, moved[:2]), strict=True):
-        assert_within_contract(x, y, "grpo_decoder", jnp.bfloat16, "gradient")
+    rows, both = "data=2,tensor=1", "data=2,tensor=2"
+    cut = [moments_after_a_grpo_update(*x) for x in (("naive", rows), ("xla", both), ("linear_grpo_loss xla", both))]
+    for moments in (xla, *cut):
+        for x, y in zip(moments, expected, strict=True):
+            assert_within_contract(x[tuple(map(slice, y.shape))], y, "grpo_decoder", jnp.bfloat16, "gradient")
+    with pytest.raises(ValueError, match="naive takes no head that is cut"):
+        moments_after_a_grpo_update("naive", both)
 
 
 def test_torch_bridge_smoke(tmp_path):
