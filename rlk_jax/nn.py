@@ -24,7 +24,8 @@ from rlk_jax._transforms import varying_like
 from rlk_jax.det_gemm import det_gemm
 from rlk_jax.linear_logp import linear_logp
 
-_BLOCK = 64
+BLOCK = 64
+"""Places that `ordered_sum` adds up before others: what starts at a multiple of it is summed as if it came first."""
 
 
 def isolated[**P, R](function: Callable[P, R]) -> Callable[P, R]:
@@ -65,8 +66,8 @@ def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
     length = x.shape[-1]
     if 0 in x.shape:
         return jnp.zeros(x.shape[:-1], jnp.float32)
-    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -length % _BLOCK)])
-    blocks = padded.reshape(*x.shape[:-1], -1, _BLOCK)
+    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -length % BLOCK)])
+    blocks = padded.reshape(*x.shape[:-1], -1, BLOCK)
     while blocks.shape[-1] > 1:
         half = blocks.shape[-1] // 2
         blocks = blocks[..., :half] + blocks[..., half:]

@@ -21,7 +21,8 @@ def in_parts[Carry, Rows](
     all rows.
 
     Every array of `rows` is `[B, ...]`, spread over "data", of which a device has a multiple of `parts`. Its k-th run
-    of rows belongs to part k, so no row leaves its device. A part that does not count is left out: beside is 0 there.
+    of rows belongs to part k, so no row leaves its device. Of two parts or more, one that does not count is left out:
+    beside is 0 there.
     """
     if parts == 1:  # XLA would only round otherwise around a loop
         return step(carry, rows)
@@ -38,10 +39,14 @@ def in_parts[Carry, Rows](
         beside = jax.eval_shape(step, carry, part)[1]
         return carry, jnp.zeros(beside.shape, beside.dtype)
 
-    def step_or_not(carry: Carry, part: Rows) -> tuple[Carry, Array]:
-        return step(carry, part) if counts is None else jax.lax.cond(counts(part), step, leave_out, carry, part)
+    def step_or_not(carry: Carry, part: tuple[Array, Rows]) -> tuple[Carry, Array]:
+        return jax.lax.cond(part[0], step, leave_out, carry, part[1])
 
-    carry, beside = jax.lax.scan(step_or_not, carry, jax.tree.map(cut, rows))
+    each = jax.tree.map(cut, rows)
+    if counts is None:
+        carry, beside = jax.lax.scan(step, carry, each)
+    else:  # all are counted before the loop, in which devices would have to agree on each
+        carry, beside = jax.lax.scan(step_or_not, carry, (jax.vmap(counts)(each), each))
     return carry, join(beside)
 
 

@@ -89,6 +89,6 @@ INVARIANT = Layers(
     _invariant_attend,
     nn.isolated(jnp.add),
     nn.isolated(_swiglu),
-    64,
+    nn.BLOCK,
 )
 """A token keeps its bits in any batch, padded, and decoded one by one through the cache; det_gemm wants 16 bits."""

@@ -98,7 +98,11 @@ class Decoder(nnx.Module):
         return hidden
 
     def extend(
-        self, tokens: Int[Array, "B T"], padding: Int[Array, "B"], cache: Cache, start: int | Int[Array, ""]
+        self,
+        tokens: Int[Array, "B T"],
+        padding: Int[Array, "B"] | Int[Array, "B T"],
+        cache: Cache,
+        start: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Hidden states of tokens in slots `start..start+T`, after the slots that the cache already holds."""
         slots, x, extended = Slots(start, padding), self.embed(tokens), []

@@ -75,7 +75,8 @@ def sample_by_length[Logps](
     spread: NamedSharding,
 ) -> Rollout[Logps]:
     """`sample(examples, keys)`, of rows `[B, ...]`, in `buckets` equal parts of prompts of about the same length, one
-    after the other; each is padded to the nearest of `buckets` widths. Its rows are laid out as `spread` says.
+    after the other; each is padded to the smallest of `buckets` widths that holds its prompts, and sampled by a program
+    for that width. Cut rows `[buckets, B / buckets, ...]` are laid out as `spread` says.
     """
     if buckets == 1:
         return sample(examples, keys)

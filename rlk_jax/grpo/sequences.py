@@ -15,7 +15,9 @@ class Sequences(NamedTuple):
 
     token_ids: Int[Array, "R S"]
     padding: Int[Array, "R"] | Int[Array, "R S"]
-    """How many slots of its row stand before a sequence: of a row, or of each token where a row holds several."""
+    """How many slots of its row stand before a sequence: of a row, or of each token where a row holds several (of a
+    slot that holds none: all before it).
+    """
     target_ids: Int[Array, "R T"]
     """IGNORED where nothing counts."""
 
@@ -41,7 +43,8 @@ def pack[Values](rows: Sequences, values: Values, *, shards: int, multiple: int)
     empty, the last ones. Targets then are those of all slots.
 
     Each of `shards` equal runs of rows is packed by itself, by `first_fit`. Sequences start at multiples of `multiple`.
-    Those without a target are left out, and so is what stands behind a sequence's last target.
+    Those without a target are left out, and so is what stands behind a sequence's last target. Losses that are
+    normalised by tokens take the rows as they are; those of whole sequences would take a row for one.
     """
 
     def one(rows: Sequences, values: Values) -> tuple[Sequences, Values]:
@@ -70,7 +73,6 @@ def _packed[Values](rows: Sequences, values: Values, multiple: int) -> tuple[Seq
         return x.reshape(-1).at[source].get(mode="fill", fill_value=fill).reshape(count, width)
 
     of_tokens = jnp.broadcast_to(start[:, None], is_read.shape)
-    # An empty slot sees itself and nothing else.
     before = jnp.where((source < is_read.size).reshape(count, width), moved(of_tokens, 0), jnp.arange(width))
     packed = Sequences(moved(rows.token_ids, PAD), before, moved(target_ids, IGNORED))
     return packed, jax.tree.map(lambda x: moved(of_slots(x, 0), 0), values)

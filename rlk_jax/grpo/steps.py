@@ -123,9 +123,10 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
     loss_options = LossOptions(clip_eps=config.clip_eps, beta=config.beta)
-    parts: dict[str, Any] = {"parts": config.micro_batches, "mesh": mesh}
+    in_micro_batches: dict[str, Any] = {"parts": config.micro_batches, "mesh": mesh}
     if config.packing:
-        parts["counts"] = lambda part: part.mask.any()
+        _check_packing(task, kind_of(config).alignment)
+        in_micro_batches["counts"] = lambda part: part.mask.any()
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
@@ -151,10 +152,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     def roll_out(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
         kernel = nnx.merge(graph, params).lm_head.kernel[...]
         sample = sampler(params, lambda hidden, token_ids: head.logps(hidden, kernel, token_ids))
-        keys, spread = (
-            jax.random.split(key, examples.padding.shape[0]),
-            NamedSharding(mesh, PartitionSpec(None, "data")),
-        )
+        keys = jax.random.split(key, examples.padding.shape[0])
+        spread = NamedSharding(mesh, PartitionSpec(None, "data"))
         return sample_by_length(sample, examples, keys, buckets=config.rollout_buckets, spread=spread)
 
     def initial_state() -> TrainState:
@@ -177,7 +176,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
             logp = logps(params, part)
             return -masked_mean(logp, part.mask) * (part.mask.sum() / rows.mask.sum()), logp
 
-        grads, logp = accumulated_gradients(loss_of, state.params, rows, **parts)
+        grads, logp = accumulated_gradients(loss_of, state.params, rows, **in_micro_batches)
         params, opt_state = _apply(warmup_optimizer, grads, state.params, state.opt_state)
         metrics = {"loss": -masked_mean(logp, rows.mask), "tokens": rows.mask.sum()}
         return state._replace(params=params, opt_state=opt_state), metrics
@@ -190,7 +189,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         mask = completion_mask(rollout.completion_ids)
         rows = joined(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
         rows, (old_logps, advantages) = packed(rows, (rollout.logps, expand_advantages(advantages, mask)))
-        _, ref_logps = in_parts(lambda _, part: (None, logps(state.reference, part)), None, rows, **parts)
+        _, ref_logps = in_parts(lambda _, part: (None, logps(state.reference, part)), None, rows, **in_micro_batches)
         return Judged(rows, old_logps, ref_logps, advantages)
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
@@ -210,7 +209,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
             return loss_and_metrics(logp, part, denominator).loss, logp
 
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
-            grads, logp = accumulated_gradients(loss_of, carry[0], judged, **parts)
+            grads, logp = accumulated_gradients(loss_of, carry[0], judged, **in_micro_batches)
             whole = loss_and_metrics(logp, judged, denominator)
             metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
             return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - judged.old_logps).max()}
@@ -237,6 +236,16 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         grpo_step=jax.jit(grpo_step, out_shardings=(state, replicated)),
         heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
     )
+
+
+def _check_packing(task: Task, alignment: int) -> None:
+    """Raises BadInput where a row has room for one sequence only."""
+    slots = task.train.prompt_ids.shape[1] + task.train.answer_ids.shape[1] - 1
+    if slots <= alignment:
+        raise BadInput(
+            f"packing saves nothing: with invariant, sequences start at multiples of {alignment} slots, and the "
+            f"longest has {slots}"
+        )
 
 
 def _optimizer(learning_rate: float, head: Head) -> optax.GradientTransformation:

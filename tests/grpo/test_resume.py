@@ -18,6 +18,7 @@ from rlk_jax.grpo.stopping import stop_on_signal
 from rlk_jax.grpo.tasks import arithmetic_task
 from tests import helpers
 from tests.grpo import tiny
+from tests.grpo.prompts import write as write_prompts
 
 PHASE_STEPS = 300
 LONG = {"warmup_steps": PHASE_STEPS, "grpo_steps": PHASE_STEPS, "checkpoint_every": 70}
@@ -86,6 +87,8 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
 )
 def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):
     out, changes = RunFolder(tmp_path / "out"), {**changes, "checkpoint_every": 2}
+    if "packing" in changes:
+        changes["prompts"] = write_prompts(tmp_path / "mixed.jsonl", longest=20)
     command = [*tiny.options(**changes), "--out", out.path]
     assert tiny.run_here(*command) == 0
     state, metrics, summary = final_state(out, **changes), out.metrics.read_bytes(), out.summary.read_bytes()

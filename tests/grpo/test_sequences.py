@@ -1,5 +1,6 @@
 """Sequences packed several to a row: nothing is lost, and log-probs, losses and gradients are those of one to a row."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,14 +11,16 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.head import IGNORED, Head
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.losses import LossOptions, policy_loss
+from rlk_jax.grpo.losses import LossOptions, loss_denominator, policy_loss
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.sequences import Sequences, first_fit, joined, pack
-from rlk_jax.grpo.steps import target_logps
+from rlk_jax.grpo.steps import make_mesh, target_logps
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
+from tests.grpo import tiny
 
 packed_once = jax.jit(pack, static_argnames=("shards", "multiple"))
 PROMPT_WIDTH, LENGTH = 120, 12
@@ -41,7 +44,7 @@ def decoder(kind: Layers) -> Decoder:
 
 def head_of(kind: Layers) -> Head:
     implementation = "deterministic" if kind is INVARIANT else None
-    return Head(jax.make_mesh((1, 1), ("data", "tensor")), VOCAB_SIZE, implementation, kind.dtype)
+    return Head(make_mesh(tiny.config()), VOCAB_SIZE, implementation, kind.dtype)
 
 
 def logps_of(kind: Layers, rows: Sequences) -> jax.Array:
@@ -91,11 +94,32 @@ def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(ro
         (_, found), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
         return found, nnx.state(gradients)
 
-    expected, actual = loss_and_gradients(rows, given), loss_and_gradients(*pack(rows, given, shards=1, multiple=1))
+    def in_parts(rows: Sequences, given: Any) -> Any:
+        """Of eight, the empty ones left out."""
+        graph, params = nnx.split(model)
+        denominator = loss_denominator(rows.mask, options=LossOptions())
+
+        def loss(params: nnx.State, part: Any) -> Any:
+            rows, (old_logps, ref_logps, advantages) = part
+            logp = target_logps(nnx.merge(graph, params), rows, head)
+            judged = {"ref_logps": ref_logps, "denominator": denominator, "options": LossOptions(beta=beta)}
+            return policy_loss(logp, old_logps, advantages, rows.mask, **judged).loss, logp
+
+        def counts(part: Any) -> jax.Array:
+            return part[0].mask.any()
+
+        gradients = functools.partial(accumulated_gradients, loss, parts=8, mesh=head.mesh, counts=counts)
+        return jax.jit(gradients)(params, (rows, given))
+
+    packed = pack(rows, given, shards=1, multiple=1)
+    expected, actual = loss_and_gradients(rows, given), loss_and_gradients(*packed)
     assert expected[0].clip_fraction > 0
     for (a, b), kind in zip(zip(actual, expected, strict=True), ("forward", "gradient"), strict=True):
         flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (a, b)]
         helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, kind)
+    assert packed[0].mask.any(axis=1).sum() < len(PADDING), "parts are left out"
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (in_parts(*packed)[0], expected[1])]
+    helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, "gradient")
 
 
 def first_fit_decreasing(lengths: list[int], width: int, multiple: int) -> list[tuple[int, int]]:

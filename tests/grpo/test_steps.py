@@ -1,5 +1,7 @@
 """The jitted steps: what they compute, on one device and on a mesh."""
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import chex
@@ -11,8 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.checker import tolerance
 from rlk_jax.grpo.accumulation import accumulated_gradients
+from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.sequences import joined, pack
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, make_mesh
-from rlk_jax.grpo.tasks import arithmetic_task
+from rlk_jax.grpo.tasks import Task, arithmetic_task, completion_mask, load_prompts
 from tests import helpers
 from tests.grpo import tiny
 
@@ -30,17 +34,25 @@ class Run(NamedTuple):
 
 def build(**changes) -> Steps:
     config = tiny.config(**changes)
-    return build_steps(config, arithmetic_task(config.max_operand), make_mesh(config))
+    return build_steps(config, task_of(config), make_mesh(config))
 
 
-@pytest.fixture(scope="module")
-def trained() -> TrainState:
+def task_of(config: GrpoConfig) -> Task:
+    return arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
+
+
+def trained_state(**changes) -> TrainState:
     """Weights that are right now and then, so that GRPO has something to learn from."""
-    steps = build(demonstration_errors=0.0, warmup_learning_rate=1e-2)
+    steps = build(demonstration_errors=0.0, warmup_learning_rate=1e-2, **changes)
     state = steps.initial_state()
     for step in range(70):
         state, _ = steps.warmup_step(state, step)
     return state
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainState:
+    return trained_state()
 
 
 def run(trained: TrainState, **changes) -> Run:
@@ -122,17 +134,50 @@ def test_accumulated_gradients_train_like_those_of_the_whole_batch(trained, plai
     assert_trains_like(run(trained, mesh=mesh, micro_batches=parts), plain, "grpo_accumulation")
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> str:
+    """Sums behind up to 12 spaces, too hard to be learnt by heart: where gradients vanish, Adam enlarges rounding."""
+    path = tmp_path_factory.mktemp("prompts") / "mixed.jsonl"
+    sums = {" " * ((5 * a + 3 * b) % 13) + f"{a}+{b}=": str(a + b) for a in range(5) for b in range(5)}
+    path.write_text("".join(json.dumps({"prompt": p, "answer": answer}) + "\n" for p, answer in sums.items()))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def mixed_runs(mixed) -> tuple[TrainState, Run]:
+    trained = trained_state(prompts=mixed)
+    return trained, run(trained, prompts=mixed)
+
+
+def test_prompts_of_mixed_lengths_leave_rows_empty(mixed, mixed_runs):
+    """And are right now and then: what the next test says is not about nothing."""
+    assert 0 < mixed_runs[1].measured["reward"].mean() < 1
+    examples = task_of(tiny.config(prompts=mixed)).train
+    examples = jax.tree.map(lambda x: x[:16], examples)
+    mask = completion_mask(examples.answer_ids)
+    rows, _ = pack(joined(examples.prompt_ids, examples.padding, examples.answer_ids, mask), (), shards=1, multiple=1)
+    assert rows.mask.any(axis=1).sum() <= 12
+    assert len(np.unique(examples.padding)) > 4
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"packing": True, "micro_batches": 4},
-        {"packing": True, "micro_batches": 2, "mesh": "data=2,tensor=1"},
-        {"rollout_buckets": 4},
-        {"rollout_buckets": 2, "mesh": "data=2,tensor=1"},
+        {"packing": True, "micro_batches": 2, "rollout_buckets": 2, "mesh": "data=2,tensor=1"},
     ],
 )
-def test_packed_and_bucketed_runs_train_alike(trained, plain, changes):
-    assert_trains_like(run(trained, **changes), plain, "grpo_accumulation")
+def test_packed_and_bucketed_runs_train_alike(mixed, mixed_runs, changes):
+    trained, plain = mixed_runs
+    assert_trains_like(run(trained, prompts=mixed, **changes), plain, "grpo_accumulation")
+
+
+def test_rollouts_by_length_draw_the_same_tokens(mixed, mixed_runs):
+    """Their log-probs are rounded otherwise; those of invariant layers are not, see test_invariant.py."""
+    trained, plain = mixed_runs
+    measured = run(trained, prompts=mixed, rollout_buckets=4).measured
+    for name in ("reward", "tokens"):
+        np.testing.assert_array_equal(measured[name], plain.measured[name])
 
 
 def test_parts_without_a_target_are_left_out():
