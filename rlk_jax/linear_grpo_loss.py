@@ -49,7 +49,7 @@ def linear_grpo_loss(
       ref_hidden, ref_weight: of a frozen reference model, in the place of ref_logps; its head has no bias, and the same
         layout, temperature and softcap.
       rollout_logps, denominator, options: as in `policy_loss`.
-      return_entropy: whether the metrics have the mean entropy. The backward then recomputes all logits.
+      return_entropy: whether the metrics have the mean entropy, which carries no gradient.
       **head: `linear_logp`'s other options but `ignore_index`: temperature, logit_softcap, weight_layout,
         global_vocab_size, memory_budget, axis_name, implementation and so on.
 
