@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
-from rlk_jax.grpo.tasks import arithmetic_task, load_prompts
+from rlk_jax.grpo.tasks import task_of
 
 _EXTRA_PACKAGES = {"flax", "optax", "orbax", "matplotlib"}
 _DESCRIPTION = "Train a small Flax policy by GRPO: a supervised warm start, then exact-answer rewards."
@@ -61,7 +61,7 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
             raise
         raise BadInput(f"{error.name} is not installed: pip install 'rlk-jax[grpo]'") from error
 
-    task = arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
+    task = task_of(config)
     steps = build_steps(config, task, make_mesh(config))
     folder, console = RunFolder(arguments.out), Console()
     if stop.signal is not None:  # before --overwrite deletes anything

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from rlk_jax.grpo.config import BadInput
+from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.vocabulary import EOS, PAD, encode
 
 HELDOUT_FRACTION = 0.2
@@ -50,6 +50,11 @@ def completion_mask(completion_ids: Int[Array, "*B C"]) -> Bool[Array, "*B C"]:
 def exact_answer_reward(completion_ids: Int[Array, "B C"], answer_ids: Int[Array, "B C"]) -> Bool[Array, "B"]:
     """True where a completion is the answer, character for character, and then EOS."""
     return ((completion_ids == answer_ids) | ~completion_mask(answer_ids)).all(axis=-1)
+
+
+def task_of(config: GrpoConfig) -> Task:
+    """The task that a configuration names. Raises BadInput as `load_prompts` does."""
+    return arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
 
 
 def arithmetic_task(max_operand: int) -> Task:

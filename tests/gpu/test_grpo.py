@@ -1,6 +1,5 @@
 """`rlk grpo`'s steps on GPUs: rollouts in the bits of training, on one and on several."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
-from rlk_jax.grpo.tasks import load_prompts
+from rlk_jax.grpo.tasks import task_of
 from tests import helpers
 from tests.grpo import prompts
 
@@ -34,7 +33,7 @@ def config(**changes: Any) -> GrpoConfig:
 
 def build(chosen: GrpoConfig) -> Steps:
     assert chosen.prompts is not None
-    return build_steps(chosen, load_prompts(Path(chosen.prompts)), make_mesh(chosen))
+    return build_steps(chosen, task_of(chosen), make_mesh(chosen))
 
 
 @pytest.fixture(scope="module")

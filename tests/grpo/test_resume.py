@@ -15,7 +15,7 @@ import pytest
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
 from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
 from rlk_jax.grpo.stopping import stop_on_signal
-from rlk_jax.grpo.tasks import arithmetic_task
+from rlk_jax.grpo.tasks import task_of
 from tests import helpers
 from tests.grpo import tiny
 from tests.grpo.prompts import write as write_prompts
@@ -30,7 +30,7 @@ def lines_in(path: Path) -> int:
 
 def final_state(folder: RunFolder, **changes) -> tuple[TrainState, int]:
     config = tiny.config(**changes)
-    steps = build_steps(config, arithmetic_task(config.max_operand), make_mesh(config))
+    steps = build_steps(config, task_of(config), make_mesh(config))
     with open_checkpoints(folder) as checkpoints:
         return restore_latest(checkpoints, steps.initial_state())
 
@@ -82,7 +82,10 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
 
 @pytest.mark.parametrize(
     "changes",
-    [{"compute_dtype": "bfloat16"}, {"micro_batches": 2, "packing": True, "rollout_buckets": 2}],
+    [
+        {"compute_dtype": "bfloat16", "invariant": True},
+        {"micro_batches": 2, "packing": True, "rollout_buckets": 2, "mesh": "data=2,tensor=2"},
+    ],
     ids=str,
 )
 def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):

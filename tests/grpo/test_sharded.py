@@ -11,7 +11,7 @@ import pytest
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
-from rlk_jax.grpo.tasks import arithmetic_task
+from rlk_jax.grpo.tasks import task_of
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests import helpers
 from tests.grpo import tiny
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 def build(**changes) -> tuple[Head, Steps]:
     config = tiny.config(demonstration_errors=0.0, warmup_learning_rate=1e-2, learning_rate=1e-3, **changes)
     mesh = make_mesh(config)
-    return head_of(config, mesh), build_steps(config, arithmetic_task(config.max_operand), mesh)
+    return head_of(config, mesh), build_steps(config, task_of(config), mesh)
 
 
 @pytest.fixture(scope="module")
