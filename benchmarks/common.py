@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -92,14 +93,20 @@ def show(title: str, table: Table, *, width: int = 120) -> None:
     console.print(title, table)
 
 
-def write(path: Path, module: str, argv: Sequence[str] | None, rows: Sequence[dict[str, Any]]) -> None:
+def write(
+    path: Path,
+    module: str,
+    argv: Sequence[str] | None,
+    rows: Sequence[dict[str, Any]],
+    timing: str = "back-to-back wall time, median of interleaved rounds, each in another order",
+) -> None:
     """A run as JSON: its command, date, device, versions and rows."""
     record = {
-        "command": f"python -m benchmarks.{module} " + " ".join(argv if argv is not None else sys.argv[1:]),
+        "command": f"python -m benchmarks.{module} " + shlex.join(argv if argv is not None else sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "timing": "back-to-back wall time, median of interleaved rounds, each in another order",
+        "timing": timing,
         "packages": cli.report()["packages"],
         "rows": list(rows),
     }

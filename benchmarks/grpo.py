@@ -39,6 +39,7 @@ HEADS = 8
 LEARNING_RATE = 1e-4
 OPTIONS = LossOptions()
 ONE_CALL = "linear_grpo_loss "
+TIMING = "back-to-back wall time, median of rounds, each candidate in a process of its own"
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [measure(*case, rounds, seconds) for case in cases]
     _show(rows)
     if options.json:
-        common.write(options.json, "grpo", argv, [asdict(r) for r in rows])
+        common.write(options.json, "grpo", argv, [asdict(r) for r in rows], TIMING)
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:

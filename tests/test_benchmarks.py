@@ -67,6 +67,8 @@ def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch):
     assert rows[1::2] == [(grpo.ONE_DEVICE, "xla", "pass"), (four, "xla", "pass")]
     shown = capsys.readouterr().out
     assert picture.stat().st_size > 1000 and "GRPO updates" in shown and "1.00" in shown
+    assert json.loads(out.read_text())["timing"] == grpo.TIMING
+    assert f"'{grpo.ONE_DEVICE};{four}'" in json.loads(out.read_text())["command"]
 
 
 def moments_after_a_grpo_update(candidate, mesh):
@@ -77,13 +79,11 @@ def moments_after_a_grpo_update(candidate, mesh):
 
 
 def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh():
-    expected = moments_after_a_grpo_update("deterministic", grpo.ONE_DEVICE)
-    xla, one_call = (moments_after_a_grpo_update(x, grpo.ONE_DEVICE) for x in ("xla", "linear_grpo_loss xla"))
+    names, both = ("naive", "xla", "linear_grpo_loss xla"), "data=2,tensor=2"
+    expected, xla, one_call = (moments_after_a_grpo_update(x, grpo.ONE_DEVICE) for x in names)
     for x, y in zip(xla, one_call, strict=True):
         assert_same_bits(x, y)
-    rows, both = "data=2,tensor=1", "data=2,tensor=2"
-    cut = [moments_after_a_grpo_update(*x) for x in (("naive", rows), ("xla", both), ("linear_grpo_loss xla", both))]
-    for moments in (xla, *cut):
+    for moments in (xla, *(moments_after_a_grpo_update(x, both) for x in names[1:])):
         for x, y in zip(moments, expected, strict=True):
             assert_within_contract(x[tuple(map(slice, y.shape))], y, "grpo_decoder", jnp.bfloat16, "gradient")
     with pytest.raises(ValueError, match="naive takes no head that is cut"):
@@ -121,18 +121,17 @@ def test_half_of_the_tokens_count():
     assert problem.active.tolist() == [False] * 5 + [True] * 5
 
 
-@pytest.mark.parametrize("density", ["1", "0.5"])
-def test_vocab_parallel_smoke(tmp_path, density):
+def test_vocab_parallel_smoke(tmp_path):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--shapes", "ignored", "--implementations", "mosaic,deterministic canonical,xla,naive"]
-    arguments += ["--mask-density", density, "--json", str(out), "--plot", str(picture)]
+    arguments += ["--mask-density", "0.5", "--json", str(out), "--plot", str(picture)]
     assert vocab_parallel.main(arguments) == 0
     rows = json.loads(out.read_text())["rows"]
     passed = {(r["implementation"], r["degree"], r["what"]) for r in rows if r["status"] == "pass"}
     passes = ("forward", "forward+backward")
     names = ("deterministic canonical", "xla", "naive")
-    assert passed == {(name, degree, what) for name in names for degree in (1, 2, 4, 8) for what in passes}
-    assert {r["degree"] for r in rows if r["status"].startswith("not available")} == {1, 2, 4, 8}
+    assert passed == {(name, degree, what) for name in names for degree in (1, 2) for what in passes}
+    assert {r["degree"] for r in rows if r["status"].startswith("not available")} == {1, 2}
     assert all(r["efficiency"] > 0 for r in rows if r["implementation"] in ("xla", "naive"))
     assert picture.stat().st_size > 1000
 
