@@ -7,10 +7,14 @@ UV := .tools/bin/uv
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.pycache
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
+CACHED := check head ops grpo learning bridge parallel docs newest clients verl deepspeed tunix
+# One program is compiled by many tests, and by every process that some of them start.
+$(CACHED:%=test-%): export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax-cache
+$(CACHED:%=test-%): export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.3
 LEGS := lint mosaic cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed tunix clients
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py test_cli.py test_linear_logp_bits.py::test_run_to_run \
-	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials \
+	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials[600-400000-kernels1] \
 	test_gemm.py::test_sums_in_parts test_logits.py::test_two_policies test_shard_map.py))
 HEAD := $(wildcard tests/test_linear_logp*.py)
 CHECK := tests/test_checker.py::test_everything_is_green_and_its_page_stands_alone
@@ -145,4 +149,4 @@ $(UV):
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .jax-cache .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

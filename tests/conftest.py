@@ -3,6 +3,7 @@
 import jax
 import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests import helpers
 
@@ -16,6 +17,21 @@ def programs_of_one_file():
     """A process may map so much memory, and each compiled program takes some."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def compiled_anew():
+    """Call it to have every program traced and compiled again, whatever memory and the cache on disk hold."""
+
+    def forget() -> None:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+
+    before = jax.config.jax_enable_compilation_cache
+    yield forget
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 _measured: dict[str, tuple[float, float]] = {}

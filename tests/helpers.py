@@ -1,5 +1,6 @@
 """What the tests share: raw bits, checks against the contract, random problems and their independent float64 gold."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def in_dtypes(cases: Sequence[Any]) -> dict[str, Any]:
-    """What to parametrize by: all cases in float32 and bfloat16, and the one of all options together in float16."""
-    pairs = [(case, dtype) for case in cases for dtype in DTYPES if dtype != jnp.float16 or case.name == "everything"]
+    """What to parametrize by: all cases in float32, and those of no option and of all together in every dtype."""
+    every = ("plain", "everything")
+    pairs = [(case, dtype) for case in cases for dtype in DTYPES if dtype == jnp.float32 or case.name in every]
     ids = [f"{case}-{np.dtype(dtype).name}" for case, dtype in pairs]
     return {"argnames": ("case", "dtype"), "argvalues": pairs, "ids": ids}
 
@@ -58,7 +60,7 @@ class Case:
     dim: int
     vocab: int
     bias: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     temperature: float | str = 1.0
     """A number, or "per token"."""
     scale: float = 1.0
@@ -79,26 +81,45 @@ class Problem(NamedTuple):
 
     def call(self, case: Case, implementation: str, **changes: Any) -> LinearLogp:
         """linear_logp with all outputs."""
-        options = {"return_lse": True, "return_entropy": True, **case.options, **changes}
+        outputs = {"return_lse": True, "return_entropy": True}
+        options = {"temperature": self.temperature, **outputs, **case.options, **changes}
         weight = self.weight.T if options.get("weight_layout") == "dv" else self.weight
-        return linear_logp(
-            self.hidden,
-            weight,
-            self.target_ids,
-            self.bias,
-            temperature=self.temperature,
-            implementation=implementation,
-            **options,
-        )
+        return linear_logp(self.hidden, weight, self.target_ids, self.bias, implementation=implementation, **options)
 
     def gradients(self, case: Case, implementation: str, **changes: Any) -> tuple[jax.Array, ...]:
         """Gradients of hidden, weight and, where there is one, bias under the problem's upstream gradients."""
+        return self.values_and_gradients(case, implementation, **changes)[1]
 
-        def loss(operands: tuple[jax.Array, ...]) -> jax.Array:
-            problem = self._replace(**dict(zip(("hidden", "weight", "bias"), operands, strict=False)))
-            return weighted(problem.call(case, implementation, **changes), self.upstream)
+    def values_and_gradients(
+        self, case: Case, implementation: str, **changes: Any
+    ) -> tuple[LinearLogp, tuple[jax.Array, ...]]:
+        names = ("hidden", "weight") if self.bias is None else ("hidden", "weight", "bias")
+        return values_and_gradients(self, names, case, implementation, changes)
 
-        return jax.jit(jax.grad(loss))(tuple(x for x in (self.hidden, self.weight, self.bias) if x is not None))
+
+def values_and_gradients(
+    problem: Any, names: tuple[str, ...], case: Any, implementation: str | None, changes: dict[str, Any]
+) -> Any:
+    """What `problem.call` gives, and gradients of the fields `names` under `problem.upstream`: by one program, which
+    problems of the same case, options and shapes share.
+    """
+    arrays = {name: x for name, x in changes.items() if isinstance(x, jax.Array)}
+    constants = {name: x for name, x in changes.items() if name not in arrays}
+    if not isinstance(problem.temperature, jax.Array):
+        constants["temperature"], problem = problem.temperature, problem._replace(temperature=None)
+    return _program(names, with_options(case, **constants), implementation, problem, arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _program(names: tuple[str, ...], case: Any, implementation: str | None, problem: Any, arrays: Any) -> Any:
+    def loss(*operands: jax.Array) -> tuple[jax.Array, LinearLogp]:
+        changed = problem._replace(**dict(zip(names, operands, strict=True)))
+        values = changed.call(case, implementation, **arrays)
+        return weighted(values, problem.upstream), values
+
+    operands = tuple(getattr(problem, name) for name in names)
+    gradients, values = jax.grad(loss, tuple(range(len(names))), has_aux=True)(*operands)
+    return values, gradients
 
 
 def weighted(values: LinearLogp, upstream: tuple[jax.Array, ...]) -> jax.Array:
@@ -199,7 +220,7 @@ SHAPE_CASES = (
 )
 
 
-def with_options(case: Case, **options: Any) -> Case:
+def with_options(case: Any, **options: Any) -> Any:
     return replace(case, options={**case.options, **options})
 
 

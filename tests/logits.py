@@ -11,7 +11,6 @@ from rlk_jax import LinearLogp, grpo_loss, logp, ratio_kl
 from rlk_jax.checker import gold as definitions
 from rlk_jax.checker.gold import RatioKlGold, SoftmaxGold
 from tests import helpers
-from tests.helpers import weighted
 
 DTYPES = helpers.DTYPES
 
@@ -23,7 +22,7 @@ class Case:
     name: str
     lead: tuple[int, ...]
     vocab: int
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     temperature: float | str = 1.0
     """A number, or "per token"."""
     scale: float = 3.0
@@ -62,14 +61,18 @@ class Problem(NamedTuple):
 
     def call(self, case: Case, implementation: str | None, **changes: Any) -> LinearLogp:
         """logp with all outputs."""
-        options = {"return_lse": True, "return_entropy": True, **case.options, **changes}
-        return logp(self.logits, self.token_ids, temperature=self.temperature, implementation=implementation, **options)
+        outputs = {"return_lse": True, "return_entropy": True}
+        options = {"temperature": self.temperature, **outputs, **case.options, **changes}
+        return logp(self.logits, self.token_ids, implementation=implementation, **options)
 
     def gradient(self, case: Case, implementation: str | None, **changes: Any) -> jax.Array:
-        def loss(logits: jax.Array) -> jax.Array:
-            return weighted(self._replace(logits=logits).call(case, implementation, **changes), self.upstream)
+        return self.values_and_gradient(case, implementation, **changes)[1]
 
-        return jax.jit(jax.grad(loss))(self.logits)
+    def values_and_gradient(
+        self, case: Case, implementation: str | None, **changes: Any
+    ) -> tuple[LinearLogp, jax.Array]:
+        values, (gradient,) = helpers.values_and_gradients(self, ("logits",), case, implementation, changes)
+        return values, gradient
 
     def outputs(self, case: Case, implementation: str | None, **changes: Any) -> tuple[jax.Array, ...]:
         """logp, lse, entropy and the gradient, each a row per token."""
@@ -111,10 +114,10 @@ def gold(case: Case, problem: Problem) -> SoftmaxGold:
 def check_against_gold(case: Case, dtype: Any, implementation: str) -> None:
     problem = make(case, dtype)
     expected = gold(case, problem)
-    for value, x in zip(problem.call(case, implementation), expected.values, strict=True):
+    values, gradient = problem.values_and_gradient(case, implementation)
+    for value, x in zip(values, expected.values, strict=True):
         assert value.dtype == jnp.float32 and value.shape == case.lead
         helpers.assert_within_contract(value, x, "logp", dtype, "forward")
-    gradient = problem.gradient(case, implementation)
     assert gradient.dtype == dtype
     helpers.assert_within_contract(gradient, expected.d_raw, "logp", dtype, "gradient")
 
@@ -124,11 +127,10 @@ def check_large(case: Case, dtype: Any, implementation: str) -> None:
     problem = make(case, dtype)
     expected = gold(case, problem)
     size = np.abs(expected.logits).max()
-    for value, x in zip(problem.call(case, implementation), expected.values, strict=True):
+    values, gradient = problem.values_and_gradient(case, implementation)
+    for value, x in zip(values, expected.values, strict=True):
         helpers.assert_error(np.abs(np.asarray(value, np.float64) - x).max() / size, "logp_large", dtype, "forward")
-    helpers.assert_within_contract(
-        problem.gradient(case, implementation), expected.d_raw, "logp_large", dtype, "gradient"
-    )
+    helpers.assert_within_contract(gradient, expected.d_raw, "logp_large", dtype, "gradient")
 
 
 def check_lowest(dtype: Any, implementation: str) -> None:

@@ -86,10 +86,10 @@ def main(task: str, coordinator: str, count: int, index: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, count, index)
     problem, mesh = helpers.make(CASE, jnp.bfloat16), Mesh(np.asarray(jax.devices()), ("tp",))
-    wrong = MISTAKES[task](problem) if index == 2 else {}
+    wrong = MISTAKES[task](problem) if index == count - 1 else {}
     if task == "bare":
         # Outside jit, on an array that all processes share.
-        ids = problem.target_ids if index != 2 else problem.target_ids.at[5].set(-7)
+        ids = problem.target_ids if index < count - 1 else problem.target_ids.at[5].set(-7)
         everywhere = NamedSharding(mesh, P())
         shared = [
             jax.make_array_from_callback(x.shape, everywhere, lambda i, x=x: np.asarray(x[i]))
@@ -116,7 +116,7 @@ MISTAKES = {
     "validate": lambda p: {"validate": False},
     "unknown option": lambda p: {"no_such_option": 1},
 }
-"""What the third process does otherwise."""
+"""What the last process does otherwise."""
 
 
 if __name__ == "__main__":

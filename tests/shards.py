@@ -1,5 +1,6 @@
 """Shards of a head without as many devices: ranks one after the other, and programs that are only lowered."""
 
+import functools
 from typing import Any
 
 import jax
@@ -63,12 +64,14 @@ def check_two(
     def tokens(rank):
         return Tokens(problem.target_ids - rank * columns, ones, ones > 0)
 
-    groups, states = zip(*(functions.partials(options, operands(r), tokens(r)) for r in range(2)), strict=True)
+    partials, merge = (jax.jit(functools.partial(f, options)) for f in (functions.partials, functions.merge))
+    gradients = jax.jit(functools.partial(functions.gradients, options, Needs(True, True, True)))
+    groups, states = zip(*(partials(operands(r), tokens(r)) for r in range(2)), strict=True)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
-    (values, softmax, _), (again, *_) = (functions.merge(options, whole, state) for state in states)
+    (values, softmax, _), (again, *_) = (merge(whole, state) for state in states)
     assert_same_bits(values, again)
-    needs, upstream = Needs(True, True, True), LinearLogp(*problem.upstream)
-    parts = [functions.gradients(options, needs, operands(r), tokens(r), softmax, None, upstream) for r in range(2)]
+    upstream = LinearLogp(*problem.upstream)
+    parts = [gradients(operands(r), tokens(r), softmax, None, upstream) for r in range(2)]
     d_hidden = ordered_sum(jnp.concatenate([p.hidden for p in parts])).astype(dtype)
     d_weight = jnp.concatenate([p.weight for p in parts], axis=0 if layout == "vd" else 1)
     d_bias = jnp.concatenate([p.bias for p in parts])

@@ -40,7 +40,7 @@ def test_against_float64(implementation, dtype):
     def loss(policy):
         return p._replace(policy_logits=policy).grpo_loss(REWARDS, implementation, **options).loss
 
-    for function in (loss, jax.jit(loss)):
+    for function in (loss, jax.jit(loss)) if dtype == jnp.float32 else (jax.jit(loss),):
         gradient = jax.grad(function)(p.policy_logits)
         assert gradient.dtype == dtype
         assert_within_contract(gradient, expected, "grpo_loss", dtype, "gradient")

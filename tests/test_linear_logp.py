@@ -20,11 +20,10 @@ every_dtype = pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: np.
 def check_against_gold(case: Case, dtype, implementation: str) -> None:
     problem = helpers.make(case, dtype)
     gold = helpers.gold(case, problem)
-    values = problem.call(case, implementation)
+    values, gradients = problem.values_and_gradients(case, implementation)
     for value, expected in zip(values, gold.values, strict=True):
         chex.assert_type(value, jnp.float32)
         assert_within_contract(value, expected, "linear_logp", dtype, "forward")
-    gradients = problem.gradients(case, implementation)
     for gradient, expected in zip(gradients, gold.gradients, strict=True):
         chex.assert_type(gradient, dtype)
         assert_within_contract(gradient, expected, "linear_logp", dtype, "gradient")
@@ -37,10 +36,11 @@ def test_options_against_float64(case, dtype, implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("case", helpers.SHAPE_CASES, ids=str)
-def test_shapes_against_float64(case, dtype, implementation):
-    check_against_gold(case, dtype, implementation)
+def test_shapes_against_float64(case, implementation):
+    """In float32; models' own heads in the dtype that they have."""
+    is_model = case.name in helpers.MODEL_SHAPES
+    check_against_gold(case, jnp.bfloat16 if is_model else jnp.float32, implementation)
 
 
 @every_implementation
@@ -49,11 +49,10 @@ def test_dv_layout_equals_vd(dtype, implementation):
     case = helpers.OPTION_CASES[-1]
     problem = helpers.make(case, dtype)
     dv = helpers.with_options(case, weight_layout="dv")
-    for a, b in zip(problem.call(dv, implementation), problem.call(case, implementation), strict=True):
-        assert_within_contract(a, b, "linear_logp", dtype, "forward")
-    gradients = zip(problem.gradients(dv, implementation), problem.gradients(case, implementation), strict=True)
-    for a, b in gradients:
-        assert_within_contract(a, b, "linear_logp", dtype, "gradient")
+    found, expected = (problem.values_and_gradients(x, implementation) for x in (dv, case))
+    for kind, xs, ys in zip(("forward", "gradient"), found, expected, strict=True):
+        for a, b in zip(xs, ys, strict=True):
+            assert_within_contract(a, b, "linear_logp", dtype, kind)
 
 
 PEAKED = (
@@ -72,9 +71,10 @@ def test_peaked_and_large_logits(case, dtype, implementation):
         problem = problem._replace(weight=weight)
     gold = helpers.gold(case, problem)
     largest = np.abs(gold.logits).max()
-    for value, expected in zip(problem.call(case, implementation), gold.values, strict=True):
+    values, gradients = problem.values_and_gradients(case, implementation)
+    for value, expected in zip(values, gold.values, strict=True):
         assert_error(float(np.abs(value - expected).max() / largest), "linear_logp_peaked", dtype, "forward")
-    for gradient, expected in zip(problem.gradients(case, implementation), gold.gradients, strict=True):
+    for gradient, expected in zip(gradients, gold.gradients, strict=True):
         assert_within_contract(gradient, expected, "linear_logp_peaked", dtype, "gradient")
 
 
@@ -255,7 +255,7 @@ def test_strided_inputs(implementation):
     chex.assert_trees_all_equal(strided, copied)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     lead=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     dim=st.integers(1, 70),
@@ -272,7 +272,7 @@ def test_any_shape_and_options_against_float64(lead, dim, vocab, padding, softca
     case = Case("any", lead, dim, vocab, bias, options, temperature)
     problem = helpers.make(case, jnp.float32, seed)
     gold = helpers.gold(case, problem)
-    values, gradients = problem.call(case, "xla"), problem.gradients(case, "xla")
+    values, gradients = problem.values_and_gradients(case, "xla")
     # One number alone may lie close to 0, where a relative error says nothing: judge all of a call together.
     for actual, expected, kind in ((values, gold.values, "forward"), (gradients, gold.gradients, "gradient")):
         joined = [np.concatenate([np.ravel(x) for x in xs]) for xs in (actual, expected)]

@@ -30,8 +30,7 @@ def gradient(p: ops.Policies, g: tuple, implementation: str, **options) -> jax.A
 
 @every_dtype
 @every_implementation
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("vocab", [64, 50257])
+@pytest.mark.parametrize(("temperature", "vocab"), [(0.6, 64), (1.0, 50257)])
 def test_against_float64(implementation, dtype, temperature, vocab):
     p = ops.make_policies(dtype, (2, 5), vocab)
     g = upstream(p)

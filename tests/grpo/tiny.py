@@ -48,6 +48,6 @@ def lose_the_end(folder: RunFolder, steps: int) -> None:
 
 
 def environment(compile_cache: Path) -> dict[str, str]:
-    """For `rlk grpo` in its own process: CPU, and one compilation cache for all runs of a test."""
+    """For `rlk grpo` in its own process: CPU, and one compilation cache for all runs of a test, if not of all tests."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(compile_cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return {**os.environ, "JAX_PLATFORMS": "cpu", **cache}
+    return {**cache, **os.environ, "JAX_PLATFORMS": "cpu"}

@@ -113,12 +113,23 @@ def forward(p: Problem) -> Configuration:
         kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
         logits, per_token = Logits(p.head, p.softcap), (target_ids, holds_target, temperature)
         statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept)
-        groups = fold_chunks(jax.tree.map(jax.freeze, out), p.head.vocabulary.groups, where.rows, MACHINE)
-        return fold_groups(groups, where.rows, MACHINE)
+        return jax.tree.map(jax.freeze, out)
 
     holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
     vectors = {"target_ids": p.vector(dtype=jnp.int32), "holds_target": holds, "temperature": p.vector()}
     return f"forward {p}", run, {**p.common(), **vectors}
+
+
+def folds(p: Problem) -> Configuration:
+    """They depend on how many chunks and groups there are, and on an entropy, not on what made the partials."""
+
+    def run(partials, active):
+        groups = fold_chunks(partials, p.head.vocabulary.groups, active, MACHINE)
+        return fold_groups(groups, active, MACHINE)
+
+    row = jax.ShapeDtypeStruct((p.head.vocabulary.chunks, p.vector_rows), jnp.float32)
+    partials = Partials(row, row, row, row if p.entropy else None)
+    return f"folds {p}", run, {"partials": partials, "active": jax.ShapeDtypeStruct((1,), jnp.int32)}
 
 
 def logit_gradients(p: Problem) -> Configuration:
@@ -296,6 +307,9 @@ def configurations() -> Iterator[Configuration]:
         yield forward(Problem(keeps=True, **head))
         yield logit_gradients_from_powers(Problem(**head), in_place=True)
         yield logit_gradients_from_powers(Problem(**head), in_place=False)
+    for entropy, head in itertools.product(both, ({}, {"vocab": 151936}, {"vocab": 131584}, {"vocab": 50257})):
+        yield folds(Problem(entropy=entropy, **head))
+        yield folds(Problem(entropy=entropy, shard=True, **head))
     for dtype, lse, entropy in itertools.product((jnp.bfloat16, jnp.float16), both, both):
         yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy))
     for dtype in (jnp.bfloat16, jnp.float16):

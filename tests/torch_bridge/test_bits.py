@@ -25,8 +25,7 @@ def check(ours: Any, theirs: Any, tensors: list[Tensor], upstream: list[Tensor |
     assert_same_bits(gradients, pull_back(tuple(zeros)))
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "dtype"), [*((n, torch.float32) for n in SIZES), (5, torch.bfloat16)])
 def test_linear_logp(n, dtype):
     hidden, weight, ids, bias = head((n,), dtype=dtype)
     options = {"temperature": 0.7, "return_lse": True, "return_entropy": True, "implementation": "deterministic"}
@@ -78,8 +77,9 @@ def test_ratio_kl(lead):
     )
 
 
-@pytest.mark.parametrize("lead", [(2, 1), (5, 7), (4, 8), (6, 5)])
-@pytest.mark.parametrize("kind", ["rewards", "per sequence", "per token"])
+@pytest.mark.parametrize(
+    ("lead", "kind"), [((2, 1), "per token"), ((5, 7), "rewards"), ((4, 8), "per sequence"), ((6, 5), "per token")]
+)
 def test_grpo_loss(lead, kind):
     policy, ref, ids, mask, old = policies(lead)
     boundaries = (0, 1, lead[0])
@@ -104,8 +104,7 @@ def test_grpo_loss(lead, kind):
     assert [x.requires_grad for x in ours] == [True, False, False]
 
 
-@pytest.mark.parametrize("m", SIZES)
-@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(("m", "transpose_b"), zip(SIZES, (False, True, True, False), strict=True))
 def test_det_gemm(m, transpose_b):
     a, b = randn(2, m, 20, dtype=torch.bfloat16), randn(20, 30, dtype=torch.bfloat16, seed=1)
     b = b.t().contiguous() if transpose_b else b
