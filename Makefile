@@ -11,7 +11,7 @@ CACHED := check head ops grpo learning bridge parallel docs newest clients verl 
 # One program is compiled by many tests, and by every process that some of them start.
 $(CACHED:%=test-%): export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax-cache
 $(CACHED:%=test-%): export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.3
-LEGS := lint mosaic cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed tunix clients
+LEGS := lint mosaic check cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed tunix clients
 JOBS ?= 2
 NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py test_cli.py test_linear_logp_bits.py::test_run_to_run \
 	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials[600-400000-kernels1] \
@@ -22,16 +22,15 @@ PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_che
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
-.PHONY: demo test test-check $(LEGS:%=test-%) clean
+.PHONY: demo test $(LEGS:%=test-%) clean
 
 demo: .venv/ready
 	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
 
 # Two legs at a time, the longest first, each in one process: no core waits for the last file of a leg. What the longest
-# needs is there before, or make would start it last. Before them, alone: test-check, whose time is a promise.
+# needs is there before, or make would start it last.
 test: .sm90/ready
 	@start=$$SECONDS; \
-	$(MAKE) --no-print-directory test-check && \
 	$(MAKE) --no-print-directory -j $(JOBS) $(if $(filter output-sync,$(.FEATURES)),-Otarget) JOBS=0 $(LEGS:%=test-%) && \
 	echo "make test: all legs passed in $$((SECONDS - start)) s"
 
@@ -49,7 +48,7 @@ test-ops: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/cuda --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/clients --ignore=tests/test_docs.py \
 	$(patsubst %,--ignore=%,$(HEAD) $(PARALLEL)) --deselect $(CHECK))
 
-# `rlk check --all` with gradients and bits, which is to take less than three minutes.
+# `rlk check --all` with gradients and bits, which is to take less than three minutes: alone, not beside another leg.
 test-check: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(CHECK) -n 0)
 
@@ -97,7 +96,7 @@ test-tunix: .venv-tunix/ready
 # What a newer jax could break first: transformations, bits, each kernel in the interpreter once. The rest repeats other
 # legs.
 test-newest: .venv-newest/ready
-	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST) -k "not reference and not float16")
+	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST) -k "not reference and not deterministic and not float16")
 
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or later was not found; name one with PYTHON=..."; exit 1; }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlk_jax import LinearLogp, linear_logp
 from rlk_jax.checker import relative_norm, tolerance
@@ -18,6 +19,14 @@ measured_errors: dict[str, tuple[float, float]] = {}
 
 IMPLEMENTATIONS = ("xla", "deterministic", "reference")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+in_few_dtypes = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*((name, jnp.float32) for name in IMPLEMENTATIONS), ("xla", jnp.bfloat16), ("deterministic", jnp.float16)],
+    ids=str,
+)
+"""What ops do with a dtype is mostly the same in every implementation."""
 
 
 def in_dtypes(cases: Sequence[Any]) -> dict[str, Any]:

@@ -108,9 +108,8 @@ def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, r
     helpers.assert_same_bits(alone.logps[0], rollout.logps[row])
 
 
-@pytest.mark.parametrize("buckets", [3, 4])
-def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout, buckets):
-    helpers.assert_same_bits(roll_out(model, prompt_ids, PADDING, buckets=buckets), rollout)
+def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout):
+    helpers.assert_same_bits(roll_out(model, prompt_ids, PADDING, buckets=4), rollout)
 
 
 def test_stock_layers_record_other_bits_than_training(prompt_ids):

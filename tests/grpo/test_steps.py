@@ -222,10 +222,9 @@ def test_bfloat16_computes_near_float32_and_keeps_masters_in_it(trained, plain):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
-def test_a_larger_vocabulary_is_embedded_sampled_and_trained(mesh):
+def test_a_larger_vocabulary_is_embedded_sampled_and_trained():
     """An untrained policy spreads its probability over all of it."""
-    steps = build(vocab_size=300, mesh=mesh)
+    steps = build(vocab_size=300, mesh="data=2,tensor=2")
     state = steps.start_grpo(steps.initial_state())
     assert state.params["embed"]["embedding"].shape == (300, tiny.SIZES["width"])
     _, metrics = steps.grpo_step(state, 0)

@@ -59,7 +59,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case, dtype):
-    if dtype == jnp.float16 and case.m > 40:
+    if dtype == jnp.float16 and case.m not in (7, 16):
         pytest.skip("float16 changes no path of the kernel: run where it is cheap")
     case = replace(case, out_dtype=dtype) if case.out_dtype == jnp.bfloat16 else case
     gemm.check_against_gold(case, dtype, "mosaic", "det_gemm_float32")
@@ -82,15 +82,16 @@ def test_every_tile_and_every_layout(tile, layout, monkeypatch):
         assert_same_bits(actual, jnp.asarray(expected + (0 if start is None else np.asarray(start)), dtype))
 
 
-@pytest.mark.parametrize(("rows", "transpose_b"), [(64, False), (128, True)])
+@pytest.mark.parametrize(
+    ("rows", "transpose_b", "dtype"), [(64, False, jnp.float16), (128, True, jnp.float32)], ids=str
+)
 @pytest.mark.parametrize(("m", "columns"), [(1, 8), (8, 8), (13, 8), (13, 16), (40, 32), (64, 64), (100, 64)])
-def test_swapped_operands(m, columns, rows, transpose_b, monkeypatch):
+def test_swapped_operands(m, columns, rows, transpose_b, dtype, monkeypatch):
     case = Case("swapped", m, 72, 200, transpose_b, integers=True)
     p = gemm.make(case, jnp.float16)
     with_plan(monkeypatch, Plan(Tile(rows, columns, 2, 1), swapped=True))
-    for dtype in (jnp.float16, jnp.float32):
-        actual = jax.jit(lambda p, dtype=dtype: gemm.call(case, p, "mosaic", out_dtype=dtype))(p)
-        assert_same_bits(actual, jnp.asarray(gemm.gold(case, p).c, dtype))
+    actual = jax.jit(lambda p: gemm.call(case, p, "mosaic", out_dtype=dtype))(p)
+    assert_same_bits(actual, jnp.asarray(gemm.gold(case, p).c, dtype))
 
 
 @pytest.mark.parametrize(("transpose_b", "size"), [(False, 7), (True, 65)])

@@ -43,13 +43,21 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
-@every_dtype
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, jnp.bfloat16) for case in CASES),
+        # Lines of other lengths; float16 differs from bfloat16 in nothing that the kernel sees.
+        *((case, jnp.float32) for case in CASES if "line" in case.name or case.name == "tiny"),
+        (CASES[2], jnp.float16),
+    ],
+    ids=str,
+)
 def test_against_float64(case, dtype):
     ops.check_against_gold(case, dtype, "mosaic")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[3], *CASES[6:]], ids=str)
 def test_in_place_has_the_same_bits(case):
     p = ops.make(case, jnp.bfloat16)
     assert_same_bits(p.gradient(case, "mosaic", donate_logits=True), p.gradient(case, "mosaic"))

@@ -1,12 +1,16 @@
 """Triton kernels on a CPU: what `pallas_kernels.triton.call.launch` does, by Triton's interpreter on torch tensors."""
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The interpreter changes Triton's language while a kernel runs; XLA may run two callbacks of a program at once."""
 
 
 @functools.cache
@@ -59,7 +63,8 @@ def launch(
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
         given = [_to_torch(x) for x in arrays]
         new = [None if i in in_place else _nothing(spec) for i, spec in enumerate(outputs)]
-        kernel[(grid,)](*given, *new, **constants)
+        with _ONE_AT_A_TIME:
+            kernel[(grid,)](*given, *new, **constants)
         return tuple(_to_numpy(given[in_place[i]] if x is None else x) for i, x in enumerate(new))
 
     return jax.pure_callback(run, tuple(outputs), *arguments)
