@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from rlk_jax import LinearLogp, linear_logp
 from rlk_jax.checker import relative_norm, tolerance
@@ -21,12 +20,12 @@ IMPLEMENTATIONS = ("xla", "deterministic", "reference")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-in_few_dtypes = pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [*((name, jnp.float32) for name in IMPLEMENTATIONS), ("xla", jnp.bfloat16), ("deterministic", jnp.float16)],
-    ids=str,
-)
-"""What ops do with a dtype is mostly the same in every implementation."""
+IN_FEW_DTYPES: dict[str, Any] = {
+    "argnames": ("implementation", "dtype"),
+    "argvalues": [*((x, jnp.float32) for x in IMPLEMENTATIONS), ("xla", jnp.bfloat16), ("deterministic", jnp.float16)],
+    "ids": [*(f"{x}-float32" for x in IMPLEMENTATIONS), "xla-bfloat16", "deterministic-float16"],
+}
+"""What to parametrize by where an op does the same with a dtype in every implementation."""
 
 
 def in_dtypes(cases: Sequence[Any]) -> dict[str, Any]:

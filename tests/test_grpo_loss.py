@@ -12,7 +12,7 @@ from rlk_jax import grpo_loss
 from rlk_jax.checker import gold
 from rlk_jax.grpo import group_advantages
 from tests import logits as ops
-from tests.helpers import IMPLEMENTATIONS, assert_same_bits, assert_within_contract, in_few_dtypes
+from tests.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
 
 every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -26,7 +26,7 @@ def policies(dtype=jnp.float32, **sizes) -> ops.Policies:
     return ops.make_policies(dtype, **{"lead": (5, 6), **sizes})
 
 
-@in_few_dtypes
+@pytest.mark.parametrize(**IN_FEW_DTYPES)
 def test_against_float64(implementation, dtype):
     p = policies(dtype)
     advantages = gold.group_advantages(REWARDS, BOUNDARIES)

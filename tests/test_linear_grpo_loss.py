@@ -14,7 +14,7 @@ import pytest
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.checker import gold
 from rlk_jax.grpo import LossOptions, policy_loss
-from tests.helpers import IMPLEMENTATIONS, assert_same_bits, assert_within_contract, in_few_dtypes
+from tests.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
 
 LEAD, DIM, VOCAB = (4, 6), 24, 300
 CLIP, HIGH, BETA = 0.15, 0.3, 0.07
@@ -58,7 +58,7 @@ def gradients(loss: Any, *operands: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, tuple(range(len(operands))), has_aux=True))(*operands)
 
 
-@in_few_dtypes
+@pytest.mark.parametrize(**IN_FEW_DTYPES)
 def test_against_float64(implementation, dtype):
     b = batch(dtype)
     hidden, weight = (np.asarray(x, np.float64) for x in (b.hidden, b.weight))
