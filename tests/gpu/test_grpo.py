@@ -32,7 +32,6 @@ def config(**changes: Any) -> GrpoConfig:
 
 
 def build(chosen: GrpoConfig) -> Steps:
-    assert chosen.prompts is not None
     return build_steps(chosen, task_of(chosen), make_mesh(chosen))
 
 
