@@ -17,14 +17,12 @@ from rlk_jax._processes import Finished, free_port, run_together
 from tests import helpers, rank
 
 LIMIT_S = 60
-COMPILING_S = 300
-"""For those that have something to compile, on a slow machine."""
 
 
-def processes(task: str, count: int = 4, timeout_s: float = COMPILING_S) -> list[Finished]:
+def processes(task: str, count: int = 4) -> list[Finished]:
     coordinator = f"127.0.0.1:{free_port()}"
     ranks = (["-m", "tests.rank", task, coordinator, str(count), str(index)] for index in range(count))
-    return run_together(list(ranks), timeout_s=timeout_s)
+    return run_together(list(ranks), timeout_s=LIMIT_S)
 
 
 def test_processes_have_the_bits_of_one():
@@ -62,7 +60,7 @@ def test_tokens_that_lie_over_processes():
 )
 def test_one_rank_s_mistake_ends_all_with_its_message(task, message):
     """By themselves, without a signal, within a minute."""
-    for process in processes(task, count=2, timeout_s=LIMIT_S):
+    for process in processes(task, count=2):
         assert process.code == 1, (process.code, process.stderr)
         assert message in process.stderr
 
