@@ -4,17 +4,19 @@ input.
 
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlk_jax import linear_grpo_loss, linear_logp
+from rlk_jax import linear_logp
 from rlk_jax.checker import gold
-from rlk_jax.grpo import LossOptions, policy_loss
+from rlk_jax.grpo import LossOptions
+from tests import policy_losses
 from tests.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
+from tests.policy_losses import Batch, gradients, gradients_of_batch
 
 LEAD, DIM, VOCAB = (4, 6), 24, 300
 CLIP, HIGH, BETA = 0.15, 0.3, 0.07
@@ -29,33 +31,9 @@ LOSSES = {
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-class Batch(NamedTuple):
-    hidden: Any
-    weight: Any
-    target_ids: Any
-    old_logps: Any
-    ref_logps: Any
-    advantages: Any
-    mask: Any
-
-    def loss(self, **changes: Any) -> Any:
-        return linear_grpo_loss(*self, **changes)
-
-
+@functools.cache
 def batch(dtype: Any = jnp.float32) -> Batch:
-    rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(*LEAD, DIM)), dtype)
-    weight = jnp.asarray(rng.normal(size=(VOCAB, DIM)) / 3, dtype)
-    ids = jnp.asarray(rng.integers(0, VOCAB, LEAD), jnp.int32)
-    logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
-    old, ref = (gold.logps(logits, ids) + 0.2 * rng.normal(size=LEAD) for _ in range(2))
-    mask = jnp.asarray(rng.random(LEAD) < 0.7)
-    advantages = jnp.asarray([1.0, -0.5, 0.3, -2.0], jnp.float32)
-    return Batch(hidden, weight, ids, jnp.float32(old), jnp.float32(ref), advantages, mask)
-
-
-def gradients(loss: Any, *operands: Any) -> Any:
-    return jax.jit(jax.value_and_grad(loss, tuple(range(len(operands))), has_aux=True))(*operands)
+    return policy_losses.batch(LEAD, DIM, VOCAB, dtype)
 
 
 @pytest.mark.parametrize(**IN_FEW_DTYPES)
@@ -70,10 +48,9 @@ def test_against_float64(implementation, dtype):
     )
 
     def loss(hidden, weight):
-        found = b._replace(hidden=hidden, weight=weight, ref_logps=None).loss(
-            ref_hidden=hidden, ref_weight=ref_weight, options=LOSSES["dapo"], implementation=implementation
-        )
-        return found.loss, found
+        one = b._replace(hidden=hidden, weight=weight, ref_logps=None)
+        reference: Any = {"ref_hidden": hidden, "ref_weight": ref_weight}
+        return one.loss(**reference, options=LOSSES["dapo"], implementation=implementation)
 
     (_, found), (d_hidden, d_weight) = gradients(loss, b.hidden, b.weight)
     assert_within_contract(
@@ -91,23 +68,12 @@ def test_against_float64(implementation, dtype):
 )
 def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
     b, options = batch(), LOSSES[name]
-    bias, temperature = jnp.linspace(-1, 1, VOCAB), jnp.linspace(0.5, 2, 24).reshape(LEAD)
-    head = {"temperature": temperature, "logit_softcap": 5.0, "implementation": implementation}
-    ref_logps = b.ref_logps if options.beta else None
-
-    def ours(hidden, weight, bias):
-        one = b._replace(hidden=hidden, weight=weight, ref_logps=ref_logps)
-        found = one.loss(bias=bias, return_entropy=True, options=options, **head)
-        return found.loss, found
-
-    def theirs(hidden, weight, bias):
-        ids = jnp.where(b.mask, b.target_ids, -100)
-        values = linear_logp(hidden, weight, ids, bias, ignore_index=-100, return_entropy=True, return_lse=True, **head)
-        tokens = values.logp, b.old_logps, b.advantages, b.mask
-        found = policy_loss(*tokens, ref_logps=ref_logps, entropy=values.entropy, options=options)
-        return found.loss, found
-
-    assert_same_bits(gradients(ours, b.hidden, b.weight, bias), gradients(theirs, b.hidden, b.weight, bias))
+    b = b._replace(bias=jnp.linspace(-1, 1, VOCAB), ref_logps=b.ref_logps if options.beta else None)
+    temperature = jnp.linspace(0.5, 2, 24).reshape(LEAD)
+    head: Any = {"temperature": temperature, "logit_softcap": 5.0, "implementation": implementation}
+    head |= {"options": options, "return_entropy": True}
+    one, two = (gradients_of_batch(calls, b, **head) for calls in (Batch.loss, Batch.in_two_calls))
+    assert_same_bits(one, two)
 
 
 def test_what_is_masked_does_not_count():
@@ -120,12 +86,8 @@ def test_what_is_masked_does_not_count():
         mask=b.mask.astype(jnp.float32) * 3,
     )
 
-    def loss(one, hidden, weight):
-        found = one._replace(hidden=hidden, weight=weight).loss(options=LOSSES["dapo"], implementation="deterministic")
-        return found.loss, found
-
-    expected = gradients(functools.partial(loss, b), b.hidden, b.weight)
-    found = gradients(functools.partial(loss, garbage), garbage.hidden, b.weight)
+    head: Any = {"options": LOSSES["dapo"], "implementation": "deterministic"}
+    found, expected = (gradients_of_batch(Batch.loss, b, **head) for b in (garbage, b))
     assert_same_bits(found, expected)
     assert not np.any(found[1][0][~np.asarray(b.mask)])
 
@@ -138,8 +100,7 @@ def test_a_reference_in_the_same_call():
 
     def loss(ref_hidden, ref_weight):
         one = b._replace(ref_logps=None)
-        found = one.loss(ref_hidden=ref_hidden, ref_weight=ref_weight, options=LOSSES["dapo"], **head)
-        return found.loss, found
+        return one.loss(ref_hidden=ref_hidden, ref_weight=ref_weight, options=LOSSES["dapo"], **head)
 
     (_, found), frozen = gradients(loss, ref_hidden, ref_weight)
     expected = jax.jit(lambda ref_logps: b._replace(ref_logps=ref_logps).loss(options=LOSSES["dapo"], **head))
@@ -150,11 +111,11 @@ def test_a_reference_in_the_same_call():
 def test_an_outer_scale_scales_gradients():
     b = batch()
 
-    def loss(scale, hidden, weight):
-        found = b._replace(hidden=hidden, weight=weight).loss(options=LOSSES["dapo"], implementation="deterministic")
-        return scale * found.loss, found
+    def loss(b, scale):
+        found = b.loss(options=LOSSES["dapo"], implementation="deterministic")
+        return found._replace(loss=scale * found.loss)
 
-    one, eight = (gradients(functools.partial(loss, s), b.hidden, b.weight)[1] for s in (1.0, 8.0))
+    one, eight = (gradients_of_batch(loss, b, scale=scale)[1] for scale in (1.0, 8.0))
     assert_same_bits(eight, jax.tree.map(lambda x: 8 * x, one))
 
 
@@ -188,8 +149,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "half a reference": ({"ref_logps": None}, {"ref_hidden": OK}, "ref_hidden and ref_weight must be given together."),
     "two": ({}, {"ref_hidden": OK, "ref_weight": OK}, "Give ref_logps, or ref_hidden and ref_weight, not both."),
     "bias": (
-        {"ref_logps": None},
-        {"ref_hidden": OK, "ref_weight": OK, "bias": OK},
+        {"ref_logps": None, "bias": OK},
+        {"ref_hidden": OK, "ref_weight": OK},
         "The head of ref_hidden has no bias: beside a bias, give ref_logps instead.",
     ),
     "ignore_index": ({}, {"ignore_index": 0}, "completion_mask says which tokens count: ignore_index must be None."),

@@ -1,7 +1,6 @@
 """Every Mosaic kernel in Pallas' interpreter, with race detection, at tiny odd shapes, against the float64 gold."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import dlogits, gradients, statistics
 from pallas_kernels.tiles import Machine
-from rlk_jax import dispatch, linear_grpo_loss, linear_logp, mosaic
-from rlk_jax.grpo import policy_loss
-from tests import helpers, shards
+from rlk_jax import dispatch, linear_logp, mosaic
+from tests import helpers, policy_losses, shards
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from tests.policy_losses import Batch
 
 CASES = (
     Case("plain", (40,), 128, 300),
@@ -182,33 +181,24 @@ def test_kept_exponentials(seen, vocab_size, budget, kernels):
 
 def test_a_loss_in_one_call_keeps_exponentials(seen):
     """As far as its budget goes, and beside an entropy that is only reported; with the bits of two calls."""
-    rng, lead, vocab_size = np.random.default_rng(0), (2, 40), 600
-    hidden = jnp.asarray(rng.normal(size=(*lead, 64)) / 4, jnp.bfloat16)
-    weight = jnp.asarray(rng.normal(size=(vocab_size, 64)), jnp.bfloat16)
-    ids, old = rng.integers(0, vocab_size, lead), jnp.asarray(rng.normal(size=lead) / 8 - 7, jnp.float32)
-    advantages, mask = jnp.array([1.0, -2.0]), rng.random(lead) < 0.8
-
-    def in_one_call(hidden, weight, **options):
-        rest = (old, None, advantages, mask)
-        return linear_grpo_loss(hidden, weight, ids, *rest, implementation="mosaic", **options).loss
-
-    def in_two_calls(hidden, weight, **options):
-        targets = np.where(mask, ids, -100)
-        logp = linear_logp(hidden, weight, targets, ignore_index=-100, implementation="mosaic", **options)
-        return policy_loss(logp, old, advantages, mask).loss
+    b = policy_losses.batch((2, 40), 64, 600, jnp.bfloat16)
 
     def compiled(loss, **options):
         """And which kernels are in it."""
         seen.clear()
-        gradients = jax.jit(jax.value_and_grad(functools.partial(loss, **options), (0, 1))).lower(hidden, weight)
-        return gradients, set(seen)
 
-    one, kernels = compiled(in_one_call)
+        def of(hidden, weight):
+            return loss(b._replace(hidden=hidden, weight=weight), implementation="mosaic", **options).loss
+
+        return jax.jit(jax.value_and_grad(of, (0, 1))).lower(b.hidden, b.weight), set(seen)
+
+    one, kernels = compiled(Batch.loss)
     assert kernels == {"from_powers"}
-    two, kernels = compiled(in_two_calls, memory_budget=400_000)
-    assert kernels == compiled(in_one_call, memory_budget=400_000)[1] == {"from_powers", "dlogits"}
-    assert compiled(in_one_call, return_entropy=True)[1] == {"from_powers"}
-    found, expected = (program.compile()(hidden, weight) for program in (one, two))
+    two, kernels = compiled(Batch.in_two_calls, memory_budget=400_000)
+    # Another budget: jax would not trace the same call again, and nothing would be seen.
+    assert kernels == compiled(Batch.loss, memory_budget=401_000)[1] == {"from_powers", "dlogits"}
+    assert compiled(Batch.loss, return_entropy=True)[1] == {"from_powers"}
+    found, expected = (program.compile()(b.hidden, b.weight) for program in (one, two))
     assert_same_bits(found, expected)
     assert np.asarray(found[1][0], np.float32).any()
 
