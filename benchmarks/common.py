@@ -41,9 +41,13 @@ def parser(
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     options.add_argument("--implementations", default=implementations, help="comma-separated names")
     options.add_argument("--rounds", type=int, default=5, help="interleaved rounds; figures are their medians")
+    return add_outputs(options)
+
+
+def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
     options.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
     options.add_argument("--plot", type=Path, help="draw the rows as a PNG")
-    options.add_argument("--smoke", action="store_true", help="one tiny shape, one short round")
+    options.add_argument("--smoke", action="store_true", help="one tiny case, one short round")
     return options
 
 

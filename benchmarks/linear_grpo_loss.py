@@ -41,9 +41,12 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     def weighted(budget: int) -> Callable[..., Any]:
         return lambda h, w: jnp.vdot(linear_logp(h, w, ids, memory_budget=budget, **head), p.upstream.reshape(lead))
 
-    def in_two_calls(h: jax.Array, w: jax.Array) -> jax.Array:
-        logp = linear_logp(h, w, ids, memory_budget=RECOMPUTED, **head)
-        return policy_loss(logp, logps, advantages, mask, ref_logps=logps, options=OPTIONS).loss
+    def in_two_calls(budget: int | None) -> Callable[..., Any]:
+        def loss(h: jax.Array, w: jax.Array) -> jax.Array:
+            logp = linear_logp(h, w, ids, memory_budget=budget, **head)
+            return policy_loss(logp, logps, advantages, mask, ref_logps=logps, options=OPTIONS).loss
+
+        return loss
 
     def in_one_call(budget: int) -> Callable[..., Any]:
         def loss(h: jax.Array, w: jax.Array) -> Any:
@@ -56,7 +59,8 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     def both(f: Callable[..., Any], *, has_aux: bool = False) -> Candidate:
         return candidate(jax.value_and_grad(f, (0, 1), has_aux=has_aux), 3, hidden, p.weight)
 
-    found = {"linear_logp, policy_loss: 64 MiB": both(in_two_calls)}
+    names = {"64 MiB": RECOMPUTED, "default": None}
+    found = {f"linear_logp, policy_loss: {budget}": both(in_two_calls(size)) for budget, size in names.items()}
     for budget, size in budgets(p).items():
         found[f"linear_logp: {budget}"] = both(weighted(size))
         found[f"linear_grpo_loss: {budget}"] = both(in_one_call(size), has_aux=True)

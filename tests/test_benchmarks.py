@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import det_gemm, grpo, linear_grpo_loss, linear_logp, logits_ops, torch_bridge, vocab_parallel
+from benchmarks import (
+    det_gemm,
+    grpo,
+    linear_grpo_loss,
+    linear_logp,
+    logits_ops,
+    mismatch,
+    torch_bridge,
+    vocab_parallel,
+)
 from benchmarks.common import Launch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.steps import make_mesh
@@ -45,6 +54,15 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys):
     assert status.pop(("mosaic", "")).startswith("not available")
     assert set(status.values()) == {"pass"} and ("xla", "linear_grpo_loss: N·V·2 B + 10 %") in status
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
+
+
+def test_mismatch_smoke(tmp_path, capsys):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    assert mismatch.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
+    found = {r["kind"]: r["mismatch"] for r in json.loads(out.read_text())["rows"]}
+    assert list(found) == list(mismatch.KINDS)
+    assert found["invariant, bfloat16"] == 0 < found["stock, float32"]
+    assert picture.stat().st_size > 1000 and "rollout and training" in capsys.readouterr().out
 
 
 def kill_first_child():
