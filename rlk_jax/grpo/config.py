@@ -74,7 +74,9 @@ class GrpoConfig:
     mesh: str = _option(
         "data=1,tensor=1", "devices along each mesh axis: batches are cut over data, the LM head over tensor"
     )
-    implementation: str | None = _option(None, "implementation of linear_logp (default: the fastest that runs)")
+    implementation: str | None = _option(
+        None, "implementation of linear_logp (default: the fastest that runs, with invariant that promises bits)"
+    )
     compute_dtype: str = _option(
         "float32", "what dense layers, attention and LM head compute in: float32 or bfloat16; parameters are float32"
     )
