@@ -221,6 +221,58 @@ def det_dot_general(
     )
 
 
+@jax.custom_vjp
+def embed(table: Float[Array, "V D"], ids: Int[Array, "*lead"]) -> Float[Array, "*lead D"]:
+    """Rows of an embedding table, `jnp.take(table, ids, axis=0)`.
+
+    Gradients have the same bits run to run: a row's are added up in one order, where XLA's scatter has none on GPUs.
+    Ids beyond the table give NaN, and no gradient.
+    """
+    return jnp.take(table, ids, axis=0)
+
+
+def _embed_fwd(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return embed(table, ids), (table, ids)
+
+
+def _embed_bwd(residuals: tuple[Array, Array], upstream: Array) -> tuple[Array, None]:
+    table, ids = residuals
+
+    def scattered(ids: Array, upstream: Array) -> Array:
+        return jax.linear_transpose(lambda table: jnp.take(table, ids, axis=0), table)(upstream)[0]
+
+    def ordered(ids: Array, upstream: Array) -> Array:
+        flat = ids.reshape(-1), upstream.reshape(-1, table.shape[1]).astype(jnp.float32)
+        return rows_added_up(*flat, table.shape[0]).astype(table.dtype)
+
+    return lax.platform_dependent(ids, upstream, cpu=scattered, tpu=scattered, default=ordered), None
+
+
+embed.defvjp(_embed_fwd, _embed_bwd)
+
+
+def rows_added_up(ids: Int[Array, " N"], rows: Float32[Array, "N D"], size: int) -> Float32[Array, "{size} D"]:
+    """Row i is the sum of those rows whose id is i, each sum in an order of its own: in pairs, then pairs of these, ….
+
+    Sorted by id; then k doublings leave in every place the sum of the last 2^k rows up to it that have its id.
+    """
+    count = len(ids)
+    places, ids = jnp.arange(count), jnp.where(ids < 0, ids + size, ids)
+    order = jnp.argsort(ids, stable=True)
+    ids, rows = ids[order], rows[order]
+
+    def double(k: Array, sums: Array) -> Array:
+        before = places - (1 << k)
+        joins = (before >= 0) & (ids[before] == ids)
+        return sums + jnp.where(joins[:, None], sums[before], 0)
+
+    sums = lax.fori_loop(0, max(0, count - 1).bit_length(), double, rows)
+    is_last = jnp.append(ids[1:], -1) != ids
+    # All others go where there is no row, each to a place of its own.
+    targets = jnp.where(is_last & (ids >= 0) & (ids < size), ids, size + places)
+    return jnp.zeros((size, rows.shape[1]), jnp.float32).at[targets].set(sums, mode="drop", unique_indices=True)
+
+
 class DetDense(nnx.Linear):
     """`nnx.Linear` through `det_gemm`: `[*lead, in] → [*lead, out]`, kernel `[in, out]`, computed in bfloat16.
 

@@ -222,3 +222,33 @@ def test_drop_in_for_nnx_linear():
 def test_other_contractions_are_refused(numbers):
     with pytest.raises(ValueError, match="det_dot_general contracts"):
         nn.det_dot_general(jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 4), jnp.bfloat16), numbers)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(-9, 9), max_size=40))
+def test_rows_are_added_up_by_id(ids):
+    """Ids below 0 count from the end of the table's 7, and those beyond it are dropped, as in jnp.take."""
+    rows = np.random.default_rng(0).integers(-9, 9, (len(ids), 3)).astype(np.float32)  # whose sums are exact
+    expected = np.zeros((7, 3), np.float32)
+    for i, row in zip(ids, rows, strict=True):
+        if -7 <= i < 7:
+            expected[i] += row
+    np.testing.assert_array_equal(nn.rows_added_up(jnp.array(ids, jnp.int32), rows, 7), expected)
+
+
+def test_a_sum_of_rows_has_its_bits_whatever_others_there_are():
+    rng = np.random.default_rng(0)
+    ids, rows = jnp.asarray(rng.integers(0, 20, 500)), rng.normal(size=(500, 3)).astype(np.float32)
+    own = np.flatnonzero(ids == 7)
+    alone = nn.rows_added_up(ids[own], rows[own], 20)
+    assert_same_bits(nn.rows_added_up(ids, rows, 20)[7], alone[7])
+
+
+def test_embed_is_jnp_take():
+    table, ids = jax.random.normal(jax.random.key(0), (9, 4)), jnp.array([[0, 8, 3], [3, 3, -1]])
+    take = functools.partial(jnp.take, axis=0)
+    assert_same_bits(nn.embed(table, ids), take(table, ids))
+    ours, theirs = (jax.grad(lambda table, f=f: (f(table, ids) ** 2).sum())(table) for f in (nn.embed, take))
+    assert_same_bits(ours, theirs)
+    with pytest.raises(ValueError, match="integer"):
+        nn.embed(table, jnp.zeros(3))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from rlk_jax import nn
 from rlk_jax.grpo.layers import STOCK, Layers, Slots
 
 
@@ -105,7 +106,7 @@ class Decoder(nnx.Module):
         start: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Hidden states of tokens in slots `start..start+T`, after the slots that the cache already holds."""
-        slots, x, extended = Slots(start, padding), self.embed(tokens), []
+        slots, x, extended = Slots(start, padding), nn.embed(self.embed.embedding[...], tokens), []
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             x, layer_cache = block(x, slots, layer_cache)
             extended.append(layer_cache)

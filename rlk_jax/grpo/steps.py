@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,8 @@ MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
 EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
+_REPEATABLE = {"xla_gpu_autotune_level": 0}
+"""Of a GPU's compiler: else every process would tune products anew, and a resumed run would have other bits."""
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
 
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
@@ -229,12 +232,13 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         return {"sampled": sampled.mean(), "greedy": greedy.mean()}
 
     state = head.shardings(jax.eval_shape(initial_state))
+    jit = partial(jax.jit, compiler_options=_REPEATABLE if mesh.devices.flat[0].platform == "gpu" else None)
     return Steps(
-        initial_state=jax.jit(initial_state, out_shardings=state),
-        start_grpo=jax.jit(start_grpo, out_shardings=state),
-        warmup_step=jax.jit(warmup_step, out_shardings=(state, replicated)),
-        grpo_step=jax.jit(grpo_step, out_shardings=(state, replicated)),
-        heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
+        initial_state=jit(initial_state, out_shardings=state),
+        start_grpo=jit(start_grpo, out_shardings=state),
+        warmup_step=jit(warmup_step, out_shardings=(state, replicated)),
+        grpo_step=jit(grpo_step, out_shardings=(state, replicated)),
+        heldout_rewards=jit(heldout_rewards, out_shardings=replicated),
     )
 
 

@@ -1,20 +1,24 @@
 """`rlk grpo`'s steps on GPUs: rollouts in the bits of training, on one and on several."""
 
+import os
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
 from rlk_jax.grpo.tasks import task_of
 from tests import helpers
-from tests.grpo import prompts
+from tests.grpo import prompts, tiny
 
 WARMUP = 60
+ADAM_B1 = 0.9
 ONE = "data=1,tensor=1"
 
 
@@ -36,8 +40,12 @@ def build(chosen: GrpoConfig) -> Steps:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> Warm:
-    file = prompts.write(tmp_path_factory.mktemp("prompts") / "mixed.jsonl", longest=150)
+def file(tmp_path_factory) -> str:
+    return prompts.write(tmp_path_factory.mktemp("prompts") / "mixed.jsonl", longest=150)
+
+
+@pytest.fixture(scope="module")
+def warm(file) -> Warm:
     steps = build(config(prompts=file))
     state = steps.initial_state()
     for step in range(WARMUP):
@@ -45,14 +53,25 @@ def warm(tmp_path_factory) -> Warm:
     return Warm(jax.device_get(state), file)
 
 
-def one_step(warm: Warm, mesh: str = ONE, **changes: Any) -> dict[str, np.ndarray]:
-    """The metrics of the first GRPO step from these weights."""
+class Run(NamedTuple):
+    """The metrics of the first two GRPO steps, and the gradients of the first update, clipped, of a whole head."""
+
+    metrics: list[dict[str, np.ndarray]]
+    gradients: jax.Array
+
+
+def two_steps(warm: Warm, mesh: str = ONE, **changes: Any) -> Run:
+    """From these weights."""
     chosen = config(mesh=mesh, prompts=warm.file, **changes)
     devices = make_mesh(chosen)
     head, steps = head_of(chosen, devices), build(chosen)
     whole = jax.device_put(warm.state, NamedSharding(devices, PartitionSpec()))
     state = steps.start_grpo(jax.jit(head.cut, out_shardings=head.shardings(warm.state))(whole))
-    return jax.device_get(steps.grpo_step(state, WARMUP)[1])
+    state, first = steps.grpo_step(state, WARMUP)
+    moments = jax.device_get(head.whole(optax.tree_utils.tree_get(state.opt_state, "mu")))
+    _, second = steps.grpo_step(state, WARMUP + 1)
+    gradients = jnp.concatenate([x.ravel() for x in jax.tree.leaves(moments)]) / (1 - ADAM_B1)
+    return Run(jax.device_get([first, second]), gradients)
 
 
 INVARIANT: dict[str, Any] = {"invariant": True, "implementation": "mosaic"}
@@ -60,42 +79,61 @@ SAVING: dict[str, Any] = {"micro_batches": 4, "packing": True, "rollout_buckets"
 
 
 @pytest.fixture(scope="module")
-def alone(warm) -> dict[str, np.ndarray]:
-    return one_step(warm, **INVARIANT)
+def alone(warm) -> Run:
+    return two_steps(warm, **INVARIANT)
 
 
-def assert_first_update_starts_at_ratio_one(measured: dict[str, np.ndarray]) -> None:
-    assert measured["mismatch"] == 0 and measured["clip_fraction"] == 0
-    assert measured["ratio_min"] == measured["ratio_max"] == 1
+def assert_rollouts_have_the_bits_of_training(run: Run) -> None:
+    """In both steps: the second is of weights that moved."""
+    assert np.any(np.asarray(run.gradients))
+    for measured in run.metrics:
+        assert measured["mismatch"] == 0 and measured["clip_fraction"] == 0
+        assert measured["ratio_min"] == measured["ratio_max"] == 1
 
 
 def test_a_rollout_has_the_bits_of_training(alone):
-    assert 0 < alone["reward"] < 1
-    assert_first_update_starts_at_ratio_one(alone)
+    assert 0 < alone.metrics[0]["reward"] < 1
+    assert_rollouts_have_the_bits_of_training(alone)
 
 
 def test_stock_layers_decode_with_other_bits(warm):
-    assert one_step(warm, implementation="mosaic")["mismatch"] > 0
+    assert all(measured["mismatch"] > 0 for measured in two_steps(warm, implementation="mosaic").metrics)
+
+
+def on_gpus(count: int, mesh: str, changes: dict[str, Any]) -> Any:
+    """A parameter of a test; marked, for a test that skips itself would have its fixtures first."""
+    too_few = pytest.mark.skipif(jax.device_count() < count, reason=f"needs {count} GPUs")
+    return pytest.param(mesh, changes, marks=too_few, id=f"{mesh}{', saving' if changes else ''}")
 
 
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        (ONE, SAVING),
-        ("data=2,tensor=1", {}),
-        ("data=1,tensor=2", {}),
-        ("data=2,tensor=1", SAVING),
-        ("data=2,tensor=2", SAVING),
-        ("data=4,tensor=1", {}),
-        ("data=1,tensor=4", {}),
+        on_gpus(1, ONE, SAVING),
+        on_gpus(2, "data=2,tensor=1", {}),
+        on_gpus(2, "data=1,tensor=2", {}),
+        on_gpus(2, "data=2,tensor=1", SAVING),
+        on_gpus(2, "data=1,tensor=2", SAVING),
+        on_gpus(4, "data=2,tensor=2", SAVING),
+        on_gpus(4, "data=4,tensor=1", {}),
+        on_gpus(4, "data=1,tensor=4", {}),
     ],
 )
 def test_other_meshes_batches_and_rows_measure_the_same(warm, alone, mesh, changes):
-    """The same samples, for log-probs have the same bits; losses are sums in other orders."""
-    if config(mesh=mesh).mesh_shape[0] * config(mesh=mesh).mesh_shape[1] > jax.device_count():
-        pytest.skip(f"{mesh} needs more than {jax.device_count()} GPUs")
-    measured = one_step(warm, mesh, **INVARIANT, **changes)
-    assert_first_update_starts_at_ratio_one(measured)
-    assert (measured["reward"], measured["tokens"]) == (alone["reward"], alone["tokens"])
-    found = [jnp.array([x[name] for name in sorted(alone.keys() - {"tokens"})]) for x in (measured, alone)]
+    """The same samples, for log-probs have the same bits; losses and gradients are sums in other orders, and what
+    they move the weights by is not the same any more.
+    """
+    run = two_steps(warm, mesh, **INVARIANT, **changes)
+    assert_rollouts_have_the_bits_of_training(run)
+    first, expected = run.metrics[0], alone.metrics[0]
+    assert (first["reward"], first["tokens"]) == (expected["reward"], expected["tokens"])
+    found = [jnp.array([x[name] for name in sorted(expected.keys() - {"tokens"})]) for x in (first, expected)]
     helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "forward")
+    helpers.assert_within_contract(run.gradients, alone.gradients, "grpo_training", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize("changes", [{}, {**INVARIANT, **SAVING, "compute_dtype": "bfloat16"}], ids=["stock", "saving"])
+def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(file, tmp_path, changes):
+    """In another process, which compiles all programs anew."""
+    changes = {**changes, "prompts": file, "width": 32, "checkpoint_every": 3}
+    tiny.assert_resumes(RunFolder(tmp_path / "out"), tiny.run_apart(os.environ), **changes)

@@ -12,11 +12,8 @@ from pathlib import Path
 import chex
 import pytest
 
-from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
-from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
+from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.stopping import stop_on_signal
-from rlk_jax.grpo.tasks import task_of
-from tests import helpers
 from tests.grpo import tiny
 from tests.grpo.prompts import write as write_prompts
 
@@ -26,13 +23,6 @@ LONG = {"warmup_steps": PHASE_STEPS, "grpo_steps": PHASE_STEPS, "checkpoint_ever
 
 def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def final_state(folder: RunFolder, **changes) -> tuple[TrainState, int]:
-    config = tiny.config(**changes)
-    steps = build_steps(config, task_of(config), make_mesh(config))
-    with open_checkpoints(folder) as checkpoints:
-        return restore_latest(checkpoints, steps.initial_state())
 
 
 def run_interrupted(command: list[str], environment: dict[str, str], folder: RunFolder, at: int, number: int) -> int:
@@ -73,7 +63,7 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
         subprocess.run([*start, str(unbroken.path)], env=environment, check=True, stdout=subprocess.DEVNULL)
         broken_run.result()
 
-    (state, step), (expected, expected_step) = (final_state(folder, **LONG) for folder in (broken, unbroken))
+    (state, step), (expected, expected_step) = (tiny.final_state(folder, **LONG) for folder in (broken, unbroken))
     assert step == expected_step == 2 * PHASE_STEPS
     chex.assert_trees_all_equal(state, expected)
     for file in ("metrics", "summary", "config"):
@@ -89,16 +79,10 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
     ids=str,
 )
 def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):
-    out, changes = RunFolder(tmp_path / "out"), {**changes, "checkpoint_every": 2}
+    changes = {**changes, "checkpoint_every": 3}
     if "packing" in changes:
         changes["prompts"] = write_prompts(tmp_path / "mixed.jsonl", longest=20)
-    command = [*tiny.options(**changes), "--out", out.path]
-    assert tiny.run_here(*command) == 0
-    state, metrics, summary = final_state(out, **changes), out.metrics.read_bytes(), out.summary.read_bytes()
-    tiny.lose_the_end(out, steps=5)
-    assert tiny.run_here(*command, "--resume") == 0
-    helpers.assert_same_bits(final_state(out, **changes)[0], state[0])
-    assert (out.metrics.read_bytes(), out.summary.read_bytes()) == (metrics, summary)
+    tiny.assert_resumes(RunFolder(tmp_path / "out"), tiny.run_here, **changes)
 
 
 def test_first_signal_asks_and_the_second_one_kills():

@@ -1,6 +1,5 @@
 """Training with the LM head cut over the tensor axis: where it lies, and that it trains as the whole one does."""
 
-import subprocess
 from typing import NamedTuple
 
 import jax
@@ -126,16 +125,6 @@ def test_a_head_that_refuses_to_run_cut_is_a_bad_input(tmp_path, capsys, monkeyp
 
 
 def test_command_trains_on_four_devices_and_resumes(tmp_path):
-    """Stopped by a lost summary and last checkpoint, it ends with the files that it had."""
-    out = RunFolder(tmp_path / "out")
     environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    options = tiny.options(mesh="data=2,tensor=2", checkpoint_every=2)
-    command = [*tiny.COMMAND, *options, "--out", str(out.path)]
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    metrics, summary = out.metrics.read_bytes(), out.summary.read_bytes()
-    assert metrics.count(b"\n") == 5
-    tiny.lose_the_end(out, steps=5)
-    subprocess.run([*command, "--resume"], env=environment, check=True, stdout=subprocess.DEVNULL)
-    assert out.metrics.read_bytes() == metrics
-    assert out.summary.read_bytes() == summary
-    assert (out.checkpoints / "5").is_dir()
+    out, run = RunFolder(tmp_path / "out"), tiny.run_apart(environment)
+    tiny.assert_resumes(out, run, mesh="data=2,tensor=2", checkpoint_every=2)

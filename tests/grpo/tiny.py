@@ -3,13 +3,18 @@
 import argparse
 import os
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
-from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
+from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
+from rlk_jax.grpo.tasks import task_of
+from tests import helpers
 
 COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
 SIZES: dict[str, Any] = {
@@ -45,6 +50,33 @@ def lose_the_end(folder: RunFolder, steps: int) -> None:
     """Of a finished run of so many steps: its last checkpoint and summary, as if it had been killed before them."""
     shutil.rmtree(folder.checkpoints / str(steps))
     folder.summary.unlink()
+
+
+def run_apart(environment: Mapping[str, str]) -> Callable[..., int]:
+    """As `run_here`, each in a process of its own."""
+    return lambda *arguments: (
+        subprocess.run([*COMMAND, *map(str, arguments)], env=environment, stdout=subprocess.DEVNULL).returncode
+    )
+
+
+def final_state(folder: RunFolder, **changes: Any) -> tuple[TrainState, int]:
+    """The newest checkpoint of such a run, and its step."""
+    chosen = config(**changes)
+    steps = build_steps(chosen, task_of(chosen), make_mesh(chosen))
+    with open_checkpoints(folder) as checkpoints:
+        return restore_latest(checkpoints, steps.initial_state())
+
+
+def assert_resumes(folder: RunFolder, run: Callable[..., int], **changes: Any) -> None:
+    """Five steps by `run`, and again those behind the last checkpoint but one: the same state and files, to the bit."""
+    command = [*options(**changes), "--out", folder.path]
+    assert run(*command) == 0
+    (state, done), *files = final_state(folder, **changes), folder.metrics.read_bytes(), folder.summary.read_bytes()
+    assert done == files[0].count(b"\n") == 5
+    lose_the_end(folder, steps=5)
+    assert run(*command, "--resume") == 0
+    helpers.assert_same_bits(final_state(folder, **changes)[0], state)
+    assert [folder.metrics.read_bytes(), folder.summary.read_bytes()] == files
 
 
 def environment(compile_cache: Path) -> dict[str, str]:
