@@ -80,7 +80,7 @@ class _InvariantNorm(nnx.RMSNorm):
         return nn.rms_norm(x, self.scale[...])
 
 
-STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu, 1)
+STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu, alignment=1)
 INVARIANT = Layers(
     jnp.bfloat16,
     nn.DetDense,
@@ -89,6 +89,6 @@ INVARIANT = Layers(
     _invariant_attend,
     nn.isolated(jnp.add),
     nn.isolated(_swiglu),
-    nn.BLOCK,
+    alignment=nn.BLOCK,
 )
 """A token keeps its bits in any batch, padded, and decoded one by one through the cache; det_gemm wants 16 bits."""

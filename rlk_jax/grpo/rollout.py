@@ -99,5 +99,5 @@ def sample_by_length[Logps](
     def cut(x: Array) -> Array:
         return jax.lax.with_sharding_constraint(x[order].reshape(buckets, -1, *x.shape[1:]), spread)
 
-    found = jax.lax.map(one, jax.tree.map(cut, (examples, keys)))
-    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[jnp.argsort(order)], found)
+    found, back = jax.lax.map(one, jax.tree.map(cut, (examples, keys))), jnp.argsort(order)
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[back], found)

@@ -91,6 +91,6 @@ def first_fit(lengths: Int[Array, "B"], *, width: int, multiple: int) -> tuple[I
         start = used[row]
         return used.at[row].set(-(-(start + length) // multiple) * multiple), (row, start)
 
-    _, places = jax.lax.scan(place, jnp.zeros_like(lengths), lengths[order])
-    row, start = jax.tree.map(lambda x: x[jnp.argsort(order)], places)
-    return row, start
+    _, (row, start) = jax.lax.scan(place, jnp.zeros_like(lengths), lengths[order])
+    back = jnp.argsort(order)
+    return row[back], start[back]
