@@ -57,7 +57,7 @@ def measure(kind: str, steps: int, warmup: int, sizes: dict[str, Any]) -> list[R
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table("decoder", "steps", "least mismatch", "largest", "least ratio", "largest", "clip fraction")
+    table = Table("decoder", "steps", "mismatch from", "to", "ratio from", "to", "clip fraction")
     for kind in KINDS:
         own = [r for r in rows if r.kind == kind]
         mismatches, smallest = [r.mismatch for r in own], min(r.ratio_min for r in own)
@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="of GRPO (default: %(default)s)")
     common.add_outputs(parser)
     options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     run = (1, 0, SMOKE) if options.smoke else (options.steps, WARMUP, {})
     rows = [row for kind in KINDS for row in measure(kind, *run)]
     _show(rows)

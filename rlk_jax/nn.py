@@ -16,11 +16,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from rlk_jax import dispatch, validation
 from rlk_jax._problem import rounded_product
-from rlk_jax._transforms import varying_like
+from rlk_jax._transforms import equally_varying, varying_like
 from rlk_jax.det_gemm import det_gemm
 from rlk_jax.linear_logp import linear_logp
 
@@ -221,37 +221,47 @@ def det_dot_general(
     )
 
 
-@jax.custom_vjp
 def embed(table: Float[Array, "V D"], ids: Int[Array, "*lead"]) -> Float[Array, "*lead D"]:
     """Rows of an embedding table, `jnp.take(table, ids, axis=0)`.
 
-    Gradients have the same bits run to run: a row's are added up in one order, where XLA's scatter has none on GPUs.
-    Ids beyond the table give NaN, and no gradient.
+    A row's gradient is added up in float32 and in one order: the same bits run to run, where XLA's scatter has none on
+    GPUs. Reverse mode only. Ids beyond the table give NaN, and no gradient. Raises ValueError for a table that is not
+    `[V, D]` of a float dtype with D at least 1, and for ids that are not integers.
     """
+    validation.embedding(table, ids)
+    return _embed(*equally_varying((jnp.asarray(table), validation.as_int32(ids))))
+
+
+@jax.custom_vjp
+def _embed(table: Array, ids: Array) -> Array:
     return jnp.take(table, ids, axis=0)
 
 
 def _embed_fwd(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return embed(table, ids), (table, ids)
+    return _embed(table, ids), (table[:, :0], ids)  # of the table, the backward asks for length and dtype
 
 
 def _embed_bwd(residuals: tuple[Array, Array], upstream: Array) -> tuple[Array, None]:
     table, ids = residuals
+    rows = upstream.reshape(-1, upstream.shape[-1])
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
-    def scattered(ids: Array, upstream: Array) -> Array:
-        return jax.linear_transpose(lambda table: jnp.take(table, ids, axis=0), table)(upstream)[0]
+    def scattered(ids: Array, rows: Array) -> Array:
+        """What CPUs and TPUs add up in order."""
+        zeros = varying_like(jnp.zeros((len(table), rows.shape[1]), rows.dtype), rows)
+        return jax.linear_transpose(lambda table: jnp.take(table, ids, axis=0), zeros)(rows)[0]
 
-    def ordered(ids: Array, upstream: Array) -> Array:
-        flat = ids.reshape(-1), upstream.reshape(-1, table.shape[1]).astype(jnp.float32)
-        return rows_added_up(*flat, table.shape[0]).astype(table.dtype)
+    def ordered(ids: Array, rows: Array) -> Array:
+        return rows_added_up(ids, rows, len(table))
 
-    return lax.platform_dependent(ids, upstream, cpu=scattered, tpu=scattered, default=ordered), None
-
-
-embed.defvjp(_embed_fwd, _embed_bwd)
+    sums = lax.platform_dependent(ids.reshape(-1), wide, cpu=scattered, tpu=scattered, default=ordered)
+    return sums.astype(table.dtype), None
 
 
-def rows_added_up(ids: Int[Array, " N"], rows: Float32[Array, "N D"], size: int) -> Float32[Array, "{size} D"]:
+_embed.defvjp(_embed_fwd, _embed_bwd)
+
+
+def rows_added_up(ids: Int32[Array, " N"], rows: Float[Array, "N D"], size: int) -> Float[Array, "{size} D"]:
     """Row i is the sum of those rows whose id is i, each sum in an order of its own: in pairs, then pairs of these, ….
 
     Sorted by id; then k doublings leave in every place the sum of the last 2^k rows up to it that have its id.
@@ -270,7 +280,8 @@ def rows_added_up(ids: Int[Array, " N"], rows: Float32[Array, "N D"], size: int)
     is_last = jnp.append(ids[1:], -1) != ids
     # All others go where there is no row, each to a place of its own.
     targets = jnp.where(is_last & (ids >= 0) & (ids < size), ids, size + places)
-    return jnp.zeros((size, rows.shape[1]), jnp.float32).at[targets].set(sums, mode="drop", unique_indices=True)
+    zeros = varying_like(jnp.zeros((size, rows.shape[1]), rows.dtype), sums)
+    return zeros.at[targets].set(sums, mode="drop", unique_indices=True)
 
 
 class DetDense(nnx.Linear):

@@ -517,6 +517,15 @@ def rotary(shape: tuple[int, ...], positions: tuple[int, ...]) -> None:
     )
 
 
+def embedding(table: Any, ids: Any) -> None:
+    """Static checks of nn.embed."""
+    _require(
+        jnp.ndim(table) == 2 and table.shape[1] >= 1 and jnp.issubdtype(table.dtype, jnp.floating),
+        f"embed needs a float table [V, D], D at least 1, got {jnp.result_type(table)} of shape {jnp.shape(table)}.",
+    )
+    _require(jnp.issubdtype(jnp.result_type(ids), jnp.integer), f"embed needs integer ids, got {jnp.result_type(ids)}.")
+
+
 def require_positive_integer(name: str, x: Any) -> None:
     _require(_is_integer(x) and x >= 1, f"{name} must be a positive integer, got {x!r}.")
 

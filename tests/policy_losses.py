@@ -49,19 +49,28 @@ def batch(lead: tuple[int, int], dim: int, vocab_size: int, dtype: Any = jnp.flo
 
 def gradients(loss: Callable[..., PolicyLoss], *operands: Any) -> Any:
     """((loss, everything), the gradients of all operands)."""
-
-    def with_metrics(*operands: Any) -> tuple[Any, PolicyLoss]:
-        found = loss(*operands)
-        return found.loss, found
-
-    return jax.jit(jax.value_and_grad(with_metrics, tuple(range(len(operands))), has_aux=True))(*operands)
+    return _gradients(loss, *operands).compile()(*operands)
 
 
 def gradients_of_batch(loss: Callable[..., PolicyLoss], b: Batch, **options: Any) -> Any:
     """Of hidden, weight and, where there is one, bias, with `Batch.loss` or `Batch.in_two_calls`."""
+    program, operands = lowered(loss, b, **options)
+    return program.compile()(*operands)
+
+
+def lowered(loss: Callable[..., PolicyLoss], b: Batch, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The program of `gradients_of_batch`, and its operands."""
     operands = {name: x for name in ("hidden", "weight", "bias") if (x := getattr(b, name)) is not None}
 
     def of(*xs: Any) -> PolicyLoss:
         return loss(b._replace(**dict(zip(operands, xs, strict=True))), **options)
 
-    return gradients(of, *operands.values())
+    return _gradients(of, *operands.values()), tuple(operands.values())
+
+
+def _gradients(loss: Callable[..., PolicyLoss], *operands: Any) -> Any:
+    def with_metrics(*operands: Any) -> tuple[Any, PolicyLoss]:
+        found = loss(*operands)
+        return found.loss, found
+
+    return jax.jit(jax.value_and_grad(with_metrics, tuple(range(len(operands))), has_aux=True)).lower(*operands)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
 from rlk_jax import nn
 from tests.helpers import assert_same_bits, assert_within_contract
@@ -244,11 +245,77 @@ def test_a_sum_of_rows_has_its_bits_whatever_others_there_are():
     assert_same_bits(nn.rows_added_up(ids, rows, 20)[7], alone[7])
 
 
-def test_embed_is_jnp_take():
-    table, ids = jax.random.normal(jax.random.key(0), (9, 4)), jnp.array([[0, 8, 3], [3, 3, -1]])
-    take = functools.partial(jnp.take, axis=0)
+@pytest.fixture(params=["in order of ids", "as on GPUs"])
+def adds_up(request, monkeypatch):
+    """Both ways in which a gradient of embed is added up; in programs of their own."""
+    if request.param == "as on GPUs":
+        monkeypatch.setattr(nn.lax, "platform_dependent", lambda *x, default, **others: default(*x))
+
+
+def lookup_gradient(lookup, table, ids):
+    return jax.grad(lambda table: (lookup(table, ids).astype(jnp.float32) ** 2).sum())(table)
+
+
+take = functools.partial(jnp.take, axis=0)
+
+
+@pytest.mark.parametrize("ids_dtype", [jnp.int32, jnp.int8, jnp.uint8, jnp.uint32])
+def test_embed_is_jnp_take(adds_up, ids_dtype):
+    """With ids that come twice, in either order of sums; also where the table is longer than a dtype counts."""
+    table = jax.random.normal(jax.random.key(0), (300, 4))
+    ids = jnp.array([[0, 8, 3], [3, 127, 100]], ids_dtype)
     assert_same_bits(nn.embed(table, ids), take(table, ids))
-    ours, theirs = (jax.grad(lambda table, f=f: (f(table, ids) ** 2).sum())(table) for f in (nn.embed, take))
-    assert_same_bits(ours, theirs)
-    with pytest.raises(ValueError, match="integer"):
-        nn.embed(table, jnp.zeros(3))
+    assert_same_bits(lookup_gradient(nn.embed, table, ids), lookup_gradient(take, table, ids))
+
+
+def test_ids_from_the_end_and_beyond(adds_up):
+    table, ids = jnp.ones((9, 4)), jnp.array([-1, 8, 9, -10])
+    found = jax.grad(lambda table: nn.embed(table, ids)[:2].sum())(table)
+    assert_same_bits(found, jnp.zeros((9, 4)).at[8].set(2.0))
+    assert np.isnan(nn.embed(table, ids)).any(axis=1).tolist() == [False, False, True, True]
+
+
+def test_gradients_of_16_bit_tables_are_added_up_in_float32(adds_up):
+    table = jnp.ones((3, 2), jnp.bfloat16)
+    found = jax.grad(lambda table: nn.embed(table, jnp.ones(5000, jnp.int32)).astype(jnp.float32).sum())(table)
+    assert_same_bits(found, jnp.zeros((3, 2), jnp.bfloat16).at[1].set(5000))
+
+
+@pytest.mark.parametrize("table_spec", [PartitionSpec(), PartitionSpec("x")])
+def test_embed_inside_shard_map(adds_up, table_spec):
+    """Tokens on other devices than each other, of one table and of a table each."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    table, ids = jax.random.normal(jax.random.key(0), (10, 4)), jnp.array([[0, 4, 3], [3, 3, 1]])
+
+    def loss(table):
+        shard = jax.shard_map(
+            lambda table, ids: jax.lax.psum((nn.embed(table, ids) ** 2).sum(), "x"),
+            mesh=mesh,
+            in_specs=(table_spec, PartitionSpec("x")),
+            out_specs=PartitionSpec(),
+        )
+        return shard(table, ids)
+
+    # Exact sums, so that their order does not matter.
+    table = jnp.round(4 * table)
+    whole = ids if table_spec == PartitionSpec() else ids + jnp.array([[0], [5]])
+    assert_same_bits(jax.jit(jax.grad(loss))(table), lookup_gradient(take, table, whole))
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "message"),
+    [
+        (
+            np.ones(3, np.float32),
+            np.zeros(2, int),
+            "embed needs a float table [V, D], D at least 1, got float32 of",
+        ),
+        (np.ones((3, 0), np.float32), np.zeros(2, int), "of shape (3, 0)."),
+        (np.ones((3, 2), int), np.zeros(2, int), "embed needs a float table [V, D], D at least 1, got int"),
+        (np.ones((3, 2), np.float32), np.zeros(2), "embed needs integer ids, got float"),
+        (np.ones((3, 2), np.float32), np.zeros(2, bool), "embed needs integer ids, got bool."),
+    ],
+)
+def test_embed_refuses_what_does_not_fit(table, ids, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        nn.embed(table, ids)

@@ -35,8 +35,6 @@ MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
 EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
-_REPEATABLE = {"xla_gpu_autotune_level": 0}
-"""Of a GPU's compiler: else every process would tune products anew, and a resumed run would have other bits."""
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
 
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
@@ -82,6 +80,11 @@ def make_mesh(config: GrpoConfig) -> Mesh:
     if data * tensor > len(devices):
         raise BadInput(f"mesh {config.mesh} needs {data * tensor} devices and there are {len(devices)}")
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """For programs on these devices. A GPU's would be tuned anew in every process, and resumed runs have other bits."""
+    return {"xla_gpu_autotune_level": 0} if mesh.devices.flat[0].platform == "gpu" else None
 
 
 def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
@@ -232,7 +235,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         return {"sampled": sampled.mean(), "greedy": greedy.mean()}
 
     state = head.shardings(jax.eval_shape(initial_state))
-    jit = partial(jax.jit, compiler_options=_REPEATABLE if mesh.devices.flat[0].platform == "gpu" else None)
+    jit = partial(jax.jit, compiler_options=compiler_options(mesh))
     return Steps(
         initial_state=jit(initial_state, out_shardings=state),
         start_grpo=jit(start_grpo, out_shardings=state),

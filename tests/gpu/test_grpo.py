@@ -127,13 +127,15 @@ def test_other_meshes_batches_and_rows_measure_the_same(warm, alone, mesh, chang
     assert_rollouts_have_the_bits_of_training(run)
     first, expected = run.metrics[0], alone.metrics[0]
     assert (first["reward"], first["tokens"]) == (expected["reward"], expected["tokens"])
-    found = [jnp.array([x[name] for name in sorted(expected.keys() - {"tokens"})]) for x in (first, expected)]
+    # Ratios are exactly 1, and would drown the rest.
+    names = sorted(expected.keys() - {"tokens", "ratio_min", "ratio_max"})
+    found = [jnp.array([x[name] for name in names]) for x in (first, expected)]
     helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "forward")
-    helpers.assert_within_contract(run.gradients, alone.gradients, "grpo_training", jnp.bfloat16, "gradient")
+    helpers.assert_within_contract(run.gradients, alone.gradients, "grpo_accumulation", jnp.bfloat16, "gradient")
 
 
 @pytest.mark.parametrize("changes", [{}, {**INVARIANT, **SAVING, "compute_dtype": "bfloat16"}], ids=["stock", "saving"])
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(file, tmp_path, changes):
     """In another process, which compiles all programs anew."""
-    changes = {**changes, "prompts": file, "width": 32, "checkpoint_every": 3}
-    tiny.assert_resumes(RunFolder(tmp_path / "out"), tiny.run_apart(os.environ), **changes)
+    run = tiny.run_apart(os.environ)
+    tiny.assert_resumes(RunFolder(tmp_path / "out"), run, **changes, prompts=file, width=32, samples_per_prompt=8)

@@ -10,8 +10,8 @@ from tests.gpu.hopper import every_implementation
 from tests.helpers import assert_same_bits
 from tests.policy_losses import Batch, gradients_of_batch
 
-BUDGETS = (2**23, 2**25, None)
-"""Of 20 MB of exponentials one keeps next to none, one some beside what it holds at a time, the default all of them."""
+BUDGETS = (2**20, 2**24, None)
+"""Of 20 MB of exponentials the first keeps none, the second three quarters, the default all of them."""
 LOSSES = {
     "dapo": LossOptions(beta=0.07, clip_eps_high=0.3),
     "gspo": LossOptions(loss_type="gspo", beta=0.07, kl_estimator="k2"),
@@ -25,10 +25,14 @@ def test_the_bits_of_two_calls_whatever_is_kept(implementation, loss):
     b = policy_losses.batch((4, 500), 192, 5056, jnp.bfloat16)
     temperature = jnp.linspace(0.5, 2, 2000).reshape(4, 500)
     options = {"options": LOSSES[loss], "temperature": temperature, "implementation": implementation}
-    expected = gradients_of_batch(Batch.in_two_calls, b, memory_budget=BUDGETS[0], **options)
+    expected, held = gradients_of_batch(Batch.in_two_calls, b, memory_budget=BUDGETS[0], **options), []
     for budget in BUDGETS:
-        assert_same_bits(gradients_of_batch(Batch.loss, b, memory_budget=budget, **options), expected)
+        program, operands = policy_losses.lowered(Batch.loss, b, memory_budget=budget, **options)
+        compiled = program.compile()
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+        assert_same_bits(compiled(*operands), expected)
     assert np.asarray(expected[1][0], np.float32).any()
+    assert held[0] + 10e6 < held[1] and held[1] + 2e6 < held[2]
 
 
 @every_implementation

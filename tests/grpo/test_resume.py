@@ -79,9 +79,8 @@ def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path
     ids=str,
 )
 def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):
-    changes = {**changes, "checkpoint_every": 3}
     if "packing" in changes:
-        changes["prompts"] = write_prompts(tmp_path / "mixed.jsonl", longest=20)
+        changes = {**changes, "prompts": write_prompts(tmp_path / "mixed.jsonl", longest=20)}
     tiny.assert_resumes(RunFolder(tmp_path / "out"), tiny.run_here, **changes)
 
 

@@ -127,4 +127,4 @@ def test_a_head_that_refuses_to_run_cut_is_a_bad_input(tmp_path, capsys, monkeyp
 def test_command_trains_on_four_devices_and_resumes(tmp_path):
     environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     out, run = RunFolder(tmp_path / "out"), tiny.run_apart(environment)
-    tiny.assert_resumes(out, run, mesh="data=2,tensor=2", checkpoint_every=2)
+    tiny.assert_resumes(out, run, mesh="data=2,tensor=2")

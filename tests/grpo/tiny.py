@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
@@ -25,6 +27,16 @@ SIZES: dict[str, Any] = {
     "prompts_per_step": 4,
     "samples_per_prompt": 4,
 }
+
+LEARNING: dict[str, Any] = {
+    "warmup_steps": 40,
+    "grpo_steps": 6,
+    "checkpoint_every": 21,
+    "demonstration_errors": 0.0,
+    "warmup_learning_rate": 1e-2,
+    "learning_rate": 1e-3,
+}
+"""Changes that make a policy right now and then when GRPO begins."""
 
 
 def config(**changes: Any) -> GrpoConfig:
@@ -68,12 +80,18 @@ def final_state(folder: RunFolder, **changes: Any) -> tuple[TrainState, int]:
 
 
 def assert_resumes(folder: RunFolder, run: Callable[..., int], **changes: Any) -> None:
-    """Five steps by `run`, and again those behind the last checkpoint but one: the same state and files, to the bit."""
+    """A run by `run`, and again from its checkpoint within GRPO: the same state and files, to the bit."""
+    changes = {**LEARNING, **changes}
     command = [*options(**changes), "--out", folder.path]
     assert run(*command) == 0
     (state, done), *files = final_state(folder, **changes), folder.metrics.read_bytes(), folder.summary.read_bytes()
-    assert done == files[0].count(b"\n") == 5
-    lose_the_end(folder, steps=5)
+    assert done == files[0].count(b"\n") == 46
+    lose_the_end(folder, steps=46)
+    before, done = final_state(folder, **changes)
+    assert done == 42
+    for other in (before.params, state.reference):  # or there would be nothing to go wrong
+        moved = jax.tree.map(lambda x, y: bool((x != y).any()), state.params, other)
+        assert all(jax.tree.leaves(moved))
     assert run(*command, "--resume") == 0
     helpers.assert_same_bits(final_state(folder, **changes)[0], state)
     assert [folder.metrics.read_bytes(), folder.summary.read_bytes()] == files

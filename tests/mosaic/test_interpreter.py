@@ -183,22 +183,18 @@ def test_a_loss_in_one_call_keeps_exponentials(seen):
     """As far as its budget goes, and beside an entropy that is only reported; with the bits of two calls."""
     b = policy_losses.batch((2, 40), 64, 600, jnp.bfloat16)
 
-    def compiled(loss, **options):
+    def lowered(loss, **options):
         """And which kernels are in it."""
         seen.clear()
+        return policy_losses.lowered(loss, b, implementation="mosaic", **options), set(seen)
 
-        def of(hidden, weight):
-            return loss(b._replace(hidden=hidden, weight=weight), implementation="mosaic", **options).loss
-
-        return jax.jit(jax.value_and_grad(of, (0, 1))).lower(b.hidden, b.weight), set(seen)
-
-    one, kernels = compiled(Batch.loss)
+    one, kernels = lowered(Batch.loss)
     assert kernels == {"from_powers"}
-    two, kernels = compiled(Batch.in_two_calls, memory_budget=400_000)
+    two, kernels = lowered(Batch.in_two_calls, memory_budget=400_000)
     # Another budget: jax would not trace the same call again, and nothing would be seen.
-    assert kernels == compiled(Batch.loss, memory_budget=401_000)[1] == {"from_powers", "dlogits"}
-    assert compiled(Batch.loss, return_entropy=True)[1] == {"from_powers"}
-    found, expected = (program.compile()(b.hidden, b.weight) for program in (one, two))
+    assert kernels == lowered(Batch.loss, memory_budget=401_000)[1] == {"from_powers", "dlogits"}
+    assert lowered(Batch.loss, return_entropy=True)[1] == {"from_powers"}
+    found, expected = (program.compile()(*operands) for program, operands in (one, two))
     assert_same_bits(found, expected)
     assert np.asarray(found[1][0], np.float32).any()
 
