@@ -4,8 +4,8 @@ The policy is `rlk grpo`'s decoder, from random initialisation, with float32 par
 is forward, loss, backward and Adam on B sequences of T tokens, all of which count. Candidates differ in what they do
 between hidden states and loss. Memory is all that the compiled update holds at its peak on a device, parameters
 included. On a mesh the rows lie over "data", and the head's vocabulary, with its gradients and Adam's moments, over
-"tensor"; all else is on every device. Programs are compiled as `rlk grpo`'s are. Each candidate runs in a process of
-its own: JAX keeps the memory that it once took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
+"tensor"; all else is on every device. Each candidate runs in a process of its own: JAX keeps the memory that it once
+took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
 """
 
 import itertools
@@ -30,7 +30,7 @@ from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import STOCK
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.steps import compiler_options, make_mesh
+from rlk_jax.grpo.steps import make_mesh
 
 SHAPES = "64,256,512,12,131072;768,256,512,12,131072"
 SMOKE_SHAPES = "2,8,16,1,300"
@@ -124,8 +124,7 @@ def update_of(candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Bat
 
     state = jax.eval_shape(start)
     shardings = head.shardings(state)
-    placed: dict[str, Any] = {"in_shardings": (shardings,), "out_shardings": shardings}
-    jitted = jax.jit(update, donate_argnums=0, **placed, compiler_options=compiler_options(mesh))
+    jitted = jax.jit(update, donate_argnums=0, in_shardings=(shardings,), out_shardings=shardings)
     return jitted.lower(state).compile(), jax.jit(start, out_shardings=shardings)
 
 

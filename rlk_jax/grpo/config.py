@@ -37,7 +37,8 @@ def _option(
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """One run of `rlk grpo`; equal configs give equal parameters, bit for bit, on equal machines and versions.
+    """One run of `rlk grpo`; equal configs give equal parameters, bit for bit, on equal CPUs and versions (GPUs:
+    docs/grpo.md).
 
     Raises BadInput, in one line that names the field, for a value that cannot work.
     """

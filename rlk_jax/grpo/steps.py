@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -80,11 +79,6 @@ def make_mesh(config: GrpoConfig) -> Mesh:
     if data * tensor > len(devices):
         raise BadInput(f"mesh {config.mesh} needs {data * tensor} devices and there are {len(devices)}")
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
-
-
-def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
-    """For programs on these devices. A GPU's would be tuned anew in every process, and resumed runs have other bits."""
-    return {"xla_gpu_autotune_level": 0} if mesh.devices.flat[0].platform == "gpu" else None
 
 
 def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
@@ -235,13 +229,12 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         return {"sampled": sampled.mean(), "greedy": greedy.mean()}
 
     state = head.shardings(jax.eval_shape(initial_state))
-    jit = partial(jax.jit, compiler_options=compiler_options(mesh))
     return Steps(
-        initial_state=jit(initial_state, out_shardings=state),
-        start_grpo=jit(start_grpo, out_shardings=state),
-        warmup_step=jit(warmup_step, out_shardings=(state, replicated)),
-        grpo_step=jit(grpo_step, out_shardings=(state, replicated)),
-        heldout_rewards=jit(heldout_rewards, out_shardings=replicated),
+        initial_state=jax.jit(initial_state, out_shardings=state),
+        start_grpo=jax.jit(start_grpo, out_shardings=state),
+        warmup_step=jax.jit(warmup_step, out_shardings=(state, replicated)),
+        grpo_step=jax.jit(grpo_step, out_shardings=(state, replicated)),
+        heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
     )
 
 

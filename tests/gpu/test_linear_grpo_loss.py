@@ -4,12 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlk_jax import hopper
 from rlk_jax.grpo import LossOptions
 from tests import policy_losses
 from tests.gpu.hopper import every_implementation
 from tests.helpers import assert_same_bits
+from tests.mosaic.test_plan import options
 from tests.policy_losses import Batch, gradients_of_batch
 
+TOKENS, DIM, VOCAB = 2000, 192, 5056
 BUDGETS = (2**20, 2**24, None)
 """Of 20 MB of exponentials the first keeps none, the second three quarters, the default all of them."""
 LOSSES = {
@@ -19,28 +22,33 @@ LOSSES = {
 }
 
 
+def test_budgets_keep_none_some_and_all():
+    def kept(budget: int | None) -> int:
+        keeping = options(VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
+        return hopper.kept_chunks(keeping, DIM, TOKENS, jnp.bfloat16)
+
+    none, some, whole = map(kept, BUDGETS)
+    assert none == 0 < some < whole == kept(2**40)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @every_implementation
 def test_the_bits_of_two_calls_whatever_is_kept(implementation, loss):
-    b = policy_losses.batch((4, 500), 192, 5056, jnp.bfloat16)
-    temperature = jnp.linspace(0.5, 2, 2000).reshape(4, 500)
-    options = {"options": LOSSES[loss], "temperature": temperature, "implementation": implementation}
-    expected, held = gradients_of_batch(Batch.in_two_calls, b, memory_budget=BUDGETS[0], **options), []
+    b = policy_losses.batch((4, TOKENS // 4), DIM, VOCAB, jnp.bfloat16)
+    temperature = jnp.linspace(0.5, 2, TOKENS).reshape(4, -1)
+    given = {"options": LOSSES[loss], "temperature": temperature, "implementation": implementation}
+    expected = gradients_of_batch(Batch.in_two_calls, b, memory_budget=BUDGETS[0], **given)
     for budget in BUDGETS:
-        program, operands = policy_losses.lowered(Batch.loss, b, memory_budget=budget, **options)
-        compiled = program.compile()
-        held.append(compiled.memory_analysis().temp_size_in_bytes)
-        assert_same_bits(compiled(*operands), expected)
+        assert_same_bits(gradients_of_batch(Batch.loss, b, memory_budget=budget, **given), expected)
     assert np.asarray(expected[1][0], np.float32).any()
-    assert held[0] + 10e6 < held[1] and held[1] + 2e6 < held[2]
 
 
 @every_implementation
 def test_options_of_the_head_and_an_entropy_beside_the_loss(implementation):
     """Which keeps nothing for itself: it is only reported."""
-    b = policy_losses.batch((4, 500), 192, 5056, jnp.bfloat16)
-    b = b._replace(bias=jnp.linspace(-1, 1, 5056, dtype=jnp.bfloat16))
-    options = {"return_entropy": True, "logit_softcap": 5.0, "implementation": implementation}
-    one, two = (gradients_of_batch(calls, b, **options) for calls in (Batch.loss, Batch.in_two_calls))
+    b = policy_losses.batch((4, TOKENS // 4), DIM, VOCAB, jnp.bfloat16)
+    b = b._replace(bias=jnp.linspace(-1, 1, VOCAB, dtype=jnp.bfloat16))
+    given = {"return_entropy": True, "logit_softcap": 5.0, "implementation": implementation}
+    one, two = (gradients_of_batch(calls, b, **given) for calls in (Batch.loss, Batch.in_two_calls))
     assert_same_bits(one, two)
     assert one[0][1].entropy > 0
