@@ -70,6 +70,7 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
         folder.check_resumable(config, task.digest)
     else:
         folder.start(config, task.digest, overwrite=arguments.overwrite)
+    folder.keep_programs()
     return train(config, steps, folder, console, stop)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 import orbax.checkpoint as ocp
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
@@ -35,6 +36,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Orbax checkpoints, named by the number of steps done."""
         return self.path / "checkpoints"
+
+    @property
+    def programs(self) -> Path:
+        """What XLA compiled, on a GPU."""
+        return self.path / "programs"
 
     @property
     def summary(self) -> Path:
@@ -69,14 +75,23 @@ class RunFolder:
             if checkpoints.latest_step() is None:
                 raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
 
+    def keep_programs(self) -> None:
+        """From here on, keep what this process compiles for GPUs in JAX's compilation cache: XLA tunes a program by
+        timing, and one tuned anew could add up in another order than the run did before. A cache of the user's stays.
+        """
+        if jax.default_backend() == "gpu" and jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", str(self.programs.absolute()))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
     def _delete_results(self) -> None:
         """Delete all but the configuration; raises BadInput when something is left, for a run would go on from it."""
         try:
-            # A link goes, and not what it points to.
-            if self.checkpoints.is_dir() and not self.checkpoints.is_symlink():
-                shutil.rmtree(self.checkpoints)
-            for file in (self.checkpoints, self.metrics, self.summary, self.report):
-                file.unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.programs):
+                # A link goes, and not what it points to.
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder)
+            for path in (self.checkpoints, self.programs, self.metrics, self.summary, self.report):
+                path.unlink(missing_ok=True)
         except OSError as error:
             raise BadInput(f"cannot overwrite {self.path}: {error}") from error
 

@@ -136,6 +136,15 @@ def test_other_meshes_batches_and_rows_measure_the_same(warm, alone, mesh, chang
 
 @pytest.mark.parametrize("changes", [{}, {**INVARIANT, **SAVING, "compute_dtype": "bfloat16"}], ids=["stock", "saving"])
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(file, tmp_path, changes):
-    """In another process, which compiles all programs anew, without the tuning that would choose other algorithms."""
-    run = tiny.run_apart({**os.environ, "XLA_FLAGS": "--xla_gpu_autotune_level=0"})
-    tiny.assert_resumes(RunFolder(tmp_path / "out"), run, **changes, prompts=file, width=32, samples_per_prompt=8)
+    """In another process, which runs the programs that the first has tuned and kept."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    folder, run = RunFolder(tmp_path / "out"), tiny.run_apart(environment)
+    tiny.assert_resumes(folder, run, **changes, prompts=file, width=32, samples_per_prompt=8)
+    assert any(folder.programs.iterdir())
+
+
+def test_programs_stay_where_the_user_keeps_them(file, tmp_path):
+    run = tiny.run_apart({**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "own")})
+    folder = RunFolder(tmp_path / "out")
+    assert run(*tiny.options(prompts=file), "--out", folder.path) == 0
+    assert any((tmp_path / "own").iterdir()) and not folder.programs.exists()

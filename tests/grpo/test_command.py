@@ -253,14 +253,16 @@ def test_divergence_is_one_line_and_status_1(tmp_path, capsys, changes, message,
     assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
 
 
-def test_overwrite_removes_a_link_to_checkpoints_and_starts_again(tmp_path):
+def test_overwrite_removes_a_link_to_checkpoints_and_programs_and_starts_again(tmp_path):
     out, kept = RunFolder(tmp_path / "out"), tmp_path / "kept"
     assert tiny.run_here(*tiny.options(), "--out", out.path) == 0
     out.checkpoints.rename(kept)
     out.checkpoints.symlink_to(kept)
+    (out.programs / "of a GPU").mkdir(parents=True)
     assert tiny.run_here(*tiny.options(seed=1), "--out", out.path, "--overwrite") == 0
     assert (kept / "5").is_dir()
     assert not out.checkpoints.is_symlink()
+    assert not out.programs.exists()
     assert len(out.metrics.read_text().splitlines()) == 5
 
 

@@ -23,6 +23,7 @@ from rlk_jax import hopper
 from rlk_jax._problem import Needs, Options
 from rlk_jax._rows import compact
 from rlk_jax._tree import tree
+from tests.gpu import test_linear_grpo_loss
 
 MOST_CHUNKS = 2048
 """More than any vocabulary here has: every one takes the same few programs."""
@@ -184,6 +185,17 @@ def test_what_is_kept():
     assert hopper.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
     groups = dataclasses.replace(keeping, hidden_gradient="groups")
     assert hopper.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 116  # half, where dH has several chains
+
+
+def test_budgets_of_the_gpu_test_keep_none_some_and_all():
+    """Or tests/gpu/test_linear_grpo_loss.py would compare a plan with itself."""
+
+    def kept(budget: int | None) -> int:
+        keeping = options(test_linear_grpo_loss.VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
+        return hopper.kept_chunks(keeping, test_linear_grpo_loss.DIM, test_linear_grpo_loss.TOKENS, jnp.bfloat16)
+
+    none, some, whole = map(kept, test_linear_grpo_loss.BUDGETS)
+    assert none == 0 < some < whole == kept(2**40)
 
 
 @settings(max_examples=60)
