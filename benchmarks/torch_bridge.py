@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ SHAPES = "8,64,1000;4096,4096,131072"
 SMOKE_SHAPES = "8,16,100"
 BUDGET = 256 * 2**20
 JAX, COMPILED = "jax", "torch.compile"
-BRIDGES = {"bridge": False, "bridge validate": True}
+BRIDGES = {"bridge": False, "bridge validate": True, "bridge in one thread": False}
+"""Whether they validate; in one thread, torch's autograd runs the backward where it was asked for it."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,22 @@ def _peak_bytes(launch: Launch) -> int | None:
     return of_torch + device.memory_stats()["peak_bytes_in_use"] - held
 
 
-def _bridge(validate: bool, p: Problem) -> dict[str, Candidate]:
+def _in_one_thread(launch: Launch) -> Launch:
+    torch: Any = importlib.import_module("torch")
+
+    def start() -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return launch.start()
+
+    return replace(launch, start=start)
+
+
+def _bridge(name: str, p: Problem) -> dict[str, Candidate]:
     bridge: Any = importlib.import_module("torch_bridge")
-    loss = functools.partial(bridge.linear_logp, validate=validate, memory_budget=BUDGET)
+    loss = functools.partial(bridge.linear_logp, validate=BRIDGES[name], memory_budget=BUDGET)
     found = peers.both_passes(loss, p.tensors[:2], p.tensors[2], p.upstream)
+    if name.endswith("one thread"):
+        found = {what: _in_one_thread(launch) for what, launch in found.items()}
     results = {"forward": p.upstream.nbytes, "forward+backward": sum(x.nbytes for x in p.tensors[:2])}
     peaks = {what: _peak_bytes(launch) for what, launch in found.items()}
     return {w: Candidate(x, None if (peak := peaks[w]) is None else peak - results[w]) for w, x in found.items()}
@@ -130,7 +143,7 @@ def measure(shape: str, dtype: str, names: Sequence[str], rounds: int, seconds: 
     # Bridges first: JAX's peak of memory is theirs alone then.
     for name in sorted(names, key=lambda name: name not in BRIDGES):
         try:
-            of_name = _bridge(BRIDGES[name], p) if name in BRIDGES else _jax(p) if name == JAX else _peer(name, p)
+            of_name = _bridge(name, p) if name in BRIDGES else _jax(p) if name == JAX else _peer(name, p)
             found |= {(name, what): x for what, x in of_name.items()}
         except Exception as problem:
             rows.append(Row(shape, dtype, name, "", common.status(problem)))

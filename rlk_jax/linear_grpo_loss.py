@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from rlk_jax import validation
-from rlk_jax.grpo.losses import LossOptions, PolicyLoss, policy_loss
+from rlk_jax.grpo.losses import LossOptions, PolicyLoss, check_options, policy_loss
 from rlk_jax.linear_logp import CommonOptions, linear_logp
 
 _MASKED, _OUT_OF_RANGE = -100, -1
@@ -67,6 +67,7 @@ def linear_grpo_loss(
 
     Source: DeepSeekMath, arXiv 2402.03300; the losses of docs/losses.md.
     """
+    check_options(options)
     validation.reference(ref_logps, ref_hidden, ref_weight, bias)
     validation.completion_targets(target_ids, completion_mask, head.get("ignore_index"))
     given = {"old_logps": old_logps, "ref_logps": ref_logps, "rollout_logps": rollout_logps}

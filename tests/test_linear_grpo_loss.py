@@ -155,6 +155,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "ignore_index": ({}, {"ignore_index": 0}, "completion_mask says which tokens count: ignore_index must be None."),
     "hidden": ({"hidden": jnp.zeros((4, 6, 7))}, {}, "hidden"),
+    "no options": ({}, {"options": {"beta": 0.1}}, "options must be LossOptions, got dict."),
     "cap": ({}, {"options": LossOptions(importance_cap=2.0)}, "rollout_logps and importance_cap must be given"),
 }
 

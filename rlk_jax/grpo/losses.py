@@ -232,6 +232,12 @@ def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[
     return _sum(values, mask, "tokens") / jnp.maximum(_count(mask, "tokens"), 1.0)
 
 
+def check_options(options: object) -> None:
+    """Raises ValueError for what are no options of a loss: a dictionary of them, or None."""
+    if not isinstance(options, LossOptions):
+        raise ValueError(f"options must be LossOptions, got {type(options).__name__}.")
+
+
 def loss_denominator(
     completion_mask: Num[Array, "B T"] | Bool[Array, "B T"], *, options: LossOptions
 ) -> Float[Array, ""]:
@@ -245,6 +251,7 @@ def loss_denominator(
 
     Counts of micro-batches, or of data-parallel ranks, add up to that of the whole batch.
     """
+    check_options(options)
     validation.completion_mask(completion_mask)
     count = _count(jnp.asarray(completion_mask) != 0, options.normalised_by)
     return count if options.max_completion_length is None else count * options.max_completion_length
@@ -278,9 +285,10 @@ def policy_loss(
     is that of the unclipped objective. A batch with no active token, or none at all, has loss 0 and zero gradients.
     Appended masked rows or columns change no bit of any output.
 
-    Raises ValueError for shapes that differ, dtypes other than bf16, fp16 and fp32, beta > 0 without `ref_logps`, and
-    one of `rollout_logps` and `options.importance_cap` without the other.
+    Raises ValueError for options that are none, shapes that differ, dtypes other than bf16, fp16 and fp32, beta > 0
+    without `ref_logps`, and one of `rollout_logps` and `options.importance_cap` without the other.
     """
+    check_options(options)
     tokens = _Tokens(logp, old_logps, ref_logps, rollout_logps, entropy)
     validation.policy_loss(
         tokens._asdict(), completion_mask, denominator, beta=options.beta, importance_cap=options.importance_cap

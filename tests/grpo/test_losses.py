@@ -620,6 +620,15 @@ def test_bad_arrays_raise(changes, options, message):
         make_tokens().call(LossOptions(**options), **changes)
 
 
+@pytest.mark.parametrize(("options", "kind"), [(None, "NoneType"), ({"beta": 0.1}, "dict")])
+def test_what_are_no_options_raises(options, kind):
+    tokens, message = make_tokens(), f"options must be LossOptions, got {kind}."
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*tokens[:4], options=options)
+    with pytest.raises(ValueError, match=message):
+        loss_denominator(tokens.mask, options=options)
+
+
 def test_rollout_logps_without_a_cap_raise():
     tokens = make_tokens()
     with pytest.raises(ValueError, match="rollout_logps and importance_cap must be given together"):
