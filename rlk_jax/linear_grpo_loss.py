@@ -50,8 +50,8 @@ def linear_grpo_loss(
         layout, temperature and softcap.
       rollout_logps, denominator, options: as in `policy_loss`.
       return_entropy: whether the metrics have the mean entropy, which carries no gradient.
-      **head: `linear_logp`'s other options but `ignore_index`: temperature, logit_softcap, weight_layout,
-        global_vocab_size, memory_budget, axis_name, implementation and so on.
+      **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, logit_softcap,
+        weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on.
 
     Returns:
       `PolicyLoss`: the loss and its metrics, float32 scalars, of which only `loss` carries gradients.
@@ -68,7 +68,9 @@ def linear_grpo_loss(
     Source: DeepSeekMath, arXiv 2402.03300; the losses of docs/losses.md.
     """
     check_options(options)
-    validation.reference(ref_logps, ref_hidden, ref_weight, bias)
+    layout = head.get("weight_layout", "vd")
+    reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
+    validation.reference(ref_logps, ref_hidden, ref_weight, **reference)
     validation.completion_targets(target_ids, completion_mask, head.get("ignore_index"))
     given = {"old_logps": old_logps, "ref_logps": ref_logps, "rollout_logps": rollout_logps}
     beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are yet to come
@@ -89,7 +91,9 @@ def linear_grpo_loss(
         **head,
     )
     if ref_hidden is not None and ref_weight is not None:
-        ref_logps = jax.lax.stop_gradient(linear_logp(ref_hidden, ref_weight, ids, **head))
+        # Of constants: a forward that a backward follows would keep exponentials for it.
+        frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
+        ref_logps = linear_logp(*frozen, ids, **head)
     return policy_loss(
         found.logp,
         old_logps,

@@ -794,7 +794,7 @@ def policy_loss(
     """Static checks of grpo.policy_loss; raises ValueError before anything runs."""
     shape = completion_mask(mask)
     for name, x in per_token.items():
-        if x is not None:
+        if x is not None or name in ("logp", "old_logps"):
             x = as_array(name, x)
             _require(x.shape == shape, f"{name} shape {x.shape} does not match completion_mask shape {shape}.")
             _require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
@@ -818,13 +818,32 @@ def completion_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> 
     _require(ignore_index is None, "completion_mask says which tokens count: ignore_index must be None.")
 
 
-def reference(logps: Any, hidden: Any, weight: Any, bias: Any) -> None:
-    """Whether a reference model comes as its log-probs, or as hidden states and a head, or not at all."""
+def reference(logps: Any, hidden: Any, weight: Any, *, bias: Any, mask: Any, head: Any, layout: Any) -> None:
+    """Whether a reference model comes as its log-probs, or as hidden states of the mask's tokens and a head of as many
+    columns as the policy's, or not at all.
+    """
     _require((hidden is None) == (weight is None), "ref_hidden and ref_weight must be given together.")
-    _require(hidden is None or logps is None, "Give ref_logps, or ref_hidden and ref_weight, not both.")
-    _require(
-        hidden is None or bias is None, "The head of ref_hidden has no bias: beside a bias, give ref_logps instead."
+    if hidden is None:
+        return
+    _require(logps is None, "Give ref_logps, or ref_hidden and ref_weight, not both.")
+    _require(bias is None, "The head of ref_hidden has no bias: beside a bias, give ref_logps instead.")
+    hidden, weight, head = (
+        as_array("ref_hidden", hidden),
+        as_array("ref_weight", weight),
+        as_array("lm_head_weight", head),
     )
+    shape = completion_mask(mask)
+    _require(
+        hidden.ndim == 3 and hidden.shape[:2] == shape,
+        f"ref_hidden must be [B, T, E] of completion_mask shape {shape}, got shape {hidden.shape}.",
+    )
+    rows = 1 if layout == "dv" else 0
+    _require(
+        weight.ndim == head.ndim == 2 and weight.shape[rows] == head.shape[rows],
+        f"ref_weight shape {weight.shape} must have the vocabulary of lm_head_weight shape {head.shape}.",
+    )
+    dim = weight.shape[1 - rows]
+    _require(hidden.shape[2] == dim, f"ref_hidden dim {hidden.shape[2]} must match ref_weight dim {dim}.")
 
 
 def rewards_or_advantages(

@@ -12,6 +12,11 @@ from rlk_jax.checker import gold
 from rlk_jax.grpo.losses import LossOptions, PolicyLoss, policy_loss
 
 
+TOKENS, DIM, VOCAB = 2000, 192, 5056
+BUDGETS = (2**20, 2**24, None)
+"""Of a GPU test; of 20 MB of exponentials the first keeps none, the second some, the default all."""
+
+
 class Batch(NamedTuple):
     """linear_grpo_loss's operands, in its order."""
 

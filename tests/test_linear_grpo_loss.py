@@ -4,12 +4,14 @@ input.
 
 import functools
 import re
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from rlk_jax import linear_logp
 from rlk_jax.checker import gold
@@ -108,6 +110,40 @@ def test_a_reference_in_the_same_call():
     assert not any(np.any(x) for x in frozen)
 
 
+def test_a_reference_that_is_differentiated_too_keeps_nothing_for_a_backward(monkeypatch):
+    module, kept = sys.modules["rlk_jax.linear_logp"], []
+    forward = module._forward
+
+    def recorded(functions, options, *operands):
+        kept.append(options.keeps)
+        return forward(functions, options, *operands)
+
+    monkeypatch.setattr(module, "_forward", recorded)
+    b = policy_losses.batch((3, 5), 16, 130)._replace(ref_logps=None)
+
+    def loss(weight):
+        return b._replace(weight=weight).loss(ref_hidden=b.hidden, ref_weight=weight).loss
+
+    jax.grad(loss)(b.weight)
+    assert kept.count(True) == 1 and len(kept) > 1
+
+
+@pytest.mark.parametrize("loss", ["dapo", "gspo"])
+def test_shards_of_the_vocabulary(loss):
+    """Inside shard_map: the bits of a whole head."""
+    b = batch()._replace(weight=jnp.pad(batch().weight, ((0, 20), (0, 0))))
+    head: dict[str, Any] = {"options": LOSSES[loss], "implementation": "deterministic", "global_vocab_size": VOCAB}
+
+    def sharded(hidden, weight):
+        one = b._replace(hidden=hidden, weight=weight)
+        return one.loss(axis_name="tp", reduction="canonical", **head)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("tp")), "out_specs": PartitionSpec()}
+    found = gradients(jax.shard_map(sharded, mesh=mesh, **specs), b.hidden, b.weight)
+    assert_same_bits(found, gradients(lambda h, w: b._replace(hidden=h, weight=w).loss(**head), b.hidden, b.weight))
+
+
 def test_an_outer_scale_scales_gradients():
     b = batch()
 
@@ -147,6 +183,22 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "advantages": ({"advantages": jnp.zeros(5)}, {}, "advantages must be [B] or [B, T]"),
     "no reference": ({"ref_logps": None}, {"options": LossOptions(beta=0.1)}, "beta=0.1 requires ref_logps."),
     "half a reference": ({"ref_logps": None}, {"ref_hidden": OK}, "ref_hidden and ref_weight must be given together."),
+    "a reference of other tokens": (
+        {"ref_logps": None},
+        {"ref_hidden": jnp.zeros((2, 6, 8)), "ref_weight": jnp.zeros((VOCAB, 8))},
+        "ref_hidden must be [B, T, E] of completion_mask shape (4, 6), got shape (2, 6, 8).",
+    ),
+    "a reference of another vocabulary": (
+        {"ref_logps": None},
+        {"ref_hidden": jnp.zeros((4, 6, 8)), "ref_weight": jnp.zeros((400, 8))},
+        "ref_weight shape (400, 8) must have the vocabulary of lm_head_weight shape (300, 24).",
+    ),
+    "a reference of another width": (
+        {"ref_logps": None},
+        {"ref_hidden": jnp.zeros((4, 6, 8)), "ref_weight": jnp.zeros((VOCAB, 9))},
+        "ref_hidden dim 8 must match ref_weight dim 9.",
+    ),
+    "no old": ({"old_logps": None}, {}, "old_logps must be a JAX or NumPy array, got builtins.NoneType"),
     "two": ({}, {"ref_hidden": OK, "ref_weight": OK}, "Give ref_logps, or ref_hidden and ref_weight, not both."),
     "bias": (
         {"ref_logps": None, "bias": OK},

@@ -70,8 +70,8 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
         folder.check_resumable(config, task.digest)
     else:
         folder.start(config, task.digest, overwrite=arguments.overwrite)
-    folder.keep_programs()
-    return train(config, steps, folder, console, stop)
+    with folder.programs_kept():
+        return train(config, steps, folder, console, stop)
 
 
 def _plain_type(annotation: typing.Any) -> type:

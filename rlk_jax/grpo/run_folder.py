@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from typing import Any, TextIO
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental.compilation_cache import compilation_cache
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 
@@ -75,13 +77,22 @@ class RunFolder:
             if checkpoints.latest_step() is None:
                 raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
 
-    def keep_programs(self) -> None:
-        """From here on, keep what this process compiles for GPUs in JAX's compilation cache: XLA tunes a program by
-        timing, and one tuned anew could add up in another order than the run did before. A cache of the user's stays.
+    @contextmanager
+    def programs_kept(self) -> Iterator[None]:
+        """Meanwhile, keep what is compiled for a GPU in JAX's compilation cache: XLA tunes a program by timing, and one
+        tuned anew could add up in another order than the run did before. A cache of the user's stays in use.
         """
-        if jax.default_backend() == "gpu" and jax.config.jax_compilation_cache_dir is None:
-            jax.config.update("jax_compilation_cache_dir", str(self.programs.absolute()))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        if not _tunes_programs() or jax.config.jax_compilation_cache_dir is not None:
+            yield
+            return
+        if self.checkpoints.exists() and not self.programs.exists():
+            print(f"rlk grpo: warning: no {self.programs}: what is compiled anew may have other bits", file=sys.stderr)
+        seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+        _use_cache(str(self.programs.absolute()), 0)
+        try:
+            yield
+        finally:
+            _use_cache(None, seconds)
 
     def _delete_results(self) -> None:
         """Delete all but the configuration; raises BadInput when something is left, for a run would go on from it."""
@@ -114,6 +125,17 @@ class RunFolder:
                     raise BadInput(f"cannot resume {self.path}: {self.metrics.name} does not have {step} lines")
             file.truncate(file.tell())
             yield file
+
+
+def _tunes_programs() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _use_cache(folder: str | None, least_seconds: float) -> None:
+    """JAX keeps there, from now on, what took so long to compile."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+    compilation_cache.reset_cache()  # or JAX would stay with the folder that it used first
 
 
 @contextmanager

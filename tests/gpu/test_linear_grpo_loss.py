@@ -8,11 +8,8 @@ from rlk_jax.grpo import LossOptions
 from tests import policy_losses
 from tests.gpu.hopper import every_implementation
 from tests.helpers import assert_same_bits
-from tests.policy_losses import Batch, gradients_of_batch
+from tests.policy_losses import BUDGETS, DIM, TOKENS, VOCAB, Batch, gradients_of_batch
 
-TOKENS, DIM, VOCAB = 2000, 192, 5056
-BUDGETS = (2**20, 2**24, None)
-"""Of 20 MB of exponentials the first keeps none, the second some, the default all (tests/mosaic/test_plan.py)."""
 LOSSES = {
     "dapo": LossOptions(beta=0.07, clip_eps_high=0.3),
     "gspo": LossOptions(loss_type="gspo", beta=0.07, kl_estimator="k2"),

@@ -253,7 +253,7 @@ def test_divergence_is_one_line_and_status_1(tmp_path, capsys, changes, message,
     assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
 
 
-def test_overwrite_removes_a_link_to_checkpoints_and_programs_and_starts_again(tmp_path):
+def test_overwrite_removes_a_link_to_checkpoints_and_the_programs_and_starts_again(tmp_path):
     out, kept = RunFolder(tmp_path / "out"), tmp_path / "kept"
     assert tiny.run_here(*tiny.options(), "--out", out.path) == 0
     out.checkpoints.rename(kept)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -10,8 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import chex
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+from rlk_jax.grpo import run_folder
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.stopping import stop_on_signal
 from tests.grpo import tiny
@@ -82,6 +86,35 @@ def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes
     if "packing" in changes:
         changes = {**changes, "prompts": write_prompts(tmp_path / "mixed.jsonl", longest=20)}
     tiny.assert_resumes(RunFolder(tmp_path / "out"), tiny.run_here, **changes)
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """As on a GPU, and without a cache that tests share."""
+    shared = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(run_folder, "_tunes_programs", lambda: True)
+    yield
+    jax.config.update("jax_compilation_cache_dir", shared)
+    compilation_cache.reset_cache()
+
+
+def test_each_run_of_a_process_keeps_its_programs_and_resumes_with_them(tmp_path, capsys, tuned):
+    command, folders = tiny.options(checkpoint_every=2), [RunFolder(tmp_path / name) for name in "ab"]
+    for folder in folders:
+        assert tiny.run_here(*command, "--out", folder.path) == 0
+        assert len(list(folder.programs.glob("jit_grpo_step-*-cache"))) == 1
+    assert jax.config.jax_compilation_cache_dir is None
+    folder = folders[0]
+    files = {path.name for path in folder.programs.glob("*-cache")}
+    for is_gone in (False, True):
+        tiny.lose_the_end(folder, steps=5)
+        if is_gone:
+            shutil.rmtree(folder.programs)
+        capsys.readouterr()
+        assert tiny.run_here(*command, "--out", folder.path, "--resume") == 0
+        assert ("warning: no " in capsys.readouterr().err) == is_gone
+        assert is_gone or {path.name for path in folder.programs.glob("*-cache")} == files
 
 
 def test_first_signal_asks_and_the_second_one_kills():

@@ -92,7 +92,9 @@ def assert_resumes(folder: RunFolder, run: Callable[..., int], **changes: Any) -
     for other in (before.params, state.reference):  # or there would be nothing to go wrong
         moved = jax.tree.map(lambda x, y: bool((x != y).any()), state.params, other)
         assert all(jax.tree.leaves(moved))
+    steps = sorted(folder.programs.glob("jit_grpo_step-*-cache"))  # of a GPU: none is compiled again
     assert run(*command, "--resume") == 0
+    assert sorted(folder.programs.glob("jit_grpo_step-*-cache")) == steps
     helpers.assert_same_bits(final_state(folder, **changes)[0], state)
     assert [folder.metrics.read_bytes(), folder.summary.read_bytes()] == files
 

@@ -23,7 +23,7 @@ from rlk_jax import hopper
 from rlk_jax._problem import Needs, Options
 from rlk_jax._rows import compact
 from rlk_jax._tree import tree
-from tests.gpu import test_linear_grpo_loss
+from tests.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 
 MOST_CHUNKS = 2048
 """More than any vocabulary here has: every one takes the same few programs."""
@@ -191,10 +191,10 @@ def test_budgets_of_the_gpu_test_keep_none_some_and_all():
     """Or tests/gpu/test_linear_grpo_loss.py would compare a plan with itself."""
 
     def kept(budget: int | None) -> int:
-        keeping = options(test_linear_grpo_loss.VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
-        return hopper.kept_chunks(keeping, test_linear_grpo_loss.DIM, test_linear_grpo_loss.TOKENS, jnp.bfloat16)
+        keeping = options(VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
+        return hopper.kept_chunks(keeping, DIM, TOKENS, jnp.bfloat16)
 
-    none, some, whole = map(kept, test_linear_grpo_loss.BUDGETS)
+    none, some, whole = map(kept, BUDGETS)
     assert none == 0 < some < whole == kept(2**40)
 
 
