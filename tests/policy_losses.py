@@ -11,7 +11,6 @@ from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.checker import gold
 from rlk_jax.grpo.losses import LossOptions, PolicyLoss, policy_loss
 
-
 TOKENS, DIM, VOCAB = 2000, 192, 5056
 BUDGETS = (2**20, 2**24, None)
 """Of a GPU test; of 20 MB of exponentials the first keeps none, the second some, the default all."""
