@@ -43,7 +43,7 @@ class Frame(NamedTuple):
             return _exchange.lend(x, torch.Size((*self.sizes, *tail)))
         shape = (*self.padded, *tail)
         larger = x.new_empty(shape) if fill is None else x.new_full(shape, fill)
-        larger[tuple(map(slice, self.sizes))] = x.detach().reshape(*self.sizes, *tail)
+        larger[tuple(map(slice, self.sizes))] = _exchange.in_memory(x).detach().reshape(*self.sizes, *tail)
         return _exchange.lend(larger)
 
     def ids(self, ids: Tensor) -> jax.Array:

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import sys
 import threading
 import types
 import weakref
@@ -91,8 +92,29 @@ def to_jax(tensor: Tensor) -> jax.Array:
     return jax.dlpack.from_dlpack(_Exported(tensor) if tensor.is_cuda else tensor)
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """Itself, or the result of the collective that it stands for; ValueError where its elements are nowhere."""
+    if not tensor.numel():
+        return tensor
+    offset = tensor.storage_offset() * tensor.itemsize
+    # The elements of a view may lie apart, or upon each other.
+    least = tensor.numel() if tensor.is_contiguous() else 1
+    if tensor.untyped_storage().nbytes() < offset + least * tensor.itemsize:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
+    # An address counts from 0 where there is no memory.
+    if tensor.data_ptr() != offset:
+        return tensor
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
+        return tensor.trigger_wait()
+    raise ValueError(
+        f"a {type(tensor).__qualname__} of shape {tuple(tensor.shape)} has no memory: pass a tensor that holds data."
+    )
+
+
 def _readable(tensor: Tensor) -> Tensor:
     """Itself, or a copy that JAX can read in place."""
+    tensor = in_memory(tensor)
     # A tensor may stand for minus its memory, which DLPack does not say.
     if tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.detach().resolve_neg().contiguous()
@@ -168,8 +190,6 @@ def lend(tensor: Tensor, shape: torch.Size | None = None) -> jax.Array:
         shape, dtype = torch.Size((*shape, 2)), torch.int32
     if not tensor.numel():
         return to_jax(tensor.new_empty(shape, dtype=dtype))
-    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.itemsize:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
     borrowed = _borrow(tensor.data_ptr(), shape, dtype, tensor.device)
     if borrowed is None:
         # A dimension of one may have any stride, which another dtype does not.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
@@ -171,6 +172,20 @@ def sums_what_it_is_asked_to(rank: int, count: int) -> None:
     assert nothing.grad.shape == (0, 8)
 
 
+def waits_for_collectives(rank: int, count: int) -> None:
+    """Whose results stand for tensors until somebody waits."""
+    problem = [x.detach() for x in head((6,), dim=8, vocab=1000)]
+    bounds = cut(1000, count)
+    expected, gradients = spread(problem, bounds, rank)
+    hidden = collectives.broadcast(problem[0], 0, dist.group.WORLD).requires_grad_()
+    weight, bias = (x[bounds[rank] : bounds[rank + 1]] for x in (problem[1], problem[3]))
+    options = {"tp_group": dist.group.WORLD, "vocab_start_index": bounds[rank]}
+    found = torch_bridge.linear_logp(hidden, weight, problem[2], bias, **options, **EVERYTHING)
+    assert isinstance(hidden, collectives.AsyncCollectiveTensor) and all(map(same_bits, found, expected))
+    (gradient,) = torch.autograd.grad(found, hidden, [randn(6, seed=i) for i in range(3)])
+    assert same_bits(gradient, gradients[0])
+
+
 def mistakes(rank: int) -> None:
     """Of rank 1 alone: all raise, with one message."""
     hidden, weight, ids, bias = (x.detach() for x in head((5,), dim=8, vocab=16))
@@ -216,6 +231,7 @@ def main(port: int, count: int, rank: int, backend: str) -> None:
     trains_as_one_rank(rank, count)
     reads_a_transposed_head_in_place(rank, count)
     sums_what_it_is_asked_to(rank, count)
+    waits_for_collectives(rank, count)
     dist.destroy_process_group()
 
 

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import rlk_jax
 import torch_bridge
@@ -171,9 +173,28 @@ def test_a_weight_whose_memory_is_freed(offset):
     hidden, _, ids, _ = head((4,))
     base = randn(offset + 70 * 16)
     weight = base[offset:].view(70, 16)
+    rows = weight[:5]
     base.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"a tensor of shape \(70, 16\) has no memory: its storage has been freed\."):
         torch_bridge.linear_logp(hidden, weight, ids)
+    with pytest.raises(ValueError, match=r"\(5, 16\) has no memory: its storage has been freed\."):
+        # Of no bucket's number of rows: a copy would read it.
+        torch_bridge.linear_logp(rows, hidden.detach(), ids.new_zeros(5))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("n", [4, 5])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: TwoTensor(x, x), FakeTensorMode().from_tensor, lambda x: TwoTensor(x, x)[1:]],
+    ids=["wrapper", "fake", "view"],
+)
+def test_a_tensor_that_stands_for_others(n, wrap):
+    hidden, weight, ids, _ = head((n,))
+    wrapped = wrap(hidden.detach())
+    message = rf"a {type(wrapped).__name__} of shape \({len(wrapped)}, 16\) has no memory: pass a tensor that holds"
+    with pytest.raises(ValueError, match=message):
+        torch_bridge.linear_logp(wrapped, weight, ids[: len(wrapped)])
 
 
 def test_values_are_checked_behind_what_torch_has_to_do(monkeypatch):

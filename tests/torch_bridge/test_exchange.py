@@ -6,6 +6,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
 
 import torch_bridge
 from tests.torch_bridge.tensors import array, head, randn
@@ -53,6 +55,24 @@ def test_results_are_given_in_place():
 )
 def test_others_are_copied(tensor):
     np.testing.assert_array_equal(np.asarray(_exchange.to_jax(tensor)), tensor.resolve_neg().numpy())
+
+
+@pytest.mark.parametrize("n", [8, 5])
+def test_the_result_of_a_collective_is_waited_for(n):
+    """Its tensor has no memory of its own until then; RowwiseParallel returns such ones."""
+    given = head((n,))
+    expected = torch_bridge.linear_logp(*given)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensors = [collectives.all_reduce(x, "sum", dist.group.WORLD) for x in given]
+        assert all(isinstance(x, collectives.AsyncCollectiveTensor) for x in tensors)
+        found = torch_bridge.linear_logp(*tensors)
+        assert torch.equal(found, expected)
+        gradients = torch.autograd.grad(found.sum(), [tensors[0], tensors[1], tensors[3]])
+    finally:
+        dist.destroy_process_group()
+    for x, y in zip(gradients, torch.autograd.grad(expected.sum(), [given[0], given[1], given[3]]), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int16, torch.uint16, torch.uint32])
