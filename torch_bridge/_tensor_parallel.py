@@ -156,6 +156,9 @@ def _steps(
     specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
 
     def check() -> tuple[tuple[Steps, tuple[jax.Array, ...]], str]:
+        for _, x in operands:
+            if x is not None:
+                _exchange.in_memory(x)
         steps, name = _chosen(cut, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, facts)
         checked_against = cut.vocab_size if _inputs.must_check(validate, tensors.hidden) else None
         scale = _inputs.temperature(tensors.temperature)

@@ -194,6 +194,8 @@ def mistakes(rank: int) -> None:
     good |= {"vocab_start_index": start, "validate": True}
     bad_ids = ids.clone()
     bad_ids[2] = 16
+    freed = weight[start:end].clone()
+    freed.untyped_storage().resize_(0)
     wrong: dict[str, dict[str, Any]] = {
         "bad target": {"target_ids": bad_ids},
         "wrong bias": {"bias": bias[:2]},
@@ -207,6 +209,7 @@ def mistakes(rank: int) -> None:
         "no tensor": {"hidden": hidden.cpu().numpy()},
         "other implementation": {"implementation": "deterministic"},
         "unknown implementation": {"implementation": "fast"},
+        "freed weight": {"lm_head_weight": freed},
     }
     for name, changes in wrong.items():
         try:

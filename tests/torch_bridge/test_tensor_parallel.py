@@ -27,6 +27,7 @@ MESSAGES = {
     "no tensor": "hidden must be a torch.Tensor, got numpy.ndarray",
     "other implementation": "the processes call linear_logp differently",
     "unknown implementation": "implementation must be one of",
+    "freed weight": "a tensor of shape (4, 8) has no memory: its storage has been freed.",
 }
 
 
