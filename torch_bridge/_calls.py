@@ -81,7 +81,7 @@ class Frame(NamedTuple):
         if tensor.shape == shape:
             return tensor
         # No view, which autograd would not let a user write into.
-        return tensor[tuple(map(slice, self.sizes))].reshape(shape).data
+        return tensor[tuple(map(slice, self.sizes))].reshape(shape).contiguous().data
 
 
 def ignored(ignore_index: int | None) -> int:

@@ -1,5 +1,7 @@
 """What autograd asks for, and nothing else: gradients that are needed, no input held, no second derivative."""
 
+import shutil
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -285,6 +287,25 @@ def test_torch_compile_takes_every_op_whole(backend):
     assert torch.equal(found, expected)
     for x, y in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
         assert torch.equal(x, y)
+
+
+def policy_loss(policy, ref, ids, old, mask):
+    return torch_bridge.grpo_loss(torch.sin(policy), ref, ids, old, None, mask, advantages=old).loss
+
+
+def test_gradients_are_contiguous_where_two_dimensions_are_padded():
+    policy, ref, ids, mask, old = policies((5, 7))
+    loss = torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old).loss
+    assert torch.autograd.grad(loss, policy)[0].is_contiguous()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_takes_two_padded_dimensions():
+    policy, ref, ids, mask, old = policies((5, 7))
+    loss = policy_loss(policy, ref, ids, old, mask)
+    compiled = torch.compile(policy_loss, fullgraph=True, backend="inductor")(policy, ref, ids, old, mask)
+    (expected,), (found,) = (torch.autograd.grad(x, policy) for x in (loss, compiled))
+    assert_close(found, expected, "grpo_loss", "gradient")
 
 
 @pytest.mark.parametrize("op", ["linear_logp", "ratio_kl", "grpo_loss"])
