@@ -6,6 +6,7 @@ nothing but tensors, decide how long that is.
 """
 
 import functools
+import inspect
 import itertools
 import math
 import weakref
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlk_jax import validation
-from torch_bridge import _exchange, _programs
+from torch_bridge import _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op, Options, Program
 
 
@@ -35,9 +36,6 @@ class Frame(NamedTuple):
 
     def rows(self, x: Tensor, fill: float | None = None, *, columns: int = 0) -> jax.Array:
         """`[*lead]`, or with columns `[*lead, C]`; behind it rows of `fill`, or of what memory holds."""
-        if x.shape[: x.ndim - columns] != self.lead:
-            # What is checked before is not under torch.compile.
-            raise ValueError(f"a tensor of shape {tuple(x.shape)} does not fit the call's tokens {self.lead}.")
         tail = x.shape[x.ndim - columns :]
         if self.padded == self.sizes:
             return _exchange.lend(x, torch.Size((*self.sizes, *tail)))
@@ -236,6 +234,18 @@ def _custom_op(name: str, kernel: Callable[..., Any]) -> Any:
     return torch.library.custom_op(f"rlk_jax::{name}", kernel, mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 
 
+def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` for calls whose arguments nobody has checked: a graph's."""
+    names = tuple(inspect.signature(kernel).parameters)
+
+    @functools.wraps(kernel)
+    def run(*arguments: Any) -> Any:
+        _inputs.check_arguments(name, dict(zip(names, arguments, strict=True)))
+        return kernel(*arguments)
+
+    return run
+
+
 _pull_back_op = _custom_op("pull_back", _pull_back)
 
 
@@ -271,9 +281,11 @@ def as_torch_op(
     """`kernel` as a custom op that torch.compile takes whole, with gradients of the arguments at these positions.
 
     Its last argument says which of them are needed; it returns what `Call.forward` does, and `fake` what it looks like.
-    Outputs at the positions `constants` carry no gradient. `saved` says which tensors a backward may read.
+    Outputs at the positions `constants` carry no gradient. `saved` says which tensors a backward may read. The custom
+    op checks its arguments by the names of the kernel's parameters, which are those of `rlk_jax.<name>`.
 
-    Outside torch.compile the same functions run without the dispatcher, which costs as much as all else a call does.
+    Outside torch.compile the same functions run without the dispatcher, which costs as much as all else a call does,
+    and the caller has checked what it gives them.
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -306,7 +318,7 @@ def as_torch_op(
             of_inputs[i] = g
         return tuple(of_inputs)
 
-    op = _custom_op(name, kernel)
+    op = _custom_op(name, _checked(name, kernel))
     op.register_fake(fake)
     op.register_autograd(backward, setup_context=setup_context)
 

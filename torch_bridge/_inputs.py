@@ -3,7 +3,7 @@
 import functools
 import numbers
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -61,17 +61,35 @@ def temperature(x: Any) -> tuple[Tensor | None, float]:
     return None, float(x)
 
 
-def check_static(op: str, tensors: dict[str, Tensor | None], **options: Hashable) -> None:
+def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hashable) -> None:
     """The static checks of `rlk_jax.<op>`: ValueErrors in its words, for the tensors as they were given. A number
     stands for a temperature that is no tensor.
 
-    A graph of torch.compile has sizes that may change; what it is called with is checked when a program is made of it.
+    A graph of torch.compile has sizes that may change; what it is called with is checked when its custom op runs.
     """
     if torch.compiler.is_compiling():
         return
     specs = tuple([(name, None if x is None else spec(x)) for name, x in tensors.items()])
     first = next(x for x in tensors.values() if x is not None)
     _check_static(op, first.device, specs, tuple(options.items()))
+
+
+def check_arguments(op: str, given: dict[str, Any]) -> None:
+    """`check_static` of a custom op's arguments, by their names in `rlk_jax.<op>`; a temperature is `per_token` or a
+    number.
+    """
+    given = {**given, "temperature": given["per_token"]} if given.get("per_token") is not None else given
+    named = {name: x for name, x in given.items() if name not in ("per_token", "needs")}
+    tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    options = {name: _hashable(x) for name, x in named.items() if name not in tensors}
+    check_static(op, tensors, **options)
+
+
+def _hashable(option: Any) -> Hashable:
+    """An option of a custom op, as JAX takes it."""
+    if isinstance(option, torch.dtype):
+        return _exchange.DTYPES.get(option, option)
+    return tuple(option) if isinstance(option, list) else option
 
 
 def check_head(tensors: dict[str, Any], scale: Any, **options: Hashable) -> tuple[Tensor | None, float]:

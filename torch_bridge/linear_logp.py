@@ -168,7 +168,7 @@ _OP = Op("linear_logp", _run, differentiable=3)
 
 def _kernel(
     hidden: Tensor,
-    weight: Tensor,
+    lm_head_weight: Tensor,
     bias: Tensor | None,
     target_ids: Tensor,
     per_token: Tensor | None,
@@ -199,14 +199,14 @@ def _kernel(
     )
 
     def tokens() -> Arrays:
-        vocab_size = global_vocab_size or weight.shape[0 if weight_layout == "vd" else 1]
+        vocab_size = global_vocab_size or lm_head_weight.shape[0 if weight_layout == "vd" else 1]
         checked_against = vocab_size if validate else None
         return frame.tokens(target_ids, (per_token, temperature), ignore_index, "target_ids", checked_against)
 
     lend = (lambda x: frame.rows(x, columns=1), _exchange.lend, _exchange.lend)
     call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
     logp, lse, entropy, handle = call.forward(
-        [hidden, weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)
+        [hidden, lm_head_weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)
     )
     return logp, lse, entropy, handle
 

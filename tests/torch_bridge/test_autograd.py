@@ -1,6 +1,7 @@
 """What autograd asks for, and nothing else: gradients that are needed, no input held, no second derivative."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -308,19 +309,52 @@ def test_inductor_takes_two_padded_dimensions():
     assert_close(found, expected, "grpo_loss", "gradient")
 
 
-@pytest.mark.parametrize("op", ["linear_logp", "ratio_kl", "grpo_loss"])
-def test_tokens_of_another_shape_raise_under_torch_compile(op):
-    """As many, so that flattening would hide it."""
-    policy, ref, ids, mask, old = policies((2, 3), vocab=16)
-    given = {
-        "linear_logp": (policy, randn(70, 16), ids.reshape(3, 2)),
-        "ratio_kl": (policy, ref, ids, mask.reshape(3, 2), old),
-        "grpo_loss": (policy, ref, ids, old.reshape(3, 2), torch.ones(2), mask),
-    }
-    options = {"samples_per_prompt": 2} if op == "grpo_loss" else {}
-    compiled = torch.compile(getattr(torch_bridge, op), fullgraph=True, backend="aot_eager")
-    with pytest.raises((ValueError, RuntimeError), match="does not fit the call's tokens"):
-        compiled(*given[op], **options)
+def arguments(op: str) -> dict[str, Any]:
+    """Good ones, of shapes that are no bucket."""
+    policy, ref, ids, mask, old = policies((5, 7), vocab=16)
+    both = {"policy_logits": policy, "ref_logits": ref, "action_ids": ids, "completion_mask": mask, "old_logps": old}
+    low = {"a": policy[0].detach().bfloat16(), "b": randn(16, 8, dtype=torch.bfloat16)}
+    return {
+        "linear_logp": {"hidden": policy, "lm_head_weight": randn(70, 16).requires_grad_(), "target_ids": ids},
+        "logp": {"logits": policy, "token_ids": ids, "row_indices": torch.tensor([3, 1, 30, 4, 9])},
+        "ratio_kl": both,
+        "grpo_loss": {**both, "rewards": None, "advantages": old},
+        "det_gemm": {name: x.requires_grad_() for name, x in low.items()},
+    }[op]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "wrong"),
+    [
+        ("linear_logp", "hidden", randn(5, 7, 16).double()),
+        ("linear_logp", "lm_head_weight", randn(70, 17)),
+        ("linear_logp", "target_ids", torch.zeros(5, 7)),
+        ("linear_logp", "target_ids", torch.zeros(5, 7, dtype=torch.bool)),
+        ("linear_logp", "target_ids", torch.zeros(7, 5, dtype=torch.int64)),
+        ("linear_logp", "temperature", torch.ones(5, 7, dtype=torch.float64)),
+        ("linear_logp", "temperature", torch.ones(5, 7, dtype=torch.int64)),
+        ("logp", "logits", torch.ones(5, 7, 16, dtype=torch.int64)),
+        ("logp", "logits", randn(5, 7, 16).double()),
+        ("logp", "token_ids", torch.zeros(5, 7)),
+        ("logp", "row_indices", torch.tensor([1.7])),
+        ("ratio_kl", "action_ids", torch.zeros(5, 7)),
+        ("ratio_kl", "old_logps", torch.zeros(5, 7, dtype=torch.float64)),
+        ("ratio_kl", "completion_mask", torch.ones(7, 5)),
+        ("grpo_loss", "action_ids", torch.zeros(5, 7)),
+        ("grpo_loss", "old_logps", torch.zeros(7, 5)),
+        ("grpo_loss", "clip_eps", -1.0),
+        ("det_gemm", "a", randn(7, 16)),
+        ("det_gemm", "accumulate_into", torch.zeros(7, 8, dtype=torch.bfloat16)),
+    ],
+)
+def test_torch_compile_raises_what_eager_does(op, name, wrong):
+    function, given = getattr(torch_bridge, op), {**arguments(op), name: wrong}
+    with pytest.raises(ValueError) as expected:
+        function(**given)
+    torch._dynamo.reset()
+    with pytest.raises(ValueError) as found:
+        torch.compile(function, fullgraph=True, backend="aot_eager")(**given)
+    assert str(found.value) == str(expected.value)
 
 
 def test_torch_compile_with_a_varying_batch():
