@@ -213,7 +213,8 @@ class Call(NamedTuple):
         """Gradients of these shapes, of the tensors that need one."""
         with _exchange.launching(upstream):
             lent = self._lent([x if i in program.borrows else None for i, x in enumerate(tensors)])
-            lifted = tuple([None if g is None else self.lift(g) for g in upstream])
+            # Torch sends zeros to outputs that were not asked for, too (`linear_logp.shapes`).
+            lifted = tuple([None if g is None or g.shape == (0,) else self.lift(g) for g in upstream])
             gradients = program.backward(residuals, lent, lifted)
             return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
 

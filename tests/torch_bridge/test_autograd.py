@@ -1,6 +1,8 @@
 """What autograd asks for, and nothing else: gradients that are needed, no input held, no second derivative."""
 
+import itertools
 import shutil
+import sys
 from typing import Any
 
 import pytest
@@ -355,6 +357,23 @@ def test_torch_compile_raises_what_eager_does(op, name, wrong):
     with pytest.raises(ValueError) as found:
         torch.compile(function, fullgraph=True, backend="aot_eager")(**given)
     assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("op", ["linear_logp", "logp", "ratio_kl", "grpo_loss", "det_gemm"])
+def test_custom_ops_are_what_they_say(op, monkeypatch):
+    """To torch: their schema, gradients and shapes. It compares handles, too: here all calls share one."""
+
+    class Kept(dict):
+        def pop(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(_calls, "_numbers", itertools.repeat(0))
+    monkeypatch.setattr(_calls, "_kept", Kept())
+    module, called = sys.modules[f"torch_bridge.{op}"], []
+    call = getattr(module, f"_{op}")
+    monkeypatch.setattr(module, f"_{op}", lambda *given: called.append(given) or call(*given))
+    getattr(torch_bridge, op)(**arguments(op))
+    torch.library.opcheck(getattr(torch.ops.rlk_jax, op).default, *called)
 
 
 def test_torch_compile_with_a_varying_batch():
