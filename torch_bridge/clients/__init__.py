@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from rlk_jax import dispatch, validation
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._seam import Seam
 
 _SEAMS = {seam.library: seam for seam in (trl.SEAM, verl.SEAM)}
-_installed: dict[str, tuple[Any, Any]] = {}
-"""By library, of those the bridge is installed in: its own object, and the bridge's."""
+_installed: dict[str, tuple[dict[str, Any], Any]] = {}
+"""By library, of those the bridge is installed in: the object that each of its modules had, and the bridge's."""
 
 
 def install(name: str, *, implementation: str | None = None, memory_budget: int | None = None) -> None:
@@ -19,20 +20,26 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
       implementation, memory_budget: as in `linear_logp`.
 
     Raises:
-      ValueError: for a name that is no client's.
+      ValueError: for a name that is no client's, and for options that `linear_logp` does not take.
       RuntimeError: for a version of the library that the bridge does not know, and where someone has replaced the
         bridge's object since; nothing is changed then.
     """
     seam = _seam(name)
+    if implementation is not None:
+        validation.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    if memory_budget is not None:
+        validation.require_positive_integer("memory_budget", memory_budget)
     seam.check_version()
-    original = _original(seam) if name in _installed else seam.read()
-    replacement = seam.replacement(original, {"implementation": implementation, "memory_budget": memory_budget})
-    seam.write(replacement)
-    _installed[name] = original, replacement
+    originals = _originals(seam) if name in _installed else seam.read()
+    replacement = seam.replacement(
+        originals[seam.module], {"implementation": implementation, "memory_budget": memory_budget}
+    )
+    seam.write(dict.fromkeys(originals, replacement))
+    _installed[name] = originals, replacement
 
 
 def uninstall(name: str) -> None:
-    """Puts back the library's own object, where the bridge is installed.
+    """Puts back what each module of the library had, where the bridge is installed.
 
     Raises:
       ValueError: for a name that is no client's.
@@ -40,19 +47,22 @@ def uninstall(name: str) -> None:
     """
     seam = _seam(name)
     if name in _installed:
-        seam.write(_original(seam))
+        seam.write(_originals(seam))
         del _installed[name]
 
 
-def _original(seam: Seam) -> Any:
-    """The library's own object, where the bridge's stands in its place."""
-    original, replacement = _installed[seam.library]
-    if seam.read() is not replacement:
-        raise RuntimeError(
-            f"{seam.module}.{seam.name} is not the object that torch_bridge installed: what has replaced it must be "
-            "removed first."
-        )
-    return original
+def _originals(seam: Seam) -> dict[str, Any]:
+    """What each module had, where the bridge's object stands in its place."""
+    originals, replacement = _installed[seam.library]
+    found = seam.read()
+    for module, x in found.items():
+        if x is not replacement:
+            raise RuntimeError(
+                f"{module}.{seam.name} is not the object that torch_bridge installed: what has replaced it must be "
+                "removed first."
+            )
+    # A module that was imported since has bound the bridge's.
+    return {module: originals.get(module, originals[seam.module]) for module in found}
 
 
 def _seam(name: str) -> Seam:

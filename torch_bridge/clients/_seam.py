@@ -1,10 +1,9 @@
 """Where a trainer library calls something that the bridge can stand for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from sys import modules
-from types import ModuleType
 from typing import Any
 
 
@@ -32,15 +31,12 @@ class Seam:
             known = " and ".join(self.versions)
             raise RuntimeError(f"torch_bridge knows {self.library} {known}, found {found}: nothing was changed.")
 
-    def read(self) -> Any:
-        """The object that the library calls now."""
-        return getattr(import_module(self.module), self.name)
+    def read(self) -> dict[str, Any]:
+        """The object that each module of the library calls now."""
+        import_module(self.module)
+        return {name: getattr(modules[name], self.name) for name in (self.module, *self.importers) if name in modules}
 
-    def write(self, value: Any) -> None:
-        """Wherever the library looks for the object."""
-        for module in self._modules():
-            setattr(module, self.name, value)
-
-    def _modules(self) -> Iterator[ModuleType]:
-        yield import_module(self.module)
-        yield from (modules[name] for name in self.importers if name in modules)
+    def write(self, objects: Mapping[str, Any]) -> None:
+        """An object for each module, as `read` gives them."""
+        for module, x in objects.items():
+            setattr(modules[module], self.name, x)

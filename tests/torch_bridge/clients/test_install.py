@@ -37,9 +37,30 @@ def test_uninstall_restores_the_object(library):
     assert home.linear_cross_entropy is original
 
 
-@pytest.mark.parametrize("function", [torch_bridge.install, torch_bridge.uninstall])
-def test_a_later_patch_of_someone_else_is_kept(library, function):
+def test_an_earlier_patch_of_someone_else_is_restored(library):
+    home, importer = library
+    original, importer.linear_cross_entropy = home.linear_cross_entropy, object()
+    theirs = importer.linear_cross_entropy
+    torch_bridge.install("verl")
+    assert home.linear_cross_entropy is importer.linear_cross_entropy
+    torch_bridge.install("verl", implementation="xla")
+    torch_bridge.uninstall("verl")
+    assert home.linear_cross_entropy is original and importer.linear_cross_entropy is theirs
+
+
+@pytest.mark.parametrize("wrong", [{"implementation": "bogus"}, {"memory_budget": 0}, {"memory_budget": "x"}])
+def test_wrong_options_are_refused(library, wrong):
     home, _ = library
+    original, (name,) = home.linear_cross_entropy, wrong
+    with pytest.raises(ValueError, match=rf"^{name} must be "):
+        torch_bridge.install("verl", **wrong)
+    assert home.linear_cross_entropy is original
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("function", [torch_bridge.install, torch_bridge.uninstall])
+def test_a_later_patch_of_someone_else_is_kept(library, function, place):
+    home = library[place]
     torch_bridge.install("verl")
     ours, home.linear_cross_entropy = home.linear_cross_entropy, object()
     theirs = home.linear_cross_entropy
