@@ -28,6 +28,8 @@ def check_tensors(**tensors: Any) -> None:
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__module__}.{type(x).__qualname__}.")
         if distributed is not None and isinstance(x, distributed.DTensor):
             raise ValueError(f"{name} is a DTensor: pass its full_tensor(), or call this where its module is gathered.")
+        if x.is_nested:
+            raise ValueError(f"{name} must be a dense tensor, got a nested one.")
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}.")
         if x.dtype not in _exchange.DTYPES:
@@ -71,7 +73,9 @@ def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hasha
         return
     specs = tuple([(name, None if x is None else spec(x)) for name, x in tensors.items()])
     first = next(x for x in tensors.values() if x is not None)
-    _check_static(op, first.device, specs, tuple(options.items()))
+    # -100 and -100.0 are equal, and one is refused.
+    types = tuple(map(type, options.values()))
+    _check_static(op, first.device, specs, tuple(options.items()), types)
 
 
 def check_arguments(op: str, given: dict[str, Any]) -> None:
@@ -108,7 +112,7 @@ def spec(x: Tensor) -> tuple[tuple[int, ...], np.dtype]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_static(op: str, device: torch.device, tensors: Any, options: Options) -> None:
+def _check_static(op: str, device: torch.device, tensors: Any, options: Options, types: tuple[type, ...]) -> None:
     given: dict[str, Any] = dict(options)
     for name, spec in tensors:
         if spec is not None:

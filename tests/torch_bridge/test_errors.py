@@ -75,11 +75,13 @@ def test_the_other_ops_raise_what_rlk_jax_does():
         torch_bridge.det_gemm(a, a, out_dtype=torch.float64)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda x: x.numpy(), "hidden must be a torch.Tensor, got numpy.ndarray"),
         (lambda x: x.to_sparse(), "hidden must be a dense tensor"),
+        (lambda x: torch.nested.as_nested_tensor([x]), "hidden must be a dense tensor, got a nested one"),
         (lambda x: x.to(torch.complex64), "hidden has dtype torch.complex64"),
         (lambda x: x.to(torch.float8_e4m3fn), "hidden has dtype torch.float8_e4m3fn"),
         (lambda x: x.to("meta"), "hidden must be on a CPU or a CUDA device, got meta"),
@@ -110,6 +112,13 @@ def test_a_temperature_that_is_no_number():
     hidden, weight, ids, _ = head((4,))
     with pytest.raises(ValueError, match=r"temperature must be a number or a torch.Tensor, got str"):
         torch_bridge.linear_logp(hidden, weight, ids, temperature="hot")
+
+
+def test_an_option_is_refused_after_one_that_equals_it():
+    hidden, weight, ids, _ = head((4,))
+    torch_bridge.linear_logp(hidden, weight, ids, ignore_index=-100)
+    with pytest.raises(ValueError, match="ignore_index"):
+        torch_bridge.linear_logp(hidden, weight, ids, ignore_index=-100.0)
 
 
 def test_out():
