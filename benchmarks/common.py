@@ -104,7 +104,7 @@ def write(
     rows: Sequence[dict[str, Any]],
     timing: str = "back-to-back wall time, median of interleaved rounds, each in another order",
 ) -> None:
-    """A run as JSON: its command, date, device, versions and rows."""
+    """A run as JSON: its command, date, device, versions and rows; after each shape, or one that is cut off is lost."""
     record = {
         "command": f"python -m benchmarks.{module} " + shlex.join(argv if argv is not None else sys.argv[1:]),
         "date": datetime.date.today().isoformat(),

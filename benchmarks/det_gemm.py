@@ -173,9 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in (SMOKE_SHAPES if options.smoke else options.shapes).split(";"):
         print(f"measuring {shape} …", file=sys.stderr)
         rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
+        if options.json:
+            common.write(options.json, "det_gemm", argv, [asdict(r) for r in rows])
     _print(rows, jax.devices()[0].device_kind)
-    if options.json:
-        common.write(options.json, "det_gemm", argv, [asdict(r) for r in rows])
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:

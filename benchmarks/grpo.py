@@ -200,10 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
     shapes = SMOKE_SHAPES if options.smoke else options.shapes
     cases = itertools.product(shapes.split(";"), options.meshes.split(";"), options.implementations.split(","))
-    rows = [measure(*case, rounds, seconds) for case in cases]
+    rows: list[Row] = []
+    for case in cases:
+        rows.append(measure(*case, rounds, seconds))
+        if options.json:
+            common.write(options.json, "grpo", argv, [asdict(r) for r in rows], TIMING)
     _show(rows)
-    if options.json:
-        common.write(options.json, "grpo", argv, [asdict(r) for r in rows], TIMING)
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:

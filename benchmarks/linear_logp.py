@@ -215,9 +215,9 @@ def run(module: str, options: argparse.Namespace, argv: Sequence[str] | None, pa
         print(f"measuring {shape} …", file=sys.stderr)
         names = options.implementations.split(",")
         rows += measure(shape, options.dtype, options.mask_density, names, rounds, seconds, passes_of)
+        if options.json:
+            common.write(options.json, module, argv, [asdict(r) for r in rows])
     _show(module, rows)
-    if options.json:
-        common.write(options.json, module, argv, [asdict(r) for r in rows])
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in sorted(rows, key=lambda r: r.what):

@@ -238,9 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"measuring {shape} …", file=sys.stderr)
         names = chosen.implementations.split(",")
         rows += measure(shape, chosen.dtype, names, chosen.mask_density, rounds, seconds)
+        if chosen.json:
+            common.write(chosen.json, "logits_ops", argv, [asdict(r) for r in rows])
     _print(rows, jax.devices()[0].device_kind, chosen.mask_density)
-    if chosen.json:
-        common.write(chosen.json, "logits_ops", argv, [asdict(r) for r in rows])
     if chosen.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:

@@ -183,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in shapes.split(";"):
         print(f"measuring {shape} …", file=sys.stderr)
         rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
+        if options.json:
+            common.write(options.json, "torch_bridge", argv, [asdict(r) for r in rows])
     _print(rows, jax.devices()[0].device_kind)
-    if options.json:
-        common.write(options.json, "torch_bridge", argv, [asdict(r) for r in rows])
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in sorted(rows, key=lambda r: r.what):

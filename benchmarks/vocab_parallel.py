@@ -160,9 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"measuring {shape} on {degrees} …", file=sys.stderr)
         names = options.implementations.split(",")
         rows += measure(shape, options.dtype, options.mask_density, names, degrees, rounds, seconds)
+        if options.json:
+            common.write(options.json, "vocab_parallel", argv, [asdict(r) for r in rows])
     _print(rows, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
-    if options.json:
-        common.write(options.json, "vocab_parallel", argv, [asdict(r) for r in rows])
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:
