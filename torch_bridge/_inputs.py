@@ -16,13 +16,15 @@ import rlk_jax
 from torch_bridge import _exchange
 from torch_bridge._programs import Options
 
+_OPTIONAL = frozenset({"bias", "temperature", "row_indices", "out", "accumulate_into", "rewards", "advantages"})
+
 
 def check_tensors(**tensors: Any) -> None:
     """Dense tensors of dtypes that JAX knows, all on one CPU or GPU."""
     home: tuple[str, torch.device] | None = None
     distributed = sys.modules.get("torch.distributed.tensor")
     for name, x in tensors.items():
-        if x is None:
+        if x is None and name in _OPTIONAL:
             continue
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__module__}.{type(x).__qualname__}.")

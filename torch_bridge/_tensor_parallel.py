@@ -7,6 +7,7 @@ collective gathers these, and each merges all of them; the backward sums dH over
 
 import functools
 import json
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -54,6 +55,10 @@ def is_cut(tp_group: Any, vocab_start_index: int) -> bool:
             raise RuntimeError("tensor-parallel linear_logp requires torch.distributed.")
         if not dist.is_initialized():
             raise RuntimeError("tensor-parallel linear_logp requires an initialized process group.")
+        if not isinstance(tp_group, dist.ProcessGroup) and tp_group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"tp_group must be a process group, got {type(tp_group).__name__}: of a DeviceMesh, its get_group()."
+            )
         if dist.get_rank(tp_group) < 0:
             raise ValueError("this process is not in tp_group.")
         if dist.get_world_size(tp_group) > 1:
@@ -105,7 +110,9 @@ def _cut(tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool |
         scale = given.pop("temperature")
         _inputs.check_head(given, scale, **{**options, "ignore_index": None}, validate=validate)
         columns = tensors.lm_head_weight.shape[0 if options["weight_layout"] == "vd" else 1]
-        facts = {"range": (rank.start, rank.start + columns), "vocab_size": rank.vocab_size}
+        start = _integer("vocab_start_index", rank.start)
+        vocab_size = None if rank.vocab_size is None else _integer("global_vocab_size", rank.vocab_size)
+        facts = {"range": (start, start + columns), "vocab_size": vocab_size}
         return None, json.dumps({**facts, "call": _text(tensors, rank, {**options, "validate": validate})})
 
     _, texts = _agreement.agreed(check, functools.partial(_everyone, rank.group))
@@ -113,6 +120,14 @@ def _cut(tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool |
     _agreement.require_same([x["call"] for x in facts])
     ranges = [tuple(x["range"]) for x in facts]
     return validation.cut(ranges, [x["vocab_size"] for x in facts], options["ignore_index"])
+
+
+def _integer(name: str, x: Any) -> int:
+    """One of Python's, as JSON takes it."""
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {x!r}.") from None
 
 
 def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
@@ -210,6 +211,7 @@ def mistakes(rank: int) -> None:
         "other implementation": {"implementation": "deterministic"},
         "unknown implementation": {"implementation": "fast"},
         "freed weight": {"lm_head_weight": freed},
+        "float start": {"vocab_start_index": float(start)},
     }
     for name, changes in wrong.items():
         try:
@@ -218,6 +220,7 @@ def mistakes(rank: int) -> None:
             print(f"{name}: {error}", flush=True)
         else:
             raise AssertionError(f"{name} raised nothing")
+    good |= {"vocab_start_index": np.int64(start), "global_vocab_size": np.int64(16)}
     assert torch.isfinite(torch_bridge.linear_logp(**good, tp_group=dist.group.WORLD)).all()
 
 

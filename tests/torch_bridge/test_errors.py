@@ -79,6 +79,7 @@ def test_the_other_ops_raise_what_rlk_jax_does():
 @pytest.mark.parametrize(
     "change, message",
     [
+        (lambda x: None, "hidden must be a torch.Tensor, got builtins.NoneType"),
         (lambda x: x.numpy(), "hidden must be a torch.Tensor, got numpy.ndarray"),
         (lambda x: x.to_sparse(), "hidden must be a dense tensor"),
         (lambda x: torch.nested.as_nested_tensor([x]), "hidden must be a dense tensor, got a nested one"),

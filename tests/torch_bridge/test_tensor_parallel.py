@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import torch_bridge
 from rlk_jax._cut import Cut
@@ -28,6 +30,7 @@ MESSAGES = {
     "other implementation": "the processes call linear_logp differently",
     "unknown implementation": "implementation must be one of",
     "freed weight": "a tensor of shape (4, 8) has no memory: its storage has been freed.",
+    "float start": "vocab_start_index must be an integer, got 3.0.",
 }
 
 
@@ -58,6 +61,20 @@ def test_a_group_needs_torch_distributed():
     hidden, weight, ids, bias = head((3,))
     with pytest.raises(RuntimeError, match="requires an initialized process group"):
         torch_bridge.linear_logp(hidden, weight, ids, bias, tp_group=object())
+
+
+def test_a_mesh_is_no_group():
+    hidden, weight, ids, bias = head((3,))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(
+            ValueError, match=r"tp_group must be a process group, got DeviceMesh: .* its get_group\(\)\."
+        ):
+            torch_bridge.linear_logp(hidden, weight, ids, bias, tp_group=mesh)
+        assert torch_bridge.linear_logp(hidden, weight, ids, bias, tp_group=mesh.get_group()).shape == (3,)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
