@@ -25,8 +25,12 @@ SHAPES = "8,64,1000;4096,4096,131072"
 SMOKE_SHAPES = "8,16,100"
 BUDGET = 256 * 2**20
 JAX, COMPILED = "jax", "torch.compile"
-BRIDGES = {"bridge": False, "bridge validate": True, "bridge in one thread": False}
-"""Whether they validate; in one thread, torch's autograd runs the backward where it was asked for it."""
+BRIDGES = {"bridge": False, "bridge validate": True}
+"""Whether they validate."""
+LEAST = "autograd and DLPack"
+"""What any bridge does; `_least`."""
+ONE_THREAD = " in one thread"
+"""There torch's autograd runs the backward where it was asked for it."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,43 @@ def _in_one_thread(launch: Launch) -> Launch:
     return replace(launch, start=start)
 
 
-def _bridge(name: str, p: Problem) -> dict[str, Candidate]:
+def _bridge(validate: bool, p: Problem) -> dict[str, Candidate]:
     bridge: Any = importlib.import_module("torch_bridge")
-    loss = functools.partial(bridge.linear_logp, validate=BRIDGES[name], memory_budget=BUDGET)
+    loss = functools.partial(bridge.linear_logp, validate=validate, memory_budget=BUDGET)
     found = peers.both_passes(loss, p.tensors[:2], p.tensors[2], p.upstream)
-    if name.endswith("one thread"):
-        found = {what: _in_one_thread(launch) for what, launch in found.items()}
     results = {"forward": p.upstream.nbytes, "forward+backward": sum(x.nbytes for x in p.tensors[:2])}
     peaks = {what: _peak_bytes(launch) for what, launch in found.items()}
     return {w: Candidate(x, None if (peak := peaks[w]) is None else peak - results[w]) for w, x in found.items()}
+
+
+def _least(p: Problem) -> dict[str, Candidate]:
+    """Two programs between tensors, of arrays made before: nothing is checked, imported, padded or put behind torch's
+    stream, so that its results mean nothing on a GPU.
+    """
+    torch: Any = importlib.import_module("torch")
+    hidden, weight, ids = p.arrays
+    on_stream = {"stream": 1} if p.upstream.is_cuda else {}
+
+    def logp(h: jax.Array, w: jax.Array, t: jax.Array) -> Any:
+        return jax.vjp(lambda h, w: linear_logp(h, w, t, memory_budget=BUDGET), h, w)
+
+    forward, pull_back = jax.jit(logp), jax.jit(lambda f, g: f(g))
+
+    def export(x: Any) -> Any:
+        return torch.utils.dlpack.from_dlpack(x.__dlpack__(**on_stream))
+
+    class Least(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Any, w: Any) -> Any:
+            out, ctx.residuals = forward(hidden, weight, ids)
+            return export(out)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Any) -> Any:
+            return tuple(map(export, pull_back(ctx.residuals, p.array_upstream)))
+
+    found = peers.both_passes(lambda h, w, t: Least.apply(h, w), p.tensors[:2], p.tensors[2], p.upstream)
+    return {what: Candidate(launch, None) for what, launch in found.items()}
 
 
 def _jax(p: Problem) -> dict[str, Candidate]:
@@ -135,16 +167,25 @@ def _peer(name: str, p: Problem) -> dict[str, Candidate]:
     return {what: Candidate(x, extra[what]) for what, x in found.items()}
 
 
+def _candidates(name: str, p: Problem) -> dict[str, Candidate]:
+    """By pass."""
+    base = name.removesuffix(ONE_THREAD)
+    if base in BRIDGES:
+        found = _bridge(BRIDGES[base], p)
+    else:
+        found = _least(p) if base == LEAST else _jax(p) if base == JAX else _peer(base, p)
+    return found if base == name else {w: replace(x, launch=_in_one_thread(x.launch)) for w, x in found.items()}
+
+
 def measure(shape: str, dtype: str, names: Sequence[str], rounds: int, seconds: float) -> list[Row]:
     """All candidates on one shape; one that cannot run here says so in its status."""
     p = make(shape, dtype)
     found: dict[tuple[str, str], Candidate] = {}
     rows: list[Row] = []
     # Bridges first: JAX's peak of memory is theirs alone then.
-    for name in sorted(names, key=lambda name: name not in BRIDGES):
+    for name in sorted(names, key=lambda name: name.removesuffix(ONE_THREAD) not in BRIDGES):
         try:
-            of_name = _bridge(name, p) if name in BRIDGES else _jax(p) if name == JAX else _peer(name, p)
-            found |= {(name, what): x for what, x in of_name.items()}
+            found |= {(name, what): x for what, x in _candidates(name, p).items()}
         except Exception as problem:
             rows.append(Row(shape, dtype, name, "", common.status(problem)))
     launches = {f"{name}: {what}": x.launch for (name, what), x in found.items()}
@@ -174,7 +215,8 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    names = (*BRIDGES, JAX, COMPILED, "liger triton (mean loss)", "cce")
+    ours = *BRIDGES, "bridge" + ONE_THREAD, LEAST, LEAST + ONE_THREAD, JAX
+    names = (*ours, COMPILED, "liger triton (mean loss)", "cce")
     parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names))
     options = parser.parse_args(argv)
     shapes = SMOKE_SHAPES if options.smoke else options.shapes
