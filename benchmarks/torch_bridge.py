@@ -122,10 +122,19 @@ def _least(p: Problem) -> dict[str, Candidate]:
     hidden, weight, ids = p.arrays
     on_stream = {"stream": 1} if p.upstream.is_cuda else {}
 
-    def logp(h: jax.Array, w: jax.Array, t: jax.Array) -> Any:
-        return jax.vjp(lambda h, w: linear_logp(h, w, t, memory_budget=BUDGET), h, w)
+    trees: list[Any] = []
 
-    forward, pull_back = jax.jit(logp), jax.jit(lambda f, g: f(g))
+    def logp(h: jax.Array, w: jax.Array, t: jax.Array) -> Any:
+        out, pull_back = jax.vjp(lambda h, w: linear_logp(h, w, t, memory_budget=BUDGET), h, w)
+        residuals, tree = jax.tree.flatten(pull_back)
+        trees.append(tree)
+        return out, residuals
+
+    def gradients(residuals: Any, g: jax.Array) -> Any:
+        return jax.tree.unflatten(trees[0], residuals)(g)
+
+    forward = jax.jit(logp).lower(hidden, weight, ids).compile()
+    pull_back = jax.jit(gradients).lower(forward(hidden, weight, ids)[1], p.array_upstream).compile()
 
     def export(x: Any) -> Any:
         return torch.utils.dlpack.from_dlpack(x.__dlpack__(**on_stream))

@@ -229,6 +229,14 @@ def _temperature(temperature: Any) -> Any:
     return np.float32(temperature)
 
 
+def check_memory_budget(memory_budget: int | None) -> None:
+    """Static check of linear_logp's and of the bridge's in other libraries."""
+    _require(
+        memory_budget is None or (_is_integer(memory_budget) and memory_budget >= 1),
+        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
+    )
+
+
 def _check_validate(validate: bool | None) -> None:
     _require(validate in (None, True, False), f"validate must be None, True or False, got {validate!r}.")
 
@@ -270,10 +278,7 @@ def linear_logp(
     shard = _shard(axis_name, vocab_size, global_vocab_size, vocab_start_index, reduction, reduce_hidden_grad)
     covered = vocab_size if shard is None else vocab_size * shard.count
     _check_options(covered, logit_softcap, ignore_index, global_vocab_size)
-    _require(
-        memory_budget is None or (_is_integer(memory_budget) and memory_budget >= 1),
-        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
-    )
+    check_memory_budget(memory_budget)
     _check_devices(inputs)
     real = covered if global_vocab_size is None else int(global_vocab_size)
     options = Options(

@@ -27,8 +27,7 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
     seam = _seam(name)
     if implementation is not None:
         validation.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    if memory_budget is not None:
-        validation.require_positive_integer("memory_budget", memory_budget)
+    validation.check_memory_budget(memory_budget)
     seam.check_version()
     originals = _originals(seam) if name in _installed else seam.read()
     replacement = seam.replacement(
