@@ -1,14 +1,19 @@
 """What processes say of a call before any of them goes on: a text of each, one message for all."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 TEXT_BYTES = 1024
-"""Of what a process says; more is cut off."""
+"""Of what a process says; of more, the end is a hash, so that it differs where texts do."""
 
 
 def encoded(text: str) -> bytes:
     """As many bytes for any text, for a collective."""
-    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    data = text.encode()
+    if len(data) > TEXT_BYTES:
+        end = f" ... {hashlib.sha256(data).hexdigest()[:16]}".encode()
+        data = data[: TEXT_BYTES - len(end)] + end
+    return data.ljust(TEXT_BYTES, b"\0")
 
 
 def decoded(data: bytes) -> str:

@@ -54,8 +54,9 @@ class Shard:
     @property
     def on_group_edges(self) -> bool:
         """Whether every rank owns whole groups of the unsharded head's tree: then sharding changes no bits."""
-        is_whole = self.count == 1 and self.columns == self.vocab_size
-        return is_whole or (GROUPS % self.count == 0 and self.columns == shard_width(self.vocab_size, self.count))
+        if self.count == 1:
+            return True
+        return GROUPS % self.count == 0 and self.columns == shard_width(self.vocab_size, self.count)
 
     @property
     def tree(self) -> Tree:
@@ -172,14 +173,18 @@ total.defvjp(_total_fwd, _total_bwd)
 
 
 def is_covered(shard: Shard, tokens: Tokens, columns: Array | None) -> Array:
-    """Which of the `local` tokens have their target in one shard alone: not so where ranks were given other ids."""
+    """Which of the `local` tokens have their target in one shard alone: not so where ranks were given other ids. None
+    has, where some ranks ignore a token that others do not: the rows that they send may be those of other tokens.
+    """
     width = shard.columns if columns is None else columns
-    owners = lax.psum(((tokens.target_ids >= 0) & (tokens.target_ids < width)).astype(jnp.int32), shard.axis)
+    is_mine = (tokens.target_ids >= 0) & (tokens.target_ids < width)
+    owners, active = lax.psum(jnp.stack([is_mine, tokens.active]).astype(jnp.int32), shard.axis)
+    covered = (owners == 1) & jnp.all((active == 0) | (active == shard.count))
     checkify.debug_check(
-        jnp.all(owners == 1),
+        jnp.all(covered),
         "target_ids must be covered by exactly one TP vocab shard; check vocab_start_index and global_vocab_size.",
     )
-    return owners == 1
+    return covered
 
 
 def local(tokens: Tokens, place: Place) -> Tokens:

@@ -186,7 +186,7 @@ def linear_logp(
         **head,
     )
     validation.require_values(inputs)
-    chosen = dispatch.choose(_problem(inputs, options), implementation)
+    chosen = dispatch.choose(problem(inputs, options), implementation)
     if shard is not None and chosen.promises_bits:
         dispatch.check_edges(shard)
     vocab_size = options.real_vocab_size if shard is None else shard.vocab_size
@@ -203,7 +203,7 @@ def linear_logp(
 def describe(*args: Any, **kwargs: Any) -> tuple[dispatch.Problem, str | None]:
     """What `dispatch` sees of the call `linear_logp(*args, **kwargs)`, and the implementation it names."""
     (inputs, options, _), implementation = check(*args, **kwargs)
-    return _problem(inputs, options), implementation
+    return problem(inputs, options), implementation
 
 
 def check(*args: Any, **kwargs: Any) -> tuple[tuple[Inputs, Options, _shard.Shard | None], str | None]:
@@ -214,7 +214,8 @@ def check(*args: Any, **kwargs: Any) -> tuple[tuple[Inputs, Options, _shard.Shar
     return validation.linear_logp(**call.arguments), implementation
 
 
-def _problem(inputs: Inputs, options: Options) -> dispatch.Problem:
+def problem(inputs: Inputs, options: Options) -> dispatch.Problem:
+    """What `dispatch` sees of a call."""
     return dispatch.problem_of("linear_logp", (inputs.hidden, inputs.lm_head_weight, inputs.bias), options)
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import _agreement, validation
+from rlk_jax import _agreement, dispatch, validation
 from rlk_jax._partition import Spread, spread
 from rlk_jax._problem import Inputs, LinearLogp, Options, WeightLayout
 from rlk_jax._shard import AxisName, axis_names, explicit_spec, shard_width
-from rlk_jax.linear_logp import HeadOptions, check, tokens_of
+from rlk_jax.linear_logp import HeadOptions, check, problem, tokens_of
 from rlk_jax.linear_logp import linear_logp as _linear_logp
 
 
@@ -60,6 +60,10 @@ class _Layout:
 
     head: Spread
     lead: PartitionSpec
+
+    def __str__(self) -> str:
+        head = self.head
+        return f"V over {head.axes}, D over {head.of_dim}, tokens over {self.lead} of {dict(head.mesh.shape)}"
 
     def specs(self, inputs: Inputs) -> Inputs:
         """A PartitionSpec for each array."""
@@ -146,13 +150,26 @@ def _run(
     options: dict[str, Any],
 ) -> Array | LinearLogp:
     """linear_logp on whole arrays, laid out as `layout` says of arrays that fit."""
-    found, inputs = _agreed(mesh, arrays, validate, options, layout)
-    return _on_mesh(found, tuple(options.items()), inputs)
+    static_options = tuple(options.items())
+
+    def laid(inputs: Inputs, static: Options) -> _Layout:
+        found = layout(inputs, static)
+        if isinstance(mesh, Mesh) and mesh.is_multi_process:
+            # What tracing raises on one process, others must not wait for.
+            jax.eval_shape(functools.partial(_on_mesh, found, static_options), inputs)
+        return found
+
+    found, inputs = _agreed(mesh, arrays, validate, options, laid)
+    return _on_mesh(found, static_options, inputs)
 
 
 def agree(mesh: Mesh, arrays: Inputs, validate: bool | None, options: dict[str, Any]) -> None:
     """Bare linear_logp on arrays that several processes share: its checks, agreed on by all of them."""
-    _agreed(mesh, arrays, validate, options, lambda inputs, static: None)
+
+    def chosen(inputs: Inputs, static: Options) -> str:
+        return dispatch.choose(problem(inputs, static), options["implementation"]).name
+
+    _agreed(mesh, arrays, validate, options, chosen)
 
 
 def _agreed[T](
@@ -167,7 +184,9 @@ def _agreed[T](
     Where processes share the mesh and call outside jit, one collective lets all of them raise what any of them has to
     say, and compares what they call.
     """
-    is_read = validate is not False and all(map(validation.is_concrete, arrays))
+    # Under grad outside jit the operands are tracers; under jit even a constant is.
+    is_outside_jit = all(map(validation.is_concrete, (arrays.target_ids, arrays.temperature, jnp.zeros(()))))
+    is_read = validate is not False and is_outside_jit
 
     def checked() -> tuple[T, Inputs]:
         """What this process can say alone: static facts, and the values in its own memory."""
@@ -179,11 +198,14 @@ def _agreed[T](
                 tokens_of(part, static.real_vocab_size, options.get("ignore_index"), validate)
         return layout(inputs, static), inputs
 
-    if not isinstance(mesh, Mesh) or not mesh.is_multi_process or not all(map(validation.is_concrete, arrays)):
+    if not isinstance(mesh, Mesh) or not mesh.is_multi_process or not is_outside_jit:
         return checked()
-    found, texts = _agreement.agreed(
-        lambda: (checked(), _call_text(arrays, validate, options)), functools.partial(_everyone, mesh)
-    )
+
+    def said() -> tuple[tuple[T, Inputs], str]:
+        found = checked()
+        return found, _call_text(arrays, {**options, "validate": validate, "runs": str(found[0])})
+
+    found, texts = _agreement.agreed(said, functools.partial(_everyone, mesh))
     _agreement.require_same(texts)
     return found
 
@@ -217,14 +239,14 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and validation.is_concrete(x)
 
 
-def _call_text(arrays: Inputs, validate: bool | None, options: dict[str, Any]) -> str:
+def _call_text(arrays: Inputs, options: dict[str, Any]) -> str:
     """What must be the same in every process."""
 
     def of(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}" if np.ndim(x) else repr(x)
 
     given = {name: of(x) for name, x in arrays._asdict().items()} | {k: repr(v) for k, v in options.items()}
-    return ", ".join(f"{name}={text}" for name, text in {**given, "validate": repr(validate)}.items())
+    return ", ".join(f"{name}={text}" for name, text in given.items())
 
 
 def _everyone(mesh: Mesh, text: str) -> list[str]:

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from rlk_jax import cli
+from rlk_jax import cli, vocab_parallel
 from rlk_jax.checker import check_tp
 
 SMALL = ("--tokens", "24", "--hidden-size", "32", "--vocab-size", "1000")
@@ -40,6 +41,17 @@ def test_stress(capsys):
     assert "[stress] 64 x 64 x 2000\n  finite outputs and gradients: PASS; " in printed
 
 
+def test_stress_times_a_program_that_is_compiled(monkeypatch):
+    """All that it calls more often is what runs: the op itself is traced once, behind a call outside jit."""
+    calls = []
+    honest = vocab_parallel.linear_logp
+    monkeypatch.setattr(vocab_parallel, "linear_logp", lambda *x, **options: calls.append(0) or honest(*x, **options))
+    problem = check_tp.Problem(8, 8, 64, jnp.float32, True, False, 0, "xla", "sum")
+    mesh = Mesh(jax.devices()[:2], ("tp",))
+    finite, _, _ = check_tp._stress(mesh, problem)
+    assert finite and len(calls) == 2
+
+
 def test_any_difference_fails(capsys):
     assert cli.main(["check-tp", *SMALL, "--devices", "2", "--dtype", "fp32", "--atol", "0", "--rtol", "0"]) == 1
     printed = capsys.readouterr().out
@@ -52,7 +64,9 @@ def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
     honest = check_tp.tensor_parallel
 
     def faulty(problem, mesh, arrays):
-        results = honest(problem, mesh, arrays)
+        return lambda: changed(honest(problem, mesh, arrays)())
+
+    def changed(results):
         if wrong == "value":
             return results._replace(weight_grad=results.weight_grad.at[1, 1].add(0.5))
         if wrong == "infinite":

@@ -56,6 +56,10 @@ def test_tokens_that_lie_over_processes():
         ("validate", "ValueError: the processes call linear_logp differently: "),
         ("unknown option", "ValueError: TypeError: got an unexpected keyword argument 'no_such_option'"),
         ("bare", "ValueError: target_ids out of range: expected [0, 999], got [-7, "),
+        ("grad outside jit", "ValueError: target_ids out of range: expected [0, 999], got ["),
+        ("token axes", "ValueError: the processes call linear_logp differently: "),
+        ("strict", "ValueError: RLK_STRICT=1: 2 shards of 500 columns do not end where"),
+        ("bare, implementation", "ValueError: implementation must be one of "),
     ],
 )
 def test_one_rank_s_mistake_ends_all_with_its_message(task, message):

@@ -271,6 +271,27 @@ def test_ids_that_differ_between_ranks_are_nan_and_say_so():
     assert "target_ids must be covered by exactly one TP vocab shard" in error.get()
 
 
+@pytest.mark.parametrize("implementation", ["xla", "deterministic"])
+@pytest.mark.parametrize("bad_rank", [0, 1, 3])
+def test_a_token_that_one_rank_ignores_makes_all_nan_and_says_so(implementation, bad_rank):
+    """That rank may send what belongs to other tokens. Token 3's target is of rank 1."""
+    problem = helpers.make(POWER, jnp.float32)
+    target_ids = problem.target_ids.at[3].set(300)
+
+    def on_rank(hidden, weight, target_ids):
+        is_ignored = (jax.lax.axis_index("tp") == bad_rank) & (jnp.arange(13) == 3)
+        ids = jnp.where(is_ignored, -100, target_ids)
+        return linear_logp(hidden, weight, ids, axis_name="tp", ignore_index=-100, implementation=implementation)[None]
+
+    specs = (P(), P("tp"), P())
+    call = jax.shard_map(on_rank, mesh=mesh_of("auto", tp=4), in_specs=specs, out_specs=P("tp"), check_vma=False)
+    assert np.isnan(np.asarray(call(problem.hidden, problem.weight, target_ids))).all()
+    gradients = jax.grad(lambda *x: call(*x, target_ids).sum(), (0, 1))(problem.hidden, problem.weight)
+    assert np.isnan(np.asarray(gradients[0])).all() and np.isnan(np.asarray(gradients[1])).any()
+    error, _ = checkify.checkify(jax.jit(call))(problem.hidden, problem.weight, target_ids)
+    assert "target_ids must be covered by exactly one TP vocab shard" in error.get()
+
+
 def test_a_scalar_lead():
     h, w = jnp.ones(8), jax.random.normal(jax.random.key(0), (64, 8))
     actual = vocab_parallel.linear_logp(h, w, jnp.int32(3), mesh=mesh_of("auto", tp=2), vocab_axis="tp")
@@ -469,13 +490,14 @@ def test_other_edges_are_said_once_and_refused_if_strict(monkeypatch, caplog):
         call(return_lse=False)
 
 
-def test_one_shard_is_the_whole_head_with_any_edge(monkeypatch):
+@pytest.mark.parametrize("columns", [97, 105, 600])
+def test_one_shard_is_the_whole_head_with_any_edge(monkeypatch, columns):
     monkeypatch.setenv("RLK_STRICT", "1")
-    hidden, weight, ids = jnp.ones((4, 8)), jax.random.normal(jax.random.key(0), (97, 8)), jnp.arange(4)
-    found = vocab_parallel.linear_logp(
-        hidden, weight, ids, mesh=mesh_of("auto", tp=1), vocab_axis="tp", implementation="deterministic"
-    )
-    assert_same_bits(found, linear_logp(hidden, weight, ids, implementation="deterministic"))
+    hidden, weight, ids = jnp.ones((4, 8)), jax.random.normal(jax.random.key(0), (columns, 8)), jnp.arange(4)
+    options = {"global_vocab_size": 97, "implementation": "deterministic"}
+    found = vocab_parallel.linear_logp(hidden, weight, ids, mesh=mesh_of("auto", tp=1), vocab_axis="tp", **options)
+    assert_same_bits(found, linear_logp(hidden, weight, ids, **options))
+    assert_same_bits(found, linear_logp(hidden, weight[:97], ids, implementation="deterministic"))
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,8 @@ def _spread(arrays: Arrays, mesh: Mesh) -> Arrays:
     return Arrays(lie(arrays.hidden), weight, bias, lie(arrays.target_ids), lie(arrays.upstream))
 
 
-def _results(logp: Callable[..., Any], arrays: Arrays) -> Results:
-    """Values of `logp(hidden, weight, bias, target_ids)` and its gradients for the upstream ones, compiled."""
+def _program(logp: Callable[..., Any], arrays: Arrays) -> Callable[[], Results]:
+    """Values of `logp(hidden, weight, bias, target_ids)` and its gradients for the upstream ones; compiled once."""
     operands = (arrays.hidden, arrays.weight) + (() if arrays.bias is None else (arrays.bias,))
 
     def loss(operands: Sequence[Any], target_ids: Any, upstream: Any) -> tuple[jax.Array, jax.Array]:
@@ -316,12 +316,17 @@ def _results(logp: Callable[..., Any], arrays: Arrays) -> Results:
         output = logp(hidden, weight, bias[0] if bias else None, target_ids)
         return jnp.vdot(output, upstream), output
 
-    gradients, output = jax.jit(jax.grad(loss, has_aux=True))(operands, arrays.target_ids, arrays.upstream)
-    return Results(output, *gradients, *[None] * (3 - len(gradients)))
+    program = jax.jit(jax.grad(loss, has_aux=True))
+
+    def run() -> Results:
+        gradients, output = program(operands, arrays.target_ids, arrays.upstream)
+        return Results(output, *gradients, *[None] * (3 - len(gradients)))
+
+    return run
 
 
-def tensor_parallel(problem: Problem, mesh: Mesh, arrays: Arrays) -> Results:
-    """The op under test. Its first call is outside jit, where all processes agree on what is wrong."""
+def tensor_parallel(problem: Problem, mesh: Mesh, arrays: Arrays) -> Callable[[], Results]:
+    """The op under test, called once outside jit, where all processes agree on what is wrong."""
     logp = functools.partial(
         vocab_parallel.linear_logp,
         mesh=mesh,
@@ -331,7 +336,7 @@ def tensor_parallel(problem: Problem, mesh: Mesh, arrays: Arrays) -> Results:
         reduction=problem.reduction,
     )
     logp(arrays.hidden, arrays.weight, arrays.target_ids, arrays.bias, validate=True)
-    return _results(lambda hidden, weight, bias, ids: logp(hidden, weight, ids, bias), arrays)
+    return _program(lambda hidden, weight, bias, ids: logp(hidden, weight, ids, bias), arrays)
 
 
 def reference(problem: Problem, arrays: Arrays, mode: str) -> Results:
@@ -347,13 +352,13 @@ def reference(problem: Problem, arrays: Arrays, mode: str) -> Results:
         return jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], axis=1)[:, 0]
 
     here = jax.local_devices()[0]
-    return _results(logp, jax.tree.map(lambda x: jax.device_put(x, here), arrays))
+    return _program(logp, jax.tree.map(lambda x: jax.device_put(x, here), arrays))()
 
 
 def compare(mesh: Mesh, problem: Problem, mode: str, atol: float, rtol: float) -> list[Metric]:
     """A metric for each result, and whether all devices hold the same bits of what they share."""
     arrays = make(problem, mesh.size)
-    actual, expected = tensor_parallel(problem, mesh, _spread(arrays, mesh)), reference(problem, arrays, mode)
+    actual, expected = tensor_parallel(problem, mesh, _spread(arrays, mesh))(), reference(problem, arrays, mode)
     metrics = []
     for name, a, e in zip(Results._fields, actual, expected, strict=True):
         if a is not None:
@@ -393,10 +398,10 @@ def _same_bits(x: jax.Array) -> bool:
 
 def _stress(mesh: Mesh, problem: Problem) -> tuple[bool, float, int | None]:
     """A large problem without a reference: finite values and gradients, time and memory."""
-    arrays = _spread(make(problem, mesh.size), mesh)
-    jax.block_until_ready(tensor_parallel(problem, mesh, arrays))
+    run = tensor_parallel(problem, mesh, _spread(make(problem, mesh.size), mesh))
+    jax.block_until_ready(run())
     start = time.perf_counter()
-    results = jax.block_until_ready(tensor_parallel(problem, mesh, arrays))
+    results = jax.block_until_ready(run())
     elapsed = time.perf_counter() - start
     finite = _everywhere(
         all(bool(jnp.isfinite(s.data).all()) for x in jax.tree.leaves(results) for s in x.addressable_shards)
