@@ -31,6 +31,8 @@ LEAST = "autograd and DLPack"
 """What any bridge does; `_least`."""
 ONE_THREAD = " in one thread"
 """There torch's autograd runs the backward where it was asked for it."""
+OURS = (*BRIDGES, "bridge" + ONE_THREAD, LEAST, LEAST + ONE_THREAD, JAX)
+"""What needs no peer."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    ours = *BRIDGES, "bridge" + ONE_THREAD, LEAST, LEAST + ONE_THREAD, JAX
-    names = (*ours, COMPILED, "liger triton (mean loss)", "cce")
+    names = (*OURS, COMPILED, "liger triton (mean loss)", "cce")
     parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names))
     options = parser.parse_args(argv)
     shapes = SMOKE_SHAPES if options.smoke else options.shapes

@@ -37,6 +37,8 @@ def agreed[T](check: Callable[[], tuple[T, str]], everyone: Callable[[str], Sequ
         text = f"!{error}" if isinstance(error, ValueError) else f"!{type(error).__name__}: {error}"
     texts = everyone(text)
     failed = next((text[1:] for text in texts if text.startswith("!")), None)
+    if isinstance(problem, ValueError) and str(problem) == failed:
+        raise problem
     if failed is not None:
         raise ValueError(failed) from problem
     return found[0], texts
