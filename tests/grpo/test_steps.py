@@ -138,10 +138,15 @@ def mixed(tmp_path_factory) -> str:
     return str(path)
 
 
+def run_mixed(trained: TrainState, mixed: str, **changes) -> Run:
+    """In smaller steps: on some CPUs these weights lie where KL, quadratic in a step, carries what Adam enlarges."""
+    return run(trained, prompts=mixed, learning_rate=1e-3, **changes)
+
+
 @pytest.fixture(scope="module")
 def mixed_runs(mixed) -> tuple[TrainState, Run]:
     trained = trained_state(prompts=mixed)
-    return trained, run(trained, prompts=mixed)
+    return trained, run_mixed(trained, mixed)
 
 
 def test_prompts_of_mixed_lengths_leave_rows_empty(mixed, mixed_runs):
@@ -164,13 +169,13 @@ def test_prompts_of_mixed_lengths_leave_rows_empty(mixed, mixed_runs):
 )
 def test_packed_and_bucketed_runs_train_alike(mixed, mixed_runs, changes):
     trained, plain = mixed_runs
-    assert_trains_like(run(trained, prompts=mixed, **changes), plain, "grpo_accumulation")
+    assert_trains_like(run_mixed(trained, mixed, **changes), plain, "grpo_accumulation")
 
 
 def test_rollouts_by_length_draw_the_same_tokens(mixed, mixed_runs):
     """Their log-probs are rounded otherwise; those of invariant layers are not, see test_invariant.py."""
     trained, plain = mixed_runs
-    measured = run(trained, prompts=mixed, rollout_buckets=4).measured
+    measured = run_mixed(trained, mixed, rollout_buckets=4).measured
     for name in ("reward", "tokens"):
         np.testing.assert_array_equal(measured[name], plain.measured[name])
 
