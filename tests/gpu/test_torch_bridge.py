@@ -202,7 +202,11 @@ def test_a_tensor_on_another_gpu_than_the_current_one():
 
 def test_four_processes_of_nccl():
     needs(4)
-    assert_processes_agree("nccl")
+    assert_processes_agree("nccl", "cuda")
+
+
+def test_four_processes_that_share_gpus():
+    assert_processes_agree("gloo", "cuda")
 
 
 @pytest.mark.parametrize("count", [2, 4])

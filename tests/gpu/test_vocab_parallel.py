@@ -1,6 +1,9 @@
-"""linear_logp's kernels for Hopper with the head spread over GPUs; degrees beyond this machine's GPUs are skipped."""
+"""linear_logp's kernels for Hopper with the head spread over GPUs; degrees beyond this machine's GPUs are skipped, but
+the kernels of their ranks run one after the other on one.
+"""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlk_jax import vocab_parallel
+from rlk_jax import LinearLogp, _shard, dispatch, vocab_parallel
+from rlk_jax._problem import Needs, Operands
+from rlk_jax._tree import ordered_sum
+from rlk_jax.linear_logp import check, tokens_of
+from rlk_jax.linear_logp import problem as problem_of
 from tests import helpers
 from tests.gpu.hopper import every_implementation
 from tests.helpers import Case, assert_same_bits, assert_within_contract, weighted
@@ -21,6 +28,9 @@ CASES = (
     Case("gpt2, kept", (130,), 768, 50257, bias=True, options={"return_entropy": False}),
     Case("dv", (70,), 256, 65536, options={"weight_layout": "dv"}),
 )
+
+# With pytest -n 6 --dist loadgroup, one process draws a case's numbers, which takes as long as all else.
+BY_CASE = [pytest.param(x, marks=pytest.mark.xdist_group(x.name), id=x.name) for x in CASES]
 
 
 def mesh_of(degree: int) -> jax.sharding.Mesh:
@@ -58,6 +68,51 @@ def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduc
     return tuple(jax.jit(call)(operands)), gradients
 
 
+def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, implementation: str):
+    """Values of every one of `count` ranks, and gradients as of `outputs` with the canonical reduction, on one GPU."""
+    layout, pad = case.options.get("weight_layout", "vd"), functools.partial(vocab_parallel.pad_lm_head, n=count)
+    axis = 0 if layout == "vd" else 1
+    weight = pad(problem.weight if layout == "vd" else problem.weight.T, weight_layout=layout)
+    bias = None if problem.bias is None else pad(problem.bias)
+    asked = {"return_lse": True, "return_entropy": True, **case.options, "global_vocab_size": case.vocab}
+    arrays = (problem.hidden, weight, problem.target_ids, bias)
+    (inputs, options, _), _ = check(*arrays, temperature=problem.temperature, **asked, implementation=implementation)
+    functions = dispatch.choose(problem_of(inputs, options), implementation).functions.on_device
+    shard = _shard.Shard("tp", count, weight.shape[axis] // count, case.vocab, "canonical", True)
+    of_shard = replace(_shard.options_of(shard, options), keeps=True)
+    whole = tokens_of(inputs, case.vocab, None, False)
+
+    def here(hidden, weight, bias, start):
+        operands = Operands(hidden, weight, bias, _shard.real_columns(shard, start))
+        return operands, _shard.local(whole, _shard.Place(start, None, None))
+
+    # One program for all ranks.
+    @jax.jit
+    def partials(*own):
+        return functions.partials(of_shard, *here(*own))
+
+    @jax.jit
+    def values_and_gradients(own, groups, state):
+        operands, tokens = here(*own)
+        values, residual, kept = functions.merge(of_shard, groups, state)
+        upstream = LinearLogp(*(None if x is None else g for x, g in zip(values, problem.upstream, strict=True)))
+        needs, tokens = Needs(True, True, bias is not None), tokens.with_upstream(upstream)
+        return values, functions.gradients(of_shard, needs, operands, tokens, residual, kept, upstream)
+
+    weights = jnp.split(weight, count, axis)
+    biases = [None] * count if bias is None else jnp.split(bias, count)
+    ranks = [(problem.hidden, weights[i], biases[i], jnp.int32(i * shard.columns)) for i in range(count)]
+    found = [partials(*own) for own in ranks]
+    groups = jax.tree.map(lambda *x: jnp.concatenate(x), *(groups for groups, _ in found))
+    by_rank = [values_and_gradients(own, groups, state) for own, (_, state) in zip(ranks, found, strict=True)]
+    parts = [gradients for _, gradients in by_rank]
+    d_hidden = ordered_sum(jnp.concatenate([x.hidden for x in parts])).astype(problem.hidden.dtype)
+    d_weight = jnp.concatenate([x.weight for x in parts], axis)
+    d_bias = () if bias is None else (jnp.concatenate([x.bias for x in parts])[: case.vocab],)
+    gradients = (d_hidden, (d_weight.T if axis else d_weight)[: case.vocab], *d_bias)
+    return [values for values, _ in by_rank], gradients
+
+
 @pytest.fixture(scope="module")
 def unsharded():
     """Each case's problem, its values and gradients on one GPU, and dH summed one group at a time."""
@@ -76,10 +131,9 @@ def unsharded():
     return of
 
 
-# With pytest -n 6 --dist loadgroup, one process draws a case's numbers, which takes as long as all else.
 @every_implementation
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
-@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.xdist_group(x.name), id=x.name) for x in CASES])
+@pytest.mark.parametrize("case", BY_CASE)
 def test_same_bits_at_every_degree(case, degree, implementation, unsharded):
     mesh = mesh_of(degree)
     problem, (values, gradients), one_group_at_a_time = unsharded(case.name, implementation)
@@ -91,6 +145,17 @@ def test_same_bits_at_every_degree(case, degree, implementation, unsharded):
     assert_same_bits(d_hidden, one_group_at_a_time[1][0])
     # Rounded to bfloat16 from float32 sums in another order.
     assert_within_contract(d_hidden, gradients[0], "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+@every_implementation
+@pytest.mark.parametrize("degree", [2, 4, 8])
+@pytest.mark.parametrize("case", BY_CASE)
+def test_kernels_of_every_degree_on_one_gpu(case, degree, implementation, unsharded):
+    problem, (values, _), one_group_at_a_time = unsharded(case.name, implementation)
+    by_rank, gradients = one_rank_after_another(case, problem, degree, implementation)
+    for own_values in by_rank:
+        assert_same_bits(tuple(own_values), values)
+    assert_same_bits(gradients, one_group_at_a_time[1])
 
 
 @every_implementation

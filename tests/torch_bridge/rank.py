@@ -1,4 +1,4 @@
-"""One of several processes: python -m tests.torch_bridge.rank PORT COUNT RANK BACKEND.
+"""One of several processes: python -m tests.torch_bridge.rank PORT COUNT RANK BACKEND DEVICE.
 
 Any failed check is its exit code. An error that all must raise is printed as `name: message`; the parent compares what
 they print.
@@ -24,10 +24,10 @@ UNEVEN = [0, 3, 7, 12, 16]
 EVERYTHING = {"return_lse": True, "return_entropy": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROMISES = {
-    "gloo": {"deterministic": torch.float32},
-    "nccl": {"deterministic": torch.float32, "mosaic": torch.bfloat16},
+    "cpu": {"deterministic": torch.float32},
+    "cuda": {"deterministic": torch.float32, "mosaic": torch.bfloat16},
 }
-"""Implementations that promise bits where a backend's processes run, and a dtype of each."""
+"""Implementations that promise bits on a device, and a dtype of each."""
 
 
 def cut(vocab: int, count: int) -> list[int]:
@@ -80,7 +80,7 @@ def agrees_with_float64(rank: int, count: int) -> None:
 def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
     """On the edges of groups, by 4 and by 2 ranks, and in any order."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for implementation, dtype in PROMISES[dist.get_backend()].items():
+    for implementation, dtype in PROMISES[torch.get_default_device().type].items():
         problem, options = head((33,), dim=24, vocab=1000, dtype=dtype), {"implementation": implementation}
         expected = whole(problem, **options)
         for bounds, place, group in (
@@ -224,10 +224,10 @@ def mistakes(rank: int) -> None:
     assert torch.isfinite(torch_bridge.linear_logp(**good, tp_group=dist.group.WORLD)).all()
 
 
-def main(port: int, count: int, rank: int, backend: str) -> None:
+def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     limit = timedelta(seconds=50)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if device == "cuda":  # Of NCCL's processes each has one of its own.
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
     mistakes(rank)
@@ -242,4 +242,4 @@ def main(port: int, count: int, rank: int, backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:])

@@ -34,10 +34,11 @@ MESSAGES = {
 }
 
 
-def assert_processes_agree(backend: str) -> None:
+def assert_processes_agree(backend: str, device: str) -> None:
     """All checks of rank.py hold on four processes, and all say the same of one's mistake."""
     port = free_port()
-    commands = [["-m", "tests.torch_bridge.rank", str(port), str(COUNT), str(rank), backend] for rank in range(COUNT)]
+    of_rank = [[str(port), str(COUNT), str(rank), backend, device] for rank in range(COUNT)]
+    commands = [["-m", "tests.torch_bridge.rank", *arguments] for arguments in of_rank]
     finished = run_together(commands, timeout_s=LIMIT_S)
     for process in finished:
         assert process.code == 0, process.stderr[-3000:]
@@ -48,7 +49,7 @@ def assert_processes_agree(backend: str) -> None:
 
 
 def test_four_processes():
-    assert_processes_agree("gloo")
+    assert_processes_agree("gloo", "cpu")
 
 
 def test_a_start_needs_a_group():
