@@ -596,6 +596,8 @@ def require_values(inputs: AnyInputs) -> None:
 
 def as_int32(ids: Any) -> Array:
     """Integer ids as int32. Ids beyond int32 saturate: one out of range must stay so, not wrap."""
+    if ids.dtype == np.int32:
+        return jnp.asarray(ids)
     info = jnp.iinfo(ids.dtype)
     low, high = max(info.min, _INT32.min), min(info.max, _INT32.max)
     clip = np.clip if isinstance(ids, np.ndarray | np.generic) else jnp.clip
@@ -603,31 +605,33 @@ def as_int32(ids: Any) -> Array:
 
 
 class _Findings(NamedTuple):
-    """What one fused pass over the tokens finds: which rows are good, and the extremes for the messages."""
+    """What one fused pass over the tokens finds: these with the bad ones marked, and `_fit` of ids and temperatures."""
 
-    is_good: Array
-    ids_fit: Array
-    temperatures_fit: Array
-    ids: tuple[Array, Array]
-    temperatures: tuple[Array, Array]
+    tokens: Tokens
+    ids: Array
+    temperatures: Array
 
 
 @functools.partial(jax.jit, static_argnames="vocab_size")
-def _inspect(ids: Array, counted: Array, temperature: Array, *, vocab_size: int) -> _Findings:
+def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -> _Findings:
+    temperature = jnp.broadcast_to(jnp.asarray(temperature).astype(jnp.float32), ids.shape).reshape(-1)
+    ids = ids.reshape(-1)
     id_is_good = (ids >= 0) & (ids < vocab_size)
     temperature_is_good = (temperature >= _SMALLEST) & (temperature < jnp.inf)
-    lowest = jnp.min(ids, where=counted, initial=_INT32.max)
-    highest = jnp.max(ids, where=counted, initial=_INT32.min)
+    is_good = id_is_good & temperature_is_good
     return _Findings(
-        is_good=id_is_good & temperature_is_good,
-        ids_fit=jnp.all(id_is_good | ~counted),
-        temperatures_fit=jnp.all(temperature_is_good | ~counted),
-        ids=(lowest, highest),
-        temperatures=(
-            jnp.min(temperature, where=counted, initial=jnp.inf),
-            jnp.max(temperature, where=counted, initial=-jnp.inf),
-        ),
+        Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, jnp.nan), counted),
+        ids=_fit(ids, id_is_good, counted, (_INT32.min, _INT32.max)),
+        temperatures=_fit(temperature, temperature_is_good, counted, (-jnp.inf, jnp.inf)),
     )
+
+
+def _fit(x: Array, is_good: Array, counted: Any, limits: tuple[float, float]) -> Array:
+    """Whether all that counts is good, the least and the greatest of it, `[3]` in the dtype of x: one read-back."""
+    least, greatest = limits
+    low = jnp.min(x, where=counted, initial=greatest)
+    high = jnp.max(x, where=counted, initial=least)
+    return jnp.stack([jnp.all(is_good | ~counted).astype(x.dtype), low, high])
 
 
 def counted(ids: Any, ignore_index: int | None) -> Array:
@@ -651,17 +655,14 @@ def tokens(
     validate=True reads the values back once and raises ValueError; None does so where they can be read. Otherwise bad
     rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
     """
-    temperature = jnp.asarray(temperature).astype(jnp.float32)
-    temperature = jnp.broadcast_to(temperature, ids.shape).reshape(-1)
-    ids = as_int32(ids).reshape(-1)
-    found = _inspect(ids, counted, temperature, vocab_size=vocab_size)
+    found = _inspect(as_int32(ids), counted, temperature, vocab_size=vocab_size)
     out_of_range = _ACTIONS_OUT_OF_RANGE if name == "action_ids" else _IDS_OUT_OF_RANGE.replace("{name}", name)
     checks = (
-        (found.ids_fit, found.ids, out_of_range.replace("{last}", str(vocab_size - 1))),
-        (found.temperatures_fit, found.temperatures, _BAD_TEMPERATURE),
+        (found.ids, out_of_range.replace("{last}", str(vocab_size - 1))),
+        (found.temperatures, _BAD_TEMPERATURE),
     )
-    _report(checks, (ids, counted, temperature), validate, f"{name} and temperature")
-    return Tokens(jnp.where(found.is_good, ids, 0), jnp.where(found.is_good, temperature, jnp.nan), counted)
+    _report(checks, validate, f"{name} and temperature")
+    return found.tokens
 
 
 def rows(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
@@ -675,23 +676,22 @@ def rows_in_range(row_indices: Any, count: int, validate: bool | None) -> tuple[
     """int32 indices, and which of them are those of one of `count` rows; checked as `tokens` are."""
     indices = as_int32(row_indices)
     is_good = (indices >= 0) & (indices < count)
-    limits = jnp.min(indices, initial=_INT32.max), jnp.max(indices, initial=_INT32.min)
-    checks = ((jnp.all(is_good), limits, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
-    _report(checks, (indices,), validate, "row_indices")
+    fit = _fit(indices, is_good, jnp.ones((), bool), (_INT32.min, _INT32.max))
+    _report(((fit, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),), validate, "row_indices")
     return indices, is_good
 
 
-def _report(checks: Any, arrays: Any, validate: bool | None, names: str) -> None:
-    """Each check is (does it fit, (lowest, highest), message); raised here where the arrays can be read, or marked."""
-    readable = all(map(is_concrete, arrays))
+def _report(checks: Sequence[tuple[Array, str]], validate: bool | None, names: str) -> None:
+    """Each check is what `_fit` says, and a message; raised here where that can be read, or marked."""
+    readable = all(is_concrete(fit) for fit, _ in checks)
     if validate and not readable:
         raise ValueError(f"validate=True needs concrete {names}; under jit use jax.experimental.checkify.")
     must_raise = readable and validate is not False
-    for fits, (low, high), message in jax.device_get(checks) if must_raise else checks:
+    for (fits, low, high), message in jax.device_get(checks) if must_raise else checks:
         if must_raise:
             _require(fits, message.format(low=low, high=high))
         else:
-            checkify.debug_check(fits, message, low=low, high=high)
+            checkify.debug_check(fits != 0, message, low=low, high=high)
 
 
 # rlk_jax.grpo: groups, losses on log-probs and their options.
