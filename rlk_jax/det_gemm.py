@@ -99,9 +99,10 @@ def _product(gemm: Gemm, form: Form, a: Array, b: Array, start: Array | None) ->
 
 
 def _save(gemm: Gemm, form: Form, *primals: Any) -> tuple[Array, Any]:
-    needs = _transforms.needs_gradient(primals)
+    needed = _transforms.needs_gradient(primals)
+    needs_a, needs_b, _ = _transforms.is_needed(needed)
     a, b, start = _transforms.primal_values(primals)
-    return _product(gemm, form, a, b, start), (needs, a, b)
+    return _product(gemm, form, a, b, start), (needed, a if needs_b else None, b if needs_a else None)
 
 
 def _pull_back(gemm: Gemm, form: Form, saved: Any, upstream: Any) -> tuple[Any, ...]:
@@ -110,16 +111,17 @@ def _pull_back(gemm: Gemm, form: Form, saved: Any, upstream: Any) -> tuple[Any, 
     if isinstance(upstream, SymbolicZero):
         return None, None, None
     needs_a, needs_b, needs_start = _transforms.is_needed(needed)
-    g, at, bt = upstream.astype(a.dtype), form.a_transposed, form.b_transposed
+    dtype = next((x.dtype for x in (a, b) if x is not None), upstream.dtype)
+    g, at, bt = upstream.astype(dtype), form.a_transposed, form.b_transposed
     product, d_a, d_b = functools.partial(_product, gemm), None, None
     if needs_a and at:
-        d_a = product(Form(bt, True, a.dtype), b, g, None)
+        d_a = product(Form(bt, True, dtype), b, g, None)
     elif needs_a:
-        d_a = product(Form(False, not bt, a.dtype), g, b, None)
+        d_a = product(Form(False, not bt, dtype), g, b, None)
     if needs_b and bt:
-        d_b = product(Form(True, at, b.dtype), g, a, None)
+        d_b = product(Form(True, at, dtype), g, a, None)
     elif needs_b:
-        d_b = product(Form(not at, False, b.dtype), a, g, None)
+        d_b = product(Form(not at, False, dtype), a, g, None)
     return d_a, d_b, upstream.astype(jnp.float32) if needs_start else None
 
 

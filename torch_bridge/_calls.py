@@ -98,17 +98,9 @@ def token_ids(lent: jax.Array, count: jax.Array, *, ignore_index: int | None) ->
 
 
 def numbers(x: Tensor) -> Tensor:
-    """Real numbers of any dtype, of one that JAX computes with."""
-    if x.dtype == torch.float64:
-        return x.to(torch.float32)
-    return x if x.is_floating_point() or x.dtype == torch.bool else _exchange.as_int32(x)
-
-
-def run(op: Op, tensors: Sequence[Tensor], options: Options) -> Tensor:
-    """An op without rows or gradients."""
-    arrays = tuple(map(_exchange.lend, tensors))
-    (found,), _ = _programs.program(op, arrays, options, ()).forward(arrays)
-    return _exchange.to_torch(found)
+    """Real numbers of any dtype, of one that JAX computes with; integers as float32, which the loss counts in."""
+    low = x.dtype != torch.float64 and x.is_floating_point()
+    return x if low or x.dtype == torch.bool else x.to(torch.float32)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,6 +250,14 @@ def _(
     return [x.new_empty(x.shape) for x in needed]
 
 
+def differentiable_once(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> list[Tensor | None]:
+    """Gradients that come of these tensors; differentiating them raises."""
+    if not torch.is_grad_enabled():
+        return list(gradients)
+    # Under create_graph=True alone.
+    return [None if g is None else _NoSecondDerivative.apply(g, *sources) for g in gradients]
+
+
 class _NoSecondDerivative(torch.autograd.Function):
     """The identity on a gradient that comes of other tensors; differentiating it raises."""
 
@@ -307,11 +307,7 @@ def as_torch_op(
             return [None] * len(positions)
         handle, *tensors = ctx.saved_tensors
         found = iter(pull_back(handle, tensors, list(upstream[:-1]), ctx.needs))
-        wanted = [next(found) if needs_it else None for needs_it in ctx.needs]
-        if not torch.is_grad_enabled():
-            return wanted
-        # Under create_graph=True alone.
-        return [None if g is None else _NoSecondDerivative.apply(g, *tensors, *upstream) for g in wanted]
+        return differentiable_once([next(found) if needs_it else None for needs_it in ctx.needs], *tensors, *upstream)
 
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         of_inputs: list[Any] = [None] * ctx.arity
@@ -331,7 +327,9 @@ def as_torch_op(
         return output
 
     def eager_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        return None, *gradients(_pull_back, ctx, upstream)
+        # Compiled autograd traces this.
+        pull_back = _pull_back_op if torch.compiler.is_compiling() else _pull_back
+        return None, *gradients(pull_back, ctx, upstream)
 
     members = {"forward": staticmethod(eager_forward), "backward": staticmethod(eager_backward)}
     eager: Any = type(name, (torch.autograd.Function,), members)

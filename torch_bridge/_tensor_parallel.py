@@ -8,6 +8,7 @@ collective gathers these, and each merges all of them; the backward sums dH over
 import functools
 import json
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlk_jax import _agreement, dispatch, validation
 from rlk_jax._cut import Cut, State, Steps
@@ -134,7 +134,7 @@ def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:
     """What must be the same on every rank."""
 
     def of(x: Any) -> str:
-        return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(float(x))
 
     hidden, weight, bias, ids, temperature = tensors
     needed = hidden.requires_grad and torch.is_grad_enabled()
@@ -147,7 +147,7 @@ def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:
         "target_ids": of(ids),
         "temperature": of(temperature),
     }
-    given |= {"hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
+    given |= {"device": device, "hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
     return ", ".join(f"{name}={text}" for name, text in {**given, **options}.items())
 
 
@@ -300,25 +300,30 @@ class _TensorParallel(torch.autograd.Function):
         return tuple(None if x is None else call.frame.real(x, lead) for x in values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in upstream):
             return (None,) * 5
-        call, (*tensors, handle) = ctx.call, ctx.saved_tensors
-        state = _calls.kept(handle)
-        if state is None:
-            zeros = [None if x is None else torch.zeros_like(x) for x in tensors]
-            return *(x if needed else None for x, needed in zip(zeros, ctx.needs_input_grad, strict=False)), None, None
-        hidden, weight, bias = tensors
-        static = {"steps": call.steps, "needs": call.needs}
-        with _exchange.launching(upstream):
-            given = tuple(None if g is None else call.frame.rows(g, 0.0) for g in upstream)
-            own = (*call.operands(hidden, weight, bias), given, state)
-            d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
-            return (
-                None if d_hidden is None else call.summed(d_hidden, hidden),
-                None if d_weight is None else _exchange.to_torch(d_weight),
-                None if d_bias is None else _exchange.to_torch(d_bias),
-                None,
-                None,
-            )
+        *tensors, handle = ctx.saved_tensors
+        with torch.no_grad():
+            found = _pull_back(ctx.call, tuple(tensors), handle, upstream)
+        return *_calls.differentiable_once(found, *tensors, *upstream), None, None
+
+
+def _pull_back(
+    call: _Call, tensors: tuple[Tensor, Tensor, Tensor | None], handle: Tensor, upstream: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of this rank's hidden, weight and bias; None where none is needed."""
+    state = _calls.kept(handle)
+    if state is None:
+        return [None if x is None or not x.requires_grad else torch.zeros_like(x) for x in tensors]
+    hidden, weight, bias = tensors
+    static = {"steps": call.steps, "needs": call.needs}
+    with _exchange.launching(upstream):
+        given = tuple(None if g is None else call.frame.rows(g) for g in upstream)
+        own = (*call.operands(hidden, weight, bias), given, state)
+        d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
+        return [
+            None if d_hidden is None else call.summed(d_hidden, hidden),
+            None if d_weight is None else _exchange.to_torch(d_weight),
+            None if d_bias is None else _exchange.to_torch(d_bias),
+        ]

@@ -1,13 +1,16 @@
 """grpo_loss for tensors: the GRPO loss from the logits of two policies and the rewards of whole groups."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import torch
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax import grpo
+from rlk_jax.grpo import losses
 from torch_bridge import _calls, _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.ratio_kl import policy_tensors, tokens
@@ -78,8 +81,7 @@ def grpo_loss(
     _inputs.check_tensors(**tensors)
     constants = {name: x for name, x in tensors.items() if name != "policy_logits"}
     _inputs.check_constants("grpo_loss", **constants)
-    # A tensor's own elements would be a new key of the cache every time.
-    boundaries = None if group_boundaries is None else tuple(int(x) for x in group_boundaries)
+    boundaries = _plain(group_boundaries)
     groups = {"samples_per_prompt": samples_per_prompt, "group_boundaries": boundaries, "eps": eps}
     clipping = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "beta": beta}
     _inputs.check_static(
@@ -122,12 +124,19 @@ def _run(
     return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **given, validate=False, **options))
 
 
-def _advantages(rewards: Any, **options: Any) -> tuple[jax.Array, ...]:
-    return (grpo.group_advantages(rewards, **options),)
+def _plain(numbers: Any) -> Any:
+    """A sequence of numbers as tuples, which are a key of a cache; what they are is for `rlk_jax` to check."""
+    listed = numbers.tolist() if isinstance(numbers, Tensor | np.ndarray) else numbers
+    return tuple(map(_plain, listed)) if isinstance(listed, list | tuple) else listed
 
 
 _OP = Op("grpo_loss", _run, differentiable=1)
-_GROUPS = Op("group_advantages", _advantages, differentiable=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(boundaries: tuple[int, ...], device: torch.device) -> losses.Groups:
+    """In buckets, so that a program serves many batches of groups."""
+    return jax.device_put(losses.groups_of(boundaries, _programs.bucket), _exchange.jax_device(device))
 
 
 def _kernel(
@@ -155,21 +164,22 @@ def _kernel(
     frame = _calls.Frame(sizes, sizes, tuple(map(_programs.bucket, sizes)))
 
     def others() -> Arrays:
+        sequences = _calls.Frame(sizes[:1], sizes[:1], frame.padded[:1])
         given = advantages
         # A program of its own: before anything is lent to the other.
         if rewards is not None:
-            boundaries = None if group_boundaries is None else tuple(group_boundaries)
-            groups = (("samples_per_prompt", samples_per_prompt), ("group_boundaries", boundaries), ("eps", eps))
-            given = _calls.run(_GROUPS, [_calls.numbers(rewards)], groups)
+            step = samples_per_prompt or 1
+            boundaries = range(0, sizes[0] + 1, step) if group_boundaries is None else group_boundaries
+            groups, device = _groups(tuple(boundaries), rewards.device), rewards.device
+            arguments = sequences.rows(_calls.numbers(rewards), 0), groups, _exchange.scalar(eps, device)
+            given = sequences.real(_programs.run("forward", losses.advantages_of, arguments), sizes[:1])
         assert given is not None
         vocab_size = policy_logits.shape[-1] if validate else None
         scale = per_token, temperature
         arrays = tokens(frame, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
-        sequences = _calls.Frame(sizes[:1], sizes[:1], frame.padded[:1])
         return *arrays, (sequences if given.ndim == 1 else frame).rows(_calls.numbers(given), 0)
 
     options = (
-        ("eps", eps),
         ("clip_eps", clip_eps),
         ("clip_eps_high", clip_eps_high),
         ("beta", beta),

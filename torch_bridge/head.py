@@ -19,11 +19,15 @@ class FusedLMHead(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "FusedLMHead":
-        """A head on the very parameters of a linear layer, tied as they are."""
+        """A head on the very parameters of a linear layer, tied as they are, and as much in training. Hooks stay where
+        they are; ValueError for another kind of layer.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"FusedLMHead.of takes an nn.Linear, got {type(linear).__name__}.")
         bias = linear.bias is not None
         head = cls(linear.in_features, linear.out_features, bias=bias, device="meta", dtype=linear.weight.dtype)
         head.weight, head.bias = linear.weight, linear.bias
-        return head
+        return head.train(linear.training)
 
     def forward(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp:  # type: ignore[override]
         """`linear_logp` of this head's weight and bias; options are its."""

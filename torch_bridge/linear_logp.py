@@ -204,7 +204,7 @@ def _kernel(
         return frame.tokens(target_ids, (per_token, temperature), ignore_index, "target_ids", checked_against)
 
     lend = (lambda x: frame.rows(x, columns=1), _exchange.lend, _exchange.lend)
-    call = _calls.Call(_OP, frame, options, lend, lambda g: frame.rows(g, 0.0))
+    call = _calls.Call(_OP, frame, options, lend, frame.rows)
     logp, lse, entropy, handle = call.forward(
         [hidden, lm_head_weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)
     )

@@ -155,7 +155,7 @@ def _kernel(
         rows = None if row_indices is None else _rows(row_indices, frame.sizes[0], validate)
         return *own, rows, None if initial is None else frame.rows(initial)
 
-    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
+    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), frame.rows)
     found, lse, entropy, handle = call.forward([logits], tokens, needs, shapes(lead, return_lse, return_entropy))
     return found, lse, entropy, handle
 

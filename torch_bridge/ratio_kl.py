@@ -133,7 +133,7 @@ def _kernel(
         return tokens(frame, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
 
     options = (("implementation", implementation),)
-    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), lambda g: frame.rows(g, 0.0))
+    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), frame.rows)
     ratio, kl, handle = call.forward([policy_logits], others, needs, [lead, lead])
     return ratio, kl, handle
 

@@ -5,6 +5,7 @@ whose non-zero tokens are the active ones; all others give and receive exactly 0
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -148,19 +149,46 @@ def group_advantages(
     boundaries = validation.groups(rewards, samples_per_prompt, group_boundaries)
     validation.positive("eps", eps)
     validation.one_of("std", std, get_args(Std))
-    return _group_advantages(rewards, eps, boundaries, std)
+    return advantages_of(rewards, groups_of(boundaries), eps, std=std)
 
 
-@functools.partial(jax.jit, static_argnames=("boundaries", "std"))
-def _group_advantages(rewards: Array, eps: Array, boundaries: tuple[int, ...], std: Std) -> Array:
-    starts, sizes = np.array(boundaries[:-1], int)[:, None], np.diff(boundaries)[:, None]
-    slots = np.arange(sizes.max(initial=0))
-    used = slots < sizes  # [groups, largest]: the slots beyond a group repeat its first reward, which shifts to 0
-    groups = jax.lax.stop_gradient(rewards).astype(jnp.float32)[np.where(used, starts + slots, starts)]
-    shifted = groups - groups[:, :1]
+class Groups(NamedTuple):
+    """Where the groups of a batch stand: arrays, so that one program serves groups of other sizes."""
+
+    rows: Any
+    """`[groups, largest]`: the sequences of each, any behind them."""
+    sizes: Any
+    """`[groups, 1]`"""
+    slots: Any
+    """`[B]`: where in all of `rows` a sequence is."""
+
+
+def groups_of(boundaries: tuple[int, ...], padded: Callable[[int], int] = lambda n: n) -> Groups:
+    """Of the sequences from each boundary to the next, in arrays whose dimensions are `padded`: no bit of an advantage
+    depends on that.
+    """
+    starts, sizes = np.array(boundaries[:-1], np.int32)[:, None], np.diff(boundaries)[:, None]
+    count, largest = len(sizes), padded(int(sizes.max(initial=0)))
+    places = np.arange(largest, dtype=np.int32)
+    used = places < sizes
+    slots = (np.arange(count, dtype=np.int32)[:, None] * largest + places)[used]
+    more = ((0, padded(count) - count), (0, 0))
+    return Groups(
+        np.pad(np.where(used, starts + places, 0), more),
+        np.pad(sizes.astype(np.int32), more, constant_values=1),
+        np.pad(slots, (0, padded(len(slots)) - len(slots))),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="std")
+def advantages_of(rewards: Array, groups: Groups, eps: Array, *, std: Std = "population") -> Array:
+    """`group_advantages` of groups that have been checked."""
+    used = jnp.arange(groups.rows.shape[1]) < groups.sizes
+    grouped = jax.lax.stop_gradient(rewards).astype(jnp.float32)[groups.rows]
+    shifted = jnp.where(used, grouped - grouped[:, :1], 0.0)
     # XLA multiplies by the reciprocal of a constant that is the same for all groups, and divides by others.
     count, degrees = jax.lax.optimization_barrier(
-        (sizes.astype(np.float32), np.maximum(sizes - 1, 1).astype(np.float32))
+        (groups.sizes.astype(jnp.float32), jnp.maximum(groups.sizes - 1, 1).astype(jnp.float32))
     )
     mean = pairwise_sum(shifted)[:, None] / count
     centred = jnp.where(used, shifted - mean, 0.0)
@@ -169,7 +197,7 @@ def _group_advantages(rewards: Array, eps: Array, boundaries: tuple[int, ...], s
         centred /= jnp.maximum(jnp.sqrt(squares / count), eps)
     elif std == "sample":
         centred /= jnp.sqrt(squares / degrees) + eps
-    return centred[used]
+    return centred.reshape(-1)[groups.slots]
 
 
 def expand_advantages(

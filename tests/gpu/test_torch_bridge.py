@@ -13,7 +13,7 @@ torch_bridge = pytest.importorskip("torch_bridge")
 from tests import helpers  # noqa: E402
 from tests.gpu.hopper import every_implementation  # noqa: E402
 from tests.torch_bridge import tensors  # noqa: E402
-from tests.torch_bridge.clients.policy import on_processes  # noqa: E402
+from tests.torch_bridge.clients.policy import POLICIES, on_processes  # noqa: E402
 from tests.torch_bridge.tensors import array, assert_same_bits  # noqa: E402
 from tests.torch_bridge.test_errors import run  # noqa: E402
 from tests.torch_bridge.test_tensor_parallel import assert_processes_agree, torchrun  # noqa: E402
@@ -41,45 +41,72 @@ def test_bits_of_linear_logp(n, dtype, layout, implementation):
     given = weight.t() if layout == "transposed" else weight
     options = {
         "weight_layout": "vd" if layout == "vd" else "dv",
+        "return_lse": True,
         "return_entropy": True,
         "temperature": 0.8,
         "implementation": implementation,
     }
     found = torch_bridge.linear_logp(hidden, given, ids, bias, **options)
-    upstream = [tensors.randn(n, seed=i).cuda() for i in range(2)]
-    gradients = torch.autograd.grad((found.logp, found.entropy), (hidden, weight, bias), upstream)
+    upstream = [tensors.randn(n, seed=i).cuda() for i in range(3)]
+    gradients = torch.autograd.grad(found, (hidden, weight, bias), upstream)
 
     def theirs(h, w, b):
         w = w.T if layout == "transposed" else w
-        values = rlk_jax.linear_logp(h, w, array(ids.int()), b, **options)
-        return values.logp, values.entropy
+        return tuple(rlk_jax.linear_logp(h, w, array(ids.int()), b, **options))
 
     values, pull_back = jax.vjp(theirs, *map(array, (hidden, weight, bias)))
-    assert_same_bits((found.logp, found.entropy), values)
+    assert_same_bits(found, values)
     assert_same_bits(gradients, pull_back(tuple(map(array, upstream))))
 
 
-def test_bits_of_the_ops_over_logits():
+def test_bits_of_linear_logp_in_float32():
+    hidden, weight, ids, _ = head(100, torch.float32)
+    options = {"implementation": "deterministic"}
+    found = torch_bridge.linear_logp(hidden, weight, ids, **options)
+    gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+    arrays = [array(x) for x in (hidden, weight)]
+    expected, pull_back = jax.vjp(lambda h, w: rlk_jax.linear_logp(h, w, array(ids.int()), **options), *arrays)
+    assert_same_bits([found, *gradients], [expected, *pull_back(jax.numpy.ones(100))])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("op", ["logp", "ratio_kl", "grpo_loss"])
+def test_bits_of_the_ops_over_logits(op, dtype):
     policy, ref, ids, mask, old = (x.detach().cuda() for x in tensors.policies((3, 50), vocab=2048))
-    policy.requires_grad_()
-    logp = torch_bridge.logp(policy, ids)
-    assert_same_bits([logp], [rlk_jax.logp(array(policy), array(ids.int()))])
-    found = torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, beta=0.1)
-    arrays = [array(x) for x in (policy, ref, ids.int(), old)]
+    policy, ref = policy.to(dtype).requires_grad_(), ref.to(dtype)
+    of_torch = {
+        "logp": lambda: (torch_bridge.logp(policy, ids),),
+        "ratio_kl": lambda: torch_bridge.ratio_kl(policy, ref, ids, mask, old),
+        "grpo_loss": lambda: torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, beta=0.1),
+    }
+    arrays = [array(x) for x in (ref, ids.int(), mask, old)]
 
-    def loss(x):
-        options = {"advantages": arrays[3], "beta": 0.1}
-        return rlk_jax.grpo_loss(x, *arrays[1:], None, array(mask), **options).loss
+    def of_jax(x):
+        ref, ids, mask, old = arrays
+        if op == "logp":
+            return (rlk_jax.logp(x, ids),)
+        if op == "ratio_kl":
+            return tuple(rlk_jax.ratio_kl(x, ref, ids, mask, old))
+        return tuple(rlk_jax.grpo_loss(x, ref, ids, old, None, mask, advantages=old, beta=0.1))
 
-    (gradient,) = torch.autograd.grad(found.loss, policy)
-    assert_same_bits([found.loss, gradient], jax.value_and_grad(loss)(arrays[0]))
+    found = tuple(of_torch[op]())
+    upstream = [tensors.randn(*x.shape, seed=i).cuda() for i, x in enumerate(found)]
+    differentiable = [(x, g) for x, g in zip(found, upstream, strict=True) if x.requires_grad]
+    (gradient,) = torch.autograd.grad(*map(list, zip(*differentiable, strict=True)), policy)
+    expected, pull_back = jax.vjp(of_jax, array(policy))
+    assert_same_bits([*found, gradient], [*expected, *pull_back(tuple(map(array, upstream)))])
 
 
 @every_implementation
 def test_bits_of_det_gemm(implementation):
     a, b = tensors.randn(100, DIM, dtype=torch.bfloat16).cuda(), tensors.randn(DIM, 512, dtype=torch.bfloat16).cuda()
-    found = torch_bridge.det_gemm(a, b, implementation=implementation)
-    assert_same_bits([found], [rlk_jax.det_gemm(array(a), array(b), implementation=implementation)])
+    found = torch_bridge.det_gemm(a.requires_grad_(), b.requires_grad_(), implementation=implementation)
+    upstream = tensors.randn(100, 512, dtype=torch.bfloat16, seed=3).cuda()
+    gradients = torch.autograd.grad(found, (a, b), upstream)
+    expected, pull_back = jax.vjp(
+        lambda a, b: rlk_jax.det_gemm(a, b, implementation=implementation), array(a), array(b)
+    )
+    assert_same_bits([found, *gradients], [expected, *pull_back(array(upstream))])
 
 
 def test_memory_is_shared_both_ways():
@@ -200,9 +227,10 @@ def test_a_tensor_on_another_gpu_than_the_current_one():
     assert torch.equal(found.detach().cpu(), expected.cpu()) and torch.cuda.current_device() == 0
 
 
-def test_four_processes_of_nccl():
-    needs(4)
-    assert_processes_agree("nccl", "cuda")
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_of_nccl(count):
+    needs(count)
+    assert_processes_agree("nccl", "cuda", count)
 
 
 def test_four_processes_that_share_gpus():
@@ -219,9 +247,25 @@ def test_check_tp_under_torchrun(count, dtype):
     assert "nccl" in found.stdout and "[result] PASS" in found.stdout
 
 
-def test_fsdp2_on_two_gpus():
+@pytest.mark.parametrize("policy", POLICIES)
+def test_fsdp2_on_two_gpus(policy):
     needs(2)
-    for rank in on_processes("tests.torch_bridge.clients.fsdp2_rank", "FusedLMHead"):
-        found = rank["FusedLMHead"]
+    if policy == "TRL":
+        pytest.importorskip("trl")
+    for rank in on_processes("tests.torch_bridge.clients.fsdp2_rank", policy):
+        found = rank[policy]
         assert found["bytes_left"] == 0 and found["masked"] == 0 and found["moved"] > 1
         helpers.assert_error(found["error"], "sharded_training", "float32", "forward")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_deepspeed_on_two_gpus(policy, stage):
+    needs(2)
+    pytest.importorskip("trl")
+    pytest.importorskip("deepspeed")
+    for rank in on_processes("tests.torch_bridge.clients.deepspeed_rank"):
+        found = rank[f"{policy} {stage}"]
+        assert found["masked"] == 0 and found["moved"] > 1 and (found["elements_left"] == 0) == (stage == 3)
+        for error in ("error", "off_rollout"):
+            helpers.assert_error(found[error], "sharded_training", "float32", "forward")

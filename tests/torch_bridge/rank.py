@@ -1,4 +1,4 @@
-"""One of several processes: python -m tests.torch_bridge.rank PORT COUNT RANK BACKEND DEVICE.
+"""One of two or four processes: python -m tests.torch_bridge.rank PORT COUNT RANK BACKEND DEVICE.
 
 Any failed check is its exit code. An error that all must raise is printed as `name: message`; the parent compares what
 they print.
@@ -20,7 +20,8 @@ from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
 from torch_bridge import _calls, _exchange
 
-UNEVEN = [0, 3, 7, 12, 16]
+UNEVEN = {2: [0, 7, 16], 4: [0, 3, 7, 12, 16]}
+"""Where the shards of 16 columns begin and end, by their number."""
 EVERYTHING = {"return_lse": True, "return_entropy": True}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROMISES = {
@@ -66,7 +67,7 @@ def agrees_with_float64(rank: int, count: int) -> None:
         double = [x.detach().double().requires_grad_() for x in (problem[0], problem[1], problem[3])]
         gold = reference(double[0], double[1], problem[2], double[2], temperature=1.5, softcap=3.0, ignore=-100)
         expected = torch.autograd.grad(gold, double, [randn(8, 25, seed=i).double() for i in range(3)])
-        found, gradients = spread(problem, UNEVEN, rank, temperature=1.5, logit_softcap=3.0, ignore_index=-100)
+        found, gradients = spread(problem, UNEVEN[count], rank, temperature=1.5, logit_softcap=3.0, ignore_index=-100)
         for x, y in zip(found, gold, strict=True):
             assert_close(x, y, "linear_logp", "forward")
         for x, y in zip((gradients[0], *map(gathered, gradients[1:])), expected, strict=True):
@@ -78,14 +79,14 @@ def agrees_with_float64(rank: int, count: int) -> None:
 
 
 def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
-    """On the edges of groups, by 4 and by 2 ranks, and in any order."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    """On the edges of groups, by all ranks and by pairs, and in any order."""
+    pairs = [dist.new_group([i, i + 1]) for i in range(0, count, 2)]
     for implementation, dtype in PROMISES[torch.get_default_device().type].items():
         problem, options = head((33,), dim=24, vocab=1000, dtype=dtype), {"implementation": implementation}
         expected = whole(problem, **options)
         for bounds, place, group in (
-            (cut(1000, 4), rank, dist.group.WORLD),
-            (cut(1000, 4), count - 1 - rank, dist.group.WORLD),
+            (cut(1000, count), rank, dist.group.WORLD),
+            (cut(1000, count), count - 1 - rank, dist.group.WORLD),
             (cut(1000, 2), rank % 2, pairs[rank // 2]),
         ):
             found = spread(problem, bounds, place, tp_group=group, **options)
@@ -98,14 +99,13 @@ def assert_same_bits_here(found: Any, expected: Any, here: slice) -> None:
     assert all(same_bits(x, y[here]) for x, y in zip(found[1][1:], expected[1][1:], strict=True))
 
 
-def ignores_padding(rank: int) -> None:
+def ignores_padding(rank: int, count: int) -> None:
     """Of a vocabulary whose last shard is nothing else."""
     problem = head((33,), dim=24, vocab=1000)
     expected = whole(problem)[0].logp.double()
     padded = [torch.cat([x.detach(), x.detach()[:536] * torch.nan]) for x in (problem[1], problem[3])]
     hidden, weight, ids, bias = problem[0], padded[0], problem[2], padded[1]
-    bounds = [0, 512, 1000, 1024, 1536]
-    start, end = bounds[rank], bounds[rank + 1]
+    start, end = [0, *(512, 1000)[: count - 2], 1024, 1536][rank:][:2]
     options = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 1000}
     found = torch_bridge.linear_logp(hidden.detach(), weight[start:end], ids, bias[start:end], **options)
     assert_close(found, expected, "linear_logp", "forward")
@@ -187,10 +187,24 @@ def waits_for_collectives(rank: int, count: int) -> None:
     assert same_bits(gradient, gradients[0])
 
 
-def mistakes(rank: int) -> None:
+def refuses_second_derivatives(rank: int, count: int) -> None:
+    hidden, weight, ids, _ = head((6,), dim=8, vocab=1000)
+    start, end = cut(1000, count)[rank : rank + 2]
+    own, options = weight.detach()[start:end], {"tp_group": dist.group.WORLD, "vocab_start_index": start}
+    found = torch_bridge.linear_logp(hidden, own, ids, **options).sum()
+    (gradient,) = torch.autograd.grad(found, hidden, create_graph=True)
+    try:
+        gradient.pow(2).sum().backward()
+    except RuntimeError as error:
+        print(f"second derivative: {error}", flush=True)
+    else:
+        raise AssertionError("a second derivative raised nothing")
+
+
+def mistakes(rank: int, count: int) -> None:
     """Of rank 1 alone: all raise, with one message."""
     hidden, weight, ids, bias = (x.detach() for x in head((5,), dim=8, vocab=16))
-    start, end = UNEVEN[rank], UNEVEN[rank + 1]
+    start, end = UNEVEN[count][rank : rank + 2]
     good = {"hidden": hidden, "lm_head_weight": weight[start:end], "target_ids": ids, "bias": bias[start:end]}
     good |= {"vocab_start_index": start, "validate": True}
     bad_ids = ids.clone()
@@ -213,6 +227,8 @@ def mistakes(rank: int) -> None:
         "freed weight": {"lm_head_weight": freed},
         "float start": {"vocab_start_index": float(start)},
     }
+    if hidden.is_cuda:
+        wrong["other device"] = {name: x.cpu() for name, x in good.items() if isinstance(x, torch.Tensor)}
     for name, changes in wrong.items():
         try:
             torch_bridge.linear_logp(**{**good, **(changes if rank == 1 else {})}, tp_group=dist.group.WORLD)
@@ -230,14 +246,15 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
-    mistakes(rank)
+    mistakes(rank, count)
     agrees_with_float64(rank, count)
     keeps_the_bits_of_one_rank(rank, count)
-    ignores_padding(rank)
+    ignores_padding(rank, count)
     trains_as_one_rank(rank, count)
     reads_a_transposed_head_in_place(rank, count)
     sums_what_it_is_asked_to(rank, count)
     waits_for_collectives(rank, count)
+    refuses_second_derivatives(rank, count)
     dist.destroy_process_group()
 
 

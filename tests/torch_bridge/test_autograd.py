@@ -119,6 +119,14 @@ def test_a_frozen_operand_launches_no_product(last_program, frozen):
     assert work() < 0.8 * whole and tensors[frozen].grad is None
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_product_reads_no_operand_whose_partner_is_frozen(last_program, frozen):
+    operands = [randn(4, 16, dtype=torch.bfloat16), randn(16, 8, dtype=torch.bfloat16)]
+    operands[1 - frozen].requires_grad_()
+    torch_bridge.det_gemm(*operands).sum().backward()
+    assert last_program().borrows == {frozen} and operands[frozen].grad is None
+
+
 def test_an_output_that_is_not_used_costs_nothing(last_program):
     hidden, weight, ids, _ = head((12,), 40, 80)
 
@@ -190,6 +198,36 @@ def test_no_second_derivative():
     (gradient,) = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         gradient.sum().backward()
+
+
+def test_padding_may_hold_anything():
+    """Five rows in a program of six: the sixth is what memory holds, here NaN."""
+    hidden, weight, ids, _ = head((5,))
+    policy, ref, taken, mask, old = policies((1, 5))
+
+    def gradients() -> list[torch.Tensor]:
+        losses = (
+            (torch_bridge.linear_logp(hidden, weight, ids), (hidden, weight)),
+            (torch_bridge.logp(policy, taken), (policy,)),
+            (torch_bridge.ratio_kl(policy, ref, taken, mask, old).kl, (policy,)),
+        )
+        return [x for loss, tensors in losses for x in torch.autograd.grad(loss.sum(), tensors)]
+
+    expected = gradients()
+    torch.use_deterministic_algorithms(True)  # Fills what is allocated.
+    try:
+        found = gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_rewards_beyond_32_bits():
+    policy, ref, ids, mask, old = policies((2, 3))
+    rewards = torch.tensor([2**33, 2**34])
+    options = {"samples_per_prompt": 2}
+    found = torch_bridge.grpo_loss(policy, ref, ids, old, rewards, mask, **options)
+    assert found.loss == torch_bridge.grpo_loss(policy, ref, ids, old, rewards.float(), mask, **options).loss != 0
 
 
 def test_residuals_that_a_hook_has_lost_are_missed():
@@ -268,6 +306,7 @@ def test_fused_lm_head():
     assert torch.equal(found.logp, torch_bridge.linear_logp(hidden, linear.weight, ids, linear.bias))
     assert torch.equal(lm_head.logits(hidden), linear(hidden))
     torch_bridge.FusedLMHead(16, 70).load_state_dict(linear.state_dict())
+    assert lm_head.training and not torch_bridge.FusedLMHead.of(linear.eval()).training
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -374,6 +413,25 @@ def test_custom_ops_are_what_they_say(op, monkeypatch):
     monkeypatch.setattr(module, f"_{op}", lambda *given: called.append(given) or call(*given))
     getattr(torch_bridge, op)(**arguments(op))
     torch.library.opcheck(getattr(torch.ops.rlk_jax, op).default, *called)
+
+
+def test_torch_compile_takes_a_temperature_schedule_as_a_tensor():
+    hidden, weight, ids, _ = head((5,))
+    compiled = torch.compile(
+        lambda t: torch_bridge.linear_logp(hidden, weight, ids, temperature=t), fullgraph=True, backend="aot_eager"
+    )
+    for i in range(12):
+        expected = torch_bridge.linear_logp(hidden, weight, ids, temperature=0.5 + i / 8)
+        assert torch.equal(compiled(torch.tensor(0.5 + i / 8)), expected)
+
+
+def test_compiled_autograd():
+    hidden, weight, ids, _ = head((5,))
+    (expected,) = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), hidden)
+    loss = torch_bridge.linear_logp(hidden, weight, ids).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    assert torch.equal(hidden.grad, expected)
 
 
 def test_torch_compile_with_a_varying_batch():

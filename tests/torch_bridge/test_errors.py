@@ -33,6 +33,7 @@ WRONG = {
     "validate": {"validate": "yes"},
     "implementation": {"implementation": "magic"},
     "cannot run": {"implementation": "mosaic"},
+    "list": {"implementation": ["xla"]},
     "bad id": {"target_ids": torch.tensor([0, 70, -3, 1])},
     "bad temperature": {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])},
 }
@@ -68,6 +69,10 @@ def test_the_other_ops_raise_what_rlk_jax_does():
         torch_bridge.grpo_loss(policy, ref, ids, old, None, mask)
     with pytest.raises(ValueError, match="clip_eps"):
         torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, clip_eps=-1.0)
+    with pytest.raises(ValueError, match="group_boundaries must be integers, got float64"):
+        torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, group_boundaries=[0, 1.5, 2])
+    with pytest.raises(ValueError, match="group_boundaries must be a 1D tensor"):
+        torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, group_boundaries=torch.tensor([[0, 2]]))
     with pytest.raises(ValueError, match="K mismatch"):
         torch_bridge.det_gemm(randn(2, 3, dtype=torch.bfloat16), randn(4, 3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="out_dtype"):
@@ -107,6 +112,11 @@ def test_constants_that_require_a_gradient():
         torch_bridge.ratio_kl(policy, ref.requires_grad_(), ids, mask, old)
     with torch.no_grad():
         torch_bridge.ratio_kl(policy, ref, ids, mask, old)
+
+
+def test_a_head_of_another_layer():
+    with pytest.raises(ValueError, match=r"FusedLMHead\.of takes an nn\.Linear, got Conv1d"):
+        torch_bridge.FusedLMHead.of(torch.nn.Conv1d(2, 2, 1))
 
 
 def test_a_temperature_that_is_no_number():

@@ -1,13 +1,16 @@
 """Few programs for a batch that varies, and a cache that says so."""
 
+import itertools
 import resource
+from typing import Any
 
 import pytest
 import torch
 
 import torch_bridge
-from tests.torch_bridge.tensors import head, randint, randn
-from torch_bridge import _programs
+from rlk_jax import grpo
+from tests.torch_bridge.tensors import array, head, policies, randint, randn, same_bits
+from torch_bridge import _exchange, _programs
 
 
 def test_buckets():
@@ -45,6 +48,26 @@ def test_a_temperature_schedule_needs_one_program(fresh):
     hidden, weight, ids, _ = head((4,))
     found = [torch_bridge.linear_logp(hidden, weight, ids, temperature=0.5 + i / 7) for i in range(10)]
     assert torch_bridge.cache_info().forward == 1 and not torch.equal(found[0], found[9])
+
+
+def test_groups_of_any_sizes_need_few_programs(fresh):
+    """With the bits of `rlk_jax.grpo.group_advantages`, in buckets of B, of groups and of the largest."""
+    policy, ref, ids, mask, old = policies((24, 3), vocab=8)
+
+    def call(count: int, **groups: Any) -> None:
+        given = [x[:count].detach() for x in (policy, ref, ids, old)]
+        rewards = randn(count, seed=count)
+        found = torch_bridge.grpo_loss(*given, rewards, mask[:count], **groups)
+        advantages = grpo.group_advantages(array(rewards), **groups)
+        expected = torch_bridge.grpo_loss(*given, None, mask[:count], advantages=_exchange.to_torch(advantages))
+        assert same_bits(found.loss, expected.loss)
+
+    for sizes in ([8, 8, 8], [1, 7, 8, 8], [6, 8, 7, 2], [5, 7, 5, 3], [7, 7, 7]):
+        call(sum(sizes), group_boundaries=[0, *itertools.accumulate(sizes)])
+    for count in (18, 20, 22, 24):
+        call(count, samples_per_prompt=2)
+    # The loss, and groups of up to 3 and 4 of up to 8, of 9 to 12 of 2.
+    assert torch_bridge.cache_info().forward == 4
 
 
 def test_the_least_recently_used_is_dropped(fresh, monkeypatch):

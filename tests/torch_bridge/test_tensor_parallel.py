@@ -1,5 +1,6 @@
 """A head between processes: the values of one, its bits on the edges of groups, one message for one's mistake."""
 
+import itertools
 import subprocess
 import sys
 
@@ -12,38 +13,49 @@ from rlk_jax._cut import Cut
 from rlk_jax._processes import free_port, run_together
 from rlk_jax._tree import Tree
 from rlk_jax.cli import main
+from tests.torch_bridge.rank import UNEVEN
 from tests.torch_bridge.tensors import head
 
-COUNT = 4
 LIMIT_S = 300
-MESSAGES = {
-    "bad target": "target_ids out of range: expected [0, 15]",
-    "wrong bias": "bias must have V=4 elements, got shape (2,)",
-    "empty shard": "lm_head_weight must contain at least one vocab row",
-    "gap": "TP vocab shards must form a contiguous [0, 16) partition; got ranges=[(0, 3), (4, 8), (7, 12), (12, 16)]",
-    "other vocabulary": "global_vocab_size must match the TP vocab partition size: got 15, 16, covered 16",
-    "other tokens": "the processes call linear_logp differently",
-    "other options": "the processes call linear_logp differently",
-    "other validate": "the processes call linear_logp differently",
-    "other dtype": "the processes call linear_logp differently",
-    "no tensor": "hidden must be a torch.Tensor, got numpy.ndarray",
-    "other implementation": "the processes call linear_logp differently",
-    "unknown implementation": "implementation must be one of",
-    "freed weight": "a tensor of shape (4, 8) has no memory: its storage has been freed.",
-    "float start": "vocab_start_index must be an integer, got 3.0.",
-}
 
 
-def assert_processes_agree(backend: str, device: str) -> None:
-    """All checks of rank.py hold on four processes, and all say the same of one's mistake."""
+def messages(count: int, device: str) -> dict[str, str]:
+    """What each of rank.py's mistakes, of rank 1, has all ranks say."""
+    ranges = list(itertools.pairwise(UNEVEN[count]))
+    start, end = ranges[1]
+    width, differently = end - start, "the processes call linear_logp differently"
+    shifted = sorted([(start + 1, end + 1), *ranges[:1], *ranges[2:]])
+    partition = f"TP vocab shards must form a contiguous [0, {shifted[-1][1]}) partition; got ranges={shifted}"
+    said = {
+        "bad target": "target_ids out of range: expected [0, 15]",
+        "wrong bias": f"bias must have V={width} elements, got shape (2,)",
+        "empty shard": "lm_head_weight must contain at least one vocab row",
+        "gap": partition,
+        "other vocabulary": "global_vocab_size must match the TP vocab partition size: got 15, 16, covered 16",
+        "other tokens": differently,
+        "other options": differently,
+        "other validate": differently,
+        "other dtype": differently,
+        "no tensor": "hidden must be a torch.Tensor, got numpy.ndarray",
+        "other implementation": differently,
+        "unknown implementation": "implementation must be one of",
+        "freed weight": f"a tensor of shape ({width}, 8) has no memory: its storage has been freed.",
+        "float start": f"vocab_start_index must be an integer, got {float(start)}.",
+        "second derivative": "torch_bridge has no second derivatives",
+    }
+    return said | ({"other device": differently} if device == "cuda" else {})
+
+
+def assert_processes_agree(backend: str, device: str, count: int = 4) -> None:
+    """All checks of rank.py hold on as many processes, and all say the same of one's mistake."""
     port = free_port()
-    of_rank = [[str(port), str(COUNT), str(rank), backend, device] for rank in range(COUNT)]
+    of_rank = [[str(port), str(count), str(rank), backend, device] for rank in range(count)]
     commands = [["-m", "tests.torch_bridge.rank", *arguments] for arguments in of_rank]
     finished = run_together(commands, timeout_s=LIMIT_S)
     for process in finished:
         assert process.code == 0, process.stderr[-3000:]
     said = finished[0].stdout.splitlines()
-    for name, message in MESSAGES.items():
+    for name, message in messages(count, device).items():
         assert any(line.startswith(f"{name}: {message}") for line in said), (name, said)
     assert all(process.stdout.splitlines() == said for process in finished)
 

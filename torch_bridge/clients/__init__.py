@@ -65,6 +65,6 @@ def _originals(seam: Seam) -> dict[str, Any]:
 
 
 def _seam(name: str) -> Seam:
-    if name not in _SEAMS:
+    if not isinstance(name, str) or name not in _SEAMS:
         raise ValueError(f"name must be one of {', '.join(map(repr, _SEAMS))}, got {name!r}.")
     return _SEAMS[name]

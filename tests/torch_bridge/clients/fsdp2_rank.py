@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import torch_bridge
 from tests.torch_bridge.clients.policy import LEARNING_RATE, POLICIES, Rollout, device, largest, loss_of, main, rollout
@@ -19,7 +19,7 @@ class Trained:
         before = [x.detach().clone() for x in policy.parameters()]
         for module in (*policy.units(), policy):
             fully_shard(module, reshard_after_forward=True)
-        self.shard, gathered = policy.lm_head.weight, []
+        self.lm_head, gathered = policy.lm_head, []
         policy.owner().register_forward_pre_hook(lambda *_: gathered.append(policy.lm_head.weight))
         optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
         logp, entropy = policy(batch.ids, batch.target_ids)
@@ -40,6 +40,15 @@ def refused(weight: Tensor) -> str:
     return ""
 
 
+def logits_error(lm_head: Any) -> float:
+    """Of the logits that a sharded head gives where FSDP gathers it for them."""
+    register_fsdp_forward_method(lm_head, "logits")
+    hidden = torch.ones(2, lm_head.in_features, device=lm_head.weight.device)
+    with torch.no_grad():
+        expected = nn.functional.linear(hidden, lm_head.weight.full_tensor(), lm_head.bias.full_tensor())
+        return largest([lm_head.logits(hidden) - expected])
+
+
 def task(rank: int, *names: str) -> dict[str, Any]:
     found = {}
     for name in names:
@@ -49,7 +58,8 @@ def task(rank: int, *names: str) -> dict[str, Any]:
             "moved": bridged.moved,
             "masked": bridged.masked,
             "bytes_left": bridged.bytes_left,
-            "refused": refused(bridged.shard),
+            "refused": refused(bridged.lm_head.weight),
+            "logits": logits_error(bridged.lm_head) if isinstance(bridged.lm_head, torch_bridge.FusedLMHead) else None,
         }
     return found
 

@@ -24,6 +24,10 @@ def test_parameters_after_a_step(ranks, policy):
         helpers.assert_error(found[policy]["error"], "sharded_training", "float32", "forward")
 
 
+def test_a_sharded_head_is_gathered_for_logits(ranks):
+    assert [found["FusedLMHead"]["logits"] for found in ranks] == [0, 0]
+
+
 def test_a_sharded_head_is_refused(ranks):
     message = "lm_head_weight is a DTensor: pass its full_tensor(), or call this where its module is gathered."
     assert [found["FusedLMHead"]["refused"] for found in ranks] == [message] * len(ranks)

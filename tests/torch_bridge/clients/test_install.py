@@ -1,5 +1,6 @@
 """install and uninstall: which object stands where, and what is refused."""
 
+import re
 import sys
 from importlib import metadata
 from types import ModuleType
@@ -108,6 +109,7 @@ def test_a_library_that_is_missing_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("function", [torch_bridge.install, torch_bridge.uninstall])
-def test_unknown_clients_are_refused(function):
-    with pytest.raises(ValueError, match=r"^name must be one of 'trl', 'verl', got 'nemo'.$"):
-        function("nemo")
+@pytest.mark.parametrize("name", ["nemo", ["trl"]])
+def test_unknown_clients_are_refused(function, name):
+    with pytest.raises(ValueError, match=rf"^name must be one of 'trl', 'verl', got {re.escape(repr(name))}.$"):
+        function(name)
