@@ -24,6 +24,9 @@ log = logging.getLogger("rlk_jax")
 IMPLEMENTATIONS = ("mosaic", "cuda", "triton", "xla", "deterministic", "reference")
 """Every name `implementation=` takes, fastest first."""
 
+COMPOSED = ("linear_grpo_loss",)
+"""Ops on the implementations of another: their `describe` says which."""
+
 numerics_version = {"linear_logp": 3, "det_gemm": 1, "logp": 1, "ratio_kl": 2, "grpo_loss": 2}
 """Per op, a number that rises when the bits of a promise-keeping implementation change."""
 
@@ -249,15 +252,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Decision:
 
     Arrays may be `jax.ShapeDtypeStruct`. Raises ValueError as the op itself would, and for an op that does not exist.
     """
-    if op not in TABLE:
-        raise ValueError(f"unknown op {op!r}; the ops are {tuple(TABLE)}.")
+    if op not in (*TABLE, *COMPOSED):
+        raise ValueError(f"unknown op {op!r}; the ops are {(*TABLE, *COMPOSED)}.")
     problem, implementation = importlib.import_module(f"rlk_jax.{op}").describe(*args, **kwargs)
     chosen = choose(problem, implementation)
     reasons = _all_reasons(problem)
     del reasons[chosen.name]
-    others = {x.name: x for x in TABLE[op] if x is not chosen and not reasons[x.name]}
+    others = {x.name: x for x in TABLE[problem.op] if x is not chosen and not reasons[x.name]}
     reasons |= {name: [x.by_name_only or f"{chosen.name} was chosen"] for name, x in others.items()}
-    return Decision(op, chosen.name, reasons, tuple(others), problem.device, numerics_version[op])
+    return Decision(op, chosen.name, reasons, tuple(others), problem.device, numerics_version[problem.op])
 
 
 def promising(op: str, *args: Any, **kwargs: Any) -> str:

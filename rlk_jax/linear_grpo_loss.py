@@ -1,14 +1,16 @@
 """linear_grpo_loss: a loss of the GRPO family straight from hidden states and the LM head, without the logits."""
 
-from typing import Unpack
+import inspect
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from rlk_jax import validation
+from rlk_jax import dispatch, validation
 from rlk_jax.grpo.losses import LossOptions, PolicyLoss, check_options, policy_loss
 from rlk_jax.linear_logp import CommonOptions, linear_logp
+from rlk_jax.linear_logp import describe as describe_linear_logp
 
 _MASKED, _OUT_OF_RANGE = -100, -1
 
@@ -67,15 +69,21 @@ def linear_grpo_loss(
 
     Source: DeepSeekMath, arXiv 2402.03300; the losses of docs/losses.md.
     """
-    check_options(options)
-    layout = head.get("weight_layout", "vd")
-    reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
-    validation.reference(ref_logps, ref_hidden, ref_weight, **reference)
-    validation.completion_targets(target_ids, completion_mask, head.get("ignore_index"))
-    given = {"old_logps": old_logps, "ref_logps": ref_logps, "rollout_logps": rollout_logps}
-    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are yet to come
-    validation.policy_loss(given, completion_mask, denominator, beta=beta, importance_cap=options.importance_cap)
-    validation.advantages(advantages, completion_mask)
+    _check(
+        lm_head_weight=lm_head_weight,
+        target_ids=target_ids,
+        bias=bias,
+        advantages=advantages,
+        completion_mask=completion_mask,
+        ref_hidden=ref_hidden,
+        ref_weight=ref_weight,
+        denominator=denominator,
+        options=options,
+        head=head,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        rollout_logps=rollout_logps,
+    )
     mask = jnp.asarray(completion_mask) != 0
     ids = validation.as_int32(target_ids)
     # An id that happens to be the one by which tokens are left out stays a wrong one.
@@ -105,3 +113,42 @@ def linear_grpo_loss(
         denominator=denominator,
         options=options,
     )
+
+
+def _check(
+    *,
+    lm_head_weight: Any,
+    target_ids: Any,
+    bias: Any,
+    advantages: Any,
+    completion_mask: Any,
+    ref_hidden: Any,
+    ref_weight: Any,
+    denominator: Any,
+    options: Any,
+    head: Any,
+    **logps: Any,
+) -> None:
+    """All static checks that are not `linear_logp`'s; `logps` are per token."""
+    check_options(options)
+    layout = head.get("weight_layout", "vd")
+    reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
+    validation.reference(logps["ref_logps"], ref_hidden, ref_weight, **reference)
+    validation.completion_targets(target_ids, completion_mask, head.get("ignore_index"))
+    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are yet to come
+    validation.policy_loss(logps, completion_mask, denominator, beta=beta, importance_cap=options.importance_cap)
+    validation.advantages(advantages, completion_mask)
+
+
+def describe(*args: Any, **kwargs: Any) -> tuple[dispatch.Problem, str | None]:
+    """What `dispatch` sees of the call `linear_grpo_loss(*args, **kwargs)`, and the implementation it names: those of
+    `linear_logp`.
+    """
+    call = inspect.signature(linear_grpo_loss).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    hidden, return_entropy = given.pop("hidden"), given.pop("return_entropy")
+    _check(**given)
+    of_head = (hidden, given["lm_head_weight"], given["target_ids"], given["bias"])
+    options = {"ignore_index": _MASKED, "return_entropy": return_entropy, **given["head"]}
+    return describe_linear_logp(*of_head, **options)

@@ -5,14 +5,16 @@ input.
 import functools
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import rlk_jax
 from rlk_jax import linear_logp
 from rlk_jax.checker import gold
 from rlk_jax.grpo import LossOptions
@@ -63,6 +65,49 @@ def test_against_float64(implementation, dtype):
     for gradient, gold_gradient in zip((d_hidden, d_weight), expected, strict=True):
         assert gradient.dtype == dtype
         assert_within_contract(gradient, gold_gradient, "linear_logp", dtype, "gradient")
+
+
+def test_explain_says_what_linear_logp_runs():
+    b = batch()
+    given = (b.hidden, b.weight, b.target_ids, b.old_logps, b.ref_logps, b.advantages, b.mask)
+    decision = rlk_jax.explain("linear_grpo_loss", *given, options=LOSSES["dapo"], temperature=0.7)
+    expected = rlk_jax.explain("linear_logp", *given[:3], temperature=0.7)
+    assert decision == replace(expected, op="linear_grpo_loss")
+    with pytest.raises(ValueError, match="does not match completion_mask shape"):
+        rlk_jax.explain("linear_grpo_loss", *given[:6], b.mask[:1])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("reference", ["none", "logps", "model"])
+def test_explicit_mesh_axes(name, reference):
+    """Of `jax.make_mesh`: tokens over data, the head over tensor; as on one device."""
+    if reference == "none" and LOSSES[name].beta:
+        pytest.skip("this loss has a reference")
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    # A vocabulary that can be cut in two.
+    b = policy_losses.batch(LEAD, DIM, 304, jnp.float32)
+    b = b._replace(ref_logps=b.ref_logps if reference == "logps" else None)
+    of_reference = {"ref_hidden": b.hidden, "ref_weight": b.weight * 0.9} if reference == "model" else {}
+
+    def laid(x, *spec):
+        return x if x is None else jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def values(b, of_reference):
+        def loss(hidden, weight):
+            return b._replace(hidden=hidden, weight=weight).loss(**of_reference, options=LOSSES[name])
+
+        return gradients(loss, b.hidden, b.weight)
+
+    expected = values(b, of_reference)
+    by_row = {field: laid(x, "data") for field, x in b._asdict().items() if field not in ("weight", "bias")}
+    sharded = Batch(**by_row, weight=laid(b.weight, "tensor"), bias=None)
+    kinds = {"ref_hidden": "data", "ref_weight": "tensor"}
+    with jax.set_mesh(mesh):
+        found = values(sharded, {field: laid(x, kinds[field]) for field, x in of_reference.items()})
+    for gradient, x in zip(found[1], (sharded.hidden, sharded.weight), strict=True):
+        assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
+    for actual, gold_value in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_within_contract(actual, gold_value, "linear_logp", jnp.float32, "gradient")
 
 
 @pytest.mark.parametrize(

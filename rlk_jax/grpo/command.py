@@ -65,7 +65,7 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     steps = build_steps(config, task, make_mesh(config))
     folder, console = RunFolder(arguments.out), Console()
     if stop.signal is not None:  # before --overwrite deletes anything
-        return say_stopped(console, stop.signal, done=0)
+        return say_stopped(console, stop.signal, is_saved=arguments.resume)
     if arguments.resume:
         folder.check_resumable(config, task.digest)
     else:

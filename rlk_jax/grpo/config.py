@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from rlk_jax.grpo.losses import LossOptions
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
+
+_OF_ARITHMETIC = ("max_operand", "demonstration_errors")
 
 
 class BadInput(ValueError):
@@ -65,7 +68,7 @@ class GrpoConfig:
     layers: int = _option(2, "decoder layers", minimum=1)
     heads: int = _option(4, "attention heads", minimum=1)
     vocab_size: int = _option(
-        VOCAB_SIZE, "tokens of the policy; those beyond the characters mean nothing", minimum=VOCAB_SIZE
+        VOCAB_SIZE, "tokens of the policy; those beyond the characters mean nothing", minimum=VOCAB_SIZE, below=2**31
     )
     max_operand: int = _option(69, "largest operand of the arithmetic prompts", minimum=4, below=1000)
     demonstration_errors: float = _option(
@@ -90,6 +93,11 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         for option in fields(self):
             _check_bounds(option.name, getattr(self, option.name), option.metadata["bounds"])
+        changed = {option.name for option in fields(self) if getattr(self, option.name) != option.default}
+        for name in _OF_ARITHMETIC:
+            if self.prompts is not None and name in changed:
+                raise BadInput(f"{name} is of the arithmetic prompts: it has no meaning beside prompts")
+        self.loss_options()
         if self.width % self.heads or self.width // self.heads % 2:
             raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
         if self.compute_dtype not in ("float32", "bfloat16"):
@@ -113,6 +121,13 @@ class GrpoConfig:
         if names != ("data", "tensor") or not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise BadInput(f"mesh must read data=N,tensor=M with N, M at least 1, got {self.mesh!r}")
         return int(sizes[0]), int(sizes[1])
+
+    def loss_options(self) -> LossOptions:
+        """The loss of GRPO's updates. Raises BadInput for numbers that it does not take."""
+        try:
+            return LossOptions(clip_eps=self.clip_eps, beta=self.beta)
+        except ValueError as error:
+            raise BadInput(str(error)) from error
 
     @property
     def total_steps(self) -> int:

@@ -31,12 +31,11 @@ class ShowStep(Protocol):
 
 
 @contextmanager
-def progress(console: Console, start: int, total: int) -> Iterator[ShowStep]:
-    """A function to call after every step; in the end, a table of speed and memory."""
+def progress(console: Console, start: int, total: int, throughput: Throughput) -> Iterator[ShowStep]:
+    """A function to call after every step, which adds it to the throughput."""
     numbers_wrap = TextColumn("{task.description}", table_column=Column())
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), numbers_wrap)
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    throughput = Throughput()
 
     def show(done: int, phase: str, metrics: Mapping[str, float]) -> None:
         throughput.add(phase, metrics["tokens"], time.monotonic())
@@ -49,8 +48,6 @@ def progress(console: Console, start: int, total: int) -> Iterator[ShowStep]:
     with bar:
         task = bar.add_task("compiling", total=total, completed=start)
         yield show
-    if throughput.per_second:
-        _print_usage(console, throughput)
 
 
 def _usage(throughput: Throughput, phase: str) -> list[str]:
@@ -63,7 +60,10 @@ def _usage(throughput: Throughput, phase: str) -> list[str]:
     return texts
 
 
-def _print_usage(console: Console, throughput: Throughput) -> None:
+def print_usage(console: Console, throughput: Throughput) -> None:
+    """A table of the phases' speed, and the most memory that was held so far; nothing of a run without two steps."""
+    if not throughput.per_second:
+        return
     table = Table("phase", "tokens/s")
     for phase, speed in throughput.per_second.items():
         table.add_row(phase, f"{speed:.0f}")

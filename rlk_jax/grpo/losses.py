@@ -12,9 +12,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Num
 
 from rlk_jax import validation
+from rlk_jax._shard import explicit_spec
 from rlk_jax._tree import pairwise_spread, pairwise_sum
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo"]
@@ -149,7 +151,7 @@ def group_advantages(
     boundaries = validation.groups(rewards, samples_per_prompt, group_boundaries)
     validation.positive("eps", eps)
     validation.one_of("std", std, get_args(Std))
-    return advantages_of(rewards, groups_of(boundaries), eps, std=std)
+    return advantages_of(_everywhere(rewards), groups_of(boundaries), eps, std=std)
 
 
 class Groups(NamedTuple):
@@ -256,6 +258,7 @@ def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[
 
     Appended masked rows or columns change none of its bits.
     """
+    values, mask = _everywhere((values, mask))
     mask = jnp.asarray(mask) != 0
     return _sum(values, mask, "tokens") / jnp.maximum(_count(mask, "tokens"), 1.0)
 
@@ -318,6 +321,7 @@ def policy_loss(
     """
     check_options(options)
     tokens = _Tokens(logp, old_logps, ref_logps, rollout_logps, entropy)
+    tokens, advantages, completion_mask = _everywhere((tokens, advantages, completion_mask))
     validation.policy_loss(
         tokens._asdict(), completion_mask, denominator, beta=options.beta, importance_cap=options.importance_cap
     )
@@ -399,6 +403,13 @@ def exp(x: Array) -> Array:
     blocks = jnp.pad(x.reshape(-1), (0, -x.size % 128)).reshape(-1, 128)
     found = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(blocks)))
     return found.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def _everywhere[Tree](tree: Tree) -> Tree:
+    """The same numbers on every device, where they are cut over Explicit mesh axes: sums have one order, and JAX would
+    not choose how they go on.
+    """
+    return jax.tree.map(lambda x: x if explicit_spec(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
 
 
 def _active(x: Array, mask: Array) -> Array:

@@ -17,7 +17,6 @@ from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.losses import (
-    LossOptions,
     PolicyLoss,
     expand_advantages,
     group_advantages,
@@ -35,6 +34,7 @@ ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be
 EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
+_OF_FIRST_UPDATE = ("mismatch", "first_clip_fraction", "first_ratio_min", "first_ratio_max")
 
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
 
@@ -63,7 +63,7 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The jitted programs of one run."""
+    """The jitted programs of one run; the two that train do so in place, and take the state that they are given."""
 
     initial_state: Callable[[], TrainState]
     start_grpo: Callable[[TrainState], TrainState]
@@ -120,9 +120,10 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
     graph = nnx.graphdef(nnx.eval_shape(new_model))
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
+    rows_per_step = config.prompts_per_step * config.samples_per_prompt
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
-    loss_options = LossOptions(clip_eps=config.clip_eps, beta=config.beta)
+    loss_options = config.loss_options()
     in_micro_batches: dict[str, Any] = {"parts": config.micro_batches, "mesh": mesh}
     if config.packing:
         _check_packing(task, kind_of(config).alignment)
@@ -149,12 +150,29 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
         return sample
 
+    by_length: dict[str, Any] = {
+        "buckets": config.rollout_buckets,
+        "spread": NamedSharding(mesh, PartitionSpec(None, "data")),
+    }
+
     def roll_out(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
         kernel = nnx.merge(graph, params).lm_head.kernel[...]
         sample = sampler(params, lambda hidden, token_ids: head.logps(hidden, kernel, token_ids))
-        keys = jax.random.split(key, examples.padding.shape[0])
-        spread = NamedSharding(mesh, PartitionSpec(None, "data"))
-        return sample_by_length(sample, examples, keys, buckets=config.rollout_buckets, spread=spread)
+        return sample_by_length(sample, examples, jax.random.split(key, examples.padding.shape[0]), **by_length)
+
+    def success(params: nnx.State, examples: Examples, keys: PRNGKeyArray, *, greedy: bool = False) -> Array:
+        """The share of right completions; as many at a time as a step samples, in its memory."""
+        sample, count = sampler(params, unscored, greedy), examples.padding.shape[0]
+
+        def right(block: tuple[Examples, PRNGKeyArray]) -> Array:
+            block = jax.lax.with_sharding_constraint(block, by_row)
+            return exact_answer_reward(
+                sample_by_length(sample, *block, **by_length).completion_ids, block[0].answer_ids
+            )
+
+        rows = jnp.arange(-(-count // rows_per_step) * rows_per_step) % count  # the last block is filled up
+        blocks = jax.tree.map(lambda x: x[rows].reshape(-1, rows_per_step, *x.shape[1:]), (examples, keys))
+        return jax.lax.map(right, blocks).reshape(-1)[:count].mean()
 
     def initial_state() -> TrainState:
         params = head.cut(nnx.state(new_model()))
@@ -165,10 +183,9 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
     def warmup_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         batch_key, wrong_key, other_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
-        count = config.prompts_per_step * config.samples_per_prompt
-        examples = draw(train, batch_key, count)
-        wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (count, 1))
-        answer_ids = jnp.where(wrong, draw(train, other_key, count).answer_ids, examples.answer_ids)
+        examples = draw(train, batch_key, rows_per_step)
+        wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (rows_per_step, 1))
+        answer_ids = jnp.where(wrong, draw(train, other_key, rows_per_step).answer_ids, examples.answer_ids)
         rows = joined(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
         rows, _ = packed(rows, ())
 
@@ -212,28 +229,28 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
             grads, logp = accumulated_gradients(loss_of, carry[0], judged, **in_micro_batches)
             whole = loss_and_metrics(logp, judged, denominator)
             metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
+            metrics |= {f"first_{name}": metrics[name] for name in ("clip_fraction", "ratio_min", "ratio_max")}
             return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - judged.old_logps).max()}
 
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
-        last = jax.tree.map(lambda values: values[-1], metrics)
-        of_rollout = {"reward": rewards.mean(), "tokens": judged.mask.sum(), "mismatch": metrics["mismatch"][0]}
-        return TrainState(params, state.reference, opt_state), last | of_rollout
+        shown = {name: values[0 if name in _OF_FIRST_UPDATE else -1] for name, values in metrics.items()}
+        of_rollout = {"reward": rewards.mean(), "tokens": judged.mask.sum()}
+        return TrainState(params, state.reference, opt_state), shown | of_rollout
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
         keys = jax.random.split(jax.random.fold_in(run_key, _EVALUATION_STEP), batch.padding.shape[0])
-        sampled = exact_answer_reward(sampler(params, unscored)(batch, keys).completion_ids, batch.answer_ids)
-        likeliest = sampler(params, unscored, greedy=True)(heldout, keys[: heldout.padding.shape[0]])
-        greedy = exact_answer_reward(likeliest.completion_ids, heldout.answer_ids)
-        return {"sampled": sampled.mean(), "greedy": greedy.mean()}
+        greedy = success(params, heldout, keys[: heldout.padding.shape[0]], greedy=True)
+        return {"sampled": success(params, batch, keys), "greedy": greedy}
 
     state = head.shardings(jax.eval_shape(initial_state))
+    in_place: dict[str, Any] = {"out_shardings": (state, replicated), "donate_argnums": 0}
     return Steps(
         initial_state=jax.jit(initial_state, out_shardings=state),
         start_grpo=jax.jit(start_grpo, out_shardings=state),
-        warmup_step=jax.jit(warmup_step, out_shardings=(state, replicated)),
-        grpo_step=jax.jit(grpo_step, out_shardings=(state, replicated)),
+        warmup_step=jax.jit(warmup_step, **in_place),
+        grpo_step=jax.jit(grpo_step, **in_place),
         heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
     )
 

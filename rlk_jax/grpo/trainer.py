@@ -9,22 +9,24 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 
 from rlk_jax.grpo.config import Diverged, GrpoConfig
-from rlk_jax.grpo.display import final_table, print_files, progress
+from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.report import plot_report
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest, save, write_json
 from rlk_jax.grpo.steps import Metrics, Steps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
+from rlk_jax.grpo.usage import Throughput
 
 
 def train(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
     """Run what is left of the job and write its report; the exit status: 0, or 128 + signal when interrupted."""
-    state, done = run_steps(config, steps, folder, console, stop)
+    throughput = Throughput()
+    state, done = run_steps(config, steps, folder, console, stop, throughput)
+    policies = () if stop.signal is not None else (state.reference, state.params)
+    rewards = [to_floats(steps.heldout_rewards(policy)) for policy in policies]
+    print_usage(console, throughput)
     if stop.signal is not None:
-        return say_stopped(console, stop.signal, done)
-    before = to_floats(steps.heldout_rewards(state.reference))
-    after = to_floats(steps.heldout_rewards(state.params))
-    if stop.signal is not None:
-        return say_stopped(console, stop.signal, done)
+        return say_stopped(console, stop.signal, is_saved=done > 0)
+    before, after = rewards
     write_json(folder.summary, {"before": before, "after": after})
     plot_report(folder.metrics, folder.report)
     console.print(final_table(before, after))
@@ -33,7 +35,12 @@ def train(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console,
 
 
 def run_steps(
-    config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console, stop: StopRequest
+    config: GrpoConfig,
+    steps: Steps,
+    folder: RunFolder,
+    console: Console,
+    stop: StopRequest,
+    throughput: Throughput,
 ) -> tuple[TrainState, int]:
     """Both phases from the newest checkpoint on, until the last step or a request to stop: the state and steps done.
 
@@ -41,7 +48,7 @@ def run_steps(
     """
     with open_checkpoints(folder) as checkpoints:
         state, done = restore_latest(checkpoints, steps.initial_state())
-        with folder.metrics_after(done) as log, progress(console, done, config.total_steps) as show:
+        with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:
                 if done == config.warmup_steps:
                     state = steps.start_grpo(state)
@@ -70,9 +77,9 @@ def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState
     save(checkpoints, done, state)
 
 
-def say_stopped(console: Console, number: int, done: int) -> int:
-    """Say how to go on after `done` steps; the exit status of a process that this signal stopped."""
-    if done:
+def say_stopped(console: Console, number: int, *, is_saved: bool) -> int:
+    """Say how to go on, from a checkpoint or not; the exit status of a process that this signal stopped."""
+    if is_saved:
         console.print("stopped; the same command with --resume, not --overwrite, continues", soft_wrap=True)
     else:
         console.print("stopped before the first step; nothing was saved", soft_wrap=True)

@@ -14,6 +14,7 @@ import matplotlib.image
 import pytest
 
 from rlk_jax.grpo import trainer
+from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.tasks import arithmetic_task
 from tests.grpo import tiny
@@ -39,12 +40,22 @@ def test_a_run_writes_its_files(finished):
         "policy_loss",
         "ratio_min",
         "ratio_max",
+        "first_clip_fraction",
+        "first_ratio_min",
+        "first_ratio_max",
         "mismatch",
     }
     summary = json.loads(finished.summary.read_text())
     assert summary["before"].keys() == summary["after"].keys() == {"sampled", "greedy"}
     assert matplotlib.image.imread(finished.report).std() > 0
     assert json.loads(finished.config.read_text())["mesh"] == "data=2,tensor=1"
+
+
+@pytest.mark.parametrize("option", [{"max_operand": 5}, {"demonstration_errors": 0.9}])
+def test_options_of_the_arithmetic_are_refused_beside_prompts(option):
+    (name,) = option
+    with pytest.raises(BadInput, match=f"^{name} is of the arithmetic prompts: it has no meaning beside prompts$"):
+        GrpoConfig(prompts="mine.jsonl", **option)
 
 
 def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished, capsys):
@@ -97,6 +108,9 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"warmup_learning_rate": "inf"}, "warmup_learning_rate must be greater than 0, got inf"),
         ({"clip_eps": 0}, "clip_eps must be greater than 0, got 0.0"),
         ({"beta": -0.1}, "beta must be at least 0, got -0.1"),
+        ({"beta": 1e39}, "beta must be 0 or a positive finite number, got 1e+39."),
+        ({"clip_eps": 1e300}, "clip_eps must be 0 or a positive finite number, got 1e+300."),
+        ({"vocab_size": 2**31}, "vocab_size must be less than 2147483648, got 2147483648"),
         ({"demonstration_errors": 1}, "demonstration_errors must be less than 1, got 1.0"),
         ({"width": 9}, "width must be an even multiple of heads, got width 9 and 2 heads"),
         ({"width": 6}, "width must be an even multiple of heads, got width 6 and 2 heads"),
@@ -216,6 +230,23 @@ def test_signal_before_the_first_step_is_one_line_and_saves_nothing(tmp_path, ev
     assert ended.stdout == "stopped before the first step; nothing was saved\n"
     assert not out.metrics.exists() or not out.metrics.read_text()
     assert not list(out.path.glob("checkpoints/*"))
+
+
+def test_signal_before_a_resumed_run_goes_on_says_how_to(tmp_path, finished):
+    options = tiny.options(mesh="data=2,tensor=1")
+    command = [sys.executable, "-c", SIGNAL_AT_FIRST, "import", "flax", "grpo", *options, "--out", str(finished.path)]
+    environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    ended = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert ended.stdout == "stopped; the same command with --resume, not --overwrite, continues\n"
+
+
+def test_memory_is_told_behind_the_evaluation(tmp_path, monkeypatch):
+    told, evaluated = [], trainer.to_floats
+    monkeypatch.setattr(trainer, "print_usage", lambda *_: told.append("usage"))
+    monkeypatch.setattr(trainer, "to_floats", lambda x: told.extend({"greedy"} & x.keys()) or evaluated(x))
+    assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 0
+    assert told == ["greedy", "greedy", "usage"]
 
 
 def test_signal_during_the_evaluation_is_answered_and_resume_finishes(tmp_path, capsys, monkeypatch):

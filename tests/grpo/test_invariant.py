@@ -148,9 +148,8 @@ def test_steps_start_at_ratio_one(updates, changes, tmp_path):
     measured = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     assert 0 < measured["reward"].mean() < 1
     assert np.all(measured["mismatch"] == 0)
-    if updates == 1:
-        assert np.all(measured["ratio_min"] == 1) and np.all(measured["ratio_max"] == 1)
-        assert np.all(measured["clip_fraction"] == 0)
-    else:
+    assert np.all(measured["first_ratio_min"] == 1) and np.all(measured["first_ratio_max"] == 1)
+    assert np.all(measured["first_clip_fraction"] == 0)
+    if updates > 1:
         assert np.all(measured["ratio_min"] < 1) and np.all(measured["ratio_max"] > 1)
         assert measured["clip_fraction"].max() > 0

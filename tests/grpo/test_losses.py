@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.grpo import (
     LossOptions,
@@ -480,6 +480,23 @@ def test_advantages_have_no_cancellation(rewards, samples, offset):
     gold = gold_advantages(rewards, range(0, 9, samples))
     advantages = group_advantages(rewards, samples_per_prompt=samples)
     helpers.assert_within_contract(advantages, gold, "grpo_losses", jnp.float32, "forward")
+
+
+def test_explicit_mesh_axes():
+    """Sums over an axis that is cut have the bits of one device; what is no sum stays cut."""
+    mesh = jax.make_mesh((4,), ("data",))
+    rewards, mask = np.arange(8, dtype=np.float32) ** 1.5, np.arange(24).reshape(8, 3) % 5 > 0
+
+    def values(rewards, mask):
+        advantages = group_advantages(rewards, samples_per_prompt=4)
+        return advantages, masked_mean(mask * 0.1, mask), expand_advantages(advantages, mask)
+
+    expected = jax.jit(values)(rewards, mask)
+    laid = NamedSharding(mesh, PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        found = jax.jit(values)(jax.device_put(rewards, laid), jax.device_put(mask, laid))
+    helpers.assert_same_bits(found, expected)
+    assert found[2].sharding.is_equivalent_to(laid, 2)
 
 
 @given(reward=st.floats(-1e6, 1e6, width=32), samples=st.sampled_from([2, 7, 16]))

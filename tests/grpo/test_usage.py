@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 from rich.console import Console
 
-from rlk_jax.grpo.display import progress
+from rlk_jax.grpo.display import print_usage, progress
 from rlk_jax.grpo.usage import Throughput, peak_memory
 
 GIB = 2**30
@@ -38,9 +38,11 @@ def test_peak_memory_is_the_largest_of_the_devices_that_count():
 def shown(steps: int) -> str:
     """What a run of so many steps prints."""
     console = Console(file=io.StringIO(), width=200)
-    with progress(console, 0, steps) as show:
+    throughput = Throughput()
+    with progress(console, 0, steps, throughput) as show:
         for done in range(1, steps + 1):
             show(done, "grpo", {"tokens": 8.0, "mismatch": 0.0})
+    print_usage(console, throughput)
     return console.file.getvalue()
 
 
@@ -60,7 +62,7 @@ def test_nothing_is_said_that_is_not_known(monkeypatch):
 def test_a_narrow_terminal_loses_no_number():
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     metrics = {"tokens": 8.0, "loss": -0.008, "reward": 0.5, "kl": 0.577, "clip_fraction": 0.1, "ratio_max": 1.25}
-    with progress(console, 0, 2) as show:
+    with progress(console, 0, 2, Throughput()) as show:
         show(1, "grpo", {**metrics, "mismatch": 5e-6})
     text = console.file.getvalue()
     assert "1/2" in text and "…" not in text

@@ -39,13 +39,20 @@ LEARNING: dict[str, Any] = {
 """Changes that make a policy right now and then when GRPO begins."""
 
 
+def _values(**changes: Any) -> dict[str, Any]:
+    """Prompts of one's own have no operands and no wrong demonstrations."""
+    values = {**SIZES, "warmup_steps": 3, "grpo_steps": 2, **changes}
+    of_arithmetic = ("max_operand", "demonstration_errors") if "prompts" in changes else ()
+    return {name: x for name, x in values.items() if name not in of_arithmetic}
+
+
 def config(**changes: Any) -> GrpoConfig:
-    return GrpoConfig(**{**SIZES, "warmup_steps": 3, "grpo_steps": 2, **changes})
+    return GrpoConfig(**_values(**changes))
 
 
 def options(**changes: Any) -> list[str]:
     """The command-line options that give `config(**changes)`."""
-    values = {**SIZES, "warmup_steps": 3, "grpo_steps": 2, **changes}
+    values = _values(**changes)
     flags = {name: "--" + name.replace("_", "-") for name in values}
     return [flags[name] if value is True else f"{flags[name]}={value}" for name, value in values.items()]
 
