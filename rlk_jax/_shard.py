@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax._problem import Array, HiddenGradient, Options, Tokens
 from rlk_jax._transforms import equally_varying, varying_axes, varying_like
@@ -241,7 +241,9 @@ def reduced(shard: Shard, sums: Array, order: Array | None, dtype: Any) -> Array
     """
     n, axis = sums.shape[1], shard.axis
     sums = jnp.pad(sums, ((0, 0), (0, -n % shard.count), (0, 0)))
-    if shard.reduction == "canonical":
+    # Beside Explicit axes JAX 0.11 cannot lower a psum_scatter over manual ones.
+    is_scattered = AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
+    if shard.reduction == "canonical" or not is_scattered:
         ranks = lax.all_to_all(sums[None], axis, split_axis=2, concat_axis=0, tiled=True)
         ranks = ranks if order is None else ranks[order]
         rows = ordered_sum(lax.collapse(ranks, 0, 2))

@@ -173,6 +173,10 @@ def _shard(
         return None
     axes("axis_name", axis_name)
     _require(reduction in get_args(Reduction), f"reduction must be one of {get_args(Reduction)}, got {reduction!r}.")
+    _require(
+        reduce_hidden_grad or reduction == "sum",
+        "reduction='canonical' is of a sum that reduce_hidden_grad=False leaves to the caller.",
+    )
     manual = jax.sharding.get_abstract_mesh().manual_axes
     _require(
         all(name in manual for name in axis_names(axis_name)),

@@ -4,6 +4,7 @@ Inside shard_map, `rlk_jax.linear_logp(..., axis_name=...)` is the same op on on
 """
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -96,8 +97,9 @@ def linear_logp(
       token_axes: the axis or axes over which the first lead dimension is spread, or a PartitionSpec for all of them.
       options: as of `rlk_jax.linear_logp`.
 
-    Returns what `rlk_jax.linear_logp` does, spread over `token_axes`; gradients come back as their inputs lie. Works
-    under jit, grad, scan and remat; the traffic is in docs/vocab_parallel.md.
+    Returns what `rlk_jax.linear_logp` does, spread over `token_axes`; gradients come back as their inputs lie, where
+    these lie as the arguments say or over Explicit axes. Works under jit, grad, scan and remat; the traffic is in
+    docs/vocab_parallel.md.
 
     Raises ValueError for what does not fit, on every process together where several share the mesh and call it
     outside jit, and for calls that differ from one process to another. Values are checked outside jit only; ids that
@@ -193,7 +195,7 @@ def _agreed[T](
         own = {k: v for k, v in options.items() if k != "reduction"}
         (inputs, static, _), _ = check(*arrays[:4], temperature=arrays.temperature, validate=validate, **own)
         if validate or is_read:
-            for ids, temperature in _own_pieces(inputs.target_ids, inputs.temperature):
+            for ids, temperature in _own_pieces(inputs.target_ids, inputs.temperature, must_read=bool(validate)):
                 part = inputs._replace(target_ids=ids, temperature=temperature)
                 tokens_of(part, static.real_vocab_size, options.get("ignore_index"), validate)
         return layout(inputs, static), inputs
@@ -210,19 +212,30 @@ def _agreed[T](
     return found
 
 
-def _own_pieces(ids: Any, temperature: Any) -> list[tuple[Any, Any]]:
+def _own_pieces(ids: Any, temperature: Any, *, must_read: bool) -> list[tuple[Any, Any]]:
     """What this process holds of ids and temperatures, where they may lie over several processes, piece by piece.
 
-    A temperature whose pieces are others than those of ids is not looked at: a bad one still gives NaN.
+    A temperature that is cut otherwise than ids is not looked at, or refused: a bad one still gives NaN.
     """
-    if not _is_cut(ids):
-        return [(_whole(ids), 1.0 if _is_cut(temperature) else _whole(temperature))]
-    pieces = {shard.index: np.asarray(shard.data) for shard in ids.addressable_shards}
-    if _is_cut(temperature):
-        own = {shard.index: np.asarray(shard.data) for shard in temperature.addressable_shards}
-        return [(piece, own.get(index, 1.0)) for index, piece in pieces.items()]
-    value = _whole(temperature)
-    return [(piece, value[index] if np.ndim(value) else value) for index, piece in pieces.items()]
+    if not _is_cut(ids) and not _is_cut(temperature):
+        return [(_whole(ids), _whole(temperature))]
+    cut = [_pieces(x) for x in (ids, temperature) if _is_cut(x)]
+    if len(cut) == 2 and cut[0].keys() != cut[1].keys():
+        if must_read:
+            raise ValueError("validate=True needs a temperature that lies as target_ids do, or a whole one.")
+        return [(piece, 1.0) for piece in cut[0].values()]
+
+    def at(x: Any, index: Any) -> Any:
+        if _is_cut(x):
+            return _pieces(x)[index]
+        return _whole(x)[index] if np.ndim(x) else _whole(x)
+
+    return [(at(ids, index), at(temperature, index)) for index in cut[0]]
+
+
+def _pieces(x: jax.Array) -> dict[Any, np.ndarray]:
+    """By where they are in the whole."""
+    return {shard.index: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
 def _is_cut(x: Any) -> bool:
@@ -242,11 +255,24 @@ def _is_array(x: Any) -> bool:
 def _call_text(arrays: Inputs, options: dict[str, Any]) -> str:
     """What must be the same in every process."""
 
-    def of(x: Any) -> str:
-        return f"{x.dtype}{list(x.shape)}" if np.ndim(x) else repr(x)
+    def of(name: str, x: Any) -> str:
+        if not np.ndim(x):
+            return repr(x)
+        text = f"{x.dtype}{list(x.shape)}"
+        if _is_array(x) and not x.is_fully_addressable:
+            return f"{text} as {getattr(x.sharding, 'spec', x.sharding)} of {dict(_mesh(x).shape)}"
+        # What each process holds for itself must be one and the same.
+        is_value = options["validate"] is not False and name in ("target_ids", "temperature")
+        return f"{text} {hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16]}" if is_value else text
 
-    given = {name: of(x) for name, x in arrays._asdict().items()} | {k: repr(v) for k, v in options.items()}
+    given = {name: of(name, x) for name, x in arrays._asdict().items()} | {k: repr(v) for k, v in options.items()}
     return ", ".join(f"{name}={text}" for name, text in given.items())
+
+
+def is_same_everywhere(text: str) -> bool:
+    """Whether all processes say it."""
+    texts = _everyone(Mesh(np.asarray(jax.devices()), ("device",)), hashlib.sha256(text.encode()).hexdigest())
+    return len(set(texts)) == 1
 
 
 def _everyone(mesh: Mesh, text: str) -> list[str]:
@@ -256,13 +282,22 @@ def _everyone(mesh: Mesh, text: str) -> list[str]:
     mine = jax.make_array_from_callback(
         (mesh.size, encoded.size), NamedSharding(line, PartitionSpec("device")), lambda _: encoded[None]
     )
-    everyone = jax.jit(lambda x: x, out_shardings=NamedSharding(line, PartitionSpec()))(mine)
-    return [_agreement.decoded(bytes(row)) for row in np.asarray(everyone)]
+    return [_agreement.decoded(bytes(row)) for row in np.asarray(_on_every_device(line)(mine))]
 
 
-def _laid(x: Any, sharding: NamedSharding) -> Any:
-    """Over Explicit axes an array must lie as shard_map wants it; JAX lays its gradient back."""
-    return None if x is None else jax.sharding.reshard(x, sharding)
+@functools.cache
+def _on_every_device(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Compiled once: a new function would be compiled at every call."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _laid(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
+    """Over Explicit axes an array must lie as shard_map wants it; JAX lays its gradient back. Auto ones are XLA's."""
+    if x is None:
+        return None
+    is_explicit = dict(zip(mesh.axis_names, (kind == AxisType.Explicit for kind in mesh.axis_types), strict=True))
+    entries = (tuple(name for name in axis_names(entry) if is_explicit[name]) for entry in spec)
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*(entry or None for entry in entries))))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -285,5 +320,5 @@ def _on_mesh(layout: _Layout, options: tuple[tuple[str, Any], ...], inputs: Inpu
 
     specs = layout.specs(inputs)
     if AxisType.Explicit in head.mesh.axis_types:
-        inputs = Inputs(*(_laid(x, NamedSharding(head.mesh, spec)) for x, spec in zip(inputs, specs, strict=True)))
+        inputs = Inputs(*(_laid(x, head.mesh, spec) for x, spec in zip(inputs, specs, strict=True)))
     return jax.shard_map(on_device, mesh=head.mesh, in_specs=(specs,), out_specs=layout.lead)(inputs)

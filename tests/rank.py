@@ -101,6 +101,36 @@ def token_axes(problem: helpers.Problem, is_last: bool) -> jax.Array:
     )
 
 
+def layout(problem: helpers.Problem, is_last: bool) -> jax.Array:
+    """Hidden that one process has over the axis."""
+    mesh = Mesh(np.asarray(jax.devices()), ("tp",))
+    hidden = spread(mesh, problem.hidden, *(["tp"] if is_last else []))
+    weight, ids = spread(mesh, vocab_parallel.pad_lm_head(problem.weight, mesh.size), "tp"), problem.target_ids
+    options = {"mesh": mesh, "vocab_axis": "tp", "global_vocab_size": CASE.vocab}
+    return vocab_parallel.linear_logp(hidden, weight, spread(mesh, ids), **options)
+
+
+def temperatures(problem: helpers.Problem, is_last: bool, kind: str = "other") -> jax.Array:
+    """Other numbers on one process; or bad ones that lie over the axis, as ids or, in another order, otherwise."""
+    mesh = Mesh(np.asarray(jax.devices()), ("tp",))
+    weight = spread(mesh, vocab_parallel.pad_lm_head(problem.weight, mesh.size), "tp")
+    given = {
+        "other": TEMPERATURES * (1 + is_last),
+        "cut": spread(mesh, -TEMPERATURES, "tp"),
+        "cut otherwise": spread(Mesh(mesh.devices[::-1], ("tp",)), TEMPERATURES, "tp"),
+    }
+    return vocab_parallel.linear_logp(
+        spread(mesh, problem.hidden),
+        weight,
+        spread(mesh, problem.target_ids, *(["tp"] if kind == "cut otherwise" else [])),
+        mesh=mesh,
+        vocab_axis="tp",
+        temperature=given[kind],
+        global_vocab_size=CASE.vocab,
+        validate=True,
+    )
+
+
 def strict(problem: helpers.Problem, is_last: bool) -> jax.Array:
     """Shards off the edges, which one process refuses."""
     os.environ["RLK_STRICT"] = str(int(is_last))
@@ -124,6 +154,10 @@ CALLS = {
     "grad outside jit": grad_outside_jit,
     "token axes": token_axes,
     "strict": strict,
+    "layout": layout,
+    "temperatures": temperatures,
+    "cut temperatures": functools.partial(temperatures, kind="cut"),
+    "temperatures cut otherwise": functools.partial(temperatures, kind="cut otherwise"),
     "bare": bare,
     "bare, implementation": functools.partial(bare, implementation="fastest"),
 }

@@ -59,6 +59,23 @@ def test_any_difference_fails(capsys):
     assert printed.endswith("[result] FAIL\n")
 
 
+def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys):
+    """dH without −Σ p·W, in a head so large that every element of it is small."""
+    honest = check_tp.tensor_parallel
+
+    def faulty(problem, mesh, arrays):
+        rows = jnp.asarray(np.asarray(arrays.weight), jnp.float32)[np.asarray(arrays.target_ids)]
+        of_targets = (rows * np.asarray(arrays.upstream)[:, None]).astype(problem.dtype)
+        laid = jax.device_put(of_targets, arrays.hidden.sharding)
+        return lambda: honest(problem, mesh, arrays)()._replace(hidden_grad=laid)
+
+    monkeypatch.setattr(check_tp, "tensor_parallel", faulty)
+    sizes = ("--tokens", "32", "--hidden-size", "1024", "--vocab-size", "32768")
+    assert cli.main(["check-tp", *sizes, "--devices", "2"]) == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.endswith("FAIL") and "max_abs" in x]
+    assert line.split()[0] == "hidden_grad" and float(line.split()[2]) < 1.5e-2
+
+
 @pytest.mark.parametrize("wrong", ["value", "replica", "infinite"])
 def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
     honest = check_tp.tensor_parallel
@@ -93,6 +110,10 @@ def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
         (("--processes", "1"), "--processes must be at least 2"),
         (("--processes", "2", "--devices", "3"), "goes without --coordinator and --devices"),
         (("--coordinator", "127.0.0.1:1"), "go together"),
+        (("--coordinator", "junk", "--process-count", "2", "--process-id", "0"), "must be host:port, got 'junk'"),
+        (("--coordinator", "h:1", "--process-count", "2", "--process-id", "2"), "less than --process-count, got 2"),
+        (("--timeout", "5"), "--timeout is for local processes"),
+        (("--processes", "2", "--vocab-size", "1"), "--vocab-size 1 is less than the 2 devices"),
     ],
 )
 def test_options_that_fit_nothing(options, message, capsys):

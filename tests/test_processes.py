@@ -1,6 +1,8 @@
 """Real processes over jax.distributed on the loopback device: the same bits, and one message for one rank's mistake."""
 
+import argparse
 import hashlib
+import json
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from jax.sharding import Mesh
 
 from rlk_jax import linear_logp
 from rlk_jax._processes import Finished, free_port, run_together
+from rlk_jax.checker import check_tp
 from tests import helpers, rank
 
 LIMIT_S = 60
@@ -58,6 +61,10 @@ def test_tokens_that_lie_over_processes():
         ("bare", "ValueError: target_ids out of range: expected [0, 999], got [-7, "),
         ("grad outside jit", "ValueError: target_ids out of range: expected [0, 999], got ["),
         ("token axes", "ValueError: the processes call linear_logp differently: "),
+        ("layout", "ValueError: the processes call linear_logp differently: "),
+        ("temperatures", "ValueError: the processes call linear_logp differently: "),
+        ("cut temperatures", "ValueError: temperature must be positive and finite, got values in ["),
+        ("temperatures cut otherwise", "ValueError: validate=True needs a temperature that lies as target_ids do"),
         ("strict", "ValueError: RLK_STRICT=1: 2 shards of 500 columns do not end where"),
         ("bare, implementation", "ValueError: implementation must be one of "),
     ],
@@ -67,6 +74,22 @@ def test_one_rank_s_mistake_ends_all_with_its_message(task, message):
     for process in processes(task, count=2):
         assert process.code == 1, (process.code, process.stderr)
         assert message in process.stderr
+
+
+def test_a_check_with_other_options_in_one_process_ends_both():
+    parser = argparse.ArgumentParser()
+    check_tp.add_parser(parser.add_subparsers())
+    options = vars(parser.parse_args(["check-tp", "--tokens", "8", "--hidden-size", "8", "--vocab-size", "64"]))
+    given = {name: x for name, x in options.items() if name != "run"} | {
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "process_count": 2,
+    }
+    commands = [
+        ["-m", "rlk_jax.checker.check_tp", json.dumps({**given, "process_id": i, "run_stress": bool(i)})]
+        for i in range(2)
+    ]
+    for process in run_together(commands, timeout_s=LIMIT_S):
+        assert process.code == 2 and "the processes were started with different options" in process.stderr
 
 
 def test_a_hanging_process_is_killed_after_another_fails():

@@ -48,6 +48,12 @@ def whole_call(case: Case, problem: Problem, mesh: Mesh, implementation: str, **
     )
 
 
+def gradients_of_a_sum(problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Of hidden and a whole head, on one device."""
+    logp = functools.partial(linear_logp, target_ids=problem.target_ids)
+    return jax.grad(lambda h, w: logp(h, w).sum(), (0, 1))(problem.hidden, problem.weight)
+
+
 def operands_of(problem: Problem) -> tuple[jax.Array, ...]:
     return tuple(x for x in (problem.hidden, problem.weight, problem.bias) if x is not None)
 
@@ -444,6 +450,44 @@ def test_meshes_of_both_kinds_of_axes_name_vocab_parallel():
     hidden = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match=r"all Explicit or all Auto.*call rlk_jax.vocab_parallel.linear_logp"):
         linear_logp(hidden, jnp.ones((64, 8)), jnp.zeros(4, int))
+
+
+@pytest.mark.parametrize("kinds", ["EA", "AE"])
+def test_vocab_parallel_takes_axes_of_both_kinds(kinds):
+    kind_of = {"E": jax.sharding.AxisType.Explicit, "A": jax.sharding.AxisType.Auto}
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=tuple(map(kind_of.get, kinds)), devices=jax.devices("cpu"))
+    problem = helpers.make(Case("both kinds", (8,), 16, 1024), jnp.float32)
+    hidden, ids = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (problem.hidden, problem.target_ids))
+    weight = jax.device_put(problem.weight, NamedSharding(mesh, P("tp")))
+
+    @jax.jit
+    def gradients(hidden, weight):
+        def loss(hidden, weight):
+            options = {"mesh": mesh, "vocab_axis": "tp", "token_axes": "data"}
+            return vocab_parallel.linear_logp(hidden, weight, ids, **options).sum()
+
+        return jax.grad(loss, (0, 1))(hidden, weight)
+
+    expected = gradients_of_a_sum(problem)
+    for found, gold in zip(gradients(hidden, weight), expected, strict=True):
+        assert_within_contract(found, gold, "linear_logp", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_that_is_manual_over_the_head_s_axis_alone(check_vma):
+    """On a mesh whose other axis is Explicit; all gradients."""
+    problem, mesh = helpers.make(Case("partly manual", (8,), 16, 1024), jnp.float32), mesh_of("explicit", data=2, tp=4)
+    weight = jax.device_put(problem.weight, NamedSharding(mesh, P("tp")))
+
+    def on_rank(hidden, weight):
+        return linear_logp(hidden, weight, problem.target_ids, axis_name="tp")
+
+    with jax.set_mesh(mesh):
+        call = jax.shard_map(on_rank, in_specs=(P(), P("tp")), out_specs=P(), axis_names={"tp"}, check_vma=check_vma)
+        found = jax.jit(jax.grad(lambda h, w: call(h, w).sum(), (0, 1)))(problem.hidden, weight)
+    expected = gradients_of_a_sum(problem)
+    for actual, gold in zip(found, expected, strict=True):
+        assert_within_contract(actual, gold, "linear_logp", jnp.float32, "gradient")
 
 
 def test_explicit_axes_beside_a_manual_one_are_refused():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlk_jax.checker import check_tp
-from rlk_jax.checker.check_tp import Arrays, Metric, Problem, Ranks, Results
+from rlk_jax.checker.check_tp import Allowed, Arrays, Differences, Metric, Problem, Ranks, Results
 from torch_bridge import _exchange
 from torch_bridge.linear_logp import linear_logp
 
@@ -78,7 +78,7 @@ def _results(problem: Problem, arrays: Arrays, device: torch.device) -> Results:
     return Results(output.detach(), *gradients, *[None] * (3 - len(gradients)))
 
 
-def _compare(device: torch.device, problem: Problem, mode: str, atol: float, rtol: float) -> list[Metric]:
+def _compare(device: torch.device, problem: Problem, mode: str, allowed: Allowed) -> list[Metric]:
     """A metric for each result, and whether all ranks hold the same bits of what they share."""
     arrays, here = check_tp.make(problem, dist.get_world_size()), _here(problem)
     actual, expected = _results(problem, arrays, device), check_tp.reference(problem, arrays, mode)
@@ -86,11 +86,14 @@ def _compare(device: torch.device, problem: Problem, mode: str, atol: float, rto
     for name, a, e in zip(Results._fields, actual, expected, strict=True):
         if a is not None:
             own = np.asarray(e, np.float64)[here] if name in ("weight_grad", "bias_grad") else np.asarray(e, np.float64)
-            found, passed = check_tp.differences(a.double().cpu().numpy(), own, atol, rtol)
-            largest = _greatest(torch.from_numpy(found).to(device)).tolist()
-            metrics.append(Metric(name, largest[0], largest[1], _everywhere(passed, device)))
+            found = check_tp.differences(a.double().cpu().numpy(), own, allowed)
+            largest, squares = (torch.from_numpy(x).to(device) for x in (found.largest, found.squares))
+            dist.all_reduce(squares)
+            passed = _everywhere(found.elements_passed, device)
+            whole = Differences(_greatest(largest).cpu().numpy(), squares.cpu().numpy(), passed)
+            metrics.append(check_tp.metric_of(name, whole, allowed))
     same = all(map(_same_bits, (actual.output, actual.hidden_grad)))
-    return [*metrics, Metric("same on all", 0.0, 0.0, _everywhere(same, device))]
+    return [*metrics, check_tp.same_on_all(_everywhere(same, device))]
 
 
 def _greatest(x: Tensor) -> Tensor:

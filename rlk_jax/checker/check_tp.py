@@ -26,9 +26,10 @@ import rlk_jax
 from rlk_jax import vocab_parallel
 from rlk_jax._processes import Finished, free_port, run_together
 from rlk_jax.checker.contract import tolerance
-from rlk_jax.checker.options import DTYPES, dtype_name, positive
+from rlk_jax.checker.options import DTYPES, dtype_name, natural, positive
 from rlk_jax.dispatch import IMPLEMENTATIONS
 
+TIMEOUT_S = 600
 _AXIS = "tp"
 _DESCRIPTION = "Check linear_logp with its head spread over devices, against the definition on one device."
 
@@ -73,12 +74,34 @@ class Results(NamedTuple):
     bias_grad: Any
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """Differences that pass: atol + rtol·|e| of an element, and of a whole result the norm, of its own. Gradients of
+    large heads are small numbers: all of one may be wrong by less than atol.
+    """
+
+    atol: float
+    rtol: float
+    norm: float
+
+
+class Differences(NamedTuple):
+    """Of one rank's part, float64 `[2]` each."""
+
+    largest: np.ndarray
+    """The largest absolute and the largest relative one."""
+    squares: np.ndarray
+    """Σ (a − e)² and Σ e²."""
+    elements_passed: bool
+
+
 class Metric(NamedTuple):
-    """The largest differences over all ranks."""
+    """The differences over all ranks."""
 
     name: str
     max_abs: float
     max_rel: float
+    norm: float
     passed: bool
 
 
@@ -89,8 +112,8 @@ class Ranks:
     count: int
     text: str
     say: Callable[[str], None]
-    compare: Callable[[Problem, str, float, float], list[Metric]]
-    """Metrics of a problem, against the reference in this mode, by these tolerances."""
+    compare: Callable[[Problem, str, Allowed], list[Metric]]
+    """Metrics of a problem, against the reference in this mode."""
     stress: Callable[[Problem], tuple[bool, float, int | None]]
     """Whether a large problem stays finite, its milliseconds, and the peak of memory in bytes where it is known."""
 
@@ -103,7 +126,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     backends.help = f"backend under test: {', '.join(IMPLEMENTATIONS)} (default: the fastest that runs)"
     parser.add_argument("--dtype", type=dtype_name, default="bf16", metavar="fp32|bf16|fp16", help="of all operands")
     parser.add_argument("--reference-mode", choices=["matching", "fp32"], default="matching", help=_REFERENCE_HELP)
-    integer("--seed", default=1234)
+    parser.add_argument("--seed", type=natural, default=1234)
     integer("--tokens", default=128)
     integer("--hidden-size", default=256)
     integer("--vocab-size", default=4096)
@@ -111,7 +134,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--uneven-shards", action="store_true", help="a last shard with fewer columns than the others")
     parser.add_argument("--reduction", choices=["sum", "canonical"], default="sum", help="of hidden's gradient")
     parser.add_argument("--atol", type=_tolerance, help="largest absolute difference (default: the contract's)")
-    parser.add_argument("--rtol", type=_tolerance, help="largest relative difference on top (default: the contract's)")
+    parser.add_argument("--rtol", type=_tolerance, help="largest relative one on top (default: the contract's)")
     parser.add_argument("--run-stress", action="store_true", help="also a large problem, for finiteness and time")
     integer("--stress-tokens", default=4096)
     integer("--stress-hidden-size", default=2048)
@@ -119,10 +142,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--bridge", action="store_true", help="torch_bridge over torch.distributed, under torchrun")
     integer("--devices", help="devices to use, at least 2 (default: all)")
     integer("--processes", help="start so many local processes, a device each, instead of a mesh in this one")
-    integer("--timeout", default=600, help="seconds after which local processes are killed")
+    integer("--timeout", help=f"seconds after which local processes are killed (default: {TIMEOUT_S})")
     parser.add_argument("--coordinator", help="host:port; this process is one of several (jax.distributed)")
     integer("--process-count", help="with --coordinator")
-    parser.add_argument("--process-id", type=int, help="with --coordinator")
+    parser.add_argument("--process-id", type=natural, help="with --coordinator")
     parser.set_defaults(run=run)
 
 
@@ -146,11 +169,18 @@ def run(options: argparse.Namespace) -> int:
     joined = (options.coordinator, options.process_count, options.process_id)
     if None in joined and any(x is not None for x in joined):
         return _usage("--coordinator, --process-count and --process-id go together")
+    if options.timeout is not None and options.processes is None:
+        return _usage("--timeout is for local processes: it goes with --processes")
     if options.processes is not None:
         if options.processes < 2 or options.coordinator or options.devices:
             return _usage("--processes must be at least 2, and goes without --coordinator and --devices")
         return _run_processes(options)
     if options.coordinator:
+        host, _, port = options.coordinator.rpartition(":")
+        if not (host and port.isdecimal()):
+            return _usage(f"--coordinator must be host:port, got {options.coordinator!r}")
+        if options.process_id >= options.process_count:
+            return _usage(f"--process-id must be less than --process-count, got {options.process_id}")
         jax.distributed.initialize(*joined)
     return _run_here(options)
 
@@ -161,7 +191,12 @@ def _usage(message: str) -> int:
 
 
 def _run_here(options: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "process_id", "bridge")}
+    if jax.process_count() > 1 and not vocab_parallel.is_same_everywhere(repr(given)):
+        return _usage("the processes were started with different options")
     devices = jax.devices()[: options.devices]
+    if len({device.process_index for device in devices}) < jax.process_count():
+        return _usage(f"--devices {options.devices} leaves a process without a device")
     if len(devices) < max(2, options.devices or 0):
         needed = max(2, options.devices or 0)
         return _usage(f"needs {needed} devices and there are {len(jax.devices())}; --processes {needed} makes them")
@@ -181,15 +216,18 @@ def _run_processes(options: argparse.Namespace) -> int:
     # So that a terminated parent leaves no children behind.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        finished = run_together(commands, timeout_s=options.timeout)
+        finished = run_together(commands, timeout_s=options.timeout or TIMEOUT_S)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(finished[0].stdout, end="")
-    return report(finished, options.timeout)
+    return report(finished, options.timeout or TIMEOUT_S)
 
 
 def report(finished: Sequence[Finished], timeout_s: float) -> int:
     """The exit status of all processes together; what failed ones said, tracebacks included, before exit codes."""
+    if all(process.code == 2 for process in finished):  # Options that fit nothing, as the first says.
+        print(finished[0].stderr, end="", file=sys.stderr)
+        return 2
     failed = [i for i, process in enumerate(finished) if process.code]
     for i in failed:
         print(f"process {i}:\n{finished[i].stderr}", file=sys.stderr)
@@ -247,14 +285,13 @@ def _report(options: argparse.Namespace, ranks: Ranks) -> bool:
         reduction=options.reduction,
     )
     _say_environment(problem, ranks, options.dtype)
-    allowed = tolerance("tensor_parallel", problem.dtype, "forward")
-    atol = allowed if options.atol is None else options.atol
-    rtol = allowed if options.rtol is None else options.rtol
-    ranks.say(f"[correctness] reference: {options.reference_mode}, atol {atol:g}, rtol {rtol:g}")
-    metrics = ranks.compare(problem, options.reference_mode, atol, rtol)
+    allowed = _allowed(options, problem.dtype)
+    tolerances = f"atol {allowed.atol:g}, rtol {allowed.rtol:g}, norm {allowed.norm:g}"
+    ranks.say(f"[correctness] reference: {options.reference_mode}, {tolerances}")
+    metrics = ranks.compare(problem, options.reference_mode, allowed)
     for m in metrics:
         verdict = "PASS" if m.passed else "FAIL"
-        ranks.say(f"  {m.name:12s} max_abs {m.max_abs:.3e}  max_rel {m.max_rel:.3e}  {verdict}")
+        ranks.say(f"  {m.name:12s} max_abs {m.max_abs:.3e}  max_rel {m.max_rel:.3e}  norm {m.norm:.3e}  {verdict}")
     passed = all(m.passed for m in metrics)
     if options.run_stress:
         sizes = (options.stress_tokens, options.stress_hidden_size, options.stress_vocab_size)
@@ -266,6 +303,15 @@ def _report(options: argparse.Namespace, ranks: Ranks) -> bool:
         ranks.say(f"  finite outputs and gradients: {verdict}; {milliseconds:.1f} ms; peak memory {peak}")
         passed &= finite
     return passed
+
+
+def _allowed(options: argparse.Namespace, dtype: Any) -> Allowed:
+    """The contract's tolerances, or the user's, which then judge alone."""
+    element, norm = (tolerance("tensor_parallel", dtype, kind) for kind in ("forward", "gradient"))
+    if options.atol is not None or options.rtol is not None:
+        norm = float("inf")
+    atol, rtol = (element if x is None else x for x in (options.atol, options.rtol))
+    return Allowed(atol, rtol, norm)
 
 
 def _say_environment(problem: Problem, ranks: Ranks, dtype: str) -> None:
@@ -355,33 +401,49 @@ def reference(problem: Problem, arrays: Arrays, mode: str) -> Results:
     return _program(logp, jax.tree.map(lambda x: jax.device_put(x, here), arrays))()
 
 
-def compare(mesh: Mesh, problem: Problem, mode: str, atol: float, rtol: float) -> list[Metric]:
+def compare(mesh: Mesh, problem: Problem, mode: str, allowed: Allowed) -> list[Metric]:
     """A metric for each result, and whether all devices hold the same bits of what they share."""
     arrays = make(problem, mesh.size)
     actual, expected = tensor_parallel(problem, mesh, _spread(arrays, mesh))(), reference(problem, arrays, mode)
     metrics = []
     for name, a, e in zip(Results._fields, actual, expected, strict=True):
         if a is not None:
-            metrics.append(_metric(name, a, np.asarray(e, np.float64), atol, rtol))
-    is_same = _everywhere(all(map(_same_bits, (actual.output, actual.hidden_grad))))
-    return [*metrics, Metric("same on all", 0.0, 0.0, is_same)]
+            metrics.append(_metric(name, a, np.asarray(e, np.float64), allowed))
+    return [*metrics, same_on_all(_everywhere(all(map(_same_bits, (actual.output, actual.hidden_grad)))))]
 
 
-def differences(a: np.ndarray, e: np.ndarray, atol: float, rtol: float) -> tuple[np.ndarray, bool]:
-    """The largest absolute and relative difference of float64 numbers, and whether all are allowed."""
+def same_on_all(passed: bool) -> Metric:
+    """Of bits, which have no differences to show."""
+    return Metric("same on all", 0.0, 0.0, 0.0, passed)
+
+
+def differences(a: np.ndarray, e: np.ndarray, allowed: Allowed) -> Differences:
+    """Of float64 numbers."""
     error = np.abs(a - e)
     relative = error / np.maximum(np.abs(e), 1e-8)
-    return np.array([error.max(initial=0), relative.max(initial=0)]), np.allclose(a, e, atol=atol, rtol=rtol)
+    largest, squares = (error.max(initial=0), relative.max(initial=0)), ((error**2).sum(), (e**2).sum())
+    fits = np.allclose(a, e, atol=allowed.atol, rtol=allowed.rtol)
+    return Differences(np.array(largest), np.array(squares), fits)
 
 
-def _metric(name: str, actual: jax.Array, expected: np.ndarray, atol: float, rtol: float) -> Metric:
-    largest, passed = np.zeros(2), True
-    for shard in actual.addressable_shards:
-        found, fits = differences(np.asarray(shard.data, np.float64), expected[shard.index], atol, rtol)
-        largest, passed = np.maximum(largest, found), passed and fits
+def metric_of(name: str, whole: Differences, allowed: Allowed) -> Metric:
+    """Of the differences of all ranks."""
+    (largest, relative), (error, size) = whole.largest.tolist(), whole.squares.tolist()
+    norm = (error / size) ** 0.5 if size else float(error > 0)
+    return Metric(name, largest, relative, norm, whole.elements_passed and norm <= allowed.norm)
+
+
+def _metric(name: str, actual: jax.Array, expected: np.ndarray, allowed: Allowed) -> Metric:
+    parts = [
+        differences(np.asarray(shard.data, np.float64), expected[shard.index], allowed)
+        for shard in actual.addressable_shards
+    ]
+    largest, squares, passed = zip(*parts, strict=True)
+    numbers = np.concatenate([np.max(largest, axis=0), np.sum(squares, axis=0)])
     if jax.process_count() > 1:
-        largest = np.asarray(multihost_utils.process_allgather(largest)).max(axis=0)
-    return Metric(name, float(largest[0]), float(largest[1]), _everywhere(passed))
+        everyone = np.asarray(multihost_utils.process_allgather(numbers))
+        numbers = np.concatenate([everyone[:, :2].max(axis=0), everyone[:, 2:].sum(axis=0)])
+    return metric_of(name, Differences(numbers[:2], numbers[2:], _everywhere(all(passed))), allowed)
 
 
 def _everywhere(passed: bool) -> bool:
