@@ -217,25 +217,22 @@ def _own_pieces(ids: Any, temperature: Any, *, must_read: bool) -> list[tuple[An
 
     A temperature that is cut otherwise than ids is not looked at, or refused: a bad one still gives NaN.
     """
-    if not _is_cut(ids) and not _is_cut(temperature):
+    pieces_of_ids, pieces = _pieces(ids), _pieces(temperature)
+    if pieces_of_ids is None and pieces is None:
         return [(_whole(ids), _whole(temperature))]
-    cut = [_pieces(x) for x in (ids, temperature) if _is_cut(x)]
-    if len(cut) == 2 and cut[0].keys() != cut[1].keys():
-        if must_read:
-            raise ValueError("validate=True needs a temperature that lies as target_ids do, or a whole one.")
-        return [(piece, 1.0) for piece in cut[0].values()]
-
-    def at(x: Any, index: Any) -> Any:
-        if _is_cut(x):
-            return _pieces(x)[index]
-        return _whole(x)[index] if np.ndim(x) else _whole(x)
-
-    return [(at(ids, index), at(temperature, index)) for index in cut[0]]
+    if pieces_of_ids is None:
+        return [(_whole(ids)[index], piece) for index, piece in (pieces or {}).items()]
+    if pieces is None:
+        value = _whole(temperature)
+        return [(piece, value[index] if np.ndim(value) else value) for index, piece in pieces_of_ids.items()]
+    if must_read and pieces_of_ids.keys() != pieces.keys():
+        raise ValueError("validate=True needs a temperature that lies as target_ids do, or a whole one.")
+    return [(piece, pieces.get(index, 1.0)) for index, piece in pieces_of_ids.items()]
 
 
-def _pieces(x: jax.Array) -> dict[Any, np.ndarray]:
-    """By where they are in the whole."""
-    return {shard.index: np.asarray(shard.data) for shard in x.addressable_shards}
+def _pieces(x: Any) -> dict[Any, np.ndarray] | None:
+    """By where they are in the whole; None of what this process holds all of."""
+    return {shard.index: np.asarray(shard.data) for shard in x.addressable_shards} if _is_cut(x) else None
 
 
 def _is_cut(x: Any) -> bool:

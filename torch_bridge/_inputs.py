@@ -79,10 +79,9 @@ def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hasha
     types = tuple(map(type, options.values()))
     given = op, first.device, specs, tuple(options.items()), types
     try:
-        hash(given)
-    except TypeError:  # A list, say: no key of the cache, and an option of no op, which says so.
+        _check_static(*given)
+    except TypeError:  # An option that is a list, say, is no key of the cache: the op has something to say of it.
         _check_static.__wrapped__(*given)
-    _check_static(*given)
 
 
 def check_arguments(op: str, given: dict[str, Any]) -> None:

@@ -165,19 +165,19 @@ def _kernel(
 
     def others() -> Arrays:
         sequences = _calls.Frame(sizes[:1], sizes[:1], frame.padded[:1])
-        given = advantages
-        # A program of its own: before anything is lent to the other.
-        if rewards is not None:
+        if advantages is not None:
+            own = (sequences if advantages.ndim == 1 else frame).rows(_calls.numbers(advantages), 0)
+        else:
+            assert rewards is not None
             step = samples_per_prompt or 1
             boundaries = range(0, sizes[0] + 1, step) if group_boundaries is None else group_boundaries
-            groups, device = _groups(tuple(boundaries), rewards.device), rewards.device
-            arguments = sequences.rows(_calls.numbers(rewards), 0), groups, _exchange.scalar(eps, device)
-            given = sequences.real(_programs.run("forward", losses.advantages_of, arguments), sizes[:1])
-        assert given is not None
+            groups, least = _groups(tuple(boundaries), rewards.device), _exchange.scalar(eps, rewards.device)
+            of_rewards = sequences.rows(_calls.numbers(rewards), 0), groups, least
+            own = _programs.run("forward", losses.advantages_of, of_rewards)
         vocab_size = policy_logits.shape[-1] if validate else None
         scale = per_token, temperature
         arrays = tokens(frame, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
-        return *arrays, (sequences if given.ndim == 1 else frame).rows(_calls.numbers(given), 0)
+        return *arrays, own
 
     options = (
         ("clip_eps", clip_eps),

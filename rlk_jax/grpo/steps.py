@@ -34,7 +34,8 @@ ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be
 EVALUATION_SAMPLES = 8  # per held-out prompt
 _EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
-_OF_FIRST_UPDATE = ("mismatch", "first_clip_fraction", "first_ratio_min", "first_ratio_max")
+_OF_FIRST_UPDATE = ("clip_fraction", "ratio_min", "ratio_max")
+"""These are told of the first update on a rollout, too."""
 
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
 
@@ -229,14 +230,14 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
             grads, logp = accumulated_gradients(loss_of, carry[0], judged, **in_micro_batches)
             whole = loss_and_metrics(logp, judged, denominator)
             metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
-            metrics |= {f"first_{name}": metrics[name] for name in ("clip_fraction", "ratio_min", "ratio_max")}
             return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - judged.old_logps).max()}
 
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
-        shown = {name: values[0 if name in _OF_FIRST_UPDATE else -1] for name, values in metrics.items()}
-        of_rollout = {"reward": rewards.mean(), "tokens": judged.mask.sum()}
-        return TrainState(params, state.reference, opt_state), shown | of_rollout
+        last = jax.tree.map(lambda values: values[-1], metrics)
+        of_rollout = {"reward": rewards.mean(), "tokens": judged.mask.sum(), "mismatch": metrics["mismatch"][0]}
+        of_rollout |= {f"first_{name}": metrics[name][0] for name in _OF_FIRST_UPDATE}
+        return TrainState(params, state.reference, opt_state), last | of_rollout
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
