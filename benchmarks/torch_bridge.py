@@ -69,7 +69,9 @@ class Problem:
 def make(shape: str, dtype: str) -> Problem:
     torch: Any = importlib.import_module("torch")
     tokens, dim, vocab = map(int, shape.split(","))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if jax.default_backend() == "gpu":  # Which starts JAX: of several GPUs it leaves the last one current.
+        torch.cuda.set_device(0)
     torch.manual_seed(0)
 
     def normal(*size: int, **options: Any) -> Any:

@@ -257,3 +257,17 @@ def test_fsdp2_on_two_gpus(policy):
         found = rank[policy]
         assert found["bytes_left"] == 0 and found["masked"] == 0 and found["moved"] > 1
         helpers.assert_error(found["error"], "sharded_training", "float32", "forward")
+
+
+def test_deepspeed_on_two_gpus():
+    """ZeRO-0 and ZeRO-3, FusedLMHead and TRL's policy."""
+    needs(2)
+    pytest.importorskip("trl")
+    pytest.importorskip("deepspeed")
+    for rank in on_processes("tests.torch_bridge.clients.deepspeed_rank"):
+        assert {name.rpartition(" ")[0] for name in rank} == {*POLICIES}
+        for name, found in rank.items():
+            assert found["masked"] == 0 and found["moved"] > 1
+            assert (found["elements_left"] == 0) == name.endswith(" 3")
+            for error in ("error", "off_rollout"):
+                helpers.assert_error(found[error], "sharded_training", "float32", "forward")

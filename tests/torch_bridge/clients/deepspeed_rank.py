@@ -14,6 +14,8 @@ from tests.torch_bridge.clients.policy import (
     POLICIES,
     ROWS,
     TEMPERATURE,
+    Rollout,
+    device,
     largest,
     loss_of,
     main,
@@ -29,8 +31,8 @@ class Trained:
     """A policy after one step, what its trainer logs, and the log-probs it starts from."""
 
     def __init__(self, policy: Any, rank: int, stage: int) -> None:
-        batch = rollout(policy, rank)
-        before = [x.detach().clone() for x in policy.parameters()]
+        batch = Rollout(*(x.to(device(rank)) for x in rollout(policy, rank)))
+        before = [x.detach().to(device(rank), copy=True) for x in policy.parameters()]
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "zero_optimization": {"stage": stage},
