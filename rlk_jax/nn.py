@@ -63,6 +63,7 @@ def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
 
     Zeros behind the last value change no bits, so a sum does not depend on how long a sequence was padded.
     """
+    validation.floats_of_a_row("ordered_sum", x)
     length = x.shape[-1]
     if 0 in x.shape:
         return jnp.zeros(x.shape[:-1], jnp.float32)
@@ -84,6 +85,7 @@ def rms_norm(
 
     Same bits for a row whatever the lead shape. Source: RMSNorm, arXiv 1910.07467.
     """
+    validation.rms_norm(x, scale)
     wide = x.astype(jnp.float32)
     total = ordered_sum(rounded_product(wide, wide))
     mean = rounded_product(total, jnp.float32(1 / max(1, x.shape[-1])))
@@ -97,6 +99,7 @@ def softmax(x: Float[Array, "*lead S"], where: Bool[Array, "*lead S"] | None = N
 
     Same bits for a row whatever the lead shape, and however many masked places follow the last one that counts.
     """
+    validation.softmax(x, where)
     visible = jnp.ones(x.shape, bool) if where is None else where
     logits = jnp.where(visible, x.astype(jnp.float32), -jnp.inf)
     largest = logits.max(axis=-1, keepdims=True, initial=-jnp.inf)
@@ -114,7 +117,7 @@ def rotary(
 
     Same bits for a token at a position, whatever its slot. Source: RoFormer, arXiv 2104.09864.
     """
-    validation.rotary(x.shape, positions.shape)
+    validation.rotary(x, positions)
     half = x.shape[-1] // 2
     frequencies = lax.optimization_barrier(jnp.float32(base) ** (-jnp.arange(half, dtype=jnp.float32) / half))
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
@@ -145,7 +148,8 @@ def attention(
         slots stand before its own sequence, where a row holds several, each behind the one before.
       implementation: of det_gemm.
 
-    Returns query's dtype; 0 for a query that is padding itself, NaN for one that sees a value that is not finite.
+    Returns query's dtype; 0 for a query that is padding itself, NaN for one that sees a value that is not finite, and
+    for all where a traced `start` leaves them no slots.
     Raises ValueError for shapes and dtypes that do not fit.
 
     Same bits for a token whatever the batch, padding on either side, S, and whether its sequence came at once or token
@@ -191,7 +195,8 @@ def attention(
     attended = products(weights.reshape(batch, groups, -1, slots), jnp.where(is_finite[..., None], values, 0))
     attended = attended.reshape(batch, groups, length, heads // groups, -1)
     sees_others = (visible & ~is_finite[:, :, None, None]).any(axis=-1)
-    attended = jnp.where(sees_others[..., None], jnp.nan, attended)
+    is_outside = (start < 0) | (start + length > slots)
+    attended = jnp.where(sees_others[..., None] | is_outside, jnp.nan, attended)
     return lax.optimization_barrier(jnp.moveaxis(attended, 1, 2).reshape(batch, length, heads, -1).astype(query.dtype))
 
 
@@ -321,6 +326,7 @@ class LMHead(nnx.Module):
         return linear_logp(*arguments, **options)
 
     def logits(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
-        """float32 logits, for sampling; through `det_gemm`."""
+        """float32 logits, for sampling; through `det_gemm`. ValueError where the layer computes in float32."""
+        validation.gemm_dtype(self.dtype)
         kernel = self.kernel[...].astype(self.dtype)
         return det_gemm(hidden.astype(self.dtype), kernel, transpose_b=True, out_dtype=jnp.float32)

@@ -518,11 +518,36 @@ def attention(query: Any, key: Any, value: Any, start: Any, padding: Any) -> Non
         )
 
 
-def rotary(shape: tuple[int, ...], positions: tuple[int, ...]) -> None:
-    """Static checks of nn.rotary."""
+def floats_of_a_row(op: str, x: Any) -> None:
+    """Static checks of what nn reduces along its last dimension."""
     _require(
-        len(shape) == 4 and shape[3] % 2 == 0 and positions == shape[:2],
-        f"rotary needs x [B, T, H, E] of an even E and positions [B, T], got shapes {shape} and {positions}.",
+        jnp.ndim(x) >= 1 and jnp.issubdtype(jnp.result_type(x), jnp.floating),
+        f"{op} needs floats [*lead, size], got {jnp.result_type(x)} of shape {jnp.shape(x)}.",
+    )
+
+
+def rms_norm(x: Any, scale: Any) -> None:
+    """Static checks of nn.rms_norm."""
+    floats_of_a_row("rms_norm", x)
+    _require(scale.shape == x.shape[-1:], f"rms_norm needs a scale of shape {x.shape[-1:]}, got {scale.shape}.")
+
+
+def softmax(x: Any, where: Any) -> None:
+    """Static checks of nn.softmax."""
+    floats_of_a_row("softmax", x)
+    if where is not None:
+        _require(
+            where.shape == x.shape and where.dtype == jnp.bool,
+            f"softmax needs bool where of shape {x.shape}, got {where.dtype} of shape {where.shape}.",
+        )
+
+
+def rotary(x: Any, positions: Any) -> None:
+    """Static checks of nn.rotary."""
+    floats_of_a_row("rotary", x)
+    _require(
+        x.ndim == 4 and x.shape[3] % 2 == 0 and positions.shape == x.shape[:2],
+        f"rotary needs x [B, T, H, E] of an even E and positions [B, T], got shapes {x.shape} and {positions.shape}.",
     )
 
 
@@ -718,13 +743,16 @@ def not_negative(name: str, x: Any) -> None:
     )
 
 
-def clip_range(loss_type: str, clips: bool, clip_eps_high: float | None, dual_clip: float | None, upper: float) -> None:
-    """What a clip range that ends at `upper` allows, of a loss that has one if `clips`."""
-    for name, x in (("clip_eps_high", clip_eps_high), ("dual_clip", dual_clip)):
-        _require(x is None or clips, f"{name} has no meaning for loss_type={loss_type!r}, which has no clip range.")
+def unused_option(loss_type: str, name: str, x: Any, default: Any) -> None:
+    """Of an option that the loss type does not use."""
+    _require(x == default, f"{name} has no meaning for loss_type={loss_type!r}.")
+
+
+def dual_clip(x: float | None, upper: float) -> None:
+    """Beside a clip range that ends at `upper`."""
     _require(
-        dual_clip is None or dual_clip > upper,
-        f"dual_clip must be above the clip range, which ends at {upper}, got {dual_clip}.",
+        x is None or x > upper,
+        f"dual_clip must be above the clip range, which ends at {upper}, got {x}.",
     )
 
 
@@ -773,9 +801,10 @@ def groups(rewards: Any, samples_per_prompt: Any, group_boundaries: Any) -> tupl
     if group_boundaries is not None:
         return _boundaries(count, group_boundaries)
     _require(
-        _is_integer(samples_per_prompt) and samples_per_prompt >= 2,
-        "samples_per_prompt must be at least 2 for group normalization.",
+        _is_integer(samples_per_prompt),
+        f"samples_per_prompt must be an integer, got {type(samples_per_prompt).__name__}.",
     )
+    _require(samples_per_prompt >= 2, "samples_per_prompt must be at least 2 for group normalization.")
     _require(count % samples_per_prompt == 0, "num_sequences (B) must be divisible by samples_per_prompt (n).")
     return tuple(range(0, count + 1, int(samples_per_prompt)))
 

@@ -88,8 +88,9 @@ def check_two(
         assert_same_bits((d_weight[: case.vocab], d_bias[: case.vocab]), unsharded[1:])
 
 
-def lowered(implementation: str, vocab: int, *, check_vma: bool, reduction: Any, tokens: int) -> str:
+def lowered(implementation: str, vocab: int, *, check_vma: bool, reduction: Any, tokens: int, **options: Any) -> str:
     """The program of gradients on two ranks, for CUDA, in several slices of a padded head."""
+    options = {"return_entropy": True, "memory_budget": 2**20} | options
     mesh = Mesh(jax.devices()[:2], ("tp",))
 
     def on_rank(hidden: Any, weight: Any, target_ids: Any, bias: Any) -> Any:
@@ -101,16 +102,15 @@ def lowered(implementation: str, vocab: int, *, check_vma: bool, reduction: Any,
             axis_name="tp",
             global_vocab_size=vocab - 3,
             return_lse=True,
-            return_entropy=True,
-            memory_budget=2**20,
             reduction=reduction,
             implementation=implementation,
+            **options,
         )
 
     def loss(*arrays: Any) -> Any:
         specs = (P(), P("tp", None), P(), P("tp"))
         values = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)(*arrays)
-        return sum(x.sum() for x in values)
+        return sum(x.sum() for x in jax.tree.leaves(values))
 
     shapes = (
         ((tokens, 1024), jnp.bfloat16),

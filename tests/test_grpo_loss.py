@@ -184,6 +184,7 @@ BAD_INPUTS = {
         {"samples_per_prompt": 1},
         "samples_per_prompt must be at least 2 for group normalization.",
     ),
+    "groups of 2.0": ({"samples_per_prompt": 2.0}, "samples_per_prompt must be an integer, got float."),
     "groups of three": ({"samples_per_prompt": 3}, "num_sequences (B) must be divisible by samples_per_prompt (n)."),
     "one boundary": (with_boundaries([0]), "group_boundaries must be a 1D tensor of length num_groups + 1."),
     "boundaries in two dimensions": (

@@ -175,6 +175,38 @@ def test_other_bad_inputs():
         nn.rotary(jnp.ones((1, 2, 3, 5)), jnp.zeros((1, 2), int))
     with pytest.raises(ValueError, match="dtype must be bfloat16 or float16"):
         nn.DetDense(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dtype must be bfloat16 or float16"):
+        nn.LMHead(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0)).logits(jnp.ones(4))
+
+
+ROW = jnp.ones((2, 4))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nn.rms_norm(jnp.ones((2, 4), int), ROW[0]), "rms_norm needs floats [*lead, size], got int32"),
+        (lambda: nn.rms_norm(ROW, jnp.ones(1)), "rms_norm needs a scale of shape (4,), got (1,)."),
+        (lambda: nn.rms_norm(ROW, ROW), "rms_norm needs a scale of shape (4,), got (2, 4)."),
+        (lambda: nn.ordered_sum(jnp.float32(1)), "ordered_sum needs floats [*lead, size], got float32 of shape ()."),
+        (lambda: nn.softmax(jnp.ones(4, int)), "softmax needs floats [*lead, size], got int32 of shape (4,)."),
+        (
+            lambda: nn.softmax(ROW, ROW[0] > 0),
+            "softmax needs bool where of shape (2, 4), got bool of shape (4,).",
+        ),
+        (lambda: nn.rotary(jnp.ones((1, 2, 3, 4), int), jnp.zeros((1, 2), int)), "rotary needs floats"),
+    ],
+)
+def test_rows_that_do_not_fit(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(("start", "fits"), [(0, True), (3, True), (4, False), (-1, False)])
+def test_queries_behind_the_cache_are_nan(start, fits):
+    """Where the slot is known to the device alone."""
+    found = jax.jit(lambda start: nn.attention(Q[:, :2] + 1, Q + 1, Q + 1, start=start))(start)
+    assert bool(jnp.isfinite(found).all()) == fits and bool(jnp.isnan(found).all()) != fits
 
 
 def test_softmax_of_nothing_is_zero():

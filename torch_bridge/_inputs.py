@@ -1,10 +1,11 @@
 """What only torch can get wrong about an argument; the rest is checked by `rlk_jax`, in its words."""
 
 import functools
+import math
 import numbers
 import sys
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import jax
 import numpy as np
@@ -62,7 +63,10 @@ def temperature(x: Any) -> tuple[Tensor | None, float]:
         return x, 1.0
     if not isinstance(x, numbers.Real) or isinstance(x, bool):
         raise ValueError(f"temperature must be a number or a torch.Tensor, got {type(x).__name__}.")
-    return None, float(x)
+    try:
+        return None, float(x)
+    except OverflowError:
+        return None, math.inf
 
 
 def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hashable) -> None:
@@ -76,12 +80,16 @@ def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hasha
     specs = tuple([(name, None if x is None else spec(x)) for name, x in tensors.items()])
     first = next(x for x in tensors.values() if x is not None)
     # -100 and -100.0 are equal, and one is refused.
-    types = tuple(map(type, options.values()))
+    types = tuple(map(_types, options.values()))
     given = op, first.device, specs, tuple(options.items()), types
     try:
         _check_static(*given)
     except TypeError:  # An option that is a list, say, is no key of the cache: the op has something to say of it.
         _check_static.__wrapped__(*given)
+
+
+def _types(option: Any) -> Any:
+    return tuple(map(_types, option)) if isinstance(option, tuple) else type(option)
 
 
 def check_arguments(op: str, given: dict[str, Any]) -> None:
@@ -118,7 +126,7 @@ def spec(x: Tensor) -> tuple[tuple[int, ...], np.dtype]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_static(op: str, device: torch.device, tensors: Any, options: Options, types: tuple[type, ...]) -> None:
+def _check_static(op: str, device: torch.device, tensors: Any, options: Options, types: tuple[Any, ...]) -> None:
     given: dict[str, Any] = dict(options)
     for name, spec in tensors:
         if spec is not None:
@@ -143,14 +151,18 @@ def must_check(validate: bool | None, tensor: Tensor) -> bool:
 
 
 def autocast[*Tensors](*tensors: *Tensors) -> tuple[*Tensors]:
-    """Under autocast, float tensors in its dtype, as torch's own products have them; their gradients come back in their
-    own dtypes.
+    """Under autocast, float tensors in its dtype, but for float64, as torch's own products have them; their gradients
+    come back in their own dtypes.
     """
     device = next(x.device.type for x in tensors if isinstance(x, Tensor))
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
+    return tuple(x.to(dtype) if _is_autocast(x) else x for x in tensors)  # type: ignore[return-value]
+
+
+def _is_autocast(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
 def is_transposed(x: Tensor) -> bool:

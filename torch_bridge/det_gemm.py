@@ -47,7 +47,9 @@ def det_gemm(
     """
     _inputs.check_tensors(a=a, b=b, accumulate_into=accumulate_into)
     a, b = _inputs.autocast(a, b)
-    dtype = _exchange.DTYPES.get(out_dtype, out_dtype) if out_dtype is not None else None
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise ValueError(f"out_dtype must be a torch.dtype or None, got {out_dtype!r}.")
+    dtype: Any = out_dtype and _exchange.DTYPES.get(out_dtype, out_dtype)
     tensors = {"a": a, "b": b, "accumulate_into": accumulate_into}
     _inputs.check_static("det_gemm", tensors, transpose_b=transpose_b, out_dtype=dtype, implementation=implementation)
     if out_dtype is None:

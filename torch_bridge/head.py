@@ -20,10 +20,14 @@ class FusedLMHead(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear) -> "FusedLMHead":
         """A head on the very parameters of a linear layer, tied as they are, and as much in training. Hooks stay where
-        they are; ValueError for another kind of layer.
+        they are; ValueError for another kind of layer, and one whose forward or weight is not a linear layer's.
         """
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"FusedLMHead.of takes an nn.Linear, got {type(linear).__name__}.")
+        if getattr(linear.forward, "__func__", None) not in (nn.Linear.forward, cls.forward):
+            raise ValueError(f"FusedLMHead.of would leave out what the forward of this {type(linear).__name__} does.")
+        if not isinstance(linear.weight, nn.Parameter) or nn.parameter.is_lazy(linear.weight):
+            raise ValueError(f"FusedLMHead.of shares a weight, but this {type(linear).__name__} has none of its own.")
         bias = linear.bias is not None
         head = cls(linear.in_features, linear.out_features, bias=bias, device="meta", dtype=linear.weight.dtype)
         head.weight, head.bias = linear.weight, linear.bias

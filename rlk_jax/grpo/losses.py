@@ -6,7 +6,7 @@ whose non-zero tokens are the active ones; all others give and receive exactly 0
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -34,6 +34,17 @@ _NORMALISERS: dict[LossType, Normaliser] = {
     "sapo": "sequence_mean",
 }
 
+_CLIPPED: tuple[LossType, ...] = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")
+_USED_BY: dict[str, tuple[LossType, ...]] = {
+    "clip_eps": _CLIPPED,
+    "clip_eps_high": _CLIPPED,
+    "dual_clip": _CLIPPED,
+    "cispo_ratio_cap": ("cispo",),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+}
+"""The loss types of those options that not all have."""
+
 
 @dataclass(frozen=True)
 class LossOptions:
@@ -52,7 +63,7 @@ class LossOptions:
         over tokens) or "constant" (sum over tokens / (sequences · max_completion_length)).
       max_completion_length: of the "constant" normaliser.
 
-    Raises ValueError for a value that cannot work, or that the loss type would not use.
+    Raises ValueError for a value that cannot work, and for one other than its default that the loss type does not use.
     """
 
     loss_type: LossType = "dapo"
@@ -78,8 +89,10 @@ class LossOptions:
         for name in ("dual_clip", "cispo_ratio_cap", "sapo_temperature_pos", "sapo_temperature_neg", "importance_cap"):
             if (value := getattr(self, name)) is not None:
                 validation.positive(name, value)
-        clips = self.loss_type not in ("cispo", "sapo")
-        validation.clip_range(self.loss_type, clips, self.clip_eps_high, self.dual_clip, self.upper_clip)
+        for field in fields(self):
+            if self.loss_type not in _USED_BY.get(field.name, (self.loss_type,)):
+                validation.unused_option(self.loss_type, field.name, getattr(self, field.name), field.default)
+        validation.dual_clip(self.dual_clip, self.upper_clip)
         validation.constant_length(self.normalised_by, self.max_completion_length)
 
     @property
@@ -141,8 +154,9 @@ def group_advantages(
     | "sample" | c_i / (s + eps), s² = Σ c² / (size − 1); TRL's with eps=1e-4 |
     | "none" | c_i, as in Dr. GRPO |
 
-    Rewards are taken relative to their group's first before anything is summed, so a large common offset cancels
-    exactly, and a group of equal rewards, or of one, has advantages of exactly 0.
+    Rewards count as float32, and are taken relative to their group's first before anything is summed, so that a large
+    common offset, as far as float32 tells rewards apart beside it, cancels exactly, and a group of equal rewards, or of
+    one, has advantages of exactly 0.
 
     Raises ValueError for both or neither kind of group, groups that do not cover the batch, and boundaries that are
     traced.
@@ -151,6 +165,9 @@ def group_advantages(
     boundaries = validation.groups(rewards, samples_per_prompt, group_boundaries)
     validation.positive("eps", eps)
     validation.one_of("std", std, get_args(Std))
+    if isinstance(rewards, np.ndarray | np.generic):
+        # JAX would take 64 bits for 32, of which integers wrap.
+        rewards = rewards.astype(np.float32)
     return advantages_of(_everywhere(rewards), groups_of(boundaries), eps, std=std)
 
 
@@ -310,7 +327,7 @@ def policy_loss(
 
     `denominator` replaces `loss_denominator(completion_mask, options=options)`. Give the sum of those over
     micro-batches or ranks, and the losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the
-    plain sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1.
+    plain sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1; a traced one below 0 is NaN.
 
     All computing is fp32. Gradients go to `logp` only; at ρ = 1 and with ρ exactly on a bound of its range the gradient
     is that of the unclipped objective. A batch with no active token, or none at all, has loss 0 and zero gradients.
@@ -363,8 +380,8 @@ def _policy_loss(
         objective *= weights
 
     own_denominator = loss_denominator(completion_mask, options=options)
-    divisor = own_denominator if denominator is None else jnp.asarray(denominator, jnp.float32)
-    divisor = jnp.where(divisor == 0, 1.0, divisor)
+    divisor = own_denominator if denominator is None else jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
+    divisor = jnp.where(divisor < 0, jnp.nan, jnp.where(divisor == 0, 1.0, divisor))
     loss = policy = _sum(-objective, mask, options.normalised_by) / divisor
     kl = jnp.zeros((), jnp.float32)
     if ref_logps is not None:

@@ -68,10 +68,13 @@ class RunFolder:
         write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
 
     def check_resumable(self, config: GrpoConfig, prompts_digest: str) -> None:
-        """Check that the folder holds a run of this very configuration. Raises BadInput naming what differs."""
+        """Check that the folder holds a run of this very configuration, wherever its prompts lie by now.
+
+        Raises BadInput naming what differs.
+        """
         before, now = self._read_config(), asdict(config) | {"prompts_digest": prompts_digest}
         for field in now | before:
-            if before.get(field) != now.get(field):
+            if field != "prompts" and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
         with open_checkpoints(self) as checkpoints:
             if checkpoints.latest_step() is None:

@@ -48,7 +48,9 @@ def options_of(loss_type: str, **changes: Any) -> LossOptions:
     """Options of a loss type, with what it cannot do without."""
     normaliser = changes.get("normaliser") or DEFAULT_NORMALISERS[loss_type]
     length = 16 if normaliser == "constant" else None
-    return LossOptions(loss_type=loss_type, max_completion_length=length, cispo_ratio_cap=1.3, **changes)
+    if loss_type == "cispo":
+        changes["cispo_ratio_cap"] = 1.3
+    return LossOptions(loss_type=loss_type, max_completion_length=length, **changes)
 
 
 class Tokens(NamedTuple):
@@ -535,6 +537,10 @@ def test_advantages_take_no_gradient_and_any_real_rewards():
     gradient = jax.grad(lambda x: group_advantages(x, samples_per_prompt=2)[0])(rewards.astype(np.float32))
     assert not np.any(gradient)
     assert group_advantages(np.zeros(0, np.float32), samples_per_prompt=4).shape == (0,)
+    # Of 64 bits, which JAX would wrap.
+    wide = group_advantages(np.array([2**32, 0], np.int64), samples_per_prompt=2)
+    helpers.assert_same_bits(wide, group_advantages(np.array([2.0**32, 0]), samples_per_prompt=2))
+    assert wide.tolist() == [1, -1]
 
 
 START_END = "group_boundaries must start at 0 and end at num_sequences."
@@ -547,7 +553,7 @@ ONE_D = r"group_boundaries must be a 1D tensor of length num_groups \+ 1\."
         (4, {}, "Provide exactly one of samples_per_prompt or group_boundaries."),
         (4, {"samples_per_prompt": 2, "group_boundaries": [0, 4]}, "Provide exactly one of samples_per_prompt or"),
         (4, {"samples_per_prompt": 1}, "samples_per_prompt must be at least 2 for group normalization."),
-        (4, {"samples_per_prompt": 2.0}, "samples_per_prompt must be at least 2 for group normalization."),
+        (4, {"samples_per_prompt": 2.0}, "samples_per_prompt must be an integer, got float."),
         (5, {"samples_per_prompt": 2}, r"num_sequences \(B\) must be divisible by samples_per_prompt \(n\)."),
         (4, {"group_boundaries": [[0, 4]]}, ONE_D),
         (4, {"group_boundaries": [0]}, ONE_D),
@@ -599,6 +605,10 @@ def test_bad_rewards_raise(rewards, message):
         ({"dual_clip": 1.2}, "dual_clip must be above the clip range, which ends at 1.2, got 1.2"),
         ({"loss_type": "sapo", "dual_clip": 3.0}, "dual_clip has no meaning for loss_type='sapo'"),
         ({"loss_type": "cispo", "clip_eps_high": 0.3}, "clip_eps_high has no meaning for loss_type='cispo'"),
+        ({"loss_type": "cispo", "clip_eps": 0.1}, "clip_eps has no meaning for loss_type='cispo'"),
+        ({"loss_type": "gspo", "cispo_ratio_cap": 4.0}, "cispo_ratio_cap has no meaning for loss_type='gspo'"),
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos has no meaning for loss_type='dapo'"),
+        ({"loss_type": "grpo", "sapo_temperature_neg": 1.0}, "sapo_temperature_neg has no meaning"),
         ({"cispo_ratio_cap": 0}, "cispo_ratio_cap must be a positive finite number, got 0"),
         ({"sapo_temperature_pos": -1.0}, "sapo_temperature_pos must be a positive finite number"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be a positive finite number"),
@@ -662,6 +672,13 @@ def test_rollout_logps_without_a_cap_raise():
 def test_bad_denominators_raise(denominator, message):
     with pytest.raises(ValueError, match=message):
         policy_loss(*make_tokens()[:4], denominator=denominator)
+
+
+def test_a_denominator_that_only_the_device_knows():
+    """Below 0 it gives NaN; it is no way for gradients."""
+    call = jax.jit(lambda x: policy_loss(*make_tokens()[:4], denominator=x).loss)
+    assert jnp.isnan(call(-6.0)) and jnp.isfinite(call(6.0))
+    assert jax.grad(call)(6.0) == 0
 
 
 def test_a_denominator_of_zero_counts_as_one():

@@ -157,6 +157,11 @@ def test_resume_with_another_configuration_names_the_field(finished, prompts, ca
     assert capsys.readouterr().err == expected
 
 
+def test_the_same_prompts_may_lie_elsewhere(finished, prompts, tmp_path):
+    moved = shutil.copy(prompts, tmp_path / "moved.jsonl")
+    assert tiny.run_here(*tiny.options(prompts=moved), "--out", finished.path, "--resume") == 0
+
+
 def test_resume_with_changed_prompts_is_an_error(finished, prompts, capsys):
     text = prompts.read_text()
     prompts.write_text(text.replace("efg", "efh"))

@@ -55,11 +55,18 @@ def test_linear_logp_agrees_with_torch_in_float64(dtype, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logp_agrees_with_torch_in_float64(dtype):
-    logits, ids = randn(5, 300, dtype=dtype, scale=3.0).requires_grad_(), randint(300, 5)
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_logp_agrees_with_torch_in_float64(dtype, options):
+    logits, ids = randn(5, 300, dtype=dtype, scale=3.0).requires_grad_(), randint(290, 5)
     double = logits.detach().double().requires_grad_()
-    found = torch_bridge.logp(logits, ids, return_lse=True, return_entropy=True)
-    gold = reference(double, torch.eye(300), ids, None)
+    ours, theirs = {}, {}
+    if options == "everything":
+        ids[2] = -100
+        temperature = randn(5).abs() + 0.5
+        ours = {"temperature": temperature, "logit_softcap": 5.0, "global_vocab_size": 290, "ignore_index": -100}
+        theirs = {"temperature": temperature, "softcap": 5.0, "real": 290, "ignore": -100}
+    found = torch_bridge.logp(logits, ids, return_lse=True, return_entropy=True, **ours)
+    gold = reference(double, torch.eye(300), ids, None, **theirs)
     upstream = [randn(5, seed=i) for i in range(3)]
     for x, expected in zip(found, gold, strict=True):
         helpers.assert_within_contract(
@@ -125,6 +132,18 @@ def test_a_product_reads_no_operand_whose_partner_is_frozen(last_program, frozen
     operands[1 - frozen].requires_grad_()
     torch_bridge.det_gemm(*operands).sum().backward()
     assert last_program().borrows == {frozen} and operands[frozen].grad is None
+
+
+def test_a_memory_budget_bounds_the_backward(last_program):
+    """The logits take 20 MiB."""
+    hidden, weight, ids, _ = head((256,), 16, 20000)
+
+    def held(budget: int) -> int:
+        torch_bridge.linear_logp(hidden, weight, ids, memory_budget=budget, implementation="xla").sum().backward()
+        (backward,) = last_program()._backwards.values()
+        return backward.memory_analysis().temp_size_in_bytes
+
+    assert held(2**20) < held(2**26) / 4
 
 
 def test_an_output_that_is_not_used_costs_nothing(last_program):
@@ -272,6 +291,13 @@ def test_autocast(dtype):
     assert all(x.dtype == torch.float32 for x in gradients)
     for x, y in zip(gradients, torch.autograd.grad(expected.sum(), low), strict=True):
         assert torch.equal(x, y.float())
+
+
+def test_autocast_leaves_float64_alone():
+    """As torch's own does; no op takes it."""
+    double = randn(4, 4, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="float64"):
+        torch_bridge.det_gemm(double, double)
 
 
 def test_logits_keep_their_dtype_under_autocast():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rlk_jax
 import torch_bridge
-from tests.torch_bridge.tensors import array, assert_same_bits, head, policies, randint, randn
+from tests.torch_bridge.tensors import array, assert_same_bits, head, policies, randint, randn, same_bits
 
 # One row, a padded bucket, a full one, a large one.
 SIZES = (1, 5, 8, 33)
@@ -49,6 +49,58 @@ def test_linear_logp_with_every_option():
         lambda h, w, b: rlk_jax.linear_logp(h, w, array(ids), b, temperature=array(temperature), **options),
         [hidden, weight.detach().t().contiguous().requires_grad_(), bias],
         [randn(2, 7), randn(2, 7, seed=1)],
+    )
+
+
+def check_options(ours: Any, theirs: Any, tensor: Tensor, upstream: list[Tensor], options: dict[str, Any]) -> None:
+    """`check` with these options, each of which changes an output."""
+    arrays = {k: array(v) if isinstance(v, Tensor) else v for k, v in options.items()}
+    check(lambda x: ours(x, **options), lambda x: theirs(x, **arrays), [tensor], upstream)
+    whole = ours(tensor, **options)
+    for name in options:
+        fewer = ours(tensor, **{k: v for k, v in options.items() if k != name})
+        assert not all(map(same_bits, whole, fewer)), name
+
+
+def test_logp_with_every_option():
+    logits, ids = randn(2, 7, 70, scale=3.0).requires_grad_(), randint(66, 2, 7)
+    ids[0, 3] = ids[1, 0] = -100
+    common = {"return_lse": True, "return_entropy": True, "validate": False, "implementation": "deterministic"}
+    check_options(
+        lambda x, **options: torch_bridge.logp(x, ids, **common, **options),
+        lambda x, **options: rlk_jax.logp(x, array(ids), **common, **options),
+        logits,
+        [randn(2, 7, seed=i) for i in range(3)],
+        {
+            "temperature": randn(2, 7).abs() + 0.5,
+            "logit_softcap": 3.0,
+            "ignore_index": -100,
+            "global_vocab_size": 66,
+        },
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.6, randn(2, 7).abs() + 0.5], ids=["number", "per token"])
+def test_ratio_kl_with_every_option(temperature):
+    policy, *others = policies((2, 7))
+    check_options(
+        lambda x, **options: torch_bridge.ratio_kl(x, *others, implementation="deterministic", **options),
+        lambda x, **options: rlk_jax.ratio_kl(x, *map(array, others), implementation="deterministic", **options),
+        policy,
+        [randn(2, 7), randn(2, 7, seed=1)],
+        {"temperature": temperature},
+    )
+
+
+def test_grpo_loss_with_every_option():
+    policy, ref, ids, mask, old = policies((6, 7))
+    tensors, groups = (ref, ids, old, randn(6), mask), {"samples_per_prompt": 3, "implementation": "deterministic"}
+    check_options(
+        lambda x, **options: torch_bridge.grpo_loss(x, *tensors, **groups, **options)[:1],
+        lambda x, **options: rlk_jax.grpo_loss(x, *map(array, tensors), **groups, **options)[:1],
+        policy,
+        [torch.tensor(1.5)],
+        {"eps": 3.0, "clip_eps": 0.5, "clip_eps_high": 0.9, "beta": 0.1, "temperature": randn(6, 7).abs() + 0.5},
     )
 
 

@@ -71,6 +71,9 @@ def test_the_other_ops_raise_what_rlk_jax_does():
         torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old, clip_eps=-1.0)
     with pytest.raises(ValueError, match="group_boundaries must be integers, got float64"):
         torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, group_boundaries=[0, 1.5, 2])
+    torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, group_boundaries=[0, 1, 2])
+    with pytest.raises(ValueError, match="group_boundaries must be integers, got float64"):  # which are equal to those
+        torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, group_boundaries=[0.0, 1, 2])
     with pytest.raises(ValueError, match="group_boundaries must be a 1D tensor"):
         torch_bridge.grpo_loss(policy, ref, ids, old, torch.ones(2), mask, group_boundaries=torch.tensor([[0, 2]]))
     with pytest.raises(ValueError, match="K mismatch"):
@@ -78,6 +81,8 @@ def test_the_other_ops_raise_what_rlk_jax_does():
     with pytest.raises(ValueError, match="out_dtype"):
         a = randn(2, 2, dtype=torch.bfloat16)
         torch_bridge.det_gemm(a, a, out_dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"out_dtype must be a torch\.dtype or None, got 'float32'"):
+        torch_bridge.det_gemm(a, a, out_dtype="float32")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -118,11 +123,26 @@ def test_a_head_of_another_layer():
     with pytest.raises(ValueError, match=r"FusedLMHead\.of takes an nn\.Linear, got Conv1d"):
         torch_bridge.FusedLMHead.of(torch.nn.Conv1d(2, 2, 1))
 
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.raises(ValueError, match="would leave out what the forward of this Scaled does"):
+        torch_bridge.FusedLMHead.of(Scaled(2, 3))
+    patched = torch.nn.Linear(2, 3)
+    patched.forward = lambda x: x
+    with pytest.raises(ValueError, match="would leave out what the forward of this Linear does"):
+        torch_bridge.FusedLMHead.of(patched)
+    with pytest.raises(ValueError, match="this LazyLinear has none of its own"):
+        torch_bridge.FusedLMHead.of(torch.nn.LazyLinear(3))
+
 
 def test_a_temperature_that_is_no_number():
     hidden, weight, ids, _ = head((4,))
     with pytest.raises(ValueError, match=r"temperature must be a number or a torch.Tensor, got str"):
         torch_bridge.linear_logp(hidden, weight, ids, temperature="hot")
+    with pytest.raises(ValueError, match="temperature must be positive and finite"):
+        torch_bridge.linear_logp(hidden, weight, ids, temperature=10**400)
 
 
 def test_an_option_is_refused_after_one_that_equals_it():

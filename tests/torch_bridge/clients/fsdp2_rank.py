@@ -13,12 +13,12 @@ from tests.torch_bridge.clients.policy import LEARNING_RATE, POLICIES, Rollout, 
 class Trained:
     """A policy after one step."""
 
-    def __init__(self, policy: Any, rank: int) -> None:
+    def __init__(self, policy: Any, rank: int, *, reshards: bool = True) -> None:
         batch = Rollout(*(x.to(device(rank)) for x in rollout(policy, rank)))
         policy.to(device(rank))
         before = [x.detach().clone() for x in policy.parameters()]
         for module in (*policy.units(), policy):
-            fully_shard(module, reshard_after_forward=True)
+            fully_shard(module, reshard_after_forward=reshards)
         self.lm_head, gathered = policy.lm_head, []
         policy.owner().register_forward_pre_hook(lambda *_: gathered.append(policy.lm_head.weight))
         optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
@@ -53,8 +53,13 @@ def task(rank: int, *names: str) -> dict[str, Any]:
     found = {}
     for name in names:
         stock, bridged = (Trained(POLICIES[name](x), rank) for x in (False, True))
+        gathered_once = Trained(POLICIES[name](True), rank, reshards=False)
+        errors = (
+            largest(a - b for a, b in zip(stock.parameters, x.parameters, strict=True))
+            for x in (bridged, gathered_once)
+        )
         found[name] = {
-            "error": largest(a - b for a, b in zip(stock.parameters, bridged.parameters, strict=True)),
+            "error": max(errors),
             "moved": bridged.moved,
             "masked": bridged.masked,
             "bytes_left": bridged.bytes_left,
