@@ -6,7 +6,7 @@ whose non-zero tokens are the active ones; all others give and receive exactly 0
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -89,9 +89,9 @@ class LossOptions:
         for name in ("dual_clip", "cispo_ratio_cap", "sapo_temperature_pos", "sapo_temperature_neg", "importance_cap"):
             if (value := getattr(self, name)) is not None:
                 validation.positive(name, value)
-        for field in fields(self):
-            if self.loss_type not in _USED_BY.get(field.name, (self.loss_type,)):
-                validation.unused_option(self.loss_type, field.name, getattr(self, field.name), field.default)
+        for name, users in _USED_BY.items():
+            if self.loss_type not in users:
+                validation.unused_option(self.loss_type, name, getattr(self, name), getattr(LossOptions, name))
         validation.dual_clip(self.dual_clip, self.upper_clip)
         validation.constant_length(self.normalised_by, self.max_completion_length)
 
