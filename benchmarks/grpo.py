@@ -6,6 +6,9 @@ between hidden states and loss. Memory is all that the compiled update holds at 
 included. On a mesh the rows lie over "data", and the head's vocabulary, with its gradients and Adam's moments, over
 "tensor"; all else is on every device. Each candidate runs in a process of its own: JAX keeps the memory that it once
 took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
+
+With --rollout the sequences are first sampled by the policy as it is, token by token with a KV cache, behind prompts of
+one token; the candidate records their log-probs. One program does both, and every slot costs time, whoever has ended.
 """
 
 import itertools
@@ -30,7 +33,9 @@ from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import STOCK
 from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.rollout import sample_completions
 from rlk_jax.grpo.steps import make_mesh
+from rlk_jax.grpo.tasks import completion_mask
 
 SHAPES = "64,256,512,12,131072;768,256,512,12,131072"
 SMOKE_SHAPES = "2,8,16,1,300"
@@ -39,6 +44,7 @@ HEADS = 8
 LEARNING_RATE = 1e-4
 OPTIONS = LossOptions()
 ONE_CALL = "linear_grpo_loss "
+UPDATE, STEP = "update", "rollout and update"
 TIMING = "back-to-back wall time, median of rounds, each candidate in a process of its own"
 
 
@@ -48,6 +54,7 @@ class Row:
 
     shape: str
     mesh: str
+    what: str
     candidate: str
     status: str
     million_parameters: float | None = None
@@ -98,7 +105,24 @@ def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, ba
     return policy_loss(logp, batch.old_logps, *rest, options=OPTIONS).loss
 
 
-def update_of(candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Batch) -> tuple[Any, Any]:
+def rolled_out(candidate: str, head: Head, graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Batch:
+    """The batch with completions of its first tokens, and their log-probs as they were sampled."""
+    kernel = nnx.merge(graph, params).lm_head.kernel[...].astype(jnp.bfloat16)
+    prompts, (rows, length) = batch.tokens[:, :1], batch.mask.shape
+
+    def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+        hidden = hidden.astype(jnp.bfloat16)
+        return naive(hidden, kernel.T, token_ids) if candidate == "naive" else head.logps(hidden, kernel, token_ids)
+
+    policy, keys = nnx.merge(graph, head.whole(params)), jax.random.split(jax.random.key(1), rows)
+    found = sample_completions(policy, prompts, jnp.zeros(rows, jnp.int32), keys, score, length=length)
+    tokens = jnp.concatenate([prompts, found.completion_ids], axis=1)
+    return Batch(tokens, found.logps, batch.advantages, completion_mask(found.completion_ids))
+
+
+def update_of(
+    candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Batch, *, rollout: bool = False
+) -> tuple[Any, Any]:
     """The compiled update of a policy, in place, and what makes its first argument."""
     model = nnx.eval_shape(new)
     graph, vocab_size = nnx.graphdef(model), model.lm_head.kernel.shape[1]
@@ -110,15 +134,17 @@ def update_of(candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Bat
         return params, optimizer.init(params)
 
     def update(state: Any) -> Any:
-        tokens, *_ = rows = jax.lax.with_sharding_constraint(batch, by_row)
-        padding = jnp.zeros(tokens.shape[0], jnp.int32)
+        params, moments = state
+        rows = jax.lax.with_sharding_constraint(batch, by_row)
+        if rollout:
+            rows = rolled_out(candidate, head, graph, params, rows)
+        padding = jnp.zeros(rows.tokens.shape[0], jnp.int32)
 
         def loss(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            hidden, kernel = model(tokens[:, :-1], padding), model.lm_head.kernel[...]
+            hidden, kernel = model(rows.tokens[:, :-1], padding), model.lm_head.kernel[...]
             return loss_of(candidate, head, hidden.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), rows)
 
-        params, moments = state
         updates, moments = optimizer.update(jax.grad(loss)(params), moments, params)
         return optax.apply_updates(params, updates), moments
 
@@ -128,12 +154,13 @@ def update_of(candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Bat
     return jitted.lower(state).compile(), jax.jit(start, out_shardings=shardings)
 
 
-def measure(shape: str, mesh: str, candidate: str, rounds: int, seconds: float) -> Row:
+def measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
     """One candidate in a process of its own: however that ends, it leaves all memory to the next."""
-    print(f"measuring {shape}, {mesh}, {candidate} …", file=sys.stderr)
+    case = shape, mesh, what, candidate
+    print(f"measuring {', '.join(case)} …", file=sys.stderr)
     processes = multiprocessing.get_context("spawn")
     receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_send, args=(sender, shape, mesh, candidate, rounds, seconds), daemon=True)
+    child = processes.Process(target=_send, args=(sender, case, rounds, seconds), daemon=True)
     child.start()
     sender.close()  # the child has the last one: where it dies, there is nothing to wait for
     try:
@@ -141,21 +168,21 @@ def measure(shape: str, mesh: str, candidate: str, rounds: int, seconds: float) 
     except EOFError:
         row = None
     child.join()
-    return row or Row(shape, mesh, candidate, f"died: exit code {child.exitcode}")
+    return row or Row(*case, f"died: exit code {child.exitcode}")
 
 
-def _send(sender: Connection, shape: str, mesh: str, candidate: str, rounds: int, seconds: float) -> None:
+def _send(sender: Connection, case: tuple[str, str, str, str], rounds: int, seconds: float) -> None:
     try:
-        row = _measured(shape, mesh, candidate, rounds, seconds)
+        row = _measured(*case, rounds, seconds)
     except Exception as problem:
-        row = Row(shape, mesh, candidate, common.status(problem))
+        row = Row(*case, common.status(problem))
     sender.send(row)
 
 
-def _measured(shape: str, mesh: str, candidate: str, rounds: int, seconds: float) -> Row:
+def _measured(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
     new, batch = make(shape)
     devices = make_mesh(GrpoConfig(mesh=mesh, prompts_per_step=batch.mask.shape[0]))
-    compiled, start = update_of(candidate, devices, new, batch)
+    compiled, start = update_of(candidate, devices, new, batch, rollout=what == STEP)
     memory: Any = compiled.memory_analysis()
     state = start()
     parameters = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
@@ -168,17 +195,17 @@ def _measured(shape: str, mesh: str, candidate: str, rounds: int, seconds: float
     ms = common.milliseconds({candidate: common.Launch(again)}, rounds, warm=seconds, timed=2 * seconds)[candidate]
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak += memory.temp_size_in_bytes
-    return Row(shape, mesh, candidate, "pass", parameters, ms, batch.mask.size / ms * 1e3, peak / 2**20)
+    return Row(shape, mesh, what, candidate, "pass", parameters, ms, batch.mask.size / ms * 1e3, peak / 2**20)
 
 
 def _show(rows: Sequence[Row]) -> None:
-    case = "B,T,D,L,V", "mesh", "candidate"
-    speed = "parameters", "update", "tokens/s", "of naive", "of one device"
+    case = "B,T,D,L,V", "mesh", "what", "candidate"
+    speed = "parameters", "time", "tokens/s", "of naive", "of one device"
     table = Table(*case, *speed, "peak memory", "of naive")
-    figures_of = {(r.shape, r.mesh, r.candidate): asdict(r) for r in rows}
+    figures_of = {(r.shape, r.mesh, r.what, r.candidate): asdict(r) for r in rows}
 
     def of(r: Row, mesh: str, candidate: str, figure: str) -> str:
-        found = figures_of.get((r.shape, mesh, candidate), {}).get(figure)
+        found = figures_of.get((r.shape, mesh, r.what, candidate), {}).get(figure)
         return f"{getattr(r, figure) / found:.2f}" if found else ""
 
     for r in rows:
@@ -188,21 +215,23 @@ def _show(rows: Sequence[Row]) -> None:
             figures += [of(r, r.mesh, "naive", "tokens_per_second")]
             figures += [of(r, ONE_DEVICE, r.candidate, "tokens_per_second")]
             figures += [f"{r.peak_mib:.0f} MiB", of(r, r.mesh, "naive", "peak_mib")]
-        table.add_row(r.shape, r.mesh, r.candidate, *figures)
-    common.show(f"GRPO updates, bfloat16 products, {jax.devices()[0].device_kind}", table, width=170)
+        table.add_row(r.shape, r.mesh, r.what, r.candidate, *figures)
+    common.show(f"GRPO, bfloat16 products, {jax.devices()[0].device_kind}", table, width=170)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     names = f"naive,xla,mosaic,{ONE_CALL}mosaic"
     parser = common.parser("grpo", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,D,L,V")
     parser.add_argument("--meshes", default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
+    parser.add_argument("--rollout", action="store_true", help="the sequences of an update are sampled first")
     options = parser.parse_args(argv)
+    what = STEP if options.rollout else UPDATE
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
     shapes = SMOKE_SHAPES if options.smoke else options.shapes
     cases = itertools.product(shapes.split(";"), options.meshes.split(";"), options.implementations.split(","))
     rows: list[Row] = []
-    for case in cases:
-        rows.append(measure(*case, rounds, seconds))
+    for shape, mesh, candidate in cases:
+        rows.append(measure(shape, mesh, what, candidate, rounds, seconds))
         if options.json:
             common.write(options.json, "grpo", argv, [asdict(r) for r in rows], TIMING)
     _show(rows)
@@ -210,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         panels: dict[str, dict[str, float]] = {}
         for r in rows:
             if r.tokens_per_second is not None:
-                panels.setdefault(f"{r.shape}: {r.mesh}", {})[r.candidate] = r.tokens_per_second
+                panels.setdefault(f"{what}, {r.shape}: {r.mesh}", {})[r.candidate] = r.tokens_per_second
         common.plot(options.plot, panels, "tokens/s")
     return 0
 

@@ -31,11 +31,12 @@ def ordered_sum(parts: jax.Array) -> jax.Array:
     return lax.scan(lambda so_far, part: (so_far + part, None), start, parts, unroll=True)[0]
 
 
+@jax.custom_jvp
 def pairwise_sum(values: jax.Array) -> jax.Array:
     """Σ over the last axis by adjacent pairs: ((x0 + x1) + (x2 + x3)) + ...; 0 for none.
 
     Zeros appended to the axis change no bit of the sum: they pair up among themselves and are added last. A zero sum is
-    +0. The derivative is that of a sum.
+    +0. The derivative is that of a sum; tangents are added up in no fixed order.
     """
     count = values.shape[-1]
     whole = 1 << max(count - 1, 0).bit_length()
@@ -45,7 +46,13 @@ def pairwise_sum(values: jax.Array) -> jax.Array:
         sums = sums[..., 0::2] + sums[..., 1::2]
     total = sums[..., 0]
     # −0 + 0 is +0, so that the sign of a zero sum would tell whether zeros were appended.
-    return total + lax.stop_gradient(jnp.where(total == 0, -total, 0))
+    return total + jnp.where(total == 0, -total, 0)
+
+
+@pairwise_sum.defjvp
+def _sum_of_tangents(values: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # Transposed, the tree would be as many additions of zeros for each number; of this, it is a broadcast.
+    return pairwise_sum(*values), lax.optimization_barrier(jnp.sum(*tangents, axis=-1))
 
 
 def pairwise_spread(values: jax.Array, count: int) -> jax.Array:

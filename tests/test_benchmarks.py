@@ -9,8 +9,10 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from benchmarks import (
+    common,
     det_gemm,
     grpo,
     linear_grpo_loss,
@@ -22,6 +24,7 @@ from benchmarks import (
 )
 from benchmarks.common import Launch
 from rlk_jax.grpo import GrpoConfig
+from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.steps import make_mesh
 from tests.helpers import assert_same_bits, assert_within_contract
 
@@ -77,14 +80,14 @@ def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     out, picture, four = tmp_path / "rows.json", tmp_path / "rows.png", "data=2,tensor=2"
     threading.Thread(target=kill_first_child, daemon=True).start()
-    arguments = ["--smoke", "--implementations", "mosaic,xla", "--meshes", f"{grpo.ONE_DEVICE};{four}"]
+    arguments = ["--smoke", "--rollout", "--implementations", "mosaic,xla", "--meshes", f"{grpo.ONE_DEVICE};{four}"]
     assert grpo.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
     rows = [tuple(r[x] for x in ("mesh", "candidate", "status")) for r in json.loads(out.read_text())["rows"]]
     assert rows[0] == (grpo.ONE_DEVICE, "mosaic", "died: exit code -9")
     assert rows[2][:2] == (four, "mosaic") and rows[2][2].startswith("not available")
     assert rows[1::2] == [(grpo.ONE_DEVICE, "xla", "pass"), (four, "xla", "pass")]
     shown = capsys.readouterr().out
-    assert picture.stat().st_size > 1000 and "GRPO updates" in shown and "1.00" in shown
+    assert picture.stat().st_size > 1000 and grpo.STEP in shown and "1.00" in shown
     assert json.loads(out.read_text())["timing"] == grpo.TIMING
     assert f"'{grpo.ONE_DEVICE};{four}'" in json.loads(out.read_text())["command"]
 
@@ -106,6 +109,32 @@ def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh():
             assert_within_contract(x[tuple(map(slice, y.shape))], y, "grpo_decoder", jnp.bfloat16, "gradient")
     with pytest.raises(ValueError, match="naive takes no head that is cut"):
         moments_after_a_grpo_update("naive", both)
+
+
+@pytest.mark.parametrize("candidate", ["naive", "xla"])
+def test_a_rollout_records_its_own_log_probs(candidate):
+    new, batch = grpo.make(grpo.SMOKE_SHAPES)
+    mesh = make_mesh(GrpoConfig(prompts_per_step=batch.mask.shape[0]))
+    model, head = new(), Head(mesh, 300, candidate, jnp.bfloat16)
+    found = grpo.rolled_out(candidate, head, nnx.graphdef(model), nnx.state(model), batch)
+    assert_same_bits(found.tokens[:, 0], batch.tokens[:, 0])
+    assert (found.tokens[:, 1:] != batch.tokens[:, 1:]).any() and found.mask.any()
+    logits = model.lm_head(model(found.tokens[:, :-1], jnp.zeros(2, jnp.int32)))
+    logps = jnp.take_along_axis(jax.nn.log_softmax(logits), found.tokens[:, 1:, None], axis=-1)[..., 0]
+    assert_within_contract(
+        jnp.where(found.mask, found.old_logps, 0),
+        jnp.where(found.mask, logps, 0),
+        "grpo_decoder",
+        jnp.bfloat16,
+        "forward",
+    )
+
+
+def test_all_are_warmed_before_the_first_round():
+    started = []
+    launches = {name: Launch(lambda name=name: started.append(name)) for name in "ab"}
+    common.milliseconds(launches, 1, warm=0.0, timed=0.0)
+    assert started == ["a"] * 3 + ["b"] * 3 + [started[-3]] * 2 + [started[-1]] * 2 and started[-3] != started[-1]
 
 
 def test_torch_bridge_smoke(tmp_path):
