@@ -648,8 +648,10 @@ def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -
     id_is_good = (ids >= 0) & (ids < vocab_size)
     temperature_is_good = (temperature >= _SMALLEST) & (temperature < jnp.inf)
     is_good = id_is_good & temperature_is_good
+    # An ignored row poisons nothing: its NaN would stop a program under jax_debug_nans.
+    poison = jnp.where(counted, jnp.nan, 1.0)
     return _Findings(
-        Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, jnp.nan), counted),
+        Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, poison), counted),
         ids=_fit(ids, id_is_good, counted, (_INT32.min, _INT32.max)),
         temperatures=_fit(temperature, temperature_is_good, counted, (-jnp.inf, jnp.inf)),
     )

@@ -123,6 +123,14 @@ def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
     assert_same_bits(one, two)
 
 
+@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.float32])
+@pytest.mark.parametrize("name", LOSSES)
+def test_strict_jax_modes(name, dtype):
+    b = batch()._replace(mask=batch().mask.astype(dtype))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
+        jax.grad(lambda h: b._replace(hidden=h).loss(options=LOSSES[name], return_entropy=True).loss)(b.hidden)
+
+
 def test_what_is_masked_does_not_count():
     b = batch()
     garbage = b._replace(

@@ -39,15 +39,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(arguments: argparse.Namespace) -> int:
     """Train as the parsed arguments say.
 
-    The exit status: 0 done, 1 diverged, 2 bad input, 128 + signal when interrupted.
+    The exit status: 0 done, 1 diverged, 2 bad input or files that cannot be written, 128 + signal when interrupted.
     """
     with stop_on_signal() as stop:
         try:
             config = GrpoConfig(**{option.name: getattr(arguments, option.name) for option in fields(GrpoConfig)})
             return _train(config, arguments, stop)
-        except (BadInput, Diverged) as error:
+        except (BadInput, Diverged, OSError) as error:
             print(f"rlk grpo: error: {error}", file=sys.stderr)
-            return 2 if isinstance(error, BadInput) else 1
+            return 1 if isinstance(error, Diverged) else 2
 
 
 def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
@@ -67,10 +67,10 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     if stop.signal is not None:  # before --overwrite deletes anything
         return say_stopped(console, stop.signal, is_saved=arguments.resume)
     if arguments.resume:
-        folder.check_resumable(config, task.digest)
+        opened = folder.resume(config, task.digest)
     else:
-        folder.start(config, task.digest, overwrite=arguments.overwrite)
-    with folder.programs_kept():
+        opened = folder.start(config, task.digest, overwrite=arguments.overwrite)
+    with opened, folder.programs_kept():
         return train(config, steps, folder, console, stop)
 
 

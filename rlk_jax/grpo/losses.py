@@ -229,7 +229,7 @@ def expand_advantages(
     validation.advantages(advantages, completion_mask)
     advantages = jnp.asarray(advantages)
     per_token = advantages[:, None] if advantages.ndim == 1 else advantages
-    return _active(jax.lax.stop_gradient(per_token), jnp.asarray(completion_mask) != 0)
+    return _active(jax.lax.stop_gradient(per_token), jnp.asarray(completion_mask).astype(bool))
 
 
 def k1_kl(logp: Float[Array, "*n"], ref_logps: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -276,7 +276,7 @@ def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[
     Appended masked rows or columns change none of its bits.
     """
     values, mask = _everywhere((values, mask))
-    mask = jnp.asarray(mask) != 0
+    mask = jnp.asarray(mask).astype(bool)
     return _sum(values, mask, "tokens") / jnp.maximum(_count(mask, "tokens"), 1.0)
 
 
@@ -301,7 +301,7 @@ def loss_denominator(
     """
     check_options(options)
     validation.completion_mask(completion_mask)
-    count = _count(jnp.asarray(completion_mask) != 0, options.normalised_by)
+    count = _count(jnp.asarray(completion_mask).astype(bool), options.normalised_by)
     return count if options.max_completion_length is None else count * options.max_completion_length
 
 
@@ -360,7 +360,7 @@ class _Tokens(NamedTuple):
 def _policy_loss(
     tokens: _Tokens, advantages: Array, completion_mask: Array, denominator: Array | None, options: LossOptions
 ) -> PolicyLoss:
-    mask = completion_mask != 0
+    mask = completion_mask.astype(bool)
     logp, *constants = jax.tree.map(lambda x: _active(x, mask), tokens)
     old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
     advantages = expand_advantages(advantages, completion_mask)
@@ -443,7 +443,8 @@ def _masked_means(values: dict[str, Array | None], mask: Array) -> dict[str, Any
 
 def _sequence_means(values: Array, mask: Array) -> Array:
     """Of each sequence over its active tokens, 0 for one that has none; `[B]`."""
-    return pairwise_sum(_active(values, mask)) / jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
+    counts = jnp.sum(mask, axis=1, dtype=jnp.int32).astype(jnp.float32)
+    return pairwise_sum(_active(values, mask)) / jnp.maximum(counts, 1.0)
 
 
 def _sum(values: Array, mask: Array, normaliser: Normaliser) -> Array:

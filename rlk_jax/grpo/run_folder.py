@@ -1,5 +1,6 @@
 """The output folder of a run: its files, and what may be done to an existing one."""
 
+import fcntl
 import json
 import shutil
 import sys
@@ -20,7 +21,7 @@ KEPT_CHECKPOINTS = 2
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where one run keeps its files. Paths only: nothing is touched before `start`."""
+    """Where one run keeps its files. Paths only: nothing is touched before `start` or `resume`."""
 
     path: Path
 
@@ -54,8 +55,12 @@ class RunFolder:
         """Plot of reward, KL and clip fraction."""
         return self.path / "report.png"
 
-    def start(self, config: GrpoConfig, prompts_digest: str, *, overwrite: bool) -> None:
-        """Make the folder ready for a new run. Raises BadInput rather than touch files of anybody else."""
+    @contextmanager
+    def start(self, config: GrpoConfig, prompts_digest: str, *, overwrite: bool) -> Iterator[None]:
+        """Make the folder ready for a new run, and keep it for this process meanwhile.
+
+        Raises BadInput rather than touch files of anybody else.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -64,21 +69,36 @@ class RunFolder:
             if not overwrite:
                 raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
             self._read_config()
+        with self._alone():
             self._delete_results()
-        write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
+            write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
+            yield
 
-    def check_resumable(self, config: GrpoConfig, prompts_digest: str) -> None:
-        """Check that the folder holds a run of this very configuration, wherever its prompts lie by now.
+    @contextmanager
+    def resume(self, config: GrpoConfig, prompts_digest: str) -> Iterator[None]:
+        """Keep the folder, which holds a run of this very configuration, for this process meanwhile.
 
-        Raises BadInput naming what differs.
+        Prompts may lie elsewhere by now. Raises BadInput naming what differs.
         """
         before, now = self._read_config(), asdict(config) | {"prompts_digest": prompts_digest}
         for field in now | before:
             if field != "prompts" and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
-        with open_checkpoints(self) as checkpoints:
-            if checkpoints.latest_step() is None:
-                raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
+        with self._alone():
+            with open_checkpoints(self) as checkpoints:
+                if checkpoints.latest_step() is None:
+                    raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
+            yield
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Meanwhile no other process runs here: lines and checkpoints of two would mix."""
+        with self.config.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BadInput(f"{self.path} is in use by another rlk grpo") from error
+            yield
 
     @contextmanager
     def programs_kept(self) -> Iterator[None]:
@@ -153,8 +173,11 @@ def open_checkpoints(folder: RunFolder) -> Iterator[ocp.CheckpointManager]:
 
 
 def save(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
-    """Write the state after `step` steps."""
-    checkpoints.save(step, args=ocp.args.StandardSave(state))
+    """Write the state after `step` steps. Raises BadInput naming the checkpoint when it cannot be written."""
+    try:
+        checkpoints.save(step, args=ocp.args.StandardSave(state))
+    except Exception as error:  # as when restoring
+        raise BadInput(f"cannot write checkpoint {checkpoints.directory / str(step)}: {error}") from error
 
 
 def restore_latest[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import matplotlib.image
@@ -104,10 +105,11 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
-        ({"learning_rate": "nan"}, "learning_rate must be greater than 0, got nan"),
-        ({"warmup_learning_rate": "inf"}, "warmup_learning_rate must be greater than 0, got inf"),
+        ({"learning_rate": "nan"}, "learning_rate must be finite, got nan"),
+        ({"warmup_learning_rate": "inf"}, "warmup_learning_rate must be finite, got inf"),
         ({"clip_eps": 0}, "clip_eps must be greater than 0, got 0.0"),
         ({"beta": -0.1}, "beta must be at least 0, got -0.1"),
+        ({"beta": "inf"}, "beta must be finite, got inf"),
         ({"beta": 1e39}, "beta must be 0 or a positive finite number, got 1e+39."),
         ({"clip_eps": 1e300}, "clip_eps must be 0 or a positive finite number, got 1e+300."),
         ({"vocab_size": 2**31}, "vocab_size must be less than 2147483648, got 2147483648"),
@@ -116,6 +118,8 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"width": 6}, "width must be an even multiple of heads, got width 6 and 2 heads"),
         ({"mesh": "data=2"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=2'"),
         ({"mesh": "data=0,tensor=1"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=0,tensor=1'"),
+        ({"mesh": "data=²,tensor=1"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=²,tensor=1'"),
+        ({"mesh": "data=٢,tensor=1"}, "mesh must read data=N,tensor=M with N, M at least 1, got 'data=٢,tensor=1'"),
         ({"mesh": "data=3,tensor=1"}, "prompts_per_step (4) must be a multiple of the data axis (3)"),
         (
             {"mesh": "data=16,tensor=1", "prompts_per_step": 16},
@@ -156,7 +160,14 @@ def make_strange(folder: Path, kind: str) -> None:
         (folder / "config.json").write_text('{"prompts_digest": ""}')
         (folder / "metrics.jsonl").mkdir()
     if kind == "no checkpoint":
-        RunFolder(folder).start(tiny.config(), arithmetic_task(tiny.config().max_operand).digest, overwrite=False)
+        with started(folder):
+            pass
+
+
+def started(folder: Path) -> AbstractContextManager[None]:
+    """As by a command that has not come to its first checkpoint."""
+    digest = arithmetic_task(tiny.config().max_operand).digest
+    return RunFolder(folder).start(tiny.config(), digest, overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +191,44 @@ def test_strange_folder_is_left_alone(tmp_path, capsys, kind, flag, message):
     assert message in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.rglob("*.*")) == files
+
+
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
+def test_a_folder_is_of_one_process_at_a_time(tmp_path, capsys, flag):
+    folder = tmp_path / "out"
+    with started(folder):
+        before = RunFolder(folder).config.read_bytes()
+        assert tiny.run_here(*tiny.options(), "--out", folder, flag) == 2
+        assert capsys.readouterr().err == f"rlk grpo: error: {folder} is in use by another rlk grpo\n"
+        assert RunFolder(folder).config.read_bytes() == before
+    assert tiny.run_here(*tiny.options(), "--out", folder, "--overwrite") == 0
+
+
+LIMITED = """
+import resource, sys
+from rlk_jax import cli
+limit, *arguments = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+sys.exit(cli.main(arguments))
+"""
+"""A command that cannot write files of more than so many bytes: as on a disk that is full."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "message"),
+    [
+        (10, {}, "[Errno 27] File too large"),
+        (1000, {"warmup_steps": 40}, "[Errno 27] File too large"),
+        (1000, {"checkpoint_every": 1}, "cannot write checkpoint "),
+    ],
+    ids=["config", "metrics", "checkpoint"],
+)
+def test_files_that_cannot_be_written_are_one_line_and_status_2(tmp_path, limit, changes, message):
+    command = [sys.executable, "-c", LIMITED, str(limit), "grpo", *tiny.options(**changes), "--out", tmp_path / "out"]
+    ended = subprocess.run(command, env=tiny.environment(tmp_path / "cache"), capture_output=True, text=True)
+    assert ended.returncode == 2
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("rlk grpo: error: "))
+    assert message in line
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path, capsys):
