@@ -5,12 +5,13 @@ import datetime
 import json
 import os
 import random
+import re
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,49 @@ class Launch:
     wait: Callable[[Any], Any] = jax.block_until_ready
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 def parser(
-    module: str, description: str | None, *, shapes: str, implementations: str, sizes: str = "N,D,V"
+    module: str,
+    description: str | None,
+    *,
+    shapes: str,
+    implementations: str,
+    sizes: str = "N,D,V",
+    dtypes: Sequence[str] = DTYPES,
 ) -> argparse.ArgumentParser:
     """The options that every benchmark takes. `sizes` names the numbers of a shape."""
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
-    options.add_argument("--shapes", default=shapes, help=f'"{sizes};{sizes};…"')
-    options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    options.add_argument("--shapes", type=_shapes_of(sizes), default=shapes, help=f'"{sizes};{sizes};…"')
+    options.add_argument("--dtype", default=dtypes[0], choices=dtypes)
     options.add_argument("--implementations", default=implementations, help="comma-separated names")
-    options.add_argument("--rounds", type=int, default=5, help="interleaved rounds; figures are their medians")
+    options.add_argument("--rounds", type=positive, default=5, help="interleaved rounds; figures are their medians")
     return add_outputs(options)
+
+
+def _shapes_of(sizes: str) -> Callable[[str], str]:
+    a_shape = ",".join(["[1-9][0-9]*"] * len(sizes.split(",")))
+
+    def checked(text: str) -> str:
+        if not re.fullmatch(f"{a_shape}(;{a_shape})*", text):
+            raise argparse.ArgumentTypeError(f'must be "{sizes};{sizes};…" of positive integers, got {text!r}')
+        return text
+
+    return checked
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    if not re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
+    return float(text)
 
 
 def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -52,7 +86,7 @@ def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add_mask_density(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    options.add_argument("--mask-density", type=float, default=1.0, help="share of the tokens that count")
+    options.add_argument("--mask-density", type=_share, default=1.0, help="share of the tokens that count")
     return options
 
 
@@ -90,6 +124,29 @@ def milliseconds(launches: Mapping[str, Launch], rounds: int, *, warm: float, ti
     return {name: 1e3 * statistics.median(x) for name, x in samples.items()}
 
 
+def measured[Row](
+    module: str,
+    options: argparse.Namespace,
+    argv: Sequence[str] | None,
+    smoke_shapes: str,
+    measure: Callable[[str, Sequence[str], int, float], list[Row]],
+) -> list[Row]:
+    """The rows of all shapes, by `measure(shape, implementations, rounds, seconds)`; they are written after each."""
+    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
+    rows: list[Row] = []
+    for shape in (smoke_shapes if options.smoke else options.shapes).split(";"):
+        print(f"measuring {shape} …", file=sys.stderr)
+        rows += measure(shape, options.implementations.split(","), rounds, seconds)
+        if options.json:
+            write(options.json, module, argv, rows)
+    return rows
+
+
+def exit_status(statuses: Iterable[str]) -> int:
+    """Of a benchmark, by those of its candidates: 1 where none could run."""
+    return int("pass" not in statuses)
+
+
 def status(problem: Exception) -> str:
     """Why a candidate has no figures."""
     kind = "out of memory" if "out of memory" in str(problem).lower() else "not available"
@@ -107,7 +164,7 @@ def write(
     path: Path,
     module: str,
     argv: Sequence[str] | None,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Any],
     timing: str = "back-to-back wall time, median of interleaved rounds, each in another order",
 ) -> None:
     """A run as JSON: its command, date, device, versions and rows; after each shape, or one that is cut off is lost."""
@@ -118,7 +175,7 @@ def write(
         "devices": jax.device_count(),
         "timing": timing,
         "packages": cli.report()["packages"],
-        "rows": list(rows),
+        "rows": [asdict(r) for r in rows],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -130,7 +130,7 @@ def passes(shape: str, dtype: str) -> dict[str, Pass]:
     return {"forward": forward, "dA": Pass(g, b, (1, 1), d_a), "dB": Pass(a, g[0], (0, 0), d_b)}
 
 
-def measure(shape: str, dtype: str, implementations: Sequence[str], rounds: int, seconds: float) -> list[Row]:
+def measure(dtype: str, shape: str, implementations: Sequence[str], rounds: int, seconds: float) -> list[Row]:
     """All implementations in every pass over one shape; one that cannot run here says so in its status."""
     found: dict[tuple[str, str], Launch] = {}
     rows, repeats = [], 1
@@ -168,13 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = common.parser(
         "det_gemm", __doc__, shapes=SHAPES, implementations=f"mosaic,{TRITON}", sizes="M,K,N"
     ).parse_args(argv)
-    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
-    rows: list[Row] = []
-    for shape in (SMOKE_SHAPES if options.smoke else options.shapes).split(";"):
-        print(f"measuring {shape} …", file=sys.stderr)
-        rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
-        if options.json:
-            common.write(options.json, "det_gemm", argv, [asdict(r) for r in rows])
+    rows = common.measured("det_gemm", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
     _print(rows, jax.devices()[0].device_kind)
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
@@ -182,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if r.speed is not None and r.implementation != CUBLAS:
                 panels.setdefault(r.shape, {})[f"{r.what}: {r.implementation}"] = r.speed
         common.plot(options.plot, panels, "speed, cuBLAS of the same run = 1")
-    return 0
+    return common.exit_status(r.status for r in rows if r.implementation != CUBLAS)
 
 
 if __name__ == "__main__":

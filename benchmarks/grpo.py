@@ -8,7 +8,8 @@ included. On a mesh the rows lie over "data", and the head's vocabulary, with it
 took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
 
 With --rollout the sequences are first sampled by the policy as it is, token by token with a KV cache, behind prompts of
-one token; the candidate records their log-probs. One program does both, and every slot costs time, whoever has ended.
+one token; the candidate records their log-probs, naive those of the logits that it samples from, all others by
+linear_logp, a product more. One program does both, and every slot costs time, whoever has ended.
 """
 
 import itertools
@@ -27,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.linear_logp import naive
+from benchmarks.linear_logp import naive, naive_of_logits
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
 from rlk_jax.grpo.head import Head
@@ -110,11 +111,15 @@ def rolled_out(candidate: str, head: Head, graph: nnx.GraphDef, params: nnx.Stat
     kernel = nnx.merge(graph, params).lm_head.kernel[...].astype(jnp.bfloat16)
     prompts, (rows, length) = batch.tokens[:, :1], batch.mask.shape
 
-    def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
-        hidden = hidden.astype(jnp.bfloat16)
-        return naive(hidden, kernel.T, token_ids) if candidate == "naive" else head.logps(hidden, kernel, token_ids)
-
     policy, keys = nnx.merge(graph, head.whole(params)), jax.random.split(jax.random.key(1), rows)
+
+    def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+        if candidate == "naive":  # of the logits that are sampled from
+            return naive_of_logits(policy.lm_head(hidden), token_ids)
+        return head.logps(hidden.astype(jnp.bfloat16), kernel, token_ids)
+
+    if candidate == "naive":  # rounded outside the loop, or XLA would not see that these are one product
+        policy.lm_head.kernel[...] = kernel
     found = sample_completions(policy, prompts, jnp.zeros(rows, jnp.int32), keys, score, length=length)
     tokens = jnp.concatenate([prompts, found.completion_ids], axis=1)
     return Batch(tokens, found.logps, batch.advantages, completion_mask(found.completion_ids))
@@ -221,7 +226,9 @@ def _show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     names = f"naive,xla,mosaic,{ONE_CALL}mosaic"
-    parser = common.parser("grpo", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,D,L,V")
+    parser = common.parser(
+        "grpo", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,D,L,V", dtypes=["bfloat16"]
+    )
     parser.add_argument("--meshes", default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
     parser.add_argument("--rollout", action="store_true", help="the sequences of an update are sampled first")
     options = parser.parse_args(argv)
@@ -233,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape, mesh, candidate in cases:
         rows.append(measure(shape, mesh, what, candidate, rounds, seconds))
         if options.json:
-            common.write(options.json, "grpo", argv, [asdict(r) for r in rows], TIMING)
+            common.write(options.json, "grpo", argv, rows, TIMING)
     _show(rows)
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
@@ -241,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if r.tokens_per_second is not None:
                 panels.setdefault(f"{what}, {r.shape}: {r.mesh}", {})[r.candidate] = r.tokens_per_second
         common.plot(options.plot, panels, "tokens/s")
-    return 0
+    return common.exit_status(r.status for r in rows)
 
 
 if __name__ == "__main__":

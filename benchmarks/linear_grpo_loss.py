@@ -32,7 +32,10 @@ def budgets(p: Problem) -> dict[str, int]:
 
 def candidates(name: str, p: Problem) -> dict[str, Candidate]:
     """The passes of one implementation; raises what it raises where it cannot run."""
-    lead = (SEQUENCES, p.hidden.shape[0] // SEQUENCES)
+    tokens = p.hidden.shape[0]
+    if tokens % SEQUENCES:
+        raise ValueError(f"{tokens} tokens are not {SEQUENCES} sequences of one length")
+    lead = (SEQUENCES, tokens // SEQUENCES)
     hidden, ids = p.hidden.reshape(*lead, -1), p.target_ids.reshape(lead)
     advantages, mask = p.upstream[:SEQUENCES], jnp.ones(lead, bool)
     logps = jax.jit(lambda: linear_logp(hidden, p.weight, ids, implementation=name))()

@@ -9,9 +9,10 @@ ignore the others by ignore_index, "masked loss" gives them upstream gradients o
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -53,9 +54,13 @@ class Candidate:
 
 def naive(hidden: jax.Array, weight: jax.Array, target_ids: jax.Array, **options: Any) -> jax.Array:
     """What a trainer writes without this library."""
-    logits = (hidden @ weight.T).astype(jnp.float32)
+    return naive_of_logits(hidden @ weight.T, target_ids)
+
+
+def naive_of_logits(logits: jax.Array, target_ids: jax.Array) -> jax.Array:
+    """The same, where logits are there already."""
     ids = jnp.maximum(target_ids, 0)[:, None]
-    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1)[:, 0]
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), ids, axis=-1)[:, 0]
     return jnp.where(target_ids == IGNORED, 0, logp)
 
 
@@ -143,13 +148,13 @@ def _peer(name: str, p: Problem) -> dict[str, Candidate]:
 
 
 def measure(
-    shape: str,
+    passes_of: Passes,
     dtype: str,
     density: float,
+    shape: str,
     implementations: Sequence[str],
     rounds: int,
     seconds: float,
-    passes_of: Passes,
 ) -> list[Row]:
     """All implementations on one shape; one that cannot run here says so in its status."""
     p = make(shape, dtype, density)
@@ -208,15 +213,8 @@ def _show(op: str, rows: Sequence[Row]) -> None:
 
 def run(module: str, options: argparse.Namespace, argv: Sequence[str] | None, passes_of: Passes) -> int:
     """Measure as the options say; print, write and draw the rows."""
-    shapes = SMOKE_SHAPES if options.smoke else options.shapes
-    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
-    rows: list[Row] = []
-    for shape in shapes.split(";"):
-        print(f"measuring {shape} …", file=sys.stderr)
-        names = options.implementations.split(",")
-        rows += measure(shape, options.dtype, options.mask_density, names, rounds, seconds, passes_of)
-        if options.json:
-            common.write(options.json, module, argv, [asdict(r) for r in rows])
+    fixed = passes_of, options.dtype, options.mask_density
+    rows = common.measured(module, options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _show(module, rows)
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
@@ -224,7 +222,7 @@ def run(module: str, options: argparse.Namespace, argv: Sequence[str] | None, pa
             if r.of_gemm is not None and r.what != "G":
                 panels.setdefault(r.shape, {})[f"{r.what}: {r.implementation}"] = r.of_gemm
         common.plot(options.plot, panels, "time, in bare GEMMs of the same run")
-    return 0
+    return common.exit_status(r.status for r in rows if r.what != "G")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

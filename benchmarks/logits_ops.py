@@ -12,7 +12,7 @@ in turn, round after round, each back to back for half a second first.
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -178,7 +178,7 @@ def _copies(p: Problem) -> dict[str, Launch]:
 
 
 def measure(
-    shape: str, dtype: str, implementations: Sequence[str], density: float, rounds: int, seconds: float
+    dtype: str, density: float, shape: str, implementations: Sequence[str], rounds: int, seconds: float
 ) -> list[Row]:
     """All implementations of all ops over one shape; one that cannot run here says so in its status."""
     p = make(shape, dtype)
@@ -232,14 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.set_defaults(mask_density=0.5)
     chosen = options.parse_args(argv)
-    rounds, seconds = (1, 0.0) if chosen.smoke else (chosen.rounds, 0.5)
-    rows: list[Row] = []
-    for shape in (SMOKE_SHAPES if chosen.smoke else chosen.shapes).split(";"):
-        print(f"measuring {shape} …", file=sys.stderr)
-        names = chosen.implementations.split(",")
-        rows += measure(shape, chosen.dtype, names, chosen.mask_density, rounds, seconds)
-        if chosen.json:
-            common.write(chosen.json, "logits_ops", argv, [asdict(r) for r in rows])
+    fixed = chosen.dtype, chosen.mask_density
+    rows = common.measured("logits_ops", chosen, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _print(rows, jax.devices()[0].device_kind, chosen.mask_density)
     if chosen.plot:
         panels: dict[str, dict[str, float]] = {}
@@ -247,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if r.of_copy is not None:
                 panels.setdefault(r.shape, {})[f"{r.op} {r.what}: {r.implementation}"] = r.of_copy
         common.plot(chosen.plot, panels, "bandwidth, a copy of the same run = 1")
-    return 0
+    return common.exit_status(r.status for r in rows if r.op)
 
 
 if __name__ == "__main__":

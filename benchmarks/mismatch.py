@@ -7,7 +7,7 @@ Runs `rlk grpo`'s steps with stock layers in float32 and in bfloat16, and with i
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -73,16 +73,14 @@ def _show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mismatch", description=__doc__)
-    parser.add_argument("--steps", type=int, default=10, help="of GRPO (default: %(default)s)")
+    parser.add_argument("--steps", type=common.positive, default=10, help="of GRPO (default: %(default)s)")
     common.add_outputs(parser)
     options = parser.parse_args(argv)
-    if options.steps < 1:
-        parser.error(f"--steps must be at least 1, got {options.steps}")
     run = (1, 0, SMOKE) if options.smoke else (options.steps, WARMUP, {})
     rows = [row for kind in KINDS for row in measure(kind, *run)]
     _show(rows)
     if options.json:
-        common.write(options.json, "mismatch", argv, [asdict(r) for r in rows], timing="not timed")
+        common.write(options.json, "mismatch", argv, rows, timing="not timed")
     if options.plot:
         panels = {kind: {f"step {r.step}": r.mismatch for r in rows if r.kind == kind} for kind in KINDS}
         common.plot(options.plot, panels, "mismatch")

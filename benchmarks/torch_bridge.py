@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -190,7 +190,7 @@ def _candidates(name: str, p: Problem) -> dict[str, Candidate]:
     return found if base == name else {w: replace(x, launch=_in_one_thread(x.launch)) for w, x in found.items()}
 
 
-def measure(shape: str, dtype: str, names: Sequence[str], rounds: int, seconds: float) -> list[Row]:
+def measure(dtype: str, shape: str, names: Sequence[str], rounds: int, seconds: float) -> list[Row]:
     """All candidates on one shape; one that cannot run here says so in its status."""
     p = make(shape, dtype)
     found: dict[tuple[str, str], Candidate] = {}
@@ -231,14 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = (*OURS, COMPILED, "liger triton (mean loss)", "cce")
     parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names))
     options = parser.parse_args(argv)
-    shapes = SMOKE_SHAPES if options.smoke else options.shapes
-    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
-    rows: list[Row] = []
-    for shape in shapes.split(";"):
-        print(f"measuring {shape} …", file=sys.stderr)
-        rows += measure(shape, options.dtype, options.implementations.split(","), rounds, seconds)
-        if options.json:
-            common.write(options.json, "torch_bridge", argv, [asdict(r) for r in rows])
+    rows = common.measured("torch_bridge", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
     _print(rows, jax.devices()[0].device_kind)
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
@@ -246,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if r.ms is not None:
                 panels.setdefault(r.shape, {})[f"{r.what}: {r.candidate}"] = r.ms
         common.plot(options.plot, panels, "milliseconds a call")
-    return 0
+    return common.exit_status(r.status for r in rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ program takes on each device beyond inputs and results. NVLink multicast is off 
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ def _candidate(f: Callable[..., Any], *arguments: jax.Array) -> Candidate:
 
 
 def measure(
-    shape: str, dtype: str, density: float, names: Sequence[str], degrees: Sequence[int], rounds: int, seconds: float
+    degrees: Sequence[int], dtype: str, density: float, shape: str, names: Sequence[str], rounds: int, seconds: float
 ) -> list[Row]:
     """All candidates at all degrees, timed in turn."""
     p = make(shape, dtype, density)
@@ -153,15 +153,9 @@ def _print(rows: Sequence[Row], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=",".join(CANDIDATES))
     options = common.add_mask_density(parser).parse_args(argv)
-    rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
     degrees = [n for n in (DEGREES[:2] if options.smoke else DEGREES) if n <= jax.device_count()]
-    rows: list[Row] = []
-    for shape in (SMOKE_SHAPES if options.smoke else options.shapes).split(";"):
-        print(f"measuring {shape} on {degrees} …", file=sys.stderr)
-        names = options.implementations.split(",")
-        rows += measure(shape, options.dtype, options.mask_density, names, degrees, rounds, seconds)
-        if options.json:
-            common.write(options.json, "vocab_parallel", argv, [asdict(r) for r in rows])
+    fixed = degrees, options.dtype, options.mask_density
+    rows = common.measured("vocab_parallel", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _print(rows, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     if options.plot:
         panels: dict[str, dict[str, float]] = {}
@@ -169,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if r.efficiency is not None:
                 panels.setdefault(f"{r.shape}: {r.what}", {})[f"{r.implementation} on {r.degree}"] = r.efficiency
         common.plot(options.plot, panels, "share of linear speed-up")
-    return 0
+    return common.exit_status(r.status for r in rows)
 
 
 if __name__ == "__main__":

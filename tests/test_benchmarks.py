@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import multiprocessing
+import re
 import threading
 import time
 
@@ -130,6 +131,49 @@ def test_a_rollout_records_its_own_log_probs(candidate):
     )
 
 
+def test_a_naive_rollout_computes_its_logits_once():
+    new, batch = grpo.make(grpo.SMOKE_SHAPES)
+    model, head = new(), Head(make_mesh(GrpoConfig(prompts_per_step=2)), 300, "naive", jnp.bfloat16)
+    program = jax.jit(lambda params: grpo.rolled_out("naive", head, nnx.graphdef(model), params, batch))
+    text = program.lower(nnx.state(model)).compile().as_text()
+    assert len(re.findall(r"f32\[2,300\]\S* dot\(", text)) == 2  # of the prompts, and of each token in the loop
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "message"),
+    [
+        (linear_logp, ["--rounds", "0"], "argument --rounds: must be a positive integer, got '0'"),
+        (linear_logp, ["--shapes", "4096,2048"], '--shapes: must be "N,D,V;N,D,V;…" of positive integers, got \'4096,'),
+        (det_gemm, ["--shapes", "1,2,3;"], "--shapes: must be \"M,K,N;M,K,N;…\" of positive integers, got '1,2,3;'"),
+        (grpo, ["--shapes", "0,2,3,4,5"], '--shapes: must be "B,T,D,L,V;B,T,D,L,V;…" of positive integers, got \'0,2'),
+        (grpo, ["--dtype", "float32"], "argument --dtype: invalid choice: 'float32'"),
+        (mismatch, ["--steps", "ten"], "argument --steps: must be a positive integer, got 'ten'"),
+        (vocab_parallel, ["--mask-density", "0.0"], "--mask-density: must be above 0 and at most 1, got '0.0'"),
+        (logits_ops, ["--mask-density", "1.5"], "--mask-density: must be above 0 and at most 1, got '1.5'"),
+    ],
+)
+def test_bad_arguments(capsys, benchmark, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--smoke", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "benchmark", [linear_logp, linear_grpo_loss, logits_ops, det_gemm, torch_bridge, vocab_parallel]
+)
+def test_status_1_where_no_candidate_could_run(benchmark):
+    assert benchmark.main(["--smoke", "--implementations", "magic"]) == 1
+
+
+def test_tokens_that_are_no_sequences_of_one_length_are_told():
+    (row,) = (
+        r
+        for r in linear_logp.measure(linear_grpo_loss.candidates, "float32", 1.0, "12,8,20", ["xla"], 1, 0.0)
+        if r.what != "G"
+    )
+    assert row.status == "not available: 12 tokens are not 8 sequences of one length"
+
+
 def test_all_are_warmed_before_the_first_round():
     started = []
     launches = {name: Launch(lambda name=name: started.append(name)) for name in "ab"}
@@ -158,7 +202,7 @@ def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
         return found | {"forward": dataclasses.replace(found["forward"], launch=Launch(exhausted))}
 
     monkeypatch.setattr(linear_logp, "candidates", short)
-    rows = linear_logp.measure("16,8,20", "float32", 1.0, ["naive"], 1, 0.0, linear_logp.passes)
+    rows = linear_logp.measure(linear_logp.passes, "float32", 1.0, "16,8,20", ["naive"], 1, 0.0)
     status = {r.what: r.status.split(":")[0] for r in rows}
     assert status == {"G": "pass", "forward": "out of memory", "forward+backward": "pass", "frozen head": "pass"}
 
@@ -170,7 +214,7 @@ def test_half_of_the_tokens_count():
 
 def test_vocab_parallel_smoke(tmp_path):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    arguments = ["--smoke", "--shapes", "ignored", "--implementations", "mosaic,deterministic canonical,xla,naive"]
+    arguments = ["--smoke", "--implementations", "mosaic,deterministic canonical,xla,naive"]
     arguments += ["--mask-density", "0.5", "--json", str(out), "--plot", str(picture)]
     assert vocab_parallel.main(arguments) == 0
     rows = json.loads(out.read_text())["rows"]
