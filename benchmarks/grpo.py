@@ -8,8 +8,8 @@ included. On a mesh the rows lie over "data", and the head's vocabulary, with it
 took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
 
 With --rollout the sequences are first sampled by the policy as it is, token by token with a KV cache, behind prompts of
-one token; the candidate records their log-probs, naive those of the logits that it samples from, all others by
-linear_logp, a product more. One program does both, and every slot costs time, whoever has ended.
+one token; their log-probs are recorded from the logits that they are sampled from, by a log-softmax or by rlk_jax.logp.
+One program does both, and every slot costs time, whoever has ended.
 """
 
 import itertools
@@ -108,18 +108,13 @@ def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, ba
 
 def rolled_out(candidate: str, head: Head, graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Batch:
     """The batch with completions of its first tokens, and their log-probs as they were sampled."""
-    kernel = nnx.merge(graph, params).lm_head.kernel[...].astype(jnp.bfloat16)
     prompts, (rows, length) = batch.tokens[:, :1], batch.mask.shape
 
     policy, keys = nnx.merge(graph, head.whole(params)), jax.random.split(jax.random.key(1), rows)
 
-    def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
-        if candidate == "naive":  # of the logits that are sampled from
-            return naive_of_logits(policy.lm_head(hidden), token_ids)
-        return head.logps(hidden.astype(jnp.bfloat16), kernel, token_ids)
+    def score(hidden: jax.Array, logits: jax.Array, token_ids: jax.Array) -> jax.Array:
+        return (naive_of_logits if candidate == "naive" else head.logps_of_logits)(logits, token_ids)
 
-    if candidate == "naive":  # rounded outside the loop, or XLA would not see that these are one product
-        policy.lm_head.kernel[...] = kernel
     found = sample_completions(policy, prompts, jnp.zeros(rows, jnp.int32), keys, score, length=length)
     tokens = jnp.concatenate([prompts, found.completion_ids], axis=1)
     return Batch(tokens, found.logps, batch.advantages, completion_mask(found.completion_ids))

@@ -644,7 +644,8 @@ class _Findings(NamedTuple):
 @functools.partial(jax.jit, static_argnames="vocab_size")
 def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -> _Findings:
     temperature = jnp.broadcast_to(jnp.asarray(temperature).astype(jnp.float32), ids.shape).reshape(-1)
-    ids = ids.reshape(-1)
+    # XLA would divide by a constant of the program itself, and round otherwise than the GPU divides by an argument.
+    temperature, ids = jax.lax.optimization_barrier(temperature), ids.reshape(-1)
     id_is_good = (ids >= 0) & (ids < vocab_size)
     temperature_is_good = (temperature >= _SMALLEST) & (temperature < jnp.inf)
     is_good = id_is_good & temperature_is_good

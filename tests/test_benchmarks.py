@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import multiprocessing
-import re
 import threading
 import time
 
@@ -129,14 +128,6 @@ def test_a_rollout_records_its_own_log_probs(candidate):
         jnp.bfloat16,
         "forward",
     )
-
-
-def test_a_naive_rollout_computes_its_logits_once():
-    new, batch = grpo.make(grpo.SMOKE_SHAPES)
-    model, head = new(), Head(make_mesh(GrpoConfig(prompts_per_step=2)), 300, "naive", jnp.bfloat16)
-    program = jax.jit(lambda params: grpo.rolled_out("naive", head, nnx.graphdef(model), params, batch))
-    text = program.lower(nnx.state(model)).compile().as_text()
-    assert len(re.findall(r"f32\[2,300\]\S* dot\(", text)) == 2  # of the prompts, and of each token in the loop
 
 
 @pytest.mark.parametrize(

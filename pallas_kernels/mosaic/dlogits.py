@@ -275,7 +275,8 @@ def from_powers(
             if kept.powers is None:
                 moved = source.moved[0] != 0
                 first, last = jnp.where(moved, 0, first), jnp.where(moved, jnp.where(block == 0, end, 0), last)
-            lax.fori_loop(lax.div(first, _AT_ONCE), lax.div(last, _AT_ONCE), some_rows, None)
+            at_once = jnp.int32(_AT_ONCE)
+            lax.fori_loop(lax.div(first, at_once), lax.div(last, at_once), some_rows, None)
 
     grid, arguments = (n // WARPGROUP_ROWS, chunks), (where, kept, source, rows, out)
     launch(body, "linear_logp_from_powers", machine, (), grid, *arguments, approx_math=True)

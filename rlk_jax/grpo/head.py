@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import dispatch, linear_logp, vocab_parallel
+from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
 from rlk_jax.grpo.config import BadInput
 
 IGNORED = -100
@@ -99,6 +99,13 @@ class Head:
             weight_layout="dv",
             implementation=self.implementation,
         )
+
+    def logps_of_logits(self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> Float[Array, "B"]:
+        """fp32 log-prob of every token under logits of the whole head, 0 where IGNORED; rows lie over "data"."""
+        op, rows = functools.partial(logp, ignore_index=IGNORED), PartitionSpec("data")
+        if self.mesh.size > 1:
+            op = jax.shard_map(op, mesh=self.mesh, in_specs=(rows, rows), out_specs=rows)
+        return op(self.apart(logits), token_ids)
 
     def check(self, width: int) -> None:
         """Raises BadInput when linear_logp cannot run on a head of this width here."""

@@ -21,7 +21,7 @@ class Rollout[Logps](NamedTuple):
     logps: Logps
 
 
-def unscored(hidden: Float[Array, "B D"], token_ids: Int[Array, "B"]) -> None:
+def unscored(hidden: Float[Array, "B D"], logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> None:
     """For rollouts that nothing is learnt from."""
 
 
@@ -30,15 +30,16 @@ def sample_completions[Logps](
     prompt_ids: Int[Array, "B P"],
     padding: Int[Array, "B"],
     keys: PRNGKeyArray,
-    score: Callable[[Array, Array], Logps],
+    score: Callable[[Array, Array, Array], Logps],
     *,
     length: int,
     greedy: bool = False,
 ) -> Rollout[Logps]:
     """Up to `length` tokens per left-padded prompt, at temperature 1 or greedily.
 
-    `score(hidden, token_ids)`, of `[B, D]` and `[B]`, is asked for the log-probs of tokens as they are chosen; their
-    ids are IGNORED after the first EOS. Every row draws from its own of `keys [B]`, whatever the others are.
+    `score(hidden, logits, token_ids)`, of `[B, D]`, `[B, V]` and `[B]`, is asked for the log-probs of tokens as they
+    are chosen from these logits; their ids are IGNORED after the first EOS. Every row draws from its own of `keys [B]`,
+    whatever the others are.
     """
     batch, prompt_width = prompt_ids.shape
     cache = model.empty_cache(batch, prompt_width + length)
@@ -51,7 +52,7 @@ def sample_completions[Logps](
             chosen = jnp.argmax(logits, axis=-1)
         else:
             chosen = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, index), logits)
-        return Rollout(jnp.where(finished, PAD, chosen), score(last, jnp.where(finished, IGNORED, chosen)))
+        return Rollout(jnp.where(finished, PAD, chosen), score(last, logits, jnp.where(finished, IGNORED, chosen)))
 
     def decode_one(carry: tuple, index: Array) -> tuple[tuple, Rollout[Logps]]:
         token, finished, cache = carry

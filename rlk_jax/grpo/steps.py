@@ -158,7 +158,13 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
     def roll_out(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
         kernel = nnx.merge(graph, params).lm_head.kernel[...]
-        sample = sampler(params, lambda hidden, token_ids: head.logps(hidden, kernel, token_ids))
+
+        def score(hidden: Array, logits: Array, token_ids: Array) -> Array:
+            if config.invariant:  # the bits of training cost a product more
+                return head.logps(hidden, kernel, token_ids)
+            return head.logps_of_logits(logits, token_ids)
+
+        sample = sampler(params, score)
         return sample_by_length(sample, examples, jax.random.split(key, examples.padding.shape[0]), **by_length)
 
     def success(params: nnx.State, examples: Examples, keys: PRNGKeyArray, *, greedy: bool = False) -> Array:

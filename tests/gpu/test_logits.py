@@ -12,7 +12,7 @@ from pallas_kernels.triton import call
 from rlk_jax import logp, ratio_kl
 from tests import logits as ops
 from tests.gpu import golden
-from tests.helpers import assert_same_bits, assert_within_contract
+from tests.helpers import assert_same_bits, assert_within_contract, weighted
 from tests.logits import Case
 
 _TRITON = pytest.param("triton", marks=pytest.mark.skipif(call.why_missing() is not None, reason="no jax-triton here"))
@@ -179,6 +179,17 @@ def test_more_logits_than_32_bits_count(implementation, vocab):
         logp(logits, ids, implementation=implementation)[last],
         logp(logits[last], ids[last], implementation=implementation),
     )
+
+
+@every_kernel
+def test_constants_of_a_program_give_the_bits_of_arguments(implementation):
+    case = BITS[0]
+    p = ops.make(case, jnp.float32).rows(slice(0, 40))
+
+    def loss(logits):
+        return weighted(p._replace(logits=logits).call(case, implementation), p.upstream)
+
+    assert_same_bits(jax.jit(jax.grad(loss))(p.logits), p.gradient(case, implementation))
 
 
 def test_golden_bits():

@@ -56,7 +56,7 @@ def roll_out(
     def sample(model: Decoder) -> Rollout:
         kernel = model.lm_head.kernel[...]
 
-        def score(hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+        def score(hidden: jax.Array, logits: jax.Array, token_ids: jax.Array) -> jax.Array:
             return head.logps(hidden, kernel, token_ids)
 
         def of(examples: Examples, keys: jax.Array) -> Rollout:

@@ -179,6 +179,18 @@ def test_kept_exponentials(seen, vocab_size, budget, kernels):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
+def test_kernels_are_traced_under_x64_too(seen):
+    case = Case("x64", (80,), 64, 600, bias=True, options={"memory_budget": 402_000})
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+
+    def loss(hidden, weight):
+        return helpers.weighted(problem._replace(hidden=hidden, weight=weight).call(case, "mosaic"), problem.upstream)
+
+    with jax.enable_x64(True):
+        jax.jit(jax.grad(loss, (0, 1))).trace(problem.hidden, problem.weight)
+    assert set(seen) == {"from_powers", "dlogits"}
+
+
 def test_a_loss_in_one_call_keeps_exponentials(seen):
     """As far as its budget goes, and beside an entropy that is only reported; with the bits of two calls."""
     b = policy_losses.batch((2, 40), 64, 600, jnp.bfloat16)
