@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import multiprocessing
+import re
 import threading
 import time
 
@@ -112,11 +113,15 @@ def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh():
 
 
 @pytest.mark.parametrize("candidate", ["naive", "xla"])
-def test_a_rollout_records_its_own_log_probs(candidate):
+def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(candidate):
     new, batch = grpo.make(grpo.SMOKE_SHAPES)
     mesh = make_mesh(GrpoConfig(prompts_per_step=batch.mask.shape[0]))
     model, head = new(), Head(mesh, 300, candidate, jnp.bfloat16)
-    found = grpo.rolled_out(candidate, head, nnx.graphdef(model), nnx.state(model), batch)
+    program = jax.jit(lambda params: grpo.rolled_out(candidate, head, nnx.graphdef(model), params, batch))
+    compiled = program.lower(nnx.state(model)).compile()
+    # One for the prompts, and one for each token in the loop.
+    assert len(re.findall(r"= \w+\[\d+,300\]\S* dot\(", compiled.as_text())) == 2
+    found = compiled(nnx.state(model))
     assert_same_bits(found.tokens[:, 0], batch.tokens[:, 0])
     assert (found.tokens[:, 1:] != batch.tokens[:, 1:]).any() and found.mask.any()
     logits = model.lm_head(model(found.tokens[:, :-1], jnp.zeros(2, jnp.int32)))

@@ -71,7 +71,11 @@ class RunFolder:
             self._read_config()
         with self._alone():
             self._delete_results()
-            write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
+            try:
+                write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
+            except OSError:  # half a configuration would make the folder somebody else's
+                self.config.unlink()
+                raise
             yield
 
     @contextmanager

@@ -211,7 +211,10 @@ limit, *arguments = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 sys.exit(cli.main(arguments))
 """
-"""A command that cannot write files of more than so many bytes: as on a disk that is full."""
+"""A command that cannot write files of more than so many bytes: as on a disk that is full. What Python and JAX keep for
+other processes would be cut off.
+"""
+NOTHING_KEPT = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 @pytest.mark.parametrize(
@@ -224,11 +227,15 @@ sys.exit(cli.main(arguments))
     ids=["config", "metrics", "checkpoint"],
 )
 def test_files_that_cannot_be_written_are_one_line_and_status_2(tmp_path, limit, changes, message):
-    command = [sys.executable, "-c", LIMITED, str(limit), "grpo", *tiny.options(**changes), "--out", tmp_path / "out"]
-    ended = subprocess.run(command, env=tiny.environment(tmp_path / "cache"), capture_output=True, text=True)
+    out = RunFolder(tmp_path / "out")
+    command = [sys.executable, "-c", LIMITED, str(limit), "grpo", *tiny.options(**changes), "--out", out.path]
+    environment = tiny.environment(tmp_path / "cache") | NOTHING_KEPT
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("rlk grpo: error: "))
     assert message in line
+    again = ["--overwrite"] if out.config.exists() else []
+    assert tiny.run_here(*tiny.options(**changes), "--out", out.path, *again) == 0
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path, capsys):
