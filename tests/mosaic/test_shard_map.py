@@ -1,8 +1,13 @@
 """The Mosaic implementation inside shard_map, lowered for an H200 on a machine without one."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from rlk_jax import dispatch
+from rlk_jax.grpo import GrpoConfig
+from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.steps import make_mesh
 from tests import shards
 
 
@@ -26,3 +31,10 @@ def test_ranks_keep_exponentials(changes, keeps, for_h200):
     options = {"return_entropy": False, "memory_budget": 2**28} | changes
     program = shards.lowered("mosaic", 16384, check_vma=True, reduction="sum", tokens=300, **options)
     assert ("linear_logp_from_powers" in program) == keeps
+
+
+@pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
+def test_logits_that_are_sampled_from_are_scored_on_a_mesh(mesh, for_h200):
+    head = Head(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)
+    arrays = jax.ShapeDtypeStruct((8, 1000), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    assert "mosaic_gpu" in jax.jit(head.logps_of_logits).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
