@@ -73,9 +73,10 @@ def positive(text: str) -> int:
 
 
 def _share(text: str) -> float:
-    if not re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) or float(text) == 0:
+    share = float(text)  # argparse tells of what is no number
+    if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
-    return float(text)
+    return share
 
 
 def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -182,6 +183,9 @@ def write(
 
 def plot(path: Path, panels: Mapping[str, Mapping[str, float]], label: str) -> None:
     """Horizontal bars with their figures, a panel for each shape."""
+    if not panels:
+        print(f"nothing to draw in {path}", file=sys.stderr)
+        return
     import matplotlib
 
     matplotlib.use("Agg")

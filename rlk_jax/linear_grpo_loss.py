@@ -84,7 +84,7 @@ def linear_grpo_loss(
         ref_logps=ref_logps,
         rollout_logps=rollout_logps,
     )
-    mask = jnp.asarray(completion_mask).astype(bool)
+    mask = validation.active(completion_mask)
     ids = validation.as_int32(target_ids)
     # An id that happens to be the one by which tokens are left out stays a wrong one.
     ids = jnp.where(mask, jnp.where(ids == _MASKED, _OUT_OF_RANGE, ids), _MASKED)

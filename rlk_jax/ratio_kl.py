@@ -117,7 +117,7 @@ def of_actions(
     validate: bool | None,
 ) -> TakenTokens:
     """What both policies, and the old one, say of the actions. Only `logp` carries a gradient."""
-    mask = jnp.asarray(inputs.completion_mask).astype(bool)
+    mask = validation.active(inputs.completion_mask)
     tokens = validation.tokens(
         inputs.action_ids,
         inputs.temperature,

@@ -440,14 +440,23 @@ def ratio_kl(
         _require(shape == lead, f"{name} shape {shape} does not match policy_logits.shape[:-1] {lead}.")
     _check_temperature_shape(inputs.temperature, "action_ids", inputs.action_ids)
     _check_dtypes(inputs)
-    mask = inputs.completion_mask.dtype
-    _require(
-        jnp.issubdtype(mask, jnp.bool) or jnp.issubdtype(mask, jnp.integer) or jnp.issubdtype(mask, jnp.floating),
-        f"completion_mask must be bool, integer or float, got {mask}.",
-    )
+    _check_mask_dtype(inputs.completion_mask)
     _no_explicit_axes("ratio_kl", inputs)
     _check_devices(inputs)
     return inputs, _softmax_options(vocab_size)
+
+
+def _check_mask_dtype(mask: Any) -> None:
+    _require(
+        any(jnp.issubdtype(mask.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating)),
+        f"completion_mask must be bool, integer or float, got {mask.dtype}.",
+    )
+
+
+def active(mask: Any) -> Array:
+    """Where a mask is not 0; of NumPy's before JAX takes 64 bits for 32."""
+    mask = mask if isinstance(mask, np.ndarray | np.generic) else jnp.asarray(mask)
+    return jnp.asarray(mask.astype(bool))
 
 
 def _out_dtype(x: Any) -> np.dtype:
@@ -816,6 +825,7 @@ def completion_mask(mask: Any) -> tuple[int, int]:
     """The shape [B, T] of a mask."""
     mask = as_array("completion_mask", mask)
     _require(mask.ndim == 2, "completion_mask must be 2D [num_sequences, completion_len].")
+    _check_mask_dtype(mask)
     return mask.shape
 
 

@@ -157,8 +157,10 @@ def test_bad_arguments(capsys, benchmark, arguments, message):
 @pytest.mark.parametrize(
     "benchmark", [linear_logp, linear_grpo_loss, logits_ops, det_gemm, torch_bridge, vocab_parallel]
 )
-def test_status_1_where_no_candidate_could_run(benchmark):
-    assert benchmark.main(["--smoke", "--implementations", "magic"]) == 1
+def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys):
+    picture = tmp_path / "rows.png"
+    assert benchmark.main(["--smoke", "--implementations", "magic", "--plot", str(picture)]) == 1
+    assert picture.exists() != (f"nothing to draw in {picture}" in capsys.readouterr().err)
 
 
 def test_tokens_that_are_no_sequences_of_one_length_are_told():

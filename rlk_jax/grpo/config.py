@@ -1,6 +1,7 @@
 """Every choice of a `rlk grpo` run, in one frozen dataclass that checks itself."""
 
 import math
+import numbers
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ class GrpoConfig:
     def mesh_shape(self) -> tuple[int, int]:
         """Devices along ("data", "tensor"). Raises BadInput when `mesh` does not read `data=N,tensor=M`."""
         names, _, sizes = zip(*(part.partition("=") for part in self.mesh.split(",")), strict=True)
-        if names != ("data", "tensor") or not all(re.fullmatch("0*[1-9][0-9]*", size) for size in sizes):
+        if names != ("data", "tensor") or not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in sizes):
             raise BadInput(f"mesh must read data=N,tensor=M with N, M at least 1, got {self.mesh!r}")
         return int(sizes[0]), int(sizes[1])
 
@@ -138,7 +139,7 @@ class GrpoConfig:
 
 def _check_bounds(name: str, value: Any, bounds: Bounds) -> None:
     minimum, above, below = bounds
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, numbers.Real) and not math.isfinite(value):
         raise BadInput(f"{name} must be finite, got {value}")
     if minimum is not None and value < minimum:
         raise BadInput(f"{name} must be at least {minimum}, got {value}")

@@ -102,7 +102,8 @@ class Head:
 
     def logps_of_logits(self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> Float[Array, "B"]:
         """fp32 log-prob of every token under logits of the whole head, 0 where IGNORED; rows lie over "data"."""
-        op, rows = functools.partial(logp, ignore_index=IGNORED), PartitionSpec("data")
+        implementation = self.implementation if self.keeps_bits else None
+        op, rows = functools.partial(logp, ignore_index=IGNORED, implementation=implementation), PartitionSpec("data")
         if self.mesh.size > 1:
             op = jax.shard_map(op, mesh=self.mesh, in_specs=(rows, rows), out_specs=rows)
         return op(self.apart(logits), token_ids)

@@ -229,7 +229,7 @@ def expand_advantages(
     validation.advantages(advantages, completion_mask)
     advantages = jnp.asarray(advantages)
     per_token = advantages[:, None] if advantages.ndim == 1 else advantages
-    return _active(jax.lax.stop_gradient(per_token), jnp.asarray(completion_mask).astype(bool))
+    return _active(jax.lax.stop_gradient(per_token), validation.active(completion_mask))
 
 
 def k1_kl(logp: Float[Array, "*n"], ref_logps: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -275,8 +275,7 @@ def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[
 
     Appended masked rows or columns change none of its bits.
     """
-    values, mask = _everywhere((values, mask))
-    mask = jnp.asarray(mask).astype(bool)
+    values, mask = _everywhere((values, validation.active(mask)))
     return _sum(values, mask, "tokens") / jnp.maximum(_count(mask, "tokens"), 1.0)
 
 
@@ -301,7 +300,7 @@ def loss_denominator(
     """
     check_options(options)
     validation.completion_mask(completion_mask)
-    count = _count(jnp.asarray(completion_mask).astype(bool), options.normalised_by)
+    count = _count(validation.active(completion_mask), options.normalised_by)
     return count if options.max_completion_length is None else count * options.max_completion_length
 
 
@@ -343,7 +342,7 @@ def policy_loss(
         tokens._asdict(), completion_mask, denominator, beta=options.beta, importance_cap=options.importance_cap
     )
     validation.advantages(advantages, completion_mask)
-    return _policy_loss(tokens, advantages, completion_mask, denominator, options)
+    return _policy_loss(tokens, advantages, validation.active(completion_mask), denominator, options)
 
 
 class _Tokens(NamedTuple):
@@ -358,12 +357,11 @@ class _Tokens(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="options")
 def _policy_loss(
-    tokens: _Tokens, advantages: Array, completion_mask: Array, denominator: Array | None, options: LossOptions
+    tokens: _Tokens, advantages: Array, mask: Array, denominator: Array | None, options: LossOptions
 ) -> PolicyLoss:
-    mask = completion_mask.astype(bool)
     logp, *constants = jax.tree.map(lambda x: _active(x, mask), tokens)
     old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
-    advantages = expand_advantages(advantages, completion_mask)
+    advantages = expand_advantages(advantages, mask)
 
     # One logp each for policy and KL: behind barriers, no product of a gradient is fused into the sum of both.
     logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
@@ -379,7 +377,7 @@ def _policy_loss(
         weights = jnp.minimum(weights, options.importance_cap)
         objective *= weights
 
-    own_denominator = loss_denominator(completion_mask, options=options)
+    own_denominator = loss_denominator(mask, options=options)
     divisor = own_denominator if denominator is None else jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
     divisor = jnp.where(divisor < 0, jnp.nan, jnp.where(divisor == 0, 1.0, divisor))
     loss = policy = _sum(-objective, mask, options.normalised_by) / divisor

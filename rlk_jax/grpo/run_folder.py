@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -65,17 +66,13 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"cannot make folder {self.path}: {error.strerror}") from error
-        if any(self.path.iterdir()):
-            if not overwrite:
-                raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
-            self._read_config()
         with self._alone():
-            self._delete_results()
-            try:
-                write_json(self.config, asdict(config) | {"prompts_digest": prompts_digest})
-            except OSError:  # half a configuration would make the folder somebody else's
-                self.config.unlink()
-                raise
+            if any(self.path.iterdir()):
+                if not overwrite:
+                    raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
+                self._read_config()
+                self._delete_results()
+            self._write_config(asdict(config) | {"prompts_digest": prompts_digest})
             yield
 
     @contextmanager
@@ -84,25 +81,38 @@ class RunFolder:
 
         Prompts may lie elsewhere by now. Raises BadInput naming what differs.
         """
-        before, now = self._read_config(), asdict(config) | {"prompts_digest": prompts_digest}
+        self._read_config()  # before anything is locked that is no run
+        with self._alone():
+            self._check_resumable(asdict(config) | {"prompts_digest": prompts_digest})
+            yield
+
+    def _check_resumable(self, now: dict[str, Any]) -> None:
+        before = self._read_config()
         for field in now | before:
             if field != "prompts" and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
-        with self._alone():
-            with open_checkpoints(self) as checkpoints:
-                if checkpoints.latest_step() is None:
-                    raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
-            yield
+        with open_checkpoints(self) as checkpoints:
+            if checkpoints.latest_step() is None:
+                raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Meanwhile no other process runs here: lines and checkpoints of two would mix."""
-        with self.config.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BadInput(f"{self.path} is in use by another rlk grpo") from error
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            self._lock(folder)
             yield
+        finally:
+            os.close(folder)
+
+    def _lock(self, folder: int) -> None:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadInput(f"{self.path} is in use by another rlk grpo") from error
+        except OSError as error:  # of some network file systems
+            warning = f"{self.path} cannot be locked ({error.strerror}): run no second rlk grpo in it"
+            print(f"rlk grpo: warning: {warning}", file=sys.stderr)
 
     @contextmanager
     def programs_kept(self) -> Iterator[None]:
@@ -120,6 +130,15 @@ class RunFolder:
             yield
         finally:
             _use_cache(None, seconds)
+
+    def _write_config(self, values: dict[str, Any]) -> None:
+        """All of it or nothing: a folder with half of one would be nobody's run."""
+        new = self.path / "config.json.new"
+        try:
+            write_json(new, values)
+            new.replace(self.config)
+        finally:
+            new.unlink(missing_ok=True)
 
     def _delete_results(self) -> None:
         """Delete all but the configuration; raises BadInput when something is left, for a run would go on from it."""
@@ -180,8 +199,9 @@ def save(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
     """Write the state after `step` steps. Raises BadInput naming the checkpoint when it cannot be written."""
     try:
         checkpoints.save(step, args=ocp.args.StandardSave(state))
-    except Exception as error:  # as when restoring
-        raise BadInput(f"cannot write checkpoint {checkpoints.directory / str(step)}: {error}") from error
+    except (OSError, ValueError) as error:  # Orbax's storage raises ValueError where a file cannot be written
+        reason = str(error).partition("\n")[0]
+        raise BadInput(f"cannot write checkpoint {checkpoints.directory / str(step)}: {reason}") from error
 
 
 def restore_latest[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:

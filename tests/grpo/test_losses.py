@@ -400,6 +400,14 @@ def test_non_zero_mask_values_are_active(dtype):
     )
 
 
+@pytest.mark.parametrize("unit", [np.int64(2**32), np.float64(1e-60)])
+def test_64_bits_of_a_mask_are_not_cut(unit):
+    tokens, options = make_tokens(), options_of("dapo", beta=0.3)
+    helpers.assert_same_bits(tokens.call(options, mask=tokens.mask * unit), tokens.call(options))
+    helpers.assert_same_bits(loss_denominator(tokens.mask * unit, options=options), np.float32(tokens.mask.sum()))
+    helpers.assert_same_bits(masked_mean(tokens.logp, tokens.mask * unit), masked_mean(tokens.logp, tokens.mask))
+
+
 def test_a_loss_without_reference_has_no_kl():
     tokens = make_tokens()
     value = policy_loss(*tokens[:4])
@@ -633,6 +641,7 @@ def test_bad_options_raise(changes, message):
     ("changes", "options", "message"),
     [
         ({"mask": np.ones(5)}, {}, r"completion_mask must be 2D \[num_sequences, completion_len\]."),
+        ({"mask": np.ones((6, 5), np.complex64)}, {}, "completion_mask must be bool, integer or float, got complex64."),
         ({"old": np.zeros((6, 4), np.float32)}, {}, r"old_logps shape \(6, 4\) does not match completion_mask shape"),
         ({"logp": np.zeros((6, 5))}, {}, "logp must be bfloat16, float16 or float32, got float64"),
         ({"ref": 0.0}, {}, "ref_logps must be a JAX or NumPy array, got builtins.float"),
