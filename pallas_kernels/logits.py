@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
-class Form:
+class RowConfig:
     """The static facts of a row: x = softcap(logit) in its first `columns` columns; the others are padding."""
 
     columns: int

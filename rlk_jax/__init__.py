@@ -1,14 +1,13 @@
 """Log-probabilities of the LM head for RL post-training: fused, differentiable, with the same bits for every batch."""
 
 from rlk_jax import vocab_parallel
-from rlk_jax._problem import LinearLogp
-from rlk_jax.det_gemm import det_gemm
-from rlk_jax.dispatch import explain, numerics_version
-from rlk_jax.grpo_loss import GrpoLoss, grpo_loss
-from rlk_jax.linear_grpo_loss import linear_grpo_loss
-from rlk_jax.linear_logp import linear_logp
-from rlk_jax.logp import logp
-from rlk_jax.ratio_kl import RatioKl, ratio_kl
+from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.ops import explain, numerics_version
+from rlk_jax.ops.det_gemm.api import det_gemm
+from rlk_jax.ops.linear_grpo_loss import linear_grpo_loss
+from rlk_jax.ops.linear_logp.api import linear_logp
+from rlk_jax.ops.logits.api import GrpoLoss, grpo_loss, logp, ratio_kl
+from rlk_jax.ops.logits.autodiff import RatioKl
 
 __all__ = [
     "GrpoLoss",

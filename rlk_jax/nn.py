@@ -1,60 +1,45 @@
 """Flax NNX layers on the ops: a model built from them gives a token the same bits alone, in a batch, padded, or decoded
 one token at a time through a KV cache. Forward bits are promised; gradients are JAX's own of the same programs.
 
-Three things move bits in an ordinary model, and what stands against each here: a library GEMM picks its algorithm by
-shape (`det_gemm` does not), a reduction's order follows its length (`ordered_sum` has one order), and XLA computes an
-expression differently in one fusion than in another (`isolated`).
+Three things move bits in an ordinary model, and each has an answer here. A library GEMM picks its algorithm by shape:
+`det_gemm` does not. A reduction's order follows its length: `ordered_sum` has one order. XLA computes an expression
+differently in one fusion than in another: `isolated` keeps it apart.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rlk_jax import dispatch, validation
-from rlk_jax._problem import rounded_product
-from rlk_jax._transforms import equally_varying, varying_like
-from rlk_jax.det_gemm import det_gemm
-from rlk_jax.linear_logp import linear_logp
+from rlk_jax.core.checks import FLOAT_DTYPES, as_array, is_integer, require
+from rlk_jax.core.fixed_order import rounded_product, sum_rows_by_id
+from rlk_jax.core.tokens import as_int32
+from rlk_jax.core.transforms import equally_varying, isolated, varying_like
+from rlk_jax.ops import promising
+from rlk_jax.ops.det_gemm.api import det_gemm
+from rlk_jax.ops.det_gemm.checks import check_gemm_dtype
+from rlk_jax.ops.linear_logp.api import linear_logp
+
+__all__ = [
+    "BLOCK",
+    "DetDense",
+    "LMHead",
+    "attention",
+    "det_dot_general",
+    "embed",
+    "isolated",
+    "ordered_sum",
+    "rms_norm",
+    "rotary",
+    "softmax",
+]
 
 BLOCK = 64
 """Places that `ordered_sum` adds up before others: what starts at a multiple of it is summed as if it came first."""
-
-
-def isolated[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled apart from what surrounds it, and its results rounded to their own dtypes; outside jit too.
-
-    XLA otherwise joins it with its neighbours, where it may skip a rounding to bfloat16 or divide by a reciprocal.
-    Wrap elementwise functions in it, `isolated(jax.nn.silu)`, to use them in an invariant model. It must compute from
-    its arguments alone; those that are no arrays are static and have to be hashable.
-    """
-
-    @functools.wraps(function)
-    def apart(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        static = tuple(None if _is_array(x) else x for x in leaves)
-        return _compiled_apart(function, tree, static, [x for x in leaves if _is_array(x)])
-
-    return apart
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compiled_apart(function: Callable[..., Any], tree: Any, static: tuple[Any, ...], arrays: list[Array]) -> Any:
-    following = iter(lax.optimization_barrier(arrays))
-    # No leaf is None: such arguments are part of the tree.
-    args, kwargs = jax.tree.unflatten(tree, [next(following) if x is None else x for x in static])
-    return lax.optimization_barrier(function(*args, **kwargs))
 
 
 @isolated
@@ -63,7 +48,7 @@ def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
 
     Zeros behind the last value change no bits, so a sum does not depend on how long a sequence was padded.
     """
-    validation.floats_of_a_row("ordered_sum", x)
+    _check_floats_of_a_row("ordered_sum", x)
     length = x.shape[-1]
     if 0 in x.shape:
         return jnp.zeros(x.shape[:-1], jnp.float32)
@@ -85,7 +70,7 @@ def rms_norm(
 
     Same bits for a row whatever the lead shape. Source: RMSNorm, arXiv 1910.07467.
     """
-    validation.rms_norm(x, scale)
+    _check_rms_norm(x, scale)
     wide = x.astype(jnp.float32)
     total = ordered_sum(rounded_product(wide, wide))
     mean = rounded_product(total, jnp.float32(1 / max(1, x.shape[-1])))
@@ -99,7 +84,7 @@ def softmax(x: Float[Array, "*lead S"], where: Bool[Array, "*lead S"] | None = N
 
     Same bits for a row whatever the lead shape, and however many masked places follow the last one that counts.
     """
-    validation.softmax(x, where)
+    _check_softmax(x, where)
     visible = jnp.ones(x.shape, bool) if where is None else where
     logits = jnp.where(visible, x.astype(jnp.float32), -jnp.inf)
     largest = logits.max(axis=-1, keepdims=True, initial=-jnp.inf)
@@ -117,7 +102,7 @@ def rotary(
 
     Same bits for a token at a position, whatever its slot. Source: RoFormer, arXiv 2104.09864.
     """
-    validation.rotary(x, positions)
+    _check_rotary(x, positions)
     half = x.shape[-1] // 2
     frequencies = lax.optimization_barrier(jnp.float32(base) ** (-jnp.arange(half, dtype=jnp.float32) / half))
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
@@ -144,9 +129,9 @@ def attention(
     Args:
       query: of the tokens in slots start … start + T − 1. H is a multiple of G; heads share keys in order (GQA).
       key, value: of S slots, at least start + T; those behind the last query are unused, whatever they hold.
-      padding: how many first slots of each sequence are padding, or None for none. Of every query `[B, T]`, how many
-        slots stand before its own sequence, where a row holds several, each behind the one before.
-      implementation: of det_gemm.
+      padding: `[B]`, how many first slots of each sequence are padding; None where none are. Where a row holds several
+        sequences one behind the other, `[B, T]`: how many slots stand before each query's own sequence.
+      implementation: the implementation of `det_gemm` that multiplies; None for the fastest that runs here.
 
     Returns query's dtype; 0 for a query that is padding itself, NaN for one that sees a value that is not finite, and
     for all where a traced `start` leaves them no slots.
@@ -154,16 +139,16 @@ def attention(
 
     Same bits for a token whatever the batch, padding on either side, S, and whether its sequence came at once or token
     by token: keys are moved so that a sequence's first one comes first, scores and values go through `det_gemm`, and
-    masked places count as exact zeros behind the last key. With others in its row, too, if it starts at a multiple of
-    64 slots: those before it are whole blocks of zeros.
+    masked places count as exact zeros behind the last key. A sequence that shares its row with others keeps its bits if
+    it starts at a multiple of 64 slots: the slots before it are then whole blocks of zeros.
     """
-    validation.attention(query, key, value, start, padding)
+    _check_attention(query, key, value, start, padding)
     batch, length, heads, size = query.shape
     if 0 in query.shape:
         return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
     slots, groups = key.shape[1], key.shape[2]
     padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
-    # Keys of one sequence move to the front; those of several in a row stay, and a query sees none before its own.
+    # A row's only sequence moves to the front. Several sequences stay in place, and a query sees only its own.
     move, before = (padding, jnp.zeros((), int)) if padding.ndim == 1 else (jnp.zeros(batch, int), padding)
     place = jnp.arange(slots)
     own = start + jnp.arange(length) - move[:, None]
@@ -233,8 +218,8 @@ def embed(table: Float[Array, "V D"], ids: Int[Array, "*lead"]) -> Float[Array, 
     GPUs. Reverse mode only. Ids beyond the table give NaN, and no gradient. Raises ValueError for a table that is not
     `[V, D]` of a float dtype with D at least 1, and for ids that are not integers.
     """
-    validation.embedding(table, ids)
-    return _embed(*equally_varying((jnp.asarray(table), validation.as_int32(ids))))
+    _check_embedding(table, ids)
+    return _embed(*equally_varying((jnp.asarray(table), as_int32(ids))))
 
 
 @jax.custom_vjp
@@ -243,7 +228,7 @@ def _embed(table: Array, ids: Array) -> Array:
 
 
 def _embed_fwd(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _embed(table, ids), (table[:, :0], ids)  # of the table, the backward asks for length and dtype
+    return _embed(table, ids), (table[:, :0], ids)  # the backward needs the table's length and dtype alone
 
 
 def _embed_bwd(residuals: tuple[Array, Array], upstream: Array) -> tuple[Array, None]:
@@ -252,41 +237,18 @@ def _embed_bwd(residuals: tuple[Array, Array], upstream: Array) -> tuple[Array, 
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
     def scattered(ids: Array, rows: Array) -> Array:
-        """What CPUs and TPUs add up in order."""
+        """XLA's own scatter, which adds up in order on CPUs and TPUs."""
         zeros = varying_like(jnp.zeros((len(table), rows.shape[1]), rows.dtype), rows)
         return jax.linear_transpose(lambda table: jnp.take(table, ids, axis=0), zeros)(rows)[0]
 
     def ordered(ids: Array, rows: Array) -> Array:
-        return rows_added_up(ids, rows, len(table))
+        return sum_rows_by_id(ids, rows, len(table))
 
     sums = lax.platform_dependent(ids.reshape(-1), wide, cpu=scattered, tpu=scattered, default=ordered)
     return sums.astype(table.dtype), None
 
 
 _embed.defvjp(_embed_fwd, _embed_bwd)
-
-
-def rows_added_up(ids: Int32[Array, " N"], rows: Float[Array, "N D"], size: int) -> Float[Array, "{size} D"]:
-    """Row i is the sum of those rows whose id is i, each sum in an order of its own: in pairs, then pairs of these, ….
-
-    Sorted by id; then k doublings leave in every place the sum of the last 2^k rows up to it that have its id.
-    """
-    count = len(ids)
-    places, ids = jnp.arange(count), jnp.where(ids < 0, ids + size, ids)
-    order = jnp.argsort(ids, stable=True)
-    ids, rows = ids[order], rows[order]
-
-    def double(k: Array, sums: Array) -> Array:
-        before = places - (1 << k)
-        joins = (before >= 0) & (ids[before] == ids)
-        return sums + jnp.where(joins[:, None], sums[before], 0)
-
-    sums = lax.fori_loop(0, max(0, count - 1).bit_length(), double, rows)
-    is_last = jnp.append(ids[1:], -1) != ids
-    # All others go where there is no row, each to a place of its own.
-    targets = jnp.where(is_last & (ids >= 0) & (ids < size), ids, size + places)
-    zeros = varying_like(jnp.zeros((size, rows.shape[1]), rows.dtype), sums)
-    return zeros.at[targets].set(sums, mode="drop", unique_indices=True)
 
 
 class DetDense(nnx.Linear):
@@ -298,11 +260,11 @@ class DetDense(nnx.Linear):
     def __init__(
         self, in_features: int, out_features: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs, **options: Any
     ) -> None:
-        validation.gemm_dtype(dtype)
+        check_gemm_dtype(dtype)
         super().__init__(in_features, out_features, dtype=dtype, dot_general=det_dot_general, rngs=rngs, **options)
 
     def __call__(self, inputs: Float[Array, "*lead in"], out_sharding: Any = None) -> Float[Array, "*lead out"]:
-        # Not `isolated`: it computes from its parameters, too.
+        # `isolated` cannot be used here, because the layer computes from its parameters too.
         return lax.optimization_barrier(super().__call__(lax.optimization_barrier(inputs), out_sharding))
 
 
@@ -322,11 +284,80 @@ class LMHead(nnx.Module):
     ) -> Float32[Array, "*lead"]:
         """float32 log-probs, by the fastest implementation that promises bits; options are `linear_logp`'s."""
         arguments = hidden.astype(self.dtype), self.kernel[...].astype(self.dtype), target_ids
-        options.setdefault("implementation", dispatch.promising("linear_logp", *arguments, **options))
+        options.setdefault("implementation", promising("linear_logp", *arguments, **options))
         return linear_logp(*arguments, **options)
 
     def logits(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
         """float32 logits, for sampling; through `det_gemm`. ValueError where the layer computes in float32."""
-        validation.gemm_dtype(self.dtype)
+        check_gemm_dtype(self.dtype)
         kernel = self.kernel[...].astype(self.dtype)
         return det_gemm(hidden.astype(self.dtype), kernel, transpose_b=True, out_dtype=jnp.float32)
+
+
+def _check_floats_of_a_row(op: str, x: Any) -> None:
+    """x is an array of floats with a last dimension to reduce."""
+    require(
+        jnp.ndim(x) >= 1 and jnp.issubdtype(jnp.result_type(x), jnp.floating),
+        f"{op} needs floats [*lead, size], got {jnp.result_type(x)} of shape {jnp.shape(x)}.",
+    )
+
+
+def _check_rms_norm(x: Any, scale: Any) -> None:
+    """The static checks of `rms_norm`."""
+    _check_floats_of_a_row("rms_norm", x)
+    require(scale.shape == x.shape[-1:], f"rms_norm needs a scale of shape {x.shape[-1:]}, got {scale.shape}.")
+
+
+def _check_softmax(x: Any, where: Any) -> None:
+    """The static checks of `softmax`."""
+    _check_floats_of_a_row("softmax", x)
+    if where is not None:
+        require(
+            where.shape == x.shape and where.dtype == jnp.bool,
+            f"softmax needs bool where of shape {x.shape}, got {where.dtype} of shape {where.shape}.",
+        )
+
+
+def _check_rotary(x: Any, positions: Any) -> None:
+    """The static checks of `rotary`."""
+    _check_floats_of_a_row("rotary", x)
+    require(
+        x.ndim == 4 and x.shape[3] % 2 == 0 and positions.shape == x.shape[:2],
+        f"rotary needs x [B, T, H, E] of an even E and positions [B, T], got shapes {x.shape} and {positions.shape}.",
+    )
+
+
+def _check_attention(query: Any, key: Any, value: Any, start: Any, padding: Any) -> None:
+    """The static checks of `attention`."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(x.ndim == 4, f"{name} must be [batch, slots, heads, size], got shape {x.shape}.")
+        require(x.dtype in FLOAT_DTYPES[:2], f"{name} must be bfloat16 or float16, got {x.dtype}.")
+        require(x.dtype == query.dtype, f"{name} dtype {x.dtype} must match query dtype {query.dtype}.")
+    batch, length, heads, size = query.shape
+    require(
+        key.shape[0] == batch and key.shape[3] == size and key.shape[:3] == value.shape[:3],
+        f"query {query.shape}, key {key.shape} and value {value.shape} must share the batch, query and key their size, "
+        "key and value their slots and heads.",
+    )
+    slots, groups = key.shape[1:3]
+    require(groups >= 1 and heads % groups == 0, f"{heads} query heads cannot share {groups} key heads evenly.")
+    first = start if is_integer(start) else 0
+    require(
+        first >= 0 and first + length <= slots, f"{length} queries from slot {start} on do not fit into {slots} slots."
+    )
+    if padding is not None:
+        padding = as_array("padding", padding)
+        require(
+            padding.shape in ((batch,), (batch, length)) and jnp.issubdtype(padding.dtype, jnp.integer),
+            f"padding must be an integer for each of {batch} sequences or {batch}×{length} queries, "
+            f"got {padding.dtype}{list(padding.shape)}.",
+        )
+
+
+def _check_embedding(table: Any, ids: Any) -> None:
+    """The static checks of `embed`."""
+    require(
+        jnp.ndim(table) == 2 and table.shape[1] >= 1 and jnp.issubdtype(table.dtype, jnp.floating),
+        f"embed needs a float table [V, D], D at least 1, got {jnp.result_type(table)} of shape {jnp.shape(table)}.",
+    )
+    require(jnp.issubdtype(jnp.result_type(ids), jnp.integer), f"embed needs integer ids, got {jnp.result_type(ids)}.")

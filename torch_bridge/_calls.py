@@ -11,31 +11,34 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import jax
 import torch
 from torch import Tensor
 
-from rlk_jax import validation
+from rlk_jax.core.tokens import checked_tokens, counted
 from torch_bridge import _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op, Options, Program
 
 
-class Frame(NamedTuple):
-    """The rows of a call: how many in each of their dimensions, and how many in its program."""
+class RowPadding(NamedTuple):
+    """How the rows of a call are padded to the sizes of a program."""
 
     lead: tuple[int, ...]
-    """Of the tensors."""
+    """The lead shape of the tensors."""
     sizes: tuple[int, ...]
+    """How many rows the tensors have in each dimension of the program's rows."""
     padded: tuple[int, ...]
+    """How many rows the program has in each of these dimensions."""
 
     @property
     def is_empty(self) -> bool:
         return 0 in self.sizes
 
     def rows(self, x: Tensor, fill: float | None = None, *, columns: int = 0) -> jax.Array:
-        """`[*lead]`, or with columns `[*lead, C]`; behind it rows of `fill`, or of what memory holds."""
+        """x `[*lead]`, or with columns `[*lead, C]`, followed by rows of `fill`, or of whatever memory holds."""
         tail = x.shape[x.ndim - columns :]
         if self.padded == self.sizes:
             return _exchange.lend(x, torch.Size((*self.sizes, *tail)))
@@ -45,7 +48,7 @@ class Frame(NamedTuple):
         return _exchange.lend(larger)
 
     def ids(self, ids: Tensor) -> jax.Array:
-        """Integers of any dtype, for `_exchange.ids_of`."""
+        """Integer ids of any dtype, as `_exchange.ids_of` takes them."""
         return self.rows(ids if ids.dtype == torch.int32 else _exchange.as_int64(ids), 0)
 
     def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
@@ -61,35 +64,36 @@ class Frame(NamedTuple):
         name: Literal["target_ids", "token_ids"],
         vocab_size: int | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of a `flat` one, `ids` and how many of them are none of padding, for `token_ids`; and `temperature`. Where
-        there is a vocabulary to check against, their values are.
+        """`ids` and how many of them are real, as `token_ids` takes them, and the temperature; for `flat` padding.
+
+        The values are checked where there is a vocabulary to check them against.
         """
         own, count = self.ids(ids), _exchange.scalar(self.sizes[0], ids.device)
         scale = self.temperature(*temperature, ids.device)
         if vocab_size is not None:
             _exchange.wait(own.device)
             given = token_ids(own, count, ignore_index=ignore_index)
-            counted = validation.counted(given, ignored(ignore_index))
-            validation.tokens(given, scale, counted, vocab_size=vocab_size, validate=True, name=name)
+            is_counted = counted(given, ignored(ignore_index))
+            checked_tokens(given, scale, is_counted, vocab_size=vocab_size, validate=True, name=name)
         return own, count, scale
 
     def real(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
-        """What is no padding of a result, in a shape of its own."""
+        """A result without its padding, in this shape."""
         tensor = _exchange.to_torch(x)
         if tensor.shape == shape:
             return tensor
-        # No view, which autograd would not let a user write into.
+        # A view would not do: autograd would not let a user write into it.
         return tensor[tuple(map(slice, self.sizes))].reshape(shape).contiguous().data
 
 
 def ignored(ignore_index: int | None) -> int:
-    """The ignore_index of a program, which has rows to ignore in any case."""
+    """The ignore_index of a program: it has rows of padding to ignore, whether the user ignores any or not."""
     return _exchange.INT32.min if ignore_index is None else ignore_index
 
 
 @functools.partial(jax.jit, static_argnames="ignore_index")
 def token_ids(lent: jax.Array, count: jax.Array, *, ignore_index: int | None) -> jax.Array:
-    """int32 ids `[N]`, of which those of padding are ignored: by `ignored`, which no id of a user's is let to equal."""
+    """int32 ids `[N]`; rows of padding hold `ignored(ignore_index)`, which no id of a user may equal otherwise."""
     n, mark, int32 = lent.shape[0], ignored(ignore_index), _exchange.INT32
     ids = _exchange.ids_of(lent, (n,), int32.min + (mark == int32.min), int32.max - (mark == int32.max))
     if ignore_index is None:
@@ -98,16 +102,16 @@ def token_ids(lent: jax.Array, count: jax.Array, *, ignore_index: int | None) ->
 
 
 def numbers(x: Tensor) -> Tensor:
-    """Real numbers of any dtype, of one that JAX computes with; integers as float32, which the loss counts in."""
+    """Real numbers in a dtype that JAX computes with; integers become float32, in which the loss counts."""
     low = x.dtype != torch.float64 and x.is_floating_point()
     return x if low or x.dtype == torch.bool else x.to(torch.float32)
 
 
 @functools.lru_cache(maxsize=4096)
-def flat(lead: tuple[int, ...]) -> Frame:
-    """All rows of `[*lead]` in one dimension."""
+def flat(lead: tuple[int, ...]) -> RowPadding:
+    """The padding of all rows of `[*lead]`, in one dimension."""
     n = math.prod(lead)
-    return Frame(tuple(lead), (n,), (_programs.bucket(n),))
+    return RowPadding(tuple(lead), (n,), (_programs.bucket(n),))
 
 
 class _Pending(NamedTuple):
@@ -157,7 +161,7 @@ class Call(NamedTuple):
     """One call of an op."""
 
     op: Op
-    frame: Frame
+    padding: RowPadding
     options: Options
     lend: tuple[Callable[[Tensor], jax.Array], ...]
     """From each of the op's differentiable tensors to an array for its program."""
@@ -174,7 +178,7 @@ class Call(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """Outputs of these shapes, of the differentiable tensors and other arrays, and the handle of the residuals."""
         device = next(x for x in tensors if x is not None).device
-        if self.frame.is_empty:
+        if self.padding.is_empty:
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
             return *zeros, keep(_Pending(self, None, [])) if any(needs) else _no_handle()
         needed = tuple([i for i, needs_it in enumerate(needs) if needs_it])
@@ -186,7 +190,7 @@ class Call(NamedTuple):
             outputs, residuals = program.forward(arrays)
             # Before the arrays are let go of (`_exchange`).
             values = [
-                torch.empty(shape, dtype=dtype, device=device) if 0 in shape else self.frame.real(x, shape)
+                torch.empty(shape, dtype=dtype, device=device) if 0 in shape else self.padding.real(x, shape)
                 for x, shape in zip(outputs, shapes, strict=True)
             ]
         return *values, keep(_Pending(self, program, residuals)) if needed else _no_handle()
@@ -208,7 +212,7 @@ class Call(NamedTuple):
             # Torch sends zeros to outputs that were not asked for, too (`linear_logp.shapes`).
             lifted = tuple([None if g is None or g.shape == (0,) else self.lift(g) for g in upstream])
             gradients = program.backward(residuals, lent, lifted)
-            return [self.frame.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
+            return [self.padding.real(g, shape) for g, shape in zip(gradients, shapes, strict=True)]
 
 
 def _pull_back(
@@ -220,6 +224,49 @@ def _pull_back(
     if program is None:
         return [torch.zeros_like(x) for x in needed]
     return call.backward(program, residuals, tensors, upstream, [x.shape for x in needed])
+
+
+class OptionFields:
+    """The fields of a dataclass of options that a custom op has, each an argument of its own: torch takes no dataclass.
+
+    Everything is derived from the dataclass, so that a new option is a new field and nothing else.
+    """
+
+    def __init__(self, kind: type[Any], without: Sequence[str] = ()) -> None:
+        self._kind = kind
+        hints = get_type_hints(kind)
+        self._types = {x.name: _schema_type(hints[x.name]) for x in fields(kind) if x.name not in without}
+
+    def static(self, options: Any) -> Options:
+        """The options that decide a program; values are checked before it, and not by it."""
+        return tuple([(name, getattr(options, name)) for name in self._types if name != "validate"])
+
+    def spread(self, arguments: Sequence[Any]) -> list[Any]:
+        """A kernel's arguments with the fields of its options, the last but one, in their place."""
+        *tensors, options, needs = arguments
+        return [*tensors, *[getattr(options, name) for name in self._types], needs]
+
+    def flattened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with a parameter for each field instead of `options`, its last parameter but one."""
+        count = len(self._types)
+
+        @functools.wraps(function)
+        def flat(*arguments: Any) -> Any:
+            *tensors, needs = arguments
+            values = dict(zip(self._types, tensors[-count:], strict=True))
+            return function(*tensors[:-count], self._kind(**values), needs)
+
+        signature = inspect.signature(function)
+        *tensors, _, needs = signature.parameters.values()
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(name, kind, annotation=hint) for name, hint in self._types.items()]
+        flat.__signature__ = signature.replace(parameters=[*tensors, *own, needs])  # type: ignore[attr-defined]
+        return flat
+
+
+def _schema_type(hint: Any) -> Any:
+    """A field's type as torch's schemas know it: one of a few strings is a string."""
+    return str if get_origin(hint) is Literal else hint
 
 
 def _custom_op(name: str, kernel: Callable[..., Any]) -> Any:
@@ -276,14 +323,16 @@ def as_torch_op(
     fake: Callable[..., Any],
     positions: Sequence[int],
     *,
+    options: OptionFields | None = None,
     constants: Sequence[int] = (),
     saved: Callable[[Sequence[bool]], Sequence[bool]] = lambda needs: [True] * len(needs),
 ) -> Callable[..., Any]:
     """`kernel` as a custom op that torch.compile takes whole, with gradients of the arguments at these positions.
 
     Its last argument says which of them are needed; it returns what `Call.forward` does, and `fake` what it looks like.
-    Outputs at the positions `constants` carry no gradient. `saved` says which tensors a backward may read. The custom
-    op checks its arguments by the names of the kernel's parameters, which are those of `rlk_jax.<name>`.
+    With `options`, the kernel's parameter of this name is a dataclass; the custom op has an argument for each of its
+    fields instead. Outputs at the positions `constants` carry no gradient. `saved` says which tensors a backward may
+    read. The custom op checks its arguments by the names of its parameters, which are those of `rlk_jax.<name>`.
 
     Outside torch.compile the same functions run without the dispatcher, which costs as much as all else a call does,
     and the caller has checked what it gives them.
@@ -315,8 +364,9 @@ def as_torch_op(
             of_inputs[i] = g
         return tuple(of_inputs)
 
-    op = _custom_op(name, _checked(name, kernel))
-    op.register_fake(fake)
+    flat_kernel, flat_fake = (x if options is None else options.flattened(x) for x in (kernel, fake))
+    op = _custom_op(name, _checked(name, flat_kernel))
+    op.register_fake(flat_fake)
     op.register_autograd(backward, setup_context=setup_context)
 
     # With a `setup_context` of its own, torch would look at the kernel's signature at every call; and it unpacks each
@@ -336,7 +386,7 @@ def as_torch_op(
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return op(*inputs)
+            return op(*inputs) if options is None else op(*options.spread(inputs))
         return eager.apply(inputs, *[inputs[i] for i in positions])
 
     return call

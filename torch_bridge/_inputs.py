@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import rlk_jax
+from rlk_jax.ops.linear_logp.options import HeadOptions
 from torch_bridge import _exchange
 from torch_bridge._programs import Options
 
@@ -110,13 +111,13 @@ def _hashable(option: Any) -> Hashable:
     return tuple(option) if isinstance(option, list) else option
 
 
-def check_head(tensors: dict[str, Any], scale: Any, **options: Hashable) -> tuple[Tensor | None, float]:
-    """All checks of linear_logp that look at no value; `scale` is its temperature, as `temperature` returns it."""
+def check_head(tensors: dict[str, Any], scale: Any, options: HeadOptions) -> tuple[Tensor | None, float]:
+    """All checks of linear_logp that look at no value; the temperature `scale` comes back as `temperature` gives it."""
     per_token, number = temperature(scale)
     tensors = {**tensors, "temperature": per_token}
     check_tensors(**tensors)
     check_constants("linear_logp", temperature=per_token)
-    check_static("linear_logp", tensors, **{**options, "temperature": number})
+    check_static("linear_logp", tensors, **vars(options), temperature=number)
     return per_token, number
 
 

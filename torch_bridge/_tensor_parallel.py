@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlk_jax import _agreement, dispatch, validation
-from rlk_jax._cut import Cut, State, Steps
-from rlk_jax._problem import LinearLogp, Needs
-from rlk_jax.linear_logp import check as check_call
+from rlk_jax.core.dispatch import choose
+from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
+from rlk_jax.ops.linear_logp.call import facts_of_call
+from rlk_jax.ops.linear_logp.checks import check_call, checked_rank_columns
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Needs
+from rlk_jax.ops.linear_logp.sharding import agreement
+from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankState, RankSteps
+from rlk_jax.ops.linear_logp.sharding.shard import check_edges
 from torch_bridge import _calls, _exchange, _inputs, _programs
-from torch_bridge._calls import Frame
+from torch_bridge._calls import RowPadding
 
 
 class Tensors(NamedTuple):
@@ -79,59 +83,61 @@ def _host_group(group: Any) -> Any:
 
 def _everyone(group: Any, text: str) -> list[str]:
     """What each rank says, in their order."""
-    own = torch.frombuffer(bytearray(_agreement.encoded(text)), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(agreement.encoded(text)), dtype=torch.uint8)
     texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(texts, own, group=_host_group(group))
-    return [_agreement.decoded(bytes(x.tolist())) for x in texts]
+    return [agreement.decoded(bytes(x.tolist())) for x in texts]
 
 
 @torch.compiler.disable
-def linear_logp(
-    tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None
+def tensor_parallel_logp(
+    tensors: Tensors, rank: Rank, options: HeadOptions
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """logp, and lse and entropy where they are asked for; `options` are those of `rlk_jax.linear_logp`."""
-    cut = _cut(tensors, rank, options, validate)
+    """logp, and lse and entropy where they are asked for; `options` are those of one whole head."""
+    columns = _agreed_columns(tensors, rank, options)
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
-    weight, layout = _inputs.in_place(weight, options["weight_layout"])
-    options = {**options, "weight_layout": layout}
+    weight, layout = _inputs.in_place(weight, options.weight_layout)
+    # Each rank has said its global_vocab_size, and knows how the ranks share the vocabulary.
+    options = replace(options, weight_layout=layout, global_vocab_size=None)
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
-    frame, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
+    padding, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
     with _exchange.launching([hidden]):
-        steps, tokens = _steps(cut, tensors, rank, options, frame, validate, keeps=any(needs))
-        call = _Call(steps, frame, rank, options["ignore_index"], Needs(*needs))
+        steps, tokens = _agreed_steps(columns, tensors, rank, options, padding, keeps=any(needs))
+        call = _Call(steps, padding, rank, options.ignore_index, Needs(*needs))
         return _TensorParallel.apply(hidden, weight, bias, call, tokens)
 
 
-def _cut(tensors: Tensors, rank: Rank, options: dict[str, Any], validate: bool | None) -> Cut:
-    """How the ranks cut the vocabulary, once all of them have passed the checks that each can make alone."""
+def _agreed_columns(tensors: Tensors, rank: Rank, options: HeadOptions) -> RankColumns:
+    """How the ranks share the vocabulary, once all of them have passed the checks that each can make alone."""
 
     def check() -> tuple[None, str]:
         given = tensors._asdict()
         scale = given.pop("temperature")
-        _inputs.check_head(given, scale, **{**options, "ignore_index": None}, validate=validate)
-        columns = tensors.lm_head_weight.shape[0 if options["weight_layout"] == "vd" else 1]
+        # What is a valid id of the whole vocabulary is known only once all ranks have said their columns.
+        _inputs.check_head(given, scale, replace(options, ignore_index=None, global_vocab_size=None))
+        columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         start = _integer("vocab_start_index", rank.start)
         vocab_size = None if rank.vocab_size is None else _integer("global_vocab_size", rank.vocab_size)
         facts = {"range": (start, start + columns), "vocab_size": vocab_size}
-        return None, json.dumps({**facts, "call": _text(tensors, rank, {**options, "validate": validate})})
+        return None, json.dumps({**facts, "call": _text(tensors, rank, options)})
 
-    _, texts = _agreement.agreed(check, functools.partial(_everyone, rank.group))
+    _, texts = agreement.agreed(check, functools.partial(_everyone, rank.group))
     facts = [json.loads(text) for text in texts]
-    _agreement.require_same([x["call"] for x in facts])
+    agreement.require_same([x["call"] for x in facts])
     ranges = [tuple(x["range"]) for x in facts]
-    return validation.cut(ranges, [x["vocab_size"] for x in facts], options["ignore_index"])
+    return checked_rank_columns(ranges, [x["vocab_size"] for x in facts], options.ignore_index)
 
 
 def _integer(name: str, x: Any) -> int:
-    """One of Python's, as JSON takes it."""
+    """x as an integer of Python's, which JSON takes."""
     try:
         return operator.index(x)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {x!r}.") from None
 
 
-def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:
-    """What must be the same on every rank."""
+def _text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
+    """A text of everything that must be the same on every rank; global_vocab_size is compared for itself."""
 
     def of(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(float(x))
@@ -148,57 +154,57 @@ def _text(tensors: Tensors, rank: Rank, options: dict[str, Any]) -> str:
         "temperature": of(temperature),
     }
     given |= {"device": device, "hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
-    return ", ".join(f"{name}={text}" for name, text in {**given, **options}.items())
+    asked = {name: x for name, x in vars(options).items() if name != "global_vocab_size"}
+    return ", ".join(f"{name}={text}" for name, text in {**given, **asked}.items())
 
 
-def _steps(
-    cut: Cut,
+def _agreed_steps(
+    columns: RankColumns,
     tensors: Tensors,
     rank: Rank,
-    options: dict[str, Any],
-    frame: Frame,
-    validate: bool | None,
+    options: HeadOptions,
+    padding: RowPadding,
     *,
     keeps: bool,
-) -> tuple[Steps, tuple[jax.Array, ...]]:
-    """This rank's steps by the implementation that all of them run, and `Frame.tokens`, once all have checked
-    theirs.
+) -> tuple[RankSteps, tuple[jax.Array, ...]]:
+    """This rank's steps, by the implementation that all ranks run, and its `RowPadding.tokens`.
+
+    They are given once all ranks have checked theirs.
     """
-    ignored = _calls.ignored(options["ignore_index"])
-    facts = tuple({**options, "ignore_index": ignored}.items())
+    static = replace(options, ignore_index=_calls.ignored(options.ignore_index), validate=None)
     operands = (("hidden", tensors.hidden), ("lm_head_weight", tensors.lm_head_weight), ("bias", tensors.bias))
     specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in operands)
     specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
 
-    def check() -> tuple[tuple[Steps, tuple[jax.Array, ...]], str]:
+    def check() -> tuple[tuple[RankSteps, tuple[jax.Array, ...]], str]:
         for _, x in operands:
             if x is not None:
                 _exchange.in_memory(x)
-        steps, name = _chosen(cut, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, facts)
-        checked_against = cut.vocab_size if _inputs.must_check(validate, tensors.hidden) else None
+        steps, name = _chosen_steps(columns, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, static)
+        must_check = _inputs.must_check(options.validate, tensors.hidden)
+        checked_against = columns.vocab_size if must_check else None
         scale = _inputs.temperature(tensors.temperature)
         ids = tensors.target_ids
-        return (steps, frame.tokens(ids, scale, options["ignore_index"], "target_ids", checked_against)), name
+        return (steps, padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against)), name
 
-    found, names = _agreement.agreed(check, functools.partial(_everyone, rank.group))
-    _agreement.require_same([f"implementation={name}" for name in names])
+    found, names = agreement.agreed(check, functools.partial(_everyone, rank.group))
+    agreement.require_same([f"implementation={name}" for name in names])
     return found
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(
-    cut: Cut, rank: int, device: torch.device, specs: Any, keeps: bool, options: _programs.Options
-) -> tuple[Steps, str]:
+def _chosen_steps(
+    columns: RankColumns, rank: int, device: torch.device, specs: Any, keeps: bool, options: HeadOptions
+) -> tuple[RankSteps, str]:
     """The rank's steps, and the name of the implementation."""
     given = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
     with jax.default_device(_exchange.jax_device(device)):
-        (inputs, static, _), implementation = check_call(**given, **dict(options))
-        here = cut.options_of(replace(static, keeps=keeps), rank)
-        operands = (inputs.hidden, inputs.lm_head_weight, inputs.bias)
-        chosen = dispatch.choose(dispatch.problem_of("linear_logp", operands, here), implementation)
+        inputs, config, _ = check_call(HeadInputs(**given, temperature=1.0), options)
+        own = columns.config(replace(config, keeps=keeps), rank)
+        chosen = choose(facts_of_call(inputs, own), options.implementation)
     if chosen.promises_bits:
-        dispatch.check_edges(cut)
-    return Steps(chosen.functions.on_device, here, cut, rank), chosen.name
+        check_edges(columns)
+    return RankSteps(chosen.functions.on_device, own, columns, rank), chosen.name
 
 
 def _partials(
@@ -209,35 +215,35 @@ def _partials(
     count: Any,
     temperature: Any,
     *,
-    steps: Steps,
+    steps: RankSteps,
     ignore_index: int | None,
 ) -> Any:
     """This rank's groups, packed with which targets it holds, and its state."""
     ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
-    counted = validation.counted(ids, _calls.ignored(ignore_index))
-    tokens = validation.tokens(
-        ids, temperature, counted, vocab_size=steps.cut.vocab_size, validate=False, name="target_ids"
+    is_counted = counted(ids, _calls.ignored(ignore_index))
+    tokens = checked_tokens(
+        ids, temperature, is_counted, vocab_size=steps.columns.vocab_size, validate=False, name="target_ids"
     )
     groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
     stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
-    most = max(steps.cut.tree(rank).groups for rank in range(len(steps.cut.ranges)))
+    most = max(steps.columns.groups(rank).count for rank in range(len(steps.columns.ranges)))
     padded = jnp.pad(stacked, ((0, most - stacked.shape[0]), (0, 0), (0, 0)))
     return jnp.concatenate([padded.reshape(-1), is_here.astype(jnp.float32)]), groups, state
 
 
-def _merge(packed: Any, groups: Any, state: State, *, steps: Steps) -> tuple[LinearLogp, State]:
+def _merge(packed: Any, groups: Any, state: RankState, *, steps: RankSteps) -> tuple[LinearLogp, RankState]:
     """The values of what all ranks have packed `[ranks, ·]`; `groups` are this rank's, for their form."""
     leaves, structure = jax.tree.flatten(groups)
     size = packed.shape[1] - state.tokens.active.shape[0]
     by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), leaves[0].shape[1])
-    in_order = [by_rank[rank, : steps.cut.tree(rank).groups] for rank in steps.cut.order]
+    in_order = [by_rank[rank, : steps.columns.groups(rank).count] for rank in steps.columns.order]
     whole = jnp.concatenate(in_order)
     merged = jax.tree.unflatten(structure, [whole[:, i] for i in range(len(leaves))])
     return steps.merge(merged, packed[:, size:].sum(axis=0), state)
 
 
 def _gradients(
-    hidden: Any, weight: Any, bias: Any, upstream: tuple[Any, ...], state: State, *, steps: Steps, needs: Needs
+    hidden: Any, weight: Any, bias: Any, upstream: tuple[Any, ...], state: RankState, *, steps: RankSteps, needs: Needs
 ) -> Any:
     logp, lse, entropy = upstream
     given = LinearLogp(jnp.zeros_like(state.tokens.temperature) if logp is None else logp, lse, entropy)
@@ -248,20 +254,20 @@ def _gradients(
 class _Call:
     """What a call's forward and backward share besides tensors and arrays."""
 
-    steps: Steps
-    frame: Frame
+    steps: RankSteps
+    padding: RowPadding
     rank: Rank
     ignore_index: int | None
     needs: Needs
 
     def operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[jax.Array | None, ...]:
         own = None if bias is None else _exchange.lend(bias)
-        return self.frame.rows(hidden, columns=1), _exchange.lend(weight), own
+        return self.padding.rows(hidden, columns=1), _exchange.lend(weight), own
 
     def gathered(self, packed: jax.Array) -> jax.Array:
         """`[ranks, ·]` of what each rank has packed."""
         own = _exchange.to_torch(packed)
-        count = len(self.steps.cut.ranges)
+        count = len(self.steps.columns.ranges)
         everyone = own.new_empty(count * own.shape[0])
         dist.all_gather_into_tensor(everyone, own, group=self.rank.group)
         return _exchange.lend(everyone.reshape(count, -1))
@@ -269,7 +275,7 @@ class _Call:
     def summed(self, parts: jax.Array, like: Tensor) -> Tensor:
         """dH of this rank's float32 part `[1, N, D]`, of all ranks unless the caller sums it."""
         # A tensor of torch's own, for a collective to write into.
-        whole = self.frame.real(parts[0], like.shape).clone()
+        whole = self.padding.real(parts[0], like.shape).clone()
         if self.rank.reduce_hidden_grad:
             dist.all_reduce(whole, group=self.rank.group)
         return whole.to(like.dtype)
@@ -287,9 +293,9 @@ class _TensorParallel(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        lead, asked = call.frame.lead, call.steps.options
+        lead, asked = call.padding.lead, call.steps.config
         wanted = (True, asked.return_lse, asked.return_entropy)
-        if call.frame.is_empty:
+        if call.padding.is_empty:
             ctx.save_for_backward(hidden, weight, bias, _calls.keep(None))
             return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
         static = {"steps": call.steps}
@@ -297,7 +303,7 @@ class _TensorParallel(torch.autograd.Function):
         packed, groups, state = _programs.run("forward", _partials, own, ignore_index=call.ignore_index, **static)
         values, state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
         ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
-        return tuple(None if x is None else call.frame.real(x, lead) for x in values)
+        return tuple(None if x is None else call.padding.real(x, lead) for x in values)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -305,11 +311,11 @@ class _TensorParallel(torch.autograd.Function):
             return (None,) * 5
         *tensors, handle = ctx.saved_tensors
         with torch.no_grad():
-            found = _pull_back(ctx.call, tuple(tensors), handle, upstream)
+            found = _backward(ctx.call, tuple(tensors), handle, upstream)
         return *_calls.differentiable_once(found, *tensors, *upstream), None, None
 
 
-def _pull_back(
+def _backward(
     call: _Call, tensors: tuple[Tensor, Tensor, Tensor | None], handle: Tensor, upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients of this rank's hidden, weight and bias; None where none is needed."""
@@ -319,7 +325,7 @@ def _pull_back(
     hidden, weight, bias = tensors
     static = {"steps": call.steps, "needs": call.needs}
     with _exchange.launching(upstream):
-        given = tuple(None if g is None else call.frame.rows(g) for g in upstream)
+        given = tuple(None if g is None else call.padding.rows(g) for g in upstream)
         own = (*call.operands(hidden, weight, bias), given, state)
         d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
         return [

@@ -81,7 +81,7 @@ def _kernel(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """C, and the handle for the backward."""
-    frame = _calls.flat(a.shape[:-1])
+    padding = _calls.flat(a.shape[:-1])
     options = (
         ("transpose_b", transpose_b),
         ("out_dtype", _exchange.DTYPES[out_dtype]),
@@ -89,9 +89,9 @@ def _kernel(
     )
 
     def rows(x: Tensor) -> jax.Array:
-        return frame.rows(x, 0.0, columns=1)
+        return padding.rows(x, 0.0, columns=1)
 
-    call = _calls.Call(_OP, frame, options, (rows, _exchange.lend, rows), rows)
+    call = _calls.Call(_OP, padding, options, (rows, _exchange.lend, rows), rows)
     c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_shape(a, b, transpose_b)], out_dtype)
     return c, handle
 

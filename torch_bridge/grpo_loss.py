@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax.grpo import losses
+from rlk_jax.losses.advantages import Groups, advantages_of, groups_of
 from torch_bridge import _calls, _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.ratio_kl import policy_tensors, tokens
@@ -134,9 +134,9 @@ _OP = Op("grpo_loss", _run, differentiable=1)
 
 
 @functools.lru_cache(maxsize=256)
-def _groups(boundaries: tuple[int, ...], device: torch.device) -> losses.Groups:
+def _groups(boundaries: tuple[int, ...], device: torch.device) -> Groups:
     """In buckets, so that a program serves many batches of groups."""
-    return jax.device_put(losses.groups_of(boundaries, _programs.bucket), _exchange.jax_device(device))
+    return jax.device_put(groups_of(boundaries, _programs.bucket), _exchange.jax_device(device))
 
 
 def _kernel(
@@ -161,22 +161,22 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss, policy_loss, kl and the handle for the backward."""
     sizes = (*action_ids.shape,)
-    frame = _calls.Frame(sizes, sizes, tuple(map(_programs.bucket, sizes)))
+    padding = _calls.RowPadding(sizes, sizes, tuple(map(_programs.bucket, sizes)))
 
     def others() -> Arrays:
-        sequences = _calls.Frame(sizes[:1], sizes[:1], frame.padded[:1])
+        sequences = _calls.RowPadding(sizes[:1], sizes[:1], padding.padded[:1])
         if advantages is not None:
-            own = (sequences if advantages.ndim == 1 else frame).rows(_calls.numbers(advantages), 0)
+            own = (sequences if advantages.ndim == 1 else padding).rows(_calls.numbers(advantages), 0)
         else:
             assert rewards is not None
             step = samples_per_prompt or 1
             boundaries = range(0, sizes[0] + 1, step) if group_boundaries is None else group_boundaries
             groups, least = _groups(tuple(boundaries), rewards.device), _exchange.scalar(eps, rewards.device)
             of_rewards = sequences.rows(_calls.numbers(rewards), 0), groups, least
-            own = _programs.run("forward", losses.advantages_of, of_rewards)
+            own = _programs.run("forward", advantages_of, of_rewards)
         vocab_size = policy_logits.shape[-1] if validate else None
         scale = per_token, temperature
-        arrays = tokens(frame, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
+        arrays = tokens(padding, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
         return *arrays, own
 
     options = (
@@ -185,7 +185,7 @@ def _kernel(
         ("beta", beta),
         ("implementation", implementation),
     )
-    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), _exchange.lend)
+    call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), _exchange.lend)
     loss, policy_loss, kl, handle = call.forward([policy_logits], others, needs, [()] * 3)
     return loss, policy_loss, kl, handle
 

@@ -1,6 +1,7 @@
 """linear_logp for tensors: log-probabilities of the taken tokens from hidden states and the LM head."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from torch import Tensor
 
 import rlk_jax
+from rlk_jax.ops.linear_logp.options import HeadOptions
 from torch_bridge import _calls, _exchange, _inputs, _tensor_parallel
 from torch_bridge._programs import Arrays, Op
 
@@ -82,67 +84,51 @@ def linear_logp(
     Gradients flow to hidden, lm_head_weight and bias, in their dtypes; one that needs none costs no work. Between
     forward and backward nothing is held but these tensors, as autograd holds them, and a few numbers per token.
 
-    Same bits: those of `rlk_jax.linear_logp` on the same arrays, of the implementations that promise any (`mosaic`,
-    `cuda`, `triton`, `deterministic`), although the rows are padded to one of a few sizes. docs/torch_bridge.md has the
-    rest.
+    Same bits: those of `rlk_jax.linear_logp` on the same arrays, with the implementations that promise bits, although
+    the rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
     """
-    options: dict[str, Any] = {
-        "logit_softcap": logit_softcap,
-        "ignore_index": ignore_index,
-        "weight_layout": weight_layout,
-        "return_lse": return_lse,
-        "return_entropy": return_entropy,
-        "memory_budget": memory_budget,
-        "implementation": implementation,
-    }
+    options = HeadOptions(
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
+        global_vocab_size=global_vocab_size,
+        weight_layout=weight_layout,
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+        memory_budget=memory_budget,
+        validate=validate,
+        implementation=implementation,
+    )
     if _tensor_parallel.is_cut(tp_group, vocab_start_index):
         rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
         given = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
-        logp, lse, entropy = _tensor_parallel.linear_logp(given, rank, options, validate)
+        logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(given, rank, options)
         return values(logp, lse, entropy, return_lse, return_entropy)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
-    per_token, number = _inputs.check_head(
-        tensors, temperature, global_vocab_size=global_vocab_size, validate=validate, **options
-    )
+    per_token, number = _inputs.check_head(tensors, temperature, options)
     hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
     lm_head_weight, weight_layout = _inputs.in_place(lm_head_weight, weight_layout)
-    logp, lse, entropy, _ = _linear_logp(
-        hidden,
-        lm_head_weight,
-        bias,
-        target_ids,
-        per_token,
-        number,
-        logit_softcap,
-        ignore_index,
-        global_vocab_size,
-        weight_layout,
-        return_lse,
-        return_entropy,
-        memory_budget,
-        _inputs.must_check(validate, hidden),
-        implementation,
-        _inputs.needs(hidden, lm_head_weight, bias),
-    )
+    checked = replace(options, weight_layout=weight_layout, validate=_inputs.must_check(validate, hidden))
+    needs = _inputs.needs(hidden, lm_head_weight, bias)
+    logp, lse, entropy, _ = _linear_logp(hidden, lm_head_weight, bias, target_ids, per_token, number, checked, needs)
     return values(logp, lse, entropy, return_lse, return_entropy)
 
 
 def values(
     logp: Tensor, lse: Tensor | None, entropy: Tensor | None, return_lse: bool, return_entropy: bool
 ) -> Tensor | LinearLogp:
-    """What was asked for, of a custom op's outputs."""
+    """What the user asked for, from a custom op's outputs."""
     if not (return_lse or return_entropy):
         return logp
     return LinearLogp(logp, lse if return_lse else None, entropy if return_entropy else None)
 
 
 def shapes(lead: Sequence[int], return_lse: bool, return_entropy: bool) -> list[Sequence[int]]:
-    """Of the outputs of a custom op, which are empty where not asked for."""
+    """The shapes of a custom op's outputs, which are empty where they were not asked for."""
     return [lead, lead if return_lse else (0,), lead if return_entropy else (0,)]
 
 
 def as_outputs(found: Any) -> tuple[jax.Array, ...]:
-    """What `rlk_jax` returns, as such outputs."""
+    """What `rlk_jax` returns, as outputs of a custom op."""
     logp, *others = found if isinstance(found, tuple) else (found, None, None)
     return logp, *(jnp.zeros(0, jnp.float32) if x is None else x for x in others)
 
@@ -164,6 +150,7 @@ def _run(
 
 
 _OP = Op("linear_logp", _run, differentiable=3)
+_OPTIONS = _calls.OptionFields(HeadOptions, without=("axis_name", "reduction", "reduce_hidden_grad"))
 
 
 def _kernel(
@@ -173,46 +160,38 @@ def _kernel(
     target_ids: Tensor,
     per_token: Tensor | None,
     temperature: float,
-    logit_softcap: float | None,
-    ignore_index: int | None,
-    global_vocab_size: int | None,
-    weight_layout: str,
-    return_lse: bool,
-    return_entropy: bool,
-    memory_budget: int | None,
-    validate: bool,
-    implementation: str | None,
+    options: HeadOptions,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the handle for the backward."""
     lead = target_ids.shape
-    frame = _calls.flat(lead)
-    options = (
-        ("logit_softcap", logit_softcap),
-        ("ignore_index", ignore_index),
-        ("global_vocab_size", global_vocab_size),
-        ("weight_layout", weight_layout),
-        ("return_lse", return_lse),
-        ("return_entropy", return_entropy),
-        ("memory_budget", memory_budget),
-        ("implementation", implementation),
-    )
+    padding = _calls.flat(lead)
 
     def tokens() -> Arrays:
-        vocab_size = global_vocab_size or lm_head_weight.shape[0 if weight_layout == "vd" else 1]
-        checked_against = vocab_size if validate else None
-        return frame.tokens(target_ids, (per_token, temperature), ignore_index, "target_ids", checked_against)
+        vocab_size = lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
+        checked_against = (options.global_vocab_size or vocab_size) if options.validate else None
+        scale = (per_token, temperature)
+        return padding.tokens(target_ids, scale, options.ignore_index, "target_ids", checked_against)
 
-    lend = (lambda x: frame.rows(x, columns=1), _exchange.lend, _exchange.lend)
-    call = _calls.Call(_OP, frame, options, lend, frame.rows)
+    lend = (lambda x: padding.rows(x, columns=1), _exchange.lend, _exchange.lend)
+    call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
     logp, lse, entropy, handle = call.forward(
-        [hidden, lm_head_weight, bias], tokens, needs, shapes(lead, return_lse, return_entropy)
+        [hidden, lm_head_weight, bias], tokens, needs, shapes(lead, options.return_lse, options.return_entropy)
     )
     return logp, lse, entropy, handle
 
 
-def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target_ids: Tensor, *options: Any) -> Any:
-    return _calls.fake(shapes(target_ids.shape, *options[6:8]), hidden.device)
+def _fake(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    per_token: Tensor | None,
+    temperature: float,
+    options: HeadOptions,
+    needs: Sequence[bool],
+) -> Any:
+    return _calls.fake(shapes(target_ids.shape, options.return_lse, options.return_entropy), hidden.device)
 
 
-_linear_logp = _calls.as_torch_op("linear_logp", _kernel, _fake, [0, 1, 2])
+_linear_logp = _calls.as_torch_op("linear_logp", _kernel, _fake, [0, 1, 2], options=_OPTIONS)

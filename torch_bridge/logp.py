@@ -1,6 +1,7 @@
 """logp for tensors: log-probabilities of the taken tokens from logits that are in memory already."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax import validation
+from rlk_jax.core.tokens import rows_in_range
+from rlk_jax.ops.logits.options import LogitsOptions
 from torch_bridge import _calls, _exchange, _inputs, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.linear_logp import LinearLogp, as_outputs, shapes, values
@@ -60,14 +62,7 @@ def logp(
 
     Same bits: those of `rlk_jax.logp` on the same arrays, of the implementations that promise any.
     """
-    per_token, number = _inputs.temperature(temperature)
-    tensors = {"logits": logits, "token_ids": token_ids, "temperature": per_token, "row_indices": row_indices}
-    _inputs.check_tensors(**tensors, out=out)
-    _inputs.check_constants("logp", temperature=per_token)
-    _inputs.check_static(
-        "logp",
-        tensors,
-        temperature=number,
+    options = LogitsOptions(
         logit_softcap=logit_softcap,
         ignore_index=ignore_index,
         global_vocab_size=global_vocab_size,
@@ -76,25 +71,17 @@ def logp(
         validate=validate,
         implementation=implementation,
     )
+    per_token, number = _inputs.temperature(temperature)
+    tensors = {"logits": logits, "token_ids": token_ids, "temperature": per_token, "row_indices": row_indices}
+    _inputs.check_tensors(**tensors, out=out)
+    _inputs.check_constants("logp", temperature=per_token)
+    _inputs.check_static("logp", tensors, **vars(options), temperature=number)
     needs = _inputs.needs(logits)
     if out is not None:
         _inputs.check_out(out, token_ids.shape, any(needs))
-    found, lse, entropy, _ = _logp(
-        logits,
-        token_ids,
-        per_token,
-        number,
-        logit_softcap,
-        ignore_index,
-        global_vocab_size,
-        row_indices,
-        None if row_indices is None else out,
-        return_lse,
-        return_entropy,
-        _inputs.must_check(validate, logits),
-        implementation,
-        needs,
-    )
+    checked = replace(options, validate=_inputs.must_check(validate, logits))
+    initial = None if row_indices is None else out
+    found, lse, entropy, _ = _logp(logits, token_ids, per_token, number, row_indices, initial, checked, needs)
     if out is not None:
         found = out.copy_(found)
     return values(found, lse, entropy, return_lse, return_entropy)
@@ -118,6 +105,7 @@ def _run(
 
 
 _OP = Op("logp", _run, differentiable=1)
+_OPTIONS = _calls.OptionFields(LogitsOptions, without=("donate_logits",))
 
 
 def _kernel(
@@ -125,54 +113,51 @@ def _kernel(
     token_ids: Tensor,
     per_token: Tensor | None,
     temperature: float,
-    logit_softcap: float | None,
-    ignore_index: int | None,
-    global_vocab_size: int | None,
     row_indices: Tensor | None,
     initial: Tensor | None,
-    return_lse: bool,
-    return_entropy: bool,
-    validate: bool,
-    implementation: str | None,
+    options: LogitsOptions,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the handle for the backward."""
     lead = token_ids.shape
-    frame = _calls.flat(lead)
-    options = (
-        ("logit_softcap", logit_softcap),
-        ("ignore_index", ignore_index),
-        ("global_vocab_size", global_vocab_size),
-        ("return_lse", return_lse),
-        ("return_entropy", return_entropy),
-        ("implementation", implementation),
-    )
+    padding = _calls.flat(lead)
 
     def tokens() -> Arrays:
-        vocab_size = global_vocab_size or logits.shape[-1]
-        checked_against = vocab_size if validate else None
-        own = frame.tokens(token_ids, (per_token, temperature), ignore_index, "token_ids", checked_against)
-        rows = None if row_indices is None else _rows(row_indices, frame.sizes[0], validate)
-        return *own, rows, None if initial is None else frame.rows(initial)
+        checked_against = (options.global_vocab_size or logits.shape[-1]) if options.validate else None
+        scale = (per_token, temperature)
+        own = padding.tokens(token_ids, scale, options.ignore_index, "token_ids", checked_against)
+        rows = None if row_indices is None else _rows(row_indices, padding.sizes[0], bool(options.validate))
+        return *own, rows, None if initial is None else padding.rows(initial)
 
-    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), frame.rows)
-    found, lse, entropy, handle = call.forward([logits], tokens, needs, shapes(lead, return_lse, return_entropy))
+    lend = (lambda x: padding.rows(x, columns=1),)
+    call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
+    outputs = shapes(lead, options.return_lse, options.return_entropy)
+    found, lse, entropy, handle = call.forward([logits], tokens, needs, outputs)
     return found, lse, entropy, handle
 
 
 def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
-    """In a bucket of their own, the first again and again as padding. None may mean a row that is padding itself."""
+    """The indices in a bucket of their own, padded by repeating the first. No index may mean a row of padding."""
     indices = _exchange.as_int32(row_indices)
     k = len(indices)
     if k and (padding := _programs.bucket(k) - k):
         indices = torch.cat([indices, indices[:1].expand(padding)])
     if validate:
-        validation.rows_in_range(_exchange.to_jax(indices), count, True)
+        rows_in_range(_exchange.to_jax(indices), count, True)
     return _exchange.lend(indices.where(indices < count, _exchange.INT32.max))
 
 
-def _fake(logits: Tensor, token_ids: Tensor, *options: Any) -> Any:
-    return _calls.fake(shapes(token_ids.shape, *options[7:9]), logits.device)
+def _fake(
+    logits: Tensor,
+    token_ids: Tensor,
+    per_token: Tensor | None,
+    temperature: float,
+    row_indices: Tensor | None,
+    initial: Tensor | None,
+    options: LogitsOptions,
+    needs: Sequence[bool],
+) -> Any:
+    return _calls.fake(shapes(token_ids.shape, options.return_lse, options.return_entropy), logits.device)
 
 
-_logp = _calls.as_torch_op("logp", _kernel, _fake, [0])
+_logp = _calls.as_torch_op("logp", _kernel, _fake, [0], options=_OPTIONS)

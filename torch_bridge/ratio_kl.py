@@ -7,7 +7,7 @@ import jax
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax import validation
+from rlk_jax.core.tokens import checked_tokens
 from torch_bridge import _calls, _exchange, _inputs
 from torch_bridge._programs import Arrays, Op
 
@@ -82,7 +82,7 @@ def policy_tensors(
 
 
 def tokens(
-    frame: _calls.Frame,
+    padding: _calls.RowPadding,
     ref_logits: Tensor,
     action_ids: Tensor,
     completion_mask: Tensor,
@@ -93,13 +93,13 @@ def tokens(
     """What there is of each token beside the policy's logits; checked where there is a vocabulary to check against.
     Padding is masked.
     """
-    ids, mask = frame.ids(action_ids), frame.rows(completion_mask != 0, 0)
-    scale = frame.temperature(*temperature, ref_logits.device)
+    ids, mask = padding.ids(action_ids), padding.rows(completion_mask != 0, 0)
+    scale = padding.temperature(*temperature, ref_logits.device)
     if vocab_size is not None:
         _exchange.wait(ids.device)
         given = _exchange.ids_of(ids, mask.shape), scale, mask.reshape(-1)
-        validation.tokens(*given, vocab_size=vocab_size, validate=True, name="action_ids")
-    return frame.rows(ref_logits, columns=1), ids, mask, frame.rows(old_logps, 0), scale
+        checked_tokens(*given, vocab_size=vocab_size, validate=True, name="action_ids")
+    return padding.rows(ref_logits, columns=1), ids, mask, padding.rows(old_logps, 0), scale
 
 
 def _run(
@@ -126,14 +126,14 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ratio, kl and the handle for the backward."""
     lead = action_ids.shape
-    frame = _calls.flat(lead)
+    padding = _calls.flat(lead)
 
     def others() -> Arrays:
         vocab_size = policy_logits.shape[-1] if validate else None
-        return tokens(frame, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
+        return tokens(padding, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
 
     options = (("implementation", implementation),)
-    call = _calls.Call(_OP, frame, options, (lambda x: frame.rows(x, columns=1),), frame.rows)
+    call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), padding.rows)
     ratio, kl, handle = call.forward([policy_logits], others, needs, [lead, lead])
     return ratio, kl, handle
 

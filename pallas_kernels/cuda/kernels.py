@@ -12,9 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cuda import build
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax, Source
-from pallas_kernels.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
-from pallas_kernels.vocabulary import Head, Vocabulary
+from pallas_kernels.hopper.arrays import (
+    Coefficients,
+    HiddenGradient,
+    KeptExponentials,
+    LogitsConfig,
+    Partials,
+    GradientRows,
+    VocabSlice,
+    Softmax,
+    KeptRowMap,
+)
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 
 Array = jax.Array
 Ref = Any
@@ -47,18 +57,18 @@ def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int]:
     return vocabulary.size, vocabulary.group_width
 
 
-def _head(head: Head) -> np.ndarray:
+def _head(head: HeadAccess) -> np.ndarray:
     return _numbers(*_vocabulary(head.vocabulary), head.layout == "dv", head.copied)
 
 
-def _softcap(logits: Logits) -> np.float64:
+def _softcap(logits: LogitsConfig) -> np.float64:
     return np.float64(logits.softcap or 0)
 
 
 def partials(
-    logits: Logits,
+    logits: LogitsConfig,
     machine: Machine,
-    where: Slice,
+    where: VocabSlice,
     hidden: Array,
     weight: Array,
     bias: Array | None,
@@ -106,7 +116,7 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     return Softmax(logp, lse, entropy, shift, total, gap)
 
 
-def coefficients(rows: Rows, machine: Machine) -> Coefficients:
+def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
     """What the gradients of each row's logits are made of."""
     row = jax.ShapeDtypeStruct(rows.logp.shape, jnp.float32)
     constant, at_target, *slope = _call(
@@ -123,9 +133,9 @@ def _of_rows(rows: Coefficients) -> tuple[Array, ...]:
 
 
 def dlogits(
-    logits: Logits,
+    logits: LogitsConfig,
     machine: Machine,
-    where: Slice,
+    where: VocabSlice,
     hidden: Array,
     weight: Array,
     bias: Array | None,
@@ -147,28 +157,28 @@ def dlogits(
     )
 
 
-def from_powers(
-    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Source, rows: Coefficients, out: Ref
+def dlogits_from_kept_exponentials(
+    vocabulary: Vocabulary, machine: Machine, where: VocabSlice, kept: KeptExponentials, source: KeptRowMap, rows: Coefficients, out: Ref
 ) -> None:
     """What `dlogits` writes, from the powers that the forward kept: row `source.row[i]` of them belongs to row i.
 
-    In place where `kept.powers` is None and `out` holds them, for the first chunks.
+    In place where `kept.exponentials` is None and `out` holds them, for the first chunks.
     """
-    in_place = kept.powers is None
+    in_place = kept.exponentials is None
     (out[...],) = _call(
         "rlk_from_powers",
         [out[...] if in_place else jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], kept.shift, source.row, *_of_rows(rows)),
-        (where.columns, kept.powers, source.moved if in_place else None),
+        (where.columns, kept.exponentials, source.moved if in_place else None),
         vocabulary=_numbers(*_vocabulary(vocabulary)),
         rows_at_once=np.int64(statistics_tile(out.shape[0]).cluster_rows),
     )
 
 
 def add_hidden_gradient(
-    head: Head,
+    head: HeadAccess,
     machine: Machine,
-    where: Slice,
+    where: VocabSlice,
     dlogits: Array,
     weight: Array,
     unscale: Array | None,
@@ -196,7 +206,7 @@ def add_hidden_gradient(
 
 
 def store_weight_gradient(
-    head: Head, machine: Machine, where: Slice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
+    head: HeadAccess, machine: Machine, where: VocabSlice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
 ) -> None:
     """out[slice] = dlogitsᵀ·H (transposed for "dv"), complete, rounded once to out's dtype; in place.
 
@@ -213,7 +223,7 @@ def store_weight_gradient(
     )
 
 
-def column_sums(where: Slice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
+def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
     """Σ over rows of the slice's gradients, float32 `[columns]`: 64-row blocks, folded in ascending order.
 
     row_unscale `[rows]` multiplies each row.

@@ -4,7 +4,7 @@ With y = z·log2(e) and p = 2^(y − K) / Σ 2^(y − K), K the integer nearest 
     p·(g_lse − g_logp − g_entropy·(z − Σ p·z)) + [target]·g_logp,
 and at the target −g_logp·expm1(logp) stands for g_logp·(1 − p). bfloat16 gradients round E = bf16(2^(y − k)) first, k
 the integer of the row's chunk of 256 columns, whether E is computed here (`dlogits`) or was kept by the forward
-(`from_powers`): which of the two changes no bit.
+(`dlogits_from_kept_exponentials`): which of the two changes no bit.
 """
 
 import functools
@@ -17,7 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LN_2, LOG2_E, Coefficients, Kept, Logits, Rows, Slice, Source
+from pallas_kernels.hopper.arrays import LN_2, LOG2_E, Coefficients, KeptExponentials, LogitsConfig, GradientRows, VocabSlice, KeptRowMap
+from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
+from pallas_kernels.hopper.vocabulary import Vocabulary
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -29,7 +32,6 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import (
     Powers,
     bounded,
@@ -42,17 +44,15 @@ from pallas_kernels.mosaic.statistics import (
     row_clusters,
     width_of,
 )
-from pallas_kernels.tiles import COLUMNS, THREADS, Machine, statistics_tile
-from pallas_kernels.vocabulary import Vocabulary
 
 Array = jax.Array
 Ref = Any
 _AT_ONCE = 16
-"""Rows of kept powers loaded together, so that their latencies overlap."""
+"""GradientRows of kept powers loaded together, so that their latencies overlap."""
 
 
 class _Arguments(NamedTuple):
-    where: Slice
+    where: VocabSlice
     hidden: Ref
     weight: Ref
     bias: Ref | None
@@ -66,11 +66,11 @@ def _minus_expm1(x: Array) -> Array:
     return jnp.where(x > -0.1, series, 1 - jnp.exp2(x * LOG2_E))
 
 
-def coefficients(rows: Rows, machine: Machine) -> Coefficients:
+def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
     """What the gradients of each row's logits are made of."""
     n = rows.logp.shape[0]
 
-    def body(rows: Rows, out: _Computed) -> None:
+    def body(rows: GradientRows, out: _Computed) -> None:
         here = pl.ds(lax.axis_index("blocks") * THREADS, THREADS)
         layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
         found = _computed(jax.tree.map(lambda x: plgpu.load(x.at[here], layout=layout, optimized=False), rows))
@@ -90,7 +90,7 @@ class _Computed(NamedTuple):
     at_target: Any
 
 
-def _computed(rows: Rows) -> _Computed:
+def _computed(rows: GradientRows) -> _Computed:
     per_logit = (1.0 if rows.scale is None else rows.scale) / rows.temperature
     others = -rows.g_logp if rows.g_lse is None else rows.g_lse - rows.g_logp
     slope = None
@@ -145,7 +145,7 @@ def _largest(vocabulary: Vocabulary, values_of: Callable[[int], Array], width: A
 
 
 def _gradient(
-    logits: Logits, to_powers: Powers, c: _Chunk, products: Array, bias: Array | None, rounds_powers: bool
+    logits: LogitsConfig, to_powers: Powers, c: _Chunk, products: Array, bias: Array | None, rounds_powers: bool
 ) -> tuple[Array, Array | None]:
     """Gradients of some columns' logits away from the target, and what all of them are to be multiplied by."""
     columns = products.shape[1]
@@ -171,9 +171,9 @@ def _gradient(
 
 
 def dlogits(
-    logits: Logits,
+    logits: LogitsConfig,
     machine: Machine,
-    where: Slice,
+    where: VocabSlice,
     hidden: Array,
     weight: Array,
     bias: Array | None,
@@ -233,21 +233,21 @@ def dlogits(
     multiply(product, machine, _Arguments(where, hidden, weight, bias, rows, out))
 
 
-def from_powers(
-    vocabulary: Vocabulary, machine: Machine, where: Slice, kept: Kept, source: Source, rows: Coefficients, out: Ref
+def dlogits_from_kept_exponentials(
+    vocabulary: Vocabulary, machine: Machine, where: VocabSlice, kept: KeptExponentials, source: KeptRowMap, rows: Coefficients, out: Ref
 ) -> None:
     """What `dlogits` writes, from the powers that the forward kept: row `source.row[i]` of them belongs to row i.
 
-    In place where `kept.powers` is None and `out` holds them, for the first chunks. A thread reads a row of a chunk
+    In place where `kept.exponentials` is None and `out` holds them, for the first chunks. A thread reads a row of a chunk
     before it writes one, and rows that moved are taken in order by one block: none is overwritten before it is read.
     """
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written = statistics_tile(n).cluster_rows
 
-    def body(where: Slice, kept: Kept, source: Source, rows: Coefficients, out: Ref, no_more: tuple[()]) -> None:
+    def body(where: VocabSlice, kept: KeptExponentials, source: KeptRowMap, rows: Coefficients, out: Ref, no_more: tuple[()]) -> None:
         block, place = lax.axis_index("blocks"), lax.axis_index("groups")
-        powers = out if kept.powers is None else kept.powers
+        powers = out if kept.exponentials is None else kept.exponentials
         chunk = where.first_chunk[0] + place
         width = width_of(vocabulary, where, chunk)
         column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
@@ -272,7 +272,7 @@ def from_powers(
         def _() -> None:
             end = row_clusters(where.rows[0], written) * written
             first, last = block * WARPGROUP_ROWS, jnp.minimum(end, (block + 1) * WARPGROUP_ROWS)
-            if kept.powers is None:
+            if kept.exponentials is None:
                 moved = source.moved[0] != 0
                 first, last = jnp.where(moved, 0, first), jnp.where(moved, jnp.where(block == 0, end, 0), last)
             at_once = jnp.int32(_AT_ONCE)

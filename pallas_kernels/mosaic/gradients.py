@@ -8,7 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import HiddenGradient, Slice
+from pallas_kernels.hopper.arrays import HiddenGradient, VocabSlice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
+from pallas_kernels.hopper.vocabulary import HeadAccess
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -19,19 +22,16 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import row_clusters, width_of
-from pallas_kernels.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
-from pallas_kernels.vocabulary import Head
 
 Array = jax.Array
 Ref = Any
 _EIGHT = 8
-"""Rows of the smallest piece that TMA stores."""
+"""GradientRows of the smallest piece that TMA stores."""
 
 
 class _HiddenArguments(NamedTuple):
-    where: Slice
+    where: VocabSlice
     dlogits: Ref
     weight: Ref
     unscale: Ref | None
@@ -39,9 +39,9 @@ class _HiddenArguments(NamedTuple):
 
 
 def add_hidden_gradient(
-    head: Head,
+    head: HeadAccess,
     machine: Machine,
-    where: Slice,
+    where: VocabSlice,
     dlogits: Array,
     weight: Array,
     unscale: Array | None,
@@ -115,7 +115,7 @@ def add_hidden_gradient(
 
 
 class _WeightArguments(NamedTuple):
-    where: Slice
+    where: VocabSlice
     dlogits: Ref
     hidden: Ref
     unscale: Ref | None
@@ -123,7 +123,7 @@ class _WeightArguments(NamedTuple):
 
 
 def store_weight_gradient(
-    head: Head, machine: Machine, where: Slice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
+    head: HeadAccess, machine: Machine, where: VocabSlice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
 ) -> None:
     """out[slice] = dlogitsᵀ·H (transposed for "dv"), complete, rounded once to out's dtype; in place.
 
@@ -215,7 +215,7 @@ def store_weight_gradient(
     multiply(product, machine, _WeightArguments(where, dlogits, hidden, unscale, out))
 
 
-def column_sums(where: Slice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
+def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
     """Σ over rows of the slice's gradients, float32 `[columns]`: 64-row blocks, folded in ascending order.
 
     row_unscale `[rows]` multiplies each row.
@@ -223,7 +223,7 @@ def column_sums(where: Slice, dlogits: Array, row_unscale: Array | None, machine
     columns = dlogits.shape[1]
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
 
-    def body(where: Slice, dlogits: Ref, row_unscale: Ref | None, out: Ref) -> None:
+    def body(where: VocabSlice, dlogits: Ref, row_unscale: Ref | None, out: Ref) -> None:
         here = pl.ds(lax.axis_index("blocks") * COLUMNS, COLUMNS)
 
         def block_sum(block: Array) -> Array:

@@ -1,8 +1,8 @@
-"""Rows of materialised logits at memory speed: one warpgroup streams one row, each of its threads its own columns.
+"""GradientRows of materialised logits at memory speed: one warpgroup streams one row, each of its threads its own columns.
 
 A row is read once, in pieces of as many columns as one load of all threads holds. Every column of a piece has a running
 maximum and running sums, folded at the end: the order depends on V and the dtype alone, so a row keeps its bits in any
-batch. Rows that are not active are not read.
+batch. GradientRows that are not active are not read.
 """
 
 import functools
@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LOG2_E
-from pallas_kernels.logits import Form, RowCoefficients, RowStatistics
-from pallas_kernels.mosaic.simple import launch
+from pallas_kernels.hopper.arrays import LOG2_E
+from pallas_kernels.hopper.tiles import THREADS, Machine
+from pallas_kernels.logits import RowConfig, RowCoefficients, RowStatistics
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.statistics import softcapped
-from pallas_kernels.tiles import THREADS, Machine
 
 Array = jax.Array
 Ref = Any
@@ -77,7 +77,7 @@ def _widest(dtype: Any) -> int:
 
 
 def _widened(logits: Array) -> Array:
-    """Rows of at least one column per thread."""
+    """GradientRows of at least one column per thread."""
     return jnp.pad(logits, ((0, 0), (0, max(0, THREADS - logits.shape[1]))))
 
 
@@ -196,7 +196,7 @@ class _Ring:
 
 
 def statistics(
-    form: Form, logits: Array, target_ids: Array, temperature: Array, active: Array, *, machine: Machine
+    form: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array, *, machine: Machine
 ) -> RowStatistics:
     """The softmax of each active row of `logits [N, V]`; target_ids and active int32, temperature float32 `[N]`."""
     logits = _widened(logits)
@@ -277,7 +277,7 @@ def statistics(
 
 
 def gradients(
-    form: Form,
+    form: RowConfig,
     logits: Array,
     target_ids: Array,
     active: Array,

@@ -1,6 +1,6 @@
 """Forward of linear_logp: for each row and chunk of 256 columns, the softmax over them; then the fold over chunks.
 
-Logits are scaled to powers of two: y = z·log2(e). A partial is (k, s, t, u) with k = round(max y) an integer,
+LogitsConfig are scaled to powers of two: y = z·log2(e). A partial is (k, s, t, u) with k = round(max y) an integer,
 s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from which the entropy
 follows. k is an integer so that rescaling a partial is exact. The powers 2^(y − k) may be kept, rounded to bfloat16,
 for a backward that need not multiply again.
@@ -14,7 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LOG2_E, Logits, Partials, Slice
+from pallas_kernels.hopper.arrays import LOG2_E, LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic.main_loop import (
     COLUMN,
     STRIP,
@@ -28,8 +30,6 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
-from pallas_kernels.vocabulary import Head, Vocabulary
 
 Array = jax.Array
 Ref = Any
@@ -38,7 +38,7 @@ _LARGE_SOFTCAP = 64.0
 
 
 class _Arguments(NamedTuple):
-    where: Slice
+    where: VocabSlice
     hidden: Ref
     weight: Ref
     bias: Ref | None
@@ -98,12 +98,12 @@ def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | Non
     return capped, (e * inverse) * (4 * inverse)
 
 
-def bounded(logits: Logits, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
+def bounded(logits: LogitsConfig, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
     """softcap(products + bias), and its derivative where there is a softcap."""
     return softcapped(products if bias is None else products + over_rows(bias), logits.softcap)
 
 
-def masked(logits: Logits, values: Array, width: Array, fill: float) -> Array:
+def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
     """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill.
 
     Beside a softcap it stays where no chunk needs it: without the branch ptxas spills registers.
@@ -122,13 +122,13 @@ def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
     return plgpu.load(bias.at[pl.ds(first, columns)], layout=COLUMN, optimized=False)
 
 
-def chunk_of(vocabulary: Vocabulary, where: Slice, block: Block) -> tuple[Array, Array]:
+def chunk_of(vocabulary: Vocabulary, where: VocabSlice, block: Block) -> tuple[Array, Array]:
     """A tile's chunk and its width."""
     chunk = where.first_chunk[0] + block.column_block
     return chunk, width_of(vocabulary, where, chunk)
 
 
-def width_of(vocabulary: Vocabulary, where: Slice, chunk: Array) -> Array:
+def width_of(vocabulary: Vocabulary, where: VocabSlice, chunk: Array) -> Array:
     """Columns of a chunk, from inside a kernel."""
     return vocabulary.width(chunk, None if where.columns is None else where.columns[0])
 
@@ -144,7 +144,7 @@ def row_clusters(rows: Array, cluster_rows: int) -> Array:
 
 
 def product_with_head(
-    name: str, head: Head, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, store_dtype: Any = None
+    name: str, head: HeadAccess, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, store_dtype: Any = None
 ) -> Product:
     """hidden·Wᵀ over one slice of chunks. The kernel's arguments have fields `where`, `hidden` and `weight`."""
     rows, dim = hidden.shape
@@ -171,9 +171,9 @@ def product_with_head(
 
 
 def partials(
-    logits: Logits,
+    logits: LogitsConfig,
     machine: Machine,
-    where: Slice,
+    where: VocabSlice,
     hidden: Array,
     weight: Array,
     bias: Array | None,

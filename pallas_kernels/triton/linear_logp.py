@@ -23,7 +23,7 @@ _SUM_ROWS, _SUM_COLUMNS = 64, 128
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadShape:
     """The static facts of one head `[V, D]` ("vd") or `[D, V]` ("dv"), and of the softmax's tree over it."""
 
     dim: int
@@ -50,7 +50,7 @@ class Head:
 _TILE = {"rows": ROWS, "columns": COLUMNS, "depth": DEPTH, "band": _BAND}
 
 
-class Operands(NamedTuple):
+class KernelOperands(NamedTuple):
     """hidden `[rows, D]`, whole tiles of rows and 0 from `active_rows` on; weight as its head says; bias `[V]` or None.
 
     active_rows, real_columns int32 `[1]`: rows that count, and the true vocabulary's size.
@@ -80,7 +80,7 @@ class Coefficients(NamedTuple):
     at_target: Array
 
 
-class Slice(NamedTuple):
+class ColumnRange(NamedTuple):
     """int32 `[1]`: first column of a slice, of the chain of dH that it belongs to, and the end of that."""
 
     start: Array
@@ -101,7 +101,7 @@ def _vector(n: int) -> jax.ShapeDtypeStruct:
 
 
 def group_partials(
-    head: Head, operands: Operands, target_ids: Array, temperature: Array, *, with_gap: bool
+    head: HeadShape, operands: KernelOperands, target_ids: Array, temperature: Array, *, with_gap: bool
 ) -> Partials:
     """The softmax over each group of the tree, `[groups, rows]`, from target_ids int32 and temperature `[rows]`."""
     from pallas_kernels.triton import head_kernels
@@ -171,14 +171,14 @@ def coefficients(
 
 
 def dlogits(
-    head: Head,
-    operands: Operands,
+    head: HeadShape,
+    operands: KernelOperands,
     target_ids: Array,
     temperature: Array,
     maximum: Array,
     log_sum: Array,
     rows: Coefficients,
-    where: Slice,
+    where: ColumnRange,
     slice_width: int,
 ) -> Array:
     """Gradients of one slice's products hidden·Wᵀ, `[rows, slice_width]` in hidden's dtype; vectors `[rows]`."""
@@ -207,7 +207,7 @@ def dlogits(
     return out
 
 
-def add_hidden_gradient(head: Head, operands: Operands, of_logits: Array, where: Slice, chain: Array) -> Array:
+def add_hidden_gradient(head: HeadShape, operands: KernelOperands, of_logits: Array, where: ColumnRange, chain: Array) -> Array:
     """chain + dlogits·W over one slice, in chain's memory: float32 `[rows, D]`, whatever it holds before the first."""
     from pallas_kernels.triton import head_kernels
 
@@ -226,7 +226,7 @@ def add_hidden_gradient(head: Head, operands: Operands, of_logits: Array, where:
 
 
 def store_weight_gradient(
-    head: Head, operands: Operands, of_logits: Array, unscale: Array, where: Slice, d_weight: Array
+    head: HeadShape, operands: KernelOperands, of_logits: Array, unscale: Array, where: ColumnRange, d_weight: Array
 ) -> Array:
     """d_weight with the slice's columns of dlogitsᵀ·H, times unscale `[1]`, rounded once; in d_weight's memory."""
     from pallas_kernels.triton import head_kernels

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.logits import Form, RowCoefficients, RowStatistics
+from pallas_kernels.logits import RowConfig, RowCoefficients, RowStatistics
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
@@ -35,11 +35,11 @@ def gradient_width(row_length: int) -> int:
     return min(_GRADIENT_WIDTH, _power_of_two(row_length))
 
 
-def _constants(form: Form, row_length: int) -> dict[str, Any]:
+def _constants(form: RowConfig, row_length: int) -> dict[str, Any]:
     return {"row_length": row_length, "columns": form.columns, "softcap": form.softcap}
 
 
-def statistics(form: Form, logits: Array, target_ids: Array, temperature: Array, active: Array) -> RowStatistics:
+def statistics(form: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array) -> RowStatistics:
     """The softmax of each active row of `logits [N, V]`, N > 0; target_ids and active int32, temperature float32 `[N]`.
 
     target is 0 where it is none of these columns; an inactive row's total is 1, all else of it 0.
@@ -60,7 +60,7 @@ def statistics(form: Form, logits: Array, target_ids: Array, temperature: Array,
 
 
 def gradients(
-    form: Form, logits: Array, target_ids: Array, active: Array, rows: RowCoefficients, in_place: bool
+    form: RowConfig, logits: Array, target_ids: Array, active: Array, rows: RowCoefficients, in_place: bool
 ) -> Array:
     """The gradient of every logit `[N, V]`, in their dtype: 0 in rows that are not active and in padding columns.
 

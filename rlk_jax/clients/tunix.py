@@ -15,8 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from tunix.rl import common, function_registry
 
-from rlk_jax._problem import LinearLogp, WeightLayout
-from rlk_jax.linear_logp import linear_logp
+from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.ops.linear_logp.api import linear_logp
+from rlk_jax.ops.linear_logp.options import WeightLayout
 
 __all__ = [
     "Head",

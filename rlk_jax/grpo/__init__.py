@@ -1,7 +1,7 @@
 """GRPO on per-token log-probs: the losses, and the configuration of `rlk grpo`. Imports jax only; no flax."""
 
 from rlk_jax.grpo.config import GrpoConfig
-from rlk_jax.grpo.losses import (
+from rlk_jax.losses import (
     LossOptions,
     PolicyLoss,
     expand_advantages,

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from rlk_jax.grpo.losses import LossOptions
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
+from rlk_jax.losses import LossOptions
 
 _OF_ARITHMETIC = ("max_operand", "demonstration_errors")
 

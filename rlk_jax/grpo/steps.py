@@ -16,7 +16,11 @@ from rlk_jax.grpo.accumulation import accumulated_gradients, in_parts
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.losses import (
+from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions, unscored
+from rlk_jax.grpo.sequences import Sequences, joined, pack
+from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
+from rlk_jax.losses import (
     PolicyLoss,
     expand_advantages,
     group_advantages,
@@ -24,10 +28,6 @@ from rlk_jax.grpo.losses import (
     masked_mean,
     policy_loss,
 )
-from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions, unscored
-from rlk_jax.grpo.sequences import Sequences, joined, pack
-from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 
 MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rlk_jax import dispatch, validation
+from rlk_jax import dispatch
+from rlk_jax.core.checks import check_memory_budget, one_of
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._seam import Seam
 
@@ -26,8 +27,8 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
     """
     seam = _seam(name)
     if implementation is not None:
-        validation.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    validation.check_memory_budget(memory_budget)
+        one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    check_memory_budget(memory_budget)
     seam.check_version()
     originals = _originals(seam) if name in _installed else seam.read()
     replacement = seam.replacement(

@@ -1,0 +1,202 @@
+"""Checks that every op makes alike, each with its message. They raise ValueError before anything runs."""
+
+import numbers
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlk_jax.core.mesh import explicit_spec
+
+FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+INT32 = np.iinfo(np.int32)
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""The smallest positive number that survives in float32 everywhere; smaller ones may count as 0."""
+BAD_TEMPERATURE = "temperature must be positive and finite, got values in [{low}, {high}]"
+
+
+class NamedArrays(Protocol):
+    """The arrays of one call by the names of its arguments: a NamedTuple of arrays or None."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def require(condition: Any, message: str) -> None:
+    """Raises ValueError(message) unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def type_name(x: Any) -> str:
+    """The full name of a value's type, for messages."""
+    kind = type(x)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the values of `x` can be read now."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def as_array(name: str, x: Any) -> Any:
+    """`x` as a JAX or NumPy array or a ShapeDtypeStruct; nnx variables are unwrapped."""
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
+    require(
+        isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct),
+        f"{name} must be a JAX or NumPy array, got {type_name(x)}.",
+    )
+    return x
+
+
+def check_dtypes(inputs: NamedArrays, *, integers: Collection[str], unchecked: Collection[str] = ()) -> None:
+    """All inputs are bfloat16, float16 or float32, but for those that are named as `integers` or `unchecked`."""
+    for name, x in inputs._asdict().items():
+        if x is None or name in unchecked:
+            continue
+        if name in integers:
+            require(jnp.issubdtype(x.dtype, jnp.integer), f"{name} must be integers, got {x.dtype}.")
+        else:
+            require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+
+
+def _committed_devices(x: Any) -> set[str] | None:
+    """The devices that a concrete array is committed to; None for anything that can follow another array."""
+    return set(map(str, x.sharding.device_set)) if isinstance(x, jax.Array) and is_concrete(x) and x.committed else None
+
+
+def check_devices(inputs: NamedArrays) -> None:
+    """All inputs that are committed to devices share those of the first input."""
+    given = inputs._asdict()
+    first = inputs._fields[0]
+    home = _committed_devices(given[first])
+    for name, x in given.items():
+        here = _committed_devices(x)
+        if home is not None and here is not None:
+            require(home == here, f"{name} device {sorted(here)} must match {first} device {sorted(home)}.")
+
+
+def check_temperature_shape(temperature: Any, name: str, ids: Any) -> None:
+    """The temperature is a scalar or has the shape of the ids, which the caller knows as `name`."""
+    require(
+        temperature.shape in ((), ids.shape),
+        f"temperature must be a scalar or have {name} shape {ids.shape}, got {temperature.shape}.",
+    )
+
+
+def is_integer(x: Any) -> bool:
+    """Whether x is an integer of Python or NumPy, and not a bool."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a real number of Python or NumPy, and not a bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def fits_float32(x: float) -> bool:
+    """Whether x is positive and finite, and still is as a float32."""
+    return SMALLEST <= x <= float(np.finfo(np.float32).max)
+
+
+def is_static(x: Any) -> bool:
+    """Whether `x` is a number that every rank of one program shares."""
+    return isinstance(x, numbers.Number | np.generic | np.ndarray)
+
+
+def checked_temperature(temperature: Any) -> Any:
+    """The temperature as an array. A number is a static fact and is checked here; values of arrays are checked later,
+    by `core.tokens.checked_tokens`.
+    """
+    if not is_number(temperature):
+        return as_array("temperature", temperature)
+    require(fits_float32(temperature), BAD_TEMPERATURE.format(low=temperature, high=temperature))
+    return np.float32(temperature)
+
+
+def check_vocabulary_options(
+    vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
+) -> None:
+    """The options that every op with a vocabulary of this many columns takes."""
+    require(
+        logit_softcap is None or (is_number(logit_softcap) and fits_float32(logit_softcap)),
+        f"logit_softcap must be a positive finite number, got {logit_softcap}.",
+    )
+    require(
+        global_vocab_size is None or (is_integer(global_vocab_size) and 1 <= global_vocab_size <= vocab_size),
+        f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size!r}.",
+    )
+    real = global_vocab_size or vocab_size
+    require(
+        ignore_index is None or (is_integer(ignore_index) and INT32.min <= ignore_index <= INT32.max),
+        f"ignore_index must be a 32-bit integer, got {ignore_index}.",
+    )
+    require(
+        ignore_index is None or not 0 <= ignore_index < real,
+        f"ignore_index {ignore_index} is a valid token id; it must lie outside [0, {real - 1}].",
+    )
+
+
+def check_memory_budget(memory_budget: int | None) -> None:
+    """The memory budget is None or a positive number of bytes."""
+    require(
+        memory_budget is None or (is_integer(memory_budget) and memory_budget >= 1),
+        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
+    )
+
+
+def check_validate(validate: bool | None) -> None:
+    """`validate` is None, True or False."""
+    require(validate in (None, True, False), f"validate must be None, True or False, got {validate!r}.")
+
+
+def check_mask_dtype(mask: Any) -> None:
+    """A completion mask holds bools or real numbers."""
+    require(
+        any(jnp.issubdtype(mask.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating)),
+        f"completion_mask must be bool, integer or float, got {mask.dtype}.",
+    )
+
+
+def no_explicit_axes(op: str, inputs: NamedArrays) -> None:
+    """No input lies over mesh axes of explicit type: the op would not keep it where it is."""
+    for name, x in inputs._asdict().items():
+        require(
+            (spec := explicit_spec(x)) is None,
+            f"{name} is sharded as {spec} over Explicit mesh axes, which {op} does not take: call it inside "
+            "jax.shard_map.",
+        )
+
+
+def require_values(inputs: NamedArrays) -> None:
+    """No input is a shape in the place of an array; `rlk_jax.explain` alone takes those."""
+    for name, x in inputs._asdict().items():
+        require(
+            not isinstance(x, jax.ShapeDtypeStruct),
+            f"{name} is a ShapeDtypeStruct: use jax.eval_shape, or rlk_jax.explain.",
+        )
+
+
+def one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
+    """The option is one of the values that exist."""
+    require(x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
+
+
+def require_positive_integer(name: str, x: Any) -> None:
+    """x is an integer of at least 1."""
+    require(is_integer(x) and x >= 1, f"{name} must be a positive integer, got {x!r}.")
+
+
+def positive(name: str, x: Any) -> None:
+    """x is a number above 0 that is finite as a float32."""
+    require(is_number(x) and fits_float32(x), f"{name} must be a positive finite number, got {x!r}.")
+
+
+def not_negative(name: str, x: Any) -> None:
+    """x is 0, or a number above 0 that is finite as a float32."""
+    require(is_number(x) and (x == 0 or fits_float32(x)), f"{name} must be 0 or a positive finite number, got {x!r}.")

@@ -1,0 +1,71 @@
+"""Meshes as every op sees them: the names of axes, how arrays lie over them, and programs that XLA partitions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlk_jax.core.transforms import varying_axes
+
+AxisName = str | tuple[str, ...]
+"""One mesh axis, or several that count as one, the most significant first."""
+
+
+def axis_names(axes: Any) -> tuple[str, ...]:
+    """The axes that one entry of a PartitionSpec names."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def explicit_spec(x: Any) -> PartitionSpec | None:
+    """How an array, or the array in an nnx variable, lies over Explicit mesh axes; None where it lies over none.
+
+    The spec has an entry for each dimension.
+    """
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
+    spec = tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
+    return PartitionSpec(*spec, *[None] * (x.ndim - len(spec))) if any(spec) else None
+
+
+def whole_on_every_device[Tree](tree: Tree) -> Tree:
+    """The same numbers, of which every device holds all where they were cut over Explicit mesh axes.
+
+    Sums that have one order need this: JAX would not choose how a sum over a cut axis goes on.
+    """
+    return jax.tree.map(lambda x: x if explicit_spec(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
+
+
+def mesh_of_processes(arrays: Any) -> Mesh | None:
+    """The mesh of concrete arrays that several processes share; None where no array is shared."""
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_fully_addressable:
+            return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None  # type: ignore[return-value]
+    return None
+
+
+def is_checked(axis: AxisName) -> bool:
+    """Whether the surrounding shard_map tracks over which axes values vary (check_vma=True)."""
+    return bool(varying_axes(lax.axis_index(axis)))
+
+
+def partitioned_by_xla(
+    function: Callable[..., Any], rule: str, partition: Callable[[Mesh, Any, Any], Any], *arguments: Any
+) -> Any:
+    """`function(*arguments)`, which XLA partitions over the devices of a program.
+
+    `rule` is Shardy's sharding rule of all arrays in arguments and results; `partition` is that of
+    `jax.experimental.custom_partitioning`.
+    """
+    call = custom_partitioning(function)
+    call.def_partition(partition, sharding_rule=rule)
+    return call(*arguments)
+
+
+def without_effects(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the references inside it hidden: XLA's partitioning callback takes no program with effects."""
+    call = custom_partitioning(function)
+    call.def_partition(None)
+    return call

@@ -1,0 +1,25 @@
+"""The plain definition of log-probabilities on float32 logits, for reference implementations. Nothing clever, ever."""
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.core.softmax import SoftmaxConfig
+from rlk_jax.core.tokens import LinearLogp, Tokens
+
+
+def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> LinearLogp:
+    """z = softcap(logits) / temperature, −inf in padding columns; logp = log_softmax(z)[target], lse, entropy."""
+    is_padding = jnp.arange(config.vocab_size)[None] >= config.real_vocab_size
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+    logits = logits / tokens.temperature[:, None]
+    logits = jnp.where(is_padding, -jnp.inf, logits)
+    logprobs = jax.nn.log_softmax(logits)
+    probability = jnp.exp(logprobs)
+    # An impossible token has p·ln p = 0; the inner where keeps its infinite logarithm out of the gradient too.
+    surprise = probability * jnp.where(probability > 0, logprobs, 0)
+    return LinearLogp(
+        logp=jnp.take_along_axis(logprobs, tokens.target_ids[:, None], axis=-1)[:, 0],
+        lse=jax.nn.logsumexp(logits, axis=-1) if config.return_lse else None,
+        entropy=-surprise.sum(axis=-1) if config.return_entropy else None,
+    )

@@ -1,0 +1,113 @@
+"""Active tokens in front of the others, or in blocks of constant shape: cost follows the active tokens."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax.core.tokens import Tokens
+from rlk_jax.core.transforms import varying_like
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of tokens: their places `index` in ascending order, and whether each is `active`.
+
+    A row that is not active only fills the block and must contribute nothing.
+    """
+
+    index: Array
+    active: Array
+
+    def take[Tree](self, tree: Tree) -> Tree:
+        """The block's rows of every `[N, ...]` leaf."""
+        return jax.tree.map(lambda x: x[self.index], tree)
+
+    def take_hidden(self, hidden: Array) -> Array:
+        """The block's rows of hidden, zero where they only fill the block: 0·NaN must not reach a sum over rows."""
+        return jnp.where(self.active[:, None], hidden[self.index], 0)
+
+    def take_tokens(self, tokens: Tokens) -> Tokens:
+        """The block's tokens; rows that only fill the block are not active."""
+        return self.take(tokens)._replace(active=self.active)
+
+    def store(self, into: Array, rows: Array) -> Array:
+        """`into [N, ...]` with the block's active rows set."""
+        nowhere = into.shape[0] + jnp.arange(self.index.shape[0], dtype=jnp.int32)
+        index = jnp.where(self.active, self.index, nowhere)
+        return into.at[index].set(rows.astype(into.dtype), mode="drop", unique_indices=True)
+
+
+def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], Carry], start: Carry) -> Carry:
+    """`step` over as many blocks of `rows` tokens as hold every active token `[N]`, in ascending order."""
+    n = active.shape[0]
+    padding = -n % rows
+    order = jnp.argsort(~active, stable=True).astype(jnp.int32)
+    is_active = jnp.pad(active[order], (0, padding))
+    order = jnp.pad(order, (0, padding))
+    count = (jnp.sum(active, dtype=jnp.int32) + rows - 1) // rows
+
+    def body(i: Array, carry: Carry) -> Carry:
+        block = Block(*(lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (order, is_active)))
+        return step(block, carry)
+
+    return lax.fori_loop(0, count, body, varying_like(start, active))
+
+
+def store_by_block(active: Array, rows: int, of_block: Callable[[Block], Any], start: Any) -> Any:
+    """`start`, a tree of arrays `[N, ...]`, with the rows that `of_block` gives set where tokens are active."""
+    return fold_blocks(active, rows, lambda block, so_far: jax.tree.map(block.store, so_far, of_block(block)), start)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("count", "active", "index", "place"), meta_fields=("size",)
+)
+@dataclass(frozen=True)
+class Compacted:
+    """N tokens whose active ones stand, in their own order, at the front of `size` rows.
+
+    `index` says which token a row holds and `place` in which row a token is. Both are None where all tokens are active
+    and stay where they are.
+    """
+
+    size: int
+    count: Array
+    active: Array
+    index: Array | None
+    place: Array | None
+
+    def take(self, x: Array, fill: float = 0) -> Array:
+        """The rows `[size, ...]` of `x [N, ...]`: active tokens first, then `fill`."""
+        if self.index is None:
+            padding = ((0, self.size - x.shape[0]), *((0, 0),) * (x.ndim - 1))
+            return jnp.pad(x, padding, constant_values=fill)
+        is_row = jnp.arange(self.size, dtype=jnp.int32) < self.count
+        return jnp.where(is_row.reshape(-1, *(1,) * (x.ndim - 1)), x[self.index], jnp.asarray(fill, x.dtype))
+
+    def spread(self, rows: Array) -> Array:
+        """The inverse of `take`, `[N, ...]` from `rows [size, ...]`: 0 where a token is not active."""
+        if self.place is None:
+            return rows[: self.active.shape[0]]
+        return jnp.where(self.active.reshape(-1, *(1,) * (rows.ndim - 1)), rows[self.place], 0)
+
+
+def compact(active: Array, size: int, *, all_active: bool = False) -> Compacted:
+    """Moves the tokens that are `active [N]` to the front of `size` rows; all_active says that all of them are."""
+    n = active.shape[0]
+    if all_active:
+        return Compacted(size, jnp.full(1, n, jnp.int32), active, None, None)
+    # Without the barrier XLA would compute the sum anew for every element of a row that is moved.
+    place = lax.optimization_barrier(jnp.cumsum(active, dtype=jnp.int32) - 1)
+    tokens = jnp.arange(n, dtype=jnp.int32)
+    index = (
+        jnp.zeros(size, jnp.int32)
+        .at[jnp.where(active, place, size + tokens)]
+        .set(tokens, mode="drop", unique_indices=True)
+    )
+    return Compacted(size, jnp.sum(active, dtype=jnp.int32, keepdims=True), active, index, jnp.maximum(place, 0))

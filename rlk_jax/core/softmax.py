@@ -1,0 +1,195 @@
+"""The softmax over a row of logits in parts: partials, their fold, values and gradients.
+
+Implementations that are written in JAX share these formulas; the kernels have their own.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax.core.fixed_order import halving_sum, rounded_product
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import varying_like
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class SoftmaxConfig:
+    """The static facts of a call on logits, whether they are given or computed."""
+
+    vocab_size: int
+    """Number of columns; those from `real_vocab_size` on are padding and count as logits of −inf."""
+    real_vocab_size: int
+    """The true vocabulary. In a shard, the least number of real columns that any shard has."""
+    logit_softcap: float | None
+    return_lse: bool
+    return_entropy: bool
+
+
+class Statistics(NamedTuple):
+    """The softmax of each token `[N]`, float32. max and log_sum stay apart: one float32 lse loses 4e-3 at |z| = 100."""
+
+    max: Array
+    log_sum: Array
+    """ln Σ exp(z − max)"""
+    target_logit: Array
+    gap: Array | None
+    """Σ p·(max − z) >= 0, so that entropy = log_sum + gap; None where entropy was not asked for"""
+
+
+class Partial(NamedTuple):
+    """The softmax over some columns, a row per token: the maximum, Σ e, the target's logit if it is among the columns,
+    and Σ e·(max − z), with e = exp(z − max).
+    """
+
+    max: Array
+    total: Array
+    target_logit: Array
+    gap: Array | None
+
+
+def zero_if_neg_inf(maximum: Array) -> Array:
+    """A maximum that may be subtracted: 0 where every logit is −inf."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+def fold(a: Partial, b: Partial) -> Partial:
+    """The softmax over the columns of both partials."""
+    maximum = jnp.maximum(a.max, b.max)
+
+    def rescaled(x: Partial) -> tuple[Array, Array | None]:
+        below = zero_if_neg_inf(maximum) - x.max
+        factor = jnp.exp(-below)
+        total = rounded_product(x.total, factor)
+        if x.gap is None:
+            return total, None
+        # Where the factor is 0, the sums are 0 too, and the difference may overflow a product.
+        shift = jnp.where(factor == 0, 0, rounded_product(x.total, below))
+        return total, rounded_product(x.gap + shift, factor)
+
+    (total_a, gap_a), (total_b, gap_b) = rescaled(a), rescaled(b)
+    gap = None if gap_a is None or gap_b is None else gap_a + gap_b
+    return Partial(maximum, total_a + total_b, a.target_logit + b.target_logit, gap)
+
+
+def empty_partial(rows: int, like: Array, *, with_gap: bool) -> Partial:
+    """The softmax over no columns, from which a fold starts; it varies over mesh axes as `like` does."""
+    zeros = jnp.zeros(rows, jnp.float32)
+    start = Partial(jnp.full(rows, -jnp.inf, jnp.float32), zeros, zeros, zeros if with_gap else None)
+    return varying_like(start, like)
+
+
+def merged(groups: Partial) -> Statistics:
+    """The softmax of each token from its partials `[groups, rows]`, folded in ascending order."""
+    start = empty_partial(groups.max.shape[1], groups.max, with_gap=groups.gap is not None)
+    whole, _ = lax.scan(lambda so_far, group: (fold(so_far, group), None), start, groups)
+    gap = None if whole.gap is None else whole.gap / whole.total
+    return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap)
+
+
+def partial_of_rows(logits: Array, target_logit: Array, *, with_gap: bool) -> Partial:
+    """The softmax of every row of `logits [rows, V]`, summed in whatever order XLA picks."""
+    maximum = logits.max(axis=1)
+    centred = logits - zero_if_neg_inf(maximum)[:, None]
+    exponentials = jnp.exp(centred)
+    gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) if with_gap else None
+    return Partial(maximum, exponentials.sum(axis=1), target_logit, gap)
+
+
+def fixed_order_partial(logits: Array, is_target: Array, *, with_gap: bool) -> Partial:
+    """The softmax of every row of `logits [rows, 256]`, summed by halves; is_target marks each row's target."""
+    maximum = logits.max(axis=1)
+    below = zero_if_neg_inf(maximum)[:, None] - logits
+    exponentials = jnp.exp(-below)
+    gaps = jnp.where(exponentials == 0, 0, rounded_product(exponentials, below)) if with_gap else None
+    return Partial(
+        max=maximum,
+        total=halving_sum(exponentials),
+        target_logit=halving_sum(jnp.where(is_target, logits, 0)),
+        gap=None if gaps is None else halving_sum(gaps),
+    )
+
+
+def values_of(config: SoftmaxConfig, statistics: Statistics) -> LinearLogp:
+    """logp = (z_t − max) − log_sum; lse = max + log_sum; entropy = log_sum + gap."""
+    logp = (statistics.target_logit - statistics.max) - statistics.log_sum
+    lse = statistics.max + statistics.log_sum if config.return_lse else None
+    entropy = statistics.log_sum + statistics.gap if statistics.gap is not None else None
+    return LinearLogp(logp, lse, entropy)
+
+
+def values_of_no_tokens(config: SoftmaxConfig, lead: tuple[int, ...]) -> LinearLogp:
+    """What is asked for, of a lead shape without tokens."""
+    nothing = jnp.zeros(lead, jnp.float32)
+    return LinearLogp(nothing, nothing if config.return_lse else None, nothing if config.return_entropy else None)
+
+
+def divided_by_temperature(x: Array, temperature: Array) -> Array:
+    """x / temperature, by the reciprocal: whether XLA divides or multiplies would depend on the surrounding program."""
+    return rounded_product(x, lax.optimization_barrier(1 / temperature)[:, None])
+
+
+def gradient_bound(temperature: Array, upstream: LinearLogp) -> Array:
+    """A bound on |gradient of a logit| of each row. The entropy's share is |p·(z − Σ p·z)| <= 1/e + ln V < 14."""
+    return (
+        sum(weight * jnp.abs(g) for weight, g in zip((1, 1, 14), upstream, strict=True) if g is not None) / temperature
+    )
+
+
+def fp16_scale(bound: Array) -> Array:
+    """The power of two that lifts `bound` to between 2¹⁴ and 2¹⁵, so that float16 gradients near 1e-9 survive."""
+    _, exponent = jnp.frexp(bound)
+    return jnp.ldexp(jnp.float32(1), jnp.clip(15 - exponent, -100, 100))
+
+
+def logits_of(
+    config: SoftmaxConfig, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: object
+) -> Array:
+    """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`."""
+    logits = products + bias
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits * (1 / config.logit_softcap))
+    logits = divided_by_temperature(logits, temperature)
+    # A poisoned row stays NaN in every column, so that its maximum is NaN too.
+    return jnp.where(columns < real_columns, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None])
+
+
+def product_gradients(
+    config: SoftmaxConfig,
+    products: Array,
+    bias: Array,
+    tokens: Tokens,
+    columns: Array,
+    real_columns: object,
+    statistics: Statistics,
+    upstream: LinearLogp,
+) -> Array:
+    """The gradient with respect to `products` `[rows, columns]`; exactly 0 in inactive rows and in padding columns.
+
+    With p = exp(z − lse) and upstream gradients g:
+      dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)),
+    and at the target −g_logp·expm1(logp) in the place of g_logp·(1 − p).
+    """
+    logits = logits_of(config, products, bias, tokens.temperature, columns, real_columns)
+    centred = logits - statistics.max[:, None]
+    logprob = centred - statistics.log_sum[:, None]
+    probability = jnp.exp(logprob)
+    is_target = columns == tokens.target_ids[:, None]
+    gradient = rounded_product(-upstream.logp[:, None], jnp.where(is_target, jnp.expm1(logprob), probability))
+    if upstream.lse is not None:
+        gradient += rounded_product(upstream.lse[:, None], probability)
+    if upstream.entropy is not None:
+        assert statistics.gap is not None
+        # A logit of −inf has p = 0, and 0·∞ must be 0.
+        spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
+        gradient += rounded_product(-upstream.entropy[:, None], probability * spread)
+    if config.logit_softcap is not None:
+        # This is 1 − tanh², without the cancellation where tanh is near 1.
+        decay = jnp.exp((-2 / config.logit_softcap) * jnp.abs(products + bias))
+        gradient *= 4 * decay / jnp.square(1 + decay)
+    counts = tokens.active[:, None] & (columns < real_columns)
+    return jnp.where(counts, divided_by_temperature(gradient, tokens.temperature), 0)

@@ -1,0 +1,173 @@
+"""The tokens of a call as the ops see them, and every check that reads their values."""
+
+import functools
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import checkify
+
+from rlk_jax.core.checks import BAD_TEMPERATURE, INT32, SMALLEST, is_concrete, require
+
+Array = jax.Array
+_IDS_OUT_OF_RANGE = (
+    "{name} out of range: expected [0, {last}], got [{low}, {high}]. "
+    "Mask or filter padding / ignore-index values (e.g. -100) before this op."
+)
+_ACTIONS_OUT_OF_RANGE = (
+    "action_ids at active (unmasked) positions must be in [0, V); found out-of-range ids. Expected [0, {last}], got "
+    "[{low}, {high}]."
+)
+_ROWS_OUT_OF_RANGE = "row_indices contains an out-of-range row: expected [0, {last}], got [{low}, {high}]."
+
+
+class LinearLogp(NamedTuple):
+    """What `linear_logp` and `logp` know of each token, float32 `[*lead]`; None where it was not asked for."""
+
+    logp: Array
+    lse: Array | None
+    entropy: Array | None
+
+
+class Tokens(NamedTuple):
+    """One row per token `[N]`: its id, its temperature, and whether it counts.
+
+    Ids are int32 and in range. Temperatures are float32; NaN poisons the row.
+    """
+
+    target_ids: Array
+    temperature: Array
+    active: Array
+
+    def with_upstream(self, upstream: LinearLogp) -> "Tokens":
+        """The same tokens, of which those without an upstream gradient are not active.
+
+        A token whose upstream gradients are all 0 contributes nothing, whatever it holds.
+        """
+        has_upstream = reduce(jnp.logical_or, (g != 0 for g in upstream if g is not None))
+        return self._replace(active=self.active & has_upstream)
+
+
+def upstream_gradients(cotangents: LinearLogp, tokens: Tokens) -> LinearLogp:
+    """What a custom_vjp with symbolic zeros is given, as arrays: zeros for logp and None for other symbolic zeros."""
+    logp, *others = (None if isinstance(g, SymbolicZero) else g for g in cotangents)
+    return LinearLogp(jnp.zeros_like(tokens.temperature) if logp is None else logp, *others)
+
+
+def as_int32(ids: Any) -> Array:
+    """Integer ids as int32. Ids beyond int32 saturate: an id that is out of range must stay so, not wrap."""
+    if ids.dtype == np.int32:
+        return jnp.asarray(ids)
+    info = jnp.iinfo(ids.dtype)
+    low, high = max(info.min, INT32.min), min(info.max, INT32.max)
+    clip = np.clip if isinstance(ids, np.ndarray | np.generic) else jnp.clip
+    return jnp.asarray(clip(ids, low, high).astype(np.int32))
+
+
+def active_mask(mask: Any) -> Array:
+    """Where a mask is not 0, as bool. NumPy masks are converted by NumPy: JAX would take 64 bits for 32."""
+    mask = mask if isinstance(mask, np.ndarray | np.generic) else jnp.asarray(mask)
+    return jnp.asarray(mask.astype(bool))
+
+
+def counted(ids: Any, ignore_index: int | None) -> Array:
+    """Which tokens `[N]` are not ignored."""
+    ids = as_int32(ids).reshape(-1)
+    return jnp.ones(ids.shape, bool) if ignore_index is None else ids != ignore_index
+
+
+class _Findings(NamedTuple):
+    """What one fused pass over the tokens finds: tokens with bad ones marked, and `_fit` of ids and temperatures."""
+
+    tokens: Tokens
+    ids: Array
+    temperatures: Array
+
+
+@functools.partial(jax.jit, static_argnames="vocab_size")
+def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -> _Findings:
+    temperature = jnp.broadcast_to(jnp.asarray(temperature).astype(jnp.float32), ids.shape).reshape(-1)
+    # The barrier makes constants behave as arguments: XLA itself would divide by a constant, and round otherwise.
+    temperature, ids = jax.lax.optimization_barrier(temperature), ids.reshape(-1)
+    id_is_good = (ids >= 0) & (ids < vocab_size)
+    temperature_is_good = (temperature >= SMALLEST) & (temperature < jnp.inf)
+    is_good = id_is_good & temperature_is_good
+    # An ignored row poisons nothing: its NaN would stop a program under jax_debug_nans.
+    poison = jnp.where(counted, jnp.nan, 1.0)
+    return _Findings(
+        Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, poison), counted),
+        ids=_fit(ids, id_is_good, counted, (INT32.min, INT32.max)),
+        temperatures=_fit(temperature, temperature_is_good, counted, (-jnp.inf, jnp.inf)),
+    )
+
+
+def _fit(x: Array, is_good: Array, counted: Any, limits: tuple[float, float]) -> Array:
+    """Whether all that counts is good, its least and its greatest, as `[3]` in the dtype of x for one read-back."""
+    least, greatest = limits
+    low = jnp.min(x, where=counted, initial=greatest)
+    high = jnp.max(x, where=counted, initial=least)
+    return jnp.stack([jnp.all(is_good | ~counted).astype(x.dtype), low, high])
+
+
+def checked_tokens(
+    ids: Any,
+    temperature: Any,
+    counted: Array,
+    *,
+    vocab_size: int,
+    validate: bool | None,
+    name: Literal["target_ids", "token_ids", "action_ids"],
+) -> Tokens:
+    """Flat tokens `[N]`, of which the `counted` ones are active.
+
+    A row with a bad id or temperature gets temperature NaN, which poisons everything that the row reaches.
+    validate=True reads the values back once and raises ValueError; None does so where they can be read. Otherwise bad
+    rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
+    """
+    found = _inspect(as_int32(ids), counted, temperature, vocab_size=vocab_size)
+    out_of_range = _ACTIONS_OUT_OF_RANGE if name == "action_ids" else _IDS_OUT_OF_RANGE.replace("{name}", name)
+    checks = (
+        (found.ids, out_of_range.replace("{last}", str(vocab_size - 1))),
+        (found.temperatures, BAD_TEMPERATURE),
+    )
+    _report(checks, validate, f"{name} and temperature")
+    return found.tokens
+
+
+def listed_rows(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
+    """Which of `count` rows are listed, `[count]`, and whether every index is in range.
+
+    Values are checked as by `checked_tokens`.
+    """
+    indices, is_good = rows_in_range(row_indices, count, validate)
+    listed = jnp.zeros(count, bool).at[jnp.where(is_good, indices, count)].set(True, mode="drop")
+    return listed, jnp.all(is_good)
+
+
+def rows_in_range(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
+    """int32 indices, and which of them name one of `count` rows. Values are checked as by `checked_tokens`."""
+    indices = as_int32(row_indices)
+    is_good = (indices >= 0) & (indices < count)
+    fit = _fit(indices, is_good, jnp.ones((), bool), (INT32.min, INT32.max))
+    _report(((fit, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),), validate, "row_indices")
+    return indices, is_good
+
+
+def _report(checks: Sequence[tuple[Array, str]], validate: bool | None, names: str) -> None:
+    """Raises ValueError for the first check that fails, where the values can be read; otherwise marks it for checkify.
+
+    Each check is what `_fit` gives, and a message.
+    """
+    readable = all(is_concrete(fit) for fit, _ in checks)
+    if validate and not readable:
+        raise ValueError(f"validate=True needs concrete {names}; under jit use jax.experimental.checkify.")
+    must_raise = readable and validate is not False
+    for (fits, low, high), message in jax.device_get(checks) if must_raise else checks:
+        if must_raise:
+            require(fits, message.format(low=low, high=high))
+        else:
+            checkify.debug_check(fits != 0, message, low=low, high=high)

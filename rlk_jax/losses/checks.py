@@ -1,0 +1,127 @@
+"""Static checks of the losses and their messages. They raise ValueError before anything runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlk_jax.core.checks import (
+    FLOAT_DTYPES,
+    as_array,
+    check_mask_dtype,
+    is_concrete,
+    is_integer,
+    is_number,
+    not_negative,
+    require,
+    require_positive_integer,
+)
+
+
+def check_unused_option(loss_type: str, name: str, x: Any, default: Any) -> None:
+    """An option that the loss type does not use keeps its default."""
+    require(x == default, f"{name} has no meaning for loss_type={loss_type!r}.")
+
+
+def check_dual_clip(x: float | None, upper: float) -> None:
+    """dual_clip lies above the clip range, which ends at `upper`."""
+    require(
+        x is None or x > upper,
+        f"dual_clip must be above the clip range, which ends at {upper}, got {x}.",
+    )
+
+
+def check_constant_length(normaliser: str, max_completion_length: Any) -> None:
+    """The constant normaliser has the length that it counts, and no other has one."""
+    require(
+        (normaliser == "constant") == (max_completion_length is not None),
+        "max_completion_length must be given with normaliser='constant' and with no other, got "
+        f"{max_completion_length!r} with {normaliser!r}.",
+    )
+    if max_completion_length is not None:
+        require_positive_integer("max_completion_length", max_completion_length)
+
+
+def _require_real(name: str, x: Any) -> None:
+    """x holds bools or real numbers."""
+    require(
+        any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating)),
+        f"{name} must be bool or real numbers, got {x.dtype}.",
+    )
+
+
+def _given_boundaries(num_sequences: int, group_boundaries: Any) -> tuple[int, ...]:
+    """The boundaries that the user gave, as integers."""
+    require(
+        all(map(is_concrete, jax.tree.leaves(group_boundaries))),
+        "group_boundaries must be static: a sequence of integers or a concrete array, not a traced one. "
+        "Under jit close over it or make it a static argument.",
+    )
+    edges = np.asarray(group_boundaries)
+    require(edges.ndim == 1 and edges.size >= 2, "group_boundaries must be a 1D tensor of length num_groups + 1.")
+    require(np.issubdtype(edges.dtype, np.integer), f"group_boundaries must be integers, got {edges.dtype}.")
+    require(edges[0] == 0 and edges[-1] == num_sequences, "group_boundaries must start at 0 and end at num_sequences.")
+    require(np.all(edges[1:] > edges[:-1]), "each group must contain at least one sequence.")
+    return tuple(edges.tolist())
+
+
+def checked_boundaries(rewards: Any, samples_per_prompt: Any, group_boundaries: Any) -> tuple[int, ...]:
+    """Where each group of `rewards [B]` begins, and the end: 0, ..., B."""
+    rewards = as_array("rewards", rewards)
+    require(rewards.ndim == 1, f"rewards must be 1D [num_sequences], got shape {rewards.shape}.")
+    _require_real("rewards", rewards)
+    require(
+        (samples_per_prompt is None) != (group_boundaries is None),
+        "Provide exactly one of samples_per_prompt or group_boundaries.",
+    )
+    count = rewards.shape[0]
+    if group_boundaries is not None:
+        return _given_boundaries(count, group_boundaries)
+    require(
+        is_integer(samples_per_prompt),
+        f"samples_per_prompt must be an integer, got {type(samples_per_prompt).__name__}.",
+    )
+    require(samples_per_prompt >= 2, "samples_per_prompt must be at least 2 for group normalization.")
+    require(count % samples_per_prompt == 0, "num_sequences (B) must be divisible by samples_per_prompt (n).")
+    return tuple(range(0, count + 1, int(samples_per_prompt)))
+
+
+def check_completion_mask(mask: Any) -> tuple[int, int]:
+    """The mask is `[B, T]` of bools or real numbers; returns its shape."""
+    mask = as_array("completion_mask", mask)
+    require(mask.ndim == 2, "completion_mask must be 2D [num_sequences, completion_len].")
+    check_mask_dtype(mask)
+    return mask.shape
+
+
+def check_advantages(x: Any, mask: Any) -> None:
+    """There is one advantage for each sequence of the mask, or one for each token."""
+    x, shape = as_array("advantages", x), check_completion_mask(mask)
+    require(
+        x.shape in (shape[:1], shape),
+        f"advantages must be [B] or [B, T] of completion_mask shape {shape}, got shape {x.shape}.",
+    )
+    _require_real("advantages", x)
+
+
+def check_policy_loss(
+    per_token: dict[str, Any], mask: Any, denominator: Any, *, beta: float, importance_cap: float | None
+) -> None:
+    """Every array of `policy_loss` fits the mask, and what the options ask for is there."""
+    shape = check_completion_mask(mask)
+    for name, x in per_token.items():
+        if x is not None or name in ("logp", "old_logps"):
+            x = as_array(name, x)
+            require(x.shape == shape, f"{name} shape {x.shape} does not match completion_mask shape {shape}.")
+            require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+    require(beta == 0 or per_token["ref_logps"] is not None, f"beta={beta} requires ref_logps.")
+    require(
+        (per_token["rollout_logps"] is None) == (importance_cap is None),
+        "rollout_logps and importance_cap must be given together.",
+    )
+    if is_number(denominator):
+        not_negative("denominator", denominator)
+    elif denominator is not None:
+        denominator = as_array("denominator", denominator)
+        require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")

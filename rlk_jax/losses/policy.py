@@ -1,0 +1,208 @@
+"""The policy loss of the GRPO family on log-probs: objectives, ratios, clipping, KL and metrics."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Num
+
+from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread
+from rlk_jax.core.mesh import whole_on_every_device
+from rlk_jax.core.tokens import active_mask
+from rlk_jax.losses.advantages import expand_advantages
+from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
+from rlk_jax.losses.kl import KL_ESTIMATORS
+from rlk_jax.losses.masked import active_values, masked_count, masked_means, masked_sum, sequence_means
+from rlk_jax.losses.options import LossOptions, check_loss_options
+
+
+class PolicyLoss(NamedTuple):
+    """What `policy_loss` returns: fp32 scalars, of which only `loss` carries gradients.
+
+    Ratios are those that the loss is made of: one per token, and for gspo its sequence's. Fractions, means and extremes
+    are over active tokens, and 0 where there are none.
+    """
+
+    loss: Float[Array, ""]
+    """policy_loss + beta · kl."""
+    policy_loss: Float[Array, ""]
+    kl: Float[Array, ""]
+    """The KL, normalised as the loss is; 0 without ref_logps."""
+    denominator: Float[Array, ""]
+    """`loss_denominator` of these arrays, whatever the loss was divided by."""
+    clip_fraction: Float[Array, ""]
+    """The fraction of tokens at which the objective is cut, by any of the three bounds below."""
+    clip_fraction_low: Float[Array, ""]
+    clip_fraction_high: Float[Array, ""]
+    clip_fraction_dual: Float[Array, ""]
+    ratio_mean: Float[Array, ""]
+    ratio_min: Float[Array, ""]
+    ratio_max: Float[Array, ""]
+    entropy: Float[Array, ""] | None
+    """The mean entropy; None where no entropy was given."""
+    importance_weight_mean: Float[Array, ""] | None
+    """The mean of the importance weights; None without rollout_logps."""
+    importance_capped_fraction: Float[Array, ""] | None
+    """The fraction of tokens whose importance weight is capped; None without rollout_logps."""
+
+
+def loss_denominator(
+    completion_mask: Num[Array, "B T"] | Bool[Array, "B T"], *, options: LossOptions
+) -> Float[Array, ""]:
+    """What `policy_loss` divides its sum by: a count, exact up to 2²⁴ and then rounded to fp32.
+
+    | normaliser | count |
+    | --- | --- |
+    | "tokens" | active tokens |
+    | "sequence_mean" | sequences with an active token |
+    | "constant" | sequences with an active token · max_completion_length |
+
+    Counts of micro-batches, or of data-parallel ranks, add up to that of the whole batch.
+    """
+    check_loss_options(options)
+    check_completion_mask(completion_mask)
+    count = masked_count(active_mask(completion_mask), options.normalised_by)
+    return count if options.max_completion_length is None else count * options.max_completion_length
+
+
+def policy_loss(
+    logp: Float[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    advantages: Num[Array, "B"] | Num[Array, "B T"],
+    completion_mask: Num[Array, "B T"] | Bool[Array, "B T"],
+    *,
+    ref_logps: Float[Array, "B T"] | None = None,
+    rollout_logps: Float[Array, "B T"] | None = None,
+    entropy: Float[Array, "B T"] | None = None,
+    denominator: Float[Array, ""] | float | None = None,
+    options: LossOptions = LossOptions(),
+) -> PolicyLoss:
+    """`loss = Σ(−w·J + beta·KL) / denominator` over active tokens; under "sequence_mean" Σ runs over sequences' means.
+
+    J is the objective of `options.loss_type` (docs/losses.md), ρ = blockwise_exp(logp − old); for the clipped losses
+
+        J = min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
+
+    w = min(exp(old − rollout), importance_cap) is a constant, for every active token; 1 without `rollout_logps`.
+
+    `denominator` replaces `loss_denominator(completion_mask, options=options)`. Give the sum of those over
+    micro-batches or ranks, and the losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the
+    plain sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1; a traced one below 0 is NaN.
+
+    All computing is fp32. Gradients go to `logp` only; at ρ = 1 and with ρ exactly on a bound of its range the gradient
+    is that of the unclipped objective. A batch with no active token, or none at all, has loss 0 and zero gradients.
+    Appended masked rows or columns change no bit of any output.
+
+    Raises ValueError for options that are not `LossOptions`, shapes that differ, dtypes other than bf16, fp16 and fp32,
+    beta > 0 without `ref_logps`, and one of `rollout_logps` and `options.importance_cap` without the other.
+    """
+    check_loss_options(options)
+    tokens = _PerToken(logp, old_logps, ref_logps, rollout_logps, entropy)
+    tokens, advantages, completion_mask = whole_on_every_device((tokens, advantages, completion_mask))
+    check_policy_loss(
+        tokens._asdict(), completion_mask, denominator, beta=options.beta, importance_cap=options.importance_cap
+    )
+    check_advantages(advantages, completion_mask)
+    return _policy_loss(tokens, advantages, active_mask(completion_mask), denominator, options)
+
+
+class _PerToken(NamedTuple):
+    """What a loss knows of each token, `[B, T]`; None for what it was not given."""
+
+    logp: Array
+    old_logps: Array
+    ref_logps: Array | None
+    rollout_logps: Array | None
+    entropy: Array | None
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def _policy_loss(
+    tokens: _PerToken, advantages: Array, mask: Array, denominator: Array | None, options: LossOptions
+) -> PolicyLoss:
+    logp, *constants = jax.tree.map(lambda x: active_values(x, mask), tokens)
+    old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
+    advantages = expand_advantages(advantages, mask)
+
+    # Policy and KL have a logp each, behind barriers: no product of a gradient is fused into the sum of both.
+    logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
+    log_ratio = logp - old_logps
+    if options.loss_type == "gspo":
+        log_ratio = active_values(pairwise_spread(sequence_means(log_ratio, mask), mask.shape[1]), mask)
+    lower, upper = _ratio_range(advantages, options)
+    objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
+    weights = is_capped = None
+    if options.importance_cap is not None:
+        weights = blockwise_exp(old_logps - rollout_logps)
+        is_capped = weights > options.importance_cap
+        weights = jnp.minimum(weights, options.importance_cap)
+        objective *= weights
+
+    own_denominator = loss_denominator(mask, options=options)
+    divisor = own_denominator if denominator is None else jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
+    divisor = jnp.where(divisor < 0, jnp.nan, jnp.where(divisor == 0, 1.0, divisor))
+    loss = policy = masked_sum(-objective, mask, options.normalised_by) / divisor
+    kl = jnp.zeros((), jnp.float32)
+    if ref_logps is not None:
+        kl = (
+            masked_sum(KL_ESTIMATORS[options.kl_estimator](logp_of_kl, ref_logps), mask, options.normalised_by)
+            / divisor
+        )
+    if options.beta:
+        loss = policy + jax.lax.optimization_barrier(options.beta * kl)
+
+    ratio = blockwise_exp(log_ratio)
+    below, above = (advantages != 0) & (ratio < lower), (advantages != 0) & (ratio > upper)
+    dual = above & (advantages < 0) & (options.dual_clip is not None)
+
+    averaged = {
+        "clip_fraction": below | above,
+        "clip_fraction_low": below,
+        "clip_fraction_high": above & ~dual,
+        "clip_fraction_dual": dual,
+        "ratio_mean": ratio,
+        "entropy": entropy,
+        "importance_weight_mean": weights,
+        "importance_capped_fraction": is_capped,
+    }
+    metrics = PolicyLoss(
+        loss=loss,
+        policy_loss=policy,
+        kl=kl,
+        denominator=own_denominator,
+        ratio_min=jnp.where(mask.any(), jnp.min(ratio, where=mask, initial=jnp.inf), 0.0),
+        ratio_max=jnp.max(ratio, where=mask, initial=0.0),
+        **masked_means(averaged, mask),
+    )
+    return jax.lax.stop_gradient(metrics)._replace(loss=loss)
+
+
+def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float, Array | float]:
+    """The ratios between which the objective still follows the ratio."""
+    if options.loss_type == "cispo":
+        return 0.0, options.cispo_ratio_cap
+    if options.loss_type == "sapo":
+        return 0.0, float(np.finfo(np.float32).max)  # an infinite ratio would make the flat gate's gradient NaN
+    negative = advantages < 0
+    dual_clip = jnp.inf if options.dual_clip is None else options.dual_clip
+    return jnp.where(negative, 1.0 - options.clip_eps, 0.0), jnp.where(negative, dual_clip, options.upper_clip)
+
+
+def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> Array:
+    """blockwise_exp(log_ratio) cut to [lower, upper]. Its gradient is exp's inside and on the bounds, and 0 beyond."""
+    ratio = jax.lax.stop_gradient(blockwise_exp(log_ratio))
+    beyond = (ratio < lower) | (ratio > upper)
+    # A cut token's own log-ratio may overflow, and 0 · inf would be NaN: the exp under the gradient takes 0 there.
+    return jnp.where(beyond, jnp.clip(ratio, lower, upper), blockwise_exp(jnp.where(beyond, 0.0, log_ratio)))
+
+
+def _objective(logp: Array, ratio: Array, advantages: Array, options: LossOptions) -> Array:
+    """What a token wants to maximise, as a function of the ratio cut to `_ratio_range`."""
+    if options.loss_type == "cispo":
+        return jax.lax.stop_gradient(ratio) * advantages * logp
+    if options.loss_type == "sapo":
+        temperature = jnp.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+        return 4.0 / temperature * jax.nn.sigmoid(temperature * (ratio - 1.0)) * advantages
+    return ratio * advantages

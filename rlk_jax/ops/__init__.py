@@ -1,0 +1,63 @@
+"""The table of ops, a line each, and what can be asked of any of them. No module below this one lists ops."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlk_jax.core import dispatch
+from rlk_jax.ops import linear_grpo_loss as composed
+from rlk_jax.ops.det_gemm import api as gemm
+from rlk_jax.ops.det_gemm.implementations import ROWS as GEMM_ROWS
+from rlk_jax.ops.linear_logp import api as head
+from rlk_jax.ops.linear_logp.implementations import ROWS as HEAD_ROWS
+from rlk_jax.ops.logits import api as logits
+from rlk_jax.ops.logits.implementations import ROWS as LOGITS_ROWS
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: its public function, what describes a call of it to dispatch, and its implementations."""
+
+    function: Callable[..., Any]
+    describe: Callable[[Mapping[str, Any]], tuple[dispatch.CallFacts, str | None]]
+    rows: Sequence[dispatch.Implementation]
+    """Empty for an op that is composed of another and runs on that one's implementations."""
+    numerics_version: int
+    """A number that rises when the bits of an implementation that promises bits change."""
+
+
+OPS = {
+    "linear_logp": Op(head.linear_logp, head.describe, HEAD_ROWS, 4),
+    "det_gemm": Op(gemm.det_gemm, gemm.describe, GEMM_ROWS, 1),
+    "logp": Op(logits.logp, logits.describe_logp, LOGITS_ROWS, 2),
+    "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, LOGITS_ROWS, 3),
+    "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, LOGITS_ROWS, 3),
+    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, (), 4),
+}
+
+dispatch.TABLE.update({name: op.rows for name, op in OPS.items() if op.rows})
+
+numerics_version = {name: op.numerics_version for name, op in OPS.items() if op.rows}
+"""A number per op that rises when the bits of an implementation that promises bits change."""
+
+
+def _described(op: str, *args: Any, **kwargs: Any) -> tuple[dispatch.CallFacts, str | None]:
+    return OPS[op].describe(dispatch.bound_arguments(OPS[op].function, *args, **kwargs))
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
+    """Which implementation `rlk_jax.<op>(*args, **kwargs)` would run and why not the others; runs nothing.
+
+    Arrays may be `jax.ShapeDtypeStruct`. Raises ValueError as the op itself would, and for an op that does not exist.
+    """
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; the ops are {tuple(OPS)}.")
+    return dispatch.decide(op, *_described(op, *args, **kwargs), OPS[op].numerics_version)
+
+
+def promising(op: str, *args: Any, **kwargs: Any) -> str:
+    """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`, or the one it names.
+
+    Raises ValueError where the named one promises none.
+    """
+    return dispatch.first_promising(*_described(op, *args, **kwargs))

@@ -1,0 +1,27 @@
+"""The rows of det_gemm's dispatch table. No implementation that promises no bits may stand in for another."""
+
+from rlk_jax.core.devices import cuda_library_obstacles, hopper_obstacles, is_hopper
+from rlk_jax.core.dispatch import CallFacts, Implementation
+from rlk_jax.ops.det_gemm import hopper
+from rlk_jax.ops.det_gemm.deterministic import deterministic
+from rlk_jax.ops.det_gemm.reference import reference
+
+
+def _cuda_obstacles(facts: CallFacts) -> list[str]:
+    """Only where all else fits is it worth looking for a compiler."""
+    return hopper_obstacles(facts) or cuda_library_obstacles()
+
+
+ROWS = (
+    Implementation("mosaic", hopper.mosaic(), hopper_obstacles, meant_for=is_hopper, promises_bits=True),
+    Implementation(
+        "cuda",
+        hopper.cuda(),
+        _cuda_obstacles,
+        by_name_only="mosaic is as fast and needs no compiler",
+        promises_bits=True,
+    ),
+    Implementation("deterministic", deterministic, promises_bits=True),
+    Implementation("reference", reference, by_name_only="promises no bits: the gold of the tests"),
+)
+"""The implementations of det_gemm, fastest first."""

@@ -1,0 +1,193 @@
+"""linear_grpo_loss: a loss of the GRPO family straight from hidden states and the LM head, without the logits.
+
+It is composed of `linear_logp` and `policy_loss`, and runs on the implementations of `linear_logp`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from rlk_jax.core.checks import as_array, require
+from rlk_jax.core.dispatch import CallFacts, bound_arguments
+from rlk_jax.core.tokens import active_mask, as_int32
+from rlk_jax.losses import LossOptions, PolicyLoss, policy_loss
+from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
+from rlk_jax.losses.options import check_loss_options
+from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
+from rlk_jax.ops.linear_logp.api import linear_logp
+
+_MASKED, _OUT_OF_RANGE = -100, -1
+
+
+def linear_grpo_loss(
+    hidden: Float[Array, "B T D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    ref_logps: Float[Array, "B T"] | None,
+    advantages: Num[Array, "B"] | Num[Array, "B T"],
+    completion_mask: Num[Array, "B T"] | Bool[Array, "B T"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    ref_hidden: Float[Array, "B T E"] | None = None,
+    ref_weight: Float[Array, "V E"] | Float[Array, "E V"] | None = None,
+    rollout_logps: Float[Array, "B T"] | None = None,
+    denominator: Float[Array, ""] | float | None = None,
+    return_entropy: bool = False,
+    options: LossOptions = LossOptions(),
+    **head: Any,
+) -> PolicyLoss:
+    """`rlk_jax.grpo.policy_loss` of the log-probabilities that `linear_logp` computes, in one call.
+
+        logp = linear_logp(hidden, lm_head_weight, target_ids),   loss = policy_loss(logp, old_logps, advantages, …)
+
+    Masked tokens cost no work: they are left out of the products, in the forward and in the backward.
+
+    Args:
+      hidden: last hidden states `[B, T, D]` of B sequences of T completion tokens, shifted so that a row predicts its
+        target. Masked rows may hold anything, NaN included.
+      lm_head_weight, bias: as in `linear_logp`.
+      target_ids: `[B, T]`, the tokens taken; at masked tokens they may be anything.
+      old_logps: `[B, T]`, their log-probabilities when they were sampled.
+      ref_logps: `[B, T]`, the same of the reference model; None without one, or beside ref_hidden.
+      advantages: one for every sequence `[B]` or token `[B, T]`.
+      completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
+      ref_hidden, ref_weight: hidden states and head of a frozen reference model, instead of ref_logps. That head has no
+        bias, and the same layout, temperature and softcap.
+      rollout_logps, denominator, options: as in `policy_loss`.
+      return_entropy: whether the metrics have the mean entropy, which carries no gradient.
+      **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, logit_softcap,
+        weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on.
+
+    Returns:
+      `PolicyLoss`: the loss and its metrics, float32 scalars, of which only `loss` carries gradients.
+
+    Raises:
+      ValueError: for everything that `linear_logp` and `policy_loss` refuse, a mask of another shape than target_ids,
+        `ignore_index`, one of ref_hidden and ref_weight without the other, both beside ref_logps or a bias.
+
+    Gradients flow to hidden, lm_head_weight and bias: those of `linear_logp` followed by `policy_loss`, to the bit.
+    Within `memory_budget` the forward keeps exponentials, whose products the backward is spared (docs/linear_logp.md).
+
+    Same bits: what `linear_logp` and `policy_loss` promise.
+
+    Source: DeepSeekMath, arXiv 2402.03300; the losses of docs/losses.md.
+    """
+    _check(
+        lm_head_weight=lm_head_weight,
+        target_ids=target_ids,
+        bias=bias,
+        advantages=advantages,
+        completion_mask=completion_mask,
+        ref_hidden=ref_hidden,
+        ref_weight=ref_weight,
+        denominator=denominator,
+        options=options,
+        head=head,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        rollout_logps=rollout_logps,
+    )
+    mask = active_mask(completion_mask)
+    ids = as_int32(target_ids)
+    # An active id may happen to be the one by which tokens are left out: it must stay a wrong one.
+    ids = jnp.where(mask, jnp.where(ids == _MASKED, _OUT_OF_RANGE, ids), _MASKED)
+    head["ignore_index"] = _MASKED
+    found = linear_logp(
+        hidden,
+        lm_head_weight,
+        ids,
+        bias,
+        return_lse=True,  # so that it is a LinearLogp, also without the entropy
+        return_entropy=return_entropy,
+        **head,
+    )
+    if ref_hidden is not None and ref_weight is not None:
+        # They are constants: a forward that a backward follows would keep exponentials for it.
+        frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
+        ref_logps = linear_logp(*frozen, ids, **head)
+    return policy_loss(
+        found.logp,
+        old_logps,
+        advantages,
+        completion_mask,
+        ref_logps=ref_logps,
+        rollout_logps=rollout_logps,
+        entropy=found.entropy,
+        denominator=denominator,
+        options=options,
+    )
+
+
+def _check(
+    *,
+    lm_head_weight: Any,
+    target_ids: Any,
+    bias: Any,
+    advantages: Any,
+    completion_mask: Any,
+    ref_hidden: Any,
+    ref_weight: Any,
+    denominator: Any,
+    options: Any,
+    head: Any,
+    **logps: Any,
+) -> None:
+    """All static checks that are not `linear_logp`'s; `logps` are per token."""
+    check_loss_options(options)
+    layout = head.get("weight_layout", "vd")
+    reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
+    _check_reference(logps["ref_logps"], ref_hidden, ref_weight, **reference)
+    _check_targets(target_ids, completion_mask, head.get("ignore_index"))
+    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are yet to come
+    check_policy_loss(logps, completion_mask, denominator, beta=beta, importance_cap=options.importance_cap)
+    check_advantages(advantages, completion_mask)
+
+
+def _check_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> None:
+    """There is a target for each token of the mask, which alone says what is left out."""
+    ids, shape = as_array("target_ids", target_ids), check_completion_mask(mask)
+    require(ids.shape == shape, f"target_ids shape {ids.shape} does not match completion_mask shape {shape}.")
+    require(jnp.issubdtype(ids.dtype, jnp.integer), f"target_ids must be integers, got {ids.dtype}.")
+    require(ignore_index is None, "completion_mask says which tokens count: ignore_index must be None.")
+
+
+def _check_reference(logps: Any, hidden: Any, weight: Any, *, bias: Any, mask: Any, head: Any, layout: Any) -> None:
+    """A reference model comes as its log-probs, or as hidden states of the mask's tokens and a head of as many columns
+    as the policy's, or not at all.
+    """
+    require((hidden is None) == (weight is None), "ref_hidden and ref_weight must be given together.")
+    if hidden is None:
+        return
+    require(logps is None, "Give ref_logps, or ref_hidden and ref_weight, not both.")
+    require(bias is None, "The head of ref_hidden has no bias: beside a bias, give ref_logps instead.")
+    hidden, weight, head = (
+        as_array("ref_hidden", hidden),
+        as_array("ref_weight", weight),
+        as_array("lm_head_weight", head),
+    )
+    shape = check_completion_mask(mask)
+    require(
+        hidden.ndim == 3 and hidden.shape[:2] == shape,
+        f"ref_hidden must be [B, T, E] of completion_mask shape {shape}, got shape {hidden.shape}.",
+    )
+    rows = 1 if layout == "dv" else 0
+    require(
+        weight.ndim == head.ndim == 2 and weight.shape[rows] == head.shape[rows],
+        f"ref_weight shape {weight.shape} must have the vocabulary of lm_head_weight shape {head.shape}.",
+    )
+    dim = weight.shape[1 - rows]
+    require(hidden.shape[2] == dim, f"ref_hidden dim {hidden.shape[2]} must match ref_weight dim {dim}.")
+
+
+def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+    """What dispatch sees of the call of `linear_logp` that these arguments make, and the implementation it names."""
+    given = dict(arguments)
+    hidden, return_entropy = given.pop("hidden"), given.pop("return_entropy")
+    _check(**given)
+    operands = {name: given[name] for name in ("lm_head_weight", "target_ids", "bias")}
+    asked = {"ignore_index": _MASKED, "return_entropy": return_entropy, **given["head"]}
+    return describe_linear_logp(bound_arguments(linear_logp, hidden=hidden, **operands, **asked))

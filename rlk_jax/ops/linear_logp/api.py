@@ -1,0 +1,154 @@
+"""linear_logp: log-probabilities of the taken tokens from hidden states and the LM head, without the logits."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, overload
+
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from rlk_jax.core.dispatch import CallFacts
+from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
+from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
+from rlk_jax.ops.linear_logp.checks import check_call, no_axis_options
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.sharding.agreement import agree
+from rlk_jax.ops.linear_logp.sharding.vocab_parallel import over_explicit_axes
+
+
+@overload
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    **options: Any,
+) -> Float[Array, "*lead"]: ...
+
+
+@overload
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Any,
+) -> LinearLogp: ...
+
+
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = None,
+    global_vocab_size: int | None = None,
+    weight_layout: WeightLayout = "vd",
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    axis_name: AxisName | None = None,
+    vocab_start_index: int | Int[ArrayLike, ""] | None = None,
+    reduction: Reduction = "sum",
+    reduce_hidden_grad: bool = True,
+    memory_budget: int | None = None,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "*lead"] | LinearLogp:
+    """Log-probability of each target token under the LM head.
+
+        z = softcap(hidden·Wᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
+        logp = z[target] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
+
+    Args:
+      hidden: last hidden states `[*lead, D]`, already shifted so that a row predicts its target. bfloat16, float16 or
+        float32.
+      lm_head_weight: `[V, D]`, or `[D, V]` with `weight_layout="dv"`. Same dtypes; sums run in float32.
+      target_ids: `[*lead]`, any integer dtype.
+      bias: `[V]` or None.
+      temperature: positive; a scalar or one per token. Not differentiated.
+      logit_softcap: c > 0 (Gemma), or None. Not differentiated.
+      ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
+        row holds. It must lie outside the vocabulary.
+      global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf. With
+        `axis_name` it is that of the whole head; shards may be padding in part or altogether.
+      weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels). Neither is transposed.
+      return_lse, return_entropy: also return these, from the same pass, differentiable.
+      axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over. lm_head_weight and bias
+        are then this rank's shard, all shards equally wide; hidden and target_ids (ids of the whole vocabulary) are the
+        same on every rank of the axis, and so are the results. Take gradients outside the shard_map, or under
+        check_vma=True: inside one with check_vma=False JAX counts a result that n ranks share n times, as for psum.
+        `rlk_jax.vocab_parallel` has the form for whole arrays.
+      vocab_start_index: first column of this rank's shard, where that is not its index times the shard's width: equally
+        wide shards may stand in another order.
+      reduction: how dH is summed over the ranks, in float32: "sum" as fast as may be, "canonical" by the softmax's
+        fixed tree, with the same bits at 1, 2, 4 and 8 ranks.
+      reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
+        parallelism: hidden gathered over the axis).
+      memory_budget: bytes for the logits and their gradients that are held at a time, and the copies beside them. At
+        least one block of them is always held. `mosaic` and `cuda` hold it from the forward to the backward, and a copy
+        of it in a backward that is a program of its own. None means the implementation's default. Implementations that
+        promise bits give the same bits for every budget.
+      validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
+        device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
+        outputs and in every gradient it reaches, and is reported under `jax.experimental.checkify`.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
+        (`rlk_jax.explain` tells).
+
+    Returns:
+      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
+
+    Raises:
+      ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
+      TypeError: JAX's own, for forward-mode differentiation.
+
+    Gradients flow to hidden, lm_head_weight and bias, in their dtypes. An operand that needs none costs no work.
+    A row whose upstream gradients are all 0 costs none either: it contributes exactly 0, even if it holds NaN.
+
+    Same bits: the implementations that promise bits (docs/linear_logp.md lists them and has the whole contract) give a
+    row the same raw bits in any batch, at any position and beside any neighbours, and dW, db the same bits with ignored
+    rows anywhere; `xla` promises accuracy only.
+
+    Source: RL-Kernel's linear_logp; the pair (max, ln Σ) as in online softmax (Milakov and Gimelshein,
+    arXiv 1805.02867).
+    """
+    inputs = HeadInputs(hidden, lm_head_weight, target_ids, bias, temperature)
+    options = HeadOptions(
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
+        global_vocab_size=global_vocab_size,
+        weight_layout=weight_layout,
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+        axis_name=axis_name,
+        reduction=reduction,
+        reduce_hidden_grad=reduce_hidden_grad,
+        memory_budget=memory_budget,
+        validate=validate,
+        implementation=implementation,
+    )
+    if any(map(explicit_spec, inputs)):
+        no_axis_options(options, vocab_start_index)
+        return over_explicit_axes(inputs, options)
+    if axis_name is None and (mesh := mesh_of_processes(inputs)) is not None:
+        agree(mesh, inputs, options)
+        options = replace(options, validate=False)
+    return on_device(inputs, options, vocab_start_index)
+
+
+def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+    """What dispatch sees of a call with these arguments by name, which are checked, and the implementation it names."""
+    given = dict(arguments)
+    inputs = HeadInputs(*(given.pop(name) for name in HeadInputs._fields))
+    start = given.pop("vocab_start_index")
+    options = HeadOptions(**given)
+    inputs, config, _ = check_call(inputs, options, start)
+    return facts_of_call(inputs, config), options.implementation

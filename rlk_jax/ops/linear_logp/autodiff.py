@@ -1,0 +1,160 @@
+"""The custom_vjp of linear_logp on one device: values forward, gradients of the operands backward.
+
+One custom_vjp holds both passes, so that the forward knows whether a backward will follow. The core holds no
+collective but the gather of partial softmaxes in the forward.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax.core import transforms
+from rlk_jax.core.softmax import values_of_no_tokens
+from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
+from rlk_jax.ops.linear_logp.options import Gather, Gradients, HeadConfig, HeadFunctions, Needs, Operands
+from rlk_jax.ops.linear_logp.sharding.shard import (
+    Shard,
+    hidden_for_gradient,
+    hidden_gradient_carrier,
+    is_covered,
+    local_tokens,
+    rank_summands,
+    real_columns_of_shard,
+    shard_position,
+    sum_over_ranks,
+)
+
+Array = jax.Array
+_NO_SECOND_DERIVATIVE = "linear_logp has no second derivative: its gradient cannot be differentiated again."
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def flat_values(
+    functions: HeadFunctions,
+    config: HeadConfig,
+    shard: Shard | None,
+    operands: Operands,
+    tokens: Tokens,
+    vocab_start_index: Any,
+) -> LinearLogp:
+    """The values of flat tokens on one device, differentiable: of a whole head, or with all ranks of a shard."""
+    tokens = lax.stop_gradient(tokens)
+    if operands.hidden.shape[0] == 0:
+        return values_of_no_tokens(config, (0,))
+    if shard is None:
+        operands, tokens = transforms.equally_varying((operands, tokens))
+        return _values(functions, config, None, None, operands, tokens, None)
+    position = shard_position(shard, vocab_start_index)
+    carrier = hidden_gradient_carrier(shard, hidden_for_gradient(shard, operands.hidden), position.order)
+    operands = operands._replace(real_columns=real_columns_of_shard(shard, position.start))
+    tokens = local_tokens(tokens, position)
+    ranks = _Ranks(position.order, is_covered(shard, tokens, operands.real_columns))
+    carrier, operands, tokens, ranks = transforms.equally_varying((carrier, operands, tokens, ranks))
+    summands = _values(functions, config, shard, carrier, operands, tokens, ranks)
+    return jax.tree.map(functools.partial(sum_over_ranks, shard), summands)
+
+
+class _Ranks(NamedTuple):
+    """What a shard knows of the others: their order, and which tokens' targets are in exactly one of them."""
+
+    order: Array | None
+    is_covered: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _values(
+    functions: HeadFunctions,
+    config: HeadConfig,
+    shard: Shard | None,
+    carrier: Array | None,
+    operands: Operands,
+    tokens: Tokens,
+    ranks: _Ranks | None,
+) -> LinearLogp:
+    """The values of linear_logp, or a rank's summands of them, whose upstream gradients are those of the whole.
+
+    A carrier, where there is one, gets the gradient of hidden in hidden's place.
+    """
+    return _forward(functions, config, shard, operands, tokens, ranks)[0]
+
+
+def _forward(
+    functions: HeadFunctions,
+    config: HeadConfig,
+    shard: Shard | None,
+    operands: Operands,
+    tokens: Tokens,
+    ranks: _Ranks | None,
+) -> tuple[LinearLogp, Any, Any]:
+    """Values, a residual with a row per token, and what else is kept for the backward of one batch."""
+    gather: Gather = lambda groups: groups  # noqa: E731
+    if shard is not None and ranks is not None:
+        gather = functools.partial(shard.gather, order=ranks.order)
+
+    def one_batch(config: HeadConfig, shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
+        hidden, tokens = rows
+        return transforms.varying_like(functions.forward(config, Operands(hidden, *shared), tokens, gather), hidden)
+
+    def batches(shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
+        kept = jax.eval_shape(functools.partial(one_batch, config), shared, rows)[2]
+        one_of_many = functools.partial(one_batch, replace(config, keeps=False))
+        folding = transforms.vmap_folds_rows(lambda *x: one_of_many(*x)[:2], outputs_are_rows=True)
+        return *folding(shared, rows), jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
+
+    hidden, *shared = lax.stop_gradient(operands)
+    forward = transforms.with_vmap_rule(functools.partial(one_batch, config), batches)
+    values, residual, kept = forward(tuple(shared), (hidden, tokens))
+    values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
+    if shard is not None and ranks is not None:
+        # This stands after the pass, so that the pass need not wait for the ranks' answers.
+        covered = ranks.is_covered
+        values = rank_summands(shard, jax.tree.map(lambda x: jnp.where(covered, x, jnp.nan), values))
+    return values, residual, kept
+
+
+def _values_fwd(
+    functions: HeadFunctions, config: HeadConfig, shard: Shard | None, *primals: Any
+) -> tuple[LinearLogp, Any]:
+    carrier, operands = primals[:2]
+    targets = (operands.hidden if carrier is None else carrier, operands.weight, operands.bias)
+    operands, tokens, ranks = transforms.primal_values(primals[1:])
+    values, residual, kept = _forward(functions, replace(config, keeps=True), shard, operands, tokens, ranks)
+    if ranks is not None:
+        tokens = tokens._replace(temperature=jnp.where(ranks.is_covered, tokens.temperature, jnp.nan))
+    return values, (transforms.needs_gradient(targets), operands, tokens, residual, kept)
+
+
+def _values_bwd(
+    functions: HeadFunctions, config: HeadConfig, shard: Shard | None, saved: Any, cotangents: LinearLogp
+) -> tuple[Any, ...]:
+    needed, operands, tokens, residual, kept = saved
+    needs = Needs(*transforms.is_needed(needed))
+    upstream = upstream_gradients(cotangents, tokens)
+    operands, upstream = transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (operands, upstream))
+    tokens = tokens.with_upstream(upstream)
+
+    def one_batch(kept: Any, shared: Any, rows: Any) -> Gradients:
+        hidden, tokens, residual, upstream = rows
+        operands = Operands(hidden, *shared)
+        # Arrays of what is kept are empty where the forward ran under vmap.
+        kept = kept if all(x.size for x in jax.tree.leaves(kept)) else None
+        found = functions.gradients(config, needs, operands, tokens, residual, kept, upstream)
+        return transforms.varying_like(found, hidden)
+
+    def batches(kept: Any, shared: Any, rows: Any) -> Gradients:
+        outputs_are_rows = not (config.is_shard or needs.weight or needs.bias)
+        folding = transforms.vmap_folds_rows(functools.partial(one_batch, None), outputs_are_rows=outputs_are_rows)
+        return folding(shared, rows)
+
+    hidden, *shared = operands
+    gradients = transforms.with_vmap_rule(one_batch, batches)
+    done: Any = Operands(*gradients(kept, tuple(shared), (hidden, tokens, residual, upstream)))  # type: ignore[arg-type]
+    d_carrier, done = (done.hidden, done._replace(hidden=None)) if config.is_shard else (None, done)
+    return d_carrier, done, None, None
+
+
+_values.defvjp(_values_fwd, _values_bwd, symbolic_zeros=True)

@@ -1,0 +1,49 @@
+"""A call of linear_logp on one device: checks, the choice of the implementation, flat tokens, values."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.core.checks import require_values
+from rlk_jax.core.dispatch import CallFacts, choose, facts_of
+from rlk_jax.core.tokens import LinearLogp, Tokens, checked_tokens, counted
+from rlk_jax.ops.linear_logp.autodiff import flat_values
+from rlk_jax.ops.linear_logp.checks import check_call
+from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, Operands
+from rlk_jax.ops.linear_logp.sharding.shard import check_edges
+
+
+def on_device(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any = None) -> jax.Array | LinearLogp:
+    """What `linear_logp` returns for arrays that are one device's own, or that XLA lays over a program's devices."""
+    inputs, config, shard = check_call(inputs, options, vocab_start_index)
+    require_values(inputs)
+    chosen = choose(facts_of_call(inputs, config), options.implementation)
+    if shard is not None and chosen.promises_bits:
+        check_edges(shard)
+    tokens = tokens_of(inputs, config.real_vocab_size if shard is None else shard.vocab_size, options)
+    lead, dim = inputs.hidden.shape[:-1], inputs.hidden.shape[-1]
+    rows = jnp.asarray(inputs.hidden).reshape(math.prod(lead), dim)
+    weight = jnp.asarray(inputs.lm_head_weight)
+    operands = Operands(rows, weight, None if inputs.bias is None else jnp.asarray(inputs.bias))
+    values = flat_values(chosen.functions, config, shard, operands, tokens, vocab_start_index)
+    values = jax.tree.map(lambda x: x.reshape(lead), values)
+    return values if options.return_lse or options.return_entropy else values.logp
+
+
+def facts_of_call(inputs: HeadInputs, config: HeadConfig) -> CallFacts:
+    """What dispatch sees of a call."""
+    return facts_of("linear_logp", (inputs.hidden, inputs.lm_head_weight, inputs.bias), config)
+
+
+def tokens_of(inputs: HeadInputs, vocab_size: int, options: HeadOptions) -> Tokens:
+    """Flat tokens, of which ignored ones are not active, with their values checked as `options.validate` says."""
+    return checked_tokens(
+        inputs.target_ids,
+        inputs.temperature,
+        counted(inputs.target_ids, options.ignore_index),
+        vocab_size=vocab_size,
+        validate=options.validate,
+        name="target_ids",
+    )

@@ -1,0 +1,221 @@
+"""Every static check of linear_logp and its message. They raise ValueError before anything runs."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from rlk_jax.core.checks import (
+    as_array,
+    check_devices,
+    check_dtypes,
+    check_memory_budget,
+    check_temperature_shape,
+    check_validate,
+    check_vocabulary_options,
+    checked_temperature,
+    is_static,
+    require,
+    type_name,
+)
+from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.mesh import AxisName, axis_names
+from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
+from rlk_jax.ops.linear_logp.sharding.shard import Shard
+
+
+def check_call(
+    inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any = None
+) -> tuple[HeadInputs, HeadConfig, Shard | None]:
+    """All static checks of a call: its inputs as arrays, what an implementation is compiled for, and the shard."""
+    _check_layout(options.weight_layout)
+    check_validate(options.validate)
+    inputs = HeadInputs(
+        hidden=as_array("hidden", inputs.hidden),
+        lm_head_weight=as_array("lm_head_weight", inputs.lm_head_weight),
+        target_ids=as_array("target_ids", inputs.target_ids),
+        bias=None if inputs.bias is None else as_array("bias", inputs.bias),
+        temperature=checked_temperature(inputs.temperature),
+    )
+    _check_shapes(inputs, options.weight_layout)
+    check_dtypes(inputs, integers=("target_ids",))
+    vocab_size = inputs.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
+    shard = _checked_shard(options, vocab_size, vocab_start_index)
+    covered = vocab_size if shard is None else vocab_size * shard.count
+    check_vocabulary_options(covered, options.logit_softcap, options.ignore_index, options.global_vocab_size)
+    check_memory_budget(options.memory_budget)
+    check_devices(inputs)
+    real = covered if options.global_vocab_size is None else int(options.global_vocab_size)
+    config = HeadConfig(
+        vocab_size=vocab_size,
+        real_vocab_size=real,
+        groups=column_groups(real),
+        weight_layout=options.weight_layout,
+        logit_softcap=None if options.logit_softcap is None else float(options.logit_softcap),
+        return_lse=options.return_lse,
+        return_entropy=options.return_entropy,
+        may_ignore=options.ignore_index is not None,
+        memory_budget=None if options.memory_budget is None else int(options.memory_budget),
+    )
+    return inputs, config if shard is None else shard.config(config), shard
+
+
+def _check_layout(weight_layout: WeightLayout) -> None:
+    layouts = get_args(WeightLayout)
+    require(weight_layout in layouts, f"weight_layout must be one of {layouts}, got {weight_layout!r}.")
+
+
+def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
+    hidden, weight, target_ids, bias, temperature = inputs
+    require(hidden.ndim >= 1, "hidden must be [*lead, D], got a scalar.")
+    require(weight.ndim == 2, f"lm_head_weight must be 2-D, got shape {weight.shape}.")
+    vocab_size, dim = weight.shape if layout == "vd" else weight.shape[::-1]
+    require(vocab_size > 0, "lm_head_weight must contain at least one vocab row.")
+    require(hidden.shape[-1] > 0, "hidden dim must be at least 1, got 0.")
+    require(hidden.shape[-1] == dim, f"hidden dim {hidden.shape[-1]} must match lm_head_weight dim {dim}.")
+    require(
+        hidden.shape[:-1] == target_ids.shape,
+        f"hidden leading shape {hidden.shape[:-1]} must match target_ids shape {target_ids.shape}.",
+    )
+    if bias is not None:
+        require(bias.shape == (vocab_size,), f"bias must have V={vocab_size} elements, got shape {bias.shape}.")
+    check_temperature_shape(temperature, "target_ids", target_ids)
+
+
+def _check_reduction(reduction: Reduction) -> None:
+    known = get_args(Reduction)
+    require(reduction in known, f"reduction must be one of {known}, got {reduction!r}.")
+
+
+def _checked_shard(options: HeadOptions, columns: int, vocab_start_index: Any) -> Shard | None:
+    """The shard of `columns` columns that this rank holds; None without an axis_name."""
+    axis_name = options.axis_name
+    if axis_name is None:
+        no_axis_options(options, vocab_start_index)
+        return None
+    check_axis_names("axis_name", axis_name)
+    _check_reduction(options.reduction)
+    require(
+        options.reduce_hidden_grad or options.reduction == "sum",
+        "reduction='canonical' is of a sum that reduce_hidden_grad=False leaves to the caller.",
+    )
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    require(
+        all(name in manual for name in axis_names(axis_name)),
+        f"axis_name {axis_name!r} is no mesh axis of a surrounding jax.shard_map.",
+    )
+    count = jax.lax.axis_size(axis_name)
+    start = np.asarray(0) if vocab_start_index is None else jnp.asarray(vocab_start_index)
+    require(
+        start.shape == () and jnp.issubdtype(start.dtype, jnp.integer),
+        f"vocab_start_index must be an integer scalar, got {vocab_start_index!r}.",
+    )
+    require(
+        vocab_start_index is None or not is_static(vocab_start_index) or (count == 1 and vocab_start_index == 0),
+        f"vocab_start_index {vocab_start_index} is the same on all {count} ranks of {axis_name!r}: it must be 0 on one "
+        "rank, and on several an array that differs from rank to rank.",
+    )
+    vocab_size = columns * count if options.global_vocab_size is None else int(options.global_vocab_size)
+    return Shard(axis_name, count, columns, vocab_size, options.reduction, bool(options.reduce_hidden_grad))
+
+
+def no_axis_options(options: HeadOptions, vocab_start_index: Any) -> None:
+    """Nothing is given that only a rank's own shard inside shard_map may have."""
+    require(
+        options.axis_name is None,
+        f"beside axis_name {options.axis_name!r} no input may lie over Explicit mesh axes: make them Auto, or manual "
+        "too.",
+    )
+    _check_reduction(options.reduction)
+    require(vocab_start_index is None, "vocab_start_index requires axis_name, the mesh axis of the shards.")
+    require(options.reduction == "sum", "reduction='canonical' requires axis_name, the mesh axis of the shards.")
+    require(options.reduce_hidden_grad, "reduce_hidden_grad=False requires axis_name, the mesh axis of the shards.")
+
+
+def check_axis_names(argument: str, names: Any) -> None:
+    """`names` is the name of a mesh axis, or a tuple of several names."""
+    several = names if isinstance(names, tuple) else (names,)
+    require(
+        several and all(isinstance(name, str) for name in several) and len(set(several)) == len(several),
+        f"{argument} must be the name of a mesh axis, or a tuple of different ones, got {names!r}.",
+    )
+
+
+def checked_rank_columns(
+    ranges: Sequence[tuple[int, int]], given: Sequence[int | None], ignore_index: int | None
+) -> RankColumns:
+    """How ranks that hold columns `[start, end)`, in any order, share a vocabulary.
+
+    `given` is each rank's global_vocab_size. Every rank sees the same arguments, so that all of them raise together.
+    """
+    for start, end in ranges:
+        require(0 <= start < end, f"invalid TP vocab shard range [{start}, {end}).")
+    covered, in_order = max(end for _, end in ranges), sorted(ranges)
+    starts = [0, *(end for _, end in in_order)]
+    require(
+        [start for start, _ in in_order] == starts[:-1],
+        f"TP vocab shards must form a contiguous [0, {covered}) partition; got ranges={in_order}.",
+    )
+    sizes = {covered if size is None else size for size in given}
+    require(
+        len(sizes) == 1 and max(sizes) <= covered,
+        f"global_vocab_size must match the TP vocab partition size: got {', '.join(map(str, sorted(sizes)))}, "
+        f"covered {covered}.",
+    )
+    vocab_size = sizes.pop()
+    check_vocabulary_options(covered, None, ignore_index, vocab_size)
+    return RankColumns(tuple(ranges), vocab_size)
+
+
+def check_mesh_axes(
+    mesh: dict[str, int], vocab: AxisName, lead: PartitionSpec, vocab_size: int, tokens: tuple[int, ...]
+) -> None:
+    """A head of vocab_size rows and tokens of this lead shape can be sharded over a mesh of these axes."""
+    check_axis_names("vocab_axis", vocab)
+    for entry in lead:
+        if entry is not None:
+            check_axis_names("token_axes", entry)
+    require(len(lead) <= len(tokens), f"token_axes {lead} has more entries than target_ids has dimensions ({tokens}).")
+    named = [*axis_names(vocab), *(name for entry in lead for name in axis_names(entry))]
+    for name in named:
+        require(name in mesh, f"{name!r} is no axis of the mesh, whose axes are {tuple(mesh)}.")
+        require(named.count(name) == 1, f"mesh axis {name!r} is named twice among vocab_axis and token_axes.")
+    n = math.prod(mesh[name] for name in axis_names(vocab))
+    require(
+        vocab_size % n == 0,
+        f"a vocabulary of {vocab_size} cannot be spread evenly over the {n} devices of {vocab!r}: "
+        "rlk_jax.vocab_parallel.pad_lm_head pads the head.",
+    )
+    for size, entry in zip(tokens, lead, strict=False):
+        n = math.prod(mesh[name] for name in axis_names(entry))
+        require(size % n == 0, f"{size} tokens cannot be spread evenly over the {n} devices of {entry!r}.")
+
+
+def check_outside_shard_map(what: str, mesh: Any) -> None:
+    """`mesh` is a mesh, and the call stands outside shard_map."""
+    require(isinstance(mesh, Mesh | AbstractMesh), f"mesh must be a jax.sharding.Mesh, got {type_name(mesh)}.")
+    require(
+        not jax.sharding.get_abstract_mesh().manual_axes,
+        f"{what} is for whole arrays: inside jax.shard_map call rlk_jax.linear_logp(..., axis_name=...).",
+    )
+
+
+def no_auto_axes(mesh: Mesh | AbstractMesh) -> None:
+    """No axis is Auto: bare calls read how arrays lie from their types, which say nothing about Auto axes."""
+    require(
+        AxisType.Auto not in mesh.axis_types,
+        f"a bare linear_logp needs mesh axes that are all Explicit or all Auto, got {dict(mesh.shape)} of types "
+        f"{mesh.axis_types}: call rlk_jax.vocab_parallel.linear_logp.",
+    )
+
+
+def check_head_or_bias(weight: Any, weight_layout: WeightLayout) -> None:
+    """`weight` is a head or a bias."""
+    _check_layout(weight_layout)
+    shape = as_array("weight", weight).shape
+    require(len(shape) in (1, 2), f"weight must be a head [V, D] or [D, V], or a bias [V], got shape {shape}.")

@@ -1,0 +1,204 @@
+"""The portable implementation that keeps every promise of "same bits" on any device. It is slow.
+
+Every sum has one written-down order, and every operation runs on blocks of constant shape (64 rows × 256 columns), so
+neither the number of tokens nor a token's place can reach a bit:
+  - a matrix product is, per element, one chain over ascending K (`fma_chain`), never a library GEMM;
+  - the softmax is a fixed tree over the vocabulary: eight groups of ceil(V/64)·8 columns, chunks of 256 columns inside
+    a group, halving sums inside a chunk; chunks and then groups are folded in ascending order. V is the true
+    vocabulary: padding rows of the head are never read.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax.core.fixed_order import (
+    BLOCK_COLUMNS,
+    BLOCK_ROWS,
+    DEPTH_MULTIPLE,
+    ascending_sum,
+    fma_chain,
+)
+from rlk_jax.core.rows import Block, fold_blocks, store_by_block
+from rlk_jax.core.softmax import (
+    Partial,
+    Statistics,
+    empty_partial,
+    fixed_order_partial,
+    fold,
+    logits_of,
+    merged,
+    product_gradients,
+    values_of,
+)
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import varying_like
+from rlk_jax.ops.linear_logp.options import (
+    Gradients,
+    HeadConfig,
+    LinearLogpFunctions,
+    Needs,
+    Operands,
+    real_columns,
+)
+
+Array = jax.Array
+
+
+class _Chunk(NamedTuple):
+    """Up to 256 columns of one group: ids, bias `[1, 256]` and weight `[256, D]`, and which of them are real."""
+
+    start: Array
+    columns: Array
+    valid: Array
+    weight: Array
+    bias: Array
+
+
+def _padded_columns(x: Array) -> Array:
+    """float32 `[·, D]` with zeros up to a multiple of 64 columns; zeros at the end of a chain change no bits."""
+    return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % DEPTH_MULTIPLE)))
+
+
+def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -> _Chunk:
+    width, real = config.groups.width, real_columns(config, operands)
+    start = group * width + chunk * BLOCK_COLUMNS
+    columns = start + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32)
+    valid = columns < jnp.minimum((group + 1) * width, real)
+    index = jnp.clip(columns, 0, jnp.maximum(real - 1, 0))
+    weight = operands.weight[index] if config.weight_layout == "vd" else operands.weight[:, index].T
+    bias = jnp.zeros(BLOCK_COLUMNS, jnp.float32) if operands.bias is None else operands.bias[index].astype(jnp.float32)
+    return _Chunk(
+        start,
+        columns[None],
+        valid[None],
+        _padded_columns(jnp.where(valid[:, None], weight, 0)),
+        jnp.where(valid, bias, 0)[None],
+    )
+
+
+def _chunks_in_group(config: HeadConfig) -> int:
+    return -(-config.groups.width // BLOCK_COLUMNS)
+
+
+def _block_products(hidden: Array, chunk: _Chunk) -> Array:
+    return fma_chain(hidden.T, chunk.weight.T, jnp.zeros((BLOCK_ROWS, BLOCK_COLUMNS), jnp.float32))
+
+
+def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, tokens: Tokens) -> Partial:
+    """A partial for each group, `[groups, BLOCK_ROWS]`."""
+    real, with_gap = real_columns(config, operands), config.return_entropy
+
+    def of_chunk(group: Array, index: Array) -> Partial:
+        chunk = _chunk(config, operands, group, index)
+        products = _block_products(hidden, chunk)
+        logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real)
+        is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
+        return fixed_order_partial(jnp.where(chunk.valid, logits, -jnp.inf), is_target, with_gap=with_gap)
+
+    empty = empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap)
+
+    def of_group(group: Array) -> Partial:
+        return lax.fori_loop(0, _chunks_in_group(config), lambda c, so_far: fold(so_far, of_chunk(group, c)), empty)
+
+    return lax.map(of_group, jnp.arange(config.groups.count, dtype=jnp.int32))
+
+
+def _rows_first(x: Any) -> Any:
+    return jax.tree.map(jnp.transpose, x)
+
+
+def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, Array]:
+    """The partials of every group, `[groups, N]`, and which tokens are active."""
+
+    def partials(block: Block) -> Partial:
+        hidden = _padded_columns(block.take_hidden(operands.hidden))
+        return _rows_first(_block_partials(config, operands, hidden, block.take_tokens(tokens)))
+
+    many = jnp.zeros((tokens.active.shape[0], config.groups.count), jnp.float32)
+    start = Partial(many, many + 1, many, many if config.return_entropy else None)
+    return _rows_first(store_by_block(tokens.active, BLOCK_ROWS, partials, start)), tokens.active
+
+
+def _merge(config: HeadConfig, groups: Partial, active: Array) -> tuple[LinearLogp, Statistics, None]:
+    """The values and statistics of active tokens, whose groups are folded block by block."""
+    zeros, rows = jnp.zeros_like(active, jnp.float32), _rows_first(groups)
+    start = Statistics(zeros, zeros, zeros, zeros if config.return_entropy else None)
+    statistics = store_by_block(active, BLOCK_ROWS, lambda block: merged(_rows_first(block.take(rows))), start)
+    return values_of(config, statistics), statistics, None
+
+
+def _gradients(
+    config: HeadConfig,
+    needs: Needs,
+    operands: Operands,
+    tokens: Tokens,
+    statistics: Statistics,
+    kept: None,
+    upstream: LinearLogp,
+) -> Gradients:
+    """dH is summed over the vocabulary by the softmax's tree; dW and db are one chain over ascending active tokens.
+
+    Gradients of logits stay float32.
+    """
+    dim, n, groups = operands.hidden.shape[1], tokens.active.shape[0], config.groups.count
+    real = real_columns(config, operands)
+
+    def of_chunk(group: Array, index: Array, hidden: Array, own: tuple, so_far: Gradients) -> Gradients:
+        chunk = _chunk(config, operands, group, index)
+        products = _block_products(hidden, chunk)
+        gradient = product_gradients(config, products, chunk.bias, own[0], chunk.columns, real, *own[1:])
+        gradient = jnp.where(chunk.valid, gradient, 0)
+        d_hidden, d_weight, d_bias = so_far
+        if d_hidden is not None:
+            d_hidden += fma_chain(gradient.T, chunk.weight, jnp.zeros_like(hidden))
+        if d_weight is not None:
+            old = lax.dynamic_slice_in_dim(d_weight, chunk.start, BLOCK_COLUMNS)
+            d_weight = lax.dynamic_update_slice_in_dim(d_weight, fma_chain(gradient, hidden, old), chunk.start, 0)
+        if d_bias is not None:
+            old = lax.dynamic_slice_in_dim(d_bias, chunk.start, BLOCK_COLUMNS)
+            new = fma_chain(gradient, jnp.ones((BLOCK_ROWS, 1), jnp.float32), old)
+            d_bias = lax.dynamic_update_slice_in_dim(d_bias, new, chunk.start, 0)
+        return Gradients(d_hidden, d_weight, d_bias)
+
+    def step(block: Block, so_far: Gradients) -> Gradients:
+        hidden = _padded_columns(block.take_hidden(operands.hidden))
+        own = (block.take_tokens(tokens), *block.take((statistics, upstream)))
+
+        def of_group(so_far: Gradients, group: Array) -> tuple[Gradients, Array | None]:
+            start = so_far._replace(hidden=zeros)
+            done = lax.fori_loop(0, _chunks_in_group(config), lambda c, x: of_chunk(group, c, hidden, own, x), start)
+            return done._replace(hidden=None), done.hidden
+
+        zeros = varying_like(jnp.zeros_like(hidden), hidden) if needs.hidden else None
+        heads = so_far._replace(hidden=None)
+        done, of_groups = lax.scan(of_group, heads, jnp.arange(groups, dtype=jnp.int32))
+        if of_groups is None or so_far.hidden is None:
+            return done
+        if not config.sums_by_group:
+            of_groups = ascending_sum(of_groups)[None]
+        rows = jnp.swapaxes(of_groups[..., :dim], 0, 1)
+        return done._replace(hidden=block.store(so_far.hidden, rows))
+
+    # A chunk writes 256 rows, though only those of its group are not zero: the last one needs room.
+    padded_vocab = max(groups * config.groups.width + BLOCK_COLUMNS, config.vocab_size)
+    padded_dim = dim + -dim % DEPTH_MULTIPLE
+    parts = config.hidden_gradient_parts
+    start = Gradients(
+        jnp.zeros((n, parts, dim), jnp.float32 if config.is_shard else operands.hidden.dtype) if needs.hidden else None,
+        jnp.zeros((padded_vocab, padded_dim), jnp.float32) if needs.weight else None,
+        jnp.zeros((padded_vocab, 1), jnp.float32) if needs.bias else None,
+    )
+    d_hidden, d_weight, d_bias = fold_blocks(tokens.active, BLOCK_ROWS, step, start)
+    if d_hidden is not None:
+        d_hidden = jnp.swapaxes(d_hidden, 0, 1) if config.is_shard else d_hidden[:, 0]
+    if d_weight is not None:
+        d_weight = d_weight[: config.vocab_size, :dim]
+        d_weight = d_weight if config.weight_layout == "vd" else d_weight.T
+    d_bias = None if d_bias is None else d_bias[: config.vocab_size, 0]
+    return Gradients(d_hidden, d_weight, d_bias).like(config, operands)
+
+
+DETERMINISTIC = LinearLogpFunctions(_partials, _merge, _gradients)

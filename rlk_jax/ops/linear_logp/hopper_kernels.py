@@ -1,0 +1,104 @@
+"""What linear_logp asks of a set of kernels for Hopper, whichever language they are written in."""
+
+from typing import Any, Protocol
+
+import jax
+
+from pallas_kernels.hopper.arrays import (
+    Coefficients,
+    GradientRows,
+    HiddenGradient,
+    KeptExponentials,
+    KeptRowMap,
+    LogitsConfig,
+    Partials,
+    Softmax,
+    VocabSlice,
+)
+from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+
+Array = jax.Array
+Ref = Any
+
+
+class HeadKernels(Protocol):
+    """The kernels of linear_logp for Hopper, as `pallas_kernels.mosaic.head_kernels` and `pallas_kernels.cuda.kernels`
+    have them; their docstrings say what each computes.
+    """
+
+    def partials(
+        self,
+        logits: LogitsConfig,
+        machine: Machine,
+        where: VocabSlice,
+        hidden: Array,
+        weight: Array,
+        bias: Array | None,
+        target_ids: Array,
+        holds_target: Array | None,
+        temperature: Array,
+        out: Partials,
+        kept: Ref | None = None,
+        /,
+    ) -> None: ...
+
+    def fold_chunks(self, partials: Partials, groups: int, active: Array, machine: Machine, /) -> Partials: ...
+
+    def fold_groups(self, partials: Partials, active: Array, machine: Machine, /) -> Softmax: ...
+
+    def coefficients(self, rows: GradientRows, machine: Machine, /) -> Coefficients: ...
+
+    def dlogits(
+        self,
+        logits: LogitsConfig,
+        machine: Machine,
+        where: VocabSlice,
+        hidden: Array,
+        weight: Array,
+        bias: Array | None,
+        rows: Coefficients,
+        out: Ref,
+        /,
+    ) -> None: ...
+
+    def dlogits_from_kept_exponentials(
+        self,
+        vocabulary: Vocabulary,
+        machine: Machine,
+        where: VocabSlice,
+        kept: KeptExponentials,
+        row_map: KeptRowMap,
+        rows: Coefficients,
+        out: Ref,
+        /,
+    ) -> None: ...
+
+    def add_hidden_gradient(
+        self,
+        head: HeadAccess,
+        machine: Machine,
+        where: VocabSlice,
+        dlogits: Array,
+        weight: Array,
+        unscale: Array | None,
+        chain: range,
+        out: HiddenGradient,
+        /,
+    ) -> None: ...
+
+    def store_weight_gradient(
+        self,
+        head: HeadAccess,
+        machine: Machine,
+        where: VocabSlice,
+        dlogits: Array,
+        hidden: Array,
+        unscale: Array | None,
+        out: Ref,
+        /,
+    ) -> None: ...
+
+    def column_sums(
+        self, where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine, /
+    ) -> Array: ...

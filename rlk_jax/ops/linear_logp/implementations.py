@@ -1,0 +1,90 @@
+"""The rows of linear_logp's dispatch table: how it can run, what keeps each way from running, and what it promises."""
+
+from rlk_jax.core.devices import (
+    cuda_library_obstacles,
+    hopper_obstacles,
+    is_hopper,
+    is_meant_for_triton,
+    triton_obstacles,
+)
+from rlk_jax.core.dispatch import CallFacts, Implementation
+from rlk_jax.ops.linear_logp import hopper
+from rlk_jax.ops.linear_logp.deterministic import DETERMINISTIC
+from rlk_jax.ops.linear_logp.reference import REFERENCE
+from rlk_jax.ops.linear_logp.sharding.partition import partitioned
+from rlk_jax.ops.linear_logp.sharding.shard import check_edges
+from rlk_jax.ops.linear_logp.triton import TRITON
+from rlk_jax.ops.linear_logp.xla import XLA
+
+
+def _operand_obstacles(facts: CallFacts) -> list[str]:
+    """Why tensor cores or 16-byte loads cannot take the operands."""
+    reasons = []
+    hidden, weight = facts.dtypes[:2]
+    if hidden != weight or hidden not in ("bfloat16", "float16"):
+        reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
+    if facts.dim % 8:
+        reasons.append(f"needs a hidden dim that is a multiple of 8, not {facts.dim}")
+    return reasons
+
+
+def _mosaic_obstacles(facts: CallFacts) -> list[str]:
+    return hopper_obstacles(facts) + _operand_obstacles(facts)
+
+
+def _cuda_obstacles(facts: CallFacts) -> list[str]:
+    """Only where all else fits is it worth looking for a compiler."""
+    return _mosaic_obstacles(facts) or cuda_library_obstacles()
+
+
+def _triton_obstacles(facts: CallFacts) -> list[str]:
+    return triton_obstacles(facts) + _operand_obstacles(facts)
+
+
+def _xla_obstacles(facts: CallFacts) -> list[str]:
+    return ["promises no bits, which reduction='canonical' asks for"] if facts.config.sums_by_group else []
+
+
+def _reference_obstacles(facts: CallFacts) -> list[str]:
+    return ["needs the whole head, not a shard of its vocabulary"] if facts.config.is_shard else []
+
+
+ROWS = (
+    Implementation(
+        "mosaic",
+        partitioned(hopper.mosaic(), check_edges),
+        _mosaic_obstacles,
+        meant_for=is_hopper,
+        promises_bits=True,
+    ),
+    Implementation(
+        "cuda",
+        partitioned(hopper.cuda(), check_edges),
+        _cuda_obstacles,
+        by_name_only="mosaic is as fast and needs no compiler",
+        promises_bits=True,
+    ),
+    # Triton's promise holds by construction: one tile, unsplit chains over K, a cut of the vocabulary that V alone
+    # decides, and no atomics.
+    Implementation(
+        "triton",
+        partitioned(TRITON, check_edges),
+        _triton_obstacles,
+        meant_for=is_meant_for_triton,
+        promises_bits=True,
+    ),
+    Implementation("xla", partitioned(XLA), _xla_obstacles),
+    Implementation(
+        "deterministic",
+        partitioned(DETERMINISTIC, check_edges),
+        by_name_only="slow: promises bits, not speed",
+        promises_bits=True,
+    ),
+    Implementation(
+        "reference",
+        partitioned(REFERENCE),
+        _reference_obstacles,
+        by_name_only="holds [N, V] logits: the gold of the tests",
+    ),
+)
+"""The implementations of linear_logp, fastest first."""

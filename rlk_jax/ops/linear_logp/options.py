@@ -1,0 +1,155 @@
+"""What a call of linear_logp carries: its options, its arrays, and what every implementation takes and gives.
+
+An implementation is three functions (`LinearLogpFunctions`): `partials` gives the softmax over its groups of columns,
+`merge` makes values and residuals of those of the whole vocabulary, `gradients` turns upstream gradients into those of
+the operands. All see flat tokens `[N]`, N >= 0, and one weight: a whole head, or one device's shard of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from rlk_jax.core.fixed_order import ColumnGroups
+from rlk_jax.core.mesh import AxisName
+from rlk_jax.core.softmax import SoftmaxConfig
+from rlk_jax.core.tokens import LinearLogp, Tokens
+
+Array = jax.Array
+WeightLayout = Literal["vd", "dv"]
+Reduction = Literal["sum", "canonical"]
+
+KERNEL_MEMORY_BUDGET = 512 * 2**20
+"""Default bytes that kernels take for a slice's gradients of logits and the copies beside them; where three times
+hidden is more, they take that.
+"""
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The options of one call as the user gave them: every static keyword of `linear_logp`, which documents them."""
+
+    logit_softcap: float | None = None
+    ignore_index: int | None = None
+    global_vocab_size: int | None = None
+    weight_layout: WeightLayout = "vd"
+    return_lse: bool = False
+    return_entropy: bool = False
+    axis_name: AxisName | None = None
+    reduction: Reduction = "sum"
+    reduce_hidden_grad: bool = True
+    memory_budget: int | None = None
+    validate: bool | None = None
+    implementation: str | None = None
+
+
+class HeadInputs(NamedTuple):
+    """One call's arrays as the user shaped them; hidden `[*lead, D]`, ids `[*lead]`, temperature `[]` or `[*lead]`."""
+
+    hidden: Any
+    lm_head_weight: Any
+    target_ids: Any
+    bias: Any
+    temperature: Any
+
+
+@dataclass(frozen=True)
+class HeadConfig(SoftmaxConfig):
+    """The static facts of one call that an implementation is compiled for; its columns are rows of the weight."""
+
+    groups: ColumnGroups
+    weight_layout: WeightLayout
+    may_ignore: bool
+    """Some tokens may be ignored: without an ignore_index, an implementation need not look."""
+    memory_budget: int | None
+    """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
+    is_shard: bool = False
+    """The weight is one rank's part of a head. dH then comes as float32 sums `[parts, N, D]`, for a reduction."""
+    sums_by_group: bool = False
+    """A shard gives a sum of dH for each of its groups, as reduction="canonical" needs; else one for all of them."""
+    keeps: bool = False
+    """A backward will follow, for which the forward may keep some of what it computes."""
+
+    @property
+    def hidden_gradient_parts(self) -> int:
+        """How many float32 sums a shard gives of dH."""
+        return self.groups.count if self.sums_by_group else 1
+
+
+class Operands(NamedTuple):
+    """hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None."""
+
+    hidden: Array
+    weight: Array
+    bias: Array | None
+    real_columns: Array | None = None
+    """int32 scalar: how many columns are no padding, where only the device knows (a shard of a padded head)."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which operands need a gradient; the others cost no work."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients in their operands' shapes and dtypes; None where none is needed."""
+
+    hidden: Array | None
+    weight: Array | None
+    bias: Array | None
+
+    def like(self, config: HeadConfig, operands: Operands) -> "Gradients":
+        """The gradients rounded to their operands' dtypes; a shard's dH stays float32."""
+        rounded = (None if g is None or x is None else g.astype(x.dtype) for g, x in zip(self, operands, strict=False))
+        gradients = Gradients(*rounded)
+        return gradients._replace(hidden=self.hidden) if config.is_shard else gradients
+
+
+Gather = Callable[[Any], Any]
+"""A function from the groups `[groups, ...]` of one shard to those of the whole vocabulary, in its order."""
+
+
+@dataclass(frozen=True)
+class LinearLogpFunctions:
+    """One implementation, on one device.
+
+    `partials` gives `[groups, rows]` and a state. `merge` is given the groups of all devices and that state; it gives
+    values, a residual with a row `[N]` per token, and what else is kept for `gradients` of the same tokens, or None.
+    `gradients` is given both residual and what was kept.
+    """
+
+    partials: Callable[[HeadConfig, Operands, Tokens], tuple[Any, Any]]
+    merge: Callable[[HeadConfig, Any, Any], tuple[LinearLogp, Any, Any]]
+    gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
+
+    def forward(
+        self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather
+    ) -> tuple[LinearLogp, Any, Any]:
+        """What `merge` gives, once `gather` has brought the groups of other devices."""
+        groups, state = self.partials(config, operands, tokens)
+        return self.merge(config, gather(groups), state)
+
+
+@dataclass(frozen=True)
+class HeadFunctions:
+    """One implementation, for a whole head however it lies over the devices of a program."""
+
+    forward: Callable[[HeadConfig, Operands, Tokens, Gather], tuple[LinearLogp, Any, Any]]
+    gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
+    on_device: LinearLogpFunctions
+    """The functions of one device, for callers that shard the head and gather by other means than a mesh axis."""
+
+
+def real_columns(config: HeadConfig, operands: Operands) -> Any:
+    """How many columns are real; those from here on are padding."""
+    return config.real_vocab_size if operands.real_columns is None else operands.real_columns
+
+
+def kernel_memory_budget(config: HeadConfig, dim: int, tokens: int) -> int:
+    """The bytes that kernels may take: the call's own budget, or the default for this many tokens."""
+    return config.memory_budget or max(KERNEL_MEMORY_BUDGET, 3 * 2 * dim * tokens)

@@ -1,0 +1,117 @@
+"""A head whose vocabulary is shared by processes, cut at any columns, and one rank's steps of linear_logp.
+
+It serves callers that gather by other means than a mesh axis (`torch_bridge`): each step is a function of arrays, and
+between steps the caller gathers. Partial softmaxes of all ranks are merged by the same tree as on a mesh.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, column_groups
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, LinearLogpFunctions, Needs, Operands
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class RankColumns:
+    """Which columns `[start, end)` each rank holds, by rank. Columns from `vocab_size` on are padding."""
+
+    ranges: tuple[tuple[int, int], ...]
+    vocab_size: int
+
+    def __str__(self) -> str:
+        return f"shards of {', '.join(str(end - start) for start, end in self.ranges)} columns"
+
+    @property
+    def order(self) -> list[int]:
+        """The ranks in the order of their columns."""
+        return sorted(range(len(self.ranges)), key=lambda rank: self.ranges[rank])
+
+    @property
+    def on_group_edges(self) -> bool:
+        """Whether every rank owns whole groups of the unsharded head's softmax: then the cut changes no bits."""
+        width = column_groups(self.vocab_size).width
+        ends = [0, *(self.ranges[rank][1] for rank in self.order)]
+        return all(end % width == 0 for end in ends[:-1]) and ends[-2] < GROUPS * width
+
+    def groups(self, rank: int) -> ColumnGroups:
+        """The groups that a rank owns; off the edges, eight of its own."""
+        start, end = self.ranges[rank]
+        if not self.on_group_edges:
+            return column_groups(end - start)
+        width = column_groups(self.vocab_size).width
+        last = GROUPS if rank == self.order[-1] else end // width
+        return ColumnGroups(last - start // width, width)
+
+    def real_columns(self, rank: int) -> int:
+        """How many columns of a rank are no padding."""
+        start, end = self.ranges[rank]
+        return min(max(self.vocab_size - start, 0), end - start)
+
+    def config(self, whole: HeadConfig, rank: int) -> HeadConfig:
+        """What an implementation is compiled for on a rank's shard, from the config of the whole head."""
+        start, end = self.ranges[rank]
+        return replace(
+            whole,
+            vocab_size=end - start,
+            real_vocab_size=self.real_columns(rank),
+            groups=self.groups(rank),
+            is_shard=True,
+        )
+
+
+class RankState(NamedTuple):
+    """What one rank's steps hand on: `partials` to `merge`, and `merge` to `gradients`."""
+
+    tokens: Tokens
+    own: Any
+    """What the implementation itself hands on."""
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """One rank's steps, in order; `config` is that of its shard."""
+
+    functions: LinearLogpFunctions
+    config: HeadConfig
+    columns: RankColumns
+    rank: int
+
+    def operands(self, hidden: Array, weight: Array, bias: Array | None) -> Operands:
+        """The operands of this rank's shard."""
+        real = self.columns.real_columns(self.rank)
+        is_padded = real < self.config.vocab_size
+        return Operands(hidden, weight, bias, jnp.int32(real) if is_padded else None)
+
+    def partials(self, operands: Operands, tokens: Tokens) -> tuple[Any, Array, RankState]:
+        """The softmax over the rank's groups `[groups, rows]`, which tokens' targets it holds `[N]`, and a state.
+
+        Ids of `tokens` are those of the whole vocabulary.
+        """
+        tokens = tokens._replace(target_ids=tokens.target_ids - self.columns.ranges[self.rank][0])
+        groups, own = self.functions.partials(self.config, operands, tokens)
+        is_here = (tokens.target_ids >= 0) & (tokens.target_ids < self.columns.real_columns(self.rank))
+        return groups, is_here, RankState(tokens, own)
+
+    def merge(self, groups: Any, owners: Array, state: RankState) -> tuple[LinearLogp, RankState]:
+        """The values, from all ranks' groups in the order of the vocabulary.
+
+        owners `[N]` counts the ranks that hold a token's target; values are NaN unless exactly one does.
+        """
+        tokens, own = state
+        values, residual, kept = self.functions.merge(self.config, groups, own)
+        covered = owners == 1
+        values = jax.tree.map(lambda x: jnp.where(tokens.active, jnp.where(covered, x, jnp.nan), 0), values)
+        tokens = tokens._replace(temperature=jnp.where(covered, tokens.temperature, jnp.nan))
+        return values, RankState(tokens, (residual, kept))
+
+    def gradients(self, needs: Needs, operands: Operands, state: RankState, upstream: LinearLogp) -> Gradients:
+        """The rank's float32 part of dH `[1, N, D]`, and dW and db of its own columns."""
+        tokens, (residual, kept) = state
+        tokens = tokens.with_upstream(upstream)
+        return self.functions.gradients(self.config, needs, operands, tokens, residual, kept, upstream)

@@ -1,0 +1,169 @@
+"""linear_logp in Triton, for NVIDIA GPUs from Ampere on: which rows and columns the kernels see, and in which slices.
+
+The forward is one pass over the head that keeps a partial softmax per row and chunk of columns. The backward cuts the
+vocabulary into slices whose gradients of logits fit the memory budget; for each slice it recomputes the logits, writes
+their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.triton import linear_logp as kernels
+from pallas_kernels.triton.linear_logp import COLUMNS, ROWS, ColumnRange, HeadShape, KernelOperands, padded
+from rlk_jax.core.rows import Compacted, compact
+from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
+from rlk_jax.ops.linear_logp.options import (
+    Gradients,
+    HeadConfig,
+    LinearLogpFunctions,
+    Needs,
+    Operands,
+    kernel_memory_budget,
+    real_columns,
+)
+
+
+@dataclass(frozen=True)
+class GradientChain:
+    """Columns first … end − 1 that one chain of dH sums up, in slices of `width` columns."""
+
+    first: int
+    end: int
+    width: int
+
+    @property
+    def slices(self) -> int:
+        return -(-(self.end - self.first) // self.width)
+
+
+def gradient_chains(
+    config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, columns: int
+) -> tuple[GradientChain, ...]:
+    """The chains of dH over `columns` columns. Their slices' dlogits fit the budget beside hidden's copies, and all are
+    of about one width.
+    """
+    rows = padded(tokens, ROWS)
+    budget = kernel_memory_budget(config, dim, tokens)
+    copies = 2 if dtype == jnp.float16 and needs.weight else 1
+    affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * COLUMNS))
+    groups, count = config.groups, config.hidden_gradient_parts
+    of_each = groups.width * groups.count // count
+
+    def chain(first: int) -> GradientChain:
+        end = max(first, min(first + of_each, columns))
+        tiles = max(1, -(-(end - first) // COLUMNS))
+        return GradientChain(first, end, COLUMNS * -(-tiles // -(-tiles // affordable)))
+
+    return tuple(chain(i * of_each) for i in range(count))
+
+
+def _head_shape(config: HeadConfig, operands: Operands) -> HeadShape:
+    dim, groups = operands.hidden.shape[1], config.groups
+    return HeadShape(dim, config.vocab_size, config.weight_layout, config.logit_softcap, groups.count, groups.width)
+
+
+def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) -> KernelOperands:
+    real = jnp.asarray(real_columns(config, operands), jnp.int32).reshape(1)
+    hidden = fusion_barrier(rows.take(operands.hidden))
+    return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real)
+
+
+def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, Compacted]:
+    """The partials of every group by row of the kernels, and which token is in which row."""
+    typed = operands.hidden
+    operands, tokens = fusion_barrier(as_replicated((operands, tokens)))
+    rows = compact(tokens.active, padded(typed.shape[0], ROWS), all_active=not config.may_ignore)
+    found = kernels.group_partials(
+        _head_shape(config, operands),
+        _kernel_operands(config, operands, rows),
+        rows.take(tokens.target_ids),
+        rows.take(tokens.temperature, 1),
+        with_gap=config.return_entropy,
+    )
+    return varying_like((Partial(*fusion_barrier(found)), rows), typed)
+
+
+def _merge(config: HeadConfig, groups: Partial, rows: Compacted) -> tuple[LinearLogp, Statistics, None]:
+    """The values and statistics of every token, from the groups of the whole vocabulary."""
+    groups, rows = as_replicated((groups, rows))
+    statistics = jax.tree.map(rows.spread, merged(groups))
+    return values_of(config, statistics), statistics, None
+
+
+def _gradients(
+    config: HeadConfig,
+    needs: Needs,
+    operands: Operands,
+    tokens: Tokens,
+    statistics: Statistics,
+    kept: None,
+    upstream: LinearLogp,
+) -> Gradients:
+    """Slice by slice: gradients of logits, and what they add to dH, dW and db."""
+    operands, tokens, statistics, upstream = fusion_barrier(as_replicated((operands, tokens, statistics, upstream)))
+    n, dim = operands.hidden.shape
+    dtype = operands.hidden.dtype
+    head = _head_shape(config, operands)
+    rows = compact(tokens.active, padded(n, ROWS))
+    of_kernels = _kernel_operands(config, operands, rows)
+    target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
+    own = jax.tree.map(rows.take, statistics)
+    given = jax.tree.map(rows.take, upstream)
+    scale = jnp.ones(rows.size, jnp.float32)
+    of_weight, unscale = of_kernels, jnp.ones(1, jnp.float32)
+    if dtype == jnp.float16:
+        scale = rows.take(fp16_scale(gradient_bound(tokens.temperature, upstream)), 1)
+        # dW sums rows of different scales: hidden makes up for it, the smallest scale (the largest row) exactly.
+        common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
+        of_weight = of_kernels._replace(hidden=(of_kernels.hidden * (common / scale)[:, None]).astype(dtype))
+        unscale = (1 / common).reshape(1)
+    logp = values_of(config, own).logp
+    upstreams = (given.logp, given.lse, given.entropy)
+    row_coefficients = kernels.coefficients(temperature, own.log_sum, logp, own.gap, *upstreams, scale)
+
+    columns = config.real_vocab_size if operands.real_columns is None else config.vocab_size
+    d_weight = d_bias = None
+    if needs.weight:
+        is_padded = config.real_vocab_size < config.vocab_size
+        d_weight = (jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype)
+    if needs.bias:
+        d_bias = jnp.zeros(config.vocab_size, jnp.float32)
+    sums = []
+    for chain in gradient_chains(config, dim, n, needs=needs, dtype=dtype, columns=columns):
+
+        def step(index: Any, so_far: Gradients, chain: GradientChain = chain) -> Gradients:
+            start = chain.first + jnp.asarray(index, jnp.int32) * chain.width
+            where = ColumnRange(*(jnp.asarray(x, jnp.int32).reshape(1) for x in (start, chain.first, chain.end)))
+            of_logits = kernels.dlogits(
+                *(head, of_kernels, target_ids, temperature, own.max, own.log_sum, row_coefficients, where),
+                chain.width,
+            )
+            d_hidden, d_weight, d_bias = so_far
+            if d_hidden is not None:
+                d_hidden = kernels.add_hidden_gradient(head, of_kernels, of_logits, where, d_hidden)
+            if d_weight is not None:
+                d_weight = kernels.store_weight_gradient(head, of_weight, of_logits, unscale, where, d_weight)
+            if d_bias is not None:
+                there = start + jnp.arange(chain.width, dtype=jnp.int32)
+                there = jnp.where(there < chain.end, there, config.vocab_size)
+                d_bias = d_bias.at[there].set(kernels.column_sums(of_logits, 1 / scale, rows.count), mode="drop")
+            return Gradients(d_hidden, d_weight, d_bias)
+
+        new = jnp.zeros if chain.slices == 0 else lax.empty
+        start = Gradients(new((rows.size, dim), jnp.float32) if needs.hidden else None, d_weight, d_bias)
+        d_hidden, d_weight, d_bias = lax.fori_loop(0, chain.slices, step, start)
+        if d_hidden is not None:
+            sums.append(rows.spread(d_hidden * (1 / scale)[:, None]))
+    d_hidden = None
+    if needs.hidden:
+        d_hidden = jnp.stack(sums) if config.is_shard else sums[0]
+    return fusion_barrier(Gradients(d_hidden, d_weight, d_bias).like(config, operands))
+
+
+TRITON = LinearLogpFunctions(_partials, _merge, _gradients)

@@ -1,0 +1,177 @@
+"""The portable implementation that never holds `[N, V]`: chunks of tokens against the whole vocabulary.
+
+Sums stay float32 to the end. XLA runs token chunks as full-width GEMMs (650–700 TFLOP/s on an H100; chunks of the
+vocabulary run at half that).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax.core.rows import Block, fold_blocks
+from rlk_jax.core.softmax import (
+    Partial,
+    Statistics,
+    fp16_scale,
+    gradient_bound,
+    logits_of,
+    merged,
+    partial_of_rows,
+    product_gradients,
+    values_of,
+)
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.ops.linear_logp.options import (
+    Gradients,
+    HeadConfig,
+    LinearLogpFunctions,
+    Needs,
+    Operands,
+    real_columns,
+)
+
+Array = jax.Array
+MEMORY_BUDGET = 256 * 2**20
+"""Default bytes that one chunk of logits and its gradient may take, whatever N is; the head's, where those are more."""
+_BYTES_PER_LOGIT = 10
+"""float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
+_MIN_CHUNK = 16
+
+
+def memory_budget(config: HeadConfig, weight: Array) -> int:
+    """The bytes of one chunk. Every chunk reads and writes dW once, so chunks grow with the head: otherwise that would
+    outweigh their matrix products.
+    """
+    return config.memory_budget or max(MEMORY_BUDGET, weight.size * weight.dtype.itemsize)
+
+
+def chunk_rows(vocab_size: int, tokens: int, memory_budget: int) -> int:
+    """Rows of a chunk: as many as the budget holds, a multiple of 16, and no more than there are tokens."""
+    affordable = memory_budget // (_BYTES_PER_LOGIT * vocab_size) // _MIN_CHUNK * _MIN_CHUNK
+    return max(min(affordable, -(-tokens // _MIN_CHUNK) * _MIN_CHUNK), _MIN_CHUNK)
+
+
+def _common_dtype(a: Array, b: Array) -> jnp.dtype:
+    """The dtype that a product of both runs in: their own, or float32 where they differ."""
+    return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
+
+
+def _matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """A product that is accumulated and given in float32; float32 operands run in full precision rather than TF32."""
+    dtype = _common_dtype(a, b)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _products(config: HeadConfig, hidden: Array, weight: Array) -> Array:
+    return _matmul(hidden, weight, (1, 1 if config.weight_layout == "vd" else 0))
+
+
+def _bias(operands: Operands) -> Array:
+    """The bias as a row that can be added to products; zeros where there is none."""
+    return jnp.zeros((1, 1), jnp.float32) if operands.bias is None else operands.bias.astype(jnp.float32)[None]
+
+
+def _columns(config: HeadConfig) -> Array:
+    return jnp.arange(config.vocab_size, dtype=jnp.int32)[None]
+
+
+def _hidden_gradient(config: HeadConfig, gradient: Array, operands: Operands) -> Array:
+    """gradient·W over the true vocabulary: padding rows may hold anything, and 0·NaN is NaN."""
+    weight, axis = operands.weight, 0 if config.weight_layout == "vd" else 1
+    if operands.real_columns is not None:
+        is_real = jnp.arange(config.vocab_size, dtype=jnp.int32) < operands.real_columns
+        return _matmul(gradient, jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0), (1, axis))
+    real = config.real_vocab_size
+    return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
+
+
+def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -> Partial:
+    """The softmax of every token over the columns of this weight."""
+    n, real = tokens.active.shape[0], real_columns(config, operands)
+    bias, columns = _bias(operands), _columns(config)
+
+    def of_block(block: Block) -> Partial:
+        products = _products(config, block.take_hidden(operands.hidden), operands.weight)
+        target_ids, temperature, _ = block.take_tokens(tokens)
+        logits = logits_of(config, products, bias, temperature, columns, real)
+        place = jnp.clip(target_ids, 0, config.vocab_size - 1)
+        target_logit = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
+        is_here = (target_ids >= 0) & (target_ids < real)
+        return partial_of_rows(logits, jnp.where(is_here, target_logit, 0), with_gap=config.return_entropy)
+
+    def step(block: Block, so_far: Partial) -> Partial:
+        return jax.tree.map(block.store, so_far, of_block(block))
+
+    zeros = jnp.zeros(n, jnp.float32)
+    start = Partial(zeros, zeros + 1, zeros, zeros if config.return_entropy else None)
+    return fold_blocks(
+        tokens.active, chunk_rows(config.vocab_size, n, memory_budget(config, operands.weight)), step, start
+    )
+
+
+def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, None]:
+    """One group per shard: no order of sums is promised."""
+    return jax.tree.map(lambda x: x[None], _softmax_of_tokens(config, operands, tokens)), None
+
+
+def _merge(config: HeadConfig, groups: Partial, state: None) -> tuple[LinearLogp, Statistics, None]:
+    statistics = merged(groups)
+    return values_of(config, statistics), statistics, None
+
+
+def _rounding_scale(dtype: jnp.dtype, tokens: Tokens, upstream: LinearLogp) -> Array:
+    """A power of two that lifts float16 gradients of logits, so that g·p near 1e-9 survives; 1 for other dtypes."""
+    if dtype != jnp.float16:
+        return jnp.ones((), jnp.float32)
+    bound = jnp.where(tokens.active, gradient_bound(tokens.temperature, upstream), 0)
+    return fp16_scale(jnp.max(bound))
+
+
+def _gradients(
+    config: HeadConfig,
+    needs: Needs,
+    operands: Operands,
+    tokens: Tokens,
+    statistics: Statistics,
+    kept: None,
+    upstream: LinearLogp,
+) -> Gradients:
+    """Gradients of logits are rounded to the operands' dtype; dW and db are summed over chunks in float32."""
+    bias, columns, real = _bias(operands), _columns(config), real_columns(config, operands)
+    dtype = _common_dtype(operands.hidden, operands.weight)
+
+    def step(block: Block, so_far: Gradients) -> Gradients:
+        hidden, own = block.take_hidden(operands.hidden), block.take_tokens(tokens)
+        own_statistics, own_upstream = block.take((statistics, upstream))
+        products = _products(config, hidden, operands.weight)
+        exact = product_gradients(config, products, bias, own, columns, real, own_statistics, own_upstream)
+        scale = _rounding_scale(dtype, own, own_upstream)
+        rounded = (exact * scale).astype(dtype)
+        d_hidden, d_weight, d_bias = so_far
+        if d_hidden is not None:
+            d_hidden = block.store(d_hidden, _hidden_gradient(config, rounded, operands) / scale)
+        if d_weight is not None:
+            pair = (rounded, hidden) if config.weight_layout == "vd" else (hidden, rounded)
+            d_weight += _matmul(*pair, (0, 0)) / scale
+        if d_bias is not None:
+            d_bias += exact.sum(axis=0)
+        return Gradients(d_hidden, d_weight, d_bias)
+
+    start = Gradients(
+        jnp.zeros_like(operands.hidden, jnp.float32 if config.is_shard else None) if needs.hidden else None,
+        jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
+        jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None,
+    )
+    rows = chunk_rows(config.vocab_size, tokens.active.shape[0], memory_budget(config, operands.weight))
+    done = fold_blocks(tokens.active, rows, step, start).like(config, operands)
+    return done._replace(hidden=done.hidden[None]) if config.is_shard and done.hidden is not None else done
+
+
+XLA = LinearLogpFunctions(_partials, _merge, _gradients)

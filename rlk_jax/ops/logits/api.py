@@ -1,0 +1,339 @@
+"""logp, ratio_kl and grpo_loss: log-probabilities of the taken tokens from logits in memory, and losses on them."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, overload
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
+
+from rlk_jax.core.checks import positive, require_values
+from rlk_jax.core.dispatch import CallFacts, choose, facts_of
+from rlk_jax.core.softmax import SoftmaxConfig
+from rlk_jax.core.tokens import LinearLogp, Tokens, active_mask, checked_tokens, counted, listed_rows
+from rlk_jax.losses import LossOptions, group_advantages, policy_loss
+from rlk_jax.ops.logits.autodiff import RatioKl, ratio_and_kl, values_of_tokens
+from rlk_jax.ops.logits.checks import check_logp, check_policies, check_rewards_or_advantages
+from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs, RatioKlInputs, TakenTokens
+
+
+class GrpoLoss(NamedTuple):
+    """What `grpo_loss` returns: float32 scalars, of which only `loss` carries a gradient."""
+
+    loss: Float32[Array, ""]
+    policy_loss: Float32[Array, ""]
+    kl: Float32[Array, ""]
+
+
+@overload
+def logp(
+    logits: Float[Array, "*lead V"],
+    token_ids: Int[Array, "*lead"],
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
+    **options: Any,
+) -> Float32[Array, "*lead"]: ...
+
+
+@overload
+def logp(
+    logits: Float[Array, "*lead V"],
+    token_ids: Int[Array, "*lead"],
+    *,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    **options: Any,
+) -> LinearLogp: ...
+
+
+def logp(
+    logits: Float[Array, "*lead V"],
+    token_ids: Int[Array, "*lead"],
+    *,
+    temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    logit_softcap: float | None = None,
+    ignore_index: int | None = None,
+    global_vocab_size: int | None = None,
+    row_indices: Int[Array, " K"] | None = None,
+    initial: Float32[Array, "*lead"] | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    donate_logits: bool = False,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> Float32[Array, "*lead"] | LinearLogp:
+    """Log-probability of each token under its row of logits.
+
+        z = softcap(logits) / temperature,   softcap(x) = c·tanh(x/c)
+        logp = z[token] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
+
+    Where hidden states are at hand, `linear_logp` needs no logits.
+
+    Args:
+      logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32. −inf is a token that cannot be taken
+        (beside a softcap it counts as −c).
+      token_ids: `[*lead]`, any integer dtype.
+      temperature: positive; a scalar or one per token. Not differentiated.
+      logit_softcap: c > 0 (Gemma), or None. Not differentiated.
+      ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, and their logits are not
+        read. It must lie outside the vocabulary.
+      global_vocab_size: true vocabulary size where the last columns are padding: they count as −inf.
+      row_indices: numbers of the rows to compute, `[K]`, counting tokens of all lead dimensions from 0, in any order.
+        Other rows are treated as ignored ones, but for `initial`.
+      initial: float32 `[*lead]`: logp of the rows that `row_indices` does not list; 0 without it. Updated in place
+        where it is donated to jit.
+      return_lse, return_entropy: also return these, from the same pass, differentiable.
+      donate_logits: the gradient may be written where the logits are. This is for logits that nothing else uses,
+        computed in the same program or donated to jit. Where that does not hold, XLA copies them first, and the result
+        is the same.
+      validate: True checks ids, rows and temperatures before launch (small read-backs); False never waits for the
+        device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
+        outputs and its gradient (a bad entry of row_indices: in all rows), and is reported under
+        `jax.experimental.checkify`.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
+        (`rlk_jax.explain` tells).
+
+    Returns:
+      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
+
+    Raises:
+      ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
+      TypeError: JAX's own, for forward-mode differentiation.
+
+    The gradient is written once, in the logits' dtype; a row whose upstream gradients are all 0 gets exactly 0 without
+    being read.
+
+    Same bits: the implementations that promise bits (docs/logp.md lists them and has the whole contract) give a row the
+    same raw bits in any batch, at any position and beside any neighbours; `xla` promises accuracy only.
+
+    Source: RL-Kernel's logp; the online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+    """
+    given = LogpInputs(logits, token_ids, temperature, row_indices, initial)
+    options = LogitsOptions(
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
+        global_vocab_size=global_vocab_size,
+        return_lse=return_lse,
+        return_entropy=return_entropy,
+        donate_logits=donate_logits,
+        validate=validate,
+        implementation=implementation,
+    )
+    inputs, config = check_logp(given, options)
+    require_values(inputs)
+    chosen = choose(facts_of("logp", (inputs.logits,), config), implementation)
+    tokens, kept = _tokens_of_rows(inputs, config, options)
+    found = values_of_tokens(chosen.functions, config, donate_logits, jnp.asarray(inputs.logits), tokens)
+    if kept is not None:
+        found = found._replace(logp=jnp.where(kept, inputs.initial, found.logp))
+    return found if return_lse or return_entropy else found.logp
+
+
+def _tokens_of_rows(inputs: LogpInputs, config: SoftmaxConfig, options: LogitsOptions) -> tuple[Tokens, Array | None]:
+    """Flat tokens, of which those that count are active; and which rows keep what `initial` has, `[*lead]`."""
+    ids, kept, temperature = inputs.token_ids, None, inputs.temperature
+    is_counted = counted(ids, options.ignore_index)
+    if inputs.row_indices is not None:
+        listed, fit = listed_rows(inputs.row_indices, is_counted.shape[0], options.validate)
+        # Which row a bad index meant cannot be known: all turn NaN.
+        is_counted &= listed | ~fit
+        temperature = jnp.where(fit, temperature, jnp.nan)
+        kept = None if inputs.initial is None else ~listed.reshape(ids.shape) & fit
+    tokens = checked_tokens(
+        ids,
+        temperature,
+        is_counted,
+        vocab_size=config.real_vocab_size,
+        validate=options.validate,
+        name="token_ids",
+    )
+    return tokens, kept
+
+
+def describe_logp(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+    """What dispatch sees of a call with these arguments by name, which are checked, and the implementation it names."""
+    given = dict(arguments)
+    inputs = LogpInputs(*(given.pop(name) for name in LogpInputs._fields))
+    options = LogitsOptions(**given)
+    inputs, config = check_logp(inputs, options)
+    return facts_of("logp", (inputs.logits,), config), options.implementation
+
+
+def ratio_kl(
+    policy_logits: Float[Array, "*lead V"],
+    ref_logits: Float[Array, "*lead V"],
+    action_ids: Int[Array, "*lead"],
+    completion_mask: Bool[Array, "*lead"] | Int[Array, "*lead"] | Float[Array, "*lead"],
+    old_logps: Float[Array, "*lead"],
+    *,
+    temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    donate_logits: bool = False,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> RatioKl:
+    """Importance ratio to the old policy and KL estimate to the reference, of each token that was taken.
+
+        ratio = exp(logp − old_logps),   kl = exp(d) − 1 − d,   d = ref − logp
+
+    with logp and ref the log-probabilities of `action_ids` under `policy_logits / temperature` and
+    `ref_logits / temperature`.
+
+    Args:
+      policy_logits, ref_logits: `[*lead, V]`, bfloat16, float16 or float32, each its own; sums run in float32.
+      action_ids: `[*lead]`, any integer dtype; at masked tokens they may be anything.
+      completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
+      old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
+      temperature: positive; a scalar or one per token. Not differentiated.
+      donate_logits: the gradient may be written where policy_logits are, as in `logp`.
+      validate: as in `logp`; an active id that is out of range and not checked gives NaN, never another token's values.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
+
+    Returns:
+      `RatioKl(ratio, kl)`, float32 `[*lead]`. A masked token has ratio 1 and kl 0. A token that the policy cannot take
+      (logp −inf) has ratio 0, and an infinite kl where the reference can.
+
+    Raises:
+      ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
+      TypeError: JAX's own, for forward-mode differentiation.
+
+    Gradients flow to policy_logits only. Masked tokens are masked before anything is computed of them: their logits are
+    not read, and nothing they hold, NaN included, reaches a value or a gradient.
+
+    Same bits: what `logp` promises. Each of the logits is read once; the backward reads policy_logits once more.
+
+    Source: RL-Kernel's ratio_kl; the estimator k3 of J. Schulman, "Approximating KL divergence" (2020).
+    """
+    given = RatioKlInputs(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
+    options = LogitsOptions(donate_logits=donate_logits, validate=validate, implementation=implementation)
+    taken = _taken_tokens("ratio_kl", *check_policies(given, options), options)
+    return ratio_and_kl(taken.logp, taken.ref_logps, taken.old_logps)
+
+
+def _taken_tokens(op: str, inputs: RatioKlInputs, config: SoftmaxConfig, options: LogitsOptions) -> TakenTokens:
+    """What both policies, and the old one, say of the actions. Only `logp` carries a gradient."""
+    require_values(inputs)
+    functions = choose(_facts_of_policies(op, inputs, config), options.implementation).functions
+    mask = active_mask(inputs.completion_mask)
+    tokens = checked_tokens(
+        inputs.action_ids,
+        inputs.temperature,
+        mask.reshape(-1),
+        vocab_size=config.real_vocab_size,
+        validate=options.validate,
+        name="action_ids",
+    )
+    policy, ref = jnp.asarray(inputs.policy_logits), lax.stop_gradient(jnp.asarray(inputs.ref_logits))
+    old_logps = lax.stop_gradient(jnp.asarray(inputs.old_logps, jnp.float32))
+    return TakenTokens(
+        values_of_tokens(functions, config, options.donate_logits, policy, tokens).logp,
+        values_of_tokens(functions, config, False, ref, tokens).logp,
+        jnp.where(mask, old_logps, 0),
+        mask,
+    )
+
+
+def _facts_of_policies(op: str, inputs: RatioKlInputs, config: SoftmaxConfig) -> CallFacts:
+    """What dispatch sees of an op on the logits of two policies."""
+    return facts_of(op, (inputs.policy_logits, inputs.ref_logits), config)
+
+
+def _policies_of(arguments: Mapping[str, Any]) -> RatioKlInputs:
+    return RatioKlInputs(*(arguments[name] for name in RatioKlInputs._fields))
+
+
+def describe_ratio_kl(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+    """What `describe_logp` says, for `ratio_kl`."""
+    options = LogitsOptions(validate=arguments["validate"])
+    facts = _facts_of_policies("ratio_kl", *check_policies(_policies_of(arguments), options))
+    return facts, arguments["implementation"]
+
+
+def grpo_loss(
+    policy_logits: Float[Array, "B T V"],
+    ref_logits: Float[Array, "B T V"],
+    action_ids: Int[Array, "B T"],
+    old_logps: Float[Array, "B T"],
+    rewards: Float[Array, "B"] | None,
+    completion_mask: Bool[Array, "B T"] | Int[Array, "B T"] | Float[Array, "B T"],
+    *,
+    advantages: Float[Array, "B"] | Float[Array, "B T"] | None = None,
+    samples_per_prompt: int | None = None,
+    group_boundaries: Int[ArrayLike, " G+1"] | None = None,
+    eps: float = 1e-6,
+    clip_eps: float = 0.2,
+    clip_eps_high: float | None = None,
+    beta: float = 0.0,
+    temperature: float | Float[ArrayLike, "B T"] = 1.0,
+    donate_logits: bool = False,
+    validate: bool | None = None,
+    implementation: str | None = None,
+) -> GrpoLoss:
+    """Clipped policy loss with a KL penalty, averaged over all active tokens of the batch.
+
+        loss = policy_loss + beta · kl,   policy_loss = mean of −min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
+        ρ = exp(logp − old_logps),   kl = mean of exp(d) − 1 − d,   d = ref − logp
+
+    The log-probabilities are `logp`'s, the formulas those of `rlk_jax.grpo.policy_loss`, which has the other losses of
+    the family for log-probabilities that are at hand.
+
+    Args:
+      policy_logits, ref_logits: `[B, T, V]`, bfloat16, float16 or float32, of B sequences of T completion tokens.
+      action_ids: `[B, T]`, the tokens taken; at masked tokens they may be anything.
+      old_logps: `[B, T]`, their log-probabilities when they were sampled.
+      rewards: `[B]`, normalised within their groups by `rlk_jax.grpo.group_advantages`; None beside `advantages`.
+      completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
+      advantages: A itself, of every sequence `[B]` or token `[B, T]`, instead of rewards.
+      samples_per_prompt: sequences of a group, which stand together; or
+      group_boundaries: `[G + 1]`, where groups start, from 0 to B. Static, as samples_per_prompt.
+      eps: the least standard deviation that rewards are divided by.
+      clip_eps, clip_eps_high: the clip range; None means clip_eps above, too.
+      beta: weight of the KL.
+      temperature, donate_logits, validate: as in `ratio_kl`.
+      implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
+
+    Returns:
+      `GrpoLoss(loss, policy_loss, kl)`; all 0 where no token is active.
+
+    Raises:
+      ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
+      TypeError: JAX's own, for forward-mode differentiation.
+
+    Gradients flow from `loss` to policy_logits only; at ρ = 1 and on the bounds of the clip range they are those of the
+    unclipped objective. Masked tokens are masked before anything is computed of them.
+
+    Same bits, with the implementations that promise bits: run to run, and with padding sequences or tokens appended,
+    because sums are taken in one fixed order.
+
+    Source: DeepSeekMath, arXiv 2402.03300, eq. 3, with the mean over tokens of the batch; RL-Kernel's grpo_loss.
+    """
+    given = RatioKlInputs(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
+    options = LogitsOptions(donate_logits=donate_logits, validate=validate, implementation=implementation)
+    inputs, config = check_policies(given, options)
+    require_values(inputs)
+    check_rewards_or_advantages(inputs.completion_mask, rewards, advantages, samples_per_prompt, group_boundaries)
+    loss_options = _loss_options(clip_eps, clip_eps_high, beta, eps)
+    if rewards is not None:
+        advantages = group_advantages(
+            rewards, samples_per_prompt=samples_per_prompt, group_boundaries=group_boundaries, eps=eps
+        )
+    assert advantages is not None
+    taken = _taken_tokens("grpo_loss", inputs, config, options)
+    found = policy_loss(
+        taken.logp, taken.old_logps, advantages, taken.mask, ref_logps=taken.ref_logps, options=loss_options
+    )
+    return GrpoLoss(found.loss, found.policy_loss, found.kl)
+
+
+def _loss_options(clip_eps: float, clip_eps_high: float | None, beta: float, eps: float) -> LossOptions:
+    positive("eps", eps)
+    return LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta)
+
+
+def describe_grpo_loss(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+    """What `describe_logp` says, for `grpo_loss`."""
+    inputs, config = check_policies(_policies_of(arguments), LogitsOptions(validate=arguments["validate"]))
+    chosen = ("rewards", "advantages", "samples_per_prompt", "group_boundaries")
+    check_rewards_or_advantages(inputs.completion_mask, *(arguments[name] for name in chosen))
+    _loss_options(*(arguments[name] for name in ("clip_eps", "clip_eps_high", "beta", "eps")))
+    return _facts_of_policies("grpo_loss", inputs, config), arguments["implementation"]

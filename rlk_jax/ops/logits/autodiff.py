@@ -1,0 +1,120 @@
+"""The custom_vjps of the ops over logits: log-probabilities of the tokens, and ratio and KL of log-probabilities."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float32
+
+from rlk_jax.core import transforms
+from rlk_jax.core.fixed_order import blockwise_exp, rounded_product
+from rlk_jax.core.softmax import SoftmaxConfig, values_of_no_tokens
+from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
+from rlk_jax.losses.kl import k3_kl, k3_slope
+from rlk_jax.ops.logits.options import LogitsFunctions
+
+Array = jax.Array
+_NO_SECOND_DERIVATIVE = "the gradient of log-probabilities of logits cannot be differentiated again."
+
+
+class RatioKl(NamedTuple):
+    """What `ratio_kl` returns: float32 `[*lead]`, 1 and 0 at masked tokens."""
+
+    ratio: Float32[Array, "*lead"]
+    kl: Float32[Array, "*lead"]
+
+
+def values_of_tokens(
+    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, logits: Array, tokens: Tokens
+) -> LinearLogp:
+    """The values of flat tokens under their rows of logits `[*lead, V]`: `[*lead]`, 0 where not active."""
+    lead = logits.shape[:-1]
+    if 0 in lead:
+        return values_of_no_tokens(config, lead)
+    rows = logits.reshape(math.prod(lead), logits.shape[-1])
+    return jax.tree.map(lambda x: x.reshape(lead), _flat_values(functions, config, donate, rows, tokens))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _flat_values(
+    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, logits: Array, tokens: Tokens
+) -> LinearLogp:
+    return _values(functions, config, donate, *transforms.equally_varying((logits, tokens)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _values(
+    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, logits: Array, tokens: Tokens
+) -> LinearLogp:
+    return _forward(functions, config, logits, tokens)[0]
+
+
+def _forward(
+    functions: LogitsFunctions, config: SoftmaxConfig, logits: Array, tokens: Tokens
+) -> tuple[LinearLogp, Any]:
+    """Values, and a residual with a row per token."""
+
+    def of_rows(_: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any]:
+        return transforms.varying_like(functions.forward(config, *rows), rows[0])
+
+    rows = (lax.stop_gradient(logits), tokens)
+    found, residual = transforms.vmap_folds_rows(of_rows, outputs_are_rows=True)((), rows)
+    return jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), found), residual
+
+
+def _values_fwd(
+    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, *primals: Any
+) -> tuple[LinearLogp, tuple[Array, Tokens, Any]]:
+    logits, tokens = transforms.primal_values(primals)
+    found, residual = _forward(functions, config, logits, tokens)
+    return found, (logits, tokens, residual)
+
+
+def _values_bwd(
+    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, saved: Any, cotangents: LinearLogp
+) -> tuple[Any, ...]:
+    logits, tokens, residual = saved
+    upstream = upstream_gradients(cotangents, tokens)
+    logits, upstream = transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (logits, upstream))
+    tokens = tokens.with_upstream(upstream)
+
+    def of_rows(_: Any, rows: tuple[Array, Tokens, Any, LinearLogp]) -> Array:
+        logits, tokens, residual, upstream = rows
+        found = functions.gradient(config, logits, tokens, residual, upstream, donate)
+        return transforms.varying_like(found, logits)
+
+    folding = transforms.vmap_folds_rows(of_rows, outputs_are_rows=True)
+    return folding((), (logits, tokens, residual, upstream)), None
+
+
+_values.defvjp(_values_fwd, _values_bwd, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def ratio_and_kl(logp: Array, ref_logps: Array, old_logps: Array) -> RatioKl:
+    """exp(logp − old) and the KL estimate k3 of each token; gradients flow to logp only."""
+    return RatioKl(blockwise_exp(logp - old_logps), k3_kl(logp, ref_logps))
+
+
+def _ratio_and_kl_fwd(logp: Array, ref_logps: Array, old_logps: Array) -> tuple[RatioKl, tuple[Array, Array, Array]]:
+    found = ratio_and_kl(logp, ref_logps, old_logps)
+    return found, (found.ratio, logp, ref_logps)
+
+
+def _ratio_and_kl_bwd(saved: tuple[Array, Array, Array], upstream: RatioKl) -> tuple[Array, None, None]:
+    """g_ratio·ratio + g_kl·(1 − exp d), with products that are rounded whatever program this is in.
+
+    What has no upstream gradient contributes nothing, even where its ratio or KL is no number.
+    """
+    ratio, logp, ref_logps = saved
+
+    def scaled(g: Array, slope: Array) -> Array:
+        return rounded_product(g, jnp.where(g == 0, 0, slope))
+
+    return scaled(upstream.ratio, ratio) + scaled(upstream.kl, k3_slope(logp, ref_logps)), None, None
+
+
+ratio_and_kl.defvjp(_ratio_and_kl_fwd, _ratio_and_kl_bwd)

@@ -1,0 +1,68 @@
+"""What a call of logp, ratio_kl or grpo_loss carries, and what every implementation takes and gives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from rlk_jax.core.softmax import SoftmaxConfig
+from rlk_jax.core.tokens import LinearLogp, Tokens
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class LogitsOptions:
+    """The options of one call as the user gave them; `logp` documents them, and ratio_kl and grpo_loss take some."""
+
+    logit_softcap: float | None = None
+    ignore_index: int | None = None
+    global_vocab_size: int | None = None
+    return_lse: bool = False
+    return_entropy: bool = False
+    donate_logits: bool = False
+    validate: bool | None = None
+    implementation: str | None = None
+
+
+class LogpInputs(NamedTuple):
+    """The arrays of logp: logits `[*lead, V]`, ids `[*lead]`; rows `[K]` and initial `[*lead]`, or None."""
+
+    logits: Any
+    token_ids: Any
+    temperature: Any
+    row_indices: Any
+    initial: Any
+
+
+class RatioKlInputs(NamedTuple):
+    """The arrays of ratio_kl: both logits `[*lead, V]`, temperature `[]` or `[*lead]`, all others `[*lead]`."""
+
+    policy_logits: Any
+    ref_logits: Any
+    action_ids: Any
+    completion_mask: Any
+    old_logps: Any
+    temperature: Any
+
+
+class TakenTokens(NamedTuple):
+    """Log-probabilities of the taken tokens, float32 `[*lead]`, all 0 where masked; and the mask as bool."""
+
+    logp: Array
+    ref_logps: Array
+    old_logps: Array
+    mask: Array
+
+
+@dataclass(frozen=True)
+class LogitsFunctions:
+    """One implementation, on logits `[N, V]`.
+
+    `forward` gives values and a residual, a row `[N]` per token. `gradient` gives that of the logits, in their dtype,
+    0 in inactive rows; its last argument says that it may be written where the logits are.
+    """
+
+    forward: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, Any]]
+    gradient: Callable[[SoftmaxConfig, Array, Tokens, Any, LinearLogp, bool], Array]

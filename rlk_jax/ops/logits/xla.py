@@ -1,0 +1,52 @@
+"""The portable implementation on logits, which XLA fuses."""
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.core.softmax import (
+    SoftmaxConfig,
+    Statistics,
+    logits_of,
+    merged,
+    partial_of_rows,
+    product_gradients,
+    values_of,
+)
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.ops.logits.options import LogitsFunctions
+
+Array = jax.Array
+
+
+def _no_bias() -> Array:
+    return jnp.zeros((1, 1), jnp.float32)
+
+
+def _columns(config: SoftmaxConfig) -> Array:
+    return jnp.arange(config.vocab_size, dtype=jnp.int32)[None]
+
+
+def _forward(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
+    """Two passes. XLA fuses what is done to a logit into its sums on GPUs; on CPUs it makes a float32 copy first."""
+
+    def of(logits: Array, columns: Array) -> Array:
+        real = config.real_vocab_size
+        return logits_of(config, logits.astype(jnp.float32), _no_bias(), tokens.temperature, columns, real)
+
+    targets = tokens.target_ids[:, None]
+    # The target is picked before anything is done to it: a pick from computed logits would need all of them in memory.
+    target_logit = of(jnp.take_along_axis(logits, targets, axis=1), targets)[:, 0]
+    partial = partial_of_rows(of(logits, _columns(config)), target_logit, with_gap=config.return_entropy)
+    statistics = merged(jax.tree.map(lambda x: x[None], partial))
+    return values_of(config, statistics), statistics
+
+
+def _gradient(
+    config: SoftmaxConfig, logits: Array, tokens: Tokens, statistics: Statistics, upstream: LinearLogp, donate: bool
+) -> Array:
+    """The gradient element by element: XLA itself writes it in place where the logits are donated."""
+    facts = (_no_bias(), tokens, _columns(config), config.real_vocab_size, statistics, upstream)
+    return product_gradients(config, logits.astype(jnp.float32), *facts).astype(logits.dtype)
+
+
+XLA = LogitsFunctions(_forward, _gradient)
