@@ -19,9 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax, Source
-from pallas_kernels.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
-from pallas_kernels.vocabulary import Head, Vocabulary
+from pallas_kernels.hopper.arrays import (
+    Coefficients,
+    HiddenGradient,
+    Kept,
+    Logits,
+    Partials,
+    Rows,
+    Slice,
+    Softmax,
+    Source,
+)
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
+from pallas_kernels.hopper.vocabulary import Head, Vocabulary
 from rlk_jax import _head_kernels
 from rlk_jax._gemm import Form, Gemm
 from rlk_jax._head_kernels import memory_budget

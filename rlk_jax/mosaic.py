@@ -2,7 +2,7 @@
 
 import functools
 
-from pallas_kernels.tiles import Machine
+from pallas_kernels.hopper.tiles import Machine
 from rlk_jax import hopper
 from rlk_jax._gemm import Gemm
 from rlk_jax._logits import RowKernels, by_kernels

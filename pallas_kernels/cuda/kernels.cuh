@@ -28,7 +28,7 @@ struct Divisor {
 #endif
 };
 
-// One block's share of a product; pallas_kernels/tiles.py chooses it. No choice changes a bit.
+// One block's share of a product; pallas_kernels/hopper/tiles.py chooses it. No choice changes a bit.
 struct Tile {
   int rows;     // 64 or 128
   int stages;   // steps in flight

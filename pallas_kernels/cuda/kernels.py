@@ -12,9 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cuda import build
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Softmax, Source
-from pallas_kernels.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
-from pallas_kernels.vocabulary import Head, Vocabulary
+from pallas_kernels.hopper.arrays import (
+    Coefficients,
+    HiddenGradient,
+    Kept,
+    Logits,
+    Partials,
+    Rows,
+    Slice,
+    Softmax,
+    Source,
+)
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
+from pallas_kernels.hopper.vocabulary import Head, Vocabulary
 
 Array = jax.Array
 Ref = Any

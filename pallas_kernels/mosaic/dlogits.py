@@ -17,7 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LN_2, LOG2_E, Coefficients, Kept, Logits, Rows, Slice, Source
+from pallas_kernels.hopper.arrays import LN_2, LOG2_E, Coefficients, Kept, Logits, Rows, Slice, Source
+from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
+from pallas_kernels.hopper.vocabulary import Vocabulary
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -29,7 +32,6 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import (
     Powers,
     bounded,
@@ -42,8 +44,6 @@ from pallas_kernels.mosaic.statistics import (
     row_clusters,
     width_of,
 )
-from pallas_kernels.tiles import COLUMNS, THREADS, Machine, statistics_tile
-from pallas_kernels.vocabulary import Vocabulary
 
 Array = jax.Array
 Ref = Any

@@ -8,9 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LN_2, Partials, Softmax
-from pallas_kernels.mosaic.simple import launch
-from pallas_kernels.tiles import THREADS, Machine
+from pallas_kernels.hopper.arrays import LN_2, Partials, Softmax
+from pallas_kernels.hopper.tiles import THREADS, Machine
+from pallas_kernels.mosaic.launch import launch
 
 Array = jax.Array
 Ref = Any

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.tiles import DEPTH, Machine, Plan, gemm_plan, padded
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, multiply, store_through
-from pallas_kernels.tiles import DEPTH, Machine, Plan, gemm_plan, padded
 
 Array = jax.Array
 Ref = Any

@@ -8,7 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import HiddenGradient, Slice
+from pallas_kernels.hopper.arrays import HiddenGradient, Slice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
+from pallas_kernels.hopper.vocabulary import Head
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -19,10 +22,7 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.mosaic.simple import launch
 from pallas_kernels.mosaic.statistics import row_clusters, width_of
-from pallas_kernels.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
-from pallas_kernels.vocabulary import Head
 
 Array = jax.Array
 Ref = Any

@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LOG2_E
+from pallas_kernels.hopper.arrays import LOG2_E
+from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.logits import Form, RowCoefficients, RowStatistics
-from pallas_kernels.mosaic.simple import launch
+from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.statistics import softcapped
-from pallas_kernels.tiles import THREADS, Machine
 
 Array = jax.Array
 Ref = Any

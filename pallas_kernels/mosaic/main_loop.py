@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import COLUMNS, DEPTH, SHARED_MEMORY, Machine, Tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, SHARED_MEMORY, Machine, Tile
 
 Array = jax.Array
 Ref = Any

@@ -14,7 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head import LOG2_E, Logits, Partials, Slice
+from pallas_kernels.hopper.arrays import LOG2_E, Logits, Partials, Slice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
+from pallas_kernels.hopper.vocabulary import Head, Vocabulary
 from pallas_kernels.mosaic.main_loop import (
     COLUMN,
     STRIP,
@@ -28,8 +30,6 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
-from pallas_kernels.vocabulary import Head, Vocabulary
 
 Array = jax.Array
 Ref = Any

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cuda import kernels as cuda_kernels
+from pallas_kernels.hopper.tiles import Plan, Tile
 from pallas_kernels.mosaic import gemm as mosaic_gemm
-from pallas_kernels.tiles import Plan, Tile
 from rlk_jax import det_gemm, explain
 from tests import gemm
 from tests.gemm import Case

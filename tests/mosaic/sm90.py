@@ -28,14 +28,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Source
+from pallas_kernels.hopper.arrays import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Source
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, gemm_plan
+from pallas_kernels.hopper.vocabulary import Head, Vocabulary
 from pallas_kernels.logits import Form, RowCoefficients
 from pallas_kernels.mosaic import gradients, logits, statistics
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, from_powers
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
-from pallas_kernels.tiles import COLUMNS, Machine, gemm_plan
-from pallas_kernels.vocabulary import Head, Vocabulary
 from rlk_jax import det_gemm, dispatch, linear_logp
 from rlk_jax._tree import tree
 

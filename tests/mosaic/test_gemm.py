@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.tiles import Machine, Plan, Tile
 from pallas_kernels.mosaic import gemm as kernel
-from pallas_kernels.tiles import Machine, Plan, Tile
 from rlk_jax import det_gemm, dispatch, mosaic
 from tests import gemm
 from tests.gemm import Case

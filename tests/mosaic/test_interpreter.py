@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import dlogits, gradients, statistics
-from pallas_kernels.tiles import Machine
 from rlk_jax import dispatch, linear_logp, mosaic
 from tests import helpers, policy_losses, shards
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract

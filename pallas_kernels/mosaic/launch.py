@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import Machine
+from pallas_kernels.hopper.tiles import Machine
 
 Ref = Any
 

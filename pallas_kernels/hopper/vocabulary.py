@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tiles import COLUMNS, DEPTH
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
 
 Array = jax.Array
 STEPS = COLUMNS // DEPTH

@@ -6,7 +6,7 @@ Logits are scaled to powers of two: y = z·log2(e). A shift, or k, is the intege
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pallas_kernels.vocabulary import Head
+from pallas_kernels.hopper.vocabulary import Head
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
