@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.logits import Form, RowCoefficients, RowStatistics
+from pallas_kernels.logits import RowCoefficients, RowConfig, RowStatistics
 from rlk_jax._problem import (
     Array,
     LinearLogp,
@@ -28,15 +28,15 @@ LOG2_E = 1 / LN_2
 class RowKernels:
     """A pair of kernels, of the same signature on every kind of GPU."""
 
-    statistics: Callable[[Form, Array, Array, Array, Array], RowStatistics]
-    gradients: Callable[[Form, Array, Array, Array, RowCoefficients, bool], Array]
+    statistics: Callable[[RowConfig, Array, Array, Array, Array], RowStatistics]
+    gradients: Callable[[RowConfig, Array, Array, Array, RowCoefficients, bool], Array]
 
 
 def by_kernels(load: Callable[[], RowKernels]) -> LogpFunctions:
     """The implementation on `load()`, which may import what only it needs."""
 
     def forward(options: SoftmaxOptions, logits: Array, tokens: Tokens) -> tuple[LinearLogp, RowStatistics]:
-        form = Form(options.real_vocab_size, options.logit_softcap, options.return_entropy)
+        form = RowConfig(options.real_vocab_size, options.logit_softcap, options.return_entropy)
         arrays = (logits, tokens.target_ids, tokens.temperature, tokens.active.astype(jnp.int32))
         found = apart(load().statistics(form, *apart(as_replicated(arrays))))
         return values_of(options, _natural(found, _reciprocal(tokens))), found
@@ -49,7 +49,7 @@ def by_kernels(load: Callable[[], RowKernels]) -> LogpFunctions:
         upstream: LinearLogp,
         donate: bool,
     ) -> Array:
-        form = Form(options.real_vocab_size, options.logit_softcap, upstream.entropy is not None)
+        form = RowConfig(options.real_vocab_size, options.logit_softcap, upstream.entropy is not None)
         rows, active = _coefficients(options, tokens, found, upstream), tokens.active.astype(jnp.int32)
         arrays = apart(as_replicated((logits, tokens.target_ids, active, rows)))
         return apart(load().gradients(form, *arrays, donate))

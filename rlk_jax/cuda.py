@@ -18,7 +18,7 @@ def _kernels() -> hopper.Kernels:
         fold_groups=kernels.fold_groups,
         coefficients=kernels.coefficients,
         dlogits=kernels.dlogits,
-        from_powers=kernels.from_powers,
+        dlogits_from_kept_exponentials=kernels.dlogits_from_kept_exponentials,
         add_hidden_gradient=kernels.add_hidden_gradient,
         store_weight_gradient=kernels.store_weight_gradient,
         column_sums=kernels.column_sums,

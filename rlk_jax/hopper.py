@@ -21,17 +21,17 @@ from jax import lax
 
 from pallas_kernels.hopper.arrays import (
     Coefficients,
+    GradientRows,
     HiddenGradient,
-    Kept,
-    Logits,
+    KeptExponentials,
+    KeptRowMap,
+    LogitsConfig,
     Partials,
-    Rows,
-    Slice,
     Softmax,
-    Source,
+    VocabSlice,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, Machine, padded, statistics_tile
-from pallas_kernels.hopper.vocabulary import Head, Vocabulary
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from rlk_jax import _head_kernels
 from rlk_jax._gemm import Form, Gemm
 from rlk_jax._head_kernels import memory_budget
@@ -64,7 +64,7 @@ class Kernels:
     fold_groups: Callable[..., Softmax]
     coefficients: Callable[..., Coefficients]
     dlogits: Callable[..., None]
-    from_powers: Callable[..., None]
+    dlogits_from_kept_exponentials: Callable[..., None]
     add_hidden_gradient: Callable[..., None]
     store_weight_gradient: Callable[..., None]
     column_sums: Callable[..., Array]
@@ -250,8 +250,8 @@ def _head_chunk_bytes(dim: int) -> int:
 class _SliceOfHead:
     """One slice of the vocabulary: what the kernels read of the head there, and where its columns belong."""
 
-    where: Slice
-    head: Head
+    where: VocabSlice
+    head: HeadAccess
     weight: Array
     bias: Array | None
     columns: Array
@@ -276,8 +276,8 @@ def _slice(plan: Plan, run: Run, index: Any, operands: Operands, rows: Compacted
     if operands.bias is not None:
         bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
     known = operands.real_columns
-    where = Slice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
-    head = Head(vocabulary, "vd" if run.copied else options.weight_layout, run.copied)
+    where = VocabSlice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
+    head = HeadAccess(vocabulary, "vd" if run.copied else options.weight_layout, run.copied)
     return _SliceOfHead(where, head, weight, bias, columns)
 
 
@@ -315,7 +315,7 @@ def default_machine() -> Machine:
 class _Kept(NamedTuple):
     """What a forward keeps for the backward of the same tokens: exponentials, and in which row of them a token is."""
 
-    exponentials: Kept
+    exponentials: KeptExponentials
     place: Array
 
 
@@ -343,7 +343,7 @@ def _partials(
 
     def step(run: Run, index: Any) -> None:
         part = _slice(plan, run, index, operands, rows)
-        logits = Logits(part.head, options.logit_softcap)
+        logits = LogitsConfig(part.head, options.logit_softcap)
         per_token = (target_ids, holds_target, temperature)
         use.partials(logits, machine, part.where, hidden, part.weight, part.bias, *per_token, out, powers)
 
@@ -353,7 +353,7 @@ def _partials(
     kept = None
     if powers is not None:
         place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
-        kept = _Kept(Kept(jax.freeze(powers), of_chunks.shift[:keeping]), place)
+        kept = _Kept(KeptExponentials(jax.freeze(powers), of_chunks.shift[:keeping]), place)
     return varying_like((groups, (rows, kept)), typed)
 
 
@@ -389,7 +389,7 @@ def _gradients(
         kept = None
     operands, tokens, softmax, kept, upstream = apart(as_replicated((operands, tokens, softmax, kept, upstream)))
     is_rounded = options.hidden_gradient == "rounded"
-    keeping = 0 if kept is None else kept.exponentials.powers.shape[1] // COLUMNS
+    keeping = 0 if kept is None else kept.exponentials.exponentials.shape[1] // COLUMNS
     plan = backward_plan(options, dim, n, needs=needs, dtype=dtype, kept=keeping)
     rows = compact(tokens.active, plan.rows)
     stored = None if kept is None else (kept.exponentials, _source(plan, rows, kept.place))
@@ -397,7 +397,7 @@ def _gradients(
     lifts = dtype == jnp.float16
     scale = lifting_power(gradient_bound(tokens.temperature, upstream)) if lifts else None
     # Behind the rows that count, values whose exponentials and gradients are 0 whatever the bias.
-    row_facts = Rows(
+    row_facts = GradientRows(
         target_ids=rows.take(tokens.target_ids),
         temperature=rows.take(tokens.temperature, 1),
         logp=rows.take(softmax.logp),
@@ -433,14 +433,19 @@ def _gradients(
 
     def step(run: Run, index: Any) -> None:
         part = _slice(plan, run, index, operands, rows)
-        logits = Logits(part.head, options.logit_softcap)
+        logits = LogitsConfig(part.head, options.logit_softcap)
         written = lax.empty((plan.matrix_rows, run.width * COLUMNS), dtype)
         if run.is_kept and stored is not None:
-            powers, source = stored
+            kept_exponentials, row_map = stored
             if replaces_kept(options, dim):
-                written, powers = powers.powers, powers._replace(powers=None)
+                written, kept_exponentials = (
+                    kept_exponentials.exponentials,
+                    kept_exponentials._replace(exponentials=None),
+                )
             buffer = jax.new_ref(written)
-            use.from_powers(part.head.vocabulary, machine, part.where, powers, source, row_coefficients, buffer)
+            use.dlogits_from_kept_exponentials(
+                part.head.vocabulary, machine, part.where, kept_exponentials, row_map, row_coefficients, buffer
+            )
         else:
             buffer = jax.new_ref(written)
             use.dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_coefficients, buffer)
@@ -474,11 +479,11 @@ def _gradients(
     return apart(Gradients(hidden_gradient, *of_head).like(options, operands))
 
 
-def _source(plan: Plan, rows: Compacted, place: Array) -> Source:
+def _source(plan: Plan, rows: Compacted, place: Array) -> KeptRowMap:
     """Where the backward's rows are among the forward's, which may be more: those whose upstream gradients are 0."""
     own = jnp.arange(plan.rows, dtype=jnp.int32)
     row = jnp.where(own < rows.count, rows.take(place), own)
-    return Source(row, jnp.any(row != own, keepdims=True).astype(jnp.int32))
+    return KeptRowMap(row, jnp.any(row != own, keepdims=True).astype(jnp.int32))
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, options: Options) -> Array:

@@ -10,19 +10,19 @@ from rlk_jax._problem import LinearLogpFunctions, LogpFunctions
 
 
 def _kernels() -> hopper.Kernels:
-    from pallas_kernels.mosaic import dlogits, fold, gemm, gradients, statistics
+    from pallas_kernels.mosaic import head_kernels as kernels
 
     return hopper.Kernels(
-        partials=statistics.partials,
-        fold_chunks=fold.fold_chunks,
-        fold_groups=fold.fold_groups,
-        coefficients=dlogits.coefficients,
-        dlogits=dlogits.dlogits,
-        from_powers=dlogits.from_powers,
-        add_hidden_gradient=gradients.add_hidden_gradient,
-        store_weight_gradient=gradients.store_weight_gradient,
-        column_sums=gradients.column_sums,
-        gemm=gemm.gemm,
+        partials=kernels.partials,
+        fold_chunks=kernels.fold_chunks,
+        fold_groups=kernels.fold_groups,
+        coefficients=kernels.coefficients,
+        dlogits=kernels.dlogits,
+        dlogits_from_kept_exponentials=kernels.dlogits_from_kept_exponentials,
+        add_hidden_gradient=kernels.add_hidden_gradient,
+        store_weight_gradient=kernels.store_weight_gradient,
+        column_sums=kernels.column_sums,
+        gemm=kernels.gemm,
     )
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.triton import call
 from pallas_kernels.triton import linear_logp as kernels
-from pallas_kernels.triton.linear_logp import COLUMNS, ROWS, Head, Slice, padded
+from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange, HeadShape, padded
 from rlk_jax import _head_kernels
 from rlk_jax._head_kernels import memory_budget
 from rlk_jax._logits import RowKernels, by_kernels
@@ -80,38 +80,38 @@ class Chain:
 
 def chains(options: Options, dim: int, tokens: int, *, needs: Needs, dtype: Any, columns: int) -> tuple[Chain, ...]:
     """Of `columns` columns, in slices whose dlogits fit the budget beside hidden's copies, all of about one width."""
-    rows = padded(tokens, ROWS)
+    rows = padded(tokens, TILE_ROWS)
     budget = memory_budget(options, dim, tokens)
     copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * COLUMNS))
+    affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * TILE_COLUMNS))
     tree = options.tree
     of_each = tree.width if options.hidden_gradient == "groups" else tree.groups * tree.width
     count = tree.groups if options.hidden_gradient == "groups" else 1
 
     def chain(first: int) -> Chain:
         end = max(first, min(first + of_each, columns))
-        tiles = max(1, -(-(end - first) // COLUMNS))
-        return Chain(first, end, COLUMNS * -(-tiles // -(-tiles // affordable)))
+        tiles = max(1, -(-(end - first) // TILE_COLUMNS))
+        return Chain(first, end, TILE_COLUMNS * -(-tiles // -(-tiles // affordable)))
 
     return tuple(chain(i * of_each) for i in range(count))
 
 
-def _head(options: Options, operands: Operands) -> Head:
+def _head(options: Options, operands: Operands) -> HeadShape:
     dim, tree = operands.hidden.shape[1], options.tree
-    return Head(dim, options.vocab_size, options.weight_layout, options.logit_softcap, tree.groups, tree.width)
+    return HeadShape(dim, options.vocab_size, options.weight_layout, options.logit_softcap, tree.groups, tree.width)
 
 
-def _kernel_operands(options: Options, operands: Operands, rows: Compacted) -> kernels.Operands:
+def _kernel_operands(options: Options, operands: Operands, rows: Compacted) -> kernels.KernelOperands:
     real = jnp.asarray(real_columns(options, operands), jnp.int32).reshape(1)
     hidden = apart(rows.take(operands.hidden))
-    return kernels.Operands(hidden, operands.weight, operands.bias, rows.count, real)
+    return kernels.KernelOperands(hidden, operands.weight, operands.bias, rows.count, real)
 
 
 def _partials(options: Options, operands: Operands, tokens: Tokens) -> tuple[Partial, Compacted]:
     """By row, and which token is in which."""
     typed = operands.hidden
     operands, tokens = apart(as_replicated((operands, tokens)))
-    rows = compact(tokens.active, padded(typed.shape[0], ROWS), all_active=not options.may_ignore)
+    rows = compact(tokens.active, padded(typed.shape[0], TILE_ROWS), all_active=not options.may_ignore)
     found = kernels.group_partials(
         _head(options, operands),
         _kernel_operands(options, operands, rows),
@@ -141,7 +141,7 @@ def _gradients(
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
     head = _head(options, operands)
-    rows = compact(tokens.active, padded(n, ROWS))
+    rows = compact(tokens.active, padded(n, TILE_ROWS))
     of_kernels = _kernel_operands(options, operands, rows)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
     own = jax.tree.map(rows.take, statistics)
@@ -170,7 +170,7 @@ def _gradients(
 
         def step(index: Any, so_far: Gradients, chain: Chain = chain) -> Gradients:
             start = chain.first + jnp.asarray(index, jnp.int32) * chain.width
-            where = Slice(*(jnp.asarray(x, jnp.int32).reshape(1) for x in (start, chain.first, chain.end)))
+            where = ColumnRange(*(jnp.asarray(x, jnp.int32).reshape(1) for x in (start, chain.first, chain.end)))
             of_logits = kernels.dlogits(
                 *(head, of_kernels, target_ids, temperature, own.max, own.log_sum, row_coefficients, where),
                 chain.width,

@@ -6,7 +6,7 @@ A tile of logits is `rows` × `columns`; columns from `end` on belong to the nex
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.row_kernels import LN_2, capped, derivative, finite_gap, rescale, subtractable
+from pallas_kernels.triton.row_kernels import LN_2, finite_gap, rescale, softcap_derivative, softcapped, subtractable
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -119,7 +119,7 @@ def partials(
     column = start + tl.arange(0, columns)
     end = tl.minimum((group + 1) * group_width, tl.load(real_columns))
     product = hidden_times_head(hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
-    x = capped(with_bias(product, bias, column, vocab_size, has_bias), softcap)
+    x = softcapped(with_bias(product, bias, column, vocab_size, has_bias), softcap)
     is_real = column[None, :] < end
     is_target = (column[None, :] == tl.load(target_ids + row)[:, None]) & is_real
     target = tl.sum(tl.where(is_target, x, 0.0), axis=1)
@@ -261,14 +261,16 @@ def dlogits(
     raw = hidden_times_head(hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
     raw = with_bias(raw, bias, column, vocab_size, has_bias)
     inverse = 1 / tl.load(temperature + row)
-    log_p = capped(raw, softcap) * inverse[:, None] - tl.load(maximum + row)[:, None] - tl.load(log_sum + row)[:, None]
+    log_p = (
+        softcapped(raw, softcap) * inverse[:, None] - tl.load(maximum + row)[:, None] - tl.load(log_sum + row)[:, None]
+    )
     factor = tl.load(constant + row)[:, None]
     if with_slope:
         factor -= tl.load(slope + row)[:, None] * finite_gap(log_p)
     value = tl.exp2(log_p * LOG2_E) * factor
     value = tl.where(column[None, :] == tl.load(target_ids + row)[:, None], tl.load(at_target + row)[:, None], value)
     if softcap is not None:
-        value *= derivative(raw, softcap)
+        value *= softcap_derivative(raw, softcap)
     counts = (row < rows_there)[:, None] & (column < tl.load(real_columns))[None, :]
     value = tl.where(counts, value, 0.0)
     there = out + row.to(tl.int64)[:, None] * slice_width + place[None, :]

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
-ROWS, COLUMNS, DEPTH = 128, 128, 64
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 128, 64
 """One tile of a product, and the block of K that it takes at a time."""
 _BAND = 16
-_WARPS = 8
-_STAGES = 3
+_TILE_WARPS = 8
+_TILE_STAGES = 3
 _FOLD_ROWS = 16
 _SUM_ROWS, _SUM_COLUMNS = 64, 128
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadShape:
     """The static facts of one head `[V, D]` ("vd") or `[D, V]` ("dv"), and of the softmax's tree over it."""
 
     dim: int
@@ -36,7 +36,7 @@ class Head:
     @property
     def group_chunks(self) -> int:
         """Chunks of 256 columns in a group; the last one may be narrower."""
-        return -(-self.group_width // COLUMNS)
+        return -(-self.group_width // TILE_COLUMNS)
 
     @property
     def _constants(self) -> dict[str, Any]:
@@ -47,10 +47,10 @@ class Head:
         return {**self._constants, "softcap": self.softcap}
 
 
-_TILE = {"rows": ROWS, "columns": COLUMNS, "depth": DEPTH, "band": _BAND}
+_TILE = {"rows": TILE_ROWS, "columns": TILE_COLUMNS, "depth": TILE_DEPTH, "band": _BAND}
 
 
-class Operands(NamedTuple):
+class KernelOperands(NamedTuple):
     """hidden `[rows, D]`, whole tiles of rows and 0 from `active_rows` on; weight as its head says; bias `[V]` or None.
 
     active_rows, real_columns int32 `[1]`: rows that count, and the true vocabulary's size.
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
     real_columns: Array
 
 
-class Partials(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """The softmax over some columns' z = logits / T: maximum, Σ e^(z − max), target's z, Σ e^(z − max)·(max − z)."""
 
     maximum: Array
@@ -72,7 +72,7 @@ class Partials(NamedTuple):
     gap: Array | None
 
 
-class Coefficients(NamedTuple):
+class LogitCoefficients(NamedTuple):
     """float32 `[rows]`: a logit's gradient is p·(constant + slope·ln p), at the target `at_target`."""
 
     constant: Array
@@ -80,7 +80,7 @@ class Coefficients(NamedTuple):
     at_target: Array
 
 
-class Slice(NamedTuple):
+class ColumnRange(NamedTuple):
     """int32 `[1]`: first column of a slice, of the chain of dH that it belongs to, and the end of that."""
 
     start: Array
@@ -93,7 +93,7 @@ def padded(n: int, multiple: int) -> int:
 
 
 def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // ROWS) * -(-columns // COLUMNS)
+    return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
 
 
 def _vector(n: int) -> jax.ShapeDtypeStruct:
@@ -101,8 +101,8 @@ def _vector(n: int) -> jax.ShapeDtypeStruct:
 
 
 def group_partials(
-    head: Head, operands: Operands, target_ids: Array, temperature: Array, *, with_gap: bool
-) -> Partials:
+    head: HeadShape, operands: KernelOperands, target_ids: Array, temperature: Array, *, with_gap: bool
+) -> PartialSoftmax:
     """The softmax over each group of the tree, `[groups, rows]`, from target_ids int32 and temperature `[rows]`."""
     from pallas_kernels.triton import head_kernels
 
@@ -121,9 +121,9 @@ def group_partials(
             "groups": head.groups,
             "group_width": head.group_width,
         },
-        grid=_tiles(n, chunks * COLUMNS),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        grid=_tiles(n, chunks * TILE_COLUMNS),
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
     )
     of_group = jax.ShapeDtypeStruct((head.groups, n), jnp.float32)
     width = 1 << (head.group_chunks - 1).bit_length()
@@ -141,7 +141,7 @@ def group_partials(
         grid=n // _FOLD_ROWS * head.groups,
         num_warps=4,
     )
-    return Partials(maximum, total, target, gap if with_gap else None)
+    return PartialSoftmax(maximum, total, target, gap if with_gap else None)
 
 
 def coefficients(
@@ -153,7 +153,7 @@ def coefficients(
     g_lse: Array | None,
     g_entropy: Array | None,
     lift: Array,
-) -> Coefficients:
+) -> LogitCoefficients:
     """From upstream gradients, all `[rows]`; `lift` is what the gradients of logits are multiplied by."""
     from pallas_kernels.triton import head_kernels
 
@@ -163,22 +163,22 @@ def coefficients(
         head_kernels.coefficients,
         (temperature, log_sum, logp, *other, lift),
         (_vector(n), _vector(n), _vector(n)),
-        {"with_lse": g_lse is not None, "with_entropy": g_entropy is not None, "rows": ROWS},
-        grid=n // ROWS,
+        {"with_lse": g_lse is not None, "with_entropy": g_entropy is not None, "rows": TILE_ROWS},
+        grid=n // TILE_ROWS,
         num_warps=4,
     )
-    return Coefficients(constant, None if g_entropy is None else slope, at_target)
+    return LogitCoefficients(constant, None if g_entropy is None else slope, at_target)
 
 
 def dlogits(
-    head: Head,
-    operands: Operands,
+    head: HeadShape,
+    operands: KernelOperands,
     target_ids: Array,
     temperature: Array,
     maximum: Array,
     log_sum: Array,
-    rows: Coefficients,
-    where: Slice,
+    rows: LogitCoefficients,
+    where: ColumnRange,
     slice_width: int,
 ) -> Array:
     """Gradients of one slice's products hidden·Wᵀ, `[rows, slice_width]` in hidden's dtype; vectors `[rows]`."""
@@ -201,13 +201,15 @@ def dlogits(
             "slice_width": slice_width,
         },
         grid=_tiles(n, slice_width),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
     )
     return out
 
 
-def add_hidden_gradient(head: Head, operands: Operands, of_logits: Array, where: Slice, chain: Array) -> Array:
+def add_hidden_gradient(
+    head: HeadShape, operands: KernelOperands, of_logits: Array, where: ColumnRange, chain: Array
+) -> Array:
     """chain + dlogits·W over one slice, in chain's memory: float32 `[rows, D]`, whatever it holds before the first."""
     from pallas_kernels.triton import head_kernels
 
@@ -218,15 +220,15 @@ def add_hidden_gradient(head: Head, operands: Operands, of_logits: Array, where:
         (jax.ShapeDtypeStruct(chain.shape, chain.dtype),),
         {**head._constants, "slice_width": of_logits.shape[1]},
         grid=_tiles(*chain.shape),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
         aliases={6: 0},
     )
     return out
 
 
 def store_weight_gradient(
-    head: Head, operands: Operands, of_logits: Array, unscale: Array, where: Slice, d_weight: Array
+    head: HeadShape, operands: KernelOperands, of_logits: Array, unscale: Array, where: ColumnRange, d_weight: Array
 ) -> Array:
     """d_weight with the slice's columns of dlogitsᵀ·H, times unscale `[1]`, rounded once; in d_weight's memory."""
     from pallas_kernels.triton import head_kernels
@@ -239,8 +241,8 @@ def store_weight_gradient(
         (jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype),),
         {**head._constants, "slice_width": slice_width},
         grid=_tiles(slice_width, head.dim) if head.layout == "vd" else _tiles(head.dim, slice_width),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
         aliases={6: 0},
     )
     return out

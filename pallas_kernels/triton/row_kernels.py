@@ -10,7 +10,7 @@ SMALL = tl.constexpr(0.25)
 
 
 @triton.jit
-def capped(x, softcap: tl.constexpr):
+def softcapped(x, softcap: tl.constexpr):
     """softcap(x), c·tanh(x/c): the hardware's own tanh is not accurate enough."""
     if softcap is not None:
         share = x * (1.0 / softcap)
@@ -23,7 +23,7 @@ def capped(x, softcap: tl.constexpr):
 
 
 @triton.jit
-def derivative(x, softcap: tl.constexpr):
+def softcap_derivative(x, softcap: tl.constexpr):
     """Of softcap at x: 1 − tanh², without the cancellation where tanh is near 1."""
     e = tl.exp2(tl.abs(x) * (MINUS_2_LOG2_E / softcap))
     return 4 * e / ((1 + e) * (1 + e))
@@ -87,7 +87,7 @@ def statistics(
         column = first + place
         x = tl.load(of_row + column, mask=column < columns, other=float("-inf")).to(tl.float32)
         if softcap is not None:
-            x = tl.where(column < columns, capped(x, softcap), float("-inf"))
+            x = tl.where(column < columns, softcapped(x, softcap), float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
         below = subtractable(new_maximum)
         total, gap = rescale(maximum, total, gap, below, scale, with_gap)
@@ -106,7 +106,7 @@ def statistics(
     target = tl.load(target_ids + row)
     is_here = (target >= 0) & (target < columns)
     x = tl.load(of_row + target, mask=is_here, other=0.0).to(tl.float32)
-    tl.store(target_out + row, capped(x, softcap))
+    tl.store(target_out + row, softcapped(x, softcap))
 
 
 @triton.jit
@@ -139,12 +139,12 @@ def gradients(
         tl.store(out + start + column, tl.zeros((width,), out.dtype.element_ty), mask=in_row)
         return
     raw = tl.load(logits + start + column, mask=column < columns, other=0.0).to(tl.float32)
-    y = (capped(raw, softcap) - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(log2_total + row)
+    y = (softcapped(raw, softcap) - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(log2_total + row)
     factor = tl.load(constant + row)
     if with_slope:
         factor -= tl.load(slope + row) * finite_gap(y)
     value = tl.where(column == tl.load(target_ids + row), tl.load(at_target + row), tl.exp2(y) * factor)
     if softcap is not None:
-        value *= derivative(raw, softcap)
+        value *= softcap_derivative(raw, softcap)
     value = tl.where(column < columns, value, 0.0)
     tl.store(out + start + column, value.to(out.dtype.element_ty), mask=in_row)
