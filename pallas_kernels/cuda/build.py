@@ -51,7 +51,7 @@ _PROPERTIES = re.compile(
 )
 _LAST_LINES = 20
 Report = Callable[[str, int, int], None]
-"""A callback of the build. It is called with the name of the step just done, how many steps are done, and of how many."""
+"""A callback of the build, called with the name of the step just done, the number of steps done, and of all steps."""
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Softmax statistics and gradients of logits that are there already, `[N, V]` in bfloat16, float16 or float32.
+"""The Triton kernels over materialised logits `[N, V]` in bfloat16, float16 or float32: their softmax and gradients.
 
-A row is read once by each pass; an inactive one never. How a row is cut depends on V alone.
+Each pass reads a row once, and never reads an inactive row. How a row is cut into blocks depends on V alone.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ Array = jax.Array
 _ROW_WARPS = 4
 _LANES = 1024
 _LANE_COLUMNS = 8
-"""Columns that each lane takes at a time: one maximum and one rescaling serve them all."""
+"""Columns that each lane takes at a time. One maximum and one rescaling serve them all."""
 _GRADIENT_WIDTH = 4096
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -31,7 +31,7 @@ def block(columns: int) -> dict[str, int]:
 
 
 def gradient_width(row_length: int) -> int:
-    """Columns of one program."""
+    """How many columns of a row one program of the gradient's kernel takes."""
     return min(_GRADIENT_WIDTH, _power_of_two(row_length))
 
 
@@ -40,9 +40,9 @@ def _constants(config: RowConfig, row_length: int) -> dict[str, Any]:
 
 
 def statistics(config: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array) -> RowStatistics:
-    """The softmax of each active row of `logits [N, V]`, N > 0; target_ids and active int32, temperature float32 `[N]`.
+    """The softmax of each active row of `logits [N, V]`, N > 0.
 
-    target is 0 where it is none of these columns; an inactive row's total is 1, all else of it 0.
+    target_ids and active are int32, temperature is float32, `[N]` each. In the result target is 0 where it is not one of the columns. An inactive row has a total of 1, and its other values are 0.
     """
     from pallas_kernels.triton import row_kernels
 
@@ -62,9 +62,9 @@ def statistics(config: RowConfig, logits: Array, target_ids: Array, temperature:
 def gradients(
     config: RowConfig, logits: Array, target_ids: Array, active: Array, rows: RowCoefficients, in_place: bool
 ) -> Array:
-    """The gradient of every logit `[N, V]`, in their dtype: 0 in rows that are not active and in padding columns.
+    """The gradient of every logit `[N, V]`, in the logits' dtype: 0 in rows that are not active and in padding columns.
 
-    in_place writes it where the logits are, of which XLA makes a copy first if anything else needs them.
+    in_place: the gradients take the logits' memory, and XLA copies the logits first if anything else needs them.
     """
     from pallas_kernels.triton import row_kernels
 
