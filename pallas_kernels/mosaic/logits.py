@@ -142,9 +142,7 @@ class _Lines:
 
 
 def _lines(count: int, size: int, dtype: Any) -> _Lines:
-    """The lines of `count` rows with the widest pieces. Where rows are short or do not fill whole lines, every row is a
-    line of its own, with pieces as narrow as its alignment asks for.
-    """
+    """The lines with the widest pieces. Rows that are short or do not fill whole lines are lines of their own."""
     widest = _widest(dtype)
     rows = widest // math.gcd(size, widest)
     if rows > 1 and (count % rows or size < (THREADS + 1) * widest):

@@ -1,8 +1,8 @@
 """The Triton kernels of linear_logp as functions: partial softmaxes, and for each slice of the vocabulary dlogits, dH,
 dW and db. All logits are never held at once.
 
-One tile serves every GPU from Ampere on: it takes at most 163 KiB of shared memory and copies without TMA. Neither tiles
-nor grids depend on the number of tokens in a way that reaches a bit of a row.
+One tile serves every GPU from Ampere on: it takes at most 163 KiB of shared memory and copies without TMA. Neither
+tiles nor grids depend on the number of tokens in a way that reaches a bit of a row.
 """
 
 from dataclasses import dataclass

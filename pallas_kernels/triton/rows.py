@@ -42,7 +42,8 @@ def _constants(config: RowConfig, row_length: int) -> dict[str, Any]:
 def statistics(config: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array) -> RowStatistics:
     """The softmax of each active row of `logits [N, V]`, N > 0.
 
-    target_ids and active are int32, temperature is float32, `[N]` each. In the result target is 0 where it is not one of the columns. An inactive row has a total of 1, and its other values are 0.
+    target_ids and active are int32, temperature is float32, `[N]` each. The result's target is 0 where the row's target
+    is not one of the columns. An inactive row has a total of 1, and its other values are 0.
     """
     from pallas_kernels.triton import row_kernels
 
