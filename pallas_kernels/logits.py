@@ -1,4 +1,4 @@
-"""What every kernel over materialised logits `[N, V]` is told and tells of a row; see their files for the layout."""
+"""What the kernels over materialised logits `[N, V]` take and return for each row, in Mosaic and in Triton alike."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class RowConfig:
-    """The static facts of a row: x = softcap(logit) in its first `columns` columns; the others are padding."""
+    """The static facts of every row: x = softcap(logit) in its first `columns` columns; the others are padding."""
 
     columns: int
     softcap: float | None
     entropy: bool
-    """Whether the entropy is asked for, or has an upstream gradient."""
+    """Whether the entropy is asked for or, in the backward, has an upstream gradient."""
 
 
 class RowStatistics(NamedTuple):
-    """Float32 `[N]`, with s = log2(e) / temperature; undefined where a row is not active.
+    """The softmax of each row, float32 `[N]` each. Values of rows that are not active are undefined.
 
-    maximum = max x, total = Σ 2^((x − maximum)·s), target = x at the row's target, and, where entropy is asked for,
-    gap = Σ 2^((x − maximum)·s)·(maximum − x)·s.
+    With s = log2(e) / temperature: maximum = max x, total = Σ 2^((x − maximum)·s), target is the x of the row's target,
+    and gap = Σ 2^((x − maximum)·s)·(maximum − x)·s, or None where no entropy is asked for.
     """
 
     maximum: Any
@@ -28,8 +28,10 @@ class RowStatistics(NamedTuple):
 
 
 class RowCoefficients(NamedTuple):
-    """Float32 `[N]`: the gradient of a logit is softcap'·2^l·(constant + slope·l), with l = (x − maximum)·scale −
-    log2_total, and softcap'·at_target at the row's target. slope is None where no entropy has an upstream gradient.
+    """What the gradients of a row's logits are computed from, float32 `[N]` each.
+
+    With l = (x − maximum)·scale − log2_total, a logit's gradient is softcap'·2^l·(constant + slope·l); the target's is
+    softcap'·at_target. slope is None where no entropy has an upstream gradient.
     """
 
     scale: Any

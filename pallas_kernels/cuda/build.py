@@ -1,7 +1,8 @@
 """Compiles the CUDA sources beside this file into a library, and registers its handlers with XLA.
 
-Nothing is compiled at `pip install`: `rlk build-cuda` does it, or else the first use. The library stays in a folder per
-sources, processor, jaxlib and CUDA version, below $RLK_CACHE_DIR, $XDG_CACHE_HOME/rlk_jax or ~/.cache/rlk_jax.
+Nothing is compiled at `pip install`: `rlk build-cuda` compiles the library, or else its first use does. The library is
+kept in a folder of its own for each version of the sources, processor, jaxlib and CUDA, below $RLK_CACHE_DIR,
+$XDG_CACHE_HOME/rlk_jax or ~/.cache/rlk_jax.
 """
 
 import concurrent.futures
@@ -26,21 +27,21 @@ import jaxlib
 
 TARGETS = (
     *("rlk_statistics", "rlk_fold_chunks", "rlk_fold_groups"),
-    *("rlk_coefficients", "rlk_dlogits", "rlk_from_powers"),
+    *("rlk_coefficients", "rlk_dlogits", "rlk_dlogits_from_kept_exponentials"),
     *("rlk_hidden_gradient", "rlk_weight_gradient", "rlk_column_sums"),
     "rlk_gemm",
 )
-"""The library's FFI handlers."""
+"""The names of the library's FFI handlers, which are also the names of their targets."""
 FLAGS = (
     *("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"),
     *("-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v,-warn-spills"),
 )
 FLAGS_OF = {"dlogits_softcap.cu": ("-Xptxas", "-O1")}
-"""Of one source, behind the others; the source says why."""
+"""More flags for some sources, which follow FLAGS; the source says why."""
 OLDEST = (12, 5)
 """The first CUDA with cudaGetDriverEntryPointByVersion, which finds the driver's functions without linking libcuda."""
 _FLAGS_FROM_OUTSIDE = ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")
-"""nvcc would take them from the environment, and no environment variable may change bits."""
+"""Variables whose flags nvcc would add. They are removed, since no environment variable may change bits."""
 SOURCES = Path(__file__).parent
 _LIBRARY = "librlk_cuda.so"
 _PTXAS = "ptxas.txt"
@@ -50,7 +51,7 @@ _PROPERTIES = re.compile(
 )
 _LAST_LINES = 20
 Report = Callable[[str, int, int], None]
-"""Called with what has just been done, how many steps are done, and of how many."""
+"""A callback of the build, called with the name of the step just done, the number of steps done, and of all steps."""
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Nvcc(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of one kernel; the name is mangled. A device function's registers are its callers'."""
+    """What ptxas says of one kernel. The name is mangled. A device function has no registers of its own: None."""
 
     name: str
     registers: int | None
@@ -71,9 +72,9 @@ class Kernel(NamedTuple):
 
 
 def find_nvcc() -> Nvcc:
-    """The one of $CUDA_HOME where that is set, else of PATH, else of /usr/local/cuda.
+    """The nvcc of $CUDA_HOME where that is set, else the one on PATH, else the one in /usr/local/cuda.
 
-    Raises RuntimeError, which says what was found instead.
+    Raises RuntimeError, which says what was found instead, where there is none that is new enough.
     """
     needed = f"the CUDA kernels need nvcc of CUDA {OLDEST[0]}.{OLDEST[1]} or later"
     home = os.environ.get("CUDA_HOME")
@@ -99,7 +100,7 @@ def _check_host_compiler(nvcc: Nvcc) -> None:
 
 
 def _output(*command: str) -> subprocess.CompletedProcess[str]:
-    """Of a command that nothing but its arguments and the machine may influence."""
+    """Run a command whose result only its arguments and the machine may influence, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name not in _FLAGS_FROM_OUTSIDE}
     try:
         return subprocess.run(
@@ -110,7 +111,7 @@ def _output(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept, a folder each; it need not exist."""
+    """The folder that holds a folder for each library; it need not exist."""
     chosen = os.environ.get("RLK_CACHE_DIR")
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlk_jax"
 
@@ -125,7 +126,8 @@ def _folder_name(nvcc_version: str) -> str:
 def _place() -> tuple[Path, Nvcc | None]:
     """The library's folder, which may not exist yet, and its compiler.
 
-    Without a compiler here, the folder of another's library; raises RuntimeError where there is none either.
+    Where this machine has no compiler, these are the folder of a library that another machine has built, and None.
+    Raises RuntimeError where there is no such library either.
     """
     try:
         nvcc = find_nvcc()
@@ -145,7 +147,10 @@ def _check_writable(folder: Path) -> None:
 
 @functools.cache
 def why_missing() -> str | None:
-    """Why there is no library here and none can be built; None where there is one or can be. Compiles nothing."""
+    """Why there is no library here and none can be built; None where there is one or one can be built.
+
+    It compiles nothing.
+    """
     try:
         folder, nvcc = _place()
         if nvcc is not None and not folder.exists():
@@ -158,9 +163,9 @@ def why_missing() -> str | None:
 
 @functools.cache
 def driver_too_old() -> str | None:
-    """Why this machine's driver cannot run the library, which need not be built yet; needs `why_missing()` to be None.
+    """Why this machine's driver cannot run the library, which need not be built yet; None where it can.
 
-    A driver runs what any CUDA of its major version has built.
+    A driver runs what any CUDA of its major version has built. Call this only where `why_missing()` is None.
     """
     folder, _ = _place()
     built_by, driver = nvcc_version(folder / _LIBRARY), _driver_version()
@@ -180,14 +185,14 @@ def _driver_version() -> int:
 
 
 def state() -> str:
-    """Whether the library is built, and by which nvcc; needs `why_missing()` to be None."""
+    """Whether the library is built, and by which nvcc. Call this only where `why_missing()` is None."""
     folder, _ = _place()
     version = nvcc_version(folder / _LIBRARY)
     return f"built with nvcc {version}" if folder.exists() else f"nvcc {version}, not built yet"
 
 
 def nvcc_version(library: Path) -> str:
-    """Of the compiler that built it."""
+    """The version of the nvcc that built a library."""
     return library.parent.name.rpartition("-cuda")[2]
 
 
@@ -205,9 +210,9 @@ def ptxas_report(library: Path) -> str:
 
 
 def library(report: Report | None = None) -> Path:
-    """The library's path, built where it is missing; raises RuntimeError where it cannot be.
+    """The library's path. It is built where it is missing; RuntimeError is raised where it cannot be built.
 
-    Of processes that ask at once, one builds and the others wait.
+    Where several processes call this at once, one builds the library and the others wait for it.
     """
     folder, nvcc = _place()
     if nvcc is not None and not folder.exists():
@@ -219,12 +224,13 @@ def library(report: Report | None = None) -> Path:
 
 
 def _build(folder: Path, nvcc: str, report: Report) -> None:
-    """Folders appear whole or not at all: what is renamed to them is complete."""
+    """Build the library in a temporary folder and rename that to `folder`, so that `folder` never exists incomplete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock")):
         if folder.exists():
             return
-        # Of a build that was killed. An nvcc that outlived it writes there, so that no name is used twice.
+        # These are left of builds that were killed. An nvcc that outlived its build may still write into its folder,
+        # which is why no two builds use the same name.
         for left in folder.parent.glob(f"{folder.name}.*.part"):
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(".part", f"{folder.name}.", folder.parent) as temporary:
@@ -237,7 +243,10 @@ def _build(folder: Path, nvcc: str, report: Report) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among processes and threads: a lock belongs to the file that was opened here."""
+    """Hold the lock file at `path`, which only one thread of one process can do at a time.
+
+    Threads exclude each other too, because a lock belongs to the file that each of them opens here.
+    """
     import fcntl  # not on Windows, where nothing is built
 
     with path.open("w") as file:
@@ -255,7 +264,7 @@ def _compile(nvcc: str, objects: Path, library: Path, report: Report) -> str:
 
         def submit(source: Path) -> concurrent.futures.Future[str]:
             output = ("-c", str(source), "-o", str(objects / f"{source.stem}.o"))
-            # A system folder, whose headers' own warnings are not ours to read.
+            # XLA's headers count as system headers, so that nvcc shows no warnings from them.
             return pool.submit(
                 _run, (nvcc, *FLAGS, *FLAGS_OF.get(source.name, ()), "-isystem", headers, *output), source.name
             )
@@ -275,6 +284,7 @@ def _compile(nvcc: str, objects: Path, library: Path, report: Report) -> str:
 
 
 def _run(command: Sequence[str], makes: str) -> str:
+    """Run a command that makes the file `makes`, and return what it printed; raises RuntimeError where it fails."""
     done = _output(*command)
     said = done.stdout + done.stderr
     if done.returncode:
@@ -284,7 +294,7 @@ def _run(command: Sequence[str], makes: str) -> str:
 
 
 def _header_version() -> int:
-    """XLA's FFI version that the running jaxlib comes with, as the library's rlk_ffi_api_version gives its own."""
+    """The version of XLA's FFI in the running jaxlib, as the number that the library's rlk_ffi_api_version returns."""
     text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     major, minor = (re.search(rf"#define XLA_FFI_API_{x} (\d+)", text) for x in ("MAJOR", "MINOR"))
     assert major and minor
@@ -295,10 +305,10 @@ _registering = threading.Lock()
 
 
 def register() -> None:
-    """Registers every target with XLA, once per process; builds the library where it is missing.
+    """Register every target with XLA, once per process; the library is built where it is missing.
 
-    Raises RuntimeError before it registers anything where the library is for another version of XLA's FFI: JAX would
-    start no CUDA backend in this process any more.
+    Where the library is for another version of XLA's FFI, this raises RuntimeError before it registers anything: with
+    such a target registered, JAX could no longer start its CUDA backend in this process.
     """
     with _registering:
         _register()

@@ -1,4 +1,4 @@
-// Gradients of logits without a softcap, and the choice between the two.
+// Gradients of logits without a softcap, and the choice between them and those with a softcap.
 #include "dlogits.cuh"
 
 namespace rlk {

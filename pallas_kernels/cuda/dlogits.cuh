@@ -1,4 +1,4 @@
-// Backward of linear_logp, first half: gradients of the products hidden·Wᵀ for one slice of chunks, in 16 bits.
+// The first half of linear_logp's backward: gradients of the logits of one slice of chunks, rounded to 16 bits.
 // pallas_kernels/mosaic/dlogits.py has the formulas.
 #pragma once
 
@@ -8,6 +8,7 @@
 namespace rlk {
 namespace {
 
+// An exponential as T's gradients use it.
 template <typename T>
 __device__ __forceinline__ float rounded_to(float x);
 template <>
@@ -52,37 +53,37 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
     return loaded;
   }
 
-  // Of a row within this chunk: dlogit = 2^(y − k)·(constant + slope·(y − k)). The target's column counts from the thread's
-  // first: what it is compared with is then known to the compiler.
+  // A row's coefficients in this chunk with its own k: a logit's gradient is 2^(y − k)·(constant + slope·(y − k)). The
+  // target's column counts from the thread's first column, so that the compiler knows what it is compared with.
   struct Within {
-    Powers powers;
+    ExponentScaling scaling;
     float constant, slope, at_target;
     int target;
   };
 
   __device__ __forceinline__ Within within(const Row& row, float largest, const Columns& columns, int first_column) const {
     const float scale = divide(kLog2E, row.temperature);
-    const int target = place_of(row.target, columns) - first_column;
+    const int target = target_place(row.target, columns) - first_column;
     if constexpr (kSoftcap) {
-      // Nothing is kept beside a softcap: the row's own integer will do.
+      // With a softcap no exponentials are kept, so that the row's own integer does for every chunk.
       return {{0, scale, row.shift, -row.shift}, row.constant, row.slope, row.at_target, target};
     } else {
-      const Powers to_powers = powers(largest, scale);
-      // A chunk of no finite logit has k = 0, which may be above the row's.
-      const float below = min_nan(__fsub_rn(to_powers.shift, row.shift), 0.0f), power = exp2_approx(below);
-      // The power is 0 long before, and 0·∞ must be 0.
+      const ExponentScaling scaling = exponent_scaling(largest, scale);
+      // A chunk without a finite logit has k = 0, which may be larger than the row's.
+      const float below = min_nan(__fsub_rn(scaling.shift, row.shift), 0.0f), power = exp2_approx(below);
+      // The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
       const float constant = kEntropy ? fmaf(row.slope, max_nan(below, -1e3f), row.constant) : row.constant;
-      return {to_powers, __fmul_rn(power, constant), __fmul_rn(power, row.slope), row.at_target, target};
+      return {scaling, __fmul_rn(power, constant), __fmul_rn(power, row.slope), row.at_target, target};
     }
   }
 
   __device__ __forceinline__ float gradient(const Within& row, int column, float product) const {
-    Bounded bounded = {product, 1};
+    Softcapped bounded = {product, 1};
     if constexpr (kSoftcap) bounded = softcapped(product, d.logits);
-    float y = row.powers.exponent(bounded.value), factor = row.constant;
+    float y = row.scaling.exponent(bounded.value), factor = row.constant;
     if constexpr (kSoftcap) y = min_nan(y, 1.0f);
     if constexpr (kEntropy) {
-      y = max_nan(y, -1e30f);  // a power of 0 stands beside y = −∞, and 0·∞ must be 0
+      y = max_nan(y, -1e30f);  // the exponential of y = −∞ is 0, and 0·∞ must be 0
       factor = fmaf(row.slope, y, factor);
     }
     float found = __fmul_rn(rounded_to<T>(exp2_approx(y)), factor);
@@ -114,7 +115,7 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
         const float second = gradient(rows[r], column + 1, values[strip * 32 + 2 * i + 1]);
         pairs[i] = pair_of<T>(first, second);
       }
-      if (width < kChunk - 6) {  // some thread's columns may begin at 6
+      if (width < kChunk - 6) {  // a thread's columns begin at 0, 2, 4 or 6: some column may not exist
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const int column = strip * 64 + i / 2 * 8;

@@ -1,4 +1,5 @@
-// Gradients of logits beside a softcap. Apart, for a lower optimisation level of ptxas: at others it spills a register.
+// Gradients of logits with a softcap. They have a source of their own because ptxas takes it at a lower optimisation
+// level (build.py's FLAGS_OF): at others it spills a register.
 #include "dlogits.cuh"
 
 namespace rlk {

@@ -1,7 +1,7 @@
-// The thin shell between XLA and the launchers: buffers and attributes become the structs of kernels.cuh.
+// The FFI handlers between XLA and the launchers: they turn buffers and attributes into the structs of kernels.cuh.
 //
-// Optional operands stand behind the fixed ones, and `given` has a bit for each that is there. Results alias operands:
-// what a call does not write stays as it was.
+// Optional operands follow the fixed ones, and `given` has a bit for each of them that says whether it is there.
+// Results that are written in place alias operands: what a call does not write stays as it was.
 #include <string>
 
 #include "kernels.cuh"
@@ -14,7 +14,7 @@ namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using Numbers = ffi::Span<const int64_t>;
 
-// XLA's threads serve several devices: the stream's own is made current for as long as a launcher runs.
+// Makes the stream's device current for as long as a launcher runs, since XLA's threads serve several devices.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -29,12 +29,13 @@ class OnDevice {
   cudaError_t error_;
 };
 
+// Launches a kernel; an error says which one.
 template <class Arguments>
 ffi::Error run(const char* name, cudaStream_t stream, int device, const Arguments& arguments) {
   const OnDevice here(device);
   const cudaError_t error = here.error() != cudaSuccess ? here.error() : launch(stream, arguments);
   if (error == cudaSuccess) return ffi::Error::Success();
-  cudaGetLastError();  // Nobody else is to find it.
+  cudaGetLastError();  // clears the error, which later calls must not take for theirs
   return ffi::Error::Internal(std::string(name) + ": " + cudaGetErrorString(error));
 }
 
@@ -97,18 +98,19 @@ Vocabulary vocabulary(Numbers numbers) {
   return {static_cast<int>(numbers[0]), width, Divisor((width + kChunk - 1) / kChunk)};
 }
 
-// Size, width of a group, whether the head is [D, V], whether it is a copied slice.
+// The numbers are the vocabulary's size, the width of a group, whether the head is [D, V], and whether it is a copied
+// slice.
 Head head(Numbers numbers, const AnyBuffer& weight) {
   return {vocabulary(numbers), numbers[2] != 0, numbers[3] != 0, matrix(weight)};
 }
 
-Slice slice(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, Optional& optional) {
+VocabSlice slice(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, Optional& optional) {
   return {data<const int>(rows), data<const int>(first_chunk), data<const int>(chunks), optional.next<const int>()};
 }
 
 Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, const AnyBuffer& hidden,
               const AnyBuffer& weight, Optional& optional, Numbers of_head, Numbers of_tile, double softcap) {
-  const Slice where = slice(rows, first_chunk, chunks, optional);
+  const VocabSlice where = slice(rows, first_chunk, chunks, optional);
   const float inverse = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
   return {head(of_head, weight), where, matrix(hidden), optional.next<const float>(), static_cast<float>(softcap),
           inverse, dtype(hidden), tile(of_tile)};
@@ -181,7 +183,7 @@ ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperatu
                         AnyBuffer g_logp, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> constant,
                         ffi::Result<AnyBuffer> at_target, ffi::RemainingRets more, int64_t given) {
   Optional optional(rest, given);
-  Coefficients c = {};
+  CoefficientsArguments c = {};
   c.rows.temperature = data<const float>(temperature);
   c.rows.logp = data<const float>(logp);
   c.rows.total = data<const float>(total);
@@ -197,7 +199,7 @@ ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperatu
   return run("rlk_coefficients", stream, device, c);
 }
 
-RowCoefficients row_coefficients(const AnyBuffer& target_ids, const AnyBuffer& temperature, const AnyBuffer& shift,
+Coefficients coefficients_of(const AnyBuffer& target_ids, const AnyBuffer& temperature, const AnyBuffer& shift,
                                  const AnyBuffer& constant, const AnyBuffer& at_target, const float* slope) {
   return {data<const int>(target_ids), data<const float>(temperature), data<const float>(shift),
           data<const float>(constant), slope, data<const float>(at_target)};
@@ -211,37 +213,39 @@ ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffe
   Optional optional(rest, given);
   Dlogits d = {};
   d.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
-  d.rows = row_coefficients(target_ids, temperature, shift, constant, at_target, optional.next<const float>());
+  d.rows = coefficients_of(target_ids, temperature, shift, constant, at_target, optional.next<const float>());
   d.out = data<void>(out);
   d.chunks = size(*out, 1) / kChunk;
   return run("rlk_dlogits", stream, device, d);
 }
 
-// Optional: columns; powers, which are in the result where they are not given; moved.
-ffi::Error from_powers(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
-                       AnyBuffer powers_shift, AnyBuffer source, AnyBuffer target_ids, AnyBuffer temperature,
-                       AnyBuffer shift, AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest,
-                       ffi::Result<AnyBuffer> out, int64_t given, Numbers of_vocabulary, int64_t rows_at_once) {
+// Optional: columns; exponentials, which are in the result where they are not given; moved.
+ffi::Error dlogits_from_kept_exponentials(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk,
+                                          AnyBuffer chunks, AnyBuffer kept_shift, AnyBuffer row_map,
+                                          AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
+                                          AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest,
+                                          ffi::Result<AnyBuffer> out, int64_t given, Numbers of_vocabulary,
+                                          int64_t rows_at_once) {
   Optional optional(rest, given);
-  FromPowers f = {};
+  DlogitsFromKept f = {};
   f.where = slice(rows, first_chunk, chunks, optional);
   f.vocabulary = vocabulary(of_vocabulary);
-  f.rows = row_coefficients(target_ids, temperature, shift, constant, at_target, nullptr);
+  f.rows = coefficients_of(target_ids, temperature, shift, constant, at_target, nullptr);
   f.out = data<void>(out);
-  f.powers = optional.next<const void>();
-  if (f.powers == nullptr) f.powers = f.out;
+  f.exponentials = optional.next<const void>();
+  if (f.exponentials == nullptr) f.exponentials = f.out;
   f.moved = optional.next<const int>();
-  f.shift = data<const float>(powers_shift);
-  f.source = data<const int>(source);
-  f.kept_chunks = size(powers_shift, 0);
-  f.shift_rows = size(powers_shift, 1);
+  f.shift = data<const float>(kept_shift);
+  f.row_map = data<const int>(row_map);
+  f.kept_chunks = size(kept_shift, 0);
+  f.shift_rows = size(kept_shift, 1);
   f.rows_out = size(*out, 0);
   f.chunks = size(*out, 1) / kChunk;
   f.rows_at_once = static_cast<int>(rows_at_once);
-  return run("rlk_from_powers", stream, device, f);
+  return run("rlk_dlogits_from_kept_exponentials", stream, device, f);
 }
 
-// Optional: unscale. Results: the chain, then what its last slice rounds it to, where that is asked for.
+// Optional: unscale. Results: the chain, then what its last slice rounds the sums to, where that is asked for.
 ffi::Error hidden_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                            AnyBuffer dlogits, AnyBuffer weight, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> chain,
                            ffi::RemainingRets more, int64_t given, Numbers of_head, Numbers of_tile,
@@ -293,7 +297,8 @@ ffi::Error column_sums(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyB
   return run("rlk_column_sums", stream, device, s);
 }
 
-// Optional: start. `a` runs along the rows of a tile, `b` along its columns; of `swapped` operands the tiles are of Cᵀ.
+// Optional: start. `a` runs along the rows of a tile, `b` along its columns; with `swapped` operands the tiles are
+// those of Cᵀ.
 ffi::Error gemm(cudaStream_t stream, int32_t device, AnyBuffer a, AnyBuffer b, ffi::RemainingArgs rest,
                 ffi::Result<AnyBuffer> out, int64_t given, Numbers of_tile, int64_t tile_columns, bool a_transposed,
                 bool b_transposed, bool swapped, int64_t depth) {
@@ -321,10 +326,12 @@ auto bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().C
 }  // namespace
 }  // namespace rlk
 
-// The version of XLA's FFI that this library was built against: registering it beside another would break JAX.
+// The version of XLA's FFI that this library was built against. To register the library with another version would
+// break JAX.
 extern "C" int rlk_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
-// Nothing but launches on the stream, and no memory but what is passed in: CUDA graphs may capture them.
+// The handlers do nothing but launch on the stream, and use no memory but what is passed in: CUDA graphs may capture
+// them.
 #define RLK_HANDLER(NAME, BINDING)                                  \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(rlk_##NAME, rlk::NAME, rlk::BINDING, \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
@@ -346,7 +353,7 @@ RLK_HANDLER(coefficients, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
 RLK_HANDLER(dlogits, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
                          .RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile")
                          .Attr<double>("softcap"));
-RLK_HANDLER(from_powers, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG
+RLK_HANDLER(dlogits_from_kept_exponentials, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG
                              .RemainingArgs().RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("vocabulary")
                              .Attr<int64_t>("rows_at_once"));
 RLK_HANDLER(hidden_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.RemainingRets()

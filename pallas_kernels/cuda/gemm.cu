@@ -1,4 +1,4 @@
-// det_gemm: start + A·B, operands stored either way round. Nothing but the accumulators, rounded once.
+// The kernel of det_gemm: start + A·B, with each operand stored either way round and the accumulators rounded once.
 #include "launch.cuh"
 
 namespace rlk {
@@ -21,7 +21,7 @@ struct GemmOp : AscendingK {
   __device__ __forceinline__ int steps() const { return blocks_of(static_cast<int>(g.depth), kDepth); }
   __device__ __forceinline__ int b_column(int block) const { return block * kColumns; }
 
-  // What the copy engine can write; the rest is stored by the threads.
+  // Whether the copy engine can write C; if not, the threads store it.
   static bool by_copy_engine(const Arguments& g) {
     return !kSwapped && g.out_type != Dtype::kFloat32 && g.columns % 8 == 0;
   }
@@ -30,7 +30,7 @@ struct GemmOp : AscendingK {
   struct Loaded {};
   __device__ __forceinline__ Loaded load(const Place&) const { return {}; }
 
-  // Calls visit(whether it exists, offset in C, the product there).
+  // Calls visit(whether the element exists, its offset in C, its product) for every element that a thread holds.
   template <class Visit>
   __device__ __forceinline__ void for_each(const Place& place, float (&products)[kColumns / 2], Visit visit) const {
     const int first_row = place.row();
@@ -105,7 +105,7 @@ cudaError_t launch_wide(cudaStream_t stream, const Gemm& g) {
   }
 }
 
-// A few rows of C: they run along the columns of tiles of Cᵀ, so that the other operand is only streamed past them.
+// For a C of few rows, which run along the columns of tiles of Cᵀ: the other operand is only streamed past them.
 template <typename T, bool kTransposedA>
 cudaError_t launch_swapped(cudaStream_t stream, const Gemm& g) {
   switch (g.tile_columns) {

@@ -1,14 +1,15 @@
-// Backward of linear_logp, second half: products with the gradients of logits of one slice.
+// The second half of linear_logp's backward: dH and dW from the gradients of one slice's logits.
 #include "launch.cuh"
 #include "logits.cuh"
 
 namespace rlk {
 namespace {
 
-constexpr int kSteps = kChunk / kDepth;
+constexpr int kSteps = kChunk / kDepth;  // over the columns of a full chunk
 
-// chain += dlogits·W over one slice of the chunks of a chain, in place; behind the last slice `rounded` instead. The sum
-// of each element goes on from where the slice before left it, so slices change no bits.
+// Adds dlogits·W over one slice to `chain`, in place; the last slice of the chain writes the complete sum to `rounded`
+// instead, where that is given. Each element's sum goes on from where the slice before left it, so that slices change
+// no bits.
 template <typename T, bool kIsDv>
 struct HiddenGradientOp {
   using Type = T;
@@ -28,7 +29,7 @@ struct HiddenGradientOp {
         group_steps(blocks_of(h.head.vocabulary.group_width, kDepth)),
         first_step(steps_before(first_chunk)) {}
 
-  // Steps of all chunks before this one; a group's last step may be padded with zeros.
+  // How many steps all chunks before this one take; a group's last step may be padded with zeros.
   __device__ __forceinline__ int steps_before(int chunk) const {
     const int2 place = h.head.vocabulary.group_chunks.divide(chunk);
     return place.x * group_steps.by + place.y * kSteps;
@@ -37,7 +38,7 @@ struct HiddenGradientOp {
     return {blocks_of(*h.where.rows, cluster_rows(tile)), h.columns / kChunk};
   }
   __device__ __forceinline__ int steps() const { return steps_before(first_chunk + chunks) - first_step; }
-  // The slice's chunk of a step, and the step's first place in it.
+  // The slice's chunk that a step reads, and the step's first column in it.
   __device__ __forceinline__ int2 place_of_step(int k) const {
     const int2 place = group_steps.divide(first_step + k);
     return {place.x * h.head.vocabulary.group_chunks.by + place.y / kSteps - first_chunk, place.y % kSteps * kDepth};
@@ -57,7 +58,7 @@ struct HiddenGradientOp {
   struct Loaded {};
   __device__ __forceinline__ Loaded load(const Place&) const { return {}; }
 
-  // A thread's part of the chain's row r.
+  // Where the chain's row r of a thread's two begins in this column block.
   __device__ __forceinline__ float* row_of_chain(const Place& place, int r) const {
     return h.chain + static_cast<int64_t>(place.row() + 8 * r) * h.columns + place.column_block * kChunk;
   }
@@ -94,7 +95,7 @@ struct HiddenGradientOp {
   }
 };
 
-// out[slice] = dlogitsᵀ·H, or its transpose Hᵀ·dlogits for a head [D, V]; complete, rounded once.
+// Writes one slice's rows of dW = dlogitsᵀ·H, or columns of Hᵀ·dlogits for a head [D, V]: complete sums, rounded once.
 template <typename T, bool kIsDv>
 struct WeightGradientOp : AscendingK {
   using Type = T;
@@ -133,7 +134,7 @@ struct WeightGradientOp : AscendingK {
       for (int i = 0; i < kChunk / 2; ++i) products[i] = __fmul_rn(products[i], unscale);
     }
     const int chunk = kIsDv ? place.column_block : place.first_row / kChunk, inside = place.first_row % kChunk;
-    // Only places that hold columns: the next ones belong to another group.
+    // Only places that hold columns of the chunk are written: the next ones belong to another group.
     const int width = w.head.is_copied ? kChunk : columns_of(w.head.vocabulary, w.where, first_chunk + chunk).width;
     const int there = head_row(w.head, first_chunk, chunk);
     const Matrix& weight = w.head.weight;

@@ -1,4 +1,5 @@
-// What kernels are launched with: plain structs of pointers and sizes. No XLA here, so that another host can call them.
+// The arguments that kernels are launched with: plain structs of pointers and sizes. Nothing here depends on XLA, so
+// that another host can launch the kernels.
 #pragma once
 
 #include <cuda.h>
@@ -8,12 +9,13 @@
 
 namespace rlk {
 
-constexpr int kChunk = 256;  // columns of a softmax chunk, and places of one in memory of our own
+constexpr int kChunk = 256;  // columns of a softmax chunk, and places for it in slices of logits and copied heads
 constexpr int kDepth = 64;   // K of one step
 
 enum class Dtype { kBfloat16, kFloat16, kFloat32 };
 
-// Division of numbers from 0 to 2³¹ − 1: a processor has no instruction for it, and an epilogue no time.
+// Divides numbers from 0 to 2³¹ − 1 by a fixed one. A GPU has no instruction for integer division, and the instructions
+// that stand in for it would take too long in an epilogue.
 struct Divisor {
   int by;
   unsigned inverse;
@@ -23,17 +25,17 @@ struct Divisor {
 #ifdef __CUDACC__
   __device__ __forceinline__ int2 divide(int n) const {  // quotient and remainder
     const int below = static_cast<int>(__umulhi(static_cast<unsigned>(n), inverse)), rest = n - below * by;
-    return rest >= by ? int2{below + 1, rest - by} : int2{below, rest};  // the inverse is a little too small
+    return rest >= by ? int2{below + 1, rest - by} : int2{below, rest};  // the rounded inverse may give one too few
   }
 #endif
 };
 
-// One block's share of a product; pallas_kernels/hopper/tiles.py chooses it. No choice changes a bit.
+// One block's part of a product. pallas_kernels/hopper/tiles.py chooses it, and no choice changes a bit.
 struct Tile {
   int rows;     // 64 or 128
-  int stages;   // steps in flight
-  int cluster;  // neighbouring blocks, one below the other, that load each tile of columns once for both
-  Divisor band;  // clusters of rows visited before the next columns
+  int stages;   // pipeline steps in flight
+  int cluster;  // blocks of a cluster, one below the other, which load each tile of columns once for all
+  Divisor band;  // clusters of rows that are visited before the next columns
   int processors;  // multiprocessors that the grid spreads over
 };
 
@@ -44,22 +46,23 @@ struct Matrix {
   int64_t columns;
 };
 
-// How the softmax's fixed tree cuts the columns: groups, and chunks of 256 inside a group.
+// How the softmax's fixed tree cuts the columns: into groups, and each group into chunks of 256.
 struct Vocabulary {
-  int size;  // where `columns` of a slice is null
+  int size;  // columns of the true vocabulary, unless the slice's `columns` gives them
   int group_width;
   Divisor group_chunks;
 };
 
-// int32 on the device: rows that count, first chunk and number of chunks of a slice, and the true vocabulary, or null.
-struct Slice {
+// int32 numbers on the device: how many rows count, the first chunk of a slice and how many chunks it has, and the size
+// of the true vocabulary where only the device knows it, else null.
+struct VocabSlice {
   const int* rows;
   const int* first_chunk;
   const int* chunks;
   const int* columns;
 };
 
-// The head: [V, D], or [D, V] with `is_dv`, or a copied slice [chunks · 256, D].
+// The head's weight: [V, D], or [D, V] with `is_dv`, or a copied slice [chunks · 256, D].
 struct Head {
   Vocabulary vocabulary;
   bool is_dv;
@@ -67,9 +70,10 @@ struct Head {
   Matrix weight;
 };
 
+// One slice's product hidden·Wᵀ, and how it becomes logits.
 struct Logits {
   Head head;
-  Slice where;
+  VocabSlice where;
   Matrix hidden;
   const float* bias;  // [slice's chunks · 256], or null
   float softcap;      // 0 for none
@@ -83,8 +87,8 @@ struct Statistics {
   const int* target_ids;     // [rows]
   const int* holds_target;   // [rows / 64, chunks], or null
   const float* temperature;  // [rows]
-  int rows;                  // of what is kept per row
-  int chunks;                // of the whole vocabulary
+  int rows;                  // rows of the results
+  int chunks;                // chunks of the whole vocabulary
   float* shift;              // [chunks, rows] each; gap may be null
   float* total;
   float* target;
@@ -102,50 +106,52 @@ struct Partials {
 };
 
 struct FoldChunks {
-  const int* active;
+  const int* active;   // [1]: how many rows count
   Partials of_chunks;  // [chunks, rows]
   int chunks, groups, rows;
   float *shift, *total, *target, *gap;  // [groups, rows]
 };
 
 struct FoldGroups {
-  const int* active;
+  const int* active;   // [1]: how many rows count
   Partials of_groups;  // [groups, rows]
   int groups, rows;
   float *logp, *lse, *entropy, *shift, *total, *gap;  // [rows]
 };
 
-struct RowFacts {  // [rows]; those not asked for are null
+// The facts about each row that its gradients depend on; [rows], those not asked for are null.
+struct RowFacts {
   const float *temperature, *logp, *total, *gap, *g_logp, *g_lse, *g_entropy, *scale;
 };
 
-struct Coefficients {
+struct CoefficientsArguments {
   RowFacts rows;
   int count;
   float *constant, *slope, *at_target;  // [rows]; slope may be null
 };
 
-// dlogit = 2^(y − shift)·(constant + slope·(y − shift)), and at_target at the target; [rows], slope may be null.
-struct RowCoefficients {
+// What the gradients of a row's logits are computed from: 2^(y − shift)·(constant + slope·(y − shift)), and at_target
+// for the target; [rows], slope may be null.
+struct Coefficients {
   const int* target_ids;
   const float *temperature, *shift, *constant, *slope, *at_target;
 };
 
 struct Dlogits {
   Logits logits;
-  RowCoefficients rows;
+  Coefficients rows;
   void* out;  // [rows of hidden, slice's chunks · 256]
-  int chunks;  // of the slice, at most
+  int chunks;  // the most chunks that the slice can have
 };
 
-struct FromPowers {
-  Slice where;
+struct DlogitsFromKept {
+  VocabSlice where;
   Vocabulary vocabulary;
-  RowCoefficients rows;
-  const void* powers;  // bfloat16 [rows, kept chunks · 256]; `out` itself where they are replaced
-  const float* shift;  // [kept chunks, shift_rows]
-  const int* source;   // [rows]: no less than its own number
-  const int* moved;    // [1]: whether any is more; null where nothing is replaced
+  Coefficients rows;
+  const void* exponentials;  // bfloat16 [rows, kept chunks · 256]; `out` itself where gradients take their place
+  const float* shift;        // [kept chunks, shift_rows]
+  const int* row_map;        // [rows]: the kept row of each row, not below its own number
+  const int* moved;          // [1]: whether any kept row has another number; null where nothing is replaced
   int kept_chunks, shift_rows;
   void* out;  // bfloat16 [rows, chunks · 256]
   int rows_out, chunks, rows_at_once;
@@ -153,7 +159,7 @@ struct FromPowers {
 
 struct HiddenGradient {
   Head head;
-  Slice where;
+  VocabSlice where;
   Matrix dlogits;
   int chain_start, chain_stop;
   const float* unscale;  // [rows], or null
@@ -165,8 +171,8 @@ struct HiddenGradient {
 };
 
 struct WeightGradient {
-  Head head;  // of which only the sizes of the weight matter: `out` has them
-  Slice where;
+  Head head;  // only the sizes of its weight matter, which are those of `out`
+  VocabSlice where;
   Matrix dlogits;
   Matrix hidden;
   const float* unscale;  // [1], or null
@@ -176,7 +182,7 @@ struct WeightGradient {
 };
 
 struct ColumnSums {
-  const int* rows;  // that count; on the device
+  const int* rows;  // how many rows count; on the device
   Matrix dlogits;
   const float* row_unscale;  // [rows], or null
   float* out;
@@ -188,7 +194,7 @@ struct Gemm {
   Matrix b;  // along its columns: [·, K], or [K, ·] with b_transposed
   bool a_transposed, b_transposed;
   int64_t depth;
-  const float* start;  // as `out`, or null
+  const float* start;  // what the sums start from, in the shape of `out`, or null
   void* out;           // [rows, columns], or [columns, rows] with swapped
   int rows, columns;
   bool swapped;
@@ -200,10 +206,10 @@ struct Gemm {
 cudaError_t launch(cudaStream_t, const Statistics&);
 cudaError_t launch(cudaStream_t, const FoldChunks&);
 cudaError_t launch(cudaStream_t, const FoldGroups&);
-cudaError_t launch(cudaStream_t, const Coefficients&);
+cudaError_t launch(cudaStream_t, const CoefficientsArguments&);
 cudaError_t launch(cudaStream_t, const Dlogits&);
 cudaError_t launch_softcapped(cudaStream_t, const Dlogits&);
-cudaError_t launch(cudaStream_t, const FromPowers&);
+cudaError_t launch(cudaStream_t, const DlogitsFromKept&);
 cudaError_t launch(cudaStream_t, const HiddenGradient&);
 cudaError_t launch(cudaStream_t, const WeightGradient&);
 cudaError_t launch(cudaStream_t, const ColumnSums&);

@@ -1,7 +1,7 @@
-"""The CUDA kernels as functions of arrays: the same names, arguments and results as those of `pallas_kernels.mosaic`.
+"""The CUDA kernels as functions of arrays, with the names and the signatures of `pallas_kernels.mosaic.head_kernels`.
 
-A kernel's results alias what it writes into; operands that a call may leave out follow the others, and `given` has a
-bit for each that is there.
+The results of an FFI call alias the arrays that the kernel writes into. Operands that a call may leave out follow the
+others, and the attribute `given` has a bit for each of them that says whether it is there.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ import numpy as np
 from pallas_kernels.cuda import build
 from pallas_kernels.hopper.arrays import (
     Coefficients,
+    GradientRows,
     HiddenGradient,
     KeptExponentials,
+    KeptRowMap,
     LogitsConfig,
     Partials,
-    GradientRows,
-    VocabSlice,
     Softmax,
-    KeptRowMap,
+    VocabSlice,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
@@ -33,7 +33,7 @@ Ref = Any
 def _call(
     name: str, results: Sequence[Any], operands: Sequence[Any], optional: Sequence[Any] = (), **attributes: Any
 ) -> list[Array]:
-    """One launch. A result is a shape, or an array that is written in place."""
+    """Launch one kernel by its FFI target's name. A result is a shape, or an array that is written in place."""
     build.register()
     written = [x for x in results if isinstance(x, jax.Array)]
     there = [x for x in optional if x is not None]
@@ -78,11 +78,13 @@ def partials(
     out: Partials,
     kept: Ref | None = None,
 ) -> None:
-    """Write the partials of one slice of chunks into the references `out`, and powers into `kept` as far as it reaches.
+    """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
-    hidden `[rows, D]` (whole tiles of rows), weight as `logits.head` says, bias float32 `[slice's chunks · 256]`,
-    target_ids int32 and temperature float32 `[rows]`. holds_target int32 `[rows / 64, all chunks]` is not 0 where one
-    of 64 rows has its target in a chunk; None looks everywhere. kept bfloat16 `[rows, first chunks · 256]`.
+    hidden `[rows, D]` holds whole tiles of rows; weight is stored as `logits.head` says; bias is float32
+    `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
+    `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
+    searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
+    room for.
     """
     references = [x for x in (*out, kept) if x is not None]
     found = _call(
@@ -101,14 +103,14 @@ def partials(
 
 
 def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine) -> Partials:
-    """Partials of chunks `[chunks, rows]` to those of groups `[groups, rows]`, for rows before `active [1]`."""
+    """The partials of groups `[groups, rows]` from those of chunks `[chunks, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct((groups, partials.shift.shape[1]), jnp.float32)
     found = _call("rlk_fold_chunks", [row] * (3 + (partials.gap is not None)), (active, *partials[:3]), partials[3:])
     return Partials(*found, *[None] * (4 - len(found)))
 
 
 def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
-    """Partials of groups `[groups, rows]` to the softmax of each row."""
+    """The softmax of each row from the partials of groups `[groups, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct(partials.shift.shape[1:], jnp.float32)
     results = [row] * (4 + 2 * (partials.gap is not None))
     logp, lse, shift, total, *spread = _call("rlk_fold_groups", results, (active, *partials[:3]), partials[3:])
@@ -117,7 +119,7 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
 
 
 def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
-    """What the gradients of each row's logits are made of."""
+    """The coefficients that the gradients of each row's logits are computed from."""
     row = jax.ShapeDtypeStruct(rows.logp.shape, jnp.float32)
     constant, at_target, *slope = _call(
         "rlk_coefficients",
@@ -128,7 +130,8 @@ def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
     return Coefficients(rows.target_ids, rows.temperature, rows.shift, constant, slope[0] if slope else None, at_target)
 
 
-def _of_rows(rows: Coefficients) -> tuple[Array, ...]:
+def _coefficient_operands(rows: Coefficients) -> tuple[Array, ...]:
+    """The coefficients that every kernel of logits' gradients takes; the slope is optional."""
     return rows.target_ids, rows.temperature, rows.shift, rows.constant, rows.at_target
 
 
@@ -142,14 +145,14 @@ def dlogits(
     rows: Coefficients,
     out: Ref,
 ) -> None:
-    """Write the gradients of one slice into the reference `out [rows, chunks · 256]`; 0 in places that hold no column.
+    """Write the gradients of one slice's logits into the reference `out [rows, chunks · 256]`.
 
-    hidden `[rows, D]`, weight and bias as in `partials`.
+    Places that hold no column become 0. hidden is `[rows, D]`; weight and bias are those that `partials` takes.
     """
     (out[...],) = _call(
         "rlk_dlogits",
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        (*where[:3], hidden, weight, *_of_rows(rows)),
+        (*where[:3], hidden, weight, *_coefficient_operands(rows)),
         (where.columns, bias, rows.slope),
         head=_head(logits.head),
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
@@ -158,18 +161,25 @@ def dlogits(
 
 
 def dlogits_from_kept_exponentials(
-    vocabulary: Vocabulary, machine: Machine, where: VocabSlice, kept: KeptExponentials, source: KeptRowMap, rows: Coefficients, out: Ref
+    vocabulary: Vocabulary,
+    machine: Machine,
+    where: VocabSlice,
+    kept: KeptExponentials,
+    row_map: KeptRowMap,
+    rows: Coefficients,
+    out: Ref,
 ) -> None:
-    """What `dlogits` writes, from the powers that the forward kept: row `source.row[i]` of them belongs to row i.
+    """Write what `dlogits` would write, from the exponentials that the forward kept instead of a product.
 
-    In place where `kept.exponentials` is None and `out` holds them, for the first chunks.
+    Row i reads row `row_map.row[i]` of what was kept. Where `kept.exponentials` is None, `out` holds the exponentials
+    of the first chunks and the gradients take their place.
     """
     in_place = kept.exponentials is None
     (out[...],) = _call(
-        "rlk_from_powers",
+        "rlk_dlogits_from_kept_exponentials",
         [out[...] if in_place else jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        (*where[:3], kept.shift, source.row, *_of_rows(rows)),
-        (where.columns, kept.exponentials, source.moved if in_place else None),
+        (*where[:3], kept.shift, row_map.row, *_coefficient_operands(rows)),
+        (where.columns, kept.exponentials, row_map.moved if in_place else None),
         vocabulary=_numbers(*_vocabulary(vocabulary)),
         rows_at_once=np.int64(statistics_tile(out.shape[0]).cluster_rows),
     )
@@ -185,10 +195,11 @@ def add_hidden_gradient(
     chain: range,
     out: HiddenGradient,
 ) -> None:
-    """out.chain += dlogits·W over one slice of the chunks `chain`, in place; behind the last slice out.rounded instead.
+    """Add dlogits·W over one slice to `out.chain`, in place. `chain` is the range of chunks that are summed up there.
 
-    The chain of each element goes on from where the slice before left it, so slices change no bits; the first slice
-    starts it from 0, whatever `out` holds. unscale float32 `[rows]` multiplies each row of the complete sum.
+    Each element's float32 sum goes on from where the slice before left it, so that slices change no bits. The first
+    slice starts it from 0, whatever `out` holds. The last slice multiplies each row of the complete sum by unscale,
+    float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.chain` where `rounded` is None.
     """
     references = [x for x in out if x is not None]
     found = _call(
@@ -206,11 +217,18 @@ def add_hidden_gradient(
 
 
 def store_weight_gradient(
-    head: HeadAccess, machine: Machine, where: VocabSlice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
+    head: HeadAccess,
+    machine: Machine,
+    where: VocabSlice,
+    dlogits: Array,
+    hidden: Array,
+    unscale: Array | None,
+    out: Ref,
 ) -> None:
-    """out[slice] = dlogitsᵀ·H (transposed for "dv"), complete, rounded once to out's dtype; in place.
+    """Write one slice's rows of dW = dlogitsᵀ·H (columns of its transpose for "dv") into the reference `out`, complete.
 
-    hidden `[rows, D]` is zero from row `where.rows` on. unscale float32 `[1]` multiplies before the rounding.
+    hidden `[rows, D]` is zero from row `where.rows` on. Sums are multiplied by unscale, float32 `[1]` or None, and
+    rounded once to out's dtype.
     """
     rows = dlogits.shape[1] if head.layout == "vd" else hidden.shape[1]
     (out[...],) = _call(
@@ -224,9 +242,9 @@ def store_weight_gradient(
 
 
 def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
-    """Σ over rows of the slice's gradients, float32 `[columns]`: 64-row blocks, folded in ascending order.
+    """The sum over rows of one slice's gradients, float32 `[columns]`: sums of 64 rows, folded in ascending order.
 
-    row_unscale `[rows]` multiplies each row.
+    row_unscale, float32 `[rows]` or None, multiplies each row.
     """
     out = jax.ShapeDtypeStruct(dlogits.shape[1:], jnp.float32)
     return _call("rlk_column_sums", [out], (where.rows, dlogits), (row_unscale,))[0]
@@ -244,13 +262,13 @@ def gemm(
 ) -> Array:
     """start + A·B, `[M, N]` in out_dtype. No dimension may be 0.
 
-    a `[M, K]`, or `[K, M]` if transposed; b `[K, N]`, or `[N, K]`; both bfloat16 or both float16. start float32
-    `[M, N]` or None.
+    a is `[M, K]`, or `[K, M]` with a_transposed; b is `[K, N]`, or `[N, K]` with b_transposed; both are bfloat16, or
+    both float16. start is float32 `[M, N]`, or None for sums that start from 0.
     """
     k, m = a.shape if a_transposed else a.shape[::-1]
     n = b.shape[0 if b_transposed else 1]
     plan = gemm_plan(m, n, machine.sm_count, a_transposed=a_transposed, accumulates=start is not None)
-    # An operand is transposed here where K does not run along its memory rows.
+    # To the kernel an operand is transposed where K does not run along its rows in memory.
     operands = [(a, a_transposed), (b, not b_transposed)]
     (along_rows, rows_transposed), (along_columns, columns_transposed) = operands[:: -1 if plan.swapped else 1]
     return _call(
@@ -268,6 +286,6 @@ def gemm(
 
 
 def _readable(operand: Array) -> Array:
-    """With rows of a multiple of 16 bytes, which tensor copies need; zeros behind them."""
+    """The operand with zeros behind its rows, up to a multiple of 16 bytes, which tensor copies need."""
     columns = operand.shape[1]
     return jnp.pad(operand, ((0, 0), (0, padded(columns, 8) - columns))) if columns % 8 else operand

@@ -1,4 +1,4 @@
-// Launching a product: its tensor maps, its cluster and its shared memory.
+// Launches a product with its tensor maps, its cluster and its shared memory.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace rlk {
 
-// The driver's function, found without linking libcuda.
+// Finds the driver's function that encodes tensor maps, without linking libcuda.
 inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
   static std::atomic<void*> known = nullptr;
   void* found = known;
@@ -26,6 +26,7 @@ inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
   return cudaSuccess;
 }
 
+// The tensor map of a matrix that is copied in boxes of `outer` rows of `inner` columns.
 inline cudaError_t tensor_map(CUtensorMap* map, const Matrix& matrix, int inner, int outer) {
   decltype(&cuTensorMapEncodeTiled) encode;
   if (const cudaError_t error = find_encoder(&encode); error != cudaSuccess) return error;
@@ -40,8 +41,8 @@ inline cudaError_t tensor_map(CUtensorMap* map, const Matrix& matrix, int inner,
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// What a block may ask for beside its static shared memory: one number for every tile, for the attribute belongs to the
-// kernel and threads that launch other tiles set it too.
+// The dynamic shared memory that a block may ask for. It is one number for every tile because the attribute belongs to
+// the kernel, and threads that launch other tiles set it too.
 constexpr int kMostSharedBytes = 227 * 1024 - 1024;
 
 // Launches `Op` over at most `most_blocks` blocks of rows (of a cluster) times columns.
@@ -73,7 +74,7 @@ cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b
   return cudaLaunchKernelEx(&config, product_kernel<Op>, a_map, b_map, out_map, tile, arguments);
 }
 
-// Calls launch(…) with each flag as a type, so that a kernel is compiled for either value.
+// Calls launch(…) with each flag as a type, so that a kernel is compiled for either value of the flag.
 template <class Launch>
 cudaError_t with_flags(Launch launch) {
   return launch();
@@ -86,6 +87,7 @@ cudaError_t with_flags(Launch launch, bool first, Flags... others) {
   return first ? with(std::true_type{}) : with(std::false_type{});
 }
 
+// The 16-bit type of a kernel.
 template <class IsBfloat16>
 using Narrow = std::conditional_t<IsBfloat16::value, __nv_bfloat16, __half>;
 

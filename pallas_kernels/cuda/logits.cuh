@@ -1,7 +1,7 @@
-// What the two products with the head share: columns of the softmax's tree, and how a product becomes a logit.
+// What the two products with the head share: the columns of the softmax's tree, and how a product becomes a logit.
 //
-// Every sum, and every product that is added to something, is written out (__fadd_rn, fmaf, __fmul_rn): no compiler may
-// choose which of them are fused, for bits depend on it. They are those of pallas_kernels/mosaic.
+// Every sum, and every product that is added to something, is written out (__fadd_rn, fmaf, __fmul_rn), because bits
+// depend on which of them are fused and no compiler may choose that. The choice is that of pallas_kernels/mosaic.
 #pragma once
 
 #include "main_loop.cuh"
@@ -14,7 +14,7 @@ constexpr float kLargeSoftcap = 64.0f;
 
 // --- columns ---------------------------------------------------------------------------------------------------------
 
-// A chunk's group, and its first column.
+// The group of a chunk, and the chunk's first column.
 struct Start {
   int group, column;
 };
@@ -24,24 +24,24 @@ __device__ __forceinline__ Start start_of(const Vocabulary& v, int chunk) {
   return {place.x, place.x * v.group_width + place.y * kChunk};
 }
 
-// First column of a chunk, and how many it has, 0 … 256.
+// The first column of a chunk, and how many columns it has, 0 … 256.
 struct Columns {
   int start, width;
 };
 
-__device__ __forceinline__ Columns columns_of(const Vocabulary& v, const Slice& where, int chunk) {
+__device__ __forceinline__ Columns columns_of(const Vocabulary& v, const VocabSlice& where, int chunk) {
   const Start start = start_of(v, chunk);
   const int end = min((start.group + 1) * v.group_width, where.columns == nullptr ? v.size : *where.columns);
   return {start.column, max(0, min(kChunk, end - start.column))};
 }
 
-// Where chunk `chunk` of a slice stands in the weight.
+// The first row (column for a head [D, V]) in the weight of chunk number `chunk` of a slice.
 __device__ __forceinline__ int head_row(const Head& head, int first_chunk, int chunk) {
   return head.is_copied ? chunk * kChunk : start_of(head.vocabulary, first_chunk + chunk).column;
 }
 
-// The target's place in a chunk, −1 where it is not there.
-__device__ __forceinline__ int place_of(int target, const Columns& columns) {
+// The place of a target in a chunk, negative where it is not there.
+__device__ __forceinline__ int target_place(int target, const Columns& columns) {
   const int place = target - columns.start;
   return place < columns.width ? place : -1;
 }
@@ -52,14 +52,14 @@ template <typename T, bool kIsDv>
 struct ProductWithHead : AscendingK {
   using Type = T;
   static constexpr int kColumns = kChunk;
-  // A sum of nothing but −0 is −0 then, which is the same logit.
+  // The sums do not start from 0, so that a sum of nothing but −0 is −0, which is the same logit.
   static constexpr bool kTransposeA = false, kTransposeB = kIsDv, kStartsFromSums = false;
 
   const Logits& logits;
 
   __device__ __forceinline__ explicit ProductWithHead(const Logits& logits) : logits(logits) {}
 
-  // Of a column block. Read anew each time: a register less is kept over the epilogues.
+  // The chunk of a column block. It is read anew each time, which keeps a register free during epilogues.
   __device__ __forceinline__ int chunk(int column_block) const { return *logits.where.first_chunk + column_block; }
 
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
@@ -71,14 +71,16 @@ struct ProductWithHead : AscendingK {
 
 // --- from products to logits -----------------------------------------------------------------------------------------
 
-struct Bounded {
+// softcap·tanh(x / softcap), and its derivative.
+struct Softcapped {
   float value;
   float derivative;
 };
 
-// softcap·tanh(x / softcap) and its derivative: with e = exp(−2x/c) and q = (1 + e)^(−1/2), tanh = (1 − e)·q², its
-// derivative 4·e·q⁴. The hardware's own tanh is not accurate enough, and 1 − e loses digits beside a large softcap.
-__device__ __forceinline__ Bounded softcapped(float x, const Logits& logits) {
+// With e = exp(−2x/c) and q = (1 + e)^(−1/2), tanh(x/c) is (1 − e)·q² and the derivative is 4·e·q⁴. The hardware's own
+// tanh is not accurate enough. With a large softcap 1 − e loses digits of small logits, which a series computes
+// instead.
+__device__ __forceinline__ Softcapped softcapped(float x, const Logits& logits) {
   const float softcap = logits.softcap, share = __fmul_rn(x, logits.inverse_softcap);
   const float e = exp2_approx(min_nan(__fmul_rn(share, -2 * kLog2E), 60.0f));
   const float root = rsqrt_approx(__fadd_rn(e, 1.0f)), inverse = __fmul_rn(root, root);
@@ -92,7 +94,7 @@ __device__ __forceinline__ Bounded softcapped(float x, const Logits& logits) {
   return {capped, __fmul_rn(__fmul_rn(e, inverse), __fmul_rn(4.0f, inverse))};
 }
 
-// products + bias, in place.
+// Adds the bias to the products, in place.
 template <int kCount>
 __device__ __forceinline__ void add_bias(const float* bias, const Place& place, float (&products)[kCount]) {
   if (bias == nullptr) return;
@@ -108,7 +110,7 @@ __device__ __forceinline__ void add_bias(const float* bias, const Place& place, 
   }
 }
 
-// `other` in the columns from `width` on.
+// Puts `other` into the columns from `width` on.
 template <int kCount>
 __device__ __forceinline__ void mask(const Place& place, int width, float other, float (&values)[kCount]) {
   if (width >= kChunk) return;
@@ -118,17 +120,19 @@ __device__ __forceinline__ void mask(const Place& place, int width, float other,
   });
 }
 
-// How the values of one row of a chunk become powers of two: 2^(y − shift), the largest between √½ and √2.
-struct Powers {
+// How the values of one row of a chunk become exponents y − shift; the largest exponential 2^(y − shift) lies between
+// √½ and √2.
+struct ExponentScaling {
   float largest, scale, shift, rest;
 
-  // y − shift. Not values·scale − shift, which is far from 0 at the maximum itself once y has no digits behind the point.
+  // y − shift, computed from the distance to the largest value: value·scale − shift would be far from 0 at the largest
+  // value where y is too large to have fractional digits.
   __device__ __forceinline__ float exponent(float value) const {
     return fmaf(scale, __fsub_rn(value, largest), rest);
   }
 };
 
-__device__ __forceinline__ Powers powers(float largest, float scale) {
+__device__ __forceinline__ ExponentScaling exponent_scaling(float largest, float scale) {
   const float finite = largest == -INFINITY ? 0.0f : largest;
   const float shift = rintf(__fmul_rn(scale, finite)), rest = fmaf(scale, finite, -shift);
   return {finite, scale, shift, fabsf(rest) > 0.5f ? 0.0f : rest};
@@ -136,7 +140,7 @@ __device__ __forceinline__ Powers powers(float largest, float scale) {
 
 // --- over a row ------------------------------------------------------------------------------------------------------
 
-// Over the four threads that hold a row: ((0 + 1) + (2 + 3)).
+// The sum over the four threads that hold a row, in the order (0 + 1) + (2 + 3).
 __device__ __forceinline__ float sum_of_row(float x) {
   x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, 1));
   return __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, 2));
@@ -147,7 +151,7 @@ __device__ __forceinline__ float max_of_row(float x) {
   return max_nan(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// The largest value of row `r` of a thread's two.
+// The largest value of a row, the `r`-th of a thread's two.
 template <int kCount>
 __device__ __forceinline__ float largest_of_row(const float (&values)[kCount], int r) {
   float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -159,8 +163,8 @@ __device__ __forceinline__ float largest_of_row(const float (&values)[kCount], i
   return max_of_row(max_nan(max_nan(largest[0], largest[1]), max_nan(largest[2], largest[3])));
 }
 
-// Sums of a row in the one order that the softmax's tree prescribes: even and odd eights of columns apart, first and
-// second column of each pair apart.
+// The sum of a row in the one order that the softmax's tree prescribes: even and odd eights of columns are summed
+// apart, and so are the first and the second column of each pair.
 struct RowSum {
   float part[2][2] = {};
   __device__ __forceinline__ void add(int eight, int column, float x) {

@@ -1,21 +1,21 @@
-// The one main loop: tiles of A·B on Hopper's tensor cores, and a kernel's own epilogue on each.
+// The one main loop of all products: it computes tiles of A·B on Hopper's tensor cores and runs an epilogue on each.
 //
-// One producer thread keeps a ring of shared-memory stages full by tensor copies; the compute warpgroups, 64 rows each,
-// multiply from it. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the stages
-// of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
+// One producer thread keeps a ring of shared-memory stages full by tensor copies. The compute warpgroups, 64 rows each,
+// multiply from the ring. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the
+// stages of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
 //
-// An `Op` is what a kernel does with it:
+// A kernel gives an `Op`, which has
 //   Type, kColumns                the operands' type and the columns of a tile
-//   kTransposeA, kTransposeB      K does not run along the memory rows of A, of B
-//   Arguments, Op(arguments)      what the kernel is given, and its view of it
-//   blocks(tile)                  row blocks (of a cluster) and column blocks
-//   steps()                       of 64 along K, in every tile
-//   a_depth(k), b_depth(k)        where step k stands in A and in B
-//   b_column(block)               where a column block stands in B
-//   load(place)                   what the epilogue needs, asked for while the last products run: its latency hides there
-//   kStartsFromSums               whether start(place, products) says what the sums start from; else it is nothing
-//   finish(place, loaded, products, stores)
-//   stored(arguments)             what finish stores 16-bit values into; its data may be null
+//   kTransposeA, kTransposeB      whether K does not run along the rows of A, of B in memory
+//   Arguments, Op(arguments)      the kernel's arguments, from which the op is made
+//   blocks(tile)                  how many row blocks (one per cluster) and column blocks there are
+//   steps()                       how many steps of 64 along K every tile takes
+//   a_depth(k), b_depth(k)        where along K step k begins in A and in B
+//   b_column(block)               where a column block begins in B
+//   load(place)                   loads what the epilogue needs while the last products run, which hides its latency
+//   kStartsFromSums               whether start(place, products) sets what the sums start from; else the first products do
+//   finish(place, loaded, products, stores)  the epilogue
+//   stored(arguments)             the matrix that finish stores 16-bit values into; its data may be null
 #pragma once
 
 #include <new>
@@ -25,28 +25,28 @@
 
 namespace rlk {
 
-constexpr int kStepBytes = 128;       // of one row: 64 values, the widest swizzle
-constexpr int kBlockBytes = 64 * kStepBytes;  // 64 rows or columns of an operand that is stored K by K
-constexpr int kStripBytes = 16 * kStepBytes;  // of sixteen rows of 64 columns, which a warp stores together
+constexpr int kStepBytes = 128;       // one row of a step: 64 values, as wide as the widest swizzle
+constexpr int kBlockBytes = 64 * kStepBytes;  // a step of 64 rows or columns of an operand
+constexpr int kStripBytes = 16 * kStepBytes;  // a strip of sixteen rows and 64 columns, which a warp stores together
 constexpr int kWarpStaging = 2 * kStripBytes;
 constexpr int kBarrierBytes = 8;
 
-// Where a warp's part of a tile stands. A thread holds rows `row()` and `row() + 8`, and of every eight columns the two from
-// `column()` on: products[4·i + 2·r + c] is row() + 8·r, column() + 8·i + c.
+// The position of a warp's part of a tile. A thread holds the rows `row()` and `row() + 8`, and in every eight columns
+// the two from `column()` on: products[4·i + 2·r + c] is the one at row() + 8·r, column() + 8·i + c.
 struct Place {
-  int first_row;  // of the warp's sixteen
+  int first_row;  // the first of the warp's sixteen rows
   int column_block;
 
   __device__ __forceinline__ int row() const { return first_row + thread_index() % 32 / 4; }
   __device__ __forceinline__ int column() const { return thread_index() % 4 * 2; }
 };
 
-// A warp's two strips in shared memory, one of which fills while the other is stored.
+// A warp's two strips in shared memory: one is filled while the other is stored.
 struct Stores {
   const CUtensorMap* map;
   uint32_t staging;
 
-  // Memory of a tile's strip, free to write.
+  // The memory for a tile's strip, once it is free to be written.
   __device__ __forceinline__ uint32_t of_strip(int strip) const {
     if (threadIdx.x % 32 == 0) {
       if (strip == 0) {
@@ -60,7 +60,7 @@ struct Stores {
   }
 };
 
-// A block's shared memory: the stages of A, those of B, the warps' strips, two barriers for each stage.
+// A block's shared memory: the stages of A, the stages of B, the warps' strips, and two barriers for each stage.
 template <class Op>
 struct SharedMemory {
   const Tile& tile;
@@ -84,21 +84,21 @@ struct AscendingK {
   __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
 };
 
-// How many blocks of `width` hold `size`.
+// How many blocks of size `width` hold `size` elements.
 __host__ __device__ constexpr int blocks_of(int size, int width) { return (size + width - 1) / width; }
 
-// Rows of a cluster's blocks, one below the other.
+// The rows of all blocks of a cluster, which lie one below the other.
 __host__ __device__ constexpr int cluster_rows(const Tile& tile) { return tile.rows * tile.cluster; }
 
-// Bytes of a block with this tile; the launcher asks for the same.
+// The bytes of shared memory of a block with this tile, which the launcher asks for.
 template <class Op>
 constexpr int shared_bytes(const Tile& tile) {
   return 1024 + tile.stages * (tile.rows + Op::kColumns) * kStepBytes + tile.rows / 16 * kWarpStaging +
          2 * tile.stages * kBarrierBytes;
 }
 
-// The order of tiles: row blocks in bands, whose rows stay in the L2 cache while the columns pass; every other band goes
-// backwards.
+// The order in which tiles are visited: row blocks form bands, whose rows stay in the L2 cache while all columns are
+// visited, and every other band visits the columns backwards.
 struct Order {
   int2 blocks;
   Divisor of_band, last_height;
@@ -118,9 +118,10 @@ struct Order {
   }
 };
 
-// The ring's next step: which stage it takes, and the parity of this round through them. One number, one register.
+// The ring's next step: the stage it uses, and the parity of this round through the stages. One number holds both, to
+// take one register.
 struct Step {
-  int number = 0;  // below twice the stages
+  int number = 0;  // less than twice the number of stages
   __device__ __forceinline__ int stage(const Tile& tile) const {
     return number < tile.stages ? number : number - tile.stages;
   }
@@ -128,6 +129,7 @@ struct Step {
   __device__ __forceinline__ void next(const Tile& tile) { number = number + 1 == 2 * tile.stages ? 0 : number + 1; }
 };
 
+// The producer: loads the steps of all tiles of this block.
 template <class Op>
 __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const SharedMemory<Op>& memory, const Order& order,
                                         const CUtensorMap* a_map, const CUtensorMap* b_map) {
@@ -149,7 +151,7 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
       } else {
         load_box(a, a_map, a_depth, row, full);
       }
-      // Each block of a cluster loads its share of B for all of them.
+      // Each block of a cluster loads a part of B for all blocks.
       auto load_b = [&](int offset, int inner, int outer) {
         if (tile.cluster > 1) {
           load_box(b + offset, b_map, inner, outer, full, everyone);
@@ -174,14 +176,14 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
   }
 }
 
-// products += A·B over the steps of one tile, one step's products in flight while the next one's are issued. Calls
-// meanwhile() while the last ones run.
+// products += A·B over the steps of one tile: the products of one step are in flight while those of the next are
+// issued. Calls meanwhile() while the last products run.
 template <class Op, class Meanwhile>
 __device__ __forceinline__ void multiply(const Tile& tile, const SharedMemory<Op>& memory, int warpgroup, int steps,
                                          Step& step, float (&products)[Op::kColumns / 2], Meanwhile meanwhile) {
-  constexpr int kNextA = Op::kTransposeA ? 16 * kStepBytes : 32;  // bytes of 16 along K
+  constexpr int kNextA = Op::kTransposeA ? 16 * kStepBytes : 32;  // bytes from one K to the 16th after it
   constexpr int kNextB = Op::kTransposeB ? 16 * kStepBytes : 32;
-  // One thread for each block of the cluster: a warpgroup's products end together.
+  // One thread arrives for each block of the cluster, since a warpgroup's products end together.
   const int thread = threadIdx.x % 128;
   auto release = [&](int stage) {
     if (thread < tile.cluster) barrier_arrive(memory.empty(stage), thread);
@@ -211,6 +213,7 @@ __device__ __forceinline__ void multiply(const Tile& tile, const SharedMemory<Op
   if (steps > 0) release(before);
 }
 
+// A compute warpgroup: multiplies all tiles of this block and runs the epilogue on each.
 template <class Op>
 __device__ __forceinline__ void consume(const Op& op, const Tile& tile, const SharedMemory<Op>& memory, const Order& order,
                                         const CUtensorMap* out_map) {
@@ -218,7 +221,7 @@ __device__ __forceinline__ void consume(const Op& op, const Tile& tile, const Sh
   int index = blockIdx.x / tile.cluster;
   int2 block = order.block(index, tile);
   while (index < order.tiles()) {
-    // What can be found again is not kept over an epilogue, whose products leave few registers.
+    // Values that can be computed again are not kept over an epilogue, whose products leave few registers.
     const int warp = warp_index();
     const Place place = {(block.x * tile.cluster + cluster_rank()) * tile.rows + warp * 16, block.y};
     float products[Op::kColumns / 2];
@@ -243,7 +246,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
                    const typename Op::Arguments arguments) {
   const SharedMemory<Op> memory(tile);
   const Op op(arguments);
-  // In memory, where it takes no registers from the products.
+  // The order is kept in shared memory, where it takes no registers from the products.
   __shared__ alignas(Order) unsigned char order_memory[sizeof(Order)];
   const Order& order = *reinterpret_cast<const Order*>(order_memory);
   const int warpgroups = tile.rows / 64, warpgroup = warp_index() / 4;
@@ -263,12 +266,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     more_registers<232>();
     consume(op, tile, memory, order, &out_map);
   }
-  // Blocks of a cluster write into each other's memory: they end together.
+  // Blocks of a cluster write into each other's shared memory, and so they end together.
   cluster_sync();
 }
 
 // --- stores ----------------------------------------------------------------------------------------------------------
 
+// Two values rounded to T, the first one in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pair_of(float first, float second);
 template <>
@@ -282,19 +286,19 @@ __device__ __forceinline__ uint32_t pair_of<__half>(float first, float second) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Where a warp's sixteen rows of a tile are stored.
+// The place in memory where a warp's sixteen rows of a tile are stored.
 template <typename T>
 struct Target {
   T* data;
   int64_t stride;
-  int row, column;    // of the first value
-  int rows, columns;  // that exist from there on
-  bool by_copy_engine;  // which stores all that lies inside the matrix
-  bool aligned;         // rows start at multiples of 16 bytes
+  int row, column;    // where the first value belongs
+  int rows, columns;  // how many rows and columns exist from there on
+  bool by_copy_engine;  // whether the copy engine stores, which stores all that lies inside the matrix
+  bool aligned;         // whether rows start at multiples of 16 bytes
 };
 
-// Sixteen rows of 64 columns through shared memory, where the accumulators' pairs become whole lines. `pairs[2·i + r]` are
-// columns 8·i … of row + 8·r.
+// Stores sixteen rows of 64 columns by way of shared memory, where the accumulators' pairs become whole lines.
+// `pairs[2·i + r]` holds the thread's two columns from 8·i on in its row + 8·r.
 template <typename T>
 __device__ __forceinline__ void store_strip(const Target<T>& to, int strip, const uint32_t (&pairs)[16],
                                             const Stores& stores) {
@@ -303,7 +307,7 @@ __device__ __forceinline__ void store_strip(const Target<T>& to, int strip, cons
   const uint32_t memory = stores.of_strip(strip);
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
-    const int piece = (i + lane / 16) ^ (matrix_row & 7);  // the copy engine's swizzle: no two rows in the same banks
+    const int piece = (i + lane / 16) ^ (matrix_row & 7);  // the copy engine's swizzle: no bank gets two rows
     store_matrices(memory + matrix_row * kStepBytes + piece * 16, pairs[2 * i], pairs[2 * i + 1], pairs[2 * i + 2],
                    pairs[2 * i + 3]);
   }
@@ -333,7 +337,7 @@ __device__ __forceinline__ void store_strip(const Target<T>& to, int strip, cons
   }
 }
 
-// The same for products of any width, rounded.
+// Rounds products of any width to T and stores them strip by strip.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_rounded(const Target<T>& to, const float (&products)[kCount], const Stores& stores) {
 #pragma unroll
@@ -345,7 +349,8 @@ __device__ __forceinline__ void store_rounded(const Target<T>& to, const float (
   }
 }
 
-// Calls visit(row 0 or 1, column, the two products there) for everything a thread holds.
+// Calls visit(r, column, first, second) for all that a thread holds: the products of two columns from `column` on in
+// its row r, 0 or 1.
 template <int kCount, class Visit>
 __device__ __forceinline__ void for_pairs(int column, float (&products)[kCount], Visit visit) {
 #pragma unroll

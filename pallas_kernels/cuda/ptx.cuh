@@ -1,5 +1,5 @@
-// Hopper's own instructions, one small function each: barriers in shared memory, tensor copies, warpgroup products.
-// Shared memory is named by its 32-bit addresses: a pointer would take two registers.
+// Hopper's own instructions, each in a small function: barriers in shared memory, tensor copies, warpgroup products.
+// Shared memory is given by 32-bit addresses, since a pointer would take two registers.
 #pragma once
 
 #include <cuda.h>
@@ -18,17 +18,17 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-// threadIdx.x, asked for anew each time.
+// threadIdx.x, read anew each time so that no register keeps it.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
 
-// Of this warp in the block, in a form that the compiler knows to be the same in all its threads.
+// The number of this warp in the block, in a form that the compiler knows to be the same in all threads of the warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, thread_index() / 32, 0); }
 
-// All threads of all blocks of the cluster.
+// Waits for all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -42,14 +42,14 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The one arrival of a producer, and the bytes that the phase waits for.
+// The one arrival of a producer at a barrier, which also sets how many bytes the phase waits for.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Arrives at the barrier that stands at the same address in block `rank` of the cluster. Nothing that was written by
-// ordinary stores is handed over, so that no wider order than the default is needed, which would cost a fence.
+// Arrives at the barrier that is at the same address in block `rank` of the cluster. It hands over nothing that
+// ordinary stores have written, so that the default order suffices; a wider one would cost a fence.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
@@ -73,7 +73,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
 
 // --- copies ----------------------------------------------------------------------------------------------------------
 
-// One box of a tensor map into shared memory of every block in `mask`, at the same address; each one's barrier counts it.
+// Loads one box of a tensor map into the shared memory of every block in `mask`, at the same address; each block's
+// barrier counts its bytes.
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, int inner, int outer, uint32_t barrier,
                                          uint16_t mask) {
   asm volatile(
@@ -90,7 +91,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, in
       : "memory");
 }
 
-// One box from shared memory into a tensor map, which cuts off what lies outside.
+// Stores one box from shared memory into a tensor map, which cuts off what lies outside.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int inner, int outer) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(inner),
                "r"(outer), "r"(from)
@@ -98,16 +99,17 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from,
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all but the last `kInFlight` boxes that this thread stored have left shared memory.
+// Waits until all but the last `kInFlight` boxes that this thread stored have left shared memory.
 template <int kInFlight>
 __device__ __forceinline__ void stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kInFlight) : "memory");
 }
 
-// What this thread wrote into shared memory is seen by the copy engine.
+// Makes what this thread wrote into shared memory visible to the copy engine.
 __device__ __forceinline__ void stores_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four 8 × 8 matrices of 16-bit pairs as an accumulator holds them; each lane names the 16 bytes of one matrix row.
+// Stores four 8 × 8 matrices of 16-bit values, which come in pairs as an accumulator holds them. Each lane gives the
+// address of the 16 bytes of one matrix row.
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a),
                "r"(b), "r"(c), "r"(d)
@@ -141,7 +143,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Keeps subnormal results: for the few values that one row has.
+// 2^x that keeps subnormal results, for values of which a row has only a few.
 __device__ __forceinline__ float exp2_full(float x) {
   float y;
   asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -160,7 +162,7 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   return y;
 }
 
-// NaN where either is NaN, unlike fmaxf.
+// The maximum, which unlike that of fmaxf is NaN where either is NaN.
 __device__ __forceinline__ float max_nan(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -173,7 +175,8 @@ __device__ __forceinline__ float min_nan(float x, float y) {
   return z;
 }
 
-// Without a branch, around which ptxas would serialise the products that add to what was loaded.
+// Loads a value that exists, else gives 0, without a branch: around one ptxas would serialise the products that add to
+// what was loaded.
 __device__ __forceinline__ float load_or_zero(const float* from, bool exists) {
   float found;
   asm volatile(
@@ -186,8 +189,9 @@ __device__ __forceinline__ float load_or_zero(const float* from, bool exists) {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// A shared-memory operand of a warpgroup product, in tiles of 128-byte rows under the 128-byte swizzle, eight rows to
-// 1024 bytes. With K along the rows, `next_block` means nothing; else it is the distance of the next 64 rows or columns.
+// The descriptor of a warpgroup product's operand in shared memory: rows of 128 bytes under the 128-byte swizzle, eight
+// rows to 1024 bytes. Where K does not run along these rows, `next_block` is the distance in bytes to the next 64 rows
+// or columns of the operand; where it does, `next_block` is ignored.
 __device__ __forceinline__ uint64_t operand(uint32_t start, int next_block) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kNextEightRows = 1024 >> 4;
   return kSwizzle128 | kNextEightRows << 32 | static_cast<uint64_t>(next_block >> 4) << 16 |
@@ -203,7 +207,7 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
 }
 
-// Tells the compiler that accumulators change where it cannot see it.
+// Tells the compiler that accumulators change here, which it cannot see.
 template <int kCount>
 __device__ __forceinline__ void changed(float (&values)[kCount]) {
 #pragma unroll
@@ -229,8 +233,9 @@ __device__ __forceinline__ void changed(float (&values)[kCount]) {
 #define RLK_D64(d, i) RLK_D32(d, i), RLK_D32(d, i + 32)
 #define RLK_D128(d, i) RLK_D64(d, i), RLK_D64(d, i + 64)
 
-// d += A·B, or d = A·B without `adds`, for 64 rows, COLUMNS columns and a K of 16; REGISTERS are half as many as columns. An
-// operand is transposed when K does not run along its 128-byte rows. A to TB are the numbers of the operands behind d.
+// d += A·B, or d = A·B without `adds`, for 64 rows, COLUMNS columns and a K of 16; there are half as many REGISTERS as
+// columns. An operand is transposed when K does not run along its 128-byte rows. A, B, ADDS, TA and TB are the numbers
+// that the asm statement's operands behind d have.
 #define RLK_MULTIPLY(COLUMNS, REGISTERS, TYPE, NAME, A, B, ADDS, TA, TB)                                                   \
   template <bool kTransposeA, bool kTransposeB>                                                                      \
   __device__ __forceinline__ void multiply_add(float (&d)[REGISTERS], TYPE, uint64_t a, uint64_t b, bool adds) {     \

@@ -1,12 +1,12 @@
-// Kernels without a product: the fold of partial softmaxes, what gradients of logits are made of, those made of kept
-// exponentials, and sums over rows. A block has 128 threads.
+// The kernels without a product: the fold of partial softmaxes, the coefficients of logits' gradients, these gradients
+// from kept exponentials, and sums over rows. A block has 128 threads.
 #include "logits.cuh"
 
 namespace rlk {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kAtOnce = 8;  // loads of a thread that are on their way together
+constexpr int kAtOnce = 8;  // loads of a thread that are in flight together
 
 struct Partial {
   float shift, total, target, gap;
@@ -16,12 +16,12 @@ __device__ __forceinline__ Partial load(const Partials& from, int64_t there) {
   return {from.shift[there], from.total[there], from.target[there], from.gap == nullptr ? 0 : from.gap[there]};
 }
 
-// so_far and `count` partials behind it, in this order.
+// The fold of `so_far` and of the first `count` parts, in this order.
 __device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&parts)[kAtOnce], int count) {
   Partial whole = {so_far.shift, 0, so_far.target, 0};
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    // An empty partial says nothing about the maximum.
+    // A partial without columns has no maximum.
     if (i < count) whole.shift = max_nan(whole.shift, parts[i].total == 0 ? -INFINITY : parts[i].shift);
   }
   auto add = [&](const Partial& part) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&p
   return whole;
 }
 
-// Partials first … first + count − 1 of one row, in ascending order, eight at a time.
+// The fold of partials first … first + count − 1 of one row, in ascending order, eight at a time.
 __device__ __forceinline__ Partial fold_all(const Partials& from, int first, int count, int rows, int row) {
   Partial whole = {-INFINITY, 0, 0, 0};
   for (int i = 0; i < count; i += kAtOnce) {
@@ -68,7 +68,7 @@ __global__ void fold_groups_kernel(const FoldGroups f) {
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (blockIdx.x * kThreads >= *f.active || row >= f.rows) return;
   const Partial whole = fold_all(f.of_groups, 0, f.groups, f.rows, row);
-  // A row without a finite logit has no softmax.
+  // A row without a finite logit has no softmax, and its values are NaN.
   const float shift = whole.shift == -INFINITY ? NAN : whole.shift, log_total = log2f(whole.total);
   // Rounding must not make a probability larger than 1, or an entropy negative.
   f.logp[row] = __fmul_rn(min_nan(__fsub_rn(__fsub_rn(whole.target, shift), log_total), 0.0f), kLn2);
@@ -91,7 +91,7 @@ __device__ __forceinline__ float minus_expm1(float x, float power) {
   return x > -0.1f ? __fmul_rn(series, -x) : __fsub_rn(1.0f, power);
 }
 
-__global__ void coefficients_kernel(const Coefficients c) {
+__global__ void coefficients_kernel(const CoefficientsArguments c) {
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (row >= c.count) return;
   const RowFacts& facts = c.rows;
@@ -105,7 +105,7 @@ __global__ void coefficients_kernel(const Coefficients c) {
   }
   if (facts.g_entropy != nullptr) {
     slope = __fmul_rn(facts.g_entropy[row], -kLn2);
-    // log p = ln(2)·(y − shift) − ln(total): at the target y − shift needs no product of its own.
+    // log p = ln(2)·(y − shift) − ln(total) gives y − shift at the target without the product hidden·Wᵀ.
     const float target = max_nan(fmaf(logp, kLog2E, log2f(total)), -1e30f), gap = facts.gap[row];
     at_target = fmaf(probability, __fmul_rn(slope, __fadd_rn(gap, target)), at_target);
     others = fmaf(gap, slope, others);
@@ -116,10 +116,10 @@ __global__ void coefficients_kernel(const Coefficients c) {
   c.at_target[row] = __fmul_rn(per_logit, at_target);
 }
 
-// A block makes 64 rows of one chunk; a warp one row at a time, eight columns in each lane.
-// Rows that moved are taken in order, by one block for each chunk, so that none is overwritten before it is read.
-__global__ void __launch_bounds__(kThreads) from_powers_kernel(const FromPowers f) {
-  constexpr int kRows = kAtOnce * kThreads / 32;  // each warp a row of the chunk, eight times
+// A block computes 64 rows of one chunk; a warp takes one row at a time, with eight columns in each lane. Where rows
+// moved, one block for each chunk takes them all in ascending order, so that none is overwritten before it is read.
+__global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const DlogitsFromKept f) {
+  constexpr int kRows = kAtOnce * kThreads / 32;  // eight rows for each warp
   const int block = blockIdx.x, place = blockIdx.y;
   const int count = *f.where.rows, end = blocks_of(count, f.rows_at_once) * f.rows_at_once;
   const bool moved = f.moved != nullptr && *f.moved != 0;
@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kThreads) from_powers_kernel(const FromPowers 
   const int chunk = *f.where.first_chunk + place;
   const Columns columns = columns_of(f.vocabulary, f.where, chunk);
   const int warp = threadIdx.x / 32, column = threadIdx.x % 32 * 8;
-  const __nv_bfloat16* powers = static_cast<const __nv_bfloat16*>(f.powers) + static_cast<int64_t>(chunk) * kChunk;
+  const __nv_bfloat16* exponentials =
+      static_cast<const __nv_bfloat16*>(f.exponentials) + static_cast<int64_t>(chunk) * kChunk;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(f.out) + static_cast<int64_t>(place) * kChunk;
   const int last = moved ? end : min(end, (block + 1) * 64);
   for (int first = moved ? 0 : block * 64; first < last; first += kRows) {
@@ -135,18 +136,19 @@ __global__ void __launch_bounds__(kThreads) from_powers_kernel(const FromPowers 
     float shift[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int source = f.source[first + i * (kThreads / 32) + warp];
-      found[i] = *reinterpret_cast<const uint4*>(powers + static_cast<int64_t>(source) * f.kept_chunks * kChunk + column);
-      shift[i] = f.shift[static_cast<int64_t>(chunk) * f.shift_rows + source];
+      const int kept_row = f.row_map[first + i * (kThreads / 32) + warp];
+      found[i] = *reinterpret_cast<const uint4*>(exponentials +
+                                                 static_cast<int64_t>(kept_row) * f.kept_chunks * kChunk + column);
+      shift[i] = f.shift[static_cast<int64_t>(chunk) * f.shift_rows + kept_row];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i * (kThreads / 32) + warp;
-      // A chunk of no finite logit has k = 0, which may be above the row's.
+      // A chunk without a finite logit has k = 0, which may be larger than the row's.
       const float below = min_nan(__fsub_rn(shift[i], f.rows.shift[row]), 0.0f);
       const float factor = __fmul_rn(f.rows.constant[row], exp2_approx(below));
-      const int target = place_of(f.rows.target_ids[row], columns);
+      const int target = target_place(f.rows.target_ids[row], columns);
       const int holds = row < count ? columns.width : 0;
       const uint32_t pairs[4] = {found[i].x, found[i].y, found[i].z, found[i].w};
       uint32_t gradients[4];
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) from_powers_kernel(const FromPowers 
 __device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 __device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
 
-// Sums of two columns in each thread: blocks of 64 rows, folded in ascending order.
+// Each thread sums two columns: sums of 64 rows, folded in ascending order.
 template <typename Pair>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums s) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kChunk + threadIdx.x * 2, stride = s.dlogits.columns;
@@ -192,7 +194,8 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums 
   *reinterpret_cast<float2*>(s.out + column) = sum;
 }
 
-// Unlike <<<>>> it says itself what went wrong: the last error may be another call's.
+// Launches a kernel and returns this launch's own error. <<<>>> would leave it in the last error, which may be another
+// call's.
 template <class Arguments>
 cudaError_t launch_blocks(void (*kernel)(Arguments), int x, int y, cudaStream_t stream, const Arguments& arguments) {
   cudaLaunchConfig_t config = {};
@@ -212,12 +215,12 @@ cudaError_t launch(cudaStream_t stream, const FoldGroups& f) {
   return launch_blocks(fold_groups_kernel, blocks_of(f.rows, kThreads), 1, stream, f);
 }
 
-cudaError_t launch(cudaStream_t stream, const Coefficients& c) {
+cudaError_t launch(cudaStream_t stream, const CoefficientsArguments& c) {
   return launch_blocks(coefficients_kernel, blocks_of(c.count, kThreads), 1, stream, c);
 }
 
-cudaError_t launch(cudaStream_t stream, const FromPowers& f) {
-  return launch_blocks(from_powers_kernel, blocks_of(f.rows_out, 64), f.chunks, stream, f);
+cudaError_t launch(cudaStream_t stream, const DlogitsFromKept& f) {
+  return launch_blocks(dlogits_from_kept_kernel, blocks_of(f.rows_out, 64), f.chunks, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const ColumnSums& s) {

@@ -1,5 +1,5 @@
-// Forward of linear_logp: the softmax over each row and chunk of 256 columns. pallas_kernels/mosaic/statistics.py has the
-// definitions: a partial is (k, s, t, u) of the logits in powers of two.
+// The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns.
+// pallas_kernels/mosaic/statistics.py defines a partial (k, s, t, u).
 #include "launch.cuh"
 #include "logits.cuh"
 
@@ -46,16 +46,17 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
     float picked[2] = {0, 0};
     if (loaded.looks_for_targets) pick(place, loaded.columns, values, scale, picked);
     mask(place, loaded.columns.width, -INFINITY, values);
-    const Powers to_powers[2] = {powers(largest_of_row(values, 0), scale[0]), powers(largest_of_row(values, 1), scale[1])};
+    const ExponentScaling scaling[2] = {exponent_scaling(largest_of_row(values, 0), scale[0]),
+                                        exponent_scaling(largest_of_row(values, 1), scale[1])};
     RowSum total[2], gap[2];
 #pragma unroll
     for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int r = j / 2, c = j % 2;
-        const float exponent = to_powers[r].exponent(values[4 * i + j]), weight = exp2_approx(exponent);
+        const float exponent = scaling[r].exponent(values[4 * i + j]), weight = exp2_approx(exponent);
         total[r].add(i, c, weight);
-        // A logit of −∞ has weight 0, and 0·∞ must be 0.
+        // The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
         if constexpr (kEntropy) gap[r].add_product(i, c, weight, min_nan(-exponent, 1e30f));
         values[4 * i + j] = weight;
       }
@@ -65,7 +66,7 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
       const int64_t there = static_cast<int64_t>(chunk) * s.rows + place.row() + 8 * r;
       const float sum = total[r].total(), spread = kEntropy ? gap[r].total() : 0;
       if (place.column() == 0) {
-        s.shift[there] = to_powers[r].shift;
+        s.shift[there] = scaling[r].shift;
         s.total[there] = sum;
         s.target[there] = picked[r];
         if constexpr (kEntropy) s.gap[there] = spread;
@@ -77,9 +78,11 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
     }
   }
 
+  // The y of each row's target, 0 where it is not among the columns.
   __device__ __forceinline__ void pick(const Place& place, const Columns& columns, float (&values)[kChunk / 2],
                                        const float (&scale)[2], float (&picked)[2]) const {
-    const int target[2] = {place_of(s.target_ids[place.row()], columns), place_of(s.target_ids[place.row() + 8], columns)};
+    const int target[2] = {target_place(s.target_ids[place.row()], columns),
+                           target_place(s.target_ids[place.row() + 8], columns)};
     float found[2] = {0, 0};
     for_pairs(place.column(), values, [&](int r, int column, float& first, float& second) {
       if (column == target[r]) found[r] = first;

@@ -1,6 +1,7 @@
-"""What linear_logp's kernels for Hopper take and give, whichever language they are written in.
+"""The arrays that linear_logp's kernels for Hopper take and return, in Mosaic and in CUDA C++ alike.
 
-LogitsConfig are scaled to powers of two: y = z·log2(e). A shift, or k, is the integer nearest to the largest y.
+Kernels scale logits z to y = z·log2(e), so that exponentials are powers of two. A shift, also called k, is the integer
+nearest to the largest y of some columns of a row.
 """
 
 from dataclasses import dataclass
@@ -14,16 +15,17 @@ LN_2 = 0.6931471805599453
 
 @dataclass(frozen=True)
 class LogitsConfig:
-    """How a product becomes logits in units of ln 2: softcap(product + bias) · log2(e) / temperature."""
+    """How a product of a row and a column of the head becomes y = softcap(product + bias)·log2(e) / temperature."""
 
     head: HeadAccess
     softcap: float | None
 
 
 class VocabSlice(NamedTuple):
-    """int32 scalars: rows that count, first chunk and number of chunks of the slice; `[1]` each.
+    """Which rows and which chunks of the vocabulary one call works on, as int32 `[1]` each.
 
-    `columns`: the true vocabulary, where only the device knows it; else None.
+    rows: how many rows count. first_chunk, chunks: the first chunk of the slice, and how many chunks it has. columns:
+    the size of the true vocabulary where only the device knows it, else None.
     """
 
     rows: Any
@@ -33,7 +35,11 @@ class VocabSlice(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """float32 `[chunks or groups, rows]` each, or references to such; `gap` only where entropy is asked for."""
+    """The softmax of each row over the columns of each chunk or group, float32 `[chunks or groups, rows]` each.
+
+    total is Σ 2^(y − shift); target is the y of the row's target, 0 where it is not among the columns; gap is
+    Σ 2^(y − shift)·(shift − y), or None where no entropy is asked for. Fields may also be references to such arrays.
+    """
 
     shift: Any
     total: Any
@@ -42,7 +48,10 @@ class Partials(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Per row, float32 `[rows]`; `gap` is Σ p·(shift − y), only where entropy is asked for."""
+    """The softmax of each row over the whole vocabulary, float32 `[rows]` each.
+
+    gap is Σ p·(shift − y). entropy and gap are None where no entropy is asked for.
+    """
 
     logp: Any
     lse: Any
@@ -53,15 +62,20 @@ class Softmax(NamedTuple):
 
 
 class KeptExponentials(NamedTuple):
-    """What the forward kept: powers bfloat16 `[rows, chunks · 256]`, and their chunks' k, float32 `[chunks, rows]`."""
+    """What the forward kept of its first chunks for the backward.
+
+    exponentials: 2^(y − k), bfloat16 `[rows, chunks · 256]`. shift: the k of each chunk, float32 `[chunks, rows]`.
+    """
 
     exponentials: Any
     shift: Any
 
 
 class KeptRowMap(NamedTuple):
-    """Which row of what was kept belongs to row i: `row[i]` >= i, int32 `[rows]`, and behind those that count i itself,
-    which nobody else writes. `moved`, int32 `[1]`, is 0 where all are in their place.
+    """Where the backward's rows are among the rows that the forward kept.
+
+    row: int32 `[rows]`, row[i] >= i is the kept row of the backward's row i. For a row that does not count it is i
+    itself, which no other row writes. moved: int32 `[1]`, 0 where row[i] = i for all rows.
     """
 
     row: Any
@@ -69,9 +83,10 @@ class KeptRowMap(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """What the gradient knows of each row, `[rows]`; float32 but for `target_ids`. Neutral where a row does not count.
+    """The facts about each row that its gradients depend on, `[rows]` each; target_ids int32, the others float32.
 
-    `scale` is a power of two that the row's gradients are multiplied by before they are rounded, or None.
+    Rows that do not count hold values whose gradients are 0. scale is a power of two that the row's gradients are
+    multiplied by before they are rounded, or None. gap, g_lse, g_entropy are None where nothing asks for them.
     """
 
     target_ids: Any
@@ -87,7 +102,11 @@ class GradientRows(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """`[rows]`: dlogit = 2^(y − shift)·(constant + slope·(y − shift)), and `at_target` at the target."""
+    """What the gradients of a row's logits are computed from, `[rows]` each.
+
+    A logit's gradient is 2^(y − shift)·(constant + slope·(y − shift)); the target's is `at_target`. slope is None where
+    no entropy has an upstream gradient.
+    """
 
     target_ids: Any
     temperature: Any
@@ -98,7 +117,10 @@ class Coefficients(NamedTuple):
 
 
 class HiddenGradient(NamedTuple):
-    """References `[rows, multiple of 256 columns]`: the float32 chain; what its last slice rounds it to, or None."""
+    """References to where dH is summed up, `[rows, multiple of 256 columns]` each.
+
+    chain: the float32 sums. rounded: what the last slice of the chain rounds them to, or None.
+    """
 
     chain: Any
     rounded: Any

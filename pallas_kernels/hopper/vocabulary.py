@@ -1,7 +1,7 @@
-"""The columns of the head, cut for Hopper as the softmax's fixed tree cuts them: groups, in them chunks of 256.
+"""How the softmax's fixed tree cuts the columns of the head on Hopper: into groups, and each into chunks of 256.
 
-A group's last chunk may be narrower, and the last groups may be short or empty. In memory of our own (a slice's
-gradients of logits, a copied slice of the head) every chunk has 256 places and those it does not fill hold zeros.
+A group's last chunk may be narrower, and the last groups may be short or empty. In memory that the kernels allocate (a
+slice's gradients of logits, a copied slice of the head) every chunk has 256 places; places without a column hold zeros.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,15 @@ from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
 
 Array = jax.Array
 STEPS = COLUMNS // DEPTH
-"""K steps of one full chunk."""
+"""K steps over the columns of one full chunk."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
+    """The sizes of the softmax's tree over one head."""
+
     size: int
-    """The true vocabulary: columns from here on are padding, or may be where only the device knows."""
+    """Columns of the true vocabulary; the others are padding. Where only the device knows it, it is an upper bound."""
     groups: int
     group_width: int
 
@@ -35,32 +37,32 @@ class Vocabulary:
 
     @property
     def is_ragged(self) -> bool:
-        """Some chunk has fewer than 256 columns."""
+        """Whether some chunk has fewer than 256 columns."""
         return self.group_width % COLUMNS != 0 or self.groups * self.group_width != self.size
 
     def start(self, chunk: Array) -> Array:
-        """First column of a chunk."""
+        """The first column of a chunk."""
         group, inside = _divmod(chunk, self.group_chunks)
         return group * self.group_width + inside * COLUMNS
 
     def width(self, chunk: Array, size: Any = None) -> Array:
-        """Columns of a chunk, 0 … 256; `size` in the place of the vocabulary's, where only the device knows it."""
+        """How many columns a chunk has, 0 … 256. size is the true vocabulary where only the device knows it."""
         group, inside = _divmod(chunk, self.group_chunks)
         end = jnp.minimum((group + 1) * self.group_width, self.size if size is None else size)
         return jnp.clip(end - group * self.group_width - inside * COLUMNS, 0, COLUMNS)
 
     def chunk_of(self, column: Any) -> Any:
-        """The chunk that holds a column, of an array or an int."""
+        """The chunk that holds a column; an array for an array, an int for an int."""
         group, inside = _divmod(column, self.group_width)
         return group * self.group_chunks + _divmod(inside, COLUMNS)[0]
 
     def steps_before(self, chunk: Array) -> Array:
-        """K steps of all chunks before this one; a chunk's last step may be padded with zeros."""
+        """How many K steps all chunks before this one take; a chunk's last step may be padded with zeros."""
         group, inside = _divmod(chunk, self.group_chunks)
         return group * self._group_steps + inside * STEPS
 
     def place(self, step: Array) -> tuple[Array, Array]:
-        """The chunk of a K step, and which of the chunk's steps it is."""
+        """The chunk that a K step belongs to, and the number of the step within that chunk."""
         group, step = _divmod(step, self._group_steps)
         return group * self.group_chunks + lax.div(step, jnp.int32(STEPS)), lax.rem(step, jnp.int32(STEPS))
 
@@ -70,7 +72,7 @@ class Vocabulary:
 
 
 def _divmod(x: Any, n: int) -> tuple[Any, Any]:
-    """For x >= 0; rounding towards minus infinity would cost a kernel more."""
+    """Quotient and remainder of x >= 0. For other x they round towards 0, which costs a kernel less than a floor."""
     if isinstance(x, int):
         return divmod(x, n)
     divisor = jnp.broadcast_to(jnp.int32(n), x.shape)
@@ -79,12 +81,12 @@ def _divmod(x: Any, n: int) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class HeadAccess:
-    """How a kernel finds the head's rows for a chunk: in the user's array, or in a copied slice `[chunks · 256, D]`."""
+    """How a kernel finds a chunk of the head: in the user's array or, if `copied`, in a slice `[chunks · 256, D]`."""
 
     vocabulary: Vocabulary
     layout: Literal["vd", "dv"]
     copied: bool
 
     def row(self, first_chunk: Array, chunk: Array) -> Array:
-        """Where chunk `chunk` of a slice that begins with `first_chunk` stands in the weight."""
+        """The first row ("dv": column) in the weight of chunk `chunk` of a slice that begins at `first_chunk`."""
         return chunk * COLUMNS if self.copied else self.vocabulary.start(first_chunk + chunk)

@@ -1,10 +1,11 @@
-"""Backward of linear_logp, first half: gradients of the products hidden·Wᵀ for one slice of chunks, rounded to 16 bits.
+"""The first half of linear_logp's backward: gradients of the logits of one slice of chunks, rounded to 16 bits.
 
-With y = z·log2(e) and p = 2^(y − K) / Σ 2^(y − K), K the integer nearest to the row's largest y, a logit's gradient is
-    p·(g_lse − g_logp − g_entropy·(z − Σ p·z)) + [target]·g_logp,
-and at the target −g_logp·expm1(logp) stands for g_logp·(1 − p). bfloat16 gradients round E = bf16(2^(y − k)) first, k
-the integer of the row's chunk of 256 columns, whether E is computed here (`dlogits`) or was kept by the forward
-(`dlogits_from_kept_exponentials`): which of the two changes no bit.
+With y = z·log2(e) and p = 2^(y − K) / Σ 2^(y − K), where the integer K is nearest to the row's largest y, a logit's
+gradient is
+    p·(g_lse − g_logp − g_entropy·(z − Σ p·z)) + [target]·g_logp.
+At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). bfloat16 gradients are computed from the rounded
+exponential E = bf16(2^(y − k)), where k is the integer of the row's chunk of 256 columns. Their bits are the same
+whether E is computed again (`dlogits`) or was kept by the forward (`dlogits_from_kept_exponentials`).
 """
 
 import functools
@@ -17,7 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LN_2, LOG2_E, Coefficients, KeptExponentials, LogitsConfig, GradientRows, VocabSlice, KeptRowMap
+from pallas_kernels.hopper.arrays import (
+    LN_2,
+    LOG2_E,
+    Coefficients,
+    GradientRows,
+    KeptExponentials,
+    KeptRowMap,
+    LogitsConfig,
+    VocabSlice,
+)
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.mosaic.launch import launch
@@ -33,31 +43,33 @@ from pallas_kernels.mosaic.main_loop import (
     store_through,
 )
 from pallas_kernels.mosaic.statistics import (
-    Powers,
-    bounded,
-    chunk_of,
+    ExponentScaling,
+    chunk_and_width,
+    chunk_width,
     column_bias,
+    exponent_scaling,
     masked,
-    place_of,
-    powers,
     product_with_head,
     row_clusters,
-    width_of,
+    softcapped_logits,
+    target_place,
 )
 
 Array = jax.Array
 Ref = Any
-_AT_ONCE = 16
-"""GradientRows of kept powers loaded together, so that their latencies overlap."""
+_ROWS_AT_ONCE = 16
+"""Rows of kept exponentials that are loaded together, so that their latencies overlap."""
 
 
-class _Arguments(NamedTuple):
-    where: VocabSlice
-    hidden: Ref
-    weight: Ref
-    bias: Ref | None
-    rows: Coefficients
-    out: Ref
+class _DlogitsArguments(NamedTuple):
+    """The references that the kernel of `dlogits` is given."""
+
+    where_gmem: VocabSlice
+    hidden_gmem: Ref
+    weight_gmem: Ref
+    bias_gmem: Ref | None
+    rows_gmem: Coefficients
+    out_gmem: Ref
 
 
 def _minus_expm1(x: Array) -> Array:
@@ -67,30 +79,32 @@ def _minus_expm1(x: Array) -> Array:
 
 
 def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
-    """What the gradients of each row's logits are made of."""
+    """The coefficients that the gradients of each row's logits are computed from."""
     n = rows.logp.shape[0]
 
-    def body(rows: GradientRows, out: _Computed) -> None:
+    def body(rows_gmem: GradientRows, out_gmem: _Factors) -> None:
         here = pl.ds(lax.axis_index("blocks") * THREADS, THREADS)
         layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-        found = _computed(jax.tree.map(lambda x: plgpu.load(x.at[here], layout=layout, optimized=False), rows))
-        for ref, value in zip(out, found, strict=True):
+        found = _factors(jax.tree.map(lambda x: plgpu.load(x.at[here], layout=layout, optimized=False), rows_gmem))
+        for ref, value in zip(out_gmem, found, strict=True):
             if ref is not None:
                 ref[here] = value
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    out_type = _Computed(row, None if rows.g_entropy is None else row, row)
+    out_type = _Factors(row, None if rows.g_entropy is None else row, row)
     found = launch(body, "linear_logp_coefficients", machine, out_type, (n // THREADS,), rows)
     return Coefficients(rows.target_ids, rows.temperature, rows.shift, *found)
 
 
-class _Computed(NamedTuple):
+class _Factors(NamedTuple):
+    """The fields of `Coefficients` that are computed."""
+
     constant: Any
     slope: Any
     at_target: Any
 
 
-def _computed(rows: GradientRows) -> _Computed:
+def _factors(rows: GradientRows) -> _Factors:
     per_logit = (1.0 if rows.scale is None else rows.scale) / rows.temperature
     others = -rows.g_logp if rows.g_lse is None else rows.g_lse - rows.g_logp
     slope = None
@@ -100,37 +114,38 @@ def _computed(rows: GradientRows) -> _Computed:
         at_target = at_target + rows.g_lse * probability
     if rows.g_entropy is not None:
         slope = -LN_2 * rows.g_entropy
-        # log p = ln(2)·(y − shift) − ln(total), so that at the target y − shift needs no product of its own.
+        # log p = ln(2)·(y − shift) − ln(total) gives y − shift at the target without the product hidden·Wᵀ.
         target_y = jnp.maximum(rows.logp * LOG2_E + jnp.log2(rows.total), -1e30)
         at_target = at_target + slope * (target_y + rows.gap) * probability
         others = others + slope * rows.gap
     weight = per_logit / rows.total
-    return _Computed(
+    return _Factors(
         constant=others * weight,
         slope=None if slope is None else slope * weight,
         at_target=at_target * per_logit,
     )
 
 
-class _Chunk(NamedTuple):
-    """Of a row within one chunk of its own k: dlogit = 2^(y − k)·(constant + slope·(y − k))."""
+class _ChunkCoefficients(NamedTuple):
+    """Each row's coefficients in a chunk with a k of its own: a gradient is 2^(y − k)·(constant + slope·(y − k))."""
 
     constant: Array
     slope: Array | None
 
 
-def _within(c: Coefficients, shift: Array) -> _Chunk:
-    # A chunk of no finite logit has k = 0, which may be above the row's.
+def _chunk_coefficients(c: Coefficients, shift: Array) -> _ChunkCoefficients:
+    """The coefficients of a chunk whose k is `shift`."""
+    # A chunk without a finite logit has k = 0, which may be larger than the row's.
     below = jnp.minimum(shift - c.shift, 0.0)
     power = jnp.exp2(below)
     if c.slope is None:
-        return _Chunk(c.constant * power, None)
-    # The power is 0 long before, and 0·∞ must be 0.
-    return _Chunk((c.constant + c.slope * jnp.maximum(below, -1e3)) * power, c.slope * power)
+        return _ChunkCoefficients(c.constant * power, None)
+    # The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
+    return _ChunkCoefficients((c.constant + c.slope * jnp.maximum(below, -1e3)) * power, c.slope * power)
 
 
 def _largest(vocabulary: Vocabulary, values_of: Callable[[int], Array], width: Array) -> Array:
-    """Per row, the largest value of a chunk."""
+    """The largest value of each row in a chunk. `values_of(strip)` gives a strip of columns."""
 
     def over_strips(values_of: Callable[[int], Array]) -> Array:
         return functools.reduce(jnp.maximum, map(values_of, range(COLUMNS // STRIP))).max(axis=1)
@@ -145,26 +160,35 @@ def _largest(vocabulary: Vocabulary, values_of: Callable[[int], Array], width: A
 
 
 def _gradient(
-    logits: LogitsConfig, to_powers: Powers, c: _Chunk, products: Array, bias: Array | None, rounds_powers: bool
+    logits: LogitsConfig,
+    scaling: ExponentScaling,
+    c: _ChunkCoefficients,
+    products: Array,
+    bias: Array | None,
+    rounds_exponentials: bool,
 ) -> tuple[Array, Array | None]:
-    """Gradients of some columns' logits away from the target, and what all of them are to be multiplied by."""
+    """The gradients of some columns' logits where none is the target, and the derivative of the softcap, if any.
+
+    The caller multiplies all gradients by the derivative, the target's too.
+    """
     columns = products.shape[1]
-    values, derivative = bounded(logits, products, bias)
-    y = to_powers.exponents(values)
+    values, derivative = softcapped_logits(logits, products, bias)
+    y = scaling.exponents(values)
     if derivative is not None:
-        # At most 1/2, but for a fused product of values that have no digits behind the point.
+        # y is at most 1/2, except where a fused product is of values too large to have fractional digits.
         y = jnp.minimum(y, 1.0)
     if c.slope is not None:
-        # A power of 0 stands beside y = −∞, and 0·∞ must be 0.
+        # The exponential of y = −∞ is 0, and 0·∞ must be 0.
         y = jnp.maximum(y, -1e30)
     factor = over_columns(c.constant, columns)
     if c.slope is not None:
         factor = factor + over_columns(c.slope, columns) * y
     found = jnp.exp2(y)
-    if rounds_powers:
+    if rounds_exponentials:
         found = found.astype(jnp.bfloat16)
         if derivative is None:
-            # So that one instruction rounds two of them, not each one as slow as exp2; spills beside a softcap.
+            # The barrier makes one instruction round two values; one for each value would be as slow as exp2. With a
+            # softcap it would spill registers.
             found = lax.optimization_barrier(found)
         found = found.astype(jnp.float32)
     return found * factor, derivative
@@ -180,22 +204,22 @@ def dlogits(
     rows: Coefficients,
     out: Ref,
 ) -> None:
-    """Write the gradients of one slice into the reference `out [rows, chunks · 256]`; 0 in places that hold no column.
+    """Write the gradients of one slice's logits into the reference `out [rows, chunks · 256]`.
 
-    hidden `[rows, D]`, weight and bias as in `statistics.partials`.
+    Places that hold no column become 0. hidden is `[rows, D]`; weight and bias are those that `partials` takes.
     """
     head = logits.head
 
-    def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
-        # Asked for before the product and used after it: the latency of memory hides there.
-        c = jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows)
+    def finish(refs: _DlogitsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
+        # These are loaded before the product and used after it: the latency of memory hides there.
+        c = jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows_gmem)
         products = product()
-        chunk, width = chunk_of(head.vocabulary, refs.where, block)
-        target = place_of(head.vocabulary, c.target_ids, chunk, width)
+        chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
+        target = target_place(head.vocabulary, c.target_ids, chunk, width)
 
         def bias_of(strip: int) -> Array | None:
-            # Asked for here rather than before the product: 64 more registers would spill beside a softcap.
-            return column_bias(refs.bias, block.column_block * COLUMNS + strip * STRIP, STRIP)
+            # The bias is loaded here rather than before the product: with a softcap, 64 more registers would spill.
+            return column_bias(refs.bias_gmem, block.column_block * COLUMNS + strip * STRIP, STRIP)
 
         def products_of(strip: int) -> Array:
             return products[:, strip * STRIP : (strip + 1) * STRIP]
@@ -206,77 +230,92 @@ def dlogits(
 
         scale = LOG2_E / c.temperature
         if logits.softcap is None:
-            to_powers = powers(_largest(head.vocabulary, biased, width), scale)
-            within = _within(c, to_powers.shift)
+            scaling = exponent_scaling(_largest(head.vocabulary, biased, width), scale)
+            of_chunk = _chunk_coefficients(c, scaling.shift)
         else:
-            # Nothing is kept beside a softcap: the row's own integer will do, and more registers would spill.
-            to_powers = Powers(jnp.zeros_like(scale), scale, c.shift, -c.shift)
-            within = _Chunk(c.constant, c.slope)
+            # With a softcap no exponentials are kept, so that the row's own integer does for every chunk; the chunk's
+            # would take more registers, which would spill.
+            scaling = ExponentScaling(jnp.zeros_like(scale), scale, c.shift, -c.shift)
+            of_chunk = _ChunkCoefficients(c.constant, c.slope)
 
         def strip_of(strip: int) -> Array:
             rounds = out.dtype == jnp.bfloat16
-            gradient, derivative = _gradient(logits, to_powers, within, products_of(strip), bias_of(strip), rounds)
+            gradient, derivative = _gradient(logits, scaling, of_chunk, products_of(strip), bias_of(strip), rounds)
             is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
             gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
             gradient = gradient if derivative is None else gradient * derivative
             return masked(logits, gradient.astype(out.dtype), width - strip * STRIP, 0)
 
-        def store(strip: int, smem: Ref) -> None:
+        def store(strip: int, strip_smem: Ref) -> None:
             columns = pl.ds(block.column_block * COLUMNS + strip * STRIP, STRIP)
-            there = refs.out.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
-            plgpu.copy_smem_to_gmem(smem, there, commit_group=False)
+            there = refs.out_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
+            plgpu.copy_smem_to_gmem(strip_smem, there, commit_group=False)
 
-        store_through(staging, block.warpgroup, machine, strip_of, store)
+        store_through(staging_smem, block.warpgroup, machine, strip_of, store)
 
     tile, chunks = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS
     product = product_with_head("linear_logp_dlogits", head, tile, hidden, chunks, finish, out.dtype)
-    multiply(product, machine, _Arguments(where, hidden, weight, bias, rows, out))
+    multiply(product, machine, _DlogitsArguments(where, hidden, weight, bias, rows, out))
 
 
 def dlogits_from_kept_exponentials(
-    vocabulary: Vocabulary, machine: Machine, where: VocabSlice, kept: KeptExponentials, source: KeptRowMap, rows: Coefficients, out: Ref
+    vocabulary: Vocabulary,
+    machine: Machine,
+    where: VocabSlice,
+    kept: KeptExponentials,
+    row_map: KeptRowMap,
+    rows: Coefficients,
+    out: Ref,
 ) -> None:
-    """What `dlogits` writes, from the powers that the forward kept: row `source.row[i]` of them belongs to row i.
+    """Write what `dlogits` would write, from the exponentials that the forward kept instead of a product.
 
-    In place where `kept.exponentials` is None and `out` holds them, for the first chunks. A thread reads a row of a chunk
-    before it writes one, and rows that moved are taken in order by one block: none is overwritten before it is read.
+    Row i reads row `row_map.row[i]` of what was kept. Where `kept.exponentials` is None, `out` holds the exponentials
+    of the first chunks and the gradients take their place: a thread reads its part of a row before it writes there, and
+    where rows moved one block takes them in ascending order, so that none is overwritten before it is read.
     """
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written = statistics_tile(n).cluster_rows
 
-    def body(where: VocabSlice, kept: KeptExponentials, source: KeptRowMap, rows: Coefficients, out: Ref, no_more: tuple[()]) -> None:
+    def body(
+        where_gmem: VocabSlice,
+        kept_gmem: KeptExponentials,
+        row_map_gmem: KeptRowMap,
+        rows_gmem: Coefficients,
+        out_gmem: Ref,
+        _outputs: tuple[()],
+    ) -> None:
         block, place = lax.axis_index("blocks"), lax.axis_index("groups")
-        powers = out if kept.exponentials is None else kept.exponentials
-        chunk = where.first_chunk[0] + place
-        width = width_of(vocabulary, where, chunk)
+        exponentials_gmem = out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials
+        chunk = where_gmem.first_chunk[0] + place
+        width = chunk_width(vocabulary, where_gmem, chunk)
         column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
 
         def gradient_of(row: Array) -> Array:
-            there = source.row[row]
-            found = plgpu.load(powers.at[there, pl.ds(chunk * COLUMNS, COLUMNS)], layout=layout, optimized=False)
-            c = jax.tree.map(lambda ref: ref[row], rows)
-            within = _within(c, kept.shift[chunk, there])
-            target = place_of(vocabulary, c.target_ids, chunk, width)
-            gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * within.constant)
-            holds = jnp.where(row < where.rows[0], width, 0)
-            return jnp.where(column < holds, gradient, 0.0).astype(out.dtype)
+            kept_row, columns = row_map_gmem.row[row], pl.ds(chunk * COLUMNS, COLUMNS)
+            found = plgpu.load(exponentials_gmem.at[kept_row, columns], layout=layout, optimized=False)
+            c = jax.tree.map(lambda ref: ref[row], rows_gmem)
+            of_chunk = _chunk_coefficients(c, kept_gmem.shift[chunk, kept_row])
+            target = target_place(vocabulary, c.target_ids, chunk, width)
+            gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * of_chunk.constant)
+            holds = jnp.where(row < where_gmem.rows[0], width, 0)
+            return jnp.where(column < holds, gradient, 0.0).astype(out_gmem.dtype)
 
         def some_rows(i: Array, _: None) -> None:
-            first = i * _AT_ONCE
-            gradients = [gradient_of(first + j) for j in range(_AT_ONCE)]
+            first = i * _ROWS_AT_ONCE
+            gradients = [gradient_of(first + j) for j in range(_ROWS_AT_ONCE)]
             for j, gradient in enumerate(gradients):
-                out[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
+                out_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
 
-        @pl.when(place < where.chunks[0])
+        @pl.when(place < where_gmem.chunks[0])
         def _() -> None:
-            end = row_clusters(where.rows[0], written) * written
+            end = row_clusters(where_gmem.rows[0], written) * written
             first, last = block * WARPGROUP_ROWS, jnp.minimum(end, (block + 1) * WARPGROUP_ROWS)
-            if kept.exponentials is None:
-                moved = source.moved[0] != 0
+            if kept_gmem.exponentials is None:
+                moved = row_map_gmem.moved[0] != 0
                 first, last = jnp.where(moved, 0, first), jnp.where(moved, jnp.where(block == 0, end, 0), last)
-            at_once = jnp.int32(_AT_ONCE)
+            at_once = jnp.int32(_ROWS_AT_ONCE)
             lax.fori_loop(lax.div(first, at_once), lax.div(last, at_once), some_rows, None)
 
-    grid, arguments = (n // WARPGROUP_ROWS, chunks), (where, kept, source, rows, out)
-    launch(body, "linear_logp_from_powers", machine, (), grid, *arguments, approx_math=True)
+    grid, arguments = (n // WARPGROUP_ROWS, chunks), (where, kept, row_map, rows, out)
+    launch(body, "linear_logp_dlogits_from_kept_exponentials", machine, (), grid, *arguments, approx_math=True)

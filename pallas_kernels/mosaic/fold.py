@@ -14,11 +14,12 @@ from pallas_kernels.mosaic.launch import launch
 
 Array = jax.Array
 Ref = Any
-_AT_ONCE = 8
-"""Partials loaded together, so that their latencies overlap."""
+_PARTIALS_AT_ONCE = 8
+"""Partials that are loaded together, so that their latencies overlap."""
 
 
 def _layout() -> Any:
+    """The layout of values that each thread holds for one row."""
     return plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
@@ -26,18 +27,18 @@ def _fill(value: float) -> Array:
     return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), _layout())
 
 
-def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -> Partials:
-    """`so_far` and partials first … first + count − 1, in this order."""
+def _fold(so_far: Partials, partials_gmem: Partials, first: Any, count: int, rows: Any) -> Partials:
+    """The fold of `so_far` and of partials first … first + count − 1, in this order."""
 
     def load(ref: Ref, i: int) -> Array:
         return plgpu.load(ref.at[first + i, rows], layout=_layout(), optimized=False)
 
-    parts = [Partials(*(None if ref is None else load(ref, i) for ref in refs)) for i in range(count)]
+    parts = [Partials(*(None if ref is None else load(ref, i) for ref in partials_gmem)) for i in range(count)]
     shift = so_far.shift
     for part in parts:
-        # An empty partial says nothing about the maximum.
+        # A partial without columns has no maximum.
         shift = jnp.maximum(shift, jnp.where(part.total == 0, -jnp.inf, part.shift))
-    total, target, gap = _fill(0), so_far.target, None if refs.gap is None else _fill(0)
+    total, target, gap = _fill(0), so_far.target, None if partials_gmem.gap is None else _fill(0)
     for part in (so_far, *parts):
         below = jnp.where(part.total == 0, 0, shift - part.shift)
         factor = jnp.exp2(-below)
@@ -49,25 +50,30 @@ def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -
     return Partials(shift, total, target, gap)
 
 
-def _fold_all(refs: Partials, first: Any, count: int, rows: Any) -> Partials:
-    start = Partials(_fill(-jnp.inf), _fill(0), _fill(0), None if refs.gap is None else _fill(0))
-    whole, rest = divmod(count, _AT_ONCE)
-    folded = lax.fori_loop(0, whole, lambda i, so_far: _fold(so_far, refs, first + i * _AT_ONCE, _AT_ONCE, rows), start)
-    return _fold(folded, refs, first + whole * _AT_ONCE, rest, rows) if rest else folded
+def _fold_all(partials_gmem: Partials, first: Any, count: int, rows: Any) -> Partials:
+    """The fold of partials first … first + count − 1, in ascending order."""
+    start = Partials(_fill(-jnp.inf), _fill(0), _fill(0), None if partials_gmem.gap is None else _fill(0))
+    whole, rest = divmod(count, _PARTIALS_AT_ONCE)
+
+    def step(i: Array, so_far: Partials) -> Partials:
+        return _fold(so_far, partials_gmem, first + i * _PARTIALS_AT_ONCE, _PARTIALS_AT_ONCE, rows)
+
+    folded = lax.fori_loop(0, whole, step, start)
+    return _fold(folded, partials_gmem, first + whole * _PARTIALS_AT_ONCE, rest, rows) if rest else folded
 
 
 def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine) -> Partials:
-    """Partials of chunks `[chunks, rows]` to those of groups `[groups, rows]`, for rows before `active [1]`."""
+    """The partials of groups `[groups, rows]` from those of chunks `[chunks, rows]`, for rows before `active [1]`."""
     chunks, n = partials.shift.shape
 
-    def body(active: Ref, refs: Partials, out: Partials) -> None:
+    def body(active_gmem: Ref, partials_gmem: Partials, out_gmem: Partials) -> None:
         block, group = lax.axis_index("blocks"), lax.axis_index("groups")
 
-        @pl.when(block * THREADS < active[0])
+        @pl.when(block * THREADS < active_gmem[0])
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
-            folded = _fold_all(refs, group * (chunks // groups), chunks // groups, rows)
-            for ref, value in zip(out, folded, strict=True):
+            folded = _fold_all(partials_gmem, group * (chunks // groups), chunks // groups, rows)
+            for ref, value in zip(out_gmem, folded, strict=True):
                 if ref is not None:
                     ref[group, rows] = value
 
@@ -77,27 +83,27 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
 
 
 def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
-    """Partials of groups `[groups, rows]` to the softmax of each row."""
+    """The softmax of each row from the partials of groups `[groups, rows]`, for rows before `active [1]`."""
     groups, n = partials.shift.shape
 
-    def body(active: Ref, refs: Partials, out: Softmax) -> None:
+    def body(active_gmem: Ref, partials_gmem: Partials, out_gmem: Softmax) -> None:
         block = lax.axis_index("blocks")
 
-        @pl.when(block * THREADS < active[0])
+        @pl.when(block * THREADS < active_gmem[0])
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
-            shift, total, target, gap = _fold_all(refs, 0, groups, rows)
-            # A row without a finite logit has no softmax: NaN.
+            shift, total, target, gap = _fold_all(partials_gmem, 0, groups, rows)
+            # A row without a finite logit has no softmax, and its values are NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
             log_total = jnp.log2(total)
             # Rounding must not make a probability larger than 1, or an entropy negative.
-            out.logp[rows] = jnp.minimum((target - shift) - log_total, 0) * LN_2
-            out.lse[rows] = (shift + log_total) * LN_2
-            out.shift[rows] = shift
-            out.total[rows] = total
+            out_gmem.logp[rows] = jnp.minimum((target - shift) - log_total, 0) * LN_2
+            out_gmem.lse[rows] = (shift + log_total) * LN_2
+            out_gmem.shift[rows] = shift
+            out_gmem.total[rows] = total
             if gap is not None:
-                out.entropy[rows] = jnp.maximum(log_total + gap / total, 0) * LN_2
-                out.gap[rows] = gap / total
+                out_gmem.entropy[rows] = jnp.maximum(log_total + gap / total, 0) * LN_2
+                out_gmem.gap[rows] = gap / total
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
     entropy = None if partials.gap is None else row

@@ -1,7 +1,7 @@
-"""det_gemm: C = A·B, operands stored either way round. Nothing but the accumulators, rounded once.
+"""The kernel of det_gemm: C = A·B, with each operand stored either way round and the accumulators rounded once.
 
-Each element is one float32 chain over ascending K, from 0 or from a given C, whatever the tile and whichever operand
-runs along wgmma's rows: tiles follow the size, bits do not.
+Each element is one float32 chain over ascending K, from 0 or from a given C. Its bits depend neither on the tile, which
+is chosen by the sizes, nor on which operand runs along wgmma's rows.
 """
 
 from dataclasses import dataclass
@@ -13,27 +13,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tiles import DEPTH, Machine, Plan, gemm_plan, padded
+from pallas_kernels.hopper.tiles import DEPTH, GemmPlan, Machine, gemm_plan, padded
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, multiply, store_through
 
 Array = jax.Array
 Ref = Any
 
 
-class _Arguments(NamedTuple):
-    """`rows` and `columns` are the operands along the rows and the columns of a tile."""
+class _GemmArguments(NamedTuple):
+    """The kernel's references. `rows` and `columns` are the operands along the rows and the columns of a tile."""
 
-    rows: Ref
-    columns: Ref
-    start: Ref | None
-    out: Ref
+    rows_gmem: Ref
+    columns_gmem: Ref
+    start_gmem: Ref | None
+    out_gmem: Ref
 
 
 @dataclass(frozen=True)
 class _Operand:
+    """One operand of the product, and how it is stored."""
+
     array: Array
     depth_first: bool
-    """`[K, ·]` in the place of `[·, K]`."""
+    """Whether it is stored `[K, ·]` instead of `[·, K]`."""
 
     @property
     def size(self) -> int:
@@ -44,29 +46,29 @@ class _Operand:
         return self.array.shape[0 if self.depth_first else 1]
 
     def readable(self) -> Array:
-        """Zeros behind it, up to what TMA can read."""
+        """The array with zeros behind it, in a shape that TMA can read."""
         shape = _stored_shape(*self.array.shape)
         return jnp.pad(self.array, [(0, to - size) for to, size in zip(shape, self.array.shape, strict=True)])
 
     def tile(self, ref: Ref, start: Array, width: int, k: Array) -> Ref:
-        """Of the readable array, what step k of a tile multiplies."""
+        """The part of a reference to the readable array that step k of a tile multiplies."""
         across, depth = pl.ds(start, width), pl.ds(k * DEPTH, DEPTH)
         return ref.at[depth, across] if self.depth_first else ref.at[across, depth]
 
 
 def _stored_shape(rows: int, columns: int) -> tuple[int, int]:
-    """What TMA can read and write: a multiple of 64 columns and, beyond 8 rows, of 8 rows."""
+    """The shape that TMA can read and write: a multiple of 64 columns and, above 8 rows, a multiple of 8 rows."""
     return (rows if rows <= 8 else padded(rows, 8)), padded(columns, 64)
 
 
 @dataclass(frozen=True)
 class _Result:
-    """How tiles are stored into C, a strip of 128 bytes of each row at a time; of swapped operands, whole."""
+    """How tiles are stored into C: a strip of 128 bytes of each row at a time or, with swapped operands, whole."""
 
-    plan: Plan
+    plan: GemmPlan
     dtype: Any
     columns: int
-    """As stored."""
+    """Columns of C as it is stored."""
 
     @property
     def width(self) -> int:
@@ -78,29 +80,30 @@ class _Result:
             return self.plan.tile.columns, WARPGROUP_ROWS
         return WARPGROUP_ROWS, self.width
 
-    def store(self, out: Ref, block: Block, values: Array, staging: Ref, machine: Machine) -> None:
+    def store(self, out_gmem: Ref, block: Block, values: Array, staging_smem: Ref, machine: Machine) -> None:
+        """Store the float32 tile `values` of this warpgroup, rounded to C's dtype."""
         width, columns = self.width, self.plan.tile.columns
         rows, first = pl.ds(block.row, WARPGROUP_ROWS), block.column_block * columns
 
         def strip_of(strip: int) -> Array:
             return values[:, strip * width : (strip + 1) * width].astype(self.dtype)
 
-        def store_strip(strip: int, smem: Ref) -> None:
+        def store_strip(strip: int, strip_smem: Ref) -> None:
             # Mosaic drops the index of a dimension that is one tile wide, and with it the bounds check.
             if strip * width < self.columns:
-                to = out.at[rows, pl.ds(first + strip * width, width)]
-                plgpu.copy_smem_to_gmem(smem, to, commit_group=False)
+                to = out_gmem.at[rows, pl.ds(first + strip * width, width)]
+                plgpu.copy_smem_to_gmem(strip_smem, to, commit_group=False)
 
         def transposed(_: int) -> Array:
             return plgpu.layout_cast(values.astype(self.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
 
-        def store_transposed(_: int, smem: Ref) -> None:
-            plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(first, columns), rows], commit_group=False)
+        def store_transposed(_: int, strip_smem: Ref) -> None:
+            plgpu.copy_smem_to_gmem(strip_smem, out_gmem.at[pl.ds(first, columns), rows], commit_group=False)
 
         if self.plan.swapped:
-            store_through(staging, block.warpgroup, machine, transposed, store_transposed, 1, transposed=True)
+            store_through(staging_smem, block.warpgroup, machine, transposed, store_transposed, 1, transposed=True)
         else:
-            store_through(staging, block.warpgroup, machine, strip_of, store_strip, columns // width)
+            store_through(staging_smem, block.warpgroup, machine, strip_of, store_strip, columns // width)
 
 
 def gemm(
@@ -115,8 +118,8 @@ def gemm(
 ) -> Array:
     """start + A·B, `[M, N]` in out_dtype. No dimension may be 0.
 
-    a `[M, K]`, or `[K, M]` if transposed; b `[K, N]`, or `[N, K]`; both bfloat16 or both float16. start float32
-    `[M, N]` or None.
+    a is `[M, K]`, or `[K, M]` with a_transposed; b is `[K, N]`, or `[N, K]` with b_transposed; both are bfloat16, or
+    both float16. start is float32 `[M, N]`, or None for sums that start from 0.
     """
     rows, columns = _Operand(a, a_transposed), _Operand(b, not b_transposed)
     m, n = rows.size, columns.size
@@ -126,16 +129,16 @@ def gemm(
     tile, stored = plan.tile, _stored_shape(m, n)
     blocks = -(-rows.size // tile.cluster_rows), -(-columns.size // tile.columns)
     if start is not None:
-        # Read without TMA: whole tiles.
+        # It is read without TMA, in whole tiles.
         start = jnp.pad(start, ((0, blocks[0] * tile.cluster_rows - m), (0, blocks[1] * tile.columns - n)))
     result = _Result(plan, out_dtype, stored[1])
 
-    def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
+    def finish(refs: _GemmArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         so_far = None
-        if refs.start is not None:
+        if refs.start_gmem is not None:
             there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * tile.columns, tile.columns)
-            so_far = plgpu.load(refs.start.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
-        result.store(refs.out, block, product(so_far), staging, machine)
+            so_far = plgpu.load(refs.start_gmem.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
+        result.store(refs.out_gmem, block, product(so_far), staging_smem, machine)
 
     product = Product(
         name="det_gemm",
@@ -146,12 +149,14 @@ def gemm(
         max_blocks=blocks,
         blocks=lambda refs: blocks,
         steps=lambda refs: jnp.int32(-(-rows.depth // DEPTH)),
-        load_a=lambda refs, block, k: rows.tile(refs.rows, block.row, tile.rows, k),
-        load_b=lambda refs, block, k: columns.tile(refs.columns, block.column_block * tile.columns, tile.columns, k),
+        load_a=lambda refs, block, k: rows.tile(refs.rows_gmem, block.row, tile.rows, k),
+        load_b=lambda refs, block, k: columns.tile(
+            refs.columns_gmem, block.column_block * tile.columns, tile.columns, k
+        ),
         finish=finish,
         store_dtype=out_dtype,
         strip=result.strip,
     )
     out = jax.new_ref(lax.empty(stored, out_dtype))
-    multiply(product, machine, _Arguments(rows.readable(), columns.readable(), start, out))
+    multiply(product, machine, _GemmArguments(rows.readable(), columns.readable(), start, out))
     return jax.freeze(out)[:m, :n]

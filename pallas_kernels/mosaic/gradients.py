@@ -1,4 +1,4 @@
-"""Backward of linear_logp, second half: products with the gradients of logits of one slice, and their column sums."""
+"""The second half of linear_logp's backward: dH, dW and db from the gradients of one slice's logits."""
 
 from typing import Any, NamedTuple
 
@@ -22,20 +22,22 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
-from pallas_kernels.mosaic.statistics import row_clusters, width_of
+from pallas_kernels.mosaic.statistics import chunk_width, row_clusters
 
 Array = jax.Array
 Ref = Any
-_EIGHT = 8
-"""GradientRows of the smallest piece that TMA stores."""
+_PIECE_ROWS = 8
+"""Rows of the smallest piece that TMA stores."""
 
 
-class _HiddenArguments(NamedTuple):
-    where: VocabSlice
-    dlogits: Ref
-    weight: Ref
-    unscale: Ref | None
-    out: HiddenGradient
+class _HiddenGradientArguments(NamedTuple):
+    """The references that the kernel of `add_hidden_gradient` is given."""
+
+    where_gmem: VocabSlice
+    dlogits_gmem: Ref
+    weight_gmem: Ref
+    unscale_gmem: Ref | None
+    out_gmem: HiddenGradient
 
 
 def add_hidden_gradient(
@@ -48,54 +50,58 @@ def add_hidden_gradient(
     chain: range,
     out: HiddenGradient,
 ) -> None:
-    """out.chain += dlogits·W over one slice of the chunks `chain`, in place; behind the last slice out.rounded instead.
+    """Add dlogits·W over one slice to `out.chain`, in place. `chain` is the range of chunks that are summed up there.
 
-    The chain of each element goes on from where the slice before left it, so slices change no bits; the first slice
-    starts it from 0, whatever `out` holds. unscale float32 `[rows]` multiplies each row of the complete sum.
+    Each element's float32 sum goes on from where the slice before left it, so that slices change no bits. The first
+    slice starts it from 0, whatever `out` holds. The last slice multiplies each row of the complete sum by unscale,
+    float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.chain` where `rounded` is None.
     """
     vocabulary = head.vocabulary
     n, columns = out.chain.shape
     tile = gemm_tile(n)
 
-    def first_step(refs: Any) -> Array:
-        return vocabulary.steps_before(refs.where.first_chunk[0])
+    def first_step(refs: _HiddenGradientArguments) -> Array:
+        return vocabulary.steps_before(refs.where_gmem.first_chunk[0])
 
-    def steps(refs: Any) -> Array:
-        where = refs.where
-        return vocabulary.steps_before(where.first_chunk[0] + where.chunks[0]) - first_step(refs)
+    def steps(refs: _HiddenGradientArguments) -> Array:
+        where_gmem = refs.where_gmem
+        return vocabulary.steps_before(where_gmem.first_chunk[0] + where_gmem.chunks[0]) - first_step(refs)
 
-    def chunk_of(refs: Any, k: Array) -> tuple[Array, Array]:
+    def place_of_step(refs: _HiddenGradientArguments, k: Array) -> tuple[Array, Array]:
+        """The slice's chunk that step k reads, and the step's first column in it."""
         chunk, step = vocabulary.place(first_step(refs) + k)
-        return chunk - refs.where.first_chunk[0], step * DEPTH
+        return chunk - refs.where_gmem.first_chunk[0], step * DEPTH
 
-    def load_a(refs: Any, block: Block, k: Array) -> Ref:
-        chunk, offset = chunk_of(refs, k)
-        return refs.dlogits.at[pl.ds(block.row, tile.rows), pl.ds(chunk * COLUMNS + offset, DEPTH)]
+    def load_a(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
+        chunk, offset = place_of_step(refs, k)
+        return refs.dlogits_gmem.at[pl.ds(block.row, tile.rows), pl.ds(chunk * COLUMNS + offset, DEPTH)]
 
-    def load_b(refs: Any, block: Block, k: Array) -> Ref:
-        chunk, offset = chunk_of(refs, k)
-        depth = pl.ds(head.row(refs.where.first_chunk[0], chunk) + offset, DEPTH)
+    def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
+        chunk, offset = place_of_step(refs, k)
+        depth = pl.ds(head.row(refs.where_gmem.first_chunk[0], chunk) + offset, DEPTH)
         wide = pl.ds(block.column_block * COLUMNS, COLUMNS)
-        return refs.weight.at[depth, wide] if head.layout == "vd" else refs.weight.at[wide, depth]
+        return refs.weight_gmem.at[depth, wide] if head.layout == "vd" else refs.weight_gmem.at[wide, depth]
 
-    def finish(refs: Any, block: Block, product: Any, staging: Ref) -> None:
+    def finish(refs: _HiddenGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * COLUMNS, COLUMNS)
-        where = refs.where
-        # Not a branch around the load: ptxas would then serialise the wgmmas.
-        so_far = plgpu.load(refs.out.chain.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
-        goes_on = jnp.broadcast_to(where.first_chunk[0] > chain.start, so_far.shape)
+        where_gmem, out_gmem = refs.where_gmem, refs.out_gmem
+        # The sums are loaded even where they start from 0: a branch around the load would make ptxas serialise the
+        # wgmmas.
+        so_far = plgpu.load(out_gmem.chain.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
+        goes_on = jnp.broadcast_to(where_gmem.first_chunk[0] > chain.start, so_far.shape)
         values = product(jnp.where(goes_on, so_far, 0.0))
-        is_last = where.first_chunk[0] + where.chunks[0] == chain.stop
+        is_last = where_gmem.first_chunk[0] + where_gmem.chunks[0] == chain.stop
 
         @pl.when(jnp.logical_not(is_last))
         def _() -> None:
-            refs.out.chain[there] = values
+            out_gmem.chain[there] = values
 
         @pl.when(is_last)
         def _() -> None:
-            done = values if refs.unscale is None else values * over_columns(row_vector(refs.unscale, block.row))
-            complete = refs.out.chain if refs.out.rounded is None else refs.out.rounded
-            complete[there] = done.astype(complete.dtype)
+            unscale_gmem = refs.unscale_gmem
+            done = values if unscale_gmem is None else values * over_columns(row_vector(unscale_gmem, block.row))
+            complete_gmem = out_gmem.chain if out_gmem.rounded is None else out_gmem.rounded
+            complete_gmem[there] = done.astype(complete_gmem.dtype)
 
     row_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows
     product = Product(
@@ -105,29 +111,38 @@ def add_hidden_gradient(
         a_transposed=False,
         b_transposed=head.layout == "dv",
         max_blocks=(row_blocks, columns // COLUMNS),
-        blocks=lambda refs: (row_clusters(refs.where.rows[0], tile.cluster_rows), columns // COLUMNS),
+        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), columns // COLUMNS),
         steps=steps,
         load_a=load_a,
         load_b=load_b,
         finish=finish,
     )
-    multiply(product, machine, _HiddenArguments(where, dlogits, weight, unscale, out))
+    multiply(product, machine, _HiddenGradientArguments(where, dlogits, weight, unscale, out))
 
 
-class _WeightArguments(NamedTuple):
-    where: VocabSlice
-    dlogits: Ref
-    hidden: Ref
-    unscale: Ref | None
-    out: Ref
+class _WeightGradientArguments(NamedTuple):
+    """The references that the kernel of `store_weight_gradient` is given."""
+
+    where_gmem: VocabSlice
+    dlogits_gmem: Ref
+    hidden_gmem: Ref
+    unscale_gmem: Ref | None
+    out_gmem: Ref
 
 
 def store_weight_gradient(
-    head: HeadAccess, machine: Machine, where: VocabSlice, dlogits: Array, hidden: Array, unscale: Array | None, out: Ref
+    head: HeadAccess,
+    machine: Machine,
+    where: VocabSlice,
+    dlogits: Array,
+    hidden: Array,
+    unscale: Array | None,
+    out: Ref,
 ) -> None:
-    """out[slice] = dlogitsᵀ·H (transposed for "dv"), complete, rounded once to out's dtype; in place.
+    """Write one slice's rows of dW = dlogitsᵀ·H (columns of its transpose for "dv") into the reference `out`, complete.
 
-    hidden `[rows, D]` is zero from row `where.rows` on. unscale float32 `[1]` multiplies before the rounding.
+    hidden `[rows, D]` is zero from row `where.rows` on. Sums are multiplied by unscale, float32 `[1]` or None, and
+    rounded once to out's dtype.
     """
     dim = hidden.shape[1]
     vocabulary = head.vocabulary
@@ -138,60 +153,60 @@ def store_weight_gradient(
     def load(ref: Ref, k: Array, start: Array, width: int) -> Ref:
         return ref.at[pl.ds(k * DEPTH, DEPTH), pl.ds(start, width)]
 
-    def finish(refs: Any, block: Block, product: Any, staging: Ref) -> None:
+    def finish(refs: _WeightGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         values = product()
-        if refs.unscale is not None:
-            values = values * refs.unscale[0]
+        if refs.unscale_gmem is not None:
+            values = values * refs.unscale_gmem[0]
         chunk = lax.div(block.row, jnp.int32(COLUMNS)) if vocabulary_is_rows else block.column_block
-        first = refs.where.first_chunk[0]
+        first = refs.where_gmem.first_chunk[0]
         row_in_chunk = lax.rem(block.row, jnp.int32(COLUMNS)) if vocabulary_is_rows else 0
-        width = COLUMNS if head.copied else width_of(vocabulary, refs.where, first + chunk)
+        width = COLUMNS if head.copied else chunk_width(vocabulary, refs.where_gmem, first + chunk)
         there = head.row(first, chunk) + row_in_chunk
 
-        def copy(smem: Ref, to: Ref, condition: Any) -> None:
+        def copy(from_smem: Ref, to_gmem: Ref, condition: Any) -> None:
             @pl.when(condition)
             def _() -> None:
-                plgpu.copy_smem_to_gmem(smem, to, commit_group=False)
+                plgpu.copy_smem_to_gmem(from_smem, to_gmem, commit_group=False)
 
-        def store(strip: int, smem: Ref) -> None:
-            """Only places that hold columns: the next ones belong to another group.
+        def store(strip: int, strip_smem: Ref) -> None:
+            """Copy the places of a strip that hold columns of the chunk: the next ones belong to another group.
 
-            And only strips within the array: Mosaic drops the index of a dimension that is one tile wide, and with it
-            the bounds check.
+            Strips outside the array are left out here: Mosaic drops the index of a dimension that is one tile wide, and
+            with it the bounds check.
             """
             start = strip * STRIP
             if vocabulary_is_rows and dim <= start:
                 return
             if not vocabulary_is_rows:
-                to = refs.out.at[pl.ds(block.row, WARPGROUP_ROWS), pl.ds(there + start, STRIP)]
-                copy(smem, to, start < width)
+                to = refs.out_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), pl.ds(there + start, STRIP)]
+                copy(strip_smem, to, start < width)
                 return
             columns = pl.ds(block.column_block * COLUMNS + start, STRIP)
             whole = row_in_chunk + WARPGROUP_ROWS <= width
-            copy(smem, refs.out.at[pl.ds(there, WARPGROUP_ROWS), columns], whole)
+            copy(strip_smem, refs.out_gmem.at[pl.ds(there, WARPGROUP_ROWS), columns], whole)
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                for piece in range(0, WARPGROUP_ROWS, _EIGHT):
-                    to = refs.out.at[pl.ds(there + piece, _EIGHT), columns]
-                    copy(smem.at[pl.ds(piece, _EIGHT)], to, row_in_chunk + piece < width)
+                for piece in range(0, WARPGROUP_ROWS, _PIECE_ROWS):
+                    to = refs.out_gmem.at[pl.ds(there + piece, _PIECE_ROWS), columns]
+                    copy(strip_smem.at[pl.ds(piece, _PIECE_ROWS)], to, row_in_chunk + piece < width)
 
         def strip_of(strip: int) -> Array:
             return values[:, strip * STRIP : (strip + 1) * STRIP].astype(out.dtype)
 
-        store_through(staging, block.warpgroup, machine, strip_of, store)
+        store_through(staging_smem, block.warpgroup, machine, strip_of, store)
 
-    def blocks(refs: Any) -> tuple[Any, Any]:
-        chunks = refs.where.chunks[0]
+    def blocks(refs: _WeightGradientArguments) -> tuple[Any, Any]:
+        chunks = refs.where_gmem.chunks[0]
         if vocabulary_is_rows:
             return row_clusters(chunks * COLUMNS, tile.cluster_rows), padded(dim, COLUMNS) // COLUMNS
         return padded(dim, tile.cluster_rows) // tile.cluster_rows, chunks
 
-    def load_a(refs: Any, block: Block, k: Array) -> Ref:
-        return load(refs.dlogits if vocabulary_is_rows else refs.hidden, k, block.row, tile.rows)
+    def load_a(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
+        return load(refs.dlogits_gmem if vocabulary_is_rows else refs.hidden_gmem, k, block.row, tile.rows)
 
-    def load_b(refs: Any, block: Block, k: Array) -> Ref:
-        ref = refs.hidden if vocabulary_is_rows else refs.dlogits
+    def load_b(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
+        ref = refs.hidden_gmem if vocabulary_is_rows else refs.dlogits_gmem
         return load(ref, k, block.column_block * COLUMNS, COLUMNS)
 
     output_rows, output_columns = (slice_columns, dim) if vocabulary_is_rows else (dim, slice_columns)
@@ -206,36 +221,37 @@ def store_weight_gradient(
             padded(output_columns, COLUMNS) // COLUMNS,
         ),
         blocks=blocks,
-        steps=lambda refs: row_clusters(refs.where.rows[0], DEPTH),
+        steps=lambda refs: row_clusters(refs.where_gmem.rows[0], DEPTH),
         load_a=load_a,
         load_b=load_b,
         finish=finish,
         store_dtype=out.dtype,
     )
-    multiply(product, machine, _WeightArguments(where, dlogits, hidden, unscale, out))
+    multiply(product, machine, _WeightGradientArguments(where, dlogits, hidden, unscale, out))
 
 
 def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
-    """Σ over rows of the slice's gradients, float32 `[columns]`: 64-row blocks, folded in ascending order.
+    """The sum over rows of one slice's gradients, float32 `[columns]`: sums of 64 rows, folded in ascending order.
 
-    row_unscale `[rows]` multiplies each row.
+    row_unscale, float32 `[rows]` or None, multiplies each row.
     """
     columns = dlogits.shape[1]
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
 
-    def body(where: VocabSlice, dlogits: Ref, row_unscale: Ref | None, out: Ref) -> None:
+    def body(where_gmem: VocabSlice, dlogits_gmem: Ref, row_unscale_gmem: Ref | None, out_gmem: Ref) -> None:
         here = pl.ds(lax.axis_index("blocks") * COLUMNS, COLUMNS)
 
         def block_sum(block: Array) -> Array:
             total = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
             for i in range(WARPGROUP_ROWS):
                 row = block * WARPGROUP_ROWS + i
-                values = plgpu.load(dlogits.at[row, here], layout=layout, optimized=False).astype(jnp.float32)
-                total = total + (values if row_unscale is None else values * row_unscale[row])
+                values = plgpu.load(dlogits_gmem.at[row, here], layout=layout, optimized=False).astype(jnp.float32)
+                total = total + (values if row_unscale_gmem is None else values * row_unscale_gmem[row])
             return total
 
         start = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
-        out[here] = lax.fori_loop(0, row_clusters(where.rows[0], WARPGROUP_ROWS), lambda i, x: x + block_sum(i), start)
+        row_blocks = row_clusters(where_gmem.rows[0], WARPGROUP_ROWS)
+        out_gmem[here] = lax.fori_loop(0, row_blocks, lambda i, x: x + block_sum(i), start)
 
     out_type = jax.ShapeDtypeStruct((columns,), jnp.float32)
     grid = (columns // COLUMNS,)

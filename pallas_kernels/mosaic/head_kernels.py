@@ -1,8 +1,20 @@
-"""The kernels of linear_logp and det_gemm by the names that the CUDA ones have too."""
+"""The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`."""
 
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.gradients import add_hidden_gradient, column_sums, store_weight_gradient
 from pallas_kernels.mosaic.statistics import partials
-__all__ = ["partials", "fold_chunks", "fold_groups", "coefficients", "dlogits", "dlogits_from_kept_exponentials", "add_hidden_gradient", "store_weight_gradient", "column_sums", "gemm"]
+
+__all__ = (
+    "add_hidden_gradient",
+    "coefficients",
+    "column_sums",
+    "dlogits",
+    "dlogits_from_kept_exponentials",
+    "fold_chunks",
+    "fold_groups",
+    "gemm",
+    "partials",
+    "store_weight_gradient",
+)

@@ -1,4 +1,4 @@
-"""Launching kernels without a product: one warpgroup per block, a plain grid."""
+"""Launches kernels without a product: one warpgroup per block, on a grid with one block for each piece of work."""
 
 from typing import Any
 
@@ -19,17 +19,20 @@ def launch(
     *arguments: Any,
     approx_math: bool = False,
 ) -> Any:
-    """`body(*argument references, output references)`, both in the shapes of their trees, over the axes
-    "blocks" and "groups" of the grid. approx_math: exp2 and divisions as in kernels with a product.
+    """Run `body(*argument references, output references)` on the grid, whose axes are "blocks" and "groups".
+
+    References come in the trees of `arguments` and of `out_type`. approx_math: exp2 and divisions are approximated, as
+    in kernels with a product. Returns the outputs in the tree of `out_type`.
     """
     leaves, tree = jax.tree.flatten(arguments)
     out_leaves, out_tree = jax.tree.flatten(out_type)
 
-    def flat(*refs: Ref) -> None:
-        body(*jax.tree.unflatten(tree, refs[: len(leaves)]), jax.tree.unflatten(out_tree, refs[len(leaves) :]))
+    def kernel(*refs_gmem: Ref) -> None:
+        arguments_gmem = jax.tree.unflatten(tree, refs_gmem[: len(leaves)])
+        body(*arguments_gmem, jax.tree.unflatten(out_tree, refs_gmem[len(leaves) :]))
 
     out = plgpu.kernel(
-        flat,
+        kernel,
         out_type=tuple(out_leaves),
         grid=grid,
         grid_names=("blocks", "groups")[: len(grid)],

@@ -1,8 +1,8 @@
-"""The one main loop: tiles of A·B on Hopper's tensor cores, and a kernel's own epilogue on each.
+"""The one main loop of all products: it computes tiles of A·B on Hopper's tensor cores and runs an epilogue on each.
 
-One producer warpgroup keeps a ring of shared-memory stages full by TMA; the compute warpgroups, 64 rows each, multiply
-from it with wgmma. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the stages
-of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
+One producer warpgroup keeps a ring of shared-memory stages full by TMA. The compute warpgroups, 64 rows each, multiply
+from the ring with wgmma. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the
+stages of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,22 @@ Ref = Any
 """A reference to memory inside a kernel, or a slice of one."""
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
-"""A value per row of an accumulator."""
+"""The layout of one value for each row of an accumulator."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""A value per column of an accumulator."""
+"""The layout of one value for each column of an accumulator."""
 WARPGROUP_ROWS = 64
+"""Rows of a tile that one compute warpgroup holds."""
 STRIP = 64
 """Columns that an epilogue computes and stores together."""
 _STRIPS_IN_FLIGHT = 2
+"""Strips of a warpgroup in shared memory: one is filled while the other is stored."""
 
 
 class Block(NamedTuple):
-    """Where a tile stands: its first row (of this warpgroup in the epilogue, of this block in the loads), its column
-    block, and the compute warpgroup.
+    """The position of a tile in the product.
+
+    row is its first row: in loads that of the block, in the epilogue that of the warpgroup. column_block is the number
+    of its block of columns. warpgroup is the compute warpgroup.
     """
 
     row: Array
@@ -43,10 +47,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A kernel: which blocks of A and B a tile multiplies, and what becomes of it. `refs` are its arguments.
+    """A kernel: which parts of A and B each tile multiplies, and an epilogue. `refs` are references to its arguments.
 
-    A tile of A is `[rows, K]`, or `[K, rows]` with `a_transposed`; of B `[K, columns]`, or `[columns, K]` with
-    `b_transposed`.
+    A tile of A is `[rows, K]`, or `[K, rows]` with `a_transposed`. A tile of B is `[K, columns]`, or `[columns, K]`
+    with `b_transposed`.
     """
 
     name: str
@@ -55,22 +59,26 @@ class Product:
     a_transposed: bool
     b_transposed: bool
     max_blocks: tuple[int, int]
-    """The most row blocks (of a cluster) and column blocks that `blocks` can give."""
+    """The largest numbers of row blocks (one per cluster) and column blocks that `blocks` can return."""
     blocks: Callable[[Any], tuple[Any, Any]]
+    """`blocks(refs)` returns how many row blocks (one per cluster) and column blocks there are."""
     steps: Callable[[Any], Any]
+    """`steps(refs)` returns how many steps of 64 along K a tile takes."""
     load_a: Callable[[Any, Block, Array], Ref]
+    """`load_a(refs, block, k)` returns the part of A that step k of a tile multiplies."""
     load_b: Callable[[Any, Block, Array], Ref]
+    """`load_b(refs, block, k)` returns the part of B that step k of a tile multiplies."""
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
-    """`finish(refs, block, product, staging)` calls `product(start=None)` once for the float32 tile `[64, columns]`;
-    before that it loads what it needs, after that it stores."""
+    """The epilogue `finish(refs, block, product, staging_smem)`. It loads what it needs, calls `product(start=None)`
+    once for the float32 tile `[64, columns]`, and then stores."""
     store_dtype: Any = None
-    """Of what `finish` stores through shared memory (`store_through`); None where it stores otherwise."""
+    """The dtype of what `finish` stores by `store_through`, or None where it stores without shared memory."""
     strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
-    """The shape of what is stored together there."""
+    """The shape of a strip that `store_through` stores."""
 
 
 def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """The layout of a shared-memory tile that both TMA and wgmma read."""
+    """The layout of a tile in shared memory that both TMA and wgmma read."""
     item = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * item * 8)
     transforms: Any = plgpu
@@ -78,6 +86,7 @@ def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def _scratch(product: Product) -> dict[str, Any]:
+    """The shared memory and the barriers of one block, by the names of the kernel's parameters."""
     tile = product.tile
     a = (DEPTH, tile.rows) if product.a_transposed else (tile.rows, DEPTH)
     b = (tile.columns, DEPTH) if product.b_transposed else (DEPTH, tile.columns)
@@ -88,7 +97,7 @@ def _scratch(product: Product) -> dict[str, Any]:
     if product.store_dtype is not None:
         shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, *product.strip)
         transforms = _tiled(product.strip[1], product.store_dtype)
-        ring["staging"] = plgpu.SMEM(shape, product.store_dtype, transforms=transforms)
+        ring["staging_smem"] = plgpu.SMEM(shape, product.store_dtype, transforms=transforms)
     empty: Any
     if tile.cluster > 1:
         empty = plgpu.ClusterBarrier(
@@ -96,11 +105,12 @@ def _scratch(product: Product) -> dict[str, Any]:
         )
     else:
         empty = plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages)
-    return {**ring, "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages), "empty": empty}
+    full = plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)
+    return {**ring, "full_barriers": full, "empty_barriers": empty}
 
 
 def _shared_bytes(product: Product) -> int:
-    """Of the ring and of what an epilogue writes."""
+    """Bytes of shared memory that the ring and the strips of the epilogue take."""
     tile = product.tile
     ring = tile.stages * (tile.rows + tile.columns) * DEPTH * jnp.dtype(product.dtype).itemsize
     if product.store_dtype is None:
@@ -110,20 +120,21 @@ def _shared_bytes(product: Product) -> int:
 
 
 @dataclass(frozen=True)
-class _Ring:
-    """The stages of one block and the two barriers of each: `full` when loaded, `empty` when read by every reader."""
+class _StageRing:
+    """The stages of one block. Each has a barrier for when it is loaded, and one for when all readers have read it."""
 
     product: Product
     a_smem: Ref
     b_smem: Ref
-    full: Ref
-    empty: Ref
+    full_barriers: Ref
+    empty_barriers: Ref
 
     def slot(self, step: Array) -> Array:
+        """The stage that a step uses; steps are counted over all tiles of the block."""
         return lax.rem(step, jnp.int32(self.product.tile.stages))
 
     def load(self, first: Array, steps: Array, a_of: Callable[[Array], Ref], b_of: Callable[[Array], Ref]) -> Array:
-        """Producer: issue the loads of one tile. `first` counts the steps before it; returns the new count."""
+        """For the producer: issue the loads of one tile. `first` counts the steps before it; returns the new count."""
         stages, cluster = self.product.tile.stages, self.product.tile.cluster
 
         def step(k: Array, count: Array) -> Array:
@@ -131,25 +142,31 @@ class _Ring:
 
             @pl.when(count >= stages)
             def _() -> None:
-                plgpu.barrier_wait(self.empty.at[slot])
+                plgpu.barrier_wait(self.empty_barriers.at[slot])
 
             shared = "cluster" if cluster > 1 else None
-            plgpu.copy_gmem_to_smem(a_of(k), self.a_smem.at[slot], self.full.at[slot])
-            plgpu.copy_gmem_to_smem(b_of(k), self.b_smem.at[slot], self.full.at[slot], collective_axes=shared)
+            full = self.full_barriers.at[slot]
+            plgpu.copy_gmem_to_smem(a_of(k), self.a_smem.at[slot], full)
+            plgpu.copy_gmem_to_smem(b_of(k), self.b_smem.at[slot], full, collective_axes=shared)
             return count + 1
 
         return lax.fori_loop(0, steps, step, first)
 
     def drain(self, count: Array) -> None:
-        """Producer, at the end: wait for every stage, so that a cluster's blocks outlive each other's reads."""
+        """For the producer at its end: wait until every stage is read, so that no block of a cluster ends before others
+        have read what it shares with them.
+        """
 
         def step(i: Array, _: None) -> None:
-            plgpu.barrier_wait(self.empty.at[self.slot(i)])
+            plgpu.barrier_wait(self.empty_barriers.at[self.slot(i)])
 
         lax.fori_loop(jnp.maximum(count - self.product.tile.stages, 0), count, step, None)
 
     def multiply(self, first: Array, steps: Array, warpgroup: Array, acc: Ref) -> Array:
-        """Compute warpgroup: acc += A·B over the steps of one tile, one wgmma group in flight; the new count."""
+        """For a compute warpgroup: acc += A·B over the steps of one tile, with one wgmma group in flight.
+
+        `first` counts the steps before the tile; returns the new count.
+        """
         rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
         def operands(slot: Array) -> tuple[Ref, Ref]:
@@ -159,13 +176,13 @@ class _Ring:
 
         def step(k: Array, count: Array) -> Array:
             slot = self.slot(count)
-            plgpu.barrier_wait(self.full.at[slot])
+            plgpu.barrier_wait(self.full_barriers.at[slot])
             plgpu.wgmma(acc, *operands(slot))
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
             def _() -> None:
-                plgpu.barrier_arrive(self.empty.at[self.slot(count - 1)])
+                plgpu.barrier_arrive(self.empty_barriers.at[self.slot(count - 1)])
 
             return count + 1
 
@@ -174,23 +191,25 @@ class _Ring:
 
         @pl.when(steps > 0)
         def _() -> None:
-            plgpu.barrier_arrive(self.empty.at[self.slot(count - 1)])
+            plgpu.barrier_arrive(self.empty_barriers.at[self.slot(count - 1)])
 
         return count
 
 
 def multiply(product: Product, machine: Machine, arguments: Any) -> None:
-    """Launch `product`. `arguments` is a tree of arrays, and of `jax.new_ref` references that the kernel writes."""
+    """Launch `product`. `arguments` is a tree of arrays and of `jax.new_ref` references, which the kernel writes."""
     tile = product.tile
     if _shared_bytes(product) > SHARED_MEMORY:
-        # Such a launch would fail without a word, and leave memory as it was.
+        # Such a launch would fail silently and leave the results unwritten.
         raise ValueError(f"{product.name}: {tile} takes {_shared_bytes(product)} bytes of shared memory.")
     clusters = min(machine.sm_count // tile.cluster, product.max_blocks[0] * product.max_blocks[1])
     leaves, tree = jax.tree.flatten(arguments)
 
-    def body(*flat: Ref, a_smem: Ref, b_smem: Ref, full: Ref, empty: Ref, staging: Ref = None) -> None:
-        refs = jax.tree.unflatten(tree, flat)
-        ring = _Ring(product, a_smem, b_smem, full, empty)
+    def body(
+        *leaves_gmem: Ref, a_smem: Ref, b_smem: Ref, full_barriers: Ref, empty_barriers: Ref, staging_smem: Ref = None
+    ) -> None:
+        refs = jax.tree.unflatten(tree, leaves_gmem)
+        ring = _StageRing(product, a_smem, b_smem, full_barriers, empty_barriers)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         row_blocks, column_blocks = product.blocks(refs)
 
@@ -228,7 +247,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                         if start is not None and machine.interpret is None:
                             acc[...] = start
                         after = ring.multiply(count, steps, warpgroup, acc)
-                        # The interpreter cannot store to accumulators: it adds C at the chain's end.
+                        # The interpreter cannot store to accumulators, and adds C after the products instead.
                         return acc[...] if start is None or machine.interpret is None else acc[...] + start, after
 
                     values, after = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, tile.columns), jnp.float32))
@@ -236,7 +255,8 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                     return values
 
                 counts: list[Array] = []
-                product.finish(refs, block._replace(row=block.row + warpgroup * WARPGROUP_ROWS), tile_of, staging)
+                own = block._replace(row=block.row + warpgroup * WARPGROUP_ROWS)
+                product.finish(refs, own, tile_of, staging_smem)
                 return counts[0]
 
             over_tiles(visit)
@@ -260,7 +280,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
 
 
 def store_through(
-    staging: Ref,
+    staging_smem: Ref,
     warpgroup: Array,
     machine: Machine,
     strip_of: Callable[[int], Array],
@@ -269,12 +289,13 @@ def store_through(
     *,
     transposed: bool = False,
 ) -> None:
-    """Store a tile by TMA, a strip of columns at a time: `store(strip, smem)` issues the copies of `strip_of(strip)`.
+    """Store a tile by TMA, one strip of columns at a time.
 
-    It leaves them uncommitted, so that each strip is one group however many copies it takes. Strips are computed one
-    after the other, which keeps an epilogue's temporaries few. A transposed strip is stored as `[columns, rows]`.
+    `strip_of(strip)` computes a strip, and `store(strip, strip_smem)` issues the copies of it from shared memory
+    without committing them, so that each strip is one group however many copies it takes. Strips are computed one after
+    the other, which keeps an epilogue's temporaries few. transposed: a strip is stored as `[columns, rows]`.
     """
-    # The interpreter counts copies instead of groups, and a strip may take none or several: there, wait for all.
+    # The interpreter counts copies instead of groups, and a strip may take none or several: there it waits for all.
     unread = _STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for strip in range(strips):
@@ -282,29 +303,31 @@ def store_through(
         values = strip_of(strip)
         if strip >= _STRIPS_IN_FLIGHT:
             plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
-        smem = staging.at[warpgroup, slot]
+        strip_smem = staging_smem.at[warpgroup, slot]
         if transposed:
-            smem.transpose((1, 0))[...] = values
+            strip_smem.transpose((1, 0))[...] = values
         else:
-            smem[...] = values
+            strip_smem[...] = values
         plgpu.commit_smem()
-        store(strip, smem)
+        store(strip, strip_smem)
         plgpu.commit_smem_to_gmem_group()
 
 
-def row_vector(ref: Ref, row: Array) -> Array:
-    """64 values of a `[rows]` array, one per row of an accumulator."""
-    return plgpu.load(ref.at[pl.ds(row, WARPGROUP_ROWS)], layout=ROW, optimized=False)
+def row_vector(vector_gmem: Ref, row: Array) -> Array:
+    """64 values of a `[rows]` array from `row` on, one for each row of an accumulator."""
+    return plgpu.load(vector_gmem.at[pl.ds(row, WARPGROUP_ROWS)], layout=ROW, optimized=False)
 
 
 def over_columns(rows: Array, columns: int = COLUMNS) -> Array:
+    """A value for each row, repeated in all columns."""
     return lax.broadcast_in_dim(rows, (WARPGROUP_ROWS, columns), [0])
 
 
 def over_rows(columns: Array) -> Array:
+    """A value for each column, repeated in all rows."""
     return lax.broadcast_in_dim(columns, (WARPGROUP_ROWS, columns.shape[0]), [1])
 
 
 def column_numbers(columns: int = COLUMNS) -> Array:
-    """0, 1, 2, … along the columns of an accumulator."""
+    """The numbers 0, 1, 2, … along the columns of an accumulator."""
     return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS, columns), 1, layout=plgpu.Layout.WGMMA)

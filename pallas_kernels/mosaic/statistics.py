@@ -1,9 +1,11 @@
-"""Forward of linear_logp: for each row and chunk of 256 columns, the softmax over them; then the fold over chunks.
+"""The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns (fold.py folds them).
 
-LogitsConfig are scaled to powers of two: y = z·log2(e). A partial is (k, s, t, u) with k = round(max y) an integer,
-s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from which the entropy
-follows. k is an integer so that rescaling a partial is exact. The powers 2^(y − k) may be kept, rounded to bfloat16,
-for a backward that need not multiply again.
+It also holds what the backward's product with the head (dlogits.py) shares with it.
+
+Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. A partial is (k, s, t, u): the integer
+k = round(max y), s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from
+which the entropy follows. Rescaling a partial is exact because k is an integer. The exponentials 2^(y − k) may be kept,
+rounded to bfloat16, so that the backward need not compute them again.
 """
 
 from typing import Any, NamedTuple
@@ -34,24 +36,28 @@ from pallas_kernels.mosaic.main_loop import (
 Array = jax.Array
 Ref = Any
 _LARGE_SOFTCAP = 64.0
-"""From here on 1 − exp(−2x/c) loses digits of small logits that matter: a series stands in for them."""
+"""With softcaps c above this, 1 − exp(−2x/c) loses digits of small logits that matter: a series computes those."""
 
 
-class _Arguments(NamedTuple):
-    where: VocabSlice
-    hidden: Ref
-    weight: Ref
-    bias: Ref | None
-    target_ids: Ref
-    holds_target: Ref | None
-    temperature: Ref
-    out: Partials
-    kept: Ref | None
+class _PartialsArguments(NamedTuple):
+    """The references that the kernel of `partials` is given."""
+
+    where_gmem: VocabSlice
+    hidden_gmem: Ref
+    weight_gmem: Ref
+    bias_gmem: Ref | None
+    target_ids_gmem: Ref
+    holds_target_gmem: Ref | None
+    temperature_gmem: Ref
+    out_gmem: Partials
+    kept_gmem: Ref | None
 
 
-class Powers(NamedTuple):
-    """How the values of a chunk, one row's at a time, become powers of two: 2^(y − shift), of which the largest is
-    between √½ and √2.
+class ExponentScaling(NamedTuple):
+    """How each row's values in one chunk become exponents y − shift, `[64]` each.
+
+    y is value·scale, largest the row's largest value, shift the integer nearest to its y, and rest = y − shift there.
+    The largest exponential 2^(y − shift) lies between √½ and √2.
     """
 
     largest: Array
@@ -60,28 +66,29 @@ class Powers(NamedTuple):
     rest: Array
 
     def exponents(self, values: Array) -> Array:
-        """y − shift. Not values·scale − shift: once y has no digits behind the point, that is far from 0 at the maximum
-        itself.
+        """y − shift, computed from the distance to the largest value.
+
+        values·scale − shift would be far from 0 at the largest value where y is too large to have fractional digits.
         """
         columns = values.shape[1]
         below = values - over_columns(self.largest, columns)
         return below * over_columns(self.scale, columns) + over_columns(self.rest, columns)
 
 
-def powers(largest: Array, scale: Array) -> Powers:
-    """Of values whose largest is `largest`, −∞ where there are none."""
+def exponent_scaling(largest: Array, scale: Array) -> ExponentScaling:
+    """The scaling of rows whose largest values are `largest`, which is −∞ for a row without a finite value."""
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
     y = largest * scale
     shift = lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN)
     rest = y - shift
-    return Powers(largest, scale, shift, jnp.where(jnp.abs(rest) > 0.5, 0.0, rest))
+    return ExponentScaling(largest, scale, shift, jnp.where(jnp.abs(rest) > 0.5, 0.0, rest))
 
 
 def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | None]:
-    """softcap·tanh(values / softcap) and its derivative; the values and None without a softcap.
+    """softcap·tanh(values / softcap) and its derivative, or the values and None without a softcap.
 
-    With e = exp(−2x/c) and q = (1 + e)^(−1/2): tanh(x/c) = (1 − e)·q², its derivative 4·e·q⁴; e is kept finite. The
-    hardware's own tanh is not accurate enough.
+    With e = exp(−2x/c) and q = (1 + e)^(−1/2), tanh(x/c) is (1 − e)·q² and the derivative is 4·e·q⁴. The exponent of e
+    is bounded, so that e stays finite. The hardware's own tanh is not accurate enough.
     """
     if softcap is None:
         return values, None
@@ -89,7 +96,7 @@ def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | Non
     e = jnp.exp2(jnp.minimum(share * (-2 * LOG2_E), 60.0))
     root = lax.rsqrt(1 + e)
     inverse = root * root
-    # Written so that the compiler keeps few values alive: other orders spill registers in the backward.
+    # In this order the compiler keeps few values alive: other orders spill registers in the backward.
     capped = (1 - e) * (inverse * softcap)
     if softcap > _LARGE_SOFTCAP:
         square = share * share
@@ -98,15 +105,15 @@ def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | Non
     return capped, (e * inverse) * (4 * inverse)
 
 
-def bounded(logits: LogitsConfig, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """softcap(products + bias), and its derivative where there is a softcap."""
+def softcapped_logits(logits: LogitsConfig, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
+    """softcap(products + bias) and the derivative of the softcap, or products + bias and None without a softcap."""
     return softcapped(products if bias is None else products + over_rows(bias), logits.softcap)
 
 
 def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
-    """`fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not fill.
+    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have.
 
-    Beside a softcap it stays where no chunk needs it: without the branch ptxas spills registers.
+    With a softcap the branch stays even where no chunk needs it: without the branch ptxas spills registers.
     """
     if not logits.head.vocabulary.is_ragged and logits.softcap is None:
         return values
@@ -115,44 +122,48 @@ def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Ar
     return lax.cond(width < columns, lambda: jnp.where(column_numbers(columns) < width, values, other), lambda: values)
 
 
-def column_bias(bias: Ref | None, first: Array, columns: int) -> Array | None:
-    """Bias of some columns; asked for before the product, its latency hides there."""
-    if bias is None:
+def column_bias(bias_gmem: Ref | None, first: Array, columns: int) -> Array | None:
+    """The bias of some columns. Where it is loaded before the product, the latency of memory hides there."""
+    if bias_gmem is None:
         return None
-    return plgpu.load(bias.at[pl.ds(first, columns)], layout=COLUMN, optimized=False)
+    return plgpu.load(bias_gmem.at[pl.ds(first, columns)], layout=COLUMN, optimized=False)
 
 
-def chunk_of(vocabulary: Vocabulary, where: VocabSlice, block: Block) -> tuple[Array, Array]:
-    """A tile's chunk and its width."""
-    chunk = where.first_chunk[0] + block.column_block
-    return chunk, width_of(vocabulary, where, chunk)
+def chunk_and_width(vocabulary: Vocabulary, where_gmem: VocabSlice, block: Block) -> tuple[Array, Array]:
+    """The chunk of the vocabulary that a tile's columns are, and how many columns it has."""
+    chunk = where_gmem.first_chunk[0] + block.column_block
+    return chunk, chunk_width(vocabulary, where_gmem, chunk)
 
 
-def width_of(vocabulary: Vocabulary, where: VocabSlice, chunk: Array) -> Array:
-    """Columns of a chunk, from inside a kernel."""
-    return vocabulary.width(chunk, None if where.columns is None else where.columns[0])
+def chunk_width(vocabulary: Vocabulary, where_gmem: VocabSlice, chunk: Array) -> Array:
+    """How many columns a chunk has, read inside a kernel."""
+    return vocabulary.width(chunk, None if where_gmem.columns is None else where_gmem.columns[0])
 
 
-def place_of(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width: Array) -> Array:
-    """Per row the target's place in a chunk: negative where it is not there."""
+def target_place(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width: Array) -> Array:
+    """The place of each row's target in a chunk, negative where the target is not in it."""
     place = target_ids - vocabulary.start(chunk)
     return jnp.where(place < width, place, -1)
 
 
 def row_clusters(rows: Array, cluster_rows: int) -> Array:
+    """How many clusters of `cluster_rows` rows hold `rows` rows."""
     return lax.div(rows + (cluster_rows - 1), jnp.int32(cluster_rows))
 
 
 def product_with_head(
     name: str, head: HeadAccess, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, store_dtype: Any = None
 ) -> Product:
-    """hidden·Wᵀ over one slice of chunks. The kernel's arguments have fields `where`, `hidden` and `weight`."""
+    """The product hidden·Wᵀ over one slice of chunks, for a kernel whose epilogue is `finish`.
+
+    The kernel's references have the fields `where_gmem`, `hidden_gmem` and `weight_gmem`.
+    """
     rows, dim = hidden.shape
 
     def load_b(refs: Any, block: Block, k: Array) -> Ref:
-        columns = pl.ds(head.row(refs.where.first_chunk[0], block.column_block), COLUMNS)
+        columns = pl.ds(head.row(refs.where_gmem.first_chunk[0], block.column_block), COLUMNS)
         depth = pl.ds(k * DEPTH, DEPTH)
-        return refs.weight.at[columns, depth] if head.layout == "vd" else refs.weight.at[depth, columns]
+        return refs.weight_gmem.at[columns, depth] if head.layout == "vd" else refs.weight_gmem.at[depth, columns]
 
     return Product(
         name=name,
@@ -161,9 +172,9 @@ def product_with_head(
         a_transposed=False,
         b_transposed=head.layout == "vd",
         max_blocks=(padded(rows, tile.cluster_rows) // tile.cluster_rows, slice_chunks),
-        blocks=lambda refs: (row_clusters(refs.where.rows[0], tile.cluster_rows), refs.where.chunks[0]),
+        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), refs.where_gmem.chunks[0]),
         steps=lambda refs: jnp.int32(-(-dim // DEPTH)),
-        load_a=lambda refs, block, k: refs.hidden.at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)],
+        load_a=lambda refs, block, k: refs.hidden_gmem.at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)],
         load_b=load_b,
         finish=finish,
         store_dtype=store_dtype,
@@ -183,60 +194,63 @@ def partials(
     out: Partials,
     kept: Ref | None = None,
 ) -> None:
-    """Write the partials of one slice of chunks into the references `out`, and powers into `kept` as far as it reaches.
+    """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
-    hidden `[rows, D]` (whole tiles of rows), weight as `logits.head` says, bias float32 `[slice's chunks · 256]`,
-    target_ids int32 and temperature float32 `[rows]`. holds_target int32 `[rows / 64, all chunks]` is not 0 where one
-    of 64 rows has its target in a chunk; None looks everywhere. kept bfloat16 `[rows, first chunks · 256]`.
+    hidden `[rows, D]` holds whole tiles of rows; weight is stored as `logits.head` says; bias is float32
+    `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
+    `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
+    searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
+    room for.
     """
     head = logits.head
 
-    def finish(refs: _Arguments, block: Block, product: Any, staging: Ref) -> None:
-        chunk, width = chunk_of(head.vocabulary, refs.where, block)
+    def finish(refs: _PartialsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
+        chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
         there = (chunk, pl.ds(block.row, WARPGROUP_ROWS))
-        # Asked for before the product and used after it: the latency of memory hides there.
-        temperature = row_vector(refs.temperature, block.row)
+        # These are loaded before the product and used after it: the latency of memory hides there.
+        temperature = row_vector(refs.temperature_gmem, block.row)
         holds = (
             None
-            if refs.holds_target is None
-            else refs.holds_target[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
+            if refs.holds_target_gmem is None
+            else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
-        added = column_bias(refs.bias, block.column_block * COLUMNS, COLUMNS)
-        values = bounded(logits, product(), added)[0]
+        added = column_bias(refs.bias_gmem, block.column_block * COLUMNS, COLUMNS)
+        values = softcapped_logits(logits, product(), added)[0]
         scale = LOG2_E / temperature
 
         def pick() -> Array:
-            target = place_of(head.vocabulary, row_vector(refs.target_ids, block.row), chunk, width)
+            target = target_place(head.vocabulary, row_vector(refs.target_ids_gmem, block.row), chunk, width)
             return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * scale
 
         picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
         values = masked(logits, values, width, -jnp.inf)
-        to_powers = powers(values.max(axis=1), scale)
-        y_minus_shift = to_powers.exponents(values)
-        weights = jnp.exp2(y_minus_shift)
-        refs.out.shift[there] = to_powers.shift
-        refs.out.total[there] = weights.sum(axis=1)
-        refs.out.target[there] = picked
-        if refs.out.gap is not None:
-            # A logit of −∞ has weight 0, and 0·∞ must be 0.
-            refs.out.gap[there] = (weights * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
-        if refs.kept is None:
+        scaling = exponent_scaling(values.max(axis=1), scale)
+        y_minus_shift = scaling.exponents(values)
+        exponentials = jnp.exp2(y_minus_shift)
+        refs.out_gmem.shift[there] = scaling.shift
+        refs.out_gmem.total[there] = exponentials.sum(axis=1)
+        refs.out_gmem.target[there] = picked
+        if refs.out_gmem.gap is not None:
+            # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
+            refs.out_gmem.gap[there] = (exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+        if refs.kept_gmem is None:
             return
-        kept = refs.kept
+        kept_gmem = refs.kept_gmem
 
-        def store(strip: int, smem: Ref) -> None:
+        def store(strip: int, strip_smem: Ref) -> None:
             columns = pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
-            plgpu.copy_smem_to_gmem(smem, kept.at[pl.ds(block.row, WARPGROUP_ROWS), columns], commit_group=False)
+            there = kept_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
+            plgpu.copy_smem_to_gmem(strip_smem, there, commit_group=False)
 
         def strip_of(strip: int) -> Array:
-            return weights[:, strip * STRIP : (strip + 1) * STRIP].astype(kept.dtype)
+            return exponentials[:, strip * STRIP : (strip + 1) * STRIP].astype(kept_gmem.dtype)
 
-        @pl.when(chunk * COLUMNS < kept.shape[1])
+        @pl.when(chunk * COLUMNS < kept_gmem.shape[1])
         def _() -> None:
-            store_through(staging, block.warpgroup, machine, strip_of, store)
+            store_through(staging_smem, block.warpgroup, machine, strip_of, store)
 
     tile, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
     store_dtype = None if kept is None else kept.dtype
     product = product_with_head("linear_logp_statistics", head, tile, hidden, chunks, finish, store_dtype)
-    arguments = _Arguments(where, hidden, weight, bias, target_ids, holds_target, temperature, out, kept)
+    arguments = _PartialsArguments(where, hidden, weight, bias, target_ids, holds_target, temperature, out, kept)
     multiply(product, machine, arguments)

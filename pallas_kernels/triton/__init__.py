@@ -1,5 +1,5 @@
-"""Kernels in Triton, called through jax-triton: NVIDIA GPUs from compute capability 8.0 on.
+"""Kernels in Triton, called through jax-triton, for NVIDIA GPUs from compute capability 8.0 on.
 
-call.py launches kernels under every supported jax-triton. rows.py and linear_logp.py are what others import: they need
-neither triton nor jax-triton until one of their functions runs. The `*_kernels.py` beside them hold the device code.
+linear_logp.py and rows.py are what other packages import: they need neither triton nor jax-triton until one of their
+functions runs. The files `*_kernels.py` hold the device code, and call.py launches it under every supported jax-triton.
 """

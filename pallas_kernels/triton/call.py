@@ -1,4 +1,4 @@
-"""The one place that knows jax-triton's versions: 0.3.1 with triton 3.6, 0.4.1 with triton 3.7 and later."""
+"""Calls Triton kernels through jax-triton. Only this file knows how jax-triton's supported versions differ."""
 
 import functools
 import importlib.metadata
@@ -13,7 +13,8 @@ import jax
 Array = jax.Array
 _NONE: Mapping[int, int] = {}
 _PINNED = {"enable_fp_fusion": True, "ptx_version": 88}
-"""triton 3.10 changes the first one's default; the second keeps PTX readable by CUDA 12.9 and later, not the newest."""
+"""Options that do not follow triton's defaults. triton 3.10 changes the default of the first; the second keeps PTX
+readable for CUDA 12.9 and later, not for the newest CUDA alone."""
 PAIRS = "jax-triton 0.3.1 with triton 3.6, or jax-triton 0.4.1 with triton 3.7 or later"
 
 
@@ -25,7 +26,7 @@ def _version(package: str) -> str | None:
 
 
 def pair() -> str:
-    """What is installed, by name."""
+    """The names and versions of jax-triton and triton as they are installed."""
     return " with ".join(f"{name} {_version(name) or '(not installed)'}" for name in ("jax-triton", "triton"))
 
 
@@ -35,7 +36,7 @@ def _numbers(version: re.Match[str]) -> tuple[int, ...]:
 
 @functools.cache
 def why_missing() -> str | None:
-    """Why no kernel can be compiled here; None where one can. Imports neither package."""
+    """Why no kernel can be compiled here; None where kernels can. It imports neither jax-triton nor triton."""
     bridge, compiler = (re.match(r"(\d+)\.(\d+)", _version(name) or "") for name in ("jax-triton", "triton"))
     if bridge and compiler:
         needed = (3, 7) if _numbers(bridge) >= (0, 4) else (3, 6)
@@ -55,10 +56,11 @@ def launch(
     num_stages: int = 1,
     aliases: Mapping[int, int] = _NONE,
 ) -> tuple[Array, ...]:
-    """`kernel(*arguments, *outputs, **constants)` on `grid` programs; returns the outputs.
+    """Run `kernel(*arguments, *outputs, **constants)` on `grid` programs and return the outputs.
 
-    aliases: argument -> output that takes its memory. The kernel's parameter for such an output, which must come behind
-    those of all others, is None under jax-triton 0.4.1 and the argument's own address under 0.3.1.
+    aliases maps the index of an argument to the index of the output that takes its memory. The kernel's parameter for
+    such an output must come behind those of all other outputs; it is None under jax-triton 0.4.1 and the argument's own
+    address under 0.3.1.
     """
     import jax_triton
 
@@ -71,6 +73,6 @@ def launch(
         first = len(arguments) + len(outputs) - len(aliases)
         options |= dict.fromkeys(names[first:])
     with warnings.catch_warnings():
-        # 0.4.1 prefers references, which may not vary over a mesh axis inside shard_map.
+        # jax-triton 0.4.1 deprecates aliases in favour of references, which may not vary over a mesh axis in shard_map.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         return jax_triton.triton_call(*arguments, kernel=kernel, input_output_aliases=dict(aliases), **options)

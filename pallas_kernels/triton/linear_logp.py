@@ -1,7 +1,8 @@
-"""linear_logp without the logits: partial softmaxes, and for each slice of the vocabulary dlogits, dH, dW and db.
+"""The Triton kernels of linear_logp as functions: partial softmaxes, and for each slice of the vocabulary dlogits, dH,
+dW and db. All logits are never held at once.
 
-One tile configuration for every GPU from Ampere on: at most 163 KiB of shared memory, copies without TMA. No tile and
-no grid depends on the number of tokens in a way that reaches a bit of a row.
+One tile serves every GPU from Ampere on: it takes at most 163 KiB of shared memory and copies without TMA. Neither
+tiles nor grids depend on the number of tokens in a way that reaches a bit of a row.
 """
 
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ import jax.numpy as jnp
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
-ROWS, COLUMNS, DEPTH = 128, 128, 64
-"""One tile of a product, and the block of K that it takes at a time."""
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 128, 64
+"""Rows and columns of one tile of a product, and the block of K that it takes at a time. A softmax chunk is as wide."""
 _BAND = 16
-_WARPS = 8
-_STAGES = 3
+_TILE_WARPS = 8
+_TILE_STAGES = 3
 _FOLD_ROWS = 16
 _SUM_ROWS, _SUM_COLUMNS = 64, 128
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The static facts of one head `[V, D]` ("vd") or `[D, V]` ("dv"), and of the softmax's tree over it."""
+    """The static facts of a head `[V, D]` ("vd") or `[D, V]` ("dv") and of the softmax's tree over it."""
 
     dim: int
     vocab_size: int
@@ -35,8 +36,8 @@ class HeadShape:
 
     @property
     def group_chunks(self) -> int:
-        """Chunks of 256 columns in a group; the last one may be narrower."""
-        return -(-self.group_width // COLUMNS)
+        """How many chunks of `TILE_COLUMNS` columns a group has; the last one may be narrower."""
+        return -(-self.group_width // TILE_COLUMNS)
 
     @property
     def _constants(self) -> dict[str, Any]:
@@ -47,13 +48,15 @@ class HeadShape:
         return {**self._constants, "softcap": self.softcap}
 
 
-_TILE = {"rows": ROWS, "columns": COLUMNS, "depth": DEPTH, "band": _BAND}
+_TILE = {"rows": TILE_ROWS, "columns": TILE_COLUMNS, "depth": TILE_DEPTH, "band": _BAND}
 
 
 class KernelOperands(NamedTuple):
-    """hidden `[rows, D]`, whole tiles of rows and 0 from `active_rows` on; weight as its head says; bias `[V]` or None.
+    """The operands that every kernel of one call shares.
 
-    active_rows, real_columns int32 `[1]`: rows that count, and the true vocabulary's size.
+    hidden `[rows, D]` holds whole tiles of rows and is 0 from row `active_rows` on. weight is stored as the `HeadShape`
+    says. bias is `[V]` or None. active_rows and real_columns, int32 `[1]`, are how many rows count and the size of the
+    true vocabulary.
     """
 
     hidden: Array
@@ -63,8 +66,12 @@ class KernelOperands(NamedTuple):
     real_columns: Array
 
 
-class Partials(NamedTuple):
-    """The softmax over some columns' z = logits / T: maximum, Σ e^(z − max), target's z, Σ e^(z − max)·(max − z)."""
+class PartialSoftmax(NamedTuple):
+    """The softmax of each row over some columns of z = logits / temperature.
+
+    maximum is max z, total is Σ e^(z − maximum), target is the z of the row's target, 0 where it is not among the
+    columns, and gap is Σ e^(z − maximum)·(maximum − z), or None where no entropy is asked for.
+    """
 
     maximum: Array
     total: Array
@@ -72,8 +79,12 @@ class Partials(NamedTuple):
     gap: Array | None
 
 
-class Coefficients(NamedTuple):
-    """float32 `[rows]`: a logit's gradient is p·(constant + slope·ln p), at the target `at_target`."""
+class LogitCoefficients(NamedTuple):
+    """What the gradients of a row's logits are computed from, float32 `[rows]` each.
+
+    A logit's gradient is p·(constant + slope·ln p); the target's is `at_target`. slope is None where no entropy has an
+    upstream gradient.
+    """
 
     constant: Array
     slope: Array | None
@@ -81,7 +92,11 @@ class Coefficients(NamedTuple):
 
 
 class ColumnRange(NamedTuple):
-    """int32 `[1]`: first column of a slice, of the chain of dH that it belongs to, and the end of that."""
+    """The columns of one slice, int32 `[1]` each.
+
+    start is the slice's first column. dH is summed up in chains of slices, and chain_start and chain_end are the first
+    column of the slice's chain and the one behind its last.
+    """
 
     start: Array
     chain_start: Array
@@ -89,11 +104,13 @@ class ColumnRange(NamedTuple):
 
 
 def padded(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below n."""
     return -(-n // multiple) * multiple
 
 
 def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // ROWS) * -(-columns // COLUMNS)
+    """How many tiles a result of this size has."""
+    return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
 
 
 def _vector(n: int) -> jax.ShapeDtypeStruct:
@@ -102,8 +119,11 @@ def _vector(n: int) -> jax.ShapeDtypeStruct:
 
 def group_partials(
     head: HeadShape, operands: KernelOperands, target_ids: Array, temperature: Array, *, with_gap: bool
-) -> Partials:
-    """The softmax over each group of the tree, `[groups, rows]`, from target_ids int32 and temperature `[rows]`."""
+) -> PartialSoftmax:
+    """The softmax of each row over each group of the tree, `[groups, rows]`.
+
+    target_ids int32 and temperature float32 are `[rows]`. with_gap: an entropy is asked for.
+    """
     from pallas_kernels.triton import head_kernels
 
     n = operands.hidden.shape[0]
@@ -121,9 +141,9 @@ def group_partials(
             "groups": head.groups,
             "group_width": head.group_width,
         },
-        grid=_tiles(n, chunks * COLUMNS),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        grid=_tiles(n, chunks * TILE_COLUMNS),
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
     )
     of_group = jax.ShapeDtypeStruct((head.groups, n), jnp.float32)
     width = 1 << (head.group_chunks - 1).bit_length()
@@ -141,7 +161,7 @@ def group_partials(
         grid=n // _FOLD_ROWS * head.groups,
         num_warps=4,
     )
-    return Partials(maximum, total, target, gap if with_gap else None)
+    return PartialSoftmax(maximum, total, target, gap if with_gap else None)
 
 
 def coefficients(
@@ -153,21 +173,24 @@ def coefficients(
     g_lse: Array | None,
     g_entropy: Array | None,
     lift: Array,
-) -> Coefficients:
-    """From upstream gradients, all `[rows]`; `lift` is what the gradients of logits are multiplied by."""
-    from pallas_kernels.triton import head_kernels
+) -> LogitCoefficients:
+    """The coefficients of logits' gradients from the upstream gradients, all float32 `[rows]`.
+
+    The gradients of a row's logits are multiplied by `lift`. g_lse and g_entropy are None where nothing asks for them.
+    """
+    from pallas_kernels.triton import head_gradient_kernels
 
     n = logp.shape[0]
     other = (logp if x is None else x for x in (gap, g_logp, g_lse, g_entropy))
     constant, slope, at_target = launch(
-        head_kernels.coefficients,
+        head_gradient_kernels.coefficients,
         (temperature, log_sum, logp, *other, lift),
         (_vector(n), _vector(n), _vector(n)),
-        {"with_lse": g_lse is not None, "with_entropy": g_entropy is not None, "rows": ROWS},
-        grid=n // ROWS,
+        {"with_lse": g_lse is not None, "with_entropy": g_entropy is not None, "rows": TILE_ROWS},
+        grid=n // TILE_ROWS,
         num_warps=4,
     )
-    return Coefficients(constant, None if g_entropy is None else slope, at_target)
+    return LogitCoefficients(constant, None if g_entropy is None else slope, at_target)
 
 
 def dlogits(
@@ -177,18 +200,21 @@ def dlogits(
     temperature: Array,
     maximum: Array,
     log_sum: Array,
-    rows: Coefficients,
+    rows: LogitCoefficients,
     where: ColumnRange,
     slice_width: int,
 ) -> Array:
-    """Gradients of one slice's products hidden·Wᵀ, `[rows, slice_width]` in hidden's dtype; vectors `[rows]`."""
-    from pallas_kernels.triton import head_kernels
+    """The gradients of one slice's products hidden·Wᵀ, `[rows, slice_width]` in hidden's dtype.
+
+    target_ids, temperature, maximum and log_sum are `[rows]`; log_sum is the logarithm of the softmax's total.
+    """
+    from pallas_kernels.triton import head_gradient_kernels
 
     n = operands.hidden.shape[0]
     bias = temperature if operands.bias is None else operands.bias
     slope = rows.constant if rows.slope is None else rows.slope
     (out,) = launch(
-        head_kernels.dlogits,
+        head_gradient_kernels.dlogits,
         (
             *(operands.hidden, operands.weight, bias, target_ids, temperature, maximum, log_sum),
             *(rows.constant, slope, rows.at_target, operands.active_rows, operands.real_columns, where.start),
@@ -201,25 +227,30 @@ def dlogits(
             "slice_width": slice_width,
         },
         grid=_tiles(n, slice_width),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
     )
     return out
 
 
-def add_hidden_gradient(head: HeadShape, operands: KernelOperands, of_logits: Array, where: ColumnRange, chain: Array) -> Array:
-    """chain + dlogits·W over one slice, in chain's memory: float32 `[rows, D]`, whatever it holds before the first."""
-    from pallas_kernels.triton import head_kernels
+def add_hidden_gradient(
+    head: HeadShape, operands: KernelOperands, of_logits: Array, where: ColumnRange, chain: Array
+) -> Array:
+    """chain + dlogits·W over one slice, float32 `[rows, D]`, in chain's memory.
+
+    The first slice of a chain starts from 0, whatever `chain` holds.
+    """
+    from pallas_kernels.triton import head_gradient_kernels
 
     end = jnp.minimum(where.chain_end, operands.real_columns)
     (out,) = launch(
-        head_kernels.hidden_gradient,
+        head_gradient_kernels.hidden_gradient,
         (of_logits, operands.weight, operands.active_rows, where.start, where.chain_start, end, chain),
         (jax.ShapeDtypeStruct(chain.shape, chain.dtype),),
         {**head._constants, "slice_width": of_logits.shape[1]},
         grid=_tiles(*chain.shape),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
         aliases={6: 0},
     )
     return out
@@ -228,31 +259,31 @@ def add_hidden_gradient(head: HeadShape, operands: KernelOperands, of_logits: Ar
 def store_weight_gradient(
     head: HeadShape, operands: KernelOperands, of_logits: Array, unscale: Array, where: ColumnRange, d_weight: Array
 ) -> Array:
-    """d_weight with the slice's columns of dlogitsᵀ·H, times unscale `[1]`, rounded once; in d_weight's memory."""
-    from pallas_kernels.triton import head_kernels
+    """d_weight with one slice's part of dlogitsᵀ·H, times unscale `[1]` and rounded once, in d_weight's memory."""
+    from pallas_kernels.triton import head_gradient_kernels
 
     slice_width = of_logits.shape[1]
     end = jnp.minimum(where.chain_end, operands.real_columns)
     (out,) = launch(
-        head_kernels.weight_gradient,
+        head_gradient_kernels.weight_gradient,
         (of_logits, operands.hidden, unscale, operands.active_rows, where.start, end, d_weight),
         (jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype),),
         {**head._constants, "slice_width": slice_width},
         grid=_tiles(slice_width, head.dim) if head.layout == "vd" else _tiles(head.dim, slice_width),
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
         aliases={6: 0},
     )
     return out
 
 
 def column_sums(of_logits: Array, row_unscale: Array, count: Array) -> Array:
-    """Σ over rows of one slice's gradients times row_unscale `[rows]`: float32 `[slice_width]`."""
-    from pallas_kernels.triton import head_kernels
+    """The sum over rows of one slice's gradients times row_unscale `[rows]`, float32 `[slice_width]`."""
+    from pallas_kernels.triton import head_gradient_kernels
 
     slice_width = of_logits.shape[1]
     (out,) = launch(
-        head_kernels.column_sums,
+        head_gradient_kernels.column_sums,
         (of_logits, row_unscale, count),
         (_vector(slice_width),),
         {"slice_width": slice_width, "rows": _SUM_ROWS, "columns": _SUM_COLUMNS},

@@ -1,4 +1,4 @@
-"""Device code of rows.py, and the formulas that other kernels share with it."""
+"""Device code of rows.py, and the formulas that linear_logp's kernels share with it."""
 
 import triton
 import triton.language as tl
@@ -6,12 +6,12 @@ import triton.language as tl
 LN_2 = tl.constexpr(0.6931471805599453)
 MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
 SMALL = tl.constexpr(0.25)
-"""Below it 1 − exp(−2x) loses digits of tanh that its series keeps."""
+"""For arguments of tanh below it, 1 − exp(−2x) loses digits that the series of tanh keeps."""
 
 
 @triton.jit
-def capped(x, softcap: tl.constexpr):
-    """softcap(x), c·tanh(x/c): the hardware's own tanh is not accurate enough."""
+def softcapped(x, softcap: tl.constexpr):
+    """softcap(x) = c·tanh(x/c), or x without a softcap. The hardware's own tanh is not accurate enough."""
     if softcap is not None:
         share = x * (1.0 / softcap)
         e = tl.exp2(tl.abs(share) * MINUS_2_LOG2_E)
@@ -23,27 +23,30 @@ def capped(x, softcap: tl.constexpr):
 
 
 @triton.jit
-def derivative(x, softcap: tl.constexpr):
-    """Of softcap at x: 1 − tanh², without the cancellation where tanh is near 1."""
+def softcap_derivative(x, softcap: tl.constexpr):
+    """The derivative of softcap at x, 1 − tanh(x/c)², without the cancellation where tanh is near 1."""
     e = tl.exp2(tl.abs(x) * (MINUS_2_LOG2_E / softcap))
     return 4 * e / ((1 + e) * (1 + e))
 
 
 @triton.jit
 def subtractable(maximum):
-    """0 in the place of a maximum of −inf."""
+    """The maximum, or 0 where it is −inf, so that −inf minus it is not NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
 def finite_gap(y):
-    """−y, finite where y = −inf stands beside a weight of 0: 0·∞ must be 0."""
+    """−y, made finite where y = −inf: the exponential of such a y is 0, and 0·∞ must be 0."""
     return tl.minimum(-y, 1e30)
 
 
 @triton.jit
 def rescale(maximum, total, gap, new_maximum, scale, with_gap: tl.constexpr):
-    """Σ 2^y and Σ 2^y·(−y), y = (x − maximum)·scale, for another maximum, not smaller and not −inf."""
+    """The sums Σ 2^y and Σ 2^y·(−y) with y = (x − maximum)·scale, rescaled to a new maximum.
+
+    The new maximum is not smaller than the old one, and not −inf.
+    """
     y = (maximum - new_maximum) * scale
     factor = tl.exp2(y)
     if with_gap:
@@ -68,7 +71,7 @@ def statistics(
     depth: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """A row per program. Each lane keeps the maximum and the sums of its own columns; lanes are merged at the end."""
+    """Each program takes one row. A lane keeps the maximum and sums of its own columns; lanes are merged at the end."""
     row = tl.program_id(0)
     if tl.load(active + row) == 0:
         tl.store(maximum_out + row, 0.0)
@@ -87,7 +90,7 @@ def statistics(
         column = first + place
         x = tl.load(of_row + column, mask=column < columns, other=float("-inf")).to(tl.float32)
         if softcap is not None:
-            x = tl.where(column < columns, capped(x, softcap), float("-inf"))
+            x = tl.where(column < columns, softcapped(x, softcap), float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
         below = subtractable(new_maximum)
         total, gap = rescale(maximum, total, gap, below, scale, with_gap)
@@ -106,7 +109,7 @@ def statistics(
     target = tl.load(target_ids + row)
     is_here = (target >= 0) & (target < columns)
     x = tl.load(of_row + target, mask=is_here, other=0.0).to(tl.float32)
-    tl.store(target_out + row, capped(x, softcap))
+    tl.store(target_out + row, softcapped(x, softcap))
 
 
 @triton.jit
@@ -127,7 +130,7 @@ def gradients(
     with_slope: tl.constexpr,
     width: tl.constexpr,
 ):
-    """One block of one row per program; elements know nothing of each other."""
+    """Each program takes one block of one row. An element's gradient does not depend on other elements."""
     if out is None:
         out = logits
     blocks: tl.constexpr = (row_length + width - 1) // width
@@ -139,12 +142,12 @@ def gradients(
         tl.store(out + start + column, tl.zeros((width,), out.dtype.element_ty), mask=in_row)
         return
     raw = tl.load(logits + start + column, mask=column < columns, other=0.0).to(tl.float32)
-    y = (capped(raw, softcap) - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(log2_total + row)
+    y = (softcapped(raw, softcap) - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(log2_total + row)
     factor = tl.load(constant + row)
     if with_slope:
         factor -= tl.load(slope + row) * finite_gap(y)
     value = tl.where(column == tl.load(target_ids + row), tl.load(at_target + row), tl.exp2(y) * factor)
     if softcap is not None:
-        value *= derivative(raw, softcap)
+        value *= softcap_derivative(raw, softcap)
     value = tl.where(column < columns, value, 0.0)
     tl.store(out + start + column, value.to(out.dtype.element_ty), mask=in_row)

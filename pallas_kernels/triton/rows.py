@@ -1,6 +1,6 @@
-"""Softmax statistics and gradients of logits that are there already, `[N, V]` in bfloat16, float16 or float32.
+"""The Triton kernels over materialised logits `[N, V]` in bfloat16, float16 or float32: their softmax and gradients.
 
-A row is read once by each pass; an inactive one never. How a row is cut depends on V alone.
+Each pass reads a row once, and never reads an inactive row. How a row is cut into blocks depends on V alone.
 """
 
 from typing import Any
@@ -8,41 +8,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.logits import RowConfig, RowCoefficients, RowStatistics
+from pallas_kernels.logits import RowCoefficients, RowConfig, RowStatistics
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
-_WARPS = 4
+_ROW_WARPS = 4
 _LANES = 1024
-_DEPTH = 8
-"""Columns that each lane takes at a time: one maximum and one rescaling serve them all."""
+_LANE_COLUMNS = 8
+"""Columns that each lane takes at a time. One maximum and one rescaling serve them all."""
 _GRADIENT_WIDTH = 4096
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def block(columns: int) -> dict[str, int]:
     """How many lanes read a row of so many columns, and how many columns each lane reads at a time."""
     lanes = min(_LANES, _power_of_two(columns))
-    return {"lanes": lanes, "depth": min(_DEPTH, _power_of_two(-(-columns // lanes)))}
+    return {"lanes": lanes, "depth": min(_LANE_COLUMNS, _power_of_two(-(-columns // lanes)))}
 
 
 def gradient_width(row_length: int) -> int:
-    """Columns of one program."""
+    """How many columns of a row one program of the gradient's kernel takes."""
     return min(_GRADIENT_WIDTH, _power_of_two(row_length))
 
 
-def _constants(form: RowConfig, row_length: int) -> dict[str, Any]:
-    return {"row_length": row_length, "columns": form.columns, "softcap": form.softcap}
+def _constants(config: RowConfig, row_length: int) -> dict[str, Any]:
+    return {"row_length": row_length, "columns": config.columns, "softcap": config.softcap}
 
 
-def statistics(form: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array) -> RowStatistics:
-    """The softmax of each active row of `logits [N, V]`, N > 0; target_ids and active int32, temperature float32 `[N]`.
+def statistics(config: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array) -> RowStatistics:
+    """The softmax of each active row of `logits [N, V]`, N > 0.
 
-    target is 0 where it is none of these columns; an inactive row's total is 1, all else of it 0.
+    target_ids and active are int32, temperature is float32, `[N]` each. The result's target is 0 where the row's target
+    is not one of the columns. An inactive row has a total of 1, and its other values are 0.
     """
     from pallas_kernels.triton import row_kernels
 
@@ -52,19 +53,19 @@ def statistics(form: RowConfig, logits: Array, target_ids: Array, temperature: A
         row_kernels.statistics,
         (logits, target_ids, temperature, active),
         (row, row, row, row),
-        {**_constants(form, row_length), "with_gap": form.entropy, **block(form.columns)},
+        {**_constants(config, row_length), "with_gap": config.entropy, **block(config.columns)},
         grid=n,
-        num_warps=_WARPS,
+        num_warps=_ROW_WARPS,
     )
-    return RowStatistics(maximum, total, target, gap if form.entropy else None)
+    return RowStatistics(maximum, total, target, gap if config.entropy else None)
 
 
 def gradients(
-    form: RowConfig, logits: Array, target_ids: Array, active: Array, rows: RowCoefficients, in_place: bool
+    config: RowConfig, logits: Array, target_ids: Array, active: Array, rows: RowCoefficients, in_place: bool
 ) -> Array:
-    """The gradient of every logit `[N, V]`, in their dtype: 0 in rows that are not active and in padding columns.
+    """The gradient of every logit `[N, V]`, in the logits' dtype: 0 in rows that are not active and in padding columns.
 
-    in_place writes it where the logits are, of which XLA makes a copy first if anything else needs them.
+    in_place: the gradients take the logits' memory, and XLA copies the logits first if anything else needs them.
     """
     from pallas_kernels.triton import row_kernels
 
@@ -76,9 +77,9 @@ def gradients(
         row_kernels.gradients,
         (logits, target_ids, active, *vectors),
         (jax.ShapeDtypeStruct(logits.shape, logits.dtype),),
-        {**_constants(form, row_length), "with_slope": has_slope, "width": width},
+        {**_constants(config, row_length), "with_slope": has_slope, "width": width},
         grid=n * -(-row_length // width),
-        num_warps=_WARPS,
+        num_warps=_ROW_WARPS,
         aliases={0: 0} if in_place else {},
     )
     return out

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cuda import kernels
-from pallas_kernels.tiles import Tile
+from pallas_kernels.hopper.tiles import Tile
 from rlk_jax import det_gemm, explain, linear_logp
 from tests import helpers
 from tests.gpu.hopper import needs_cuda

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cuda import kernels as cuda_kernels
+from pallas_kernels.hopper.tiles import GemmPlan, Tile
 from pallas_kernels.mosaic import gemm as mosaic_gemm
-from pallas_kernels.tiles import Plan, Tile
 from rlk_jax import det_gemm, explain
 from tests import gemm
 from tests.gemm import Case
@@ -44,10 +44,10 @@ CASES = (
     Case("long K", 128, 14336, 512, out_dtype=jnp.float32),
 )
 PLANS = (
-    *(Plan(Tile(r, c, 4, x)) for r, c in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)) for x in (1, 2)),
-    Plan(Tile(band=1)),
-    Plan(Tile(64, 64, 8, 1)),
-    *(Plan(Tile(rows, columns, 4, 1), swapped=True) for rows in (64, 128) for columns in (8, 16, 32, 64)),
+    *(GemmPlan(Tile(r, c, 4, x)) for r, c in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)) for x in (1, 2)),
+    GemmPlan(Tile(band=1)),
+    GemmPlan(Tile(64, 64, 8, 1)),
+    *(GemmPlan(Tile(rows, columns, 4, 1), swapped=True) for rows in (64, 128) for columns in (8, 16, 32, 64)),
 )
 
 

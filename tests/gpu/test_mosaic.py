@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.mosaic import dlogits, gradients, statistics
-from pallas_kernels.tiles import Tile
 from rlk_jax import hopper, linear_logp
 from tests import helpers
 from tests.gpu import golden

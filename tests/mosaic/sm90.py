@@ -28,14 +28,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import topologies
 
-from pallas_kernels.head import Coefficients, HiddenGradient, Kept, Logits, Partials, Rows, Slice, Source
-from pallas_kernels.logits import Form, RowCoefficients
+from pallas_kernels.hopper.arrays import (
+    Coefficients,
+    GradientRows,
+    HiddenGradient,
+    KeptExponentials,
+    KeptRowMap,
+    LogitsConfig,
+    Partials,
+    VocabSlice,
+)
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, gemm_plan
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.mosaic import gradients, logits, statistics
-from pallas_kernels.mosaic.dlogits import coefficients, dlogits, from_powers
+from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
-from pallas_kernels.tiles import COLUMNS, Machine, gemm_plan
-from pallas_kernels.vocabulary import Head, Vocabulary
 from rlk_jax import det_gemm, dispatch, linear_logp
 from rlk_jax._tree import tree
 
@@ -72,11 +81,11 @@ class Problem:
         return max(self.rows, 128)
 
     @property
-    def head(self) -> Head:
+    def head(self) -> HeadAccess:
         whole = tree(self.vocab)
         groups = 1 if self.shard else whole.groups
         vocabulary = Vocabulary(whole.width - 1 if self.shard else self.vocab, groups, whole.width)
-        return Head(vocabulary, self.layout, self.copied)
+        return HeadAccess(vocabulary, self.layout, self.copied)
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
@@ -91,7 +100,7 @@ class Problem:
         scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
         bias = jax.ShapeDtypeStruct((self.slice_chunks * COLUMNS,), jnp.float32) if self.bias else None
         return {
-            "where": Slice(scalar, scalar, scalar, scalar if self.shard else None),
+            "where": VocabSlice(scalar, scalar, scalar, scalar if self.shard else None),
             "hidden": jax.ShapeDtypeStruct((self.rows, self.dim), self.dtype),
             "weight": self.weight,
             "bias": bias,
@@ -111,7 +120,7 @@ def forward(p: Problem) -> Configuration:
         new = [jax.new_ref(lax.empty(shape, jnp.float32)) if i < 3 or p.entropy else None for i in range(4)]
         out = Partials(*new)
         kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
-        logits, per_token = Logits(p.head, p.softcap), (target_ids, holds_target, temperature)
+        logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
         statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept)
         return jax.tree.map(jax.freeze, out)
 
@@ -135,7 +144,7 @@ def folds(p: Problem) -> Configuration:
 def logit_gradients(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, rows):
         out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
-        dlogits(Logits(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
+        dlogits(LogitsConfig(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
         return jax.freeze(out)
 
     return f"dlogits {p}", run, {**p.common(), "rows": p.coefficients()}
@@ -146,8 +155,11 @@ def row_coefficients(p: Problem) -> Configuration:
         return coefficients(rows, MACHINE)
 
     wanted = {"gap": p.entropy, "g_lse": p.lse, "g_entropy": p.entropy, "scale": p.dtype == jnp.float16}
-    rows = Rows(
-        *(p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32) for name in Rows._fields)
+    rows = GradientRows(
+        *(
+            p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32)
+            for name in GradientRows._fields
+        )
     )
     return f"coefficients {p}", run, {"rows": rows}
 
@@ -155,16 +167,16 @@ def row_coefficients(p: Problem) -> Configuration:
 def logit_gradients_from_powers(p: Problem, *, in_place: bool) -> Configuration:
     def run(where, kept, source, rows):
         if in_place:
-            out, kept = jax.new_ref(kept.powers), kept._replace(powers=None)
+            out, kept = jax.new_ref(kept.exponentials), kept._replace(exponentials=None)
         else:
             out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
-        from_powers(p.head.vocabulary, MACHINE, where, kept, source, rows, out)
+        dlogits_from_kept_exponentials(p.head.vocabulary, MACHINE, where, kept, source, rows, out)
         return jax.freeze(out)
 
     where = p.common()["where"]
     shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
-    arguments = {"where": where, "kept": Kept(p.dlogits_array(), shift)}
-    arguments |= {"source": Source(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
+    arguments = {"where": where, "kept": KeptExponentials(p.dlogits_array(), shift)}
+    arguments |= {"source": KeptRowMap(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
     return f"dlogits from powers{', in place' if in_place else ''} {p}", run, arguments
 
 
@@ -204,7 +216,7 @@ def bias_gradient(p: Problem) -> Configuration:
 
 def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) -> Iterator[Configuration]:
     """Statistics and gradients of rows of logits."""
-    form, count = Form(size, softcap, entropy), 64
+    form, count = RowConfig(size, softcap, entropy), 64
 
     def vector(dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count,), dtype)
@@ -429,7 +441,7 @@ def bare() -> Iterator[tuple[str, bool]]:
         holds_head = any("[32768," in x.split(" all-gather")[0] for x in gathers)
         yield (
             f"a bare call over {devices}, the head {spec}",
-            not holds_head and (("linear_logp_from_powers" in text) == (devices == 1)),
+            not holds_head and (("linear_logp_dlogits_from_kept_exponentials" in text) == (devices == 1)),
         )
 
 

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.tiles import GemmPlan, Machine, Tile
 from pallas_kernels.mosaic import gemm as kernel
-from pallas_kernels.tiles import Machine, Plan, Tile
 from rlk_jax import det_gemm, dispatch, mosaic
 from tests import gemm
 from tests.gemm import Case
@@ -76,7 +76,7 @@ def test_every_tile_and_every_layout(tile, layout, monkeypatch):
     a, b = p.a.T if layout[0] else p.a, p.b.T if layout[1] else p.b
     options = {"a_transposed": layout[0], "b_transposed": layout[1], "machine": MACHINE}
     expected = np.asarray(p.a, np.float32) @ np.asarray(p.b, np.float32)
-    with_plan(monkeypatch, Plan(tile))
+    with_plan(monkeypatch, GemmPlan(tile))
     for start, dtype in ((None, jnp.bfloat16), (p.start, jnp.float32)):
         actual = jax.jit(functools.partial(kernel.gemm, out_dtype=dtype, **options))(a, b, start)
         assert_same_bits(actual, jnp.asarray(expected + (0 if start is None else np.asarray(start)), dtype))
@@ -89,7 +89,7 @@ def test_every_tile_and_every_layout(tile, layout, monkeypatch):
 def test_swapped_operands(m, columns, rows, transpose_b, dtype, monkeypatch):
     case = Case("swapped", m, 72, 200, transpose_b, integers=True)
     p = gemm.make(case, jnp.float16)
-    with_plan(monkeypatch, Plan(Tile(rows, columns, 2, 1), swapped=True))
+    with_plan(monkeypatch, GemmPlan(Tile(rows, columns, 2, 1), swapped=True))
     actual = jax.jit(lambda p: gemm.call(case, p, "mosaic", out_dtype=dtype))(p)
     assert_same_bits(actual, jnp.asarray(gemm.gold(case, p).c, dtype))
 

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import dlogits, gradients, statistics
-from pallas_kernels.tiles import Machine
+from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.mosaic import head_kernels
 from rlk_jax import dispatch, linear_logp, mosaic
 from tests import helpers, policy_losses, shards
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
@@ -114,7 +114,7 @@ def test_large_softcaps_and_low_temperatures(softcap, temperature):
 
 @pytest.mark.parametrize(("operand", "kernel"), [(0, "store_weight_gradient"), (1, "add_hidden_gradient")])
 def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
-    monkeypatch.setattr(gradients, kernel, lambda *_: pytest.fail(f"{kernel} was launched"))
+    monkeypatch.setattr(head_kernels, kernel, lambda *_: pytest.fail(f"{kernel} was launched"))
     case = Case("frozen", (10,), 64, 300 + operand)
     p = helpers.make(case, jnp.bfloat16)
     call = lambda *x: linear_logp(*x, p.target_ids, implementation="mosaic").sum()  # noqa: E731
@@ -145,18 +145,18 @@ def test_ignored_rows_hold_anything():
 def seen(monkeypatch):
     """Which kernels made the gradients of logits, in order."""
     names = []
-    for name in ("dlogits", "from_powers"):
-        kernel = getattr(dlogits, name)
-        monkeypatch.setattr(dlogits, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
+    for name in ("dlogits", "dlogits_from_kept_exponentials"):
+        kernel = getattr(head_kernels, name)
+        monkeypatch.setattr(head_kernels, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
     return names
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "budget", "kernels"),
     [
-        (600, None, {"from_powers"}),
-        (600, 400_000, {"from_powers", "dlogits"}),
-        (601, 600_000, {"from_powers", "dlogits"}),
+        (600, None, {"dlogits_from_kept_exponentials"}),
+        (600, 400_000, {"dlogits_from_kept_exponentials", "dlogits"}),
+        (601, 600_000, {"dlogits_from_kept_exponentials", "dlogits"}),
     ],
 )
 def test_kept_exponentials(seen, vocab_size, budget, kernels):
@@ -188,7 +188,7 @@ def test_kernels_are_traced_under_x64_too(seen):
 
     with jax.enable_x64(True):
         jax.jit(jax.grad(loss, (0, 1))).trace(problem.hidden, problem.weight)
-    assert set(seen) == {"from_powers", "dlogits"}
+    assert set(seen) == {"dlogits_from_kept_exponentials", "dlogits"}
 
 
 def test_a_loss_in_one_call_keeps_exponentials(seen):
@@ -201,11 +201,11 @@ def test_a_loss_in_one_call_keeps_exponentials(seen):
         return policy_losses.lowered(loss, b, implementation="mosaic", **options), set(seen)
 
     one, kernels = lowered(Batch.loss)
-    assert kernels == {"from_powers"}
+    assert kernels == {"dlogits_from_kept_exponentials"}
     two, kernels = lowered(Batch.in_two_calls, memory_budget=400_000)
     # Another budget: jax would not trace the same call again, and nothing would be seen.
-    assert kernels == lowered(Batch.loss, memory_budget=401_000)[1] == {"from_powers", "dlogits"}
-    assert lowered(Batch.loss, return_entropy=True)[1] == {"from_powers"}
+    assert kernels == lowered(Batch.loss, memory_budget=401_000)[1] == {"dlogits_from_kept_exponentials", "dlogits"}
+    assert lowered(Batch.loss, return_entropy=True)[1] == {"dlogits_from_kept_exponentials"}
     found, expected = (program.compile()(*operands) for program, operands in (one, two))
     assert_same_bits(found, expected)
     assert np.asarray(found[1][0], np.float32).any()
@@ -222,8 +222,8 @@ def test_what_is_kept_serves_more_than_one_backward():
 
 
 def test_a_forward_without_a_backward_keeps_nothing(monkeypatch):
-    keeps, partials = [], statistics.partials
-    monkeypatch.setattr(statistics, "partials", lambda *x: keeps.append(x[-1] is not None) or partials(*x))
+    keeps, partials = [], head_kernels.partials
+    monkeypatch.setattr(head_kernels, "partials", lambda *x: keeps.append(x[-1] is not None) or partials(*x))
     case = Case("forward alone", (72,), 64, 300)
     p = helpers.make(case, jnp.bfloat16)
     call = lambda h: linear_logp(h, p.weight, p.target_ids, implementation="mosaic").sum()  # noqa: E731

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import rlk_jax
-from pallas_kernels.tiles import Machine
+from pallas_kernels.hopper.tiles import Machine
 from rlk_jax import dispatch, logp, mosaic
 from tests import logits as ops
 from tests import test_grpo_loss, test_logp, test_ratio_kl

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.tiles import (
+from pallas_kernels.hopper.tiles import (
     COLUMNS,
     DEPTH,
     SHARED_MEMORY,
@@ -18,7 +18,7 @@ from pallas_kernels.tiles import (
     padded,
     statistics_tile,
 )
-from pallas_kernels.vocabulary import Vocabulary
+from pallas_kernels.hopper.vocabulary import Vocabulary
 from rlk_jax import hopper
 from rlk_jax._problem import Needs, Options
 from rlk_jax._rows import compact

@@ -30,7 +30,7 @@ def test_ranks_keep_exponentials(changes, keeps, for_h200):
     """As many as the budget holds; the gradient of an entropy wants none."""
     options = {"return_entropy": False, "memory_budget": 2**28} | changes
     program = shards.lowered("mosaic", 16384, check_vma=True, reduction="sum", tokens=300, **options)
-    assert ("linear_logp_from_powers" in program) == keeps
+    assert ("linear_logp_dlogits_from_kept_exponentials" in program) == keeps
 
 
 @pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])

@@ -32,7 +32,7 @@ import triton
 from jax.experimental import topologies
 from jax_triton import triton_lib
 
-from pallas_kernels.logits import Form, RowCoefficients
+from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.triton import call, linear_logp, rows
 from rlk_jax import dispatch
 from rlk_jax import linear_logp as linear_logp_op
@@ -60,13 +60,13 @@ def head_program(layout: str, dtype: Any, options: dict[str, Any], bias: bool, v
     return name, jax.value_and_grad(loss, wanted), arguments
 
 
-def row_programs(form: Form, row_length: int, dtype: Any) -> Iterator[Program]:
+def row_programs(config: RowConfig, row_length: int, dtype: Any) -> Iterator[Program]:
     logits, row, ids = shape((64, row_length), dtype), shape((64,), jnp.float32), shape((64,), jnp.int32)
-    name = f"{row_length} {jnp.dtype(dtype).name} {form}"
-    yield f"rows' statistics {name}", functools.partial(rows.statistics, form), (logits, ids, row, ids)
-    slope = row if form.entropy else None
+    name = f"{row_length} {jnp.dtype(dtype).name} {config}"
+    yield f"rows' statistics {name}", functools.partial(rows.statistics, config), (logits, ids, row, ids)
+    slope = row if config.entropy else None
     for in_place in (False, True):
-        gradients = functools.partial(rows.gradients, form, in_place=in_place)
+        gradients = functools.partial(rows.gradients, config, in_place=in_place)
         coefficients = RowCoefficients(row, row, row, row, slope, row)
         yield f"rows' gradients {name}{' in place' if in_place else ''}", gradients, (logits, ids, ids, coefficients)
 
@@ -85,8 +85,8 @@ def programs() -> Iterator[Program]:
     for dtype, row_length, cap, gap in itertools.product(
         (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both
     ):
-        yield from row_programs(Form(row_length, cap, gap), row_length, dtype)
-    yield from row_programs(Form(31, None, True), 33, jnp.bfloat16)
+        yield from row_programs(RowConfig(row_length, cap, gap), row_length, dtype)
+    yield from row_programs(RowConfig(31, None, True), 33, jnp.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,10 @@ def sharded() -> Iterator[tuple[str, bool]]:
 
 def main() -> int:
     began = time.monotonic()
-    print(f"{call.pair()}; tile {linear_logp.ROWS} x {linear_logp.COLUMNS} x {linear_logp.DEPTH}", flush=True)
+    print(
+        f"{call.pair()}; tile {linear_logp.TILE_ROWS} x {linear_logp.TILE_COLUMNS} x {linear_logp.TILE_DEPTH}",
+        flush=True,
+    )
     count, failed = sum(1 for _ in programs()), 0
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for ok, line in pool.map(compile_one, range(count)):
