@@ -1,1 +1,1 @@
-"""The ops inside the JAX trainers of others: a module for each, which imports its trainer."""
+"""Adapters that put the ops into other JAX trainers. Each trainer has a module, which imports it."""

@@ -1,4 +1,4 @@
-"""Tunix: its policy losses on `linear_logp`, from hidden states and the head of the model, without the logits."""
+"""Tunix: its policy losses with `linear_logp`, from hidden states and the head of the model, without logits."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class Head(NamedTuple):
     bias: Float[Array, " V"] | None = None
     logit_softcap: float | None = None
     dtype: Any = None
-    """Of the product; None for the one that hidden, weight and bias promote to."""
+    """The dtype of the product; None for the one that hidden, weight and bias promote to."""
 
 
 def head_of(model: Any) -> Head:
@@ -48,7 +48,7 @@ def head_of(model: Any) -> Head:
     """
     if not any(c.__module__.partition(".")[0] == "tunix" for c in type(model).__mro__):
         raise _not_understood(model, "it is no model of Tunix's")
-    owner, name = _place(model)
+    owner, name = _head_attribute(model)
     module = model.lm_head if name == "lm_head" else owner
     if jax.tree.leaves(nnx.state(module, nnx.LoRAParam)):
         raise _not_understood(model, "LoRA adapts it")
@@ -56,19 +56,22 @@ def head_of(model: Any) -> Head:
     softcap = getattr(getattr(model, "config", None), "final_logit_softcap", None)
     if name == "decode":
         dtype = dtype or getattr(getattr(module, "config", None), "dtype", None)
-        return Head(_array(model, module.input_embedding), logit_softcap=softcap, dtype=dtype)
+        return Head(_array_of(model, module.input_embedding), logit_softcap=softcap, dtype=dtype)
     if isinstance(module, nnx.Linear):
-        bias = None if module.bias is None else _array(model, module.bias)
-        return Head(_array(model, module.kernel), "dv", bias, softcap, dtype)
+        bias = None if module.bias is None else _array_of(model, module.bias)
+        return Head(_array_of(model, module.kernel), "dv", bias, softcap, dtype)
     if getattr(module, "einsum_str", None) == "BTD,DV->BTV":
-        return Head(_array(model, module.w), "dv", None, softcap, dtype)
+        return Head(_array_of(model, module.w), "dv", None, softcap, dtype)
     raise _not_understood(model, f"its lm_head is {type(module).__module__}.{type(module).__name__}")
 
 
 def hidden_of(model: Any, tokens: Int[Array, "B T"], **arguments: Any) -> Float[Array, "B T D"]:
-    """What the model hands to its head when it is called; the head itself does not run.
+    """The hidden states that the model passes to its head when it is called; the head itself does not run.
 
-    For models whose head is their `lm_head`, or else their `embedder.decode`.
+    The head must be an `lm_head` of the model, or else its `embedder.decode`.
+
+    Raises:
+      ValueError: for a model without such a head, and for one that does not call it exactly once.
     """
     inputs: list[Array] = []
 
@@ -76,7 +79,7 @@ def hidden_of(model: Any, tokens: Int[Array, "B T"], **arguments: Any) -> Float[
         inputs.append(hidden)
         return hidden[..., :1]
 
-    with _replaced(*_place(model), record):
+    with _replaced(*_head_attribute(model), record):
         model(tokens, **arguments)
     if len(inputs) != 1:
         raise _not_understood(model, f"one call of the model calls its head {len(inputs)} times")
@@ -92,26 +95,27 @@ def register_policy_loss(
     implementation: str | None = None,
     memory_budget: int | None = None,
 ) -> Callable[..., Any]:
-    """Registers a policy loss of Tunix's once more, with log-probabilities and entropy from `linear_logp`.
+    """Registers a copy of a policy loss of Tunix whose log-probabilities and entropy come from `linear_logp`.
 
-    The formula is Tunix's own function, run with another `common.compute_per_token_logps`; Tunix itself and the loss of
-    the old name stay as they are.
+    The copy is Tunix's own function, run with another `common.compute_per_token_logps`; Tunix itself and the loss under
+    its old name stay as they are.
 
     Args:
-      name: for `GRPOConfig(policy_loss_fn=name)`.
-      loss: name of the registered loss; one of a user's own must call `common.compute_per_token_logps` with
-        return_logits=True, and hand the logits to `compute_entropy_from_logits` alone, as "grpo" and "ppo" do.
-      head: of the model, what makes its logits.
-      hidden: called as the model is, with it before the tokens, for its last hidden states `[B, T, D]`. The model is
-        the call's own copy.
+      name: the name of the copy, for `GRPOConfig(policy_loss_fn=name)`.
+      loss: the name of the registered loss to copy. A user's own loss must call `common.compute_per_token_logps` with
+        return_logits=True, and pass the logits to `compute_entropy_from_logits` only, as "grpo" and "ppo" do.
+      head: a function from the model to the `Head` that makes its logits.
+      hidden: a function that returns the last hidden states `[B, T, D]`. It is called with a model, which it may
+        change, and then with the arguments of the model's own call.
       implementation, memory_budget: as in `linear_logp`.
 
     Returns:
-      The loss that was registered.
+      The loss that was registered under `name`.
 
     Raises:
-      LookupError: Tunix's own, for a loss that is not registered.
-      RuntimeError: for a loss without that call, and for a version of Tunix whose call is another.
+      LookupError: Tunix's own error, for a loss that is not registered.
+      RuntimeError: for a loss that does not call `compute_per_token_logps` itself, and for a version of Tunix in which
+        that function takes no `return_logits`.
     """
     stock = function_registry.get_policy_loss_fn(loss)
     if "return_logits" not in inspect.signature(common.compute_per_token_logps).parameters:
@@ -133,14 +137,14 @@ def register_policy_loss(
 
 @dataclass(frozen=True)
 class _EntropyInsteadOfLogits:
-    """No array: a loss that does anything else with its logits fails."""
+    """Stands for the logits. It is no array, so a loss that does anything but compute the entropy of it fails."""
 
     value: Float[Array, "B C"] | None
 
 
 @dataclass(frozen=True)
 class _PerTokenLogps:
-    """What a loss takes for `common.compute_per_token_logps`."""
+    """The replacement of `common.compute_per_token_logps` in a copied loss."""
 
     head: Callable[[Any], Head]
     hidden: Callable[..., Array]
@@ -161,23 +165,25 @@ class _PerTokenLogps:
         segment_positions: Int[Array, "B C"] | None = None,
         temperature: float = 1.0,
     ) -> Any:
-        """logp of the completion `[B, C]`, and with return_logits its entropy in their place.
+        """The logp of the completion `[B, C]`; with return_logits also its entropy, where Tunix returns logits.
 
-        Packed sequences come with an empty prompt, and their first token has no row that predicts it: 0.
+        Packed sequences come with an empty prompt. No token predicts the first one of a row, so its values are 0.
         """
         model = nnx.merge(graphdef, state)
         tokens, positions, mask, segments = common.process_ids(
             prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids, segment_positions
         )
         arguments = {"positions": positions, "cache": None, "attention_mask": mask}
-        if _accepts(model, "segment_ids"):
+        if _accepts_argument(model, "segment_ids"):
             arguments["segment_ids"] = segments if segment_ids is None else segment_ids
         if images is not None:
             arguments["images"] = images
         hidden = self.hidden(model, tokens, **arguments)
         is_packed = segment_ids is not None
         count = completion_tokens.shape[1] - is_packed
-        found = _on_head(self.head(model), hidden[:, -count - 1 : -1], tokens[:, -count:], temperature, self.options)
+        found = _logps_on_head(
+            self.head(model), hidden[:, -count - 1 : -1], tokens[:, -count:], temperature, self.options
+        )
         if is_packed:
             found = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), found)
         if stop_gradient:
@@ -185,7 +191,7 @@ class _PerTokenLogps:
         return (found.logp, _EntropyInsteadOfLogits(found.entropy)) if return_logits else found.logp
 
 
-def _on_head(
+def _logps_on_head(
     head: Head, hidden: Array, target_ids: Array, temperature: float, options: dict[str, Any], entropy: bool = True
 ) -> LinearLogp:
     dtype = head.dtype or jnp.result_type(*(x for x in (hidden, head.weight, head.bias) if x is not None))
@@ -196,9 +202,9 @@ def _on_head(
         None if head.bias is None else head.bias.astype(dtype),
         weight_layout=head.weight_layout,
         logit_softcap=head.logit_softcap,
-        # Tunix leaves logits as they are where the rollout was greedy.
+        # After a greedy rollout Tunix passes a temperature of 0 and does not divide the logits.
         temperature=temperature or 1.0,
-        return_lse=True,  # a LinearLogp, also without the entropy
+        return_lse=True,  # This makes the result a LinearLogp also without the entropy.
         return_entropy=entropy,
         **options,
     )
@@ -206,7 +212,7 @@ def _on_head(
 
 @dataclass(frozen=True)
 class _ChunkedLogps:
-    """What Tunix takes for its `compute_chunked_logps`."""
+    """The replacement of Tunix's `common.compute_chunked_logps`."""
 
     stock: Any
     head: Callable[[Any], Head]
@@ -221,7 +227,7 @@ class _ChunkedLogps:
         chunk_size: int,
         return_entropy: bool,
     ) -> Any:
-        found = _on_head(self.head(model), hidden_states, target_ids, temperature, self.options, return_entropy)
+        found = _logps_on_head(self.head(model), hidden_states, target_ids, temperature, self.options, return_entropy)
         return (found.logp, found.entropy) if return_entropy else found.logp
 
 
@@ -231,18 +237,19 @@ def install_chunked_logps(
     implementation: str | None = None,
     memory_budget: int | None = None,
 ) -> None:
-    """Puts `linear_logp` in the place of Tunix's `common.compute_chunked_logps`, where there is one.
+    """Replaces Tunix's `common.compute_chunked_logps` by `linear_logp`.
 
-    No release up to 0.1.7 has it; Tunix's development head calls it, with a positive `compute_logps_chunk_size`, for
-    every log-probability: of the policy, the reference and the rollout. Once more changes the options. A step that is
-    compiled already keeps what it was compiled with.
+    No release up to 0.1.7 has that function. Tunix's development head calls it, with a positive
+    `compute_logps_chunk_size`, for every log-probability: of the policy, the reference and the rollout. A second call
+    changes the options. A step that is compiled already keeps what it was compiled with.
 
     Args:
-      head: of the model, what makes its logits.
-      implementation, memory_budget: as in `linear_logp`, in the place of Tunix's chunk size.
+      head: a function from the model to the `Head` that makes its logits.
+      implementation, memory_budget: as in `linear_logp`; they stand in for Tunix's chunk size.
 
     Raises:
-      RuntimeError: for a version of Tunix without that function, or with other parameters; nothing is changed then.
+      RuntimeError: for a version of Tunix without that function, or where it has other parameters; nothing is changed
+        then.
     """
     found = getattr(common, "compute_chunked_logps", None)
     parameters = [] if found is None else list(inspect.signature(found).parameters)
@@ -254,7 +261,7 @@ def install_chunked_logps(
 
 
 def uninstall_chunked_logps() -> None:
-    """Puts back Tunix's own function, where that of `install_chunked_logps` stands in its place."""
+    """Puts back Tunix's own function if `install_chunked_logps` has replaced it."""
     found = getattr(common, "compute_chunked_logps", None)
     if isinstance(found, _ChunkedLogps):
         _write_chunked(found.stock)
@@ -262,12 +269,12 @@ def uninstall_chunked_logps() -> None:
 
 def _write_chunked(function: Callable[..., Any]) -> None:
     common.compute_chunked_logps = function
-    # It calls the function under jit, by its name in the module.
+    # This jitted function looks the other one up in the module only when it is traced.
     common.compute_per_token_logps.clear_cache()
 
 
-def _place(model: Any) -> tuple[Any, str]:
-    """Whose attribute the model calls for its logits."""
+def _head_attribute(model: Any) -> tuple[Any, str]:
+    """The object and the name of its attribute that the model calls for its logits."""
     if hasattr(model, "lm_head"):
         return model, "lm_head"
     if hasattr(model, "embedder") and hasattr(model.embedder, "decode"):
@@ -277,7 +284,7 @@ def _place(model: Any) -> tuple[Any, str]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object, replaced by another; a method is hidden by one of the object's own."""
+    """Replace an attribute of an object while the context is open; a method is hidden by an attribute of the object."""
     original = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -289,14 +296,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _array(model: Any, variable: nnx.Variable) -> Array:
+def _array_of(model: Any, variable: nnx.Variable) -> Array:
     value = variable.get_value()
     if not isinstance(value, jax.Array):
         raise _not_understood(model, f"it holds a {type(value).__name__} where an array was expected")
     return value
 
 
-def _accepts(model: Any, name: str) -> bool:
+def _accepts_argument(model: Any, name: str) -> bool:
     parameters = inspect.signature(model.__call__).parameters
     return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 

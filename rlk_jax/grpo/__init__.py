@@ -1,4 +1,4 @@
-"""GRPO on per-token log-probs: the losses, and the configuration of `rlk grpo`. Imports jax only; no flax."""
+"""GRPO on per-token log-probs: the losses, and the configuration of `rlk grpo`. It imports jax, but not flax."""
 
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.losses import (

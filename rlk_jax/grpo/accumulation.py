@@ -1,4 +1,4 @@
-"""A batch in parts, one after the other: the memory of one part is enough."""
+"""Micro-batches: a batch is computed in equal parts, one after the other, in the memory that one part needs."""
 
 from collections.abc import Callable
 
@@ -8,69 +8,74 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 
-def in_parts[Carry, Rows](
+def scan_micro_batches[Carry, Rows](
     step: Callable[[Carry, Rows], tuple[Carry, Array]],
     carry: Carry,
     rows: Rows,
     *,
-    parts: int,
+    micro_batches: int,
     mesh: Mesh,
-    counts: Callable[[Rows], Bool[Array, ""]] | None = None,
+    is_active: Callable[[Rows], Bool[Array, ""]] | None = None,
 ) -> tuple[Carry, Array]:
-    """The last carry of `carry, beside = step(carry, part)` over all parts, and what `beside [B / parts, ...]` was of
-    all rows.
+    """Run `carry, output = step(carry, micro_batch)` over all micro-batches.
 
-    Every array of `rows` is `[B, ...]`, spread over "data", of which a device has a multiple of `parts`. Its k-th run
-    of rows belongs to part k, so no row leaves its device. Of two parts or more, one that does not count is left out:
-    beside is 0 there.
+    Returns the last carry, and the outputs `[B / micro_batches, ...]` of all steps joined to `[B, ...]`, in the order
+    of the rows.
+
+    Every array of `rows` is `[B, ...]` and sharded over "data"; the number of rows of a device is a multiple of
+    `micro_batches`. A device cuts its own rows into equal runs and gives the k-th run to micro-batch k, so no row
+    leaves its device. Where there is more than one micro-batch, those for which `is_active` is false are skipped, and
+    their outputs are 0.
     """
-    if parts == 1:  # XLA would only round otherwise around a loop
+    if micro_batches == 1:  # A loop around the step would only change how XLA rounds it.
         return step(carry, rows)
-    shards, spread = mesh.shape["data"], NamedSharding(mesh, PartitionSpec(None, "data"))
+    shards, sharding = mesh.shape["data"], NamedSharding(mesh, PartitionSpec(None, "data"))
 
-    def cut(x: Array) -> Array:
-        runs = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(runs.reshape(parts, -1, *x.shape[1:]), spread)
+    def split(x: Array) -> Array:
+        runs = x.reshape(shards, micro_batches, -1, *x.shape[1:]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(runs.reshape(micro_batches, -1, *x.shape[1:]), sharding)
 
     def join(x: Array) -> Array:
-        return x.reshape(parts, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
+        return x.reshape(micro_batches, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-    def leave_out(carry: Carry, part: Rows) -> tuple[Carry, Array]:
-        beside = jax.eval_shape(step, carry, part)[1]
-        return carry, jnp.zeros(beside.shape, beside.dtype)
+    def skip(carry: Carry, micro_batch: Rows) -> tuple[Carry, Array]:
+        output = jax.eval_shape(step, carry, micro_batch)[1]
+        return carry, jnp.zeros(output.shape, output.dtype)
 
-    def step_or_not(carry: Carry, part: tuple[Array, Rows]) -> tuple[Carry, Array]:
-        return jax.lax.cond(part[0], step, leave_out, carry, part[1])
+    def step_or_skip(carry: Carry, flagged: tuple[Array, Rows]) -> tuple[Carry, Array]:
+        active, micro_batch = flagged
+        return jax.lax.cond(active, step, skip, carry, micro_batch)
 
-    each = jax.tree.map(cut, rows)
-    if counts is None:
-        carry, beside = jax.lax.scan(step, carry, each)
-    else:  # all are counted before the loop, in which devices would have to agree on each
-        carry, beside = jax.lax.scan(step_or_not, carry, (jax.vmap(counts)(each), each))
-    return carry, join(beside)
+    stacked = jax.tree.map(split, rows)
+    if is_active is None:
+        carry, outputs = jax.lax.scan(step, carry, stacked)
+    else:  # All flags are computed before the loop; inside it, devices would have to agree on each of them.
+        carry, outputs = jax.lax.scan(step_or_skip, carry, (jax.vmap(is_active)(stacked), stacked))
+    return carry, join(outputs)
 
 
 def accumulated_gradients[Params, Rows](
-    loss_of: Callable[[Params, Rows], tuple[Float[Array, ""], Array]],
+    loss_fn: Callable[[Params, Rows], tuple[Float[Array, ""], Array]],
     params: Params,
     rows: Rows,
     *,
-    parts: int,
+    micro_batches: int,
     mesh: Mesh,
-    counts: Callable[[Rows], Bool[Array, ""]] | None = None,
+    is_active: Callable[[Rows], Bool[Array, ""]] | None = None,
 ) -> tuple[Params, Array]:
-    """Σ over parts of the gradients of `loss_of(params, part)`, and what it returns beside its loss, for all rows.
+    """Σ over micro-batches of the gradients of `loss_fn(params, micro_batch)`, added in ascending order.
 
-    Parts are those of `in_parts`, added in ascending order.
+    The second result is the auxiliary output of `loss_fn`, for all rows. `scan_micro_batches` says how rows are cut
+    and which micro-batches are skipped.
     """
 
-    gradients_of = jax.grad(loss_of, has_aux=True)
-    if parts == 1:  # is no sum
-        return gradients_of(params, rows)
+    gradients_fn = jax.grad(loss_fn, has_aux=True)
+    if micro_batches == 1:  # There is nothing to add up.
+        return gradients_fn(params, rows)
 
-    def add(total: Params, part: Rows) -> tuple[Params, Array]:
-        gradients, beside = gradients_of(params, part)
-        return jax.tree.map(jnp.add, total, gradients), beside
+    def add(total: Params, micro_batch: Rows) -> tuple[Params, Array]:
+        gradients, output = gradients_fn(params, micro_batch)
+        return jax.tree.map(jnp.add, total, gradients), output
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return in_parts(add, zeros, rows, parts=parts, mesh=mesh, counts=counts)
+    return scan_micro_batches(add, zeros, rows, micro_batches=micro_batches, mesh=mesh, is_active=is_active)

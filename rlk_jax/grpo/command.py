@@ -10,14 +10,14 @@ from rich.console import Console
 
 from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
-from rlk_jax.grpo.tasks import task_of
+from rlk_jax.grpo.tasks import load_task
 
 _EXTRA_PACKAGES = {"flax", "optax", "orbax", "matplotlib"}
 _DESCRIPTION = "Train a small Flax policy by GRPO: a supervised warm start, then exact-answer rewards."
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `grpo` with one option per field of `GrpoConfig`, and its output folder."""
+    """Add the command `grpo`, with its output folder and one option for each field of `GrpoConfig`."""
     parser = subparsers.add_parser("grpo", help=_DESCRIPTION, description=_DESCRIPTION)
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, metrics and report")
     existing = parser.add_mutually_exclusive_group()
@@ -39,7 +39,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(arguments: argparse.Namespace) -> int:
     """Train as the parsed arguments say.
 
-    The exit status: 0 done, 1 diverged, 2 bad input or files that cannot be written, 128 + signal when interrupted.
+    Returns the exit status: 0 when done, 1 when diverged, 2 for bad input or files that cannot be written, 128 + signal
+    when interrupted.
     """
     with stop_on_signal() as stop:
         try:
@@ -61,19 +62,19 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
             raise
         raise BadInput(f"{error.name} is not installed: pip install 'rlk-jax[grpo]'") from error
 
-    task = task_of(config)
+    task = load_task(config)
     steps = build_steps(config, task, make_mesh(config))
     folder, console = RunFolder(arguments.out), Console()
-    if stop.signal is not None:  # before --overwrite deletes anything
+    if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.
         return say_stopped(console, stop.signal, is_saved=arguments.resume)
     if arguments.resume:
         opened = folder.resume(config, task.digest)
     else:
         opened = folder.start(config, task.digest, overwrite=arguments.overwrite)
-    with opened, folder.programs_kept():
+    with opened, folder.keep_programs():
         return train(config, steps, folder, console, stop)
 
 
 def _plain_type(annotation: typing.Any) -> type:
-    """`int`, `float` or `str` from an annotation that may be optional."""
+    """`int`, `float` or `str`, from a type annotation that may be optional."""
     return next((member for member in typing.get_args(annotation) if member is not type(None)), annotation)

@@ -1,4 +1,4 @@
-"""Every choice of a `rlk grpo` run, in one frozen dataclass that checks itself."""
+"""The configuration of a `rlk grpo` run: one frozen dataclass that checks itself."""
 
 import math
 import numbers
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from rlk_jax.losses import LossOptions
 
-_OF_ARITHMETIC = ("max_operand", "demonstration_errors")
+_ARITHMETIC_FIELDS = ("max_operand", "demonstration_errors")
 
 
 class BadInput(ValueError):
-    """Something that the user gave cannot work; the command line shows it as one line."""
+    """An input of the user that cannot work; the command line shows it as one line."""
 
 
 class Diverged(ArithmeticError):
-    """Training left the finite numbers; the command line shows it as one line."""
+    """A number in training is not finite; the command line shows it as one line."""
 
 
 class Bounds(NamedTuple):
-    """What a number must keep: `minimum` included, `above` and `below` not."""
+    """The bounds of a number: at least `minimum`, greater than `above`, less than `below`."""
 
     minimum: float | None = None
     above: float | None = None
@@ -36,14 +36,14 @@ def _option(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of `GrpoConfig`: its command-line help and the bounds that a value must keep."""
+    """A field of `GrpoConfig`, with its command-line help and the bounds of its value."""
     return field(default=default, metadata={"help": description, "bounds": Bounds(minimum, above, below)})
 
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """One run of `rlk grpo`; equal configs give equal parameters, bit for bit, on equal CPUs and versions (GPUs:
-    docs/grpo.md).
+    """One run of `rlk grpo`. Equal configurations give equal parameters, bit for bit, on equal CPUs and versions;
+    docs/grpo.md says what holds on GPUs.
 
     Raises BadInput, in one line that names the field, for a value that cannot work.
     """
@@ -57,10 +57,10 @@ class GrpoConfig:
     micro_batches: int = _option(1, "equal parts of a batch whose gradients are added up, to save memory", minimum=1)
     packing: bool = _option(
         False,
-        "updates take several sequences to a row of tokens, and leave out the parts of a batch that are empty then",
+        "updates pack several sequences into a row of tokens, and skip micro-batches that are empty then",
     )
     rollout_buckets: int = _option(
-        1, "equal parts of a rollout, of prompts of about the same length and padded to little more", minimum=1
+        1, "equal parts of a rollout; a part holds prompts of about the same length, padded to little more", minimum=1
     )
     warmup_learning_rate: float = _option(2e-3, "learning rate of the supervised phase", above=0)
     learning_rate: float = _option(3e-4, "learning rate of GRPO", above=0)
@@ -78,16 +78,17 @@ class GrpoConfig:
     )
     prompts: str | None = _option(None, "JSONL file of prompt/answer pairs, instead of arithmetic")
     mesh: str = _option(
-        "data=1,tensor=1", "devices along each mesh axis: batches are cut over data, the LM head over tensor"
+        "data=1,tensor=1", "devices along each mesh axis: batches are sharded over data, the LM head over tensor"
     )
     implementation: str | None = _option(
-        None, "implementation of linear_logp (default: the fastest that runs, with invariant that promises bits)"
+        None, "implementation of linear_logp (default: the fastest that runs; with invariant, one that promises bits)"
     )
     compute_dtype: str = _option(
-        "float32", "what dense layers, attention and LM head compute in: float32 or bfloat16; parameters are float32"
+        "float32",
+        "dtype of dense layers, attention and LM head: float32 or bfloat16; parameters are float32",
     )
     invariant: bool = _option(
-        False, "layers of rlk_jax.nn: the log-probs of a rollout are those of training, bit for bit (bfloat16 only)"
+        False, "use layers of rlk_jax.nn: the log-probs of a rollout are those of training, bit for bit (bfloat16 only)"
     )
     shuffle_advantages: bool = _option(False, "control: permute advantages over the samples, so nothing is learnt")
     checkpoint_every: int = _option(100, "steps between checkpoints", minimum=1)
@@ -96,7 +97,7 @@ class GrpoConfig:
         for option in fields(self):
             _check_bounds(option.name, getattr(self, option.name), option.metadata["bounds"])
         changed = {option.name for option in fields(self) if getattr(self, option.name) != option.default}
-        for name in _OF_ARITHMETIC:
+        for name in _ARITHMETIC_FIELDS:
             if self.prompts is not None and name in changed:
                 raise BadInput(f"{name} is of the arithmetic prompts: it has no meaning beside prompts")
         self.loss_options()
@@ -125,7 +126,7 @@ class GrpoConfig:
         return int(sizes[0]), int(sizes[1])
 
     def loss_options(self) -> LossOptions:
-        """The loss of GRPO's updates. Raises BadInput for numbers that it does not take."""
+        """The options of the loss of GRPO's updates. Raises BadInput for numbers that it does not take."""
         try:
             return LossOptions(clip_eps=self.clip_eps, beta=self.beta)
         except ValueError as error:
@@ -133,7 +134,7 @@ class GrpoConfig:
 
     @property
     def total_steps(self) -> int:
-        """Steps of both phases; checkpoints and metrics count them through."""
+        """Steps of both phases; checkpoints and metrics number them from 0 through both."""
         return self.warmup_steps + self.grpo_steps
 
 

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
+"""What a run prints: a progress bar on a terminal, plain lines elsewhere, and a table at the end."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class ShowStep(Protocol):
 
 @contextmanager
 def progress(console: Console, start: int, total: int, throughput: Throughput) -> Iterator[ShowStep]:
-    """A function to call after every step, which adds it to the throughput."""
+    """Yields a function to call after every step: it shows the step and adds its tokens to the throughput."""
     numbers_wrap = TextColumn("{task.description}", table_column=Column())
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), numbers_wrap)
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -40,7 +40,7 @@ def progress(console: Console, start: int, total: int, throughput: Throughput) -
     def show(done: int, phase: str, metrics: Mapping[str, float]) -> None:
         throughput.add(phase, metrics["tokens"], time.monotonic())
         shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
-        numbers = " ".join(shown + _usage(throughput, phase))
+        numbers = " ".join(shown + _usage_texts(throughput, phase))
         bar.update(task, completed=done, description=f"{phase} {numbers}")
         if not console.is_terminal and (done % PLAIN_LINE_EVERY == 0 or done in (start + 1, total)):
             console.print(f"{phase} step {done}/{total} {numbers}", highlight=False, soft_wrap=True)
@@ -50,8 +50,8 @@ def progress(console: Console, start: int, total: int, throughput: Throughput) -
         yield show
 
 
-def _usage(throughput: Throughput, phase: str) -> list[str]:
-    """What is known of a phase's speed, and of the process's memory."""
+def _usage_texts(throughput: Throughput, phase: str) -> list[str]:
+    """Texts of a phase's speed and of the peak memory, as far as they are known."""
     texts = []
     if phase in throughput.per_second:
         texts.append(f"{throughput.per_second[phase]:.0f} tokens/s")
@@ -61,7 +61,7 @@ def _usage(throughput: Throughput, phase: str) -> list[str]:
 
 
 def print_usage(console: Console, throughput: Throughput) -> None:
-    """A table of the phases' speed, and the most memory that was held so far; nothing of a run without two steps."""
+    """Print a table of the phases' speeds, and the peak memory so far; nothing where no phase had a second step."""
     if not throughput.per_second:
         return
     table = Table("phase", "tokens/s")
@@ -85,6 +85,6 @@ def final_table(before: Mapping[str, float], after: Mapping[str, float]) -> Tabl
 
 
 def print_files(console: Console, folder: RunFolder) -> None:
-    """Where the run's files are."""
+    """Print where the files of the run are."""
     for name in ("report", "metrics", "summary", "checkpoints"):
         console.print(f"{name}: {getattr(folder, name)}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The LM head of a run on its mesh: how it is cut along the vocabulary, and linear_logp on it."""
+"""The LM head of a run on its mesh: how it is sharded along the vocabulary, and linear_logp on it."""
 
 import functools
 from collections.abc import Callable
@@ -15,24 +15,24 @@ from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
 from rlk_jax.grpo.config import BadInput
 
 IGNORED = -100
-"""Target of a token that counts for nothing."""
+"""Target id of a token that counts for nothing: its log-prob is 0 and it has no gradient."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """A head of `vocab_size` columns on a mesh ("data", "tensor"); with one device along "tensor" it is never cut.
+class MeshHead:
+    """A head of `vocab_size` columns on a mesh ("data", "tensor"); it stays whole where "tensor" has one device.
 
-    The trees of its methods hold heads under the name `lm_head`: parameters, gradients, optimizer states.
+    Methods that take a tree (parameters, gradients, optimizer states) change the arrays named `lm_head` in it.
     """
 
     mesh: Mesh
     vocab_size: int
     implementation: str | None
     dtype: DTypeLike = jnp.float32
-    """That hidden states and heads are rounded to before log-probs are computed; parameters are float32."""
+    """Hidden states and head are rounded to this dtype before log-probs are computed; parameters are float32."""
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         return self.mesh.shape["tensor"]
 
     @property
@@ -40,50 +40,58 @@ class Head:
         """Whether training has the same bits with every number of shards."""
         return self.implementation == "deterministic"
 
-    def cut[Tree](self, tree: Tree) -> Tree:
-        """Heads `[D, V]` as they are stored: padded with zeros to equal shards, one on each device along "tensor"."""
+    def shard[Tree](self, tree: Tree) -> Tree:
+        """The tree with its heads `[D, V]` as they are stored: padded with zeros and cut into equal shards, one on
+        each device along "tensor".
+        """
 
         def stored(kernel: Array) -> Array:
-            padded = vocab_parallel.pad_lm_head(kernel, self.shards, weight_layout="dv")
-            return self._laid(self._laid(padded), None, "tensor")
+            padded = vocab_parallel.pad_lm_head(kernel, self.shard_count, weight_layout="dv")
+            return self._constrain(self._constrain(padded), None, "tensor")
 
-        return self._on_heads(stored, tree)
+        return self._map_heads(stored, tree)
 
-    def whole[Tree](self, tree: Tree) -> Tree:
-        """Heads as they were before `cut`, on every device: what computes with them is the program of one device."""
-        return self._on_heads(lambda kernel: self._laid(self._laid(kernel)[:, : self.vocab_size]), tree)
+    def unshard[Tree](self, tree: Tree) -> Tree:
+        """The inverse of `shard`: heads without padding, on every device, for code written for one device."""
+        return self._map_heads(lambda kernel: self._constrain(self._constrain(kernel)[:, : self.vocab_size]), tree)
 
-    def apart[Tree](self, tree: Tree) -> Tree:
-        """The same arrays. XLA fuses nothing across them, where cut heads must not change how it rounds the rest."""
+    def fusion_barrier[Tree](self, tree: Tree) -> Tree:
+        """The same arrays. Where training keeps its bits, XLA fuses nothing across this point, so a sharded head does
+        not change how the rest is rounded.
+        """
         return jax.lax.optimization_barrier(tree) if self.keeps_bits else tree
 
-    def passes_apart[T, R](self, function: Callable[[T], R]) -> Callable[[T], R]:
-        """The same function, `apart` from its backward pass: XLA merges the two in other ways on several devices."""
+    def with_fusion_barriers[T, R](self, function: Callable[[T], R]) -> Callable[[T], R]:
+        """The same function with a `fusion_barrier` between its forward and backward pass, which XLA would fuse in
+        other ways on several devices than on one.
+        """
         if not self.keeps_bits:
             return function
 
         def forward(argument: T) -> tuple[R, Callable[[R], tuple[T]]]:
-            value, pull_back = jax.vjp(function, argument)
-            return self.apart((value, pull_back))
+            value, vjp = jax.vjp(function, argument)
+            return self.fusion_barrier((value, vjp))
 
-        def backward(pull_back: Callable[[R], tuple[T]], upstream: R) -> tuple[T]:
-            return pull_back(self.apart(upstream))
+        def backward(vjp: Callable[[R], tuple[T]], upstream: R) -> tuple[T]:
+            return vjp(self.fusion_barrier(upstream))
 
-        with_passes = jax.custom_vjp(function)
-        with_passes.defvjp(forward, backward)
-        return with_passes
+        with_barriers = jax.custom_vjp(function)
+        with_barriers.defvjp(forward, backward)
+        return with_barriers
 
     def shardings(self, tree: Any) -> Any:
-        """Where each array of a tree lies whose heads are `cut`: all but heads on every device."""
-        everywhere = jax.tree.map(lambda _: self._sharding(), tree)
-        return self._on_heads(lambda _: self._sharding(None, "tensor"), everywhere)
+        """The sharding of each array of a tree that `shard` returned: all arrays but heads lie on every device."""
+        replicated = jax.tree.map(lambda _: self._sharding(), tree)
+        return self._map_heads(lambda _: self._sharding(None, "tensor"), replicated)
 
     def logps(
         self, hidden: Float[Array, "*lead D"], kernel: Float[Array, "D V"], target_ids: Int[Array, "*lead"]
     ) -> Float[Array, "*lead"]:
-        """fp32 log-prob of every target under a `cut` head, 0 where IGNORED; the first dimension lies over "data"."""
+        """fp32 log-prob of every target under a head that `shard` returned, 0 where IGNORED; the first dimension is
+        sharded over "data".
+        """
         op: Any = linear_logp
-        if self.mesh.size > 1:  # over data alone, too: inside shard_map, what the forward keeps stays where it is
+        if self.mesh.size > 1:  # Also over "data" alone: shard_map leaves the residuals of the forward where they are.
             op = functools.partial(
                 vocab_parallel.linear_logp,
                 mesh=self.mesh,
@@ -93,7 +101,7 @@ class Head:
                 reduction="canonical" if self.keeps_bits else "sum",
             )
         return op(
-            *self.apart((hidden.astype(self.dtype), kernel.astype(self.dtype))),
+            *self.fusion_barrier((hidden.astype(self.dtype), kernel.astype(self.dtype))),
             target_ids,
             ignore_index=IGNORED,
             weight_layout="dv",
@@ -101,20 +109,22 @@ class Head:
         )
 
     def logps_of_logits(self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> Float[Array, "B"]:
-        """fp32 log-prob of every token under logits of the whole head, 0 where IGNORED; rows lie over "data"."""
+        """fp32 log-prob of every token under logits of the whole vocabulary, 0 where IGNORED; rows are sharded over
+        "data".
+        """
         implementation = self.implementation if self.keeps_bits else None
         op, rows = functools.partial(logp, ignore_index=IGNORED, implementation=implementation), PartitionSpec("data")
         if self.mesh.size > 1:
             op = jax.shard_map(op, mesh=self.mesh, in_specs=(rows, rows), out_specs=rows)
-        return op(self.apart(logits), token_ids)
+        return op(self.fusion_barrier(logits), token_ids)
 
     def check(self, width: int) -> None:
-        """Raises BadInput when linear_logp cannot run on a head of this width here."""
+        """Raises BadInput when linear_logp cannot run here on a head of this width."""
         rows = self.mesh.shape["data"]
         hidden, target_ids = jnp.zeros((rows, width)), jnp.zeros(rows, jnp.int32)
 
         def logps() -> Array:
-            stored = self.cut({"lm_head": jnp.zeros((width, self.vocab_size))})
+            stored = self.shard({"lm_head": jnp.zeros((width, self.vocab_size))})
             return self.logps(hidden, stored["lm_head"], target_ids)
 
         try:
@@ -122,7 +132,7 @@ class Head:
         except ValueError as error:
             raise BadInput(str(error)) from error
 
-    def promising(self, width: int) -> "Head":
+    def with_promised_bits(self, width: int) -> "MeshHead":
         """The same head with an implementation that promises bits. Raises BadInput when the named one does not."""
         hidden = jax.ShapeDtypeStruct((1, width), self.dtype)
         kernel = jax.ShapeDtypeStruct((width, self.vocab_size), self.dtype)
@@ -136,11 +146,13 @@ class Head:
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def _laid(self, kernel: Array, *axes: str | None) -> Array:
+    def _constrain(self, kernel: Array, *axes: str | None) -> Array:
         return jax.lax.with_sharding_constraint(kernel, self._sharding(*axes))
 
-    def _on_heads[Tree](self, change: Callable[[Any], Any], tree: Tree) -> Tree:
+    def _map_heads[Tree](self, change: Callable[[Any], Any], tree: Tree) -> Tree:
+        """The tree with its heads changed, or the tree itself where heads are not sharded."""
+
         def changed(path: tuple[Any, ...], leaf: Any) -> Any:
             return change(leaf) if "lm_head" in jax.tree_util.keystr(path) else leaf
 
-        return tree if self.shards == 1 else jax.tree_util.tree_map_with_path(changed, tree)
+        return tree if self.shard_count == 1 else jax.tree_util.tree_map_with_path(changed, tree)

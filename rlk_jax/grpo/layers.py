@@ -1,4 +1,6 @@
-"""What the decoder computes with: stock layers, whose bits follow the shapes of a batch, or those of `rlk_jax.nn`."""
+"""The two kinds of layers that a decoder is built from: stock layers, whose bits depend on the shapes of a batch, and
+those of `rlk_jax.nn`, whose bits do not.
+"""
 
 import functools
 from collections.abc import Callable
@@ -17,24 +19,26 @@ ROTARY_BASE = 10_000.0
 
 
 class Slots(NamedTuple):
-    """Where the tokens of one call stand: what every layer needs besides their features."""
+    """Where the tokens of one call stand in their rows; attention and rotary embedding need it."""
 
-    start: int | Int[Array, ""]  # slot of the first token
-    padding: Int[Array, "B"] | Int[Array, "B T"]  # how many slots stand before a sequence, of a row or of each token
+    start: int | Int[Array, ""]
+    """The slot of the first token of the call."""
+    padding: Int[Array, "B"] | Int[Array, "B T"]
+    """How many slots stand before a sequence: one number per row, or one per token where a row holds several."""
 
     def positions(self, length: int) -> Int[Array, "B T"]:
-        """Of the call's tokens in their sequences: slot minus those before."""
-        return self.start + jnp.arange(length) - self.of_tokens
+        """The position of each token in its sequence: its slot minus the slots before the sequence."""
+        return self.start + jnp.arange(length) - self.token_padding
 
     @property
-    def of_tokens(self) -> Int[Array, "B #T"]:
+    def token_padding(self) -> Int[Array, "B #T"]:
         """`padding` of every token."""
         return self.padding if self.padding.ndim == 2 else self.padding[:, None]
 
 
 @dataclass(frozen=True)
 class Layers:
-    """One kind of layers. Dense ones and attention compute in `dtype`; parameters and residual stream are float32."""
+    """One kind of layers. Dense layers and attention compute in `dtype`; parameters and residual stream are float32."""
 
     dtype: DTypeLike
     dense: type[nnx.Linear]
@@ -47,11 +51,11 @@ class Layers:
     swiglu: Callable[[Array, Array], Array]
     """`silu(gate) · up` (Shazeer, arXiv 2002.05202)."""
     alignment: int
-    """Of several sequences in a row, each starts at a multiple of so many slots, to keep its bits."""
+    """Where a row holds several sequences, each must start at a multiple of so many slots to keep its bits."""
 
 
 def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
-    """Source: RoFormer, arXiv 2104.09864."""
+    """The rotary embedding of RoFormer (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     frequencies = ROTARY_BASE ** (-jnp.arange(half) / half)
     angles = (positions[..., None] * frequencies)[:, :, None, :]
@@ -62,7 +66,7 @@ def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[A
 
 def _attend(query: Array, keys: Array, values: Array, slots: Slots) -> Array:
     key, own = jnp.arange(keys.shape[1]), slots.start + jnp.arange(query.shape[1])
-    visible = (key <= own[:, None]) & (key >= slots.of_tokens[..., None])
+    visible = (key <= own[:, None]) & (key >= slots.token_padding[..., None])
     return jax.nn.dot_product_attention(query, keys, values, mask=visible[:, None])
 
 
@@ -76,7 +80,7 @@ def _swiglu(gate: Array, up: Array) -> Array:
 
 class _InvariantNorm(nnx.RMSNorm):
     def __call__(self, x: Float[Array, "*lead D"], mask: Array | None = None) -> Float[Array, "*lead D"]:
-        assert self.scale is not None  # nnx.RMSNorm has one by default
+        assert self.scale is not None  # nnx.RMSNorm has a scale by default.
         return nn.rms_norm(x, self.scale[...])
 
 
@@ -91,4 +95,6 @@ INVARIANT = Layers(
     nn.isolated(_swiglu),
     alignment=nn.BLOCK,
 )
-"""A token keeps its bits in any batch, padded, and decoded one by one through the cache; det_gemm wants 16 bits."""
+"""A token has the same bits in any batch, with any padding, and when it is decoded through the KV cache. The dtype is
+bfloat16 because det_gemm takes 16-bit operands only.
+"""

@@ -12,7 +12,7 @@ from rlk_jax.grpo.layers import STOCK, Layers, Slots
 
 
 class LayerCache(NamedTuple):
-    """Keys (already rotated) and values of one layer, one row per slot."""
+    """The rotated keys and the values of one layer, one row for each slot of the KV cache."""
 
     keys: Float[Array, "B S H E"]
     values: Float[Array, "B S H E"]
@@ -55,10 +55,10 @@ class SwiGLU(nnx.Module):
         return self.down(self.kind.swiglu(gate, up))
 
 
-_FEED_FORWARD = 3  # width of the feed-forward layer in model widths
+_FEED_FORWARD = 3  # The feed-forward layer is so many times as wide as the model.
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """Pre-norm residual attention and feed-forward."""
 
     def __init__(self, width: int, heads: int, kind: Layers, *, rngs: nnx.Rngs):
@@ -82,9 +82,9 @@ class Decoder(nnx.Module):
     ) -> None:
         self.cache_shape, self.cache_dtype = (heads, width // heads), kind.dtype
         self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, heads, kind, rngs=rngs) for _ in range(layers)])
+        self.blocks = nnx.List([DecoderBlock(width, heads, kind, rngs=rngs) for _ in range(layers)])
         self.norm = kind.norm(width, rngs=rngs)
-        # Logits to sample from come in float32 as log-probs do, whatever they are computed in.
+        # Logits are returned in float32, as log-probs are, whatever dtype they are computed in.
         self.lm_head = kind.dense(
             width, vocab_size, use_bias=False, dtype=kind.dtype, preferred_element_type=jnp.float32, rngs=rngs
         )
@@ -92,8 +92,8 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], padding: Int[Array, "B"] | Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Hidden states of whole sequences that `padding` slots of their rows stand before: of a row (what they hold
-        means nothing), or of each token where a row holds several sequences.
+        """Hidden states of whole sequences. `padding` is how many slots of a row stand before its sequence (what they
+        hold means nothing); where a row holds several sequences, it is given for each token.
         """
         hidden, _ = self.extend(tokens, padding, self.empty_cache(*tokens.shape), 0)
         return hidden
@@ -105,7 +105,9 @@ class Decoder(nnx.Module):
         cache: Cache,
         start: int | Int[Array, ""],
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Hidden states of tokens in slots `start..start+T`, after the slots that the cache already holds."""
+        """Hidden states of tokens in slots `start..start+T`, which follow the slots that the cache holds already, and
+        the cache with these tokens added.
+        """
         slots, x, extended = Slots(start, padding), nn.embed(self.embed.embedding[...], tokens), []
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             x, layer_cache = block(x, slots, layer_cache)
@@ -113,6 +115,6 @@ class Decoder(nnx.Module):
         return self.norm(x), tuple(extended)
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
-        """A cache for `slots` tokens per sequence."""
+        """A KV cache for `slots` tokens per row."""
         zeros = jnp.zeros((batch, slots, *self.cache_shape), self.cache_dtype)
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)

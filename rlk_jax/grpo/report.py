@@ -10,11 +10,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 _PANELS = {"reward": "mean reward", "kl": "KL to reference", "clip_fraction": "clip fraction"}
-_WINDOW = 20  # steps in the moving average
+_WINDOW = 20
+"""How many steps a moving average spans."""
 
 
 def plot_report(metrics: Path, picture: Path) -> None:
-    """Draw the GRPO lines of a metrics file as a PNG: every step pale, their moving average dark."""
+    """Plot the GRPO steps of a metrics file as a PNG: single steps are pale, their moving average is dark."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [line for line in lines if line["phase"] == "grpo"]
     steps = np.array([row["step"] for row in rows])

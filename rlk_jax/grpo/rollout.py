@@ -15,14 +15,14 @@ from rlk_jax.grpo.vocabulary import EOS, PAD
 
 
 class Rollout[Logps](NamedTuple):
-    """What a policy said: PAD after the first EOS; and its scores, `[B, C]`."""
+    """Sampled completions, PAD after the first EOS, and the log-probs `[B, C]` that their tokens were sampled with."""
 
     completion_ids: Int[Array, "B C"]
     logps: Logps
 
 
-def unscored(hidden: Float[Array, "B D"], logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> None:
-    """For rollouts that nothing is learnt from."""
+def no_score(hidden: Float[Array, "B D"], logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> None:
+    """The `score` of rollouts that nothing is learnt from: they have no log-probs."""
 
 
 def sample_completions[Logps](
@@ -35,11 +35,11 @@ def sample_completions[Logps](
     length: int,
     greedy: bool = False,
 ) -> Rollout[Logps]:
-    """Up to `length` tokens per left-padded prompt, at temperature 1 or greedily.
+    """Up to `length` tokens for each left-padded prompt, at temperature 1 or greedily.
 
-    `score(hidden, logits, token_ids)`, of `[B, D]`, `[B, V]` and `[B]`, is asked for the log-probs of tokens as they
-    are chosen from these logits; their ids are IGNORED after the first EOS. Every row draws from its own of `keys [B]`,
-    whatever the others are.
+    `score(hidden, logits, token_ids)`, with shapes `[B, D]`, `[B, V]` and `[B]`, returns the log-probs of tokens that
+    were just chosen from these logits; ids are IGNORED after the first EOS. Every row draws from its own key of
+    `keys [B]`, so its tokens do not depend on the other rows.
     """
     batch, prompt_width = prompt_ids.shape
     cache = model.empty_cache(batch, prompt_width + length)
@@ -54,7 +54,7 @@ def sample_completions[Logps](
             chosen = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in, (0, None))(keys, index), logits)
         return Rollout(jnp.where(finished, PAD, chosen), score(last, logits, jnp.where(finished, IGNORED, chosen)))
 
-    def decode_one(carry: tuple, index: Array) -> tuple[tuple, Rollout[Logps]]:
+    def decode_next(carry: tuple, index: Array) -> tuple[tuple, Rollout[Logps]]:
         token, finished, cache = carry
         finished = finished | (token == EOS)
         hidden, cache = model.extend(token[:, None], padding, cache, prompt_width + index - 1)
@@ -63,42 +63,46 @@ def sample_completions[Logps](
 
     unfinished = jnp.zeros(batch, bool)
     first = choose(hidden, unfinished, 0)
-    _, rest = jax.lax.scan(decode_one, (first.completion_ids, unfinished, cache), jnp.arange(1, length))
+    _, rest = jax.lax.scan(decode_next, (first.completion_ids, unfinished, cache), jnp.arange(1, length))
     return jax.tree.map(lambda first, rest: jnp.concatenate([first[:, None], rest.T], axis=1), first, rest)
 
 
-def sample_by_length[Logps](
+def sample_in_length_buckets[Logps](
     sample: Callable[[Examples, PRNGKeyArray], Rollout[Logps]],
     examples: Examples,
     keys: PRNGKeyArray,
     *,
     buckets: int,
-    spread: NamedSharding,
+    sharding: NamedSharding,
 ) -> Rollout[Logps]:
-    """`sample(examples, keys)`, of rows `[B, ...]`, in `buckets` equal parts of prompts of about the same length, one
-    after the other; each is padded to the smallest of `buckets` widths that holds its prompts, and sampled by a program
-    for that width. Cut rows `[buckets, B / buckets, ...]` are laid out as `spread` says.
+    """`sample(examples, keys)` of rows `[B, ...]`, in `buckets` equal parts, one after the other; the rows of the
+    result are in the order of `examples`.
+
+    A part holds prompts of about the same length. It is padded to the smallest of `buckets` widths that holds its
+    prompts, and sampled by a program for that width. `sharding` is that of the parts, stacked to
+    `[buckets, B / buckets, ...]`.
     """
     if buckets == 1:
         return sample(examples, keys)
     longest = examples.prompt_ids.shape[1]
     widths = sorted({-(-longest * k // buckets) for k in range(1, buckets + 1)})
 
-    def of_width(width: int) -> Callable[[Examples, PRNGKeyArray], Rollout[Logps]]:
-        def narrow(examples: Examples, keys: PRNGKeyArray) -> Rollout[Logps]:
+    def sample_at(width: int) -> Callable[[Examples, PRNGKeyArray], Rollout[Logps]]:
+        def sample_narrowed(examples: Examples, keys: PRNGKeyArray) -> Rollout[Logps]:
             ids, padding = examples.prompt_ids[:, longest - width :], examples.padding - (longest - width)
             return sample(examples._replace(prompt_ids=ids, padding=padding), keys)
 
-        return narrow
+        return sample_narrowed
 
-    def one(part: tuple[Examples, PRNGKeyArray]) -> Rollout[Logps]:
-        width = longest - part[0].padding.min()
-        return jax.lax.switch(jnp.searchsorted(jnp.array(widths), width), [of_width(w) for w in widths], *part)
+    def sample_bucket(bucket: tuple[Examples, PRNGKeyArray]) -> Rollout[Logps]:
+        width = longest - bucket[0].padding.min()
+        programs = [sample_at(width) for width in widths]
+        return jax.lax.switch(jnp.searchsorted(jnp.array(widths), width), programs, *bucket)
 
     order = jnp.argsort(examples.padding, stable=True)
 
-    def cut(x: Array) -> Array:
-        return jax.lax.with_sharding_constraint(x[order].reshape(buckets, -1, *x.shape[1:]), spread)
+    def split(x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(x[order].reshape(buckets, -1, *x.shape[1:]), sharding)
 
-    found, back = jax.lax.map(one, jax.tree.map(cut, (examples, keys))), jnp.argsort(order)
-    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[back], found)
+    sampled, inverse = jax.lax.map(sample_bucket, jax.tree.map(split, (examples, keys))), jnp.argsort(order)
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[inverse], sampled)

@@ -1,4 +1,4 @@
-"""The output folder of a run: its files, and what may be done to an existing one."""
+"""The output folder of a run: its files, its lock, and what may be done to a folder that exists already."""
 
 import fcntl
 import json
@@ -22,7 +22,7 @@ KEPT_CHECKPOINTS = 2
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where one run keeps its files. Paths only: nothing is touched before `start` or `resume`."""
+    """Where one run keeps its files. It holds paths only; nothing is touched before `start` or `resume`."""
 
     path: Path
 
@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def programs(self) -> Path:
-        """What XLA compiled, on a GPU."""
+        """The compilation cache of a run on a GPU."""
         return self.path / "programs"
 
     @property
@@ -53,20 +53,20 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """Plot of reward, KL and clip fraction."""
+        """The plot of reward, KL and clip fraction, as PNG."""
         return self.path / "report.png"
 
     @contextmanager
     def start(self, config: GrpoConfig, prompts_digest: str, *, overwrite: bool) -> Iterator[None]:
-        """Make the folder ready for a new run, and keep it for this process meanwhile.
+        """Make the folder ready for a new run, and lock it while the context is open.
 
-        Raises BadInput rather than touch files of anybody else.
+        Raises BadInput for a folder that holds anything but a run, and changes nothing in it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"cannot make folder {self.path}: {error.strerror}") from error
-        with self._alone():
+        with self._locked():
             if any(self.path.iterdir()):
                 if not overwrite:
                     raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
@@ -77,12 +77,12 @@ class RunFolder:
 
     @contextmanager
     def resume(self, config: GrpoConfig, prompts_digest: str) -> Iterator[None]:
-        """Keep the folder, which holds a run of this very configuration, for this process meanwhile.
+        """Check that the folder holds a run of this very configuration, and lock it while the context is open.
 
-        Prompts may lie elsewhere by now. Raises BadInput naming what differs.
+        The prompts file may have moved. Raises BadInput naming what differs.
         """
-        self._read_config()  # before anything is locked that is no run
-        with self._alone():
+        self._read_config()  # A folder that holds no run is not even locked.
+        with self._locked():
             self._check_resumable(asdict(config) | {"prompts_digest": prompts_digest})
             yield
 
@@ -96,8 +96,8 @@ class RunFolder:
                 raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Meanwhile no other process runs here: lines and checkpoints of two would mix."""
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes out while the context is open: the files of two runs would mix."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             self._lock(folder)
@@ -110,14 +110,16 @@ class RunFolder:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BadInput(f"{self.path} is in use by another rlk grpo") from error
-        except OSError as error:  # of some network file systems
+        except OSError as error:  # Some network file systems have no locks.
             warning = f"{self.path} cannot be locked ({error.strerror}): run no second rlk grpo in it"
             print(f"rlk grpo: warning: {warning}", file=sys.stderr)
 
     @contextmanager
-    def programs_kept(self) -> Iterator[None]:
-        """Meanwhile, keep what is compiled for a GPU in JAX's compilation cache: XLA tunes a program by timing, and one
-        tuned anew could add up in another order than the run did before. A cache of the user's stays in use.
+    def keep_programs(self) -> Iterator[None]:
+        """While the context is open, keep what is compiled for a GPU in a compilation cache in the folder.
+
+        XLA tunes a program for a GPU by timing, so one that is compiled anew could add up in another order than the
+        run did before. A cache that the user has set is used instead.
         """
         if not _tunes_programs() or jax.config.jax_compilation_cache_dir is not None:
             yield
@@ -132,7 +134,7 @@ class RunFolder:
             _use_cache(None, seconds)
 
     def _write_config(self, values: dict[str, Any]) -> None:
-        """All of it or nothing: a folder with half of one would be nobody's run."""
+        """Write the whole file or nothing: a folder with half a configuration would not count as a run any more."""
         new = self.path / "config.json.new"
         try:
             write_json(new, values)
@@ -141,10 +143,10 @@ class RunFolder:
             new.unlink(missing_ok=True)
 
     def _delete_results(self) -> None:
-        """Delete all but the configuration; raises BadInput when something is left, for a run would go on from it."""
+        """Delete all but the configuration. Raises BadInput when something is left, which the new run would read."""
         try:
             for folder in (self.checkpoints, self.programs):
-                # A link goes, and not what it points to.
+                # A link itself is removed below; what it points to stays.
                 if folder.is_dir() and not folder.is_symlink():
                     shutil.rmtree(folder)
             for path in (self.checkpoints, self.programs, self.metrics, self.summary, self.report):
@@ -163,7 +165,7 @@ class RunFolder:
 
     @contextmanager
     def metrics_after(self, step: int) -> Iterator[TextIO]:
-        """The metrics file, cut to its first `step` lines and open for the next. Raises BadInput when it has fewer."""
+        """The metrics file, cut after its first `step` lines and open to append. Raises BadInput when it has fewer."""
         with self.metrics.open("a+") as file:
             file.seek(0)
             for _ in range(step):
@@ -178,15 +180,15 @@ def _tunes_programs() -> bool:
 
 
 def _use_cache(folder: str | None, least_seconds: float) -> None:
-    """JAX keeps there, from now on, what took so long to compile."""
+    """Have JAX cache there, from now on, what takes at least so long to compile; None turns the cache off."""
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
-    compilation_cache.reset_cache()  # or JAX would stay with the folder that it used first
+    compilation_cache.reset_cache()  # JAX would otherwise keep using the folder that it used first.
 
 
 @contextmanager
 def open_checkpoints(folder: RunFolder) -> Iterator[ocp.CheckpointManager]:
-    """The checkpoint manager of a run: synchronous, atomic, keeping the last few."""
+    """The checkpoint manager of a run. It writes synchronously and atomically, and keeps the last few checkpoints."""
     options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS, enable_async_checkpointing=False)
     manager = ocp.CheckpointManager(folder.checkpoints.absolute(), options=options)
     try:
@@ -195,17 +197,17 @@ def open_checkpoints(folder: RunFolder) -> Iterator[ocp.CheckpointManager]:
         manager.close()
 
 
-def save(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
+def save_checkpoint(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
     """Write the state after `step` steps. Raises BadInput naming the checkpoint when it cannot be written."""
     try:
         checkpoints.save(step, args=ocp.args.StandardSave(state))
-    except (OSError, ValueError) as error:  # Orbax's storage raises ValueError where a file cannot be written
+    except (OSError, ValueError) as error:  # Orbax raises ValueError where a file cannot be written.
         reason = str(error).partition("\n")[0]
         raise BadInput(f"cannot write checkpoint {checkpoints.directory / str(step)}: {reason}") from error
 
 
-def restore_latest[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:
-    """The newest state, with the types and shardings of `like`, and its step; `like` and 0 when there is none.
+def restore_latest_checkpoint[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:
+    """The newest saved state, with the types and shardings of `like`, and its step; `like` and 0 when there is none.
 
     Raises BadInput naming the checkpoint when it cannot be read.
     """
@@ -214,10 +216,10 @@ def restore_latest[State](checkpoints: ocp.CheckpointManager, like: State) -> tu
         return like, 0
     try:
         return checkpoints.restore(step, args=ocp.args.StandardRestore(like)), step
-    except Exception as error:  # Orbax and its storage raise many types, ValueError and KeyError among them
+    except Exception as error:  # Orbax and its storage raise many types of errors.
         raise BadInput(f"cannot read checkpoint {checkpoints.directory / str(step)}: it is damaged") from error
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Indented JSON with a final newline."""
+    """Write indented JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The steps of a run: supervised warm start, GRPO, evaluation. Each is one jitted program of (state, step)."""
+"""The steps of a run: supervised warm start, GRPO and evaluation, each one jitted program."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from rlk_jax.grpo.accumulation import accumulated_gradients, in_parts
+from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
 from rlk_jax.grpo.config import BadInput, GrpoConfig
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions, unscored
@@ -28,20 +28,25 @@ from rlk_jax.losses import (
     masked_mean,
     policy_loss,
 )
+from rlk_jax.grpo.model import Decoder
+from rlk_jax.grpo.rollout import Rollout, no_score, sample_completions, sample_in_length_buckets
+from rlk_jax.grpo.sequences import Sequences, join_completions, pack
+from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 
 MAX_GRADIENT_NORM = 1.0
-ADAM_B2 = 0.95  # runs are short: a long memory of gradient sizes would still be filling up
-EVALUATION_SAMPLES = 8  # per held-out prompt
-_EVALUATION_STEP = 2**31 - 1  # folded into the seed where training folds its step
+ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would still be filling up at their end.
+EVALUATION_SAMPLES = 8
+"""Completions sampled for each held-out prompt."""
+_EVALUATION_STEP = 2**31 - 1  # Evaluation folds this into the seed where training folds in its step.
 _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
-_OF_FIRST_UPDATE = ("clip_fraction", "ratio_min", "ratio_max")
-"""These are told of the first update on a rollout, too."""
+_FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
+"""Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
 
 Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
 
 
-class Judged(NamedTuple):
-    """The sequences of a rollout, and what the loss asks of their targets besides the policy's log-probs."""
+class ScoredRollout(NamedTuple):
+    """The sequences of a rollout, with all that the loss needs for their targets except the policy's log-probs."""
 
     sequences: Sequences
     old_logps: Float[Array, "R T"]
@@ -55,7 +60,7 @@ class Judged(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds. `reference` is the frozen policy that the KL is taken to."""
+    """All that a checkpoint holds. `reference` is the frozen policy that the KL is measured to."""
 
     params: nnx.State
     reference: nnx.State
@@ -63,8 +68,8 @@ class TrainState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The jitted programs of one run; the two that train do so in place, and take the state that they are given."""
+class TrainingSteps:
+    """The jitted programs of one run. `warmup_step` and `grpo_step` donate their state: it is updated in place."""
 
     initial_state: Callable[[], TrainState]
     start_grpo: Callable[[TrainState], TrainState]
@@ -82,42 +87,44 @@ def make_mesh(config: GrpoConfig) -> Mesh:
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
 
 
-def head_of(config: GrpoConfig, mesh: Mesh) -> Head:
-    """The LM head of a run. Raises BadInput when linear_logp cannot run on it, or not with the bits it is to have."""
-    head = Head(mesh, config.vocab_size, config.implementation, kind_of(config).dtype)
+def make_head(config: GrpoConfig, mesh: Mesh) -> MeshHead:
+    """The LM head of a run. Raises BadInput when linear_logp cannot run on it, or cannot promise the bits that
+    `invariant` asks for.
+    """
+    head = MeshHead(mesh, config.vocab_size, config.implementation, make_layers(config).dtype)
     head.check(config.width)
-    return head.promising(config.width) if config.invariant else head
+    return head.with_promised_bits(config.width) if config.invariant else head
 
 
-def kind_of(config: GrpoConfig) -> Layers:
+def make_layers(config: GrpoConfig) -> Layers:
     """The layers of a run."""
     return replace(INVARIANT if config.invariant else STOCK, dtype=jnp.dtype(config.compute_dtype))
 
 
-def target_logps(model: Decoder, sequences: Sequences, head: Head) -> Float[Array, "R T"]:
-    """fp32 log-prob of every target given all that its sequence says before it; 0 where IGNORED."""
+def target_logps(model: Decoder, sequences: Sequences, head: MeshHead) -> Float[Array, "R T"]:
+    """fp32 log-prob of every target given the tokens of its sequence before it; 0 where IGNORED."""
 
     def decode(model: Decoder) -> Array:
         return model(sequences.token_ids, sequences.padding)
 
-    hidden = head.passes_apart(decode)(model)[:, -sequences.target_ids.shape[1] :]
+    hidden = head.with_fusion_barriers(decode)(model)[:, -sequences.target_ids.shape[1] :]
     return head.logps(hidden, model.lm_head.kernel[...], sequences.target_ids)
 
 
-def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
-    """Bind config, examples and mesh into the programs of a run; each is compiled when first called.
+def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
+    """Bind config, examples and mesh into the programs of a run; each is compiled when it is first called.
 
-    All randomness of step k comes from (seed, k), so a run can stop and go on anywhere without changing a bit. Raises
-    BadInput when linear_logp cannot run as the config says.
+    All randomness of step k comes from (seed, k), so a run can stop after any step and go on later without changing a
+    bit. Raises BadInput when linear_logp cannot run as the config says.
     """
-    head = head_of(config, mesh)
+    head = make_head(config, mesh)
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     train, heldout = jax.device_put((task.train, task.heldout), replicated)
     run_key = jax.random.key(config.seed)
 
     def new_model() -> Decoder:
         sizes = config.vocab_size, config.width, config.layers, config.heads
-        return Decoder(*sizes, kind=kind_of(config), rngs=nnx.Rngs(config.seed))
+        return Decoder(*sizes, kind=make_layers(config), rngs=nnx.Rngs(config.seed))
 
     graph = nnx.graphdef(nnx.eval_shape(new_model))
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
@@ -125,10 +132,10 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
     loss_options = config.loss_options()
-    in_micro_batches: dict[str, Any] = {"parts": config.micro_batches, "mesh": mesh}
+    micro_batching: dict[str, Any] = {"micro_batches": config.micro_batches, "mesh": mesh}
     if config.packing:
-        _check_packing(task, kind_of(config).alignment)
-        in_micro_batches["counts"] = lambda part: part.mask.any()
+        _check_packing(task, make_layers(config).alignment)
+        micro_batching["is_active"] = lambda micro_batch: micro_batch.mask.any()
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
@@ -140,10 +147,10 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
     def packed[Values](sequences: Sequences, values: Values) -> tuple[Sequences, Values]:
         if not config.packing:
             return sequences, values
-        return pack(sequences, values, shards=mesh.shape["data"], multiple=kind_of(config).alignment)
+        return pack(sequences, values, shards=mesh.shape["data"], multiple=make_layers(config).alignment)
 
     def sampler(params: nnx.State, score: Any, greedy: bool = False) -> Callable[[Examples, PRNGKeyArray], Rollout]:
-        model = nnx.merge(graph, head.whole(params))
+        model = nnx.merge(graph, head.unshard(params))
 
         def sample(examples: Examples, keys: PRNGKeyArray) -> Rollout:
             prompts, length = (examples.prompt_ids, examples.padding), examples.answer_ids.shape[1]
@@ -151,38 +158,38 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
         return sample
 
-    by_length: dict[str, Any] = {
+    bucketing: dict[str, Any] = {
         "buckets": config.rollout_buckets,
-        "spread": NamedSharding(mesh, PartitionSpec(None, "data")),
+        "sharding": NamedSharding(mesh, PartitionSpec(None, "data")),
     }
 
     def roll_out(params: nnx.State, examples: Examples, key: PRNGKeyArray) -> Rollout[Array]:
         kernel = nnx.merge(graph, params).lm_head.kernel[...]
 
         def score(hidden: Array, logits: Array, token_ids: Array) -> Array:
-            if config.invariant:  # the bits of training cost a product more
+            if config.invariant:  # The bits of training take another product with the head.
                 return head.logps(hidden, kernel, token_ids)
             return head.logps_of_logits(logits, token_ids)
 
         sample = sampler(params, score)
-        return sample_by_length(sample, examples, jax.random.split(key, examples.padding.shape[0]), **by_length)
+        return sample_in_length_buckets(sample, examples, jax.random.split(key, examples.padding.shape[0]), **bucketing)
 
-    def success(params: nnx.State, examples: Examples, keys: PRNGKeyArray, *, greedy: bool = False) -> Array:
-        """The share of right completions; as many at a time as a step samples, in its memory."""
-        sample, count = sampler(params, unscored, greedy), examples.padding.shape[0]
+    def success_rate(params: nnx.State, examples: Examples, keys: PRNGKeyArray, *, greedy: bool = False) -> Array:
+        """The share of right completions. As many are sampled at a time as in a step, so they need no more memory."""
+        sample, count = sampler(params, no_score, greedy), examples.padding.shape[0]
 
-        def right(block: tuple[Examples, PRNGKeyArray]) -> Array:
+        def is_right(block: tuple[Examples, PRNGKeyArray]) -> Array:
             block = jax.lax.with_sharding_constraint(block, by_row)
             return exact_answer_reward(
-                sample_by_length(sample, *block, **by_length).completion_ids, block[0].answer_ids
+                sample_in_length_buckets(sample, *block, **bucketing).completion_ids, block[0].answer_ids
             )
 
-        rows = jnp.arange(-(-count // rows_per_step) * rows_per_step) % count  # the last block is filled up
+        rows = jnp.arange(-(-count // rows_per_step) * rows_per_step) % count  # The first rows fill up the last block.
         blocks = jax.tree.map(lambda x: x[rows].reshape(-1, rows_per_step, *x.shape[1:]), (examples, keys))
-        return jax.lax.map(right, blocks).reshape(-1)[:count].mean()
+        return jax.lax.map(is_right, blocks).reshape(-1)[:count].mean()
 
     def initial_state() -> TrainState:
-        params = head.cut(nnx.state(new_model()))
+        params = head.shard(nnx.state(new_model()))
         return TrainState(params, params, warmup_optimizer.init(params))
 
     def start_grpo(state: TrainState) -> TrainState:
@@ -193,28 +200,34 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         examples = draw(train, batch_key, rows_per_step)
         wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (rows_per_step, 1))
         answer_ids = jnp.where(wrong, draw(train, other_key, rows_per_step).answer_ids, examples.answer_ids)
-        rows = joined(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
+        rows = join_completions(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
         rows, _ = packed(rows, ())
 
-        def loss_of(params: nnx.State, part: Sequences) -> tuple[Array, Array]:
-            logp = logps(params, part)
-            return -masked_mean(logp, part.mask) * (part.mask.sum() / rows.mask.sum()), logp
+        def loss_fn(params: nnx.State, micro_batch: Sequences) -> tuple[Array, Array]:
+            logp, mask = logps(params, micro_batch), micro_batch.mask
+            return -masked_mean(logp, mask) * (mask.sum() / rows.mask.sum()), logp
 
-        grads, logp = accumulated_gradients(loss_of, state.params, rows, **in_micro_batches)
-        params, opt_state = _apply(warmup_optimizer, grads, state.params, state.opt_state)
+        grads, logp = accumulated_gradients(loss_fn, state.params, rows, **micro_batching)
+        params, opt_state = _apply_gradients(warmup_optimizer, grads, state.params, state.opt_state)
         metrics = {"loss": -masked_mean(logp, rows.mask), "tokens": rows.mask.sum()}
         return state._replace(params=params, opt_state=opt_state), metrics
 
-    def loss_and_metrics(logp: Array, judged: Judged, denominator: Array) -> PolicyLoss:
-        given = judged.old_logps, judged.advantages, judged.mask
-        return policy_loss(logp, *given, ref_logps=judged.ref_logps, denominator=denominator, options=loss_options)
+    def loss_and_metrics(logp: Array, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
+        given = scored.old_logps, scored.advantages, scored.mask
+        return policy_loss(logp, *given, ref_logps=scored.ref_logps, denominator=denominator, options=loss_options)
 
-    def judge(state: TrainState, examples: Examples, rollout: Rollout[Array], advantages: Array) -> Judged:
+    def score_rollout(
+        state: TrainState, examples: Examples, rollout: Rollout[Array], advantages: Array
+    ) -> ScoredRollout:
         mask = completion_mask(rollout.completion_ids)
-        rows = joined(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
+        rows = join_completions(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
         rows, (old_logps, advantages) = packed(rows, (rollout.logps, expand_advantages(advantages, mask)))
-        _, ref_logps = in_parts(lambda _, part: (None, logps(state.reference, part)), None, rows, **in_micro_batches)
-        return Judged(rows, old_logps, ref_logps, advantages)
+
+        def reference_logps(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
+            return carry, logps(state.reference, micro_batch)
+
+        _, ref_logps = scan_micro_batches(reference_logps, None, rows, **micro_batching)
+        return ScoredRollout(rows, old_logps, ref_logps, advantages)
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
@@ -225,35 +238,36 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
         advantages = group_advantages(rewards, samples_per_prompt=config.samples_per_prompt)
         if config.shuffle_advantages:
             advantages = jax.random.permutation(shuffle_key, advantages)
-        judged = judge(state, examples, rollout, advantages)
-        denominator = loss_denominator(judged.mask, options=loss_options)
+        scored = score_rollout(state, examples, rollout, advantages)
+        denominator = loss_denominator(scored.mask, options=loss_options)
 
-        def loss_of(params: nnx.State, part: Judged) -> tuple[Array, Array]:
-            logp = logps(params, part.sequences)
-            return loss_and_metrics(logp, part, denominator).loss, logp
+        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, Array]:
+            logp = logps(params, micro_batch.sequences)
+            return loss_and_metrics(logp, micro_batch, denominator).loss, logp
 
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
-            grads, logp = accumulated_gradients(loss_of, carry[0], judged, **in_micro_batches)
-            whole = loss_and_metrics(logp, judged, denominator)
+            grads, logp = accumulated_gradients(loss_fn, carry[0], scored, **micro_batching)
+            whole = loss_and_metrics(logp, scored, denominator)
             metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
-            return _apply(grpo_optimizer, grads, *carry), metrics | {"mismatch": jnp.abs(logp - judged.old_logps).max()}
+            metrics["mismatch"] = jnp.abs(logp - scored.old_logps).max()
+            return _apply_gradients(grpo_optimizer, grads, *carry), metrics
 
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
         last = jax.tree.map(lambda values: values[-1], metrics)
-        of_rollout = {"reward": rewards.mean(), "tokens": judged.mask.sum(), "mismatch": metrics["mismatch"][0]}
-        of_rollout |= {f"first_{name}": metrics[name][0] for name in _OF_FIRST_UPDATE}
-        return TrainState(params, state.reference, opt_state), last | of_rollout
+        rollout_metrics = {"reward": rewards.mean(), "tokens": scored.mask.sum(), "mismatch": metrics["mismatch"][0]}
+        rollout_metrics |= {f"first_{name}": metrics[name][0] for name in _FIRST_UPDATE_METRICS}
+        return TrainState(params, state.reference, opt_state), last | rollout_metrics
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
         keys = jax.random.split(jax.random.fold_in(run_key, _EVALUATION_STEP), batch.padding.shape[0])
-        greedy = success(params, heldout, keys[: heldout.padding.shape[0]], greedy=True)
-        return {"sampled": success(params, batch, keys), "greedy": greedy}
+        greedy = success_rate(params, heldout, keys[: heldout.padding.shape[0]], greedy=True)
+        return {"sampled": success_rate(params, batch, keys), "greedy": greedy}
 
     state = head.shardings(jax.eval_shape(initial_state))
     in_place: dict[str, Any] = {"out_shardings": (state, replicated), "donate_argnums": 0}
-    return Steps(
+    return TrainingSteps(
         initial_state=jax.jit(initial_state, out_shardings=state),
         start_grpo=jax.jit(start_grpo, out_shardings=state),
         warmup_step=jax.jit(warmup_step, **in_place),
@@ -263,7 +277,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> Steps:
 
 
 def _check_packing(task: Task, alignment: int) -> None:
-    """Raises BadInput where a row has room for one sequence only."""
+    """Raises BadInput where a row has room for one sequence only, so that packing saves nothing."""
     slots = task.train.prompt_ids.shape[1] + task.train.answer_ids.shape[1] - 1
     if slots <= alignment:
         raise BadInput(
@@ -272,19 +286,19 @@ def _check_packing(task: Task, alignment: int) -> None:
         )
 
 
-def _optimizer(learning_rate: float, head: Head) -> optax.GradientTransformation:
-    """Adam on clipped gradients; moments lie as their parameters do."""
+def _optimizer(learning_rate: float, head: MeshHead) -> optax.GradientTransformation:
+    """Adam on clipped gradients; its moments are sharded as their parameters are."""
     clip = optax.clip_by_global_norm(MAX_GRADIENT_NORM)
 
-    def clip_whole(grads: nnx.State, _: Any) -> nnx.State:
-        """Over whole heads, for a norm that is summed shard by shard has other bits."""
-        clipped, _ = clip.update(head.apart(head.whole(grads)), clip.init(grads))
-        return head.apart(head.cut(clipped))
+    def clip_unsharded(grads: nnx.State, _: Any) -> nnx.State:
+        """Clip with heads unsharded: a norm that is summed shard by shard would have other bits."""
+        clipped, _ = clip.update(head.fusion_barrier(head.unshard(grads)), clip.init(grads))
+        return head.fusion_barrier(head.shard(clipped))
 
-    return optax.chain(optax.stateless(clip_whole), optax.adam(learning_rate, b2=ADAM_B2))
+    return optax.chain(optax.stateless(clip_unsharded), optax.adam(learning_rate, b2=ADAM_B2))
 
 
-def _apply(
+def _apply_gradients(
     optimizer: optax.GradientTransformation, grads: nnx.State, params: nnx.State, opt_state: optax.OptState
 ) -> tuple[nnx.State, optax.OptState]:
     updates, opt_state = optimizer.update(grads, opt_state, params)

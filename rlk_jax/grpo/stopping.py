@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the run answers where it can. Imports neither jax nor flax."""
+"""Ctrl-C and SIGTERM as a request to stop, which the run answers between two steps. Imports neither jax nor flax."""
 
 import os
 import signal
@@ -10,26 +10,26 @@ from typing import Any
 
 @dataclass
 class StopRequest:
-    """The signal that asked the run to stop, once there is one."""
+    """The signal that asked the run to stop; None as long as there was none."""
 
     signal: int | None = None
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request; the second one ends the process at once.
+    """Turn the first SIGINT or SIGTERM into a request to stop; the second one ends the process at once.
 
-    A request and not KeyboardInterrupt, which JAX swallows when it is raised inside one of its callbacks.
+    It raises no KeyboardInterrupt, because JAX swallows one that is raised inside one of its callbacks.
     """
     request = StopRequest()
 
-    def ask(number: int, _: Any) -> None:
+    def request_stop(number: int, _: Any) -> None:
         request.signal = number
         for name in previous:
             signal.signal(name, signal.SIG_DFL)
-        os.write(2, b"\nstopping as soon as it is safe; once more stops at once\n")  # print is not safe in a handler
+        os.write(2, b"\nstopping as soon as it is safe; once more stops at once\n")  # print is not safe here.
 
-    previous = {name: signal.signal(name, ask) for name in (signal.SIGINT, signal.SIGTERM)}
+    previous = {name: signal.signal(name, request_stop) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield request
     finally:

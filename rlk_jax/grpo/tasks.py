@@ -28,21 +28,24 @@ class Examples(NamedTuple):
     """Encoded pairs. Prompts are padded on the left, so every completion starts at the same slot."""
 
     prompt_ids: Int[Array, "N P"]
-    padding: Int[Array, "N"]  # how many pad slots stand before each prompt
-    answer_ids: Int[Array, "N C"]  # answer, EOS, then PAD
+    padding: Int[Array, "N"]
+    """How many PAD slots stand before each prompt."""
+    answer_ids: Int[Array, "N C"]
+    """The answer, EOS, then PAD."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Train and held-out examples of the same widths, without a prompt in common."""
+    """Train and held-out examples. They have the same widths and no prompt in common."""
 
     train: Examples
     heldout: Examples
-    digest: str  # of all pairs, so that a resumed run can tell that its prompts changed
+    digest: str
+    """A hash of all pairs, by which a resumed run notices that its prompts have changed."""
 
 
 def completion_mask(completion_ids: Int[Array, "*B C"]) -> Bool[Array, "*B C"]:
-    """True up to and including the first EOS: the tokens the policy chose."""
+    """True up to and including the first EOS: these are the tokens that the policy chose."""
     ended = completion_ids == EOS
     return ended.cumsum(axis=-1) - ended == 0
 
@@ -52,25 +55,25 @@ def exact_answer_reward(completion_ids: Int[Array, "B C"], answer_ids: Int[Array
     return ((completion_ids == answer_ids) | ~completion_mask(answer_ids)).all(axis=-1)
 
 
-def task_of(config: GrpoConfig) -> Task:
-    """The task that a configuration names. Raises BadInput as `load_prompts` does."""
+def load_task(config: GrpoConfig) -> Task:
+    """The task that a configuration names. Raises BadInput for a prompts file that `load_prompts` refuses."""
     return arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
 
 
 def arithmetic_task(max_operand: int) -> Task:
-    """Sums `a+b=` for a, b in 0..max_operand. `a+b` and `b+a` fall on the same side of the split."""
+    """Sums `a+b=` for a, b in 0..max_operand. `a+b` and `b+a` are both in train or both held out."""
     operands = range(max_operand + 1)
     questions = [sorted({(a, b), (b, a)}) for a in operands for b in operands if a <= b]
     return _split([[Pair(f"{a}+{b}=", str(a + b)) for a, b in question] for question in questions])
 
 
 def load_prompts(path: Path) -> Task:
-    """Task from a JSONL file of `{"prompt": ..., "answer": ...}` lines; other keys are ignored, so are blank lines.
+    """Task from a JSONL file of `{"prompt": ..., "answer": ...}` lines; other keys and blank lines are ignored.
 
-    Equal prompts fall on the same side of the split. Raises BadInput naming the file and line.
+    Equal prompts are all in train or all held out. Raises BadInput naming the file and line.
     """
     try:
-        # Not splitlines, which also cuts at characters that JSON strings may hold, such as U+2028.
+        # splitlines would also cut at characters that JSON strings may hold, such as U+2028.
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"cannot read prompts file {path}: {error}") from error
@@ -105,7 +108,7 @@ def _parse_pair(line: str) -> Pair:
 
 
 def _split(questions: list[list[Pair]]) -> Task:
-    """Hold out a fixed fraction of the questions, the same ones for every run seed."""
+    """Hold out a fixed fraction of the questions; they are the same ones for every seed of a run."""
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(questions))
     held = max(1, round(HELDOUT_FRACTION * len(questions)))
     heldout = [pair for index in order[:held] for pair in questions[index]]

@@ -1,4 +1,4 @@
-"""A run from start, or from its last checkpoint, to its report: phases, checkpoints, interruption."""
+"""Runs a job from its start, or from its last checkpoint, to its report: phases, checkpoints and interruption."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from rich.console import Console
 from rlk_jax.grpo.config import Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.report import plot_report
-from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest, save, write_json
-from rlk_jax.grpo.steps import Metrics, Steps, TrainState
+from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint, save_checkpoint, write_json
+from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
 from rlk_jax.grpo.usage import Throughput
 
 
-def train(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
-    """Run what is left of the job and write its report; the exit status: 0, or 128 + signal when interrupted."""
+def train(config: GrpoConfig, steps: TrainingSteps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
+    """Run what is left of the job and write its report. Returns the exit status: 0, or 128 + signal if interrupted."""
     throughput = Throughput()
     state, done = run_steps(config, steps, folder, console, stop, throughput)
     policies = () if stop.signal is not None else (state.reference, state.params)
@@ -36,18 +36,19 @@ def train(config: GrpoConfig, steps: Steps, folder: RunFolder, console: Console,
 
 def run_steps(
     config: GrpoConfig,
-    steps: Steps,
+    steps: TrainingSteps,
     folder: RunFolder,
     console: Console,
     stop: StopRequest,
     throughput: Throughput,
 ) -> tuple[TrainState, int]:
-    """Both phases from the newest checkpoint on, until the last step or a request to stop: the state and steps done.
+    """Run both phases from the newest checkpoint on, until the last step or a request to stop. Returns the last state,
+    which is saved, and the number of steps done.
 
-    That state is then saved. Raises Diverged for a number that is not finite, which is neither logged nor saved.
+    Raises Diverged for a number that is not finite; it is neither logged nor saved.
     """
     with open_checkpoints(folder) as checkpoints:
-        state, done = restore_latest(checkpoints, steps.initial_state())
+        state, done = restore_latest_checkpoint(checkpoints, steps.initial_state())
         with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:
                 if done == config.warmup_steps:
@@ -71,14 +72,16 @@ def run_steps(
 
 
 def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState) -> None:
-    """Save a state that a run can continue from. Metrics are those before the last update, so they do not tell."""
+    """Save a state if its parameters are finite, else raise Diverged. Metrics do not show it: they are those before the
+    last update.
+    """
     if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)):
         raise Diverged(f"training diverged: parameters are not finite after step {done - 1}")
-    save(checkpoints, done, state)
+    save_checkpoint(checkpoints, done, state)
 
 
 def say_stopped(console: Console, number: int, *, is_saved: bool) -> int:
-    """Say how to go on, from a checkpoint or not; the exit status of a process that this signal stopped."""
+    """Print how to continue, or that nothing was saved. Returns the exit status of a process stopped by this signal."""
     if is_saved:
         console.print("stopped; the same command with --resume, not --overwrite, continues", soft_wrap=True)
     else:
@@ -87,5 +90,5 @@ def say_stopped(console: Console, number: int, *, is_saved: bool) -> int:
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """Metrics on the host."""
+    """Metrics as Python floats on the host."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}

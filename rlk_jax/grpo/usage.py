@@ -1,4 +1,4 @@
-"""Speed and memory of a run: shown, and never written where equal runs give equal files."""
+"""Speed and memory of a run. They are printed only: in its files they would make equal runs differ."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,15 +8,17 @@ import jax
 
 @dataclass
 class Throughput:
-    """Active tokens per second of each phase, with all that it costs but its first step here, which compiles."""
+    """Active tokens per second of each phase. The time of checkpoints and display counts; the first step of a phase in
+    this process does not, because it compiles.
+    """
 
     _started: dict[str, float] = field(default_factory=dict)
     _tokens: dict[str, float] = field(default_factory=dict)
     per_second: dict[str, float] = field(default_factory=dict)
-    """Of phases with a second step."""
+    """By phase; only phases that had a second step are in it."""
 
     def add(self, phase: str, tokens: float, now: float) -> None:
-        """A step of so many tokens has ended `now`, in seconds."""
+        """Count a step of so many tokens that ended at the time `now`, in seconds."""
         if phase not in self._started:
             self._started[phase], self._tokens[phase] = now, 0.0
             return
@@ -25,6 +27,8 @@ class Throughput:
 
 
 def peak_memory(devices: Iterable[jax.Device]) -> int | None:
-    """The most bytes that one of the devices held at a time; None where the backend does not count, as on a CPU."""
+    """The most bytes that one of the devices has held at a time; None where the backend does not count them, as on a
+    CPU.
+    """
     counted = [stats["peak_bytes_in_use"] for device in devices if (stats := device.memory_stats())]
     return max(counted, default=None)

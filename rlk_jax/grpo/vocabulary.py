@@ -1,4 +1,4 @@
-"""Token ids of text: padding, the end, and one for each printable ASCII character."""
+"""The vocabulary of prompts and answers: PAD, EOS, and one token for each printable ASCII character."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ VOCAB_SIZE = _SPECIALS + ord(_LAST_CHARACTER) - ord(_FIRST_CHARACTER) + 1
 
 
 def encode(text: str) -> list[int]:
-    """Character ids of printable ASCII text. Raises ValueError naming the first character outside it."""
+    """Token ids of printable ASCII text. Raises ValueError naming the first character that is not."""
     for character in text:
         if not _FIRST_CHARACTER <= character <= _LAST_CHARACTER:
             raise ValueError(f"character {character!r} is not printable ASCII")

@@ -7,13 +7,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions
-from rlk_jax.grpo.sequences import joined
+from rlk_jax.grpo.rollout import Rollout, sample_completions, sample_in_length_buckets
+from rlk_jax.grpo.sequences import join_completions
 from rlk_jax.grpo.steps import build_steps, make_mesh, target_logps
-from rlk_jax.grpo.tasks import Examples, completion_mask, task_of
+from rlk_jax.grpo.tasks import Examples, completion_mask, load_task
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
 from tests.grpo import prompts, tiny
@@ -21,7 +21,7 @@ from tests.grpo import prompts, tiny
 WIDTH, HEADS, LAYERS = 16, 2, 2
 PROMPT_WIDTH, LENGTH, BATCH = 6, 7, 12
 PADDING = np.arange(BATCH, dtype=np.int32) % PROMPT_WIDTH
-HEAD = Head(make_mesh(tiny.config()), VOCAB_SIZE, "deterministic", jnp.bfloat16)
+HEAD = MeshHead(make_mesh(tiny.config()), VOCAB_SIZE, "deterministic", jnp.bfloat16)
 
 
 def decoder(kind: Layers) -> Decoder:
@@ -48,9 +48,15 @@ KEYS = jax.random.split(jax.random.key(0), BATCH)
 
 
 def roll_out(
-    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, keys: jax.Array = KEYS, head: Head = HEAD, buckets=1
+    model: Decoder,
+    prompt_ids: np.ndarray,
+    padding: np.ndarray,
+    *,
+    keys: jax.Array = KEYS,
+    head: MeshHead = HEAD,
+    buckets=1,
 ) -> Rollout:
-    spread = NamedSharding(head.mesh, PartitionSpec(None, "data"))
+    sharding = NamedSharding(head.mesh, PartitionSpec(None, "data"))
 
     @nnx.jit
     def sample(model: Decoder) -> Rollout:
@@ -63,19 +69,21 @@ def roll_out(
             return sample_completions(model, examples.prompt_ids, examples.padding, keys, score, length=LENGTH)
 
         examples = Examples(jnp.asarray(prompt_ids), jnp.asarray(padding), jnp.zeros_like(prompt_ids))
-        return sample_by_length(of, examples, keys, buckets=buckets, spread=spread)
+        return sample_in_length_buckets(of, examples, keys, buckets=buckets, sharding=sharding)
 
     return sample(model)
 
 
 def trained_on(
-    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, ids: jax.Array, head: Head = HEAD
+    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, ids: jax.Array, head: MeshHead = HEAD
 ) -> jax.Array:
     """The log-probs of the training pass, forward and backward in one program."""
     graph, params = nnx.split(model)
 
     def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-        logps = target_logps(nnx.merge(graph, params), joined(prompt_ids, padding, ids, completion_mask(ids)), head)
+        logps = target_logps(
+            nnx.merge(graph, params), join_completions(prompt_ids, padding, ids, completion_mask(ids)), head
+        )
         return logps.sum(), logps
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)[1]
@@ -113,7 +121,7 @@ def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout):
 
 
 def test_stock_layers_record_other_bits_than_training(prompt_ids):
-    model, head = decoder(STOCK), Head(HEAD.mesh, VOCAB_SIZE, None)
+    model, head = decoder(STOCK), MeshHead(HEAD.mesh, VOCAB_SIZE, None)
     rollout = roll_out(model, prompt_ids, PADDING, head=head)
     trained = trained_on(model, prompt_ids, PADDING, rollout.completion_ids, head)
     assert np.any(helpers.bits(rollout.logps) != helpers.bits(trained))
@@ -137,7 +145,7 @@ def test_steps_start_at_ratio_one(updates, changes, tmp_path):
         learning_rate=5e-3,
         **changes,
     )
-    steps = build_steps(config, task_of(config), make_mesh(config))
+    steps = build_steps(config, load_task(config), make_mesh(config))
     state, rows = steps.initial_state(), []
     for step in range(70):
         state, _ = steps.warmup_step(state, step)

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from rlk_jax.checker import relative_norm, tolerance
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, ROTARY_BASE, STOCK
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import sample_completions, unscored
-from rlk_jax.grpo.sequences import joined
+from rlk_jax.grpo.rollout import no_score, sample_completions
+from rlk_jax.grpo.sequences import join_completions
 from rlk_jax.grpo.steps import target_logps
 from rlk_jax.grpo.tasks import completion_mask
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
@@ -78,7 +78,7 @@ def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
 def test_target_logps_equal_the_definition_whatever_the_padding(model, prompt_ids, completion_ids, implementation):
-    assert_is_the_definition(model, prompt_ids, completion_ids, Head(MESH, VOCAB_SIZE, implementation))
+    assert_is_the_definition(model, prompt_ids, completion_ids, MeshHead(MESH, VOCAB_SIZE, implementation))
 
 
 @pytest.mark.parametrize(
@@ -88,22 +88,24 @@ def test_bfloat16_is_near_the_definition_and_its_gradients_are_float32(
     prompt_ids, completion_ids, kind, implementation
 ):
     model = Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, kind=kind, rngs=nnx.Rngs(0))
-    head = Head(MESH, VOCAB_SIZE, implementation, kind.dtype)
+    head = MeshHead(MESH, VOCAB_SIZE, implementation, kind.dtype)
     error = assert_is_the_definition(model, prompt_ids, completion_ids, head)
     assert error > tolerance("grpo_decoder", jnp.float32, "forward"), "computed in float32"
 
     def loss(model: Decoder) -> jax.Array:
         mask = np.ones(completion_ids.shape, bool)
-        return target_logps(model, joined(prompt_ids, PADDING, completion_ids, mask), head).sum()
+        return target_logps(model, join_completions(prompt_ids, PADDING, completion_ids, mask), head).sum()
 
     gradients = nnx.state(jax.eval_shape(nnx.grad(loss), model))
     assert {leaf.dtype for leaf in jax.tree.leaves((gradients, nnx.state(model)))} == {jnp.dtype("float32")}
 
 
-def assert_is_the_definition(model: Decoder, prompt_ids: np.ndarray, completion_ids: np.ndarray, head: Head) -> float:
+def assert_is_the_definition(
+    model: Decoder, prompt_ids: np.ndarray, completion_ids: np.ndarray, head: MeshHead
+) -> float:
     """The error."""
     mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
-    actual = target_logps(model, joined(prompt_ids, PADDING, completion_ids, mask), head)
+    actual = target_logps(model, join_completions(prompt_ids, PADDING, completion_ids, mask), head)
     gold = np.zeros(mask.shape)
     for row, padding in enumerate(PADDING):
         sequence = np.concatenate([prompt_ids[row, padding:], completion_ids[row]])
@@ -118,7 +120,7 @@ def rolled_out(
 ) -> jax.Array:
     """The tokens."""
     keys = jax.random.split(jax.random.key(seed), len(prompt_ids))
-    return sample_completions(model, prompt_ids, padding, keys, unscored, length=length, greedy=greedy).completion_ids
+    return sample_completions(model, prompt_ids, padding, keys, no_score, length=length, greedy=greedy).completion_ids
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlk_jax.grpo.accumulation import accumulated_gradients
-from rlk_jax.grpo.head import IGNORED, Head
+from rlk_jax.grpo.head import IGNORED, MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.losses import LossOptions, loss_denominator, policy_loss
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.sequences import Sequences, first_fit, joined, pack
+from rlk_jax.grpo.sequences import Sequences, first_fit, join_completions, pack
 from rlk_jax.grpo.steps import make_mesh, target_logps
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests import helpers
@@ -35,16 +35,16 @@ def rows() -> Sequences:
     prompts = rng.integers(EOS + 1, VOCAB_SIZE, (len(PADDING), PROMPT_WIDTH), np.int32)
     completions = rng.integers(EOS + 1, VOCAB_SIZE, (len(PADDING), LENGTH), np.int32)
     prompts = np.where(np.arange(PROMPT_WIDTH) < PADDING[:, None], PAD, prompts)
-    return joined(prompts, PADDING, completions, np.arange(LENGTH) < SAID[:, None])
+    return join_completions(prompts, PADDING, completions, np.arange(LENGTH) < SAID[:, None])
 
 
 def decoder(kind: Layers) -> Decoder:
     return Decoder(VOCAB_SIZE, 16, 2, 2, kind=kind, rngs=nnx.Rngs(0))
 
 
-def head_of(kind: Layers) -> Head:
+def head_of(kind: Layers) -> MeshHead:
     implementation = "deterministic" if kind is INVARIANT else None
-    return Head(make_mesh(tiny.config()), VOCAB_SIZE, implementation, kind.dtype)
+    return MeshHead(make_mesh(tiny.config()), VOCAB_SIZE, implementation, kind.dtype)
 
 
 def logps_of(kind: Layers, rows: Sequences) -> jax.Array:
@@ -108,7 +108,7 @@ def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(ro
         def counts(part: Any) -> jax.Array:
             return part[0].mask.any()
 
-        gradients = functools.partial(accumulated_gradients, loss, parts=8, mesh=head.mesh, counts=counts)
+        gradients = functools.partial(accumulated_gradients, loss, micro_batches=8, mesh=head.mesh, is_active=counts)
         return jax.jit(gradients)(params, (rows, given))
 
     packed = pack(rows, given, shards=1, multiple=1)
@@ -145,7 +145,7 @@ def test_nothing_is_lost(lengths):
     """Read back token by token from two shards."""
     prompt, said = np.array(lengths).T
     ids = EOS + 1 + np.arange(6 * 9, dtype=np.int32).reshape(6, 9)
-    rows = joined(ids[:, :5], (5 - prompt).astype(np.int32), ids[:, 5:], np.arange(4) < said[:, None])
+    rows = join_completions(ids[:, :5], (5 - prompt).astype(np.int32), ids[:, 5:], np.arange(4) < said[:, None])
     packed, values = packed_once(rows, jnp.asarray(ids[:, 5:]), shards=2, multiple=4)
     assert packed.token_ids.shape == packed.target_ids.shape == packed.padding.shape == values.shape == (6, 8)
     tokens, before, targets = np.asarray(packed.token_ids), np.asarray(packed.padding), np.asarray(packed.target_ids)

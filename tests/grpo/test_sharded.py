@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
-from rlk_jax.grpo.tasks import task_of
+from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_head, make_mesh
+from rlk_jax.grpo.tasks import load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests import helpers
 from tests.grpo import tiny
@@ -23,15 +23,15 @@ STORED = 128
 class Run(NamedTuple):
     """The last state, and what all GRPO steps measured."""
 
-    head: Head
+    head: MeshHead
     final: TrainState
     measured: dict[str, np.ndarray]
 
 
-def build(**changes) -> tuple[Head, Steps]:
+def build(**changes) -> tuple[MeshHead, TrainingSteps]:
     config = tiny.config(demonstration_errors=0.0, warmup_learning_rate=1e-2, learning_rate=1e-3, **changes)
     mesh = make_mesh(config)
-    return head_of(config, mesh), build_steps(config, task_of(config), mesh)
+    return make_head(config, mesh), build_steps(config, load_task(config), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def warm() -> TrainState:
 def train(warm: TrainState, **changes) -> Run:
     """A little of the warm start, then GRPO."""
     head, steps = build(**changes)
-    state, rows = jax.jit(head.cut, out_shardings=head.shardings(warm))(warm), []
+    state, rows = jax.jit(head.shard, out_shardings=head.shardings(warm))(warm), []
     for step in range(WARMUP, WARMUP + MORE_WARMUP):
         state, _ = steps.warmup_step(state, step)
     state = steps.start_grpo(state)
@@ -74,7 +74,7 @@ def test_deterministic_training_has_the_bits_of_the_unsharded_run(warm, cut):
     plain = train(warm, implementation="deterministic")
     assert_policy_acts(plain)
     helpers.assert_same_bits(cut.measured, plain.measured)
-    helpers.assert_same_bits(cut.head.whole(cut.final), plain.final)
+    helpers.assert_same_bits(cut.head.unshard(cut.final), plain.final)
 
 
 def test_training_stays_near_the_unsharded_run(warm):
@@ -107,11 +107,11 @@ def test_cut_heads_are_whole_again_and_an_uncut_one_is_left_alone():
     kernel = jnp.arange(3.0 * VOCAB_SIZE).reshape(3, VOCAB_SIZE)
     tree = {"lm_head": kernel, "embed": kernel}
     head, _ = build(mesh="data=2,tensor=4")
-    stored = head.cut(tree)
+    stored = head.shard(tree)
     assert (stored["lm_head"].shape, stored["embed"].shape) == ((3, STORED), kernel.shape)
-    helpers.assert_same_bits(head.whole(stored), tree)
+    helpers.assert_same_bits(head.unshard(stored), tree)
     plain, _ = build()
-    assert plain.cut(tree) is tree and plain.whole(tree) is tree
+    assert plain.shard(tree) is tree and plain.unshard(tree) is tree
 
 
 def test_a_head_that_refuses_to_run_cut_is_a_bad_input(tmp_path, capsys, monkeypatch):

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.checker import tolerance
 from rlk_jax.grpo.accumulation import accumulated_gradients
-from rlk_jax.grpo.sequences import joined, pack
-from rlk_jax.grpo.steps import Steps, TrainState, build_steps, make_mesh
-from rlk_jax.grpo.tasks import completion_mask, task_of
+from rlk_jax.grpo.sequences import join_completions, pack
+from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_mesh
+from rlk_jax.grpo.tasks import completion_mask, load_task
 from tests import helpers
 from tests.grpo import tiny
 
@@ -24,15 +24,15 @@ WARMUP, GRPO = 3, 3
 class Run(NamedTuple):
     """A few steps of both phases: the state before GRPO, the last one, and what every step measured."""
 
-    steps: Steps
+    steps: TrainingSteps
     warm: TrainState
     final: TrainState
     measured: dict[str, np.ndarray]
 
 
-def build(**changes) -> Steps:
+def build(**changes) -> TrainingSteps:
     config = tiny.config(**changes)
-    return build_steps(config, task_of(config), make_mesh(config))
+    return build_steps(config, load_task(config), make_mesh(config))
 
 
 def trained_state(**changes) -> TrainState:
@@ -152,10 +152,12 @@ def mixed_runs(mixed) -> tuple[TrainState, Run]:
 def test_prompts_of_mixed_lengths_leave_rows_empty(mixed, mixed_runs):
     """And are right now and then: what the next test says is not about nothing."""
     assert 0 < mixed_runs[1].measured["reward"].mean() < 1
-    examples = task_of(tiny.config(prompts=mixed)).train
+    examples = load_task(tiny.config(prompts=mixed)).train
     examples = jax.tree.map(lambda x: x[:16], examples)
     mask = completion_mask(examples.answer_ids)
-    rows, _ = pack(joined(examples.prompt_ids, examples.padding, examples.answer_ids, mask), (), shards=1, multiple=1)
+    rows, _ = pack(
+        join_completions(examples.prompt_ids, examples.padding, examples.answer_ids, mask), (), shards=1, multiple=1
+    )
     assert rows.mask.any(axis=1).sum() <= 12
     assert len(np.unique(examples.padding)) > 4
 
@@ -190,7 +192,7 @@ def test_parts_without_a_target_are_left_out():
     mesh = make_mesh(tiny.config())
 
     def gradients(counts):
-        return accumulated_gradients(loss_of, jnp.ones(()), rows, parts=2, mesh=mesh, counts=counts)
+        return accumulated_gradients(loss_of, jnp.ones(()), rows, micro_batches=2, mesh=mesh, is_active=counts)
 
     helpers.assert_same_bits(gradients(lambda part: (part > 0).any()), (jnp.float32(3), jnp.array([2.0, 3, 0, 0])))
     assert np.isnan(gradients(None)[0])
@@ -207,7 +209,7 @@ def test_parts_add_up_and_rows_keep_their_order():
 
     @jax.jit
     def accumulated(weights, rows):
-        return accumulated_gradients(loss_of, weights, rows, parts=4, mesh=mesh)
+        return accumulated_gradients(loss_of, weights, rows, micro_batches=4, mesh=mesh)
 
     helpers.assert_same_bits(accumulated(weights, rows), ((values**2).sum(axis=0), values.sum(axis=1)))
     program = accumulated.lower(weights, rows).compile().as_text()

@@ -13,9 +13,9 @@ import jax
 
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
-from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest
+from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint
 from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
-from rlk_jax.grpo.tasks import task_of
+from rlk_jax.grpo.tasks import load_task
 from tests import helpers
 
 COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
@@ -81,9 +81,9 @@ def run_apart(environment: Mapping[str, str]) -> Callable[..., int]:
 def final_state(folder: RunFolder, **changes: Any) -> tuple[TrainState, int]:
     """The newest checkpoint of such a run, and its step."""
     chosen = config(**changes)
-    steps = build_steps(chosen, task_of(chosen), make_mesh(chosen))
+    steps = build_steps(chosen, load_task(chosen), make_mesh(chosen))
     with open_checkpoints(folder) as checkpoints:
-        return restore_latest(checkpoints, steps.initial_state())
+        return restore_latest_checkpoint(checkpoints, steps.initial_state())
 
 
 def tuned(folder: RunFolder) -> dict[str, bytes]:

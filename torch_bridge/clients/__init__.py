@@ -1,15 +1,15 @@
-"""The bridge inside the trainers of others: an object of theirs replaced by one on `linear_logp`, and put back."""
+"""The bridge inside other trainers: one object of the trainer library is replaced by one that calls `linear_logp`."""
 
 from typing import Any
 
 from rlk_jax import dispatch
 from rlk_jax.core.checks import check_memory_budget, one_of
 from torch_bridge.clients import trl, verl
-from torch_bridge.clients._seam import Seam
+from torch_bridge.clients._patch_point import PatchPoint
 
-_SEAMS = {seam.library: seam for seam in (trl.SEAM, verl.SEAM)}
+_PATCH_POINTS = {point.library: point for point in (trl.PATCH_POINT, verl.PATCH_POINT)}
 _installed: dict[str, tuple[dict[str, Any], Any]] = {}
-"""By library, of those the bridge is installed in: the object that each of its modules had, and the bridge's."""
+"""For each library that the bridge is installed in: the original object of each of its modules, and the replacement."""
 
 
 def install(name: str, *, implementation: str | None = None, memory_budget: int | None = None) -> None:
@@ -17,55 +17,55 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
 
     Args:
       name: "trl" (GRPOTrainer and all others with a fused LM head) or "verl" (`use_fused_kernels`, impl_backend
-        "triton"). Once more does no harm, and changes the options.
+        "triton"). A second call for a library changes the options.
       implementation, memory_budget: as in `linear_logp`.
 
     Raises:
-      ValueError: for a name that is no client's, and for options that `linear_logp` does not take.
-      RuntimeError: for a version of the library that the bridge does not know, and where someone has replaced the
+      ValueError: for an unknown name, and for options that `linear_logp` does not take.
+      RuntimeError: for a version of the library that the bridge does not know, and where other code has replaced the
         bridge's object since; nothing is changed then.
     """
-    seam = _seam(name)
+    patch_point = _patch_point_of(name)
     if implementation is not None:
-        one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    check_memory_budget(memory_budget)
-    seam.check_version()
-    originals = _originals(seam) if name in _installed else seam.read()
-    replacement = seam.replacement(
-        originals[seam.module], {"implementation": implementation, "memory_budget": memory_budget}
+        validation.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    validation.check_memory_budget(memory_budget)
+    patch_point.check_version()
+    originals = _originals(patch_point) if name in _installed else patch_point.read()
+    replacement = patch_point.replacement(
+        originals[patch_point.module], {"implementation": implementation, "memory_budget": memory_budget}
     )
-    seam.write(dict.fromkeys(originals, replacement))
+    patch_point.write(dict.fromkeys(originals, replacement))
     _installed[name] = originals, replacement
 
 
 def uninstall(name: str) -> None:
-    """Puts back what each module of the library had, where the bridge is installed.
+    """Puts back the original object of each module of the library; does nothing where the bridge is not installed.
 
     Raises:
-      ValueError: for a name that is no client's.
-      RuntimeError: where someone has replaced the bridge's object since; nothing is changed then.
+      ValueError: for an unknown name.
+      RuntimeError: where other code has replaced the bridge's object since; nothing is changed then.
     """
-    seam = _seam(name)
+    patch_point = _patch_point_of(name)
     if name in _installed:
-        seam.write(_originals(seam))
+        patch_point.write(_originals(patch_point))
         del _installed[name]
 
 
-def _originals(seam: Seam) -> dict[str, Any]:
-    """What each module had, where the bridge's object stands in its place."""
-    originals, replacement = _installed[seam.library]
-    found = seam.read()
+def _originals(patch_point: PatchPoint) -> dict[str, Any]:
+    """The original object of each module, where the bridge is installed."""
+    originals, replacement = _installed[patch_point.library]
+    found = patch_point.read()
     for module, x in found.items():
         if x is not replacement:
             raise RuntimeError(
-                f"{module}.{seam.name} is not the object that torch_bridge installed: what has replaced it must be "
-                "removed first."
+                f"{module}.{patch_point.name} is not the object that torch_bridge installed: what has replaced it "
+                "must be removed first."
             )
-    # A module that was imported since has bound the bridge's.
-    return {module: originals.get(module, originals[seam.module]) for module in found}
+    # A module that was imported after `install` has bound the bridge's object: its original is that of the home module.
+    return {module: originals.get(module, originals[patch_point.module]) for module in found}
 
 
-def _seam(name: str) -> Seam:
-    if not isinstance(name, str) or name not in _SEAMS:
-        raise ValueError(f"name must be one of {', '.join(map(repr, _SEAMS))}, got {name!r}.")
-    return _SEAMS[name]
+def _patch_point_of(name: str) -> PatchPoint:
+    if not isinstance(name, str) or name not in _PATCH_POINTS:
+        raise ValueError(f"name must be one of {', '.join(map(repr, _PATCH_POINTS))}, got {name!r}.")
+    return _PATCH_POINTS[name]

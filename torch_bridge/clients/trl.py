@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from torch_bridge import _inputs
-from torch_bridge.clients._seam import Seam
+from torch_bridge.clients._patch_point import PatchPoint
 from torch_bridge.linear_logp import LinearLogp, linear_logp
 
 _STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
-"""For metrics of some trainers, not GRPO's; none has a gradient, and the bridge's ops compute none of them."""
+"""Outputs for metrics of some trainers, GRPO not among them. They have no gradient, and TRL's own function computes
+them, for the bridge's ops do not.
+"""
 
 
 @dataclass(frozen=True)
 class ChunkedLogProb:
-    """What TRL takes for its `_ChunkedLogProbFunction`."""
+    """The replacement of TRL's `_ChunkedLogProbFunction`."""
 
     original: Any
     options: dict[str, Any]
@@ -33,23 +35,25 @@ class ChunkedLogProb:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy", *_STATISTICS),
     ) -> tuple[Tensor | None, ...]:
-        """log_probs, entropy and the statistics `[N]`, None where not asked for, of hidden `[N, D]`, weight `[V, D]`.
+        """The log_probs, entropy and statistics, each `[N]`, of the logits z of hidden `[N, D]` under weight `[V, D]`.
 
-        z = softcap(logit_scale·(hidden·Wᵀ + bias)) / temperature
+            z = softcap(logit_scale·(hidden·Wᵀ + bias)) / temperature
+
+        Outputs that are not asked for are None, except log_probs.
         """
         unknown = [x for x in outputs if x not in ("log_probs", "entropy", *_STATISTICS)]
         if unknown:
             raise ValueError(f"TRL asks for outputs that torch_bridge does not know: {', '.join(unknown)}.")
         if not logit_scale > 0:
             raise ValueError(f"logit_scale must be positive, got {logit_scale}.")
-        # TRL computes in autocast's dtype, or else in hidden's.
+        # TRL computes in the dtype of autocast, or else in that of hidden.
         (rows,) = _inputs.autocast(hidden)
         found = linear_logp(
             rows,
             weight.to(rows.dtype),
             targets,
             None if bias is None else bias.to(rows.dtype),
-            # softcap_c(s·x) = s·softcap_{c/s}(x), and a factor s of z is a temperature of 1/s.
+            # softcap_c(s·x) = s·softcap_{c/s}(x), and a factor s of the logits is the same as a temperature of 1/s.
             temperature=temperature / logit_scale,
             logit_softcap=None if final_logit_softcapping is None else final_logit_softcapping / logit_scale,
             return_entropy="entropy" in outputs,
@@ -65,4 +69,4 @@ class ChunkedLogProb:
         return logp, entropy, *statistics
 
 
-SEAM = Seam("trl", ("1.16",), "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb)
+PATCH_POINT = PatchPoint("trl", ("1.16",), "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb)

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge.clients._seam import Seam
+from torch_bridge.clients._patch_point import PatchPoint
 from torch_bridge.linear_logp import linear_logp
 
 
 def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What verl takes for its function of this name, which it calls with positions alone."""
+    """The replacement of verl's function of this name, which verl calls with positional arguments only."""
 
-    def on_the_bridge(
+    def bridged(
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -21,9 +21,10 @@ def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[...
         reduction: str = "none",
         tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """logp and entropy `[N]` of hidden `[*lead, D]`, weight `[V, D]` and labels `[*lead]` with N tokens.
+        """The logp and entropy `[N]` of N labels `[*lead]` under hidden `[*lead, D]` and weight `[V, D]`.
 
-        Of tp_group each rank holds as many rows of the weight, in the order of ranks, as Megatron's do.
+        With a tp_group, each of its ranks holds equally many rows of the weight, in the order of ranks, as in
+        Megatron.
         """
         if reduction != "none":
             raise ValueError(f"reduction must be 'none', the one that verl asks for, got {reduction!r}.")
@@ -36,16 +37,16 @@ def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[...
             return_entropy=True,
             tp_group=tp_group,
             vocab_start_index=start,
-            # Its own part, as verl's kernel gives it: Megatron sums over the group where it gathered the sequence.
+            # verl's kernel also returns a rank's own part of this gradient: Megatron sums it over the group itself.
             reduce_hidden_grad=tp_group is None,
             **options,
         )
         return found.logp, found.entropy
 
-    return on_the_bridge
+    return bridged
 
 
-SEAM = Seam(
+PATCH_POINT = PatchPoint(
     "verl",
     ("0.9",),
     "verl.utils.kernel.linear_cross_entropy",

@@ -16,11 +16,11 @@ from torch_bridge import clients
 @pytest.fixture
 def library(monkeypatch):
     """verl 0.9.7 as far as `install` sees it: the home of its function, and a module that has imported it."""
-    seam = clients.verl.SEAM
+    patch_point = clients.verl.PATCH_POINT
     home, importer = ModuleType("home"), ModuleType("importer")
     home.linear_cross_entropy = importer.linear_cross_entropy = object()
-    monkeypatch.setitem(sys.modules, seam.module, home)
-    monkeypatch.setitem(sys.modules, seam.importers[0], importer)
+    monkeypatch.setitem(sys.modules, patch_point.module, home)
+    monkeypatch.setitem(sys.modules, patch_point.importers[0], importer)
     monkeypatch.setattr(metadata, "version", lambda name: "0.9.7")
     yield home, importer
     torch_bridge.uninstall("verl")
@@ -81,11 +81,11 @@ def test_a_later_patch_of_someone_else_is_kept(library, function, place):
 
 def test_a_module_imported_in_between_is_restored_too(library):
     home, importer = library
-    del sys.modules[clients.verl.SEAM.importers[0]]
+    del sys.modules[clients.verl.PATCH_POINT.importers[0]]
     original = home.linear_cross_entropy
     torch_bridge.install("verl")
     importer.linear_cross_entropy = home.linear_cross_entropy
-    sys.modules[clients.verl.SEAM.importers[0]] = importer
+    sys.modules[clients.verl.PATCH_POINT.importers[0]] = importer
     torch_bridge.uninstall("verl")
     assert importer.linear_cross_entropy is original
 

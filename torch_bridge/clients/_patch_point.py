@@ -1,4 +1,4 @@
-"""Where a trainer library calls something that the bridge can stand for."""
+"""The object of a trainer library that the bridge replaces."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,21 +8,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Seam:
-    """One object of a library, and what makes the bridge's of it."""
+class PatchPoint:
+    """One object of a library, and how its replacement is made."""
 
     library: str
     versions: tuple[str, ...]
-    """major.minor of those whose source was read for `replacement`."""
+    """The major.minor versions whose source was read when `replacement` was written."""
     module: str
+    """The home of the object."""
     name: str
+    """The name of the object in its module."""
     importers: tuple[str, ...]
-    """Modules that bind the same name when they are imported."""
+    """Other modules that bind the object under the same name when they are imported."""
     replacement: Callable[[Any, dict[str, Any]], Any]
-    """Of the library's own object and options of `linear_logp`."""
+    """Makes the replacement from the library's own object and the options of `linear_logp`."""
 
     def check_version(self) -> None:
-        """A library that changes may call the object otherwise."""
+        """Raises RuntimeError for a version of the library that may call the object in another way."""
         try:
             found = metadata.version(self.library)
         except metadata.PackageNotFoundError:
@@ -32,11 +34,11 @@ class Seam:
             raise RuntimeError(f"torch_bridge knows {self.library} {known}, found {found}: nothing was changed.")
 
     def read(self) -> dict[str, Any]:
-        """The object that each module of the library calls now."""
+        """The object that each imported module of the library calls now, by the name of the module."""
         import_module(self.module)
         return {name: getattr(modules[name], self.name) for name in (self.module, *self.importers) if name in modules}
 
     def write(self, objects: Mapping[str, Any]) -> None:
-        """An object for each module, as `read` gives them."""
+        """Give each module its object; `objects` is a mapping like that of `read`."""
         for module, x in objects.items():
             setattr(modules[module], self.name, x)
