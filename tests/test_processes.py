@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import Mesh
 
 from rlk_jax import linear_logp
-from rlk_jax._processes import Finished, free_port, run_together
 from rlk_jax.checker import check_tp
+from rlk_jax.checker.processes import Finished, free_port, run_together
 from tests import helpers, rank
 
 LIMIT_S = 60

@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import rlk_jax
 from rlk_jax import vocab_parallel
-from rlk_jax._processes import Finished, free_port, run_together
 from rlk_jax.checker.contract import tolerance
 from rlk_jax.checker.options import DTYPES, dtype_name, natural, positive
+from rlk_jax.checker.processes import Finished, free_port, run_together
 from rlk_jax.dispatch import IMPLEMENTATIONS
 
 TIMEOUT_S = 600
