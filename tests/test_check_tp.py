@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from rlk_jax import cli, vocab_parallel
-from rlk_jax.checker import check_tp
+from rlk_jax.checker import tensor_parallel
 
 SMALL = ("--tokens", "24", "--hidden-size", "32", "--vocab-size", "1000")
 MATRIX = {
@@ -46,9 +46,9 @@ def test_stress_times_a_program_that_is_compiled(monkeypatch):
     calls = []
     honest = vocab_parallel.linear_logp
     monkeypatch.setattr(vocab_parallel, "linear_logp", lambda *x, **options: calls.append(0) or honest(*x, **options))
-    problem = check_tp.Problem(8, 8, 64, jnp.float32, True, False, 0, "xla", "sum")
+    problem = tensor_parallel.TensorParallelProblem(8, 8, 64, jnp.float32, True, False, 0, "xla", "sum")
     mesh = Mesh(jax.devices()[:2], ("tp",))
-    finite, _, _ = check_tp._stress(mesh, problem)
+    finite, _, _ = tensor_parallel.stress(mesh, problem)
     assert finite and len(calls) == 2
 
 
@@ -61,7 +61,7 @@ def test_any_difference_fails(capsys):
 
 def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys):
     """dH without −Σ p·W, in a head so large that every element of it is small."""
-    honest = check_tp.tensor_parallel
+    honest = tensor_parallel.tensor_parallel_program
 
     def faulty(problem, mesh, arrays):
         rows = jnp.asarray(np.asarray(arrays.weight), jnp.float32)[np.asarray(arrays.target_ids)]
@@ -69,7 +69,7 @@ def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys)
         laid = jax.device_put(of_targets, arrays.hidden.sharding)
         return lambda: honest(problem, mesh, arrays)()._replace(hidden_grad=laid)
 
-    monkeypatch.setattr(check_tp, "tensor_parallel", faulty)
+    monkeypatch.setattr(tensor_parallel, "tensor_parallel_program", faulty)
     sizes = ("--tokens", "32", "--hidden-size", "1024", "--vocab-size", "32768")
     assert cli.main(["check-tp", *sizes, "--devices", "2"]) == 1
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.endswith("FAIL") and "max_abs" in x]
@@ -78,7 +78,7 @@ def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys)
 
 @pytest.mark.parametrize("wrong", ["value", "replica", "infinite"])
 def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
-    honest = check_tp.tensor_parallel
+    honest = tensor_parallel.tensor_parallel_program
 
     def faulty(problem, mesh, arrays):
         return lambda: changed(honest(problem, mesh, arrays)())
@@ -94,7 +94,7 @@ def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
         whole = jax.make_array_from_single_device_arrays(results.output.shape, results.output.sharding, pieces)
         return results._replace(output=whole)
 
-    monkeypatch.setattr(check_tp, "tensor_parallel", faulty)
+    monkeypatch.setattr(tensor_parallel, "tensor_parallel_program", faulty)
     stress = ("--run-stress", "--stress-tokens", "8", "--stress-hidden-size", "8", "--stress-vocab-size", "64")
     assert cli.main(["check-tp", *SMALL, "--devices", "2", *stress]) == 1
     seen = {"value": "weight_grad", "replica": "same on all", "infinite": "finite outputs"}[wrong]
