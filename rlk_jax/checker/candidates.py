@@ -16,8 +16,8 @@ import numpy as np
 
 import rlk_jax
 from rlk_jax.checker import plugins
+from rlk_jax.checker.op_spec import OpSpec, Problem
 from rlk_jax.checker.options import Unusable
-from rlk_jax.checker.specs import OpSpec, Problem
 from rlk_jax.dispatch import IMPLEMENTATIONS, TABLE
 
 ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}

@@ -34,29 +34,29 @@ class TypicalCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def _abstract_array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 _VOCAB, _SEQUENCES, _TOKENS, _HIDDEN = 151936, 8, 512, 4096
 _LOGITS_TEXT = f"bfloat16, V = {_VOCAB}"
-_LOGITS = _array(_SEQUENCES, _TOKENS, _VOCAB)
-_PER_TOKEN_INT = _array(_SEQUENCES, _TOKENS, dtype=jnp.int32)
-_PER_TOKEN_FLOAT = _array(_SEQUENCES, _TOKENS, dtype=jnp.float32)
+_LOGITS = _abstract_array(_SEQUENCES, _TOKENS, _VOCAB)
+_PER_TOKEN_INT = _abstract_array(_SEQUENCES, _TOKENS, dtype=jnp.int32)
+_PER_TOKEN_FLOAT = _abstract_array(_SEQUENCES, _TOKENS, dtype=jnp.float32)
 
 TYPICAL_CALLS = {
     "linear_logp": TypicalCall(
         f"bfloat16, D = {_HIDDEN}, V = {_VOCAB}",
-        (_array(4096, _HIDDEN), _array(_VOCAB, _HIDDEN), _array(4096, dtype=jnp.int32)),
+        (_abstract_array(4096, _HIDDEN), _abstract_array(_VOCAB, _HIDDEN), _abstract_array(4096, dtype=jnp.int32)),
     ),
-    "det_gemm": TypicalCall("bfloat16, K = 4096, N = 4096", (_array(4096, 4096), _array(4096, 4096))),
+    "det_gemm": TypicalCall("bfloat16, K = 4096, N = 4096", (_abstract_array(4096, 4096), _abstract_array(4096, 4096))),
     "logp": TypicalCall(_LOGITS_TEXT, (_LOGITS, _PER_TOKEN_INT)),
     "ratio_kl": TypicalCall(_LOGITS_TEXT, (_LOGITS, _LOGITS, _PER_TOKEN_INT, _PER_TOKEN_INT, _PER_TOKEN_FLOAT)),
     "grpo_loss": TypicalCall(
         _LOGITS_TEXT,
         (
             *(_LOGITS, _LOGITS, _PER_TOKEN_INT, _PER_TOKEN_FLOAT),
-            *(_array(_SEQUENCES, dtype=jnp.float32), _PER_TOKEN_INT),
+            *(_abstract_array(_SEQUENCES, dtype=jnp.float32), _PER_TOKEN_INT),
         ),
         {"samples_per_prompt": _SEQUENCES},
     ),
