@@ -1,9 +1,17 @@
-"""One of several processes that share a head: python -m tests.rank TASK COORDINATOR COUNT INDEX (test_processes.py)."""
+"""One of several processes that share a head, which tests/test_processes.py starts:
+
+python -m tests.rank COORDINATOR COUNT INDEX TASK...
+
+A single task ends the process as it ends itself. Of several tasks each one is tried: its error is a line of JSON on
+stdout, {task: "Type: message"}, and the process goes on.
+"""
 
 import functools
 import hashlib
+import json
 import os
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +68,7 @@ def hashes(problem: helpers.Problem, mesh: Mesh, **changes) -> dict[str, str]:
 
 
 def cut_tokens(problem: helpers.Problem, is_last: bool) -> str:
-    """sha256 of logp with ids over the data axis of a 2 x 2 mesh, and temperatures that every process has whole."""
+    """sha256 of logp on a 2 x 2 mesh. Ids are cut over its data axis, and every process has all temperatures."""
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("data", "tp"))
     logp = vocab_parallel.linear_logp(
         spread(mesh, problem.hidden, "data"),
@@ -78,7 +86,7 @@ def cut_tokens(problem: helpers.Problem, is_last: bool) -> str:
 
 
 def grad_outside_jit(problem: helpers.Problem, is_last: bool) -> jax.Array:
-    """A bad target where hidden is a tracer, and ids are none."""
+    """A bad target in a gradient outside jit, where hidden is a tracer and the ids are an array."""
     mesh = Mesh(np.asarray(jax.devices()), ("tp",))
     weight = spread(mesh, vocab_parallel.pad_lm_head(problem.weight, mesh.size), "tp")
     ids = problem.target_ids.at[5].set(CASE.vocab) if is_last else problem.target_ids
@@ -93,7 +101,7 @@ def grad_outside_jit(problem: helpers.Problem, is_last: bool) -> jax.Array:
 
 
 def token_axes(problem: helpers.Problem, is_last: bool) -> jax.Array:
-    """Tokens that one process has lie otherwise."""
+    """One process says that its tokens are cut over no axis."""
     mesh = Mesh(np.asarray(jax.devices())[:, None], ("data", "tp"))
     arrays = (spread(mesh, x) for x in (problem.hidden, problem.weight, problem.target_ids))
     return vocab_parallel.linear_logp(
@@ -102,7 +110,7 @@ def token_axes(problem: helpers.Problem, is_last: bool) -> jax.Array:
 
 
 def layout(problem: helpers.Problem, is_last: bool) -> jax.Array:
-    """Hidden that one process has over the axis."""
+    """One process has hidden cut over the vocabulary axis."""
     mesh = Mesh(np.asarray(jax.devices()), ("tp",))
     hidden = spread(mesh, problem.hidden, *(["tp"] if is_last else []))
     weight, ids = spread(mesh, vocab_parallel.pad_lm_head(problem.weight, mesh.size), "tp"), problem.target_ids
@@ -111,7 +119,9 @@ def layout(problem: helpers.Problem, is_last: bool) -> jax.Array:
 
 
 def temperatures(problem: helpers.Problem, is_last: bool, kind: str = "other") -> jax.Array:
-    """Other numbers on one process; or bad ones that lie over the axis, as ids or, in another order, otherwise."""
+    """Temperatures that differ in one process ("other"), that are negative and cut over the axis ("cut"), or that are
+    cut over it in another order than the ids ("cut otherwise").
+    """
     mesh = Mesh(np.asarray(jax.devices()), ("tp",))
     weight = spread(mesh, vocab_parallel.pad_lm_head(problem.weight, mesh.size), "tp")
     given = {
@@ -132,17 +142,23 @@ def temperatures(problem: helpers.Problem, is_last: bool, kind: str = "other") -
 
 
 def strict(problem: helpers.Problem, is_last: bool) -> jax.Array:
-    """Shards off the edges, which one process refuses."""
+    """Shards that do not end on group edges, which one process refuses because it is strict."""
     os.environ["RLK_STRICT"] = str(int(is_last))
     mesh = Mesh(np.asarray(jax.devices()), ("tp",))
     hidden, weight, ids = problem.hidden, spread(mesh, problem.weight, "tp"), problem.target_ids
-    return vocab_parallel.linear_logp(
-        spread(mesh, hidden), weight, spread(mesh, ids), mesh=mesh, vocab_axis="tp", implementation="deterministic"
-    )
+    hidden, ids = spread(mesh, hidden), spread(mesh, ids)
+    try:
+        return vocab_parallel.linear_logp(
+            hidden, weight, ids, mesh=mesh, vocab_axis="tp", implementation="deterministic"
+        )
+    finally:
+        del os.environ["RLK_STRICT"]
 
 
 def bare(problem: helpers.Problem, is_last: bool, implementation: str | None = None) -> jax.Array:
-    """A bare call on arrays that all processes share; a bad target, where no implementation is named."""
+    """A call of `rlk_jax.linear_logp` on arrays over all processes. One process names a wrong implementation or, where
+    none is named, has a bad target.
+    """
     mesh = Mesh(np.asarray(jax.devices()), ("tp",))
     ids = problem.target_ids.at[5].set(-7) if is_last and implementation is None else problem.target_ids
     arrays = (spread(mesh, x) for x in (problem.hidden, problem.weight, ids))
@@ -161,19 +177,17 @@ CALLS = {
     "bare": bare,
     "bare, implementation": functools.partial(bare, implementation="fastest"),
 }
-"""What processes call in the place of `hashes`, the last one with a mistake."""
+"""Tasks that call something else than `hashes`; the last process makes a mistake, or none in "cut tokens"."""
 
 TEMPERATURES = np.linspace(0.5, 2, CASE.lead[0], dtype=np.float32)
 
 
-def main(task: str, coordinator: str, count: int, index: int) -> None:
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(coordinator, count, index)
+def run_task(task: str, is_last: bool) -> None:
     problem, mesh = helpers.make(CASE, jnp.bfloat16), Mesh(np.asarray(jax.devices()), ("tp",))
     if task in CALLS:
-        print(CALLS[task](problem, index == count - 1))
+        print(CALLS[task](problem, is_last))
         return
-    wrong = MISTAKES[task](problem) if index == count - 1 else {}
+    wrong = MISTAKES[task](problem) if is_last else {}
     problem = problem._replace(**{name: wrong.pop(name) for name in problem._fields if name in wrong})
     for name, digest in hashes(problem, mesh, **wrong).items():
         print(name, digest)
@@ -189,8 +203,20 @@ MISTAKES = {
     "validate": lambda p: {"validate": False},
     "unknown option": lambda p: {"no_such_option": 1},
 }
-"""What the last process does otherwise."""
+"""Tasks that call `hashes`, and what the last process gives it instead; "none" for no mistake."""
+
+
+def main(coordinator: str, count: int, index: int, tasks: Sequence[str]) -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(coordinator, count, index)
+    for task in tasks:
+        try:
+            run_task(task, index == count - 1)
+        except Exception as error:
+            if len(tasks) == 1:
+                raise
+            print(json.dumps({task: f"{type(error).__name__}: {error}"}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,4 +1,4 @@
-"""`rlk check-tp`: the recommended matrix passes, a difference fails it, and tracebacks come before exit codes."""
+"""`rlk check-tp` passes the recommended matrix, fails for any difference, and prints tracebacks before exit codes."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Mesh
 
 from rlk_jax import cli, vocab_parallel
-from rlk_jax.checker import check_tp
+from rlk_jax.checker import check_tp, tensor_parallel
+from rlk_jax.checker.processes import Finished
 
 SMALL = ("--tokens", "24", "--hidden-size", "32", "--vocab-size", "1000")
 MATRIX = {
@@ -42,13 +43,13 @@ def test_stress(capsys):
 
 
 def test_stress_times_a_program_that_is_compiled(monkeypatch):
-    """All that it calls more often is what runs: the op itself is traced once, behind a call outside jit."""
+    """The op is called twice: once outside jit, and once while the program is traced. The timed run is the compiled program."""
     calls = []
     honest = vocab_parallel.linear_logp
     monkeypatch.setattr(vocab_parallel, "linear_logp", lambda *x, **options: calls.append(0) or honest(*x, **options))
-    problem = check_tp.Problem(8, 8, 64, jnp.float32, True, False, 0, "xla", "sum")
+    problem = tensor_parallel.TensorParallelProblem(8, 8, 64, jnp.float32, True, False, 0, "xla", "sum")
     mesh = Mesh(jax.devices()[:2], ("tp",))
-    finite, _, _ = check_tp._stress(mesh, problem)
+    finite, _, _ = tensor_parallel.stress(mesh, problem)
     assert finite and len(calls) == 2
 
 
@@ -60,8 +61,8 @@ def test_any_difference_fails(capsys):
 
 
 def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys):
-    """dH without −Σ p·W, in a head so large that every element of it is small."""
-    honest = check_tp.tensor_parallel
+    """The gradient of hidden lacks −Σ p·W, in a head so large that every element of the gradient is small."""
+    honest = tensor_parallel.tensor_parallel_program
 
     def faulty(problem, mesh, arrays):
         rows = jnp.asarray(np.asarray(arrays.weight), jnp.float32)[np.asarray(arrays.target_ids)]
@@ -69,7 +70,7 @@ def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys)
         laid = jax.device_put(of_targets, arrays.hidden.sharding)
         return lambda: honest(problem, mesh, arrays)()._replace(hidden_grad=laid)
 
-    monkeypatch.setattr(check_tp, "tensor_parallel", faulty)
+    monkeypatch.setattr(tensor_parallel, "tensor_parallel_program", faulty)
     sizes = ("--tokens", "32", "--hidden-size", "1024", "--vocab-size", "32768")
     assert cli.main(["check-tp", *sizes, "--devices", "2"]) == 1
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.endswith("FAIL") and "max_abs" in x]
@@ -78,7 +79,7 @@ def test_a_gradient_that_is_wrong_by_less_than_atol_is_seen(monkeypatch, capsys)
 
 @pytest.mark.parametrize("wrong", ["value", "replica", "infinite"])
 def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
-    honest = check_tp.tensor_parallel
+    honest = tensor_parallel.tensor_parallel_program
 
     def faulty(problem, mesh, arrays):
         return lambda: changed(honest(problem, mesh, arrays)())
@@ -94,7 +95,7 @@ def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
         whole = jax.make_array_from_single_device_arrays(results.output.shape, results.output.sharding, pieces)
         return results._replace(output=whole)
 
-    monkeypatch.setattr(check_tp, "tensor_parallel", faulty)
+    monkeypatch.setattr(tensor_parallel, "tensor_parallel_program", faulty)
     stress = ("--run-stress", "--stress-tokens", "8", "--stress-hidden-size", "8", "--stress-vocab-size", "64")
     assert cli.main(["check-tp", *SMALL, "--devices", "2", *stress]) == 1
     seen = {"value": "weight_grad", "replica": "same on all", "infinite": "finite outputs"}[wrong]
@@ -113,7 +114,6 @@ def test_planted_faults_are_seen(wrong, monkeypatch, capsys):
         (("--coordinator", "junk", "--process-count", "2", "--process-id", "0"), "must be host:port, got 'junk'"),
         (("--coordinator", "h:1", "--process-count", "2", "--process-id", "2"), "less than --process-count, got 2"),
         (("--timeout", "5"), "--timeout is for local processes"),
-        (("--processes", "2", "--vocab-size", "1"), "--vocab-size 1 is less than the 2 devices"),
     ],
 )
 def test_options_that_fit_nothing(options, message, capsys):
@@ -133,7 +133,7 @@ def test_options_that_fit_nothing(options, message, capsys):
         ("--implementation", "bogus"),
     ],
 )
-def test_usage(options):
+def test_bad_values_exit_2(options):
     with pytest.raises(SystemExit) as status:
         cli.main(["check-tp", *options])
     assert status.value.code == 2
@@ -146,7 +146,41 @@ def test_local_processes(capsys):
     assert printed.endswith("[result] PASS\n")
 
 
+@pytest.mark.full
+def test_local_processes_that_refuse_their_options(capsys):
+    """In `make test`, test_report_of_processes catches a wrong exit status or message of processes that end with 2."""
+    assert cli.main(["check-tp", "--processes", "2", "--vocab-size", "1"]) == 2
+    assert "--vocab-size 1 is less than the 2 devices" in capsys.readouterr().err
+
+
+REPORTS = {
+    "all refuse": ([(2, "[env]\n", "usage\n", False)] * 2, 2, "usage\n", ""),
+    "one fails": (
+        [(0, "[result] PASS\n", "", False), (1, "", "Traceback\n", False)],
+        *(1, "process 1:\nTraceback\n\nexit codes: [0, 1]\n", ""),
+    ),
+    "the other hangs": (
+        [(-9, "", "warning\n", True), (1, "", "Traceback\n", False)],
+        1,
+        "process 0:\nwarning\n\nprocess 1:\nTraceback\n\n"
+        "processes [0] hung after another one failed, and were killed\nexit codes: [-9, 1]\n",
+        "[result] FAIL\n",
+    ),
+    "all pass": ([(0, "[result] PASS\n", "", False)] * 2, 0, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_report_of_processes(name, capsys):
+    finished, status, stderr, stdout = REPORTS[name]
+    assert check_tp.report_processes([Finished(*x) for x in finished], 5) == status
+    captured = capsys.readouterr()
+    assert (captured.err, captured.out) == (stderr, stdout)
+
+
+@pytest.mark.full
 def test_tracebacks_come_before_exit_codes(capsys):
+    """In `make test`, test_report_of_processes catches a wrong order, and test_what_cannot_run_fails a lost error."""
     assert cli.main(["check-tp", *SMALL, "--processes", "2", "--implementation", "mosaic"]) == 1
     said = capsys.readouterr().err
     assert said.count("ValueError: linear_logp cannot run 'mosaic' here") == 2

@@ -21,9 +21,10 @@ from rlk_jax import cli
 from rlk_jax.checker import Sizes, assert_op, contract, gold
 from rlk_jax.checker.candidates import Candidate, of_function
 from rlk_jax.checker.inputs import MODES, Draw
+from rlk_jax.checker.op_spec import OpSpec, Output
 from rlk_jax.checker.options import DTYPES
 from rlk_jax.checker.runner import Checks, compare, run_operator_suite
-from rlk_jax.checker.specs import SPECS, OpSpec, Output
+from rlk_jax.checker.specs import SPECS
 from tests import planted
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -109,8 +110,8 @@ def test_both_clips_bind_in_both_signs_of_the_advantages(mode):
     problem = SPECS["grpo_loss"].problem(Draw(mode))
     policy, ref, ids, old, rewards, mask = problem.inputs.values()
     size = problem.options["samples_per_prompt"]
-    advantages = gold.group_advantages(rewards, range(0, len(rewards) + 1, size))[:, None]
-    ratio = gold.ratio_kl(policy, ref, ids, mask, old, np.zeros((2, *mask.shape))).ratio
+    advantages = gold.group_advantages_gold(rewards, range(0, len(rewards) + 1, size))[:, None]
+    ratio = gold.ratio_kl_gold(policy, ref, ids, mask, old, np.zeros((2, *mask.shape))).ratio
     assert len(rewards) // size >= 2 and size >= 3
     for sign, beyond in itertools.product((1, -1), (ratio < 0.8, ratio > 1.2)):
         assert ((sign * advantages > 0) & beyond & mask).any()

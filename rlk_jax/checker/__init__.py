@@ -1,4 +1,4 @@
-"""The operator checker: one verdict for accuracy, gradients and bits, by the tolerances that every test reads."""
+"""The operator checker gives one verdict for accuracy, gradients and bits, by the tolerances that every test reads."""
 
 from rlk_jax.checker.contract import relative_norm, tolerance
 from rlk_jax.checker.inputs import Sizes

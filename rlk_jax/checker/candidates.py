@@ -1,8 +1,7 @@
-"""What can be checked: implementations of rlk_jax, torch_bridge's ops, and functions of anybody's, JAX or torch."""
+"""What can be checked: implementations of rlk_jax, ops of torch_bridge, and any function in JAX or torch."""
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 import types
@@ -16,36 +15,43 @@ import jax.numpy as jnp
 import numpy as np
 
 import rlk_jax
+from rlk_jax.checker import plugins
+from rlk_jax.checker.op_spec import OpSpec, Problem
 from rlk_jax.checker.options import Unusable
-from rlk_jax.checker.specs import OpSpec, Problem
 from rlk_jax.dispatch import IMPLEMENTATIONS, TABLE
 
 ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}
+"""Other names of candidates, for users who know them from RL-Kernel or by their package."""
 NAMES = ("registry", *IMPLEMENTATIONS, "bridge", *ALIASES)
+"""The names of all candidates that are no function of the user's."""
 
 
 @dataclass(frozen=True)
 class ArrayLibrary:
-    """How a candidate's arrays come and go."""
+    """How a candidate gets its arguments and gives its results."""
 
     send: Callable[[np.ndarray], Any]
-    """A copy of its own."""
+    """Makes an array of the candidate's kind, with memory of its own."""
     fetch: Callable[[Any], np.ndarray]
-    """Raises where the memory was given away."""
+    """Gives the array's values on the host. Raises RuntimeError where the candidate gave its memory away."""
     forward: Callable[[Callable[..., Any], Sequence[Any], Sequence[int]], tuple[list[Any], Callable[..., Any]]]
-    """Outputs, and what takes their upstream gradients to those of the arguments at these places."""
+    """Calls the function. Gives its outputs, and a function from their upstream gradients to the gradients of the
+    arguments at these places.
+    """
 
 
 def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], Any]:
-    def of(differentiated: Sequence[Any]) -> list[Any]:
+    """`ArrayLibrary.forward` for JAX arrays."""
+
+    def outputs_for(differentiated: Sequence[Any]) -> list[Any]:
         arguments = list(inputs)
         for place, x in zip(places, differentiated, strict=True):
             arguments[place] = x
         return jax.tree.leaves(fn(*arguments), is_leaf=lambda x: x is None)
 
     if not places:
-        return of([]), None
-    outputs, pull_back = jax.vjp(of, [inputs[place] for place in places])
+        return outputs_for([]), None
+    outputs, pull_back = jax.vjp(outputs_for, [inputs[place] for place in places])
 
     def gradients(upstream: Sequence[Any]) -> list[Any]:
         return pull_back(list(upstream))[0]
@@ -54,31 +60,31 @@ def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence
 
 
 JAX = ArrayLibrary(jnp.array, np.asarray, _jax_forward)
+"""Candidates that take and give JAX arrays."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A callable that takes an op's arrays in order, and its options by keyword."""
+    """A function under check. It takes an op's arrays by position, in the op's order, and its options by keyword."""
 
     name: str
     fn: Callable[..., Any]
     backend: str = "unknown"
     arrays: ArrayLibrary = JAX
     kwargs: Mapping[str, str | None] = field(default_factory=dict)
-    """Its names of the op's options; None for one that it does not take."""
+    """The function's own names of the op's options, where they differ; None for an option that it does not take."""
     no_bits: str | None = None
-    """Why no bits are promised; None where they are."""
+    """Why the candidate promises no bits, or None where it promises them."""
 
     def bound(self, options: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function of arrays alone, with these options of the op bound to the function's names of them."""
         names = {name: self.kwargs.get(name, name) for name in options}
         return functools.partial(self.fn, **{new: options[old] for old, new in names.items() if new is not None})
 
 
 def torch_arrays() -> ArrayLibrary:
-    """rlk_jax itself needs no torch."""
-    if importlib.util.find_spec("torch") is None:
-        raise Unusable("PyTorch is not installed: pip install 'rlk-jax[torch]'")
-    return importlib.import_module("torch_bridge.check").TORCH
+    """Torch tensors, as torch_bridge handles them. Raises `Unusable` where PyTorch is not installed."""
+    return plugins.bridge("torch_bridge.check").TORCH
 
 
 def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None) -> Candidate:
@@ -92,7 +98,7 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
         return Candidate(name, fn, choice, no_bits=_no_bits(spec, choice))
     if known == "bridge":
         choice, library = _choice(spec, problem, None), torch_arrays()
-        fn = functools.partial(getattr(importlib.import_module("torch_bridge"), spec.op), **spec.unchecked)
+        fn = functools.partial(getattr(plugins.bridge(), spec.op), **spec.unchecked)
         return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
         return of_function(load(name), name, arrays)
@@ -100,19 +106,21 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
 
 
 def runnable(spec: OpSpec, problem: Problem) -> list[str]:
-    """Candidates that can run here: the implementations, and the bridge where there is torch."""
+    """The names of candidates that can run this problem here: implementations, and the bridge where torch is there."""
     if spec.op not in TABLE:
         return []
     decision = rlk_jax.explain(spec.op, *abstract(problem), **problem.options)
     names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
-    return names + (["bridge"] if importlib.util.find_spec("torch") else [])
+    return names + (["bridge"] if plugins.has_torch() else [])
 
 
 def abstract(problem: Problem) -> list[Any]:
+    """The shapes and dtypes of a problem's arrays, which is all that dispatch asks for."""
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in problem.inputs.values()]
 
 
 def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
+    """The implementation that dispatch chooses. Raises `Unusable` where the named one cannot run, with its reasons."""
     if spec.op not in TABLE:
         raise Unusable(f"{spec.op} is not in rlk_jax.dispatch.TABLE: its candidates are module:function")
     try:
@@ -122,17 +130,18 @@ def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
 
 
 def _no_bits(spec: OpSpec, implementation: str) -> str | None:
+    """Why this implementation promises no bits, or None where it promises them."""
     promises = next(x.promises_bits for x in TABLE[spec.op] if x.name == implementation)
     return None if promises else f"{implementation} promises no bits"
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says."""
+    """The first line of an error's message, or its type where it has none."""
     return (str(error).strip() or f"{type(error).__name__} without a word").splitlines()[0]
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function `module:function`, of a module on the path or in the current folder."""
+    """The function that `module:function` names, from a module on the path or in the current folder."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
@@ -148,14 +157,15 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def of_function(fn: Callable[..., Any], name: str, arrays: str | None = None, **options: Any) -> Candidate:
-    """Anybody's; on torch tensors if `arrays` says so or, without it, where it is torch's or its module imports from
-    torch and nothing of jax.
+    """The candidate that checks any function. It gets torch tensors where `arrays` is "torch" or, without `arrays`,
+    where the function is torch's own or its module imports from torch and nothing from jax.
     """
     library = torch_arrays() if (arrays or _arrays_of(fn)) == "torch" else JAX
     return Candidate(name, fn, getattr(fn, "__module__", None) or "unknown", library, **options)
 
 
 def _arrays_of(fn: Callable[..., Any]) -> str:
+    """The library that the function's module imports from, "torch" or "jax"."""
     fn = inspect.unwrap(fn)
     module = inspect.getmodule(fn) or inspect.getmodule(type(fn))
     owners = [_owner(x) for x in (fn, *vars(module).values())]
@@ -163,6 +173,6 @@ def _arrays_of(fn: Callable[..., Any]) -> str:
 
 
 def _owner(x: Any) -> str:
-    """The package of a module, function or class."""
+    """The package that a module, function or class belongs to."""
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)
     return name.split(".")[0] if isinstance(name, str) else ""

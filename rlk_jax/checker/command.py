@@ -1,4 +1,4 @@
-"""`rlk check`: is an implementation of an op right on this machine? One verdict for accuracy, gradients and bits."""
+"""`rlk check`: one verdict on whether an implementation of an op is right on this machine."""
 
 import argparse
 import contextlib
@@ -16,10 +16,11 @@ from rich.text import Text
 
 from rlk_jax.checker import candidates, contract, page
 from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
+from rlk_jax.checker.op_spec import OpSpec
 from rlk_jax.checker.options import DTYPES, Unusable, arch_key_of, dtype_name, natural, positive
 from rlk_jax.checker.report import OperatorCheckReport
 from rlk_jax.checker.runner import Checks, run_operator_suite
-from rlk_jax.checker.specs import SPECS, OpSpec
+from rlk_jax.checker.specs import SPECS
 
 _DESCRIPTION = "Check an implementation of an op against its float64 definition, and the bits that it promises."
 _SIZES = dataclasses.fields(Sizes)
@@ -31,24 +32,44 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("check", help=_DESCRIPTION, description=_DESCRIPTION, usage=usage)
     parser.add_argument("--op", choices=SPECS, metavar="OP", help=f"{', '.join(SPECS)} (default: logp)")
     parser.add_argument("--candidate", metavar="NAME", help=_CANDIDATE_HELP)
-    parser.add_argument("--arrays", choices=["jax", "torch"], help="of a module:function (default: what it imports)")
-    parser.add_argument("--device", choices=["auto", "any", "cpu", "cuda"], default="auto", help="auto: JAX's default")
-    parser.add_argument("--dtype", type=dtype_name, metavar="|".join(DTYPES), help="of the operands (default: fp32)")
+    parser.add_argument(
+        "--arrays", choices=["jax", "torch"], help="what a module:function takes (default: what it imports)"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "any", "cpu", "cuda"], default="auto", help="where to run; auto is JAX's default"
+    )
+    parser.add_argument(
+        "--dtype", type=dtype_name, metavar="|".join(DTYPES), help="of all arrays (default: the op's first)"
+    )
     for size in _SIZES:
         flag = f"--{size.name.replace('_', '-')}"
         parser.add_argument(flag, type=positive, default=size.default, help="(default: %(default)s)")
     parser.add_argument("--input-mode", choices=[*MODES, "all"], metavar="MODE", help=_MODE_HELP)
-    parser.add_argument("--constant-value", type=float, default=0.25, help="of --input-mode constant")
-    parser.add_argument("--token-value", type=int, default=0, help="id of --input-mode constant")
-    parser.add_argument("--seed", type=natural, default=123, help="of the inputs")
-    parser.add_argument("--arch-key", choices=contract.arch_keys(), help="of the contract (default: the device's)")
-    parser.add_argument("--check-grad", action="store_true", help="gradients too")
+    parser.add_argument(
+        "--constant-value", type=float, default=0.25, help="the number that --input-mode constant draws"
+    )
+    parser.add_argument("--token-value", type=int, default=0, help="the id that --input-mode constant draws")
+    parser.add_argument("--seed", type=natural, default=123, help="seed of the inputs")
+    parser.add_argument(
+        "--arch-key", choices=contract.arch_keys(), help="architecture whose tolerances apply (default: the device's)"
+    )
+    parser.add_argument("--check-grad", action="store_true", help="check gradients too")
     parser.add_argument("--grad-mode", choices=["ones", "random"], default="random", help="upstream gradients")
     parser.add_argument("--grad-seed", type=natural, default=123)
-    parser.add_argument("--check-invariance", action="store_true", help="the same bits alone, batched, beside padding")
-    parser.add_argument("--contract", choices=contract.FILES, default="rlk_jax", help="rl-kernel is for comparison")
-    parser.add_argument("--all", action="store_true", help="every op, candidate, dtype and input mode that runs here")
-    parser.add_argument("--list", action="store_true", help="the ops, what they take, and the candidates that run here")
+    parser.add_argument(
+        "--check-invariance",
+        action="store_true",
+        help="check that rows have the same bits alone, in other batches and beside padding",
+    )
+    parser.add_argument(
+        "--contract", choices=contract.FILES, default="rlk_jax", help="the tolerances; rl-kernel is for comparison"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="check every op, candidate, dtype and input mode that runs here"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the ops, what they take, and the candidates that run here"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write a page of HTML")
     parser.set_defaults(run=run)
@@ -59,7 +80,7 @@ _MODE_HELP = f"{', '.join(MODES)}, or all that the op has (default: random)"
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status: 0 where all passed, 1 where anything failed, 2 for options that fit nothing."""
+    """Run the command. The exit status is 0 where all passed, 1 where anything failed, 2 for unusable options."""
     try:
         device = _device(options.device)
         with jax.default_device(device):
@@ -67,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
                 return _list(options)
             if options.report:
                 _write(options.report, "", "a")
-            # What candidates print is no part of the report.
+            # Candidates may print. What they print goes to stderr, because stdout holds the report.
             with contextlib.redirect_stdout(sys.stderr):
                 reports = _all(options, device) if options.all else [_one(options, device)]
         if options.report:
@@ -80,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
+    """Write the page. Raises `Unusable` where that is not possible."""
     try:
         with path.open(mode) as file:
             file.write(text)
@@ -88,6 +110,7 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
 
 
 def _device(name: str) -> jax.Device:
+    """The device that --device names. Raises `Unusable` where there is none."""
     if name in ("auto", "any"):
         return jax.devices()[0]
     try:
@@ -101,15 +124,17 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 
 def _one(options: argparse.Namespace, device: jax.Device) -> OperatorCheckReport:
+    """Check one candidate of one op."""
     spec = SPECS[options.op or "logp"]
     modes = spec.modes_of(options.input_mode or "random")
     cases = draws(_draw(options, spec.dtype_of(options.dtype)), modes, second=False)
-    return _check(options, spec, device, options.candidate or "registry", cases)
+    return _suite(options, spec, device, options.candidate or "registry", cases)
 
 
-def _check(
+def _suite(
     options: argparse.Namespace, spec: OpSpec, device: jax.Device, candidate: str, cases: Sequence[Draw]
 ) -> OperatorCheckReport:
+    """Check one candidate of an op at these cases. Raises `Unusable` where it cannot run."""
     found = candidates.resolve(candidate, spec, spec.problem(cases[0]), options.arrays)
     checks = Checks(
         options.contract,
@@ -128,7 +153,7 @@ def _draw(options: argparse.Namespace, dtype: str) -> Draw:
 
 
 def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckReport]:
-    """Of what --op, --candidate, --dtype and --input-mode leave; raises `Unusable` where that is nothing."""
+    """Check all that --op, --candidate, --dtype and --input-mode leave. Raises `Unusable` where nothing is left."""
     reports, refused = [], Unusable("nothing runs here")
     for spec in [SPECS[options.op]] if options.op else SPECS.values():
         for dtype in [options.dtype] if options.dtype else spec.dtypes:
@@ -142,15 +167,17 @@ def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckR
 
 
 def _all_of(options: argparse.Namespace, device: jax.Device, spec: OpSpec, dtype: str) -> list[OperatorCheckReport]:
+    """Check all candidates of one op in one dtype."""
     modes = spec.modes_of(options.input_mode or "all")
-    # bf16 is what every implementation takes.
+    # Every implementation takes bf16, so the second sizes are checked in bf16 alone.
     cases = draws(_draw(options, spec.dtype_of(dtype)), modes, second=dtype == "bf16")
     problem = spec.problem(cases[0])
     names = [options.candidate] if options.candidate else candidates.runnable(spec, problem)
-    return [_check(options, spec, device, name, cases) for name in names]
+    return [_suite(options, spec, device, name, cases) for name in names]
 
 
 def _list(options: argparse.Namespace) -> int:
+    """Print what can be checked here."""
     found = {}
     for spec in SPECS.values():
         problem = spec.problem(_draw(options, spec.dtypes[-1]))
@@ -177,6 +204,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _print(options: argparse.Namespace, reports: Sequence[OperatorCheckReport]) -> None:
+    """Print the reports as --json and --all say."""
     if options.json:
         suites = [x.to_dict() for x in reports]
         passed = all(x.passed for x in reports)
@@ -188,9 +216,9 @@ def _print(options: argparse.Namespace, reports: Sequence[OperatorCheckReport]) 
 
 
 def _print_table(reports: Sequence[OperatorCheckReport]) -> None:
-    """A row per op, candidate and dtype; then the lines of what failed."""
-    table = Table(*page.COLUMNS)
-    for row in page.rows(reports):
+    """Print a row for each op, candidate and dtype, and then a line for each failed check."""
+    table = Table(*page.TABLE_HEADER)
+    for row in page.table_rows(reports):
         table.add_row(*map(Text, row))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for report in reports:

@@ -1,6 +1,6 @@
-"""Every tolerance of the project, in contract.json: one number per op class, dtype and kind of result.
+"""Every tolerance of the project stands in contract.json: one number per op class, dtype and kind of result.
 
-A value is our own measured worst error with at most 4× head-room; the legs of `make test` end with a table of both.
+A tolerance is at most four times the worst error that we measured. Each leg of `make test` ends with a table of both.
 """
 
 import functools
@@ -13,15 +13,19 @@ import numpy as np
 from jax.typing import ArrayLike
 
 Kind = Literal["forward", "gradient"]
-
+"""The kind of result that a tolerance is for."""
 
 FILES = {"rlk_jax": "contract.json", "rl-kernel": "rl_kernel.json"}
-"""The contract of the project, and RL-Kernel's published one for comparison."""
+"""The files of the project's contract and, for comparison, of RL-Kernel's published one."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What an error may be: `atol + rtol·|gold|` of every element, or of the norms over all of them, or no bit."""
+    """How large an error may be.
+
+    `measure` says what the bound `atol + rtol·|gold|` holds for: every element, or the norms over all elements. With
+    "bits" no bit may differ.
+    """
 
     atol: float
     rtol: float
@@ -34,10 +38,10 @@ def _contract(name: str = "rlk_jax") -> dict[str, Any]:
 
 
 def tolerance(op_class: str, dtype: Any, kind: Kind) -> float:
-    """The largest error an op of this class may show on inputs of this dtype.
+    """The largest error that an op of this class may show on inputs of this dtype.
 
-    The error is `relative_norm` against the gold, unless the class's "measure" says otherwise. Raises KeyError for an
-    entry that does not exist: there is no default.
+    The error is `relative_norm` against the gold, unless the class's "measure" in contract.json says otherwise. Raises
+    KeyError for an entry that does not exist, because there is no default.
     """
     name = np.dtype(dtype).name
     try:
@@ -47,7 +51,7 @@ def tolerance(op_class: str, dtype: Any, kind: Kind) -> float:
 
 
 def relative_norm(actual: ArrayLike, gold: ArrayLike) -> float:
-    """‖actual − gold‖ / ‖gold‖ over all elements, in float64; 0 where both are empty or 0."""
+    """‖actual − gold‖ / ‖gold‖ over all elements, in float64. It is 0 where both arrays are empty or 0."""
     a, g = np.asarray(actual, np.float64), np.asarray(gold, np.float64)
     if a.shape != g.shape:
         raise ValueError(f"shapes differ: {a.shape} and {g.shape}")
@@ -56,13 +60,15 @@ def relative_norm(actual: ArrayLike, gold: ArrayLike) -> float:
 
 
 def arch_keys() -> tuple[str, ...]:
-    """The architectures that the contract knows."""
+    """The GPU architectures for which the contract overrides tolerances."""
     return tuple(_contract()["arch_overrides"])
 
 
 def accuracy(name: str, op_class: str, dtype: Any, kind: Kind, arch_key: str | None, size: float | None) -> Bound:
-    """The bound of the named contract; errors of a class that is measured so are allowed in proportion to `size`, the
-    largest |logit|.
+    """The bound that the named contract sets for a result of this kind.
+
+    Where `size`, the largest |logit|, is given, every element of an output may be wrong in proportion to it. Raises
+    KeyError for an entry that does not exist.
     """
     if name == "rl-kernel":
         published = _contract(name)
@@ -78,6 +84,6 @@ def accuracy(name: str, op_class: str, dtype: Any, kind: Kind, arch_key: str | N
 
 
 def batch_invariance(name: str) -> Bound:
-    """The bound between the same rows in two batches; the raw bits where nothing is allowed."""
+    """The bound on differences between the same rows in two batches: equal bits, where nothing is allowed."""
     entry = _contract(name)["batch_invariance"]
     return Bound(entry["atol"], entry["rtol"], "element" if any(entry.values()) else "bits")

@@ -1,4 +1,4 @@
-"""The float64 gold of every op, in NumPy: definitions with hand-written derivatives, sharing no code with the ops.
+"""The float64 gold of every op: its definition and hand-written derivative in NumPy, sharing no code with the ops.
 
 An id outside the vocabulary makes its row NaN.
 """
@@ -10,15 +10,20 @@ import numpy as np
 
 
 class SoftmaxGold(NamedTuple):
-    """(logp, lse, entropy) `[N]`, the gradient of the raw logits and the logits themselves `[N, V]`, in float64."""
+    """Results on N tokens, in float64."""
 
     values: tuple[np.ndarray, ...]
+    """logp, log-sum-exp and entropy, `[N]` each."""
     d_raw: np.ndarray
+    """The gradient of the raw logits, `[N, V]`."""
     logits: np.ndarray
+    """The logits after softcap and temperature, `[N, V]`; −inf in padding of the vocabulary."""
 
 
-def softmax(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options: Mapping[str, Any]) -> SoftmaxGold:
-    """The definition on raw logits `[N, V]`, and its derivative for upstream gradients of (logp, lse, entropy)."""
+def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options: Mapping[str, Any]) -> SoftmaxGold:
+    """Log-softmax of raw logits `[N, V]` at the target ids, and its derivative for upstream gradients of (logp, lse,
+    entropy). The options are `logit_softcap` and `global_vocab_size` of the ops.
+    """
     raw, t = np.asarray(raw, np.float64), np.asarray(target_ids).reshape(-1)
     rows = np.arange(len(t))
     temperature = np.broadcast_to(np.asarray(temperature, np.float64).reshape(-1, 1), (len(t), 1))
@@ -46,29 +51,32 @@ def softmax(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options:
 
 
 def logps(logits: Any, ids: Any, temperature: float = 1.0) -> np.ndarray:
-    """Of ids `[*lead]` and logits `[*lead, V]`, the log-probs alone."""
+    """The log-probs of ids `[*lead]` under logits `[*lead, V]`."""
     zeros, flat = np.zeros(np.size(ids)), np.reshape(logits, (-1, np.shape(logits)[-1]))
-    return softmax(flat, ids, temperature, (zeros,) * 3, {}).values[0].reshape(np.shape(ids))
+    return softmax_gold(flat, ids, temperature, (zeros,) * 3, {}).values[0].reshape(np.shape(ids))
 
 
 class RatioKlGold(NamedTuple):
-    """float64; `gradient` of (Σ g_ratio·ratio + Σ g_kl·kl) with respect to the policy's logits."""
+    """Results in float64. `gradient` is that of Σ g_ratio·ratio + Σ g_kl·kl with respect to the policy's logits."""
 
     ratio: np.ndarray
     kl: np.ndarray
     gradient: np.ndarray
 
 
-def ratio_kl(
+def ratio_kl_gold(
     policy: Any, ref: Any, ids: Any, mask: Any, old: Any, upstream: Sequence[Any], temperature: float = 1.0
 ) -> RatioKlGold:
-    """Of logits `[*lead, V]`; masked tokens have ratio 1, kl 0 and no gradient, whatever they hold."""
+    """Ratio and k3 KL of the tokens under logits `[*lead, V]`.
+
+    Masked tokens have ratio 1, kl 0 and gradient 0, whatever they hold.
+    """
     mask = np.asarray(mask) != 0
     lead, vocab = mask.shape, np.shape(policy)[-1]
     one, zero = np.ones(mask.size), np.zeros(mask.size)
     ids = np.where(mask, np.asarray(ids), 0)
     policy, ref = (np.where(mask[..., None], np.asarray(x, np.float64), 0) for x in (policy, ref))
-    own = softmax(policy.reshape(-1, vocab), ids, temperature, (one, zero, zero), {})
+    own = softmax_gold(policy.reshape(-1, vocab), ids, temperature, (one, zero, zero), {})
     logp = own.values[0].reshape(lead)
     d, g_ratio, g_kl = logps(ref, ids, temperature) - logp, *(np.asarray(g, np.float64) for g in upstream)
     ratio = np.where(mask, np.exp(logp - np.where(mask, np.asarray(old, np.float64), 0)), 1)
@@ -78,7 +86,7 @@ def ratio_kl(
 
 
 class GrpoLossGold(NamedTuple):
-    """float64; `gradient` of the loss with respect to the policy's logits."""
+    """Results in float64. `gradient` is that of the loss with respect to the policy's logits."""
 
     loss: float
     policy_loss: float
@@ -86,13 +94,13 @@ class GrpoLossGold(NamedTuple):
     gradient: np.ndarray
 
 
-def group_advantages(rewards: Any, boundaries: Sequence[int]) -> np.ndarray:
-    """Rewards `[B]` normalised within each group, which `boundaries` cut."""
+def group_advantages_gold(rewards: Any, boundaries: Sequence[int]) -> np.ndarray:
+    """Rewards `[B]`, normalised within each of the groups that `boundaries` cut."""
     groups = np.split(np.asarray(rewards, np.float64), boundaries[1:-1])
     return np.concatenate([(g - g.mean()) / max(g.std(), 1e-6) for g in groups])
 
 
-def grpo_loss(
+def grpo_loss_gold(
     policy: Any,
     ref: Any,
     ids: Any,
@@ -103,15 +111,17 @@ def grpo_loss(
     clip: tuple[float, float],
     beta: float,
 ) -> GrpoLossGold:
-    """The mean over active tokens of all sequences; the clip is flat beyond its bounds `1 − clip[0]`, `1 + clip[1]`."""
+    """The GRPO loss, as a mean over the active tokens of all sequences. The ratio is clipped to `1 − clip[0]` and
+    `1 + clip[1]`, beyond which the gradient is 0.
+    """
     mask = np.asarray(mask) != 0
     low, high = 1 - clip[0], 1 + clip[1]
     zeros, count = np.zeros(mask.shape), max(mask.sum(), 1)
-    ratio, kl, _ = ratio_kl(policy, ref, ids, mask, old, (zeros, zeros))
+    ratio, kl, _ = ratio_kl_gold(policy, ref, ids, mask, old, (zeros, zeros))
     a = advantages[:, None]
     outside = np.where(a > 0, ratio > high, ratio < low)
     bounded = np.where(outside, np.where(a > 0, high, low), ratio)
     policy_loss, mean_kl = -(bounded * a)[mask].sum() / count, kl[mask].sum() / count
     g = (np.where(outside, 0, -a) / count, np.full(mask.shape, beta / count))
-    gradient = ratio_kl(policy, ref, ids, mask, old, g).gradient
+    gradient = ratio_kl_gold(policy, ref, ids, mask, old, g).gradient
     return GrpoLossGold(policy_loss + beta * mean_kl, policy_loss, mean_kl, gradient)

@@ -1,4 +1,4 @@
-"""Deterministic inputs of every op: the same arrays for the same sizes, mode and seed, on every machine."""
+"""Inputs of every op. The same sizes, mode and seed give the same arrays on every machine."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from rlk_jax.checker.options import Unusable
 
-_LARGEST = 2**20
+_LARGEST_SIZE = 2**20
 MODES = {
     "random": "normal numbers",
     "constant": "every tensor holds one number, ids are --token-value",
@@ -21,11 +21,12 @@ MODES = {
     "masked-nan": "masked tokens hold NaN and impossible ids",
     "bad-ids": "some active ids are outside the vocabulary: to be refused, or NaN in their rows",
 }
+"""The input modes and what they draw, as `rlk check --list` prints them."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a problem; an op takes those it knows."""
+    """The sizes of a problem. Each op uses those that it has. Raises `Unusable` for a size out of range."""
 
     batch: int = 2
     seq: int = 16
@@ -36,17 +37,18 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if not 1 <= size <= _LARGEST:
-                raise Unusable(f"{name} must be from 1 to {_LARGEST}, got {size}")
+            if not 1 <= size <= _LARGEST_SIZE:
+                raise Unusable(f"{name} must be from 1 to {_LARGEST_SIZE}, got {size}")
 
     @property
     def lead(self) -> tuple[int, int]:
+        """The shape of an array with one number per token."""
         return self.batch, self.seq
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How the arrays of one case are drawn. Every tensor has an offset of its own."""
+    """How the arrays of one case are drawn. Each array of an op passes an offset of its own, so that arrays differ."""
 
     mode: str = "random"
     dtype: str = "float32"
@@ -55,7 +57,7 @@ class Draw:
     token_value: int = 0
     sizes: Sizes = field(default_factory=Sizes)
     arranged: bool = True
-    """Whether invariance is checked here, too."""
+    """Whether this case is also checked in other batches, where `--check-invariance` asks for it."""
 
     def __post_init__(self) -> None:
         with np.errstate(over="ignore"):
@@ -63,25 +65,27 @@ class Draw:
                 raise Unusable(f"the constant value {self.constant_value} is not finite in {self.dtype}")
 
     def random(self, offset: int) -> np.random.Generator:
+        """The generator of the array with this offset."""
         return np.random.default_rng(self.seed + offset)
 
     def cast(self, x: Any) -> np.ndarray:
-        """To the dtype under test."""
+        """`x` in the dtype under test."""
         return np.asarray(x, np.float32).astype(jnp.dtype(self.dtype))
 
     def tensor(self, offset: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+        """Normal numbers times `scale`, or one number in mode "constant"."""
         if self.mode == "constant":
             return self.cast(np.full(shape, self.constant_value + 0.01 * offset))
         return self.cast(self.random(offset).normal(size=shape) * scale)
 
     @property
     def impossible(self) -> int:
-        """Leading tokens with logits of −inf."""
+        """How many tokens at the start of the vocabulary have logits of −inf."""
         return self.sizes.vocab * 7 // 8 if self.mode == "neg-inf" else 0
 
     @functools.cached_property
     def peak(self) -> np.ndarray:
-        """What is added to logits `[V]` in this mode."""
+        """The numbers `[V]` that this mode adds to the logits of every row."""
         added = np.zeros(self.sizes.vocab)
         if self.mode == "peaked":
             added[17 % len(added)] = np.log(999.0 * len(added))
@@ -89,7 +93,7 @@ class Draw:
         return added
 
     def logits(self, offset: int) -> np.ndarray:
-        """`[batch, seq, vocab]`."""
+        """Logits `[batch, seq, vocab]`."""
         shape = (*self.sizes.lead, self.sizes.vocab)
         if self.mode == "ties":
             return self.cast(self.random(offset).integers(0, 2, shape))
@@ -97,7 +101,7 @@ class Draw:
         return self.cast(self.tensor(offset, *shape, scale=scale).astype(np.float32) + self.peak)
 
     def ids(self) -> np.ndarray:
-        """`[batch, seq]`, of possible tokens; two bad ones where that is the mode, one on either side."""
+        """Ids `[batch, seq]` of possible tokens. Mode "bad-ids" sets one id below the vocabulary and one above it."""
         lead, vocab = self.sizes.lead, self.sizes.vocab
         if self.mode == "constant":
             return np.full(lead, self.token_value % vocab, np.int32)
@@ -107,7 +111,7 @@ class Draw:
         return ids
 
     def mask(self) -> np.ndarray:
-        """`[batch, seq]`: all of a sequence, and the first third of every second one."""
+        """A mask `[batch, seq]` of whole sequences; in every second sequence only the first third is active."""
         mask = np.ones(self.sizes.lead, bool)
         mask[1::2, -(-self.sizes.seq // 3) :] = False
         if self.mode == "masked-nan":
@@ -116,10 +120,10 @@ class Draw:
 
 
 SECOND = Sizes(batch=2, seq=40, vocab=512, hidden=128, k_dim=320, n_dim=256)
-"""Other sizes that every op is checked at: more rows, whole tiles of columns."""
+"""The second sizes at which every op is checked. They have more rows and whole tiles of columns."""
 
 
 def draws(draw: Draw, modes: Sequence[str], second: bool) -> list[Draw]:
-    """One for each mode; where `second`, also random numbers of `SECOND` if they are among the modes."""
+    """A draw for each mode and, where `second` is set and "random" is a mode, one more with the sizes of `SECOND`."""
     found = [replace(draw, mode=mode) for mode in modes]
     return found + [replace(draw, mode="random", sizes=SECOND, arranged=False)] * (second and "random" in modes)

@@ -1,4 +1,7 @@
-"""What a check found, as dataclasses that become JSON and lines of text. The verdict is all-pass; rates inform."""
+"""What a check found, as dataclasses that become JSON and lines of text.
+
+The verdict is "passed" only where everything passed. Pass rates are for information.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,18 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """One output, gradient or promise, compared. Errors are infinite where nothing could be."""
+    """The verdict on one output, gradient or promise of bits. Errors are infinite where nothing could be compared."""
 
     output_index: int
     name: str
-    """The output's, "gradient:<input>", or "invariance:<arrangement>:<result>"."""
+    """The output's name, "gradient:<input>", or a label before it such as "invariance:<arrangement>:<result>"."""
     passed: bool
     message: str = ""
     shape: tuple[int, ...] = ()
     candidate_dtype: str = "none"
     gold_dtype: str = "float64"
     measure: str = "none"
-    """How the tolerance binds: element, norm or bits."""
+    """What the tolerance holds for: every "element", the "norm" of all, or "bits"."""
     atol: float = 0.0
     rtol: float = 0.0
     max_abs_error: float = math.inf
@@ -28,9 +31,9 @@ class OutputCheck:
     norm_error: float = math.inf
     """‖error‖ / ‖gold‖."""
     used: float = math.inf
-    """The error over what is allowed."""
+    """The error as a multiple of the allowed error; the check passes up to 1."""
     histogram: tuple[int, ...] = ()
-    """Elements by the decade of |error| over the gold's largest: 0, then 1e-12 and less up to 1 and more."""
+    """How many elements have |error| / max |gold| of 0, of at most 1e-12, and so on by decades up to 1 and more."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: _json(x) for name, x in vars(self).items()}
@@ -46,7 +49,7 @@ class OutputCheck:
 
 
 def _json(x: Any) -> Any:
-    """JSON has no word for infinities and NaN."""
+    """`x` as JSON can hold it: infinities and NaN become text."""
     if isinstance(x, float) and not math.isfinite(x):
         return str(x)
     return list(x) if isinstance(x, tuple) else x
@@ -54,7 +57,7 @@ def _json(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class CaseCheck:
-    """One case: an op, dtype, shape and input mode."""
+    """The checks of one case, which is an op, a dtype, a shape and an input mode."""
 
     case_name: str
     dtype: str
@@ -77,10 +80,12 @@ class CaseCheck:
 
 @dataclass(frozen=True)
 class CandidateReport:
+    """All cases of one candidate."""
+
     candidate_name: str
     backend: str
     invariance: str
-    """"checked", "not asked for", or why not."""
+    """Whether bits were compared: "checked", "not asked for", or why they cannot be."""
     cases: tuple[CaseCheck, ...]
 
     @property
@@ -138,6 +143,7 @@ class OperatorCheckReport:
         }
 
     def lines(self) -> Iterator[str]:
+        """The report as text, with a line for each check."""
         yield f"suite={self.suite_name} passed={self.passed} pass_rate={self.pass_rate:.4f}"
         for candidate in self.candidates:
             yield (

@@ -1,4 +1,4 @@
-"""Runs candidates and compares: with the gold, with themselves, and with the same rows in other batches."""
+"""Runs candidates and compares results: with the gold, with a second run, and with the same rows in other batches."""
 
 import functools
 import math
@@ -14,17 +14,18 @@ from rlk_jax.checker import contract
 from rlk_jax.checker.candidates import ArrayLibrary, Candidate, first_line, of_function
 from rlk_jax.checker.contract import Bound
 from rlk_jax.checker.inputs import Draw, Sizes, draws
+from rlk_jax.checker.op_spec import OpSpec, Problem, Results
 from rlk_jax.checker.options import DTYPES, arch_key_of, chosen, default_device
 from rlk_jax.checker.report import CandidateReport, CaseCheck, OperatorCheckReport, OutputCheck
-from rlk_jax.checker.specs import SPECS, OpSpec, Problem, Results
+from rlk_jax.checker.specs import SPECS
 
-_HERE = Path(__file__).parent
+_CHECKER_FOLDER = Path(__file__).parent
 _DECADES = 10.0 ** np.arange(-12, 1)
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What is checked, and by which contract."""
+    """Which checks are made, and by which contract."""
 
     contract: str = "rlk_jax"
     arch_key: str | None = None
@@ -36,24 +37,25 @@ class Checks:
 
 @dataclass
 class Outcome:
-    """What one call gave: results as far as it came, and all that went wrong."""
+    """What one call of a candidate gave: the results that it reached, and everything that went wrong."""
 
     results: Results = field(default_factory=dict)
     faults: dict[str, str] = field(default_factory=dict)
-    """What happened, by the result or the stage it happened to."""
+    """What went wrong, by the name of the result or of the stage of the call."""
     refused: bool = False
-    """The candidate raised what says that an argument is bad."""
+    """Whether the forward raised an error that says that an argument is bad."""
 
 
 def run_operator_suite(
     suite_name: str, *, candidates: Sequence[Candidate], cases: Sequence[Draw], checks: Checks
 ) -> OperatorCheckReport:
-    """All cases of every candidate of an op, on JAX's default device."""
-    reports = tuple(_candidate(SPECS[suite_name], candidate, cases, checks) for candidate in candidates)
+    """Check all cases of every candidate of an op, on JAX's default device."""
+    reports = tuple(_check_candidate(SPECS[suite_name], candidate, cases, checks) for candidate in candidates)
     return OperatorCheckReport(suite_name, checks.contract, default_device().device_kind, reports)
 
 
-def _candidate(spec: OpSpec, candidate: Candidate, cases: Sequence[Draw], checks: Checks) -> CandidateReport:
+def _check_candidate(spec: OpSpec, candidate: Candidate, cases: Sequence[Draw], checks: Checks) -> CandidateReport:
+    """Check all cases of one candidate. Bits are compared only where it promises them."""
     invariance = (candidate.no_bits or "checked") if checks.invariance else "not asked for"
     checks = replace(checks, invariance=invariance == "checked")
     found = tuple(check_case(spec, candidate, draw, checks) for draw in cases)
@@ -61,20 +63,23 @@ def _candidate(spec: OpSpec, candidate: Candidate, cases: Sequence[Draw], checks
 
 
 def check_case(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks) -> CaseCheck:
-    """Everything about one draw of inputs."""
+    """Make every check of one draw of inputs."""
     op_class, dtype = spec.op_class(draw.mode), next(short for short, x in DTYPES.items() if x == np.dtype(draw.dtype))
     shape = "x".join(map(str, spec.shape(spec.sizes(draw.sizes))))
     name = f"{spec.op}-{dtype}-{shape}" + ("" if draw.mode == "random" else f"-{draw.mode}")
-    outputs = tuple(_checks(spec, candidate, draw, checks, op_class))
+    outputs = tuple(_case_checks(spec, candidate, draw, checks, op_class))
     return CaseCheck(name, dtype, op_class, outputs)
 
 
-def _checks(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks, op_class: str) -> Iterator[OutputCheck]:
+def _case_checks(
+    spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks, op_class: str
+) -> Iterator[OutputCheck]:
+    """Faults and accuracy first; then, where nothing went wrong, a call without gradients and the promises of bits."""
     problem = spec.problem(draw, checks.grad_mode, checks.grad_seed)
     gradients = spec.gradients if checks.gradients and draw.mode not in spec.forward_only else ()
     checks = replace(checks, invariance=checks.invariance and draw.arranged)
     names = _names(spec, gradients)
-    outcome = _run(spec, candidate, problem, gradients)
+    outcome = _call(spec, candidate, problem, gradients)
     if draw.mode == "bad-ids" and outcome.refused:
         del outcome.faults["forward"]
         yield OutputCheck(
@@ -94,21 +99,21 @@ def _checks(spec: OpSpec, candidate: Candidate, draw: Draw, checks: Checks, op_c
         expected = outcome.results if checks.invariance else gold
         same_bits = contract.batch_invariance(checks.contract)
         outputs = {x.name: expected[x.name] for x in spec.outputs}
-        plain = _run(spec, candidate, problem, ())
+        plain = _call(spec, candidate, problem, ())
         yield _same("forward", outputs, plain, same_bits if checks.invariance else bound("forward"))
         yield from _stray_gradients(spec, candidate, problem)
     yield from _promises(spec, candidate, problem, gradients, outcome.results, checks)
 
 
 def _stray_gradients(spec: OpSpec, candidate: Candidate, problem: Problem) -> Iterator[OutputCheck]:
-    """Inputs without gradients may be refused where one is asked for, and get none."""
-    found = _run(spec, candidate, problem, spec.no_gradients) if spec.no_gradients else Outcome()
+    """A fault for each gradient other than 0 or None of an input that has none. A candidate may refuse to give it."""
+    found = _call(spec, candidate, problem, spec.no_gradients) if spec.no_gradients else Outcome()
     if not found.refused:
         yield from (OutputCheck(0, f"fault:{x}", False, said) for x, said in found.faults.items())
 
 
 def _bound(spec: OpSpec, checks: Checks, op_class: str, dtype: str, size: float, kind: contract.Kind) -> Bound | None:
-    """None where the contract has none."""
+    """The bound for a kind of result, or None where the contract has none."""
     by_size = size if op_class == spec.large_class else None
     try:
         return contract.accuracy(checks.contract, op_class, dtype, kind, checks.arch_key, by_size)
@@ -117,6 +122,7 @@ def _bound(spec: OpSpec, checks: Checks, op_class: str, dtype: str, size: float,
 
 
 def _accuracy(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: Bound | None) -> OutputCheck:
+    """Compare with the gold. Without a bound the check fails and says what was measured."""
     if bound is not None:
         return compare(index, name, actual, gold, bound)
     found = compare(index, name, actual, gold, Bound(0.0, math.inf, "norm"))
@@ -127,11 +133,11 @@ def _accuracy(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound
 def _promises(
     spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequence[str], first: Results, checks: Checks
 ) -> Iterator[OutputCheck]:
-    """The bits of another run, and of the same rows in other batches."""
+    """Compare the bits of another run, and of the same rows in other batches, with those of the first run."""
     bound = contract.batch_invariance(checks.contract)
-    yield _same("deterministic", first, _run(spec, candidate, problem, gradients), bound)
+    yield _same("deterministic", first, _call(spec, candidate, problem, gradients), bound)
     for arrangement in spec.arrangements(spec, problem) if checks.invariance else ():
-        moved = _run(spec, candidate, arrangement.problem, gradients)
+        moved = _call(spec, candidate, arrangement.problem, gradients)
         here = {name: arrangement.here(x) if name in spec.per_row else x for name, x in moved.results.items()}
         there = {
             name: arrangement.there(x) if name in spec.per_row else x
@@ -142,7 +148,7 @@ def _promises(
 
 
 def _same(label: str, first: Results, other: Outcome, bound: Bound | None) -> OutputCheck:
-    """One check for all results: of the one that differs most."""
+    """One check for all results of another call: that of the result which differs most from the first call's."""
     if other.faults:
         return OutputCheck(0, label, False, "; ".join(other.faults.values()))
     named = enumerate(first.items())
@@ -151,11 +157,12 @@ def _same(label: str, first: Results, other: Outcome, bound: Bound | None) -> Ou
 
 
 def _names(spec: OpSpec, gradients: Sequence[str]) -> list[str]:
+    """The names of all results, in the order of the report."""
     return [*(x.name for x in spec.outputs), *(f"gradient:{x}" for x in gradients)]
 
 
-def _run(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequence[str]) -> Outcome:
-    """One call on copies of the inputs, and its backward where the outputs are what they should be."""
+def _call(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequence[str]) -> Outcome:
+    """Call a candidate on copies of the inputs and, where its outputs have the right kind, call its backward."""
     arrays, names, outcome = candidate.arrays, list(problem.inputs), Outcome()
     sent = [arrays.send(x) for x in problem.inputs.values()]
     places = [names.index(x) for x in gradients]
@@ -172,7 +179,7 @@ def _run(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequen
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        outcome.faults[stage] = f"raised {type(error).__name__}: {first_line(error)}{_place(error)}"
+        outcome.faults[stage] = f"raised {type(error).__name__}: {first_line(error)}{_raised_at(error)}"
         outcome.refused = stage == "forward" and _refuses(error)
     for kind, given, before in (
         ("input", dict(zip(names, sent, strict=True)), problem.inputs),
@@ -185,18 +192,19 @@ def _run(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Sequen
 
 
 def _refuses(error: BaseException) -> bool:
-    # torch.gather on the CPU raises a plain RuntimeError.
+    """Whether an error says that an argument is bad. torch.gather on the CPU says so by a plain RuntimeError."""
     return isinstance(error, ValueError | IndexError) or "out of bounds" in str(error)
 
 
-def _place(error: BaseException) -> str:
-    """Where it was raised, in code that is neither installed nor the checker's."""
+def _raised_at(error: BaseException) -> str:
+    """The file and line that raised the error, in code that is neither installed nor the checker's."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [x for x in frames if "site-packages" not in x.filename and Path(x.filename).parent != _HERE]
+    theirs = [x for x in frames if "site-packages" not in x.filename and Path(x.filename).parent != _CHECKER_FOLDER]
     return f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
 
 
 def _take_outputs(spec: OpSpec, problem: Problem, found: Sequence[np.ndarray], outcome: Outcome) -> None:
+    """Add the outputs of a call to its outcome."""
     if len(found) != len(spec.outputs):
         outcome.faults["forward"] = f"gave {len(found)} outputs instead of {len(spec.outputs)}"
         return
@@ -206,6 +214,7 @@ def _take_outputs(spec: OpSpec, problem: Problem, found: Sequence[np.ndarray], o
 
 
 def _take_gradients(spec: OpSpec, problem: Problem, found: dict[str, np.ndarray | None], outcome: Outcome) -> None:
+    """Add the gradients of a call to its outcome."""
     for name, x in found.items():
         if name in spec.no_gradients:
             if x is not None and x.any():
@@ -217,7 +226,7 @@ def _take_gradients(spec: OpSpec, problem: Problem, found: dict[str, np.ndarray 
 
 
 def _take(outcome: Outcome, name: str, x: np.ndarray, shape: tuple[int, ...], dtype: Any) -> None:
-    """A result of the right kind, or a fault."""
+    """Add a result of the right shape and dtype to the outcome, or a fault in its place."""
     if x.shape != shape:
         outcome.faults[name] = f"shape {x.shape} instead of {shape}"
     elif x.dtype != dtype:
@@ -227,6 +236,7 @@ def _take(outcome: Outcome, name: str, x: np.ndarray, shape: tuple[int, ...], dt
 
 
 def _untouched(arrays: ArrayLibrary, x: Any, before: np.ndarray) -> bool:
+    """Whether an argument still holds its bits after the call. Memory that was given away cannot be read."""
     try:
         return arrays.fetch(x).tobytes() == before.tobytes()
     except RuntimeError:
@@ -234,7 +244,10 @@ def _untouched(arrays: ArrayLibrary, x: Any, before: np.ndarray) -> bool:
 
 
 def compare(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: Bound) -> OutputCheck:
-    """Equal infinities, and NaN where the gold is NaN, are no error; any other is an infinite one."""
+    """Compare a result with the gold, or with another result, by a bound.
+
+    Equal infinities are no error, nor is NaN where the gold is NaN. Any other infinity or NaN is an infinite error.
+    """
     a, g = np.asarray(actual, np.float64), np.asarray(gold, np.float64)
     expected = (a == g) | (np.isnan(a) & np.isnan(g))
     comparable = np.isfinite(a) & np.isfinite(g)
@@ -264,7 +277,7 @@ def compare(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: 
 
 
 def _used(actual: np.ndarray, gold: np.ndarray, error: np.ndarray, size: np.ndarray, bound: Bound) -> float:
-    """The error over what is allowed."""
+    """The error as a multiple of the allowed error, of the element for which it is largest."""
     if bound.measure == "bits":
         return 0.0 if actual.dtype == gold.dtype and actual.tobytes() == gold.tobytes() else math.inf
     if bound.measure == "norm":
@@ -278,7 +291,7 @@ def _ratio(error: float, allowed: float) -> float:
 
 
 def _why(a: np.ndarray, g: np.ndarray, expected: np.ndarray, norm_error: float, used: float, bound: Bound) -> str:
-    """Why it failed."""
+    """Why a comparison failed, or no text where it passed."""
     if used <= 1:
         return ""
     strange = ~expected & ~(np.isfinite(a) & np.isfinite(g))
@@ -291,7 +304,7 @@ def _why(a: np.ndarray, g: np.ndarray, expected: np.ndarray, norm_error: float, 
 
 
 def _histogram(error: np.ndarray, size: np.ndarray) -> tuple[int, ...]:
-    """Counts of exact elements, and of errors by their decade of the largest |gold|."""
+    """The number of exact elements, and then the numbers of errors in each decade of |error| / max |gold|."""
     relative = (error / (size.max(initial=0) or 1.0)).ravel()
     counts = np.bincount(np.digitize(relative[relative > 0], _DECADES), minlength=len(_DECADES) + 1)
     return int((relative == 0).sum()), *map(int, counts)
@@ -310,19 +323,21 @@ def assert_op(
     sizes: Sizes | None = None,
     arch_key: str | None = None,
 ) -> None:
-    """Raises AssertionError, with a line for each failed check, unless `fn` does what `rlk_jax.<op>` promises.
+    """Check that `fn` does what `rlk_jax.<op>` promises.
+
+    Raises AssertionError with a line for each failed check, and ValueError for arguments that fit nothing.
 
     Args:
-      fn: takes the op's arrays in its order, and its options by keyword; gives its outputs.
-      op: a name of `SPECS`.
-      dtype: "fp32", "bf16" or "fp16"; the op's first without it.
-      arrays: "jax" or "torch"; without it, torch where the module of `fn` imports torch and not jax.
-      kwargs: names that `fn` has for the op's options; None for one that it does not take.
-      check_grad: gradients too, for random upstream ones.
-      check_invariance: the bits of rows alone, in other batches, and beside padding too.
-      modes: of `MODES`; all that the op has without it.
-      sizes: of the problem; two small ones without it.
-      arch_key: the contract's architecture; the device's without it.
+      fn: takes the op's arrays by position, in the op's order, and its options by keyword, and gives its outputs.
+      op: the name of an op that `rlk check --list` prints.
+      dtype: "fp32", "bf16" or "fp16"; by default the first that the op takes.
+      arrays: "jax" or "torch"; by default "torch" where the module of `fn` imports torch and not jax, else "jax".
+      kwargs: the names that `fn` has for the op's options; None for an option that it does not take.
+      check_grad: whether to check gradients too, for random upstream gradients.
+      check_invariance: whether to check the bits of rows alone, in other batches and beside padding too.
+      modes: the input modes; by default all that the op has.
+      sizes: the sizes of the problem; by default two small problems.
+      arch_key: the architecture whose tolerances the contract gives; by default the device's.
     """
     chosen("op", op, SPECS)
     spec = SPECS[op]

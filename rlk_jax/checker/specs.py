@@ -1,162 +1,16 @@
-"""What the checker knows of each op: inputs, gold, results, rows that keep their bits. An op joins by one entry."""
+"""What the checker knows of each op: its inputs, gold, results, and the rows that keep their bits.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+A new op joins with one entry of `SPECS`.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rlk_jax.checker import gold
 from rlk_jax.checker.inputs import Draw, Sizes
-from rlk_jax.checker.options import SHORT, Unusable
-
-Results = dict[str, np.ndarray]
-"""Outputs by their names; gradients by "gradient:" and the input's."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One call: arrays in the op's order, options, and an upstream gradient of each output, of its shape."""
-
-    inputs: dict[str, np.ndarray]
-    options: dict[str, Any]
-    upstream: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Output:
-    name: str
-    shape: Callable[[Sizes], tuple[int, ...]]
-    dtype: str | None = "float32"
-    """None for the inputs'."""
-    differentiable: bool = True
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """The same rows in another call, and how they are found in a result of either."""
-
-    name: str
-    problem: Problem
-    here: Callable[[np.ndarray], np.ndarray]
-    there: Callable[[np.ndarray], np.ndarray]
-    """In the first call's."""
-    sums: bool = False
-    """Results over all rows keep their bits too."""
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """One op of `rlk_jax`, declared."""
-
-    op: str
-    inputs: Callable[[Draw], dict[str, np.ndarray]]
-    """Its positional arguments, in order."""
-    gold: Callable[[Problem], tuple[Results, float]]
-    """All results in float64, and the largest finite |logit|."""
-    outputs: tuple[Output, ...]
-    gradients: tuple[str, ...]
-    """Inputs that are differentiated."""
-    no_gradients: tuple[str, ...] = field(default=(), kw_only=True)
-    """Inputs of real numbers whose gradients are 0 or None."""
-    shape: Callable[[Sizes], tuple[int, ...]]
-    """What names a case."""
-    padding: Mapping[str, Any]
-    """Inputs with a row per token, and what they hold in rows of padding."""
-    per_row: frozenset[str]
-    """Results with a row per token; the others are sums over rows."""
-    modes: tuple[str, ...]
-    arrangements: "Callable[[OpSpec, Problem], Iterator[Arrangement]]" = lambda spec, problem: arrange_rows(
-        spec, problem
-    )
-    forward_only: tuple[str, ...] = ("bad-ids",)
-    """Modes without gradients: those of bad ids are left to each op's own tests."""
-    lead: int = 2
-    """Leading dimensions of tokens."""
-    large_class: str | None = None
-    """The contract's class of peaked and huge logits, whose errors are measured by the largest |logit|."""
-    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    sizes: Callable[[Sizes], Sizes] = lambda sizes: sizes
-    """The smallest that it takes from what is asked for."""
-    options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
-    unchecked: Mapping[str, Any] = field(default_factory=lambda: {"validate": False})
-    """Options of rlk_jax's own implementations that let bad ids through to them."""
-
-    def problem(self, draw: Draw, grad_mode: str = "random", grad_seed: int = 123) -> Problem:
-        """With upstream gradients of ones, or random ones; zeros of what is not differentiated."""
-        draw = replace(draw, sizes=self.sizes(draw.sizes))
-        random, upstream = np.random.default_rng(grad_seed), {}
-        for output in self.outputs:
-            shape = output.shape(draw.sizes)
-            ones = grad_mode == "ones" or not output.differentiable
-            g = output.differentiable * (np.ones(shape) if ones else random.normal(size=shape))
-            upstream[output.name] = draw.cast(g) if output.dtype is None else np.asarray(g, output.dtype)
-        return Problem(self.inputs(draw), self.options(draw.sizes), upstream)
-
-    def dtype_of(self, name: str | None) -> str:
-        """The dtype of this name, or the op's first; raises `Unusable`."""
-        short = self.dtypes[0] if name is None else SHORT.get(name, name)
-        if short not in self.dtypes:
-            raise Unusable(f"{self.op} takes {', '.join(self.dtypes)}, not {name}")
-        return short
-
-    def modes_of(self, name: str) -> Sequence[str]:
-        """This one, or all that the op has; raises `Unusable`."""
-        if name not in ("all", *self.modes):
-            raise Unusable(f"{self.op} has no input mode {name!r}; it has {', '.join(self.modes)}")
-        return self.modes if name == "all" else [name]
-
-    def op_class(self, mode: str) -> str:
-        """The contract's."""
-        return self.large_class if self.large_class and mode in ("peaked", "huge") else self.op
-
-
-_MANY = 130
-
-
-def arrange_rows(spec: OpSpec, problem: Problem) -> Iterator[Arrangement]:
-    """Rows alone, reversed and repeated to 130, and in a batch of 130 with padding before or behind them."""
-    rows = np.arange(len(_rows(spec, problem.inputs[next(iter(spec.padding))])))
-    padding = np.full(max(5, _MANY - len(rows)), -1)
-    yield _of_rows(spec, problem, "alone", rows[len(rows) // 2 :][:1])
-    yield _of_rows(spec, problem, "reversed", np.resize(rows[::-1], max(_MANY, len(rows))))
-    yield _of_rows(spec, problem, "padding before", np.concatenate([padding, rows]))
-    yield _of_rows(spec, problem, "padding behind", np.concatenate([rows, padding]), sums=True)
-
-
-def _rows(spec: OpSpec, x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1, *x.shape[spec.lead :])
-
-
-def _of_rows(spec: OpSpec, problem: Problem, name: str, index: np.ndarray, sums: bool = False) -> Arrangement:
-    """Rows by their numbers; −1 is padding, which has no upstream gradient."""
-    real = index >= 0
-
-    def arranged(x: np.ndarray, filling: Any) -> np.ndarray:
-        found = _rows(spec, x)[index]
-        found[~real] = filling
-        return found.reshape(*[1] * (spec.lead - 1), *found.shape)
-
-    inputs = {n: arranged(x, spec.padding[n]) if n in spec.padding else x for n, x in problem.inputs.items()}
-    upstream = {n: arranged(g, 0) for n, g in problem.upstream.items()}
-    changed = replace(problem, inputs=inputs, upstream=upstream)
-    return Arrangement(name, changed, lambda x: _rows(spec, x)[real], lambda x: _rows(spec, x)[index[real]], sums)
-
-
-def arrange_sequences(spec: OpSpec, problem: Problem) -> Iterator[Arrangement]:
-    """Masked columns behind all sequences; masked groups behind all groups."""
-    yield _padded(spec, problem, "padding columns", 0, 3)
-    yield _padded(spec, problem, "padding sequences", problem.options["samples_per_prompt"], 0)
-
-
-def _padded(spec: OpSpec, problem: Problem, name: str, sequences: int, columns: int) -> Arrangement:
-    def padded(x: np.ndarray, filling: Any) -> np.ndarray:
-        widths = ((0, sequences), (0, columns), (0, 0))[: x.ndim]
-        return np.pad(x, widths, constant_values=filling)
-
-    batch, seq = problem.inputs["completion_mask"].shape
-    inputs = {n: padded(x, spec.padding[n]) for n, x in problem.inputs.items()}
-    return Arrangement(name, replace(problem, inputs=inputs), lambda x: x[:batch, :seq], lambda x: x, sums=True)
+from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, arrange_sequences
 
 
 def _largest(logits: np.ndarray) -> float:
@@ -169,7 +23,9 @@ def _logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
 
 def _logp_gold(problem: Problem) -> tuple[Results, float]:
     logits, g = problem.inputs["logits"], problem.upstream["logp"]
-    found = gold.softmax(logits.reshape(-1, logits.shape[-1]), problem.inputs["token_ids"], 1.0, (g, 0 * g, 0 * g), {})
+    found = gold.softmax_gold(
+        logits.reshape(-1, logits.shape[-1]), problem.inputs["token_ids"], 1.0, (g, 0 * g, 0 * g), {}
+    )
     results = {"logp": found.values[0].reshape(g.shape), "gradient:logits": found.d_raw.reshape(logits.shape)}
     return results, _largest(found.logits)
 
@@ -192,7 +48,7 @@ def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
     hidden, weight, ids, bias = problem.inputs.values()
     h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
     g = problem.upstream["logp"]
-    found = gold.softmax(h @ w.T + np.asarray(bias, np.float64), ids, 1.0, (g, 0 * g, 0 * g), {})
+    found = gold.softmax_gold(h @ w.T + np.asarray(bias, np.float64), ids, 1.0, (g, 0 * g, 0 * g), {})
     results = {
         "logp": found.values[0].reshape(g.shape),
         "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
@@ -203,7 +59,7 @@ def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
 
 
 def _policies(draw: Draw) -> dict[str, np.ndarray]:
-    """What ratio_kl takes: a reference near the policy, or the same where there are ties."""
+    """The inputs of ratio_kl: a reference policy near the policy, or equal to it in mode "ties"."""
     lead, ids, mask = draw.sizes.lead, draw.ids(), draw.mask()
     policy = draw.logits(0)
     noise = 0 if draw.mode == "ties" else 0.3 * draw.tensor(1, *policy.shape).astype(np.float32)
@@ -223,7 +79,7 @@ def _policies(draw: Draw) -> dict[str, np.ndarray]:
 def _ratio_kl_gold(problem: Problem) -> tuple[Results, float]:
     upstream = problem.upstream
     policy, ref, ids, mask, old = problem.inputs.values()
-    ratio, kl, gradient = gold.ratio_kl(policy, ref, ids, mask, old, (upstream["ratio"], upstream["kl"]))
+    ratio, kl, gradient = gold.ratio_kl_gold(policy, ref, ids, mask, old, (upstream["ratio"], upstream["kl"]))
     results = {"ratio": ratio, "kl": kl, "gradient:policy_logits": gradient}
     return results, _largest(policy)
 
@@ -231,7 +87,7 @@ def _ratio_kl_gold(problem: Problem) -> tuple[Results, float]:
 def _grpo_inputs(draw: Draw) -> dict[str, np.ndarray]:
     policy, ref, ids, mask, old = _policies(draw).values()
     rewards = draw.tensor(4, draw.sizes.batch).astype(np.float32)
-    # So that ratios are on either side of the clip.
+    # This noise puts ratios on both sides of the clip.
     old = old + 0.3 * draw.tensor(5, *draw.sizes.lead).astype(np.float32)
     return {
         "policy_logits": policy,
@@ -247,7 +103,7 @@ _BETA, _CLIP, _GROUP = 0.1, 0.2, 4
 
 
 def _whole_groups(sizes: Sizes) -> Sizes:
-    """At least two."""
+    """The sizes with a batch of whole groups, at least two."""
     return replace(sizes, batch=_GROUP * max(2, -(-sizes.batch // _GROUP)))
 
 
@@ -258,8 +114,8 @@ def _grpo_options(sizes: Sizes) -> dict[str, Any]:
 def _grpo_gold(problem: Problem) -> tuple[Results, float]:
     policy, ref, ids, old, rewards, mask = problem.inputs.values()
     boundaries = range(0, len(rewards) + 1, problem.options["samples_per_prompt"])
-    advantages = gold.group_advantages(rewards, boundaries)
-    found = gold.grpo_loss(policy, ref, ids, mask, old, advantages, clip=(_CLIP, _CLIP), beta=_BETA)
+    advantages = gold.group_advantages_gold(rewards, boundaries)
+    found = gold.grpo_loss_gold(policy, ref, ids, mask, old, advantages, clip=(_CLIP, _CLIP), beta=_BETA)
     results = {name: np.asarray(x) for name, x in found._asdict().items()}
     results["gradient:policy_logits"] = problem.upstream["loss"] * results.pop("gradient")
     return results, _largest(policy)
@@ -291,8 +147,14 @@ def _logits_shape(sizes: Sizes) -> tuple[int, ...]:
     return *sizes.lead, sizes.vocab
 
 
-_MASKED = {"policy_logits": np.nan, "ref_logits": np.nan, "action_ids": -100, "completion_mask": False, "old_logps": 0}
-_OF_POLICIES = ("random", "constant", "peaked", "neg-inf", "ties", "masked-nan", "bad-ids")
+_PADDING_OF_POLICIES = {
+    "policy_logits": np.nan,
+    "ref_logits": np.nan,
+    "action_ids": -100,
+    "completion_mask": False,
+    "old_logps": 0,
+}
+_MODES_OF_POLICIES = ("random", "constant", "peaked", "neg-inf", "ties", "masked-nan", "bad-ids")
 
 SPECS = {
     spec.op: spec
@@ -319,7 +181,7 @@ SPECS = {
             padding={"hidden": 100.0, "target_ids": 0},
             per_row=frozenset(("logp", "gradient:hidden")),
             modes=("random", "constant", "peaked", "huge", "ties", "bad-ids"),
-            # Where all rows of the head are equal dH is 0, of which no error is a fraction.
+            # Where all rows of the head are equal the gradient of hidden is 0, so no relative error exists.
             forward_only=("bad-ids", "constant", "ties"),
             large_class="linear_logp_peaked",
         ),
@@ -330,10 +192,10 @@ SPECS = {
             outputs=(Output("ratio", _per_token), Output("kl", _per_token)),
             gradients=("policy_logits",),
             shape=_logits_shape,
-            padding=_MASKED,
+            padding=_PADDING_OF_POLICIES,
             per_row=frozenset(("ratio", "kl", "gradient:policy_logits")),
             no_gradients=("ref_logits", "old_logps"),
-            modes=_OF_POLICIES,
+            modes=_MODES_OF_POLICIES,
         ),
         OpSpec(
             "grpo_loss",
@@ -346,9 +208,9 @@ SPECS = {
             ),
             gradients=("policy_logits",),
             shape=_logits_shape,
-            padding={**_MASKED, "rewards": 0},
+            padding={**_PADDING_OF_POLICIES, "rewards": 0},
             per_row=frozenset(("gradient:policy_logits",)),
-            modes=_OF_POLICIES,
+            modes=_MODES_OF_POLICIES,
             no_gradients=("ref_logits", "old_logps", "rewards"),
             arrangements=arrange_sequences,
             sizes=_whole_groups,
@@ -370,4 +232,4 @@ SPECS = {
         ),
     )
 }
-"""Every op that is checked."""
+"""Every op that is checked, by its name."""

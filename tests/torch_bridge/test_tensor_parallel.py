@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from rlk_jax._processes import free_port, run_together
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_bridge
 from rlk_jax._cut import Cut
-from rlk_jax._processes import free_port, run_together
 from rlk_jax._tree import Tree
 from rlk_jax.cli import main
 from tests.torch_bridge.rank import UNEVEN

@@ -1,4 +1,4 @@
-"""`rlk build-cuda`: compiles the CUDA kernels ahead of their first use, and says what became of each."""
+"""`rlk build-cuda`: compile the CUDA kernels before their first use, and print what each kernel needs."""
 
 import argparse
 import shutil
@@ -20,7 +20,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run() -> int:
-    """The exit status: 0 where the library is there, 1 where it cannot be built."""
+    """Build the library and print its kernels. The exit status is 1 where the library cannot be built."""
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
@@ -46,7 +46,7 @@ def run() -> int:
 
 
 def _readable(names: Sequence[str]) -> Sequence[str]:
-    """Demangled where this machine can."""
+    """The C++ names of kernels, demangled where this machine has c++filt."""
     if not shutil.which("c++filt"):
         return names
     done = subprocess.run(

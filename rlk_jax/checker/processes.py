@@ -1,4 +1,4 @@
-"""Several processes of one JAX program on this machine: started together, watched, and none left behind."""
+"""Run several Python processes on this machine together, as the ranks of one JAX program, and leave none behind."""
 
 import os
 import socket
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GRACE_S = 15.0
-"""After the first failure, for the others to fail by themselves: their messages say more than a signal."""
+"""Seconds that the other processes get after the first failure to end by themselves, because then they say why."""
 _POLL_S = 0.05
+"""Seconds between two looks at the processes."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One process that has ended, by itself or by a signal (a negative code)."""
+    """One process that has ended. Its exit code is negative where a signal ended it."""
 
     code: int
     stdout: str
     stderr: str
     killed: bool = False
-    """By us: it had not ended when time was up, or long after another one had failed."""
+    """Whether `run_together` killed it, because time was up or because it still ran long after another one failed."""
 
 
 def free_port() -> int:
@@ -34,9 +35,9 @@ def free_port() -> int:
 
 
 def run_together(arguments: Sequence[Sequence[str]], *, timeout_s: float) -> list[Finished]:
-    """Runs `python *arguments[i]` for every i at once; what has not ended by itself in time is killed.
+    """Run `python *arguments[i]` for every i at once, and kill those that have not ended after `timeout_s` seconds.
 
-    Once one has failed, the others have a quarter of a minute left: a rank that waits for a dead one waits for ever.
+    After the first failure the others have 15 seconds left, because a rank that waits for a dead rank waits for ever.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(arguments))]
@@ -55,13 +56,14 @@ def run_together(arguments: Sequence[Sequence[str]], *, timeout_s: float) -> lis
 
 
 def _start(arguments: Sequence[str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
+    """Start one process, whose output goes to these files."""
     with stdout.open("wb") as out, stderr.open("wb") as err:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=err, env=environment)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
-    """Until all have ended, or the deadline, which a failure brings nearer."""
+    """Wait until all have ended, or until the deadline. A failure brings the deadline nearer."""
     failed = False
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]

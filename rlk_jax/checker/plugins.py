@@ -1,0 +1,23 @@
+"""The only place where rlk_jax reaches torch_bridge.
+
+rlk_jax needs no torch, and torch_bridge imports rlk_jax. The checker can check torch_bridge where PyTorch is installed,
+so it looks torch_bridge up here, by name and when it is asked for. Nothing else in rlk_jax imports torch_bridge.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from rlk_jax.checker.options import Unusable
+
+
+def has_torch() -> bool:
+    """Whether PyTorch is installed, which torch_bridge needs."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def bridge(module: str = "torch_bridge") -> ModuleType:
+    """The package torch_bridge, or the module of it with this full name. Raises `Unusable` where PyTorch is missing."""
+    if not has_torch():
+        raise Unusable("PyTorch is not installed: pip install 'rlk-jax[torch]'")
+    return importlib.import_module(module)

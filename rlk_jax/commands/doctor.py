@@ -1,0 +1,142 @@
+"""`rlk doctor`: which implementation of each op would run on this machine, and why the others would not."""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cuda import build
+from pallas_kernels.triton import call as triton_call
+from rlk_jax.dispatch import explain
+
+PACKAGES = (
+    *("jax", "jaxlib", "jaxtyping", "numpy", "rich"),
+    *("flax", "optax", "orbax-checkpoint", "matplotlib"),
+    *("jax-triton", "triton", "torch"),
+)
+"""The packages whose versions are reported, apart from rlk-jax."""
+
+
+@dataclass(frozen=True)
+class TypicalCall:
+    """A call of one op as models in use make it. `rlk doctor` asks dispatch which implementation would run it."""
+
+    text: str
+    """What the title of the op's table says about the call."""
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _abstract_array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+_VOCAB, _SEQUENCES, _TOKENS, _HIDDEN = 151936, 8, 512, 4096
+_LOGITS_TEXT = f"bfloat16, V = {_VOCAB}"
+_LOGITS = _abstract_array(_SEQUENCES, _TOKENS, _VOCAB)
+_PER_TOKEN_INT = _abstract_array(_SEQUENCES, _TOKENS, dtype=jnp.int32)
+_PER_TOKEN_FLOAT = _abstract_array(_SEQUENCES, _TOKENS, dtype=jnp.float32)
+
+TYPICAL_CALLS = {
+    "linear_logp": TypicalCall(
+        f"bfloat16, D = {_HIDDEN}, V = {_VOCAB}",
+        (_abstract_array(4096, _HIDDEN), _abstract_array(_VOCAB, _HIDDEN), _abstract_array(4096, dtype=jnp.int32)),
+    ),
+    "det_gemm": TypicalCall("bfloat16, K = 4096, N = 4096", (_abstract_array(4096, 4096), _abstract_array(4096, 4096))),
+    "logp": TypicalCall(_LOGITS_TEXT, (_LOGITS, _PER_TOKEN_INT)),
+    "ratio_kl": TypicalCall(_LOGITS_TEXT, (_LOGITS, _LOGITS, _PER_TOKEN_INT, _PER_TOKEN_INT, _PER_TOKEN_FLOAT)),
+    "grpo_loss": TypicalCall(
+        _LOGITS_TEXT,
+        (
+            *(_LOGITS, _LOGITS, _PER_TOKEN_INT, _PER_TOKEN_FLOAT),
+            *(_abstract_array(_SEQUENCES, dtype=jnp.float32), _PER_TOKEN_INT),
+        ),
+        {"samples_per_prompt": _SEQUENCES},
+    ),
+}
+"""The typical call of each op, by the op's name."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `doctor`."""
+    parser = subparsers.add_parser("doctor", help="what runs on this machine, and why the rest does not")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=lambda options: run(as_json=options.json))
+
+
+def report() -> dict[str, Any]:
+    """Everything that `rlk doctor` prints: versions, what the CUDA and Triton kernels are built with or lack, devices,
+    and for each op the implementation that would run its typical call, with the reasons why no other would.
+
+    Where JAX has no backend, the report has an "error" instead of devices and ops.
+    """
+    versions = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
+        "cuda": build.why_missing() or build.state(),
+        "triton": triton_call.why_missing() or triton_call.pair(),
+    }
+    try:
+        return {**versions, "devices": _devices(), "ops": _decisions()}
+    except RuntimeError as problem:
+        return {**versions, "error": str(problem)}
+
+
+def run(as_json: bool) -> int:
+    """Print the report. The exit status is 0, or 1 where JAX has no backend."""
+    found = report()
+    if as_json:
+        json.dump(found, sys.stdout, indent=2)
+        print()
+        return 1 if "error" in found else 0
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = Table("what", "found", title="this machine")
+    machine.add_row("python", found["python"])
+    for name, version in found["packages"].items():
+        machine.add_row(name, version or "not installed")
+    machine.add_row("CUDA kernels", found["cuda"])
+    machine.add_row("Triton kernels", found["triton"])
+    for device in found.get("devices", ()):
+        machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")
+    console = Console()
+    console.print(machine)
+    if "error" in found:
+        print(f"rlk doctor: {found['error']}", file=sys.stderr)
+        return 1
+    for op, decision in found["ops"].items():
+        table = Table("implementation", "runs", "reason", title=f"{op} ({TYPICAL_CALLS[op].text})")
+        table.add_row(decision["choice"], "yes", "the choice: fastest that runs here")
+        for name, reasons in decision["reasons"].items():
+            table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))
+        console.print(table)
+    return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    """The devices that JAX finds. Raises RuntimeError where JAX cannot start."""
+    try:
+        return [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
+    except Exception as problem:
+        # Each plugin of JAX fails in its own way; some raise an AssertionError without a message.
+        raise RuntimeError(f"JAX cannot start a backend here: {problem or type(problem).__name__}") from problem
+
+
+def _decisions() -> dict[str, dict[str, Any]]:
+    """What dispatch decides about each op's typical call."""
+    return {op: explain(op, *call.arguments, **call.options).to_dict() for op, call in TYPICAL_CALLS.items()}
