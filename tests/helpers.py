@@ -11,7 +11,7 @@ import numpy as np
 
 from rlk_jax import LinearLogp, linear_logp
 from rlk_jax.checker import relative_norm, tolerance
-from rlk_jax.checker.gold import softmax
+from rlk_jax.checker.gold import softmax_gold
 
 measured_errors: dict[str, tuple[float, float]] = {}
 """Per contract entry, the worst error that this process met, and what is allowed."""
@@ -179,7 +179,7 @@ def gold(case: Case, problem: Problem) -> Gold:
     """The same for linear_logp, with the gradients of its operands."""
     h, w = (np.asarray(x, np.float64) for x in (problem.hidden.reshape(-1, case.dim), problem.weight))
     b = 0.0 if problem.bias is None else np.asarray(problem.bias, np.float64)
-    found = softmax(h @ w.T + b, problem.target_ids, problem.temperature, problem.upstream, case.options)
+    found = softmax_gold(h @ w.T + b, problem.target_ids, problem.temperature, problem.upstream, case.options)
     values, d_raw, z = found
     gradients = ((d_raw @ w).reshape(problem.hidden.shape), d_raw.T @ h)
     if problem.bias is not None:

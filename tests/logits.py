@@ -104,7 +104,7 @@ def make(case: Case, dtype: Any, seed: int = 0) -> Problem:
 def gold(case: Case, problem: Problem) -> SoftmaxGold:
     """With values `[*lead]` and the gradient `[*lead, V]`."""
     flat = problem.logits.reshape(-1, case.vocab)
-    found = definitions.softmax(flat, problem.token_ids, problem.temperature, problem.upstream, case.options)
+    found = definitions.softmax_gold(flat, problem.token_ids, problem.temperature, problem.upstream, case.options)
     shape = problem.logits.shape
     return SoftmaxGold(
         tuple(x.reshape(case.lead) for x in found.values), found.d_raw.reshape(shape), found.logits.reshape(shape)
@@ -173,4 +173,4 @@ def make_policies(dtype: Any, lead: tuple[int, ...] = (4, 6), vocab: int = 300, 
 
 
 def ratio_kl_gold(p: Policies, upstream: tuple[Any, Any], temperature: float = 1.0) -> RatioKlGold:
-    return definitions.ratio_kl(*p, upstream, temperature)
+    return definitions.ratio_kl_gold(*p, upstream, temperature)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.checker import gold
-from rlk_jax.grpo.losses import LossOptions, PolicyLoss, policy_loss
+from rlk_jax.losses import LossOptions, PolicyLoss, policy_loss
 
 TOKENS, DIM, VOCAB = 2000, 192, 5056
 BUDGETS = (2**20, 2**24, None)

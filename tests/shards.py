@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from rlk_jax import LinearLogp, dispatch, linear_logp, validation
-from rlk_jax._problem import HeadFunctions, Needs, Operands, Tokens
-from rlk_jax._shard import Shard, options_of
-from rlk_jax._tree import ordered_sum
+from rlk_jax import LinearLogp, dispatch, linear_logp
+from rlk_jax.core.fixed_order import ascending_sum
+from rlk_jax.core.tokens import Tokens
+from rlk_jax.ops.linear_logp.checks import check_call
+from rlk_jax.ops.linear_logp.options import HeadFunctions, HeadInputs, HeadOptions, Needs, Operands
+from rlk_jax.ops.linear_logp.sharding.shard import Shard
 from tests import helpers
 from tests.helpers import Case, assert_same_bits, assert_within_contract
 
@@ -34,26 +36,9 @@ def check_two(
     functions = next(x.functions for x in dispatch.TABLE["linear_logp"] if x.name == implementation)
     functions = functions.on_device if isinstance(functions, HeadFunctions) else functions
     shard = Shard("tp", 2, columns, case.vocab, "canonical", reduce_hidden_grad=True)
-    _, options, _ = validation.linear_logp(
-        problem.hidden,
-        weight,
-        problem.target_ids,
-        bias,
-        1.0,
-        axis_name=None,
-        vocab_start_index=None,
-        reduction="sum",
-        reduce_hidden_grad=True,
-        validate=False,
-        logit_softcap=None,
-        ignore_index=None,
-        global_vocab_size=case.vocab,
-        weight_layout=layout,
-        return_lse=True,
-        return_entropy=True,
-        memory_budget=None,
-    )
-    options = options_of(shard, options)
+    options = HeadOptions(global_vocab_size=case.vocab, weight_layout=layout, return_lse=True, return_entropy=True)
+    _, config, _ = check_call(HeadInputs(problem.hidden, weight, problem.target_ids, bias, 1.0), options)
+    config = shard.config(config)
     ones = jnp.ones(case.lead, jnp.float32)
 
     def operands(rank):
@@ -64,15 +49,15 @@ def check_two(
     def tokens(rank):
         return Tokens(problem.target_ids - rank * columns, ones, ones > 0)
 
-    partials, merge = (jax.jit(functools.partial(f, options)) for f in (functions.partials, functions.merge))
-    gradients = jax.jit(functools.partial(functions.gradients, options, Needs(True, True, True)))
+    partials, merge = (jax.jit(functools.partial(f, config)) for f in (functions.partials, functions.merge))
+    gradients = jax.jit(functools.partial(functions.gradients, config, Needs(True, True, True)))
     groups, states = zip(*(partials(operands(r), tokens(r)) for r in range(2)), strict=True)
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
     (values, softmax, _), (again, *_) = (merge(whole, state) for state in states)
     assert_same_bits(values, again)
     upstream = LinearLogp(*problem.upstream)
     parts = [gradients(operands(r), tokens(r), softmax, None, upstream) for r in range(2)]
-    d_hidden = ordered_sum(jnp.concatenate([p.hidden for p in parts])).astype(dtype)
+    d_hidden = ascending_sum(jnp.concatenate([p.hidden for p in parts])).astype(dtype)
     d_weight = jnp.concatenate([p.weight for p in parts], axis=0 if layout == "vd" else 1)
     d_bias = jnp.concatenate([p.bias for p in parts])
     gold = helpers.gold(case, problem)

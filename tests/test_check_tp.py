@@ -43,7 +43,7 @@ def test_stress(capsys):
 
 
 def test_stress_times_a_program_that_is_compiled(monkeypatch):
-    """The op is called twice: once outside jit, and once while the program is traced. The timed run is the compiled program."""
+    """The op is called once outside jit and once while the program is traced: the timed run is the compiled program."""
     calls = []
     honest = vocab_parallel.linear_logp
     monkeypatch.setattr(vocab_parallel, "linear_logp", lambda *x, **options: calls.append(0) or honest(*x, **options))

@@ -1,7 +1,6 @@
 """Which implementation runs, what is said about the others, and what strict mode refuses."""
 
 import dataclasses
-import importlib
 import inspect
 import logging
 
@@ -12,15 +11,23 @@ import pytest
 import rlk_jax
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
-from rlk_jax import dispatch, linear_logp
+from rlk_jax import linear_logp
+from rlk_jax.core import dispatch
+from rlk_jax.ops import OPS, promising
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
+from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs
 
 ARGUMENTS = (jnp.ones((4, 8)), jnp.ones((20, 8)), jnp.arange(4))
 XLA = next(x for x in dispatch.TABLE["linear_logp"] if x.name == "xla")
 
 
+def described(op: str, *args) -> dispatch.CallFacts:
+    return OPS[op].describe(dispatch.bound_arguments(OPS[op].function, *args))[0]
+
+
 def refuses(name: str, reason: str, platform: str = "cpu") -> dispatch.Implementation:
     return dataclasses.replace(
-        XLA, name=name, why_not=lambda problem: [reason], meant_for=lambda device: device.platform == platform
+        XLA, name=name, obstacles=lambda facts: [reason], meant_for=lambda device: device.platform == platform
     )
 
 
@@ -31,7 +38,7 @@ def with_entry(monkeypatch):
     def add(entry: dispatch.Implementation) -> None:
         others = [x for x in dispatch.TABLE["linear_logp"] if x.name != entry.name]
         monkeypatch.setitem(dispatch.TABLE, "linear_logp", (entry, *others))
-        dispatch._log_once.cache_clear()
+        dispatch.log_once.cache_clear()
 
     return add
 
@@ -89,12 +96,12 @@ def test_no_compiler_is_looked_for_unless_it_is_asked_for(monkeypatch):
 
     monkeypatch.setattr(build, "why_missing", why_missing)
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
-    problem, _ = importlib.import_module("rlk_jax.det_gemm").describe(*(jnp.ones((8, 8), jnp.bfloat16),) * 2)
-    assert dispatch.choose(problem, None).name == "mosaic"
+    facts = described("det_gemm", *(jnp.ones((8, 8), jnp.bfloat16),) * 2)
+    assert dispatch.choose(facts, None).name == "mosaic"
     with pytest.raises(AssertionError, match="looked for nvcc"):
-        dispatch.choose(problem, "cuda")
+        dispatch.choose(facts, "cuda")
     # Neither `mosaic` nor `cuda` takes float32.
-    assert dispatch.promising("linear_logp", *ARGUMENTS) == "deterministic"
+    assert promising("linear_logp", *ARGUMENTS) == "deterministic"
 
 
 def test_an_old_driver_is_a_reason(monkeypatch):
@@ -158,11 +165,11 @@ def test_which_pairs_of_triton_and_its_bridge_run(installed, runs, monkeypatch):
 
 def test_the_choice_never_depends_on_the_number_of_tokens():
     spec = jax.ShapeDtypeStruct
-    problems = set()
+    found = set()
     for lead in [(), (0,), (1,), (7, 3), (10**6,)]:
         hidden, ids = spec((*lead, 8), jnp.float32), spec(lead, jnp.int32)
-        problems.add(importlib.import_module("rlk_jax.linear_logp").describe(hidden, ARGUMENTS[1], ids)[0])
-    assert len(problems) == 1
+        found.add(described("linear_logp", hidden, ARGUMENTS[1], ids))
+    assert len(found) == 1
 
 
 def test_a_new_entry_is_chosen_and_reported(with_entry):
@@ -210,7 +217,13 @@ def test_the_device_is_where_the_arguments_live():
         assert dispatch.device_of(ARGUMENTS).platform == "cpu"
 
 
-def test_typed_options_are_those_of_the_op():
-    module = importlib.import_module("rlk_jax.linear_logp")
-    keywords = {p.name for p in inspect.signature(linear_logp).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert set(module.CommonOptions.__annotations__) == keywords - {"return_lse", "return_entropy"}
+@pytest.mark.parametrize(
+    ("op", "options", "arrays"),
+    [("linear_logp", HeadOptions, HeadInputs), ("logp", LogitsOptions, LogpInputs)],
+)
+def test_options_are_those_of_the_op(op, options, arrays):
+    keywords = {p.name for p in inspect.signature(OPS[op].function).parameters.values()}
+    fields = {x.name for x in dataclasses.fields(options)}
+    assert fields == keywords - set(arrays._fields) - {"vocab_start_index"}
+    defaults = {x.name: x.default for x in dataclasses.fields(options)}
+    assert defaults == {name: inspect.signature(OPS[op].function).parameters[name].default for name in fields}

@@ -29,8 +29,8 @@ def policies(dtype=jnp.float32, **sizes) -> ops.Policies:
 @pytest.mark.parametrize(**IN_FEW_DTYPES)
 def test_against_float64(implementation, dtype):
     p = policies(dtype)
-    advantages = gold.group_advantages(REWARDS, BOUNDARIES)
-    *values, expected = gold.grpo_loss(*p, advantages, clip=(CLIP, HIGH), beta=BETA)
+    advantages = gold.group_advantages_gold(REWARDS, BOUNDARIES)
+    *values, expected = gold.grpo_loss_gold(*p, advantages, clip=(CLIP, HIGH), beta=BETA)
     options = {**GROUPS, "clip_eps": CLIP, "clip_eps_high": HIGH, "beta": BETA}
     found = p.grpo_loss(REWARDS, implementation, **options)
     assert [x.dtype for x in found] == [jnp.float32] * 3 and found.loss.shape == ()

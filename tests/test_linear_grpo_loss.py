@@ -4,7 +4,6 @@ input.
 
 import functools
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ import rlk_jax
 from rlk_jax import linear_logp
 from rlk_jax.checker import gold
 from rlk_jax.grpo import LossOptions
+from rlk_jax.ops.linear_logp import autodiff
 from tests import policy_losses
 from tests.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
 from tests.policy_losses import Batch, gradients, gradients_of_batch
@@ -47,7 +47,7 @@ def test_against_float64(implementation, dtype):
     ref_weight = jnp.asarray(np.random.default_rng(1).normal(size=(VOCAB, DIM)) / 3, dtype)
     policy, ref = hidden @ weight.T, hidden @ np.asarray(ref_weight, np.float64).T
     advantages = np.asarray(b.advantages, np.float64)
-    *values, slope = gold.grpo_loss(
+    *values, slope = gold.grpo_loss_gold(
         policy, ref, b.target_ids, b.mask, b.old_logps, advantages, clip=(CLIP, HIGH), beta=BETA
     )
 
@@ -164,14 +164,13 @@ def test_a_reference_in_the_same_call():
 
 
 def test_a_reference_that_is_differentiated_too_keeps_nothing_for_a_backward(monkeypatch):
-    module, kept = sys.modules["rlk_jax.linear_logp"], []
-    forward = module._forward
+    forward, kept = autodiff._forward, []
 
-    def recorded(functions, options, *operands):
-        kept.append(options.keeps)
-        return forward(functions, options, *operands)
+    def recorded(functions, config, *operands):
+        kept.append(config.keeps)
+        return forward(functions, config, *operands)
 
-    monkeypatch.setattr(module, "_forward", recorded)
+    monkeypatch.setattr(autodiff, "_forward", recorded)
     b = policy_losses.batch((3, 5), 16, 130)._replace(ref_logps=None)
 
     def loss(weight):

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlk_jax import linear_logp, xla
-from rlk_jax._problem import Options
-from rlk_jax._tree import tree
+from rlk_jax import linear_logp
+from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.ops.linear_logp import xla
+from rlk_jax.ops.linear_logp.options import HeadConfig
 from tests import helpers
 from tests.helpers import Case, assert_within_contract
 
@@ -261,13 +262,13 @@ def test_chunks_fit_the_budget(vocab, tokens):
 
 def test_the_budget_grows_with_the_head_alone_or_is_the_one_given():
     spec = jax.ShapeDtypeStruct
-    default = Options(
+    default = HeadConfig(
         vocab_size=1,
         real_vocab_size=1,
         logit_softcap=None,
         return_lse=False,
         return_entropy=False,
-        tree=tree(1),
+        groups=column_groups(1),
         weight_layout="vd",
         may_ignore=False,
         memory_budget=None,

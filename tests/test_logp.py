@@ -13,7 +13,8 @@ from jax.experimental import checkify
 from jax.sharding import Mesh, PartitionSpec
 
 import rlk_jax
-from rlk_jax import dispatch, logp
+from rlk_jax import logp
+from rlk_jax.core import dispatch
 from tests import logits as ops
 from tests.helpers import IMPLEMENTATIONS, assert_same_bits, bits, in_dtypes
 from tests.logits import Case

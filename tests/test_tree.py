@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk_jax._tree import pairwise_spread, pairwise_sum
+from rlk_jax.core.fixed_order import pairwise_spread, pairwise_sum
 from tests import helpers
 
 

@@ -13,7 +13,8 @@ from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlk_jax import LinearLogp, dispatch, linear_logp, vocab_parallel
+from rlk_jax import LinearLogp, linear_logp, vocab_parallel
+from rlk_jax.core.dispatch import log_once
 from tests import helpers
 from tests.helpers import Case, Problem, assert_same_bits, assert_within_contract, weighted
 
@@ -526,7 +527,7 @@ def test_start_index_is_an_integer(start):
 def test_other_edges_are_said_once_and_refused_if_strict(monkeypatch, caplog):
     problem = helpers.make(SMALL, jnp.float32)
     call = functools.partial(whole_call, SMALL, problem, mesh_of("auto", tp=3), "deterministic")
-    dispatch._log_once.cache_clear()
+    log_once.cache_clear()
     for entropy in (True, False):
         call(return_entropy=entropy)
     assert sum("pad_lm_head makes shards that keep them" in r.message for r in caplog.records) == 1

@@ -21,13 +21,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 import rlk_jax
-from rlk_jax import vocab_parallel
 from rlk_jax.checker import plugins, tensor_parallel
 from rlk_jax.checker.contract import tolerance
 from rlk_jax.checker.options import DTYPES, dtype_name, natural, positive
 from rlk_jax.checker.processes import Finished, free_port, run_together
 from rlk_jax.checker.tensor_parallel import Allowed, Metric, TensorParallelProblem
 from rlk_jax.dispatch import IMPLEMENTATIONS
+from rlk_jax.ops.linear_logp.sharding.agreement import is_same_everywhere
 
 TIMEOUT_S = 600
 _DESCRIPTION = "Check linear_logp with its head spread over devices, against the definition on one device."
@@ -126,7 +126,7 @@ def _usage_error(message: str) -> int:
 
 def _run_here(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("run", "process_id", "bridge")}
-    if jax.process_count() > 1 and not vocab_parallel.is_same_everywhere(repr(given)):
+    if jax.process_count() > 1 and not is_same_everywhere(repr(given)):
         return _usage_error("the processes were started with different options")
     devices = jax.devices()[: options.devices]
     if len({device.process_index for device in devices}) < jax.process_count():

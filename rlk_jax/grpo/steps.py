@@ -17,8 +17,13 @@ from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import Rollout, sample_by_length, sample_completions, unscored
-from rlk_jax.grpo.sequences import Sequences, joined, pack
+from rlk_jax.grpo.rollout import (
+    Rollout,
+    no_score,
+    sample_completions,
+    sample_in_length_buckets,
+)
+from rlk_jax.grpo.sequences import Sequences, join_completions, pack
 from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 from rlk_jax.losses import (
     PolicyLoss,
@@ -28,10 +33,6 @@ from rlk_jax.losses import (
     masked_mean,
     policy_loss,
 )
-from rlk_jax.grpo.model import Decoder
-from rlk_jax.grpo.rollout import Rollout, no_score, sample_completions, sample_in_length_buckets
-from rlk_jax.grpo.sequences import Sequences, join_completions, pack
-from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 
 MAX_GRADIENT_NORM = 1.0
 ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would still be filling up at their end.

@@ -25,7 +25,7 @@ def run_by_name() -> None:
     for op in ("linear_logp", "det_gemm"):
         entries = dispatch.TABLE[op]
         dispatch.TABLE[op] = tuple(
-            dataclasses.replace(x, why_not=lambda problem: []) if x.name == "cuda" else x for x in entries
+            dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "cuda" else x for x in entries
         )
 
 

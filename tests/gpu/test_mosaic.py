@@ -12,7 +12,8 @@ import pytest
 
 from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.mosaic import dlogits, gradients, statistics
-from rlk_jax import hopper, linear_logp
+from rlk_jax import linear_logp
+from rlk_jax.ops.linear_logp import hopper
 from tests import helpers
 from tests.gpu import golden
 from tests.gpu.hopper import every_implementation

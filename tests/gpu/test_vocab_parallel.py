@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlk_jax import LinearLogp, _shard, dispatch, vocab_parallel
-from rlk_jax._problem import Needs, Operands
-from rlk_jax._tree import ordered_sum
-from rlk_jax.linear_logp import check, tokens_of
-from rlk_jax.linear_logp import problem as problem_of
+from rlk_jax import LinearLogp, dispatch, vocab_parallel
+from rlk_jax.core.fixed_order import ascending_sum
+from rlk_jax.ops.linear_logp.call import facts_of_call, tokens_of
+from rlk_jax.ops.linear_logp.checks import check_call
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Needs, Operands
+from rlk_jax.ops.linear_logp.sharding import shard as sharding
 from tests import helpers
 from tests.gpu.hopper import every_implementation
 from tests.helpers import Case, assert_same_bits, assert_within_contract, weighted
@@ -75,16 +76,18 @@ def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, imp
     weight = pad(problem.weight if layout == "vd" else problem.weight.T, weight_layout=layout)
     bias = None if problem.bias is None else pad(problem.bias)
     asked = {"return_lse": True, "return_entropy": True, **case.options, "global_vocab_size": case.vocab}
-    arrays = (problem.hidden, weight, problem.target_ids, bias)
-    (inputs, options, _), _ = check(*arrays, temperature=problem.temperature, **asked, implementation=implementation)
-    functions = dispatch.choose(problem_of(inputs, options), implementation).functions.on_device
-    shard = _shard.Shard("tp", count, weight.shape[axis] // count, case.vocab, "canonical", True)
-    of_shard = replace(_shard.options_of(shard, options), keeps=True)
-    whole = tokens_of(inputs, case.vocab, None, False)
+    options = HeadOptions(**asked, implementation=implementation, validate=False)
+    inputs, config, _ = check_call(
+        HeadInputs(problem.hidden, weight, problem.target_ids, bias, problem.temperature), options
+    )
+    functions = dispatch.choose(facts_of_call(inputs, config), implementation).functions.on_device
+    shard = sharding.Shard("tp", count, weight.shape[axis] // count, case.vocab, "canonical", True)
+    of_shard = replace(shard.config(config), keeps=True)
+    whole = tokens_of(inputs, case.vocab, options)
 
     def here(hidden, weight, bias, start):
-        operands = Operands(hidden, weight, bias, _shard.real_columns(shard, start))
-        return operands, _shard.local(whole, _shard.Place(start, None, None))
+        operands = Operands(hidden, weight, bias, sharding.real_columns_of_shard(shard, start))
+        return operands, sharding.local_tokens(whole, sharding.ShardPosition(start, None, None))
 
     # One program for all ranks.
     @jax.jit
@@ -106,7 +109,7 @@ def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, imp
     groups = jax.tree.map(lambda *x: jnp.concatenate(x), *(groups for groups, _ in found))
     by_rank = [values_and_gradients(own, groups, state) for own, (_, state) in zip(ranks, found, strict=True)]
     parts = [gradients for _, gradients in by_rank]
-    d_hidden = ordered_sum(jnp.concatenate([x.hidden for x in parts])).astype(problem.hidden.dtype)
+    d_hidden = ascending_sum(jnp.concatenate([x.hidden for x in parts])).astype(problem.hidden.dtype)
     d_weight = jnp.concatenate([x.weight for x in parts], axis)
     d_bias = () if bias is None else (jnp.concatenate([x.bias for x in parts])[: case.vocab],)
     gradients = (d_hidden, (d_weight.T if axis else d_weight)[: case.vocab], *d_bias)

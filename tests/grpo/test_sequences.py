@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.head import IGNORED, MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.losses import LossOptions, loss_denominator, policy_loss
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.sequences import Sequences, first_fit, join_completions, pack
 from rlk_jax.grpo.steps import make_mesh, target_logps
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
+from rlk_jax.losses import LossOptions, loss_denominator, policy_loss
 from tests import helpers
 from tests.grpo import tiny
 

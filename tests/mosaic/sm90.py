@@ -46,7 +46,6 @@ from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_ke
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import det_gemm, dispatch, linear_logp
-from rlk_jax._tree import tree
 
 MACHINE = Machine()
 Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | None]]

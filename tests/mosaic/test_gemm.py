@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import GemmPlan, Machine, Tile
 from pallas_kernels.mosaic import gemm as kernel
-from rlk_jax import det_gemm, dispatch, mosaic
+from rlk_jax import det_gemm, dispatch
+from rlk_jax.ops.det_gemm import hopper
 from tests import gemm
 from tests.gemm import Case
 from tests.helpers import assert_same_bits
@@ -51,7 +52,7 @@ SUM = Case("sum", 140, 140, 40, integers=True)
 def interpreted(monkeypatch):
     """`mosaic` means four multiprocessors in the interpreter, and new memory holds NaN."""
     jax.clear_caches()
-    entry = dispatch.Implementation("mosaic", mosaic.det_gemm(MACHINE), promises_bits=True)
+    entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
     monkeypatch.setitem(dispatch.TABLE, "det_gemm", (entry, *dispatch.TABLE["det_gemm"][1:]))
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 

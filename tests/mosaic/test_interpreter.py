@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import head_kernels
-from rlk_jax import dispatch, linear_logp, mosaic
+from rlk_jax import dispatch, linear_logp
+from rlk_jax.ops.linear_logp import hopper
 from tests import helpers, policy_losses, shards
 from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 from tests.policy_losses import Batch
@@ -33,7 +34,7 @@ CASES = (
 def interpreted():
     """`mosaic` means two multiprocessors (a cluster of two blocks) in the interpreter."""
     machine = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
-    functions = mosaic.linear_logp(machine)
+    functions = hopper.mosaic(machine)
     before = dispatch.TABLE["linear_logp"]
     dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import rlk_jax
 from pallas_kernels.hopper.tiles import Machine
-from rlk_jax import dispatch, logp, mosaic
+from rlk_jax import dispatch, logp
+from rlk_jax.ops.logits import hopper
 from tests import logits as ops
 from tests import test_grpo_loss, test_logp, test_ratio_kl
 from tests.helpers import assert_same_bits, assert_within_contract
@@ -37,7 +38,7 @@ CASES = (
 def interpreted(monkeypatch):
     """`mosaic` means the interpreter, and new memory holds NaN."""
     jax.clear_caches()
-    entry = dispatch.Implementation("mosaic", mosaic.logp(MACHINE), promises_bits=True)
+    entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
     for op in ("logp", "ratio_kl", "grpo_loss"):
         monkeypatch.setitem(dispatch.TABLE, op, (entry, *dispatch.TABLE[op][1:]))
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))

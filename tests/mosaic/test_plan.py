@@ -19,10 +19,10 @@ from pallas_kernels.hopper.tiles import (
     statistics_tile,
 )
 from pallas_kernels.hopper.vocabulary import Vocabulary
-from rlk_jax import hopper
-from rlk_jax._problem import Needs, Options
-from rlk_jax._rows import compact
-from rlk_jax._tree import tree
+from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.rows import compact
+from rlk_jax.ops.linear_logp import hopper_plan
+from rlk_jax.ops.linear_logp.options import HeadConfig, Needs
 from tests.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 
 MOST_CHUNKS = 2048
@@ -30,18 +30,18 @@ MOST_CHUNKS = 2048
 
 
 def vocabulary(size: int) -> Vocabulary:
-    return Vocabulary(size, tree(size).groups, tree(size).width)
+    return Vocabulary(size, column_groups(size).count, column_groups(size).width)
 
 
-def options(size: int, **changes) -> Options:
+def options(size: int, **changes) -> HeadConfig:
     real = changes.get("real_vocab_size", size)
-    plain = Options(
+    plain = HeadConfig(
         vocab_size=size,
         real_vocab_size=size,
         logit_softcap=None,
         return_lse=False,
         return_entropy=False,
-        tree=tree(real),
+        groups=column_groups(real),
         weight_layout="vd",
         may_ignore=False,
         memory_budget=None,
@@ -146,45 +146,47 @@ def test_every_step_of_k_has_its_chunk(size):
 def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     dim *= 8
     given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
-    kept = hopper.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
+    kept = hopper_plan.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
     needs = Needs(True, True, True)
-    plan = hopper.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
-    ends = [0, *(run.end for run in plan.runs)]
-    assert [run.first for run in plan.runs] == ends[:-1] and ends[-1] == vocabulary(size).chunks
-    assert kept == sum(run.end - run.first for run in plan.runs if run.is_kept) and (keeps or not kept)
+    plan = hopper_plan.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
+    ends = [0, *(part.end for part in plan.ranges)]
+    assert [part.first for part in plan.ranges] == ends[:-1] and ends[-1] == vocabulary(size).chunks
+    assert kept == sum(part.end - part.first for part in plan.ranges if part.is_kept) and (keeps or not kept)
     kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
     rows_bytes = 2 * plan.matrix_rows * padded(dim, 64)
-    in_place = hopper.replaces_kept(given_options, dim)
+    in_place = hopper_plan.replaces_kept(given_options, dim)
     assert not kept or kept_bytes + rows_bytes <= budget
-    for run in plan.runs:
-        assert 1 <= run.width <= run.end - run.first <= run.width * run.slices
-        if run.is_kept and in_place:
-            assert run.slices == 1 and not run.copied
+    for part in plan.ranges:
+        assert 1 <= part.width <= part.end - part.first <= part.width * part.slices
+        if part.is_kept and in_place:
+            assert part.slices == 1 and not part.copied
             continue
-        head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
-        used = run.width * (2 * COLUMNS * plan.matrix_rows + head) + rows_bytes
-        assert used + kept_bytes * run.is_kept <= budget or (run.width == 1 and not kept)
-    forward = hopper.forward_plan(given_options, dim, tokens, kept)
-    assert forward.slices == 1 or not hopper.reads_in_place(given_options, dim)
-    for run in forward.runs:
-        copies = run.width * 2 * 2 * COLUMNS * padded(dim, 64) if run.copied else 0
-        assert copies + kept_bytes <= budget or (run.width == 1 and not kept)
+        head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
+        used = part.width * (2 * COLUMNS * plan.matrix_rows + head) + rows_bytes
+        assert used + kept_bytes * part.is_kept <= budget or (part.width == 1 and not kept)
+    forward = hopper_plan.forward_plan(given_options, dim, tokens, kept)
+    assert forward.slices == 1 or not hopper_plan.reads_in_place(given_options, dim)
+    for part in forward.ranges:
+        copies = part.width * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
+        assert copies + kept_bytes <= budget or (part.width == 1 and not kept)
 
 
 def test_what_is_kept():
     keeping = options(131072, keeps=True)
-    assert hopper.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 238  # of 512: what 512 MiB hold beside hidden
-    assert hopper.kept_chunks(options(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 116  # half, for a copied head
+    assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 238  # of 512: what 512 MiB hold beside hidden
+    assert (
+        hopper_plan.kept_chunks(options(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 116
+    )  # half, for a copied head
     padded_head = options(131072, keeps=True, real_vocab_size=131000, memory_budget=2**34)
-    assert hopper.kept_chunks(padded_head, 4096, 4096, jnp.bfloat16) == 511  # the last chunk's rows are copied
-    assert hopper.kept_chunks(dataclasses.replace(keeping, memory_budget=2**25), 4096, 4096, jnp.bfloat16) == 0
-    assert hopper.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
-    assert hopper.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
-    assert hopper.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
-    assert hopper.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
-    assert hopper.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
-    groups = dataclasses.replace(keeping, hidden_gradient="groups")
-    assert hopper.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 116  # half, where dH has several chains
+    assert hopper_plan.kept_chunks(padded_head, 4096, 4096, jnp.bfloat16) == 511  # the last chunk's rows are copied
+    assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**25), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
+    assert hopper_plan.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
+    assert hopper_plan.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
+    groups = dataclasses.replace(keeping, is_shard=True, sums_by_group=True)
+    assert hopper_plan.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 116  # half, where dH has several chains
 
 
 def test_budgets_of_the_gpu_test_keep_none_some_and_all():
@@ -192,7 +194,7 @@ def test_budgets_of_the_gpu_test_keep_none_some_and_all():
 
     def kept(budget: int | None) -> int:
         keeping = options(VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
-        return hopper.kept_chunks(keeping, DIM, TOKENS, jnp.bfloat16)
+        return hopper_plan.kept_chunks(keeping, DIM, TOKENS, jnp.bfloat16)
 
     none, some, whole = map(kept, BUDGETS)
     assert none == 0 < some < whole == kept(2**40)
@@ -202,7 +204,7 @@ def test_budgets_of_the_gpu_test_keep_none_some_and_all():
 @given(size=st.integers(512, 300_000), padding=st.integers(1, 5000))
 def test_only_the_end_of_a_padded_head_is_copied(size, padding):
     total = padded(size + padding, 64)
-    in_place = hopper.chunks_in_place(options(total, real_vocab_size=size), 128)
+    in_place = hopper_plan.chunks_in_place(options(total, real_vocab_size=size), 128)
     v = vocabulary(size)
     chunk = jnp.arange(v.chunks, dtype=jnp.int32)
     last_read = np.asarray(v.start(chunk) + -(-v.width(chunk) // DEPTH) * DEPTH)
@@ -225,7 +227,7 @@ def test_only_the_end_of_a_padded_head_is_copied(size, padding):
     ],
 )
 def test_which_heads_are_read_in_place(size, dim, layout, in_place):
-    assert hopper.reads_in_place(options(size, weight_layout=layout), dim) == in_place
+    assert hopper_plan.reads_in_place(options(size, weight_layout=layout), dim) == in_place
 
 
 @given(active=st.lists(st.booleans(), min_size=1, max_size=40), room=st.integers(0, 9))

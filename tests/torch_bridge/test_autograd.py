@@ -438,7 +438,9 @@ def test_custom_ops_are_what_they_say(op, monkeypatch):
     call = getattr(module, f"_{op}")
     monkeypatch.setattr(module, f"_{op}", lambda *given: called.append(given) or call(*given))
     getattr(torch_bridge, op)(**arguments(op))
-    torch.library.opcheck(getattr(torch.ops.rlk_jax, op).default, *called)
+    fields = getattr(module, "_OPTIONS", None)
+    given = [x if fields is None else tuple(fields.spread(x)) for x in called]
+    torch.library.opcheck(getattr(torch.ops.rlk_jax, op).default, *given)
 
 
 def test_torch_compile_takes_a_temperature_schedule_as_a_tensor():

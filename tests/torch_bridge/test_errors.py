@@ -12,9 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rlk_jax
 import torch_bridge
-from rlk_jax import validation
 from tests.torch_bridge.tensors import array, head, policies, randint, randn
-from torch_bridge import _exchange
+from torch_bridge import _calls, _exchange
 
 WRONG = {
     "shape": {"target_ids": torch.zeros(2, 3, dtype=torch.int64)},
@@ -239,9 +238,9 @@ def test_a_tensor_that_stands_for_others(n, wrap):
 
 def test_values_are_checked_behind_what_torch_has_to_do(monkeypatch):
     """What is lent is not in stream order: nothing may read it before the wait."""
-    calls, counted = [], validation.counted
+    calls, counted = [], _calls.counted
     monkeypatch.setattr(_exchange, "wait", lambda device: calls.append("wait"))
-    monkeypatch.setattr(validation, "counted", lambda *given: calls.append("counted") or counted(*given))
+    monkeypatch.setattr(_calls, "counted", lambda *given: calls.append("counted") or counted(*given))
     hidden, weight, ids, _ = head((4,))
     torch_bridge.linear_logp(hidden, weight, ids)  # Compiles.
     calls.clear()

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from rlk_jax._processes import free_port, run_together
 from torch.distributed.device_mesh import init_device_mesh
 
 import torch_bridge
-from rlk_jax._cut import Cut
-from rlk_jax._tree import Tree
+from rlk_jax.checker.processes import free_port, run_together
 from rlk_jax.cli import main
+from rlk_jax.core.fixed_order import ColumnGroups
+from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 from tests.torch_bridge.rank import UNEVEN
 from tests.torch_bridge.tensors import head
 
@@ -91,19 +91,19 @@ def test_a_mesh_is_no_group():
 
 
 @pytest.mark.parametrize(
-    ("ranges", "trees"),
+    ("ranges", "groups"),
     [
-        (((0, 128), (128, 500)), [Tree(2, 64), Tree(6, 64)]),
-        (((256, 512), (0, 256)), [Tree(4, 64), Tree(4, 64)]),
+        (((0, 128), (128, 500)), [ColumnGroups(2, 64), ColumnGroups(6, 64)]),
+        (((256, 512), (0, 256)), [ColumnGroups(4, 64), ColumnGroups(4, 64)]),
         (((0, 250), (250, 500)), None),
         (((0, 512), (512, 1024)), None),
     ],
 )
-def test_whole_groups_keep_the_tree(ranges, trees):
-    found = Cut(ranges, 500)
-    assert found.on_group_edges == (trees is not None)
-    if trees is not None:
-        assert [found.tree(rank) for rank in range(2)] == trees
+def test_whole_groups_keep_the_order_of_sums(ranges, groups):
+    found = RankColumns(ranges, 500)
+    assert found.on_group_edges == (groups is not None)
+    if groups is not None:
+        assert [found.groups(rank) for rank in range(2)] == groups
 
 
 def torchrun(*options: str, count: int = 2) -> subprocess.CompletedProcess[str]:

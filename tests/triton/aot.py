@@ -34,8 +34,8 @@ from jax_triton import triton_lib
 
 from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.triton import call, linear_logp, rows
-from rlk_jax import dispatch
 from rlk_jax import linear_logp as linear_logp_op
+from rlk_jax.core import dispatch
 from tests import shards
 
 TARGETS = (80, 90)

@@ -29,7 +29,7 @@ CASES = (
 @pytest.fixture(autouse=True, scope="module")
 def on_this_cpu():
     before = dispatch.TABLE["linear_logp"]
-    runs = [dataclasses.replace(x, why_not=lambda problem: []) if x.name == "triton" else x for x in before]
+    runs = [dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "triton" else x for x in before]
     dispatch.TABLE["linear_logp"] = tuple(runs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "launch", interpreted.launch)

@@ -27,8 +27,8 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
     """
     patch_point = _patch_point_of(name)
     if implementation is not None:
-        validation.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    validation.check_memory_budget(memory_budget)
+        one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    check_memory_budget(memory_budget)
     patch_point.check_version()
     originals = _originals(patch_point) if name in _installed else patch_point.read()
     replacement = patch_point.replacement(

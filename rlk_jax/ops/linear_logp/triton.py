@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.triton import linear_logp as kernels
-from pallas_kernels.triton.linear_logp import COLUMNS, ROWS, ColumnRange, HeadShape, KernelOperands, padded
+from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange, HeadShape, KernelOperands, padded
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -48,17 +48,17 @@ def gradient_chains(
     """The chains of dH over `columns` columns. Their slices' dlogits fit the budget beside hidden's copies, and all are
     of about one width.
     """
-    rows = padded(tokens, ROWS)
+    rows = padded(tokens, TILE_ROWS)
     budget = kernel_memory_budget(config, dim, tokens)
     copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * COLUMNS))
+    affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * TILE_COLUMNS))
     groups, count = config.groups, config.hidden_gradient_parts
     of_each = groups.width * groups.count // count
 
     def chain(first: int) -> GradientChain:
         end = max(first, min(first + of_each, columns))
-        tiles = max(1, -(-(end - first) // COLUMNS))
-        return GradientChain(first, end, COLUMNS * -(-tiles // -(-tiles // affordable)))
+        tiles = max(1, -(-(end - first) // TILE_COLUMNS))
+        return GradientChain(first, end, TILE_COLUMNS * -(-tiles // -(-tiles // affordable)))
 
     return tuple(chain(i * of_each) for i in range(count))
 
@@ -78,7 +78,7 @@ def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[P
     """The partials of every group by row of the kernels, and which token is in which row."""
     typed = operands.hidden
     operands, tokens = fusion_barrier(as_replicated((operands, tokens)))
-    rows = compact(tokens.active, padded(typed.shape[0], ROWS), all_active=not config.may_ignore)
+    rows = compact(tokens.active, padded(typed.shape[0], TILE_ROWS), all_active=not config.may_ignore)
     found = kernels.group_partials(
         _head_shape(config, operands),
         _kernel_operands(config, operands, rows),
@@ -110,7 +110,7 @@ def _gradients(
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
     head = _head_shape(config, operands)
-    rows = compact(tokens.active, padded(n, ROWS))
+    rows = compact(tokens.active, padded(n, TILE_ROWS))
     of_kernels = _kernel_operands(config, operands, rows)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
     own = jax.tree.map(rows.take, statistics)

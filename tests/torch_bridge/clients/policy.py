@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from rlk_jax._processes import free_port, run_together
 from torch import Tensor, nn
 
 import torch_bridge
+from rlk_jax.checker.processes import free_port, run_together
 from torch_bridge import FusedLMHead
 
 VOCAB, DIM, ROWS, PROMPT, COMPLETION = 300, 24, 4, 3, 6

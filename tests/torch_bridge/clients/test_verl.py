@@ -10,13 +10,13 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 pytest.importorskip("verl", reason="verl has an environment of its own: make test-verl")
 
-from rlk_jax._processes import free_port, run_together  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from verl.models.transformers.monkey_patch import patch_forward_with_backends  # noqa: E402
 from verl.utils.experimental.torch_functional import FusedLinearForPPO  # noqa: E402
 from verl.utils.kernel import linear_cross_entropy as entry  # noqa: E402
 
 import torch_bridge  # noqa: E402
+from rlk_jax.checker.processes import free_port, run_together  # noqa: E402
 from tests import helpers  # noqa: E402
 
 VOCAB, TEMPERATURE = 300, 0.7
