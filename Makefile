@@ -17,7 +17,7 @@ NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py tes
 	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials[600-400000-kernels1] \
 	test_gemm.py::test_sums_in_parts test_logits.py::test_two_policies test_shard_map.py))
 HEAD := $(wildcard tests/test_linear_logp*.py)
-CHECK := tests/test_checker.py::test_everything_is_green_and_its_page_stands_alone
+CHECK := tests/checker/test_checker.py::test_everything_is_green_and_its_page_stands_alone
 PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests import helpers
+from tests.support import helpers
 
 jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("rlk_jax", derandomize=True, deadline=None)

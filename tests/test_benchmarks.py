@@ -27,7 +27,7 @@ from benchmarks.common import Launch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.steps import make_mesh
-from tests.helpers import assert_same_bits, assert_within_contract
+from tests.support.helpers import assert_same_bits, assert_within_contract
 
 
 @pytest.mark.parametrize("density", ["1", "0.5"])

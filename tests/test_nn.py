@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from rlk_jax import nn
-from tests.helpers import assert_same_bits, assert_within_contract
-from tests.invariant_model import Decoder, decode, stock
+from tests.support.helpers import assert_same_bits, assert_within_contract
+from tests.support.invariant_model import Decoder, decode, stock
 
 VOCAB, LENGTH = 64, 11
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from rlk_jax import linear_grpo_loss
 from rlk_jax.grpo import LossOptions, policy_loss
-from tests.helpers import assert_within_contract
+from tests.support.helpers import assert_within_contract
 
 VOCAB, DIM, HIDDEN, SEQUENCES, LENGTH = 1024, 32, 64, 8, 12
 RULES = {"batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor", "vocab": "tensor", None: None}

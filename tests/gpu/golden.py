@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import rlk_jax
-from tests.helpers import bits
+from tests.support.helpers import bits
 
 
 def check(op: str, outputs: Callable[[], dict[str, Any]], implementation: str = "mosaic") -> None:

@@ -16,10 +16,10 @@ import pytest
 from pallas_kernels.cuda import kernels
 from pallas_kernels.hopper.tiles import Tile
 from rlk_jax import det_gemm, explain, linear_logp
-from tests import helpers
 from tests.gpu.hopper import needs_cuda
 from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
-from tests.helpers import Case, assert_same_bits, assert_within_contract
+from tests.support import helpers
+from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 
 pytestmark = needs_cuda
 LEAST_LEAK = 4096
@@ -112,7 +112,7 @@ def test_a_failing_launch_is_an_error_and_does_no_harm(monkeypatch):
 
 
 def test_a_thousand_runs_have_the_same_bits_and_leak_nothing():
-    """Under jit, where XLA captures the calls in CUDA graphs (tests/cuda/test_programs.py).
+    """Under jit, where XLA captures the calls in CUDA graphs (tests/pallas_kernels/cuda/test_programs.py).
 
     What the driver holds beside JAX's own memory is looked at where no other test runs beside this one.
     """

@@ -12,11 +12,11 @@ from pallas_kernels.cuda import kernels as cuda_kernels
 from pallas_kernels.hopper.tiles import GemmPlan, Tile
 from pallas_kernels.mosaic import gemm as mosaic_gemm
 from rlk_jax import det_gemm, explain
-from tests import gemm
-from tests.gemm import Case
 from tests.gpu import golden
 from tests.gpu.hopper import needs_cuda
-from tests.helpers import assert_same_bits
+from tests.support import gemm
+from tests.support.gemm import Case
+from tests.support.helpers import assert_same_bits
 
 every_dtype = pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
 TARGETS = {

@@ -14,8 +14,8 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
 from rlk_jax.grpo.tasks import task_of
-from tests import helpers
 from tests.grpo import prompts, tiny
+from tests.support import helpers
 
 WARMUP = 60
 ADAM_B1 = 0.9

@@ -11,9 +11,9 @@ import pytest
 
 from pallas_kernels.triton import call
 from rlk_jax import linear_logp
-from tests import helpers
 from tests.gpu.hopper import needs_cuda
-from tests.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from tests.support import helpers
+from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from rlk_jax.grpo import LossOptions
-from tests import policy_losses
 from tests.gpu.hopper import every_implementation
-from tests.helpers import assert_same_bits
-from tests.policy_losses import BUDGETS, DIM, TOKENS, VOCAB, Batch, gradients_of_batch
+from tests.support import policy_losses
+from tests.support.helpers import assert_same_bits
+from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB, Batch, gradients_of_batch
 
 LOSSES = {
     "dapo": LossOptions(beta=0.07, clip_eps_high=0.3),

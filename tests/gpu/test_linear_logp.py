@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import rlk_jax
-from tests import helpers
-from tests.helpers import Case, assert_same_bits, assert_within_contract
+from tests.support import helpers
+from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 
 
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)

@@ -10,10 +10,10 @@ from jax import lax
 
 from pallas_kernels.triton import call
 from rlk_jax import logp, ratio_kl
-from tests import logits as ops
 from tests.gpu import golden
-from tests.helpers import assert_same_bits, assert_within_contract, weighted
-from tests.logits import Case
+from tests.support import logits as ops
+from tests.support.helpers import assert_same_bits, assert_within_contract, weighted
+from tests.support.logits import Case
 
 _TRITON = pytest.param("triton", marks=pytest.mark.skipif(call.why_missing() is not None, reason="no jax-triton here"))
 every_kernel = pytest.mark.parametrize("implementation", ["mosaic", _TRITON])

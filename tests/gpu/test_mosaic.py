@@ -14,11 +14,11 @@ from pallas_kernels.hopper.tiles import Tile
 from pallas_kernels.mosaic import dlogits, gradients, statistics
 from rlk_jax import linear_logp
 from rlk_jax.ops.linear_logp import hopper
-from tests import helpers
 from tests.gpu import golden
 from tests.gpu.hopper import every_implementation
 from tests.gpu.test_head_kernels import BITS, DTYPES
-from tests.helpers import Case, assert_same_bits
+from tests.support import helpers
+from tests.support.helpers import Case, assert_same_bits
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax import nn
-from tests.helpers import assert_same_bits
+from tests.support.helpers import assert_same_bits
 
 
 def test_the_gradient_of_embed_is_added_up_in_one_order():

@@ -17,9 +17,9 @@ from rlk_jax.ops.linear_logp.call import facts_of_call, tokens_of
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Needs, Operands
 from rlk_jax.ops.linear_logp.sharding import shard as sharding
-from tests import helpers
 from tests.gpu.hopper import every_implementation
-from tests.helpers import Case, assert_same_bits, assert_within_contract, weighted
+from tests.support import helpers
+from tests.support.helpers import Case, assert_same_bits, assert_within_contract, weighted
 
 CASES = (
     Case("131072", (300,), 4096, 131072),

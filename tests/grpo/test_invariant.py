@@ -15,8 +15,8 @@ from rlk_jax.grpo.sequences import join_completions
 from rlk_jax.grpo.steps import build_steps, make_mesh, target_logps
 from rlk_jax.grpo.tasks import Examples, completion_mask, load_task
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
-from tests import helpers
 from tests.grpo import prompts, tiny
+from tests.support import helpers
 
 WIDTH, HEADS, LAYERS = 16, 2, 2
 PROMPT_WIDTH, LENGTH, BATCH = 6, 7, 12

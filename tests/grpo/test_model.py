@@ -18,7 +18,7 @@ from rlk_jax.grpo.sequences import join_completions
 from rlk_jax.grpo.steps import target_logps
 from rlk_jax.grpo.tasks import completion_mask
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
-from tests import helpers
+from tests.support import helpers
 
 WIDTH, HEADS = 16, 2
 PROMPT_WIDTH, LENGTH = 6, 5

@@ -19,8 +19,8 @@ from rlk_jax.grpo.sequences import Sequences, first_fit, join_completions, pack
 from rlk_jax.grpo.steps import make_mesh, target_logps
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from rlk_jax.losses import LossOptions, loss_denominator, policy_loss
-from tests import helpers
 from tests.grpo import tiny
+from tests.support import helpers
 
 packed_once = jax.jit(pack, static_argnames=("shards", "multiple"))
 PROMPT_WIDTH, LENGTH = 120, 12

@@ -12,8 +12,8 @@ from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_head, make_mesh
 from rlk_jax.grpo.tasks import load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
-from tests import helpers
 from tests.grpo import tiny
+from tests.support import helpers
 
 WARMUP, MORE_WARMUP, GRPO = 60, 3, 20
 STORED = 128

@@ -15,8 +15,8 @@ from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.sequences import join_completions, pack
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_mesh
 from rlk_jax.grpo.tasks import completion_mask, load_task
-from tests import helpers
 from tests.grpo import tiny
+from tests.support import helpers
 
 WARMUP, GRPO = 3, 3
 

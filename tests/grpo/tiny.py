@@ -16,7 +16,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint
 from rlk_jax.grpo.steps import TrainState, build_steps, make_mesh
 from rlk_jax.grpo.tasks import load_task
-from tests import helpers
+from tests.support import helpers
 
 COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
 SIZES: dict[str, Any] = {

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests import helpers
+from tests.support import helpers
 from torch_bridge import _exchange
 
 JAX_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
-from tests import helpers
+from tests.support import helpers
 from tests.torch_bridge.tensors import array, assert_close, head, policies, randint, randn
 from torch_bridge import _calls, _programs
 

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests import helpers
+from tests.support import helpers
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed has an environment of its own: make test-deepspeed", allow_module_level=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import helpers
+from tests.support import helpers
 
 torch = pytest.importorskip("torch", reason="the extra `clients` is not installed")
 pytest.importorskip("trl", reason="the extra `clients` is not installed")

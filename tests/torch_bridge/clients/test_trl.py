@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import torch_bridge
-from tests import helpers, tiny_trl
-from tests.tiny_trl import torch
+from tests.support import helpers, tiny_trl
+from tests.support.tiny_trl import torch
 from torch_bridge.clients.trl import ChunkedLogProb
 
 trl_utils = pytest.importorskip("trl.trainer.utils")

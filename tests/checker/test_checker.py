@@ -1,0 +1,605 @@
+"""The operator checker: planted bugs are caught by the checks that the docs name, whatever a candidate does wrong is a
+line of the report, and the command says what it found.
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from rlk_jax import cli
+from rlk_jax.checker import Sizes, assert_op, contract, gold
+from rlk_jax.checker.candidates import Candidate, of_function
+from rlk_jax.checker.inputs import MODES, Draw
+from rlk_jax.checker.op_spec import OpSpec, Output
+from rlk_jax.checker.options import DTYPES
+from rlk_jax.checker.runner import Checks, compare, run_operator_suite
+from rlk_jax.checker.specs import SPECS
+from tests.support import planted
+
+ROOT = pathlib.Path(__file__).parents[2]
+LINE = re.compile(
+    r"  case=\S+ output=\d+( \S.*)? shape=\([\d, ]*\) dtype=\w+ max_abs=\d\.\d{8}e[+-]\d+ mean_abs=\d\.\d{8}e[+-]\d+ "
+    r"max_rel=\d\.\d{8}e[+-]\d+ tol=\(atol=\d\.\d{3}e[+-]\d+, rtol=\d\.\d{3}e[+-]\d+\) passed=True"
+)
+SMALL = ("--batch", "1", "--seq", "2", "--vocab", "17")
+PLANTED = {
+    "off by one target": ("logp", planted.off_by_one_target, "fp32", "random", "logp"),
+    "dropped last vocab tile": ("logp", planted.dropped_last_vocab_tile, "fp32", "random", "logp"),
+    "unmasked padding": ("ratio_kl", planted.unmasked_padding, "fp32", "masked-nan", "gradient:policy_logits"),
+    "bf16 accumulation at K = 4096": ("det_gemm", planted.bf16_accumulation, "bf16", "random", "c"),
+    "N-dependent split": ("det_gemm", planted.n_dependent_split, "bf16", "random", "invariance:alone:c"),
+    "swapped sign": ("ratio_kl", planted.swapped_sign, "fp32", "random", "kl"),
+    "gradient right only for ones": ("logp", planted.right_only_for_ones, "fp32", "random", "gradient:logits"),
+    "wrong scale of dW": ("linear_logp", planted.wrong_scale_of_dw, "fp32", "random", "gradient:lm_head_weight"),
+    "clamp of bad ids": ("logp", planted.clamped_ids, "fp32", "bad-ids", "logp"),
+    "doubled where no gradient is asked for": (
+        *("det_gemm", planted.doubled_without_gradients, "bf16", "random", "forward:c"),
+    ),
+    "no lower clip": ("grpo_loss", planted.no_lower_clip, "fp32", "random", "loss"),
+    "advantages of the whole batch": ("grpo_loss", planted.whole_batch_advantages, "fp32", "random", "loss"),
+    "gradient of the reference": (
+        *("ratio_kl", planted.gradient_of_the_reference, "fp32", "random", "fault:gradient:ref_logits"),
+    ),
+    "wrong beyond 64 rows": ("logp", planted.wrong_beyond_64_rows, "fp32", "random", "invariance:reversed:logp"),
+}
+"""Op, the wrong implementation, dtype; the input mode and the check that catch it."""
+
+
+def checked(fn, op, mode="random", dtype="fp32", sizes=None, **checks):
+    """The one case of the one candidate."""
+    candidate = fn if isinstance(fn, Candidate) else of_function(fn, "planted")
+    draw = Draw(mode, np.dtype(DTYPES[dtype]).name, sizes=sizes or Sizes())
+    report = run_operator_suite(op, candidates=[candidate], cases=[draw], checks=Checks(**checks))
+    return report.candidates[0].cases[0]
+
+
+def failed(case) -> list[str]:
+    return [x.name for x in case.outputs if not x.passed]
+
+
+EVERYTHING = {"gradients": True, "invariance": True}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught_by_the_check_that_the_docs_name(bug):
+    op, fn, dtype, mode, check = PLANTED[bug]
+    assert check in failed(checked(fn, op, mode, dtype, **EVERYTHING))
+    page = (ROOT / "docs" / "checker.md").read_text()
+    assert f"| {bug} | {op} | `{mode}` | `{check}` |" in page
+    with pytest.raises(AssertionError, match="passed=False"):
+        assert_op(fn, op=op, dtype=dtype, modes=[mode], check_invariance=True)
+
+
+def test_a_gradient_right_only_for_ones_passes_with_ones():
+    assert not failed(checked(planted.right_only_for_ones, "logp", gradients=True, grad_mode="ones"))
+
+
+@pytest.mark.parametrize("op", ["logp", "linear_logp", "ratio_kl", "grpo_loss"])
+def test_what_the_bugs_were_planted_in_passes(op):
+    for mode in SPECS[op].modes:
+        assert not failed(checked(getattr(planted, op), op, mode, gradients=True))
+
+
+def test_an_n_dependent_split_is_accurate():
+    """So that it is the bits which give it away."""
+    names = failed(checked(planted.n_dependent_split, "det_gemm", dtype="bf16", **EVERYTHING))
+    assert names and all(x.startswith("invariance:") for x in names)
+    assert not failed(checked(planted.det_gemm, "det_gemm", dtype="bf16", **EVERYTHING))
+
+
+@pytest.mark.parametrize("bug", [planted.last_column_of_whole_tiles_dropped, planted.wrong_beyond_64_rows])
+def test_other_sizes_show_what_depends_on_them(bug):
+    assert not failed(checked(bug, "logp"))
+    with pytest.raises(AssertionError, match="case=logp-fp32-2x40x512 output=0 relative norm"):
+        assert_op(bug, op="logp", modes=["random"])
+
+
+@pytest.mark.parametrize("mode", ["random", "peaked", "neg-inf", "ties", "masked-nan"])
+def test_both_clips_bind_in_both_signs_of_the_advantages(mode):
+    problem = SPECS["grpo_loss"].problem(Draw(mode))
+    policy, ref, ids, old, rewards, mask = problem.inputs.values()
+    size = problem.options["samples_per_prompt"]
+    advantages = gold.group_advantages_gold(rewards, range(0, len(rewards) + 1, size))[:, None]
+    ratio = gold.ratio_kl_gold(policy, ref, ids, mask, old, np.zeros((2, *mask.shape))).ratio
+    assert len(rewards) // size >= 2 and size >= 3
+    for sign, beyond in itertools.product((1, -1), (ratio < 0.8, ratio > 1.2)):
+        assert ((sign * advantages > 0) & beyond & mask).any()
+
+
+def _random_numbers(count=itertools.count()):  # noqa: B008
+    return 1e-6 * next(count)
+
+
+def _donates(logits, token_ids):
+    found = planted.logp(logits, token_ids)
+    logits.delete()
+    return found
+
+
+def _raises(logits, token_ids):
+    raise RuntimeError("out of luck\nand more")
+
+
+@jax.custom_vjp
+def _raises_backward(logits, token_ids):
+    return planted.logp(logits, token_ids)
+
+
+_raises_backward.defvjp(lambda *x: (planted.logp(*x), x), lambda saved, g: _raises(*saved))
+
+
+class _Ends(BaseException):
+    """Nothing that `except Exception` finds."""
+
+
+def _ends(error):
+    def logp(logits, token_ids):
+        raise error
+
+    return logp
+
+
+WRONG = {
+    "an exit": (_ends(SystemExit(0)), "fault:forward", "raised SystemExit: 0 (test_checker.py:"),
+    "a BaseException": (_ends(_Ends()), "fault:forward", "raised _Ends: _Ends without a word (test_checker.py:"),
+    "None beside": (lambda x, ids: (planted.logp(x, ids), None), "fault:forward", "gave 2 outputs instead of 1"),
+    "exception": (_raises, "fault:forward", "raised RuntimeError: out of luck"),
+    "exception in the backward": (_raises_backward, "fault:backward", "raised RuntimeError: out of luck"),
+    "arity": (lambda x, ids: (planted.logp(x, ids),) * 2, "fault:forward", "gave 2 outputs instead of 1"),
+    "too few arguments": (lambda x: x, "fault:forward", "raised TypeError: "),
+    "shape": (lambda x, ids: planted.logp(x, ids)[:, 1:], "logp", "shape (2, 15) instead of (2, 16)"),
+    "dtype": (lambda x, ids: planted.logp(x, ids).astype(jnp.float16), "logp", "dtype float16 instead of float32"),
+    "NaN": (lambda x, ids: planted.logp(x, ids).at[1, 2].set(jnp.nan), "logp", "nan instead of -"),
+    "no array": (lambda x, ids: "logp", "fault:forward", "raised "),
+    "mutated input": (_donates, "fault:input logits", "logits was changed or given away"),
+    "non-determinism": (
+        lambda x, ids: planted.logp(x, ids) + _random_numbers(),
+        "deterministic:logp",
+        "other bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_candidate_does_wrong_is_a_line_of_the_report(what):
+    fn, name, message = WRONG[what]
+    case = checked(fn, "logp", gradients=what not in ("mutated input", "non-determinism"))
+    found = {x.name: x.message for x in case.outputs if not x.passed}
+    assert message in found[name]
+
+
+def _refuses_bad_ids(how):
+    def logp(logits, token_ids):
+        if (token_ids < 0).any():
+            return how(logits, token_ids)
+        return planted.logp(logits, token_ids)
+
+    return logp
+
+
+def _donates_and_refuses(logits, token_ids):
+    logits.delete()
+    raise ValueError("bad ids")
+
+
+def test_bad_ids_are_refused_by_what_says_so_and_by_no_other_failure():
+    for error in (ValueError("bad ids"), IndexError("bad ids")):
+        assert not failed(checked(_refuses_bad_ids(_ends(error)), "logp", "bad-ids"))
+    for error in (NotImplementedError(), ZeroDivisionError(), TypeError(), SystemExit(0)):
+        assert failed(checked(_refuses_bad_ids(_ends(error)), "logp", "bad-ids")) == ["fault:forward"]
+    two = _refuses_bad_ids(lambda x, ids: (planted.logp(x, ids),) * 2)
+    assert failed(checked(two, "logp", "bad-ids")) == ["fault:forward"]
+    assert failed(checked(_refuses_bad_ids(_donates_and_refuses), "logp", "bad-ids")) == ["fault:input logits"]
+
+
+def torch_logp(logits, token_ids):
+    return torch.log_softmax(logits.float(), -1).gather(-1, token_ids.long()[..., None])[..., 0]
+
+
+def _adds_in_place(logits, token_ids):
+    return torch_logp(logits.add_(1), token_ids)
+
+
+def test_torch_functions_and_what_they_do_wrong():
+    torch_candidate = functools.partial(of_function, name="mine", arrays="torch")
+    for dtype in DTYPES:
+        for mode in SPECS["logp"].modes:
+            assert not failed(checked(torch_candidate(torch_logp), "logp", mode, dtype, gradients=True))
+    detached = torch_candidate(lambda *x: torch_logp(*x).detach())
+    case = checked(detached, "logp", gradients=True)
+    assert [x.message for x in case.outputs if not x.passed] == ["the gradient is None"]
+    assert failed(checked(torch_candidate(_adds_in_place), "logp")) == ["fault:input logits"]
+
+
+class _ZeroesUpstream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, token_ids):
+        ctx.save_for_backward(logits, token_ids)
+        return torch_logp(logits, token_ids)
+
+    @staticmethod
+    def backward(ctx, g):
+        logits, token_ids = ctx.saved_tensors
+        with torch.enable_grad():
+            x = logits.detach().requires_grad_()
+            (found,) = torch.autograd.grad(torch_logp(x, token_ids), x, g)
+        g.zero_()
+        return found, None
+
+
+def test_upstream_gradients_must_stay_as_they_were():
+    candidate = of_function(_ZeroesUpstream.apply, "mine", arrays="torch")
+    assert failed(checked(candidate, "logp", gradients=True)) == ["fault:upstream logp"]
+
+
+def test_torch_runs_without_gradients_too():
+    def logp(logits, token_ids):
+        return torch_logp(logits, token_ids) * (1 if torch.is_grad_enabled() else 2)
+
+    candidate = of_function(logp, "mine", arrays="torch")
+    assert failed(checked(candidate, "logp", gradients=True)) == ["forward:logp"]
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["from torch import log_softmax", "import torch, jax\nlog_softmax = torch.log_softmax"],
+    ids=["from torch", "torch and jax"],
+)
+def test_arrays_of_a_module_that_imports_otherwise(imports, tmp_path, monkeypatch, capsys):
+    name = "mine_" + str(len(imports))
+    (tmp_path / f"{name}.py").write_text(
+        f"{imports}\n"
+        "def logp(logits, token_ids):\n"
+        "    return log_softmax(logits.float(), -1).gather(-1, token_ids.long()[..., None])[..., 0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arrays = ["--arrays", "torch"] if "jax" in imports else []
+    assert cli.main(["check", "--candidate", f"{name}:logp", *arrays, *SMALL]) == 0, capsys.readouterr().out
+
+
+WRONG_ARGUMENTS = {
+    "op: invalid choice: 'logpp' (choose from logp, ": {"op": "logpp"},
+    "logp has no input mode 'masked_nan'; it has random, ": {"modes": ["masked_nan"]},
+    "logp takes fp32, bf16, fp16, not int8": {"dtype": "int8"},
+    "arch_key: invalid choice: 'sm9' (choose from ": {"arch_key": "sm9"},
+    "arrays: invalid choice: 'pytorch' (choose from ": {"arrays": "pytorch"},
+    "kwargs: invalid choice: 'nope' (choose from ": {"kwargs": {"nope": "x"}},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ARGUMENTS)
+def test_assert_op_refuses_what_it_does_not_know(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        assert_op(planted.logp, **{"op": "logp", **WRONG_ARGUMENTS[message]})
+    with pytest.raises(ValueError, match="vocab must be from 1 to 1048576, got 0"):
+        Sizes(vocab=0)
+
+
+def test_assert_op_takes_the_first_dtype_of_the_op():
+    assert_op(planted.det_gemm, op="det_gemm", modes=["random"], sizes=Sizes(k_dim=128))
+    assert_op(planted.logp, op="logp", modes=["random"], dtype="float32", sizes=Sizes(vocab=70))
+
+
+def test_assert_op_works_where_assert_does_not():
+    code = (
+        "from rlk_jax.checker import assert_op\nfrom tests import planted\n"
+        "assert_op(planted.off_by_one_target, op='logp', modes=['random'])"
+    )
+    found = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "AssertionError:   case=logp-fp32-2x16x257" in found.stderr
+
+
+def test_a_module_that_imports_torch_alone_gets_tensors(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def logp(logits, token_ids):\n"
+        "    return torch.log_softmax(logits.float(), -1).gather(-1, token_ids.long()[..., None])[..., 0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "--candidate", "mine:logp", "--check-grad", "--check-invariance", *SMALL]) == 0
+    assert "candidate=mine:logp backend=mine passed=True pass_rate=1.0000" in capsys.readouterr().out
+
+
+class DownstreamTest(chex.TestCase):
+    """As the tests of a project that has an op of its own."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_logp(self):
+        assert_op(self.variant(planted.logp), op="logp", sizes=Sizes(batch=1, seq=3, vocab=70))
+
+    def test_options_by_other_names(self):
+        def loss(policy, ref, ids, old, rewards, mask, *, group_size, beta):
+            from rlk_jax import grpo_loss
+
+            return grpo_loss(policy, ref, ids, old, rewards, mask, samples_per_prompt=group_size, beta=beta)
+
+        names = {"samples_per_prompt": "group_size", "clip_eps": None}
+        assert_op(loss, op="grpo_loss", kwargs=names, modes=["random", "masked-nan"])
+
+
+@pytest.mark.parametrize(
+    ("candidate", "backend"),
+    [
+        *(("pytorch", "reference"), ("native", "reference"), ("reference", "reference"), ("registry", "xla")),
+        *(
+            ("bridge", "torch_bridge:xla"),
+            ("torch_bridge", "torch_bridge:xla"),
+            ("tests.support.planted:logp", "tests.support.planted"),
+        ),
+    ],
+)
+def test_lines(candidate, backend, capsys):
+    given = ["--op", "logp", "--candidate", candidate, "--device", "cpu", "--dtype", "fp32", *SMALL]
+    assert cli.main(["check", *given]) == 0
+    suite, named, *lines = capsys.readouterr().out.splitlines()
+    assert suite == "suite=logp passed=True pass_rate=1.0000"
+    assert named == f"candidate={candidate} backend={backend} passed=True pass_rate=1.0000"
+    assert lines and all(LINE.fullmatch(line) for line in lines)
+    assert lines[0].startswith("  case=logp-fp32-1x2x17 output=0 shape=(1, 2) dtype=float32 max_abs=")
+
+
+def test_json_is_the_report(capsys):
+    given = ("--op", "logp", "--check-grad", "--check-invariance", "--candidate", "deterministic", "--json")
+    assert cli.main(["check", *given, *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (candidate,) = found["candidates"]
+    (case,) = candidate["cases"]
+    assert found["passed"] and found["suite_name"] == "logp" and found["total_candidates"] == 1
+    assert candidate["invariance"] == "checked" and candidate["total_outputs"] == len(case["outputs"])
+    names = [x["name"] for x in case["outputs"]]
+    assert names[:3] == ["logp", "gradient:logits", "forward:logp"]
+    arrangements = [x.split(":")[1] for x in names if x.startswith("invariance:")]
+    assert arrangements == ["alone", "reversed", "padding before", "padding behind"]
+    assert sum(case["outputs"][0]["histogram"]) == 2 and case["outputs"][0]["measure"] == "norm"
+    assert all(x["measure"] == "bits" for x in case["outputs"][2:])
+
+
+def test_a_failure_exits_1_and_is_valid_json(capsys):
+    given = ["check", "--candidate", "tests.support.planted:clamped_ids", "--input-mode", "bad-ids", "--json"]
+    assert cli.main(given) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert not found["passed"] and found["candidates"][0]["cases"][0]["outputs"][0]["max_abs_error"] == "inf"
+
+
+BAD = {
+    ("--vocab", "0"): "argument --vocab: must be at least 1, got 0",
+    ("--batch", "-1"): "argument --batch: must be at least 1, got -1",
+    ("--seq", "two"): "argument --seq: invalid positive value: 'two'",
+    ("--op", "attention"): "argument --op: invalid choice: 'attention'",
+    ("--candidate", "cuda"): "logp cannot run 'cuda' here: ",
+    ("--candidate", "xla", "--arrays", "torch"): "--arrays is for a module:function, not xla",
+    ("--candidate", "cuda-sm90", "--device", "cpu"): "logp cannot run 'cuda' here: ",
+    ("--candidate", "mosaic", "--device", "cpu"): "logp cannot run 'mosaic' here: needs compute capability 9.0",
+    ("--candidate", "fastest"): "unknown candidate 'fastest'; the candidates are registry, mosaic, ",
+    ("--candidate", "nowhere:logp"): "cannot load 'nowhere:logp': No module named 'nowhere'",
+    ("--candidate", "tests.support.planted:nothing"): "cannot load 'tests.support.planted:nothing': ",
+    ("--candidate", "tests.support.planted:__name__"): "'tests.support.planted:__name__' is not callable",
+    ("--device", "cuda"): "JAX finds no cuda device here, only cpu",
+    ("--dtype", "int8"): "argument --dtype: must be one of fp32, bf16, fp16, got 'int8'",
+    ("--op", "det_gemm", "--dtype", "fp32"): "det_gemm takes bf16, fp16, not fp32",
+    ("--input-mode", "masked-nan"): "logp has no input mode 'masked-nan'; it has random, ",
+    ("--input-mode", "strange"): "argument --input-mode: invalid choice: 'strange'",
+    ("--arch-key", "sm1"): "argument --arch-key: invalid choice: 'sm1'",
+    ("--contract", "none"): "argument --contract: invalid choice: 'none'",
+    ("--all", "--op", "det_gemm", "--dtype", "fp32", "--report", "/dev/null"): "det_gemm takes bf16, fp16, not fp32",
+    ("--all", "--candidate", "mosaic", "--device", "cpu"): "det_gemm cannot run 'mosaic' here: ",
+    ("--seed", "-1"): "argument --seed: must be at least 0, got -1",
+    ("--grad-seed", "-1"): "argument --grad-seed: must be at least 0, got -1",
+    ("--constant-value", "nan"): "the constant value nan is not finite in float32",
+    ("--constant-value", "1e39"): "the constant value 1e+39 is not finite in float32",
+    ("--constant-value", "70000", "--dtype", "fp16"): "the constant value 70000.0 is not finite in float16",
+    ("--vocab", "3000000000"): "vocab must be from 1 to 1048576, got 3000000000",
+    ("--vocab", "99999999999999999999"): "vocab must be from 1 to 1048576, got 99999999999999999999",
+    ("--report", "/nowhere/report.html", *SMALL): "cannot write --report: ",
+}
+
+
+@pytest.mark.parametrize("options", BAD, ids=" ".join)
+def test_a_bad_option_exits_2_with_one_clear_line(options, capsys):
+    try:
+        status = cli.main(["check", *options])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(f"rlk check: error: {BAD[options]}")
+    assert len(said) == 1 or (len(said) == 2 and said[0].startswith("usage: "))
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise RuntimeError('boom')", "def logp(:"])
+def test_a_module_that_cannot_be_imported_exits_2(code, tmp_path, monkeypatch, capsys):
+    name = f"broken_{len(code)}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "--candidate", f"{name}:logp"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"rlk check: error: cannot load '{name}:logp': ")
+
+
+def _module(tmp_path, monkeypatch, name, code):
+    (tmp_path / f"{name}.py").write_text(f"from tests import planted\n{code}")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_an_exit_of_a_candidate_is_a_failure(tmp_path, monkeypatch, capsys):
+    _module(tmp_path, monkeypatch, "leaves", "def logp(logits, token_ids):\n    raise SystemExit(0)\n")
+    assert cli.main(["check", "--candidate", "leaves:logp"]) == 1
+    assert "raised SystemExit: 0 (leaves.py:3)" in capsys.readouterr().out
+
+
+def test_what_a_candidate_prints_is_no_part_of_the_report(tmp_path, monkeypatch, capsys):
+    code = "print('hello')\ndef logp(*x):\n    print('hello')\n    return planted.logp(*x)\n"
+    _module(tmp_path, monkeypatch, "talks", code)
+    assert cli.main(["check", "--candidate", "talks:logp", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["passed"] and "hello" in said.err
+
+
+def test_names_with_markup_and_functions_without_a_module(tmp_path, monkeypatch, capsys):
+    _module(tmp_path, monkeypatch, "marked", "globals()['[/red]'] = planted.logp\n")
+    given = ["check", "--all", "--op", "logp", "--dtype", "fp32", "--report", str(tmp_path / "report.html")]
+    assert cli.main([*given, "--candidate", "marked:[/red]"]) == 0
+    assert "[/red]" in capsys.readouterr().out
+    assert cli.main([*given, "--candidate", "torch:log_softmax"]) == 1
+    lines = capsys.readouterr().out
+    assert "–" in lines and "inf %" not in (tmp_path / "report.html").read_text()
+
+
+def test_all_skips_ops_without_the_candidate_or_the_mode(capsys):
+    assert cli.main(["check", "--all", "--candidate", "xla", "--dtype", "fp32", "--input-mode", "masked-nan"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "PASS" in line]
+    assert len(rows) == 2 and "ratio_kl" in rows[0] and "grpo_loss" in rows[1]
+
+
+def test_whole_groups_whatever_the_batch(capsys):
+    assert cli.main(["check", "--op", "grpo_loss", "--batch", "1", "--check-grad"]) == 0
+    assert "case=grpo_loss-fp32-8x16x257 " in capsys.readouterr().out
+    assert cli.main(["check", "--list", "--batch", "1"]) == 0
+
+
+def test_a_device_by_its_name():
+    with jax.default_device("cpu"):
+        assert not failed(checked(planted.logp, "logp"))
+
+
+def test_no_promise_of_bits_is_said(capsys):
+    assert cli.main(["check", "--candidate", "xla", "--check-invariance", *SMALL]) == 0
+    assert "  invariance is not checked: xla promises no bits" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("size", [("--batch", "1"), ("--seq", "1"), ("--batch", "1", "--seq", "1")])
+def test_masked_nan_always_has_a_masked_token(size, capsys):
+    given = ["--op", "ratio_kl", "--candidate", "tests.support.planted:unmasked_padding", "--input-mode", "masked-nan"]
+    assert cli.main(["check", *given, "--check-grad", *size]) == 1
+    assert "gradient:policy_logits" in capsys.readouterr().out
+
+
+def _square_sum_inputs(draw):
+    return {"x": draw.tensor(0, *draw.sizes.lead, draw.sizes.hidden)}
+
+
+def _square_sum_gold(problem):
+    x, g = np.asarray(problem.inputs["x"], np.float64), problem.upstream["y"]
+    return {"y": (x * x).sum(axis=-1), "gradient:x": 2 * x * g[..., None]}, 1.0
+
+
+SQUARE_SUM = OpSpec(
+    "square_sum",
+    _square_sum_inputs,
+    _square_sum_gold,
+    outputs=(Output("y", lambda sizes: sizes.lead),),
+    gradients=("x",),
+    shape=lambda sizes: (*sizes.lead, sizes.hidden),
+    padding={"x": 0},
+    per_row=frozenset(("y", "gradient:x")),
+    modes=("random", "constant"),
+)
+
+
+def square_sum(x):
+    return (x.astype(jnp.float32) ** 2).sum(axis=-1)
+
+
+def test_adding_an_op_as_the_docs_say(monkeypatch, capsys):
+    """An entry, then its tolerances from what is measured; a table entry only for implementations of its own."""
+    monkeypatch.setitem(SPECS, "square_sum", SQUARE_SUM)
+    given = ["check", "--op", "square_sum", "--all", "--check-grad", "--dtype", "fp32"]
+    assert cli.main([*given, "--candidate", "tests.checker.test_checker:square_sum"]) == 1
+    assert re.search(r"output=0 no tolerance in the contract; measured \d\.\de-\d\d ", capsys.readouterr().out)
+    ours, published = contract._contract(), contract._contract("rl-kernel")
+    monkeypatch.setitem(ours["accuracy"], "square_sum", {"float32": {"forward": 4e-7, "gradient": 4e-7}})
+    monkeypatch.setitem(published["classes"], "square_sum", "reduction")
+    for name in contract.FILES:
+        assert cli.main([*given, "--candidate", "tests.checker.test_checker:square_sum", "--contract", name]) == 0
+    assert cli.main(given) == 2 and cli.main(["check", "--op", "square_sum"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == (
+        "rlk check: error: square_sum is not in rlk_jax.dispatch.TABLE: its candidates are module:function"
+    )
+    assert cli.main(["check", "--list"]) == 0 and "square_sum" in capsys.readouterr().out
+
+
+def test_list(capsys):
+    assert cli.main(["check", "--list"]) == 0
+    assert "  candidates: xla, deterministic, reference, bridge" in capsys.readouterr().out.splitlines()
+    assert cli.main(["check", "--list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(SPECS) and found["det_gemm"]["candidates"] == ["deterministic", "reference", "bridge"]
+
+
+def test_everything_is_green_and_its_page_stands_alone(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    assert cli.main(["check", "--all", "--check-grad", "--check-invariance", "--report", str(page)]) == 0
+    printed = capsys.readouterr().out
+    for op, spec in SPECS.items():
+        rows = [line for line in printed.splitlines() if re.match(rf"\W*{op} ", line)]
+        assert len(rows) == (3 if op == "det_gemm" else 4) * len(spec.dtypes)
+        assert all("PASS" in row for row in rows)
+        assert sum(" checked " in row for row in rows) >= len(spec.dtypes)
+    text = page.read_text()
+    assert "<svg" in text and 'class="pass">PASS' in text and "FAIL" not in text
+    assert not re.search(r"\b(?:src|href)=|url\(|@import|<script", text)
+
+
+def test_a_page_and_a_table_say_what_failed(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    given = ("--all", "--op", "logp", "--dtype", "fp32", "--candidate", "tests.support.planted:off_by_one_target")
+    assert cli.main(["check", *given, "--report", str(page)]) == 1
+    assert re.search(r"case=logp-fp32-2x16x257 output=0 relative norm .* passed=False", capsys.readouterr().out)
+    assert 'class="fail">FAIL' in page.read_text() and "relative norm" in page.read_text()
+
+
+def test_rl_kernels_contract_is_looser():
+    """bfloat16 logits rounded once more: RL-Kernel's checker lets it pass."""
+    rounded = lambda logits, ids: planted.logp(logits, ids).astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+    assert failed(checked(rounded, "logp", dtype="bf16")) == ["logp"]
+    assert not failed(checked(rounded, "logp", dtype="bf16", contract="rl-kernel"))
+
+
+def test_contracts_fit_every_spec():
+    for name, spec in itertools.product(contract.FILES, SPECS.values()):
+        assert contract.batch_invariance(name) == contract.Bound(0, 0, "bits")
+        for dtype, mode, kind in itertools.product(spec.dtypes, spec.modes, ("forward", "gradient")):
+            for arch_key in (None, *contract.arch_keys()):
+                bound = contract.accuracy(name, spec.op_class(mode), DTYPES[dtype], kind, arch_key, None)
+                assert bound.atol + bound.rtol > 0 and (name == "rl-kernel") == (bound.measure == "element")
+
+
+def test_arch_overrides_take_the_place_of_a_class():
+    def bound(dtype, arch_key):
+        return contract.accuracy("rlk_jax", "linear_logp", dtype, "forward", arch_key, None).rtol
+
+    assert bound("bfloat16", "sm90") == contract.tolerance("linear_logp_wgmma", "bfloat16", "forward")
+    assert bound("float32", "sm90") == bound("float32", None) == contract.tolerance("linear_logp", "float32", "forward")
+
+
+def test_bits_tell_zeros_apart_and_infinities_must_be_equal():
+    bits, norm = (
+        contract.batch_invariance("rlk_jax"),
+        contract.accuracy("rlk_jax", "logp", "float32", "forward", None, None),
+    )
+    zero, inf, nan = np.zeros(1, np.float32), np.full(1, np.inf), np.full(1, np.nan)
+    assert not compare(0, "x", -zero, zero, bits).passed and compare(0, "x", -zero, zero, norm).passed
+    assert compare(0, "x", inf, inf, norm).passed and not compare(0, "x", -inf, inf, norm).passed
+    assert not compare(0, "x", inf, zero, norm).passed and compare(0, "x", nan, nan, norm).passed
+
+
+@pytest.mark.parametrize("op", SPECS)
+def test_inputs_are_deterministic_and_differ_by_mode(op):
+    spec, seen = SPECS[op], set()
+    for mode in spec.modes:
+        first, again = (spec.problem(Draw(mode)).inputs for _ in range(2))
+        assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+        seen.add(b"".join(x.tobytes() for x in first.values()))
+    assert len(seen) == len(spec.modes) and set(spec.modes) <= set(MODES)

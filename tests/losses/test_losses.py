@@ -1,0 +1,707 @@
+"""The GRPO losses against independent float64 definitions, and what they promise beyond them."""
+
+import dataclasses
+import itertools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlk_jax.grpo import (
+    LossOptions,
+    PolicyLoss,
+    expand_advantages,
+    group_advantages,
+    k1_kl,
+    k2_kl,
+    k3_kl,
+    loss_denominator,
+    masked_mean,
+    policy_loss,
+)
+from tests.support import helpers
+
+DEFAULT_NORMALISERS = {
+    "dapo": "tokens",
+    "grpo": "sequence_mean",
+    "dr_grpo": "constant",
+    "bnpo": "tokens",
+    "gspo": "sequence_mean",
+    "cispo": "tokens",
+    "sapo": "sequence_mean",
+}
+CLIPPED = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")
+CLIPS = {
+    "symmetric": {"clip_eps": 0.2},
+    "asymmetric": {"clip_eps": 0.1, "clip_eps_high": 0.28},
+    "dual": {"clip_eps": 0.2, "clip_eps_high": 0.3, "dual_clip": 1.6},
+}
+
+
+def options_of(loss_type: str, **changes: Any) -> LossOptions:
+    """Options of a loss type, with what it cannot do without."""
+    normaliser = changes.get("normaliser") or DEFAULT_NORMALISERS[loss_type]
+    length = 16 if normaliser == "constant" else None
+    if loss_type == "cispo":
+        changes["cispo_ratio_cap"] = 1.3
+    return LossOptions(loss_type=loss_type, max_completion_length=length, **changes)
+
+
+class Tokens(NamedTuple):
+    logp: Any
+    old: Any
+    advantages: Any
+    mask: Any
+    ref: Any
+    rollout: Any
+    entropy: Any
+
+    def call(self, options: LossOptions, denominator: Any = None, **changes: Any) -> PolicyLoss:
+        tokens = self._replace(**changes)
+        return policy_loss(
+            *tokens[:4],
+            ref_logps=tokens.ref,
+            rollout_logps=None if options.importance_cap is None else tokens.rollout,
+            entropy=tokens.entropy,
+            denominator=denominator,
+            options=options,
+        )
+
+    def value_and_grad(self, options: LossOptions, denominator: Any = None) -> tuple[PolicyLoss, jax.Array]:
+        return _value_and_grad(self.logp, self, denominator, options)
+
+    def rows(self, rows: Any) -> "Tokens":
+        return Tokens(*(x[rows] for x in self))
+
+    def padded(self, rows: int, columns: int, fill: float) -> "Tokens":
+        def pad(x: np.ndarray, value: Any) -> np.ndarray:
+            return np.pad(x, [(0, rows), (0, columns)][: x.ndim], constant_values=value)
+
+        return Tokens(*(pad(x, x.dtype.type(0 if x is self.mask else fill)) for x in self))
+
+
+def value_and_grad(logp: Any, tokens: Tokens, denominator: Any, options: LossOptions) -> tuple[PolicyLoss, jax.Array]:
+    def loss(logp: jax.Array) -> tuple[jax.Array, PolicyLoss]:
+        value = tokens.call(options, denominator, logp=logp)
+        return value.loss, value
+
+    (_, value), gradient = jax.value_and_grad(loss, has_aux=True)(logp)
+    return value, gradient
+
+
+_value_and_grad = jax.jit(value_and_grad, static_argnames="options")
+
+
+def make_tokens(seed: int = 0, batch: int = 6, length: int = 5) -> Tokens:
+    """Log-probs whose ratios fall on both sides of every clip; the second sequence has no active token."""
+    rng = np.random.default_rng(seed)
+    old = -rng.exponential(size=(batch, length))
+    logp, ref, rollout = (old + rng.normal(scale=0.5, size=old.shape) for _ in range(3))
+    mask = rng.random(old.shape) < 0.8
+    mask[1:2] = False
+    advantages = rng.normal(size=batch)
+    floats = (logp, old, advantages, ref, rollout, rng.exponential(size=old.shape))
+    logp, old, advantages, ref, rollout, entropy = (x.astype(np.float32) for x in floats)
+    return Tokens(logp, old, advantages, mask, ref, rollout, entropy)
+
+
+def one_sign(tokens: Tokens) -> Tokens:
+    """Terms that do not cancel: the relative error of their sum is then that of the sum, and not of the batch."""
+    return tokens._replace(advantages=-np.abs(tokens.advantages))
+
+
+def gold_objective(loss_type: str, ratio: float, logp: float, a: float, clip: dict, taus: tuple, cap: float):
+    """(J, dJ/d ratio, dJ/d logp at a fixed ratio, which bound cuts it)."""
+    if loss_type == "cispo":
+        return min(ratio, cap) * a * logp, 0.0, min(ratio, cap) * a, "high" if ratio > cap else None
+    if loss_type == "sapo":
+        tau = taus[0] if a > 0 else taus[1]
+        gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
+        return 4 / tau * gate * a, 4 * gate * (1 - gate) * a, 0.0, None
+    low, high = 1 - clip["clip_eps"], 1 + clip.get("clip_eps_high", clip["clip_eps"])
+    plain, limited = ratio * a, min(max(ratio, low), high) * a
+    j, cut = (plain, None) if plain <= limited else (limited, "low" if ratio < low else "high")
+    dual = clip.get("dual_clip")
+    if dual is not None and a < 0 and j < dual * a:
+        j, cut = dual * a, "dual"
+    return j, 0.0 if cut else a, 0.0, cut
+
+
+def gold_loss(tokens: Tokens, loss_type: str, normaliser: str, clip: dict, kl: str, beta: float, cap: float | None):
+    """All outputs, and the gradient of loss by hand, one token at a time, in float64."""
+    x, o, r, roll = (np.asarray(v, np.float64) for v in (tokens.logp, tokens.old, tokens.ref, tokens.rollout))
+    mask = np.asarray(tokens.mask)
+    advantages = np.asarray(tokens.advantages, np.float64)
+    active = list(zip(*np.nonzero(mask), strict=True))
+    lengths, sequences = mask.sum(axis=1), int(mask.any(axis=1).sum())
+    denominator = {"tokens": mask.sum(), "sequence_mean": sequences, "constant": sequences * 16}[normaliser]
+    policy = kl_sum = 0.0
+    gradient, ratios, cuts, weights = np.zeros(x.shape), [], [], []
+    for b, t in active:
+        share = 1 / denominator / (lengths[b] if normaliser == "sequence_mean" else 1)
+        a = advantages[b] if advantages.ndim == 1 else advantages[b, t]
+        here = mask[b] if loss_type == "gspo" else np.arange(x.shape[1]) == t
+        ratio = np.exp(np.mean((x - o)[b, here]))
+        j, by_ratio, by_logp, cut = gold_objective(loss_type, ratio, x[b, t], a, clip, (1.0, 1.05), 1.3)
+        weight = 1.0 if cap is None else min(np.exp(o[b, t] - roll[b, t]), cap)
+        policy -= share * weight * j
+        gradient[b, here] -= share * weight * by_ratio * ratio / here.sum()
+        gradient[b, t] -= share * weight * by_logp
+        d = r[b, t] - x[b, t]
+        value, slope = {"k1": (-d, 1.0), "k2": (d * d / 2, -d), "k3": (np.exp(d) - 1 - d, 1 - np.exp(d))}[kl]
+        kl_sum += share * value
+        gradient[b, t] += share * beta * slope
+        ratios.append(ratio), cuts.append(cut), weights.append((weight, weight == cap))
+    fraction = {name: np.mean([cut == name for cut in cuts]) for name in ("low", "high", "dual")}
+    return PolicyLoss(
+        loss=policy + beta * kl_sum,
+        policy_loss=policy,
+        kl=kl_sum,
+        denominator=denominator,
+        clip_fraction=sum(fraction.values()),
+        clip_fraction_low=fraction["low"],
+        clip_fraction_high=fraction["high"],
+        clip_fraction_dual=fraction["dual"],
+        ratio_mean=np.mean(ratios),
+        ratio_min=np.min(ratios),
+        ratio_max=np.max(ratios),
+        entropy=np.mean(np.asarray(tokens.entropy, np.float64)[mask]),
+        importance_weight_mean=None if cap is None else np.mean([w for w, _ in weights]),
+        importance_capped_fraction=None if cap is None else np.mean([c for _, c in weights]),
+    ), gradient
+
+
+def assert_equals_gold(tokens: Tokens, options: LossOptions, clip: dict, normaliser: str) -> None:
+    value, gradient = tokens.value_and_grad(options)
+    gold, gold_gradient = gold_loss(
+        tokens, options.loss_type, normaliser, clip, options.kl_estimator, options.beta, options.importance_cap
+    )
+    assert jax.tree.structure(value) == jax.tree.structure(gold)
+    for actual, expected in zip(jax.tree.leaves(value), jax.tree.leaves(gold), strict=True):
+        chex.assert_type(actual, jnp.float32)
+        helpers.assert_within_contract(actual, expected, "grpo_losses", jnp.float32, "forward")
+    helpers.assert_within_contract(gradient, gold_gradient, "grpo_losses", jnp.float32, "gradient")
+
+
+LOSSES = [(name, clip) for name in CLIPPED for clip in CLIPS] + [("cispo", "symmetric"), ("sapo", "symmetric")]
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(("loss_type", "clip"), LOSSES)
+def test_loss_gradient_and_metrics_equal_the_definition(loss_type, clip, kl):
+    changes = CLIPS[clip] if loss_type in CLIPPED else {}
+    options = options_of(loss_type, beta=0.3, kl_estimator=kl, importance_cap=1.2, **changes)
+    assert_equals_gold(make_tokens(), options, CLIPS[clip], DEFAULT_NORMALISERS[loss_type])
+
+
+@pytest.mark.parametrize("normaliser", ["tokens", "sequence_mean", "constant"])
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo"])
+def test_every_normaliser_goes_with_every_objective(loss_type, normaliser):
+    options = options_of(loss_type, normaliser=normaliser)
+    assert_equals_gold(one_sign(make_tokens(1)), options, CLIPS["symmetric"], normaliser)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_advantages_may_differ_from_token_to_token(loss_type):
+    tokens = make_tokens(2)
+    advantages = np.random.default_rng(3).normal(size=tokens.mask.shape).astype(np.float32)
+    options = options_of(loss_type, **CLIPS["dual"])
+    assert_equals_gold(tokens._replace(advantages=advantages), options, CLIPS["dual"], DEFAULT_NORMALISERS[loss_type])
+
+
+def test_the_data_meets_every_bound():
+    value, _ = gold_loss(make_tokens(), "dapo", "tokens", CLIPS["dual"], "k3", 0.3, 1.2)
+    assert min(value.clip_fraction_low, value.clip_fraction_high, value.clip_fraction_dual) > 0
+    assert 0 < value.importance_capped_fraction < 1
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**31))
+def test_random_batches_equal_the_definition(seed):
+    options = options_of("dapo", beta=0.3, **CLIPS["asymmetric"])
+    tokens = make_tokens(seed)
+    _, gradient = tokens.value_and_grad(options)
+    _, gold = gold_loss(tokens, "dapo", "tokens", CLIPS["asymmetric"], "k3", 0.3, None)
+    helpers.assert_within_contract(gradient, gold, "grpo_losses", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "normaliser"), [*(("dapo", x) for x in ("tokens", "sequence_mean", "constant")), ("gspo", None)]
+)
+def test_sums_and_denominators_of_unequal_micro_batches_give_the_whole_loss(loss_type, normaliser):
+    tokens = one_sign(make_tokens(4, batch=7))
+    options = options_of(loss_type, normaliser=normaliser, beta=0.3)
+    parts = [tokens.rows(slice(2)), tokens.rows(slice(2, 7))]
+    total = loss_denominator(tokens.mask, options=options)
+    sums = [part.value_and_grad(options, np.float32(1)) for part in parts]
+    assert sum(value.denominator for value, _ in sums) == total
+    shares = [part.value_and_grad(options, total) for part in parts]
+    whole, gradient = tokens.value_and_grad(options)
+    for found, divisor in ((sums, total), (shares, 1)):
+        loss = sum(value.loss for value, _ in found) / divisor
+        helpers.assert_within_contract(loss, whole.loss, "grpo_losses", jnp.float32, "forward")
+        together = np.concatenate([gradient for _, gradient in found]) / divisor
+        helpers.assert_within_contract(together, gradient, "grpo_losses", jnp.float32, "gradient")
+
+
+def test_a_mean_of_micro_batch_means_is_another_loss():
+    """What the denominators are for."""
+    tokens = make_tokens(4, batch=7)
+    means = [tokens.rows(rows).call(LossOptions()).loss for rows in (slice(2), slice(2, 7))]
+    assert abs(sum(means) / 2 - tokens.call(LossOptions()).loss) > 0.01
+
+
+def test_data_parallel_ranks_share_a_denominator():
+    tokens = one_sign(make_tokens(5, batch=8))
+    options = options_of("dapo", beta=0.3)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+    @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    def whole_loss(logp: jax.Array, tokens: Tokens) -> jax.Array:
+        denominator = jax.lax.psum(loss_denominator(tokens.mask, options=options), "data")
+        return jax.lax.psum(tokens.call(options, denominator, logp=logp).loss, "data")
+
+    loss, gradient = jax.jit(jax.value_and_grad(whole_loss))(tokens.logp, tokens)
+    expected, expected_gradient = tokens.value_and_grad(options)
+    helpers.assert_within_contract(loss, expected.loss, "grpo_losses", jnp.float32, "forward")
+    helpers.assert_within_contract(gradient, expected_gradient, "grpo_losses", jnp.float32, "gradient")
+
+
+def test_vmap_is_one_loss_for_each_element():
+    tokens, options = [one_sign(make_tokens(seed)) for seed in (0, 1)], options_of("gspo", beta=0.3)
+    together = jax.vmap(lambda t: t.call(options))(jax.tree.map(lambda *x: np.stack(x), *tokens))
+    for i, alone in enumerate(tokens):
+        for actual, expected in zip(together, alone.call(options), strict=True):
+            if expected is not None:
+                helpers.assert_within_contract(actual[i], expected, "grpo_losses", jnp.float32, "forward")
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "run"),
+    [*((name, _value_and_grad) for name in DEFAULT_NORMALISERS), ("dapo", value_and_grad), ("gspo", value_and_grad)],
+)
+def test_padding_changes_no_bit_of_outputs_and_gradients(loss_type, run):
+    for seed, cap in ((6, 1.2), (0, None)):
+        options = options_of(loss_type, beta=0.07, importance_cap=cap)
+        tokens = make_tokens(seed, batch=5, length=6)
+        expected, gradient = run(tokens.logp, tokens, None, options)
+        for rows, columns in ((0, 1), (11, 27)):
+            padded = tokens.padded(rows, columns, np.nan)
+            actual, wide = run(padded.logp, padded, None, options)
+            helpers.assert_same_bits(actual, expected)
+            helpers.assert_same_bits(wide[:5, :6], gradient)
+            assert np.count_nonzero(wide) == np.count_nonzero(gradient)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo"])
+def test_masked_tokens_leak_nothing(loss_type, poison):
+    tokens = make_tokens(7)
+    options = options_of(loss_type, beta=0.3, importance_cap=1.2)
+    advantages = np.repeat(tokens.advantages[:, None], tokens.mask.shape[1], axis=1)
+    clean = tokens._replace(advantages=advantages)
+    poisoned = Tokens(*(x if x is tokens.mask else np.where(tokens.mask, x, np.float32(poison)) for x in clean))
+    actual, expected = poisoned.value_and_grad(options), clean.value_and_grad(options)
+    chex.assert_tree_all_finite(actual)
+    helpers.assert_same_bits(actual, expected)
+    assert not np.any(np.asarray(actual[1])[~tokens.mask])
+
+
+@pytest.mark.parametrize("loss_type", DEFAULT_NORMALISERS)
+@pytest.mark.parametrize("shape", [(6, 5), (6, 0), (0, 5), (0, 0)])
+def test_a_batch_without_active_tokens_is_zero_with_zero_gradient(loss_type, shape):
+    full = make_tokens()
+    tokens = Tokens(*(x[: shape[0], : shape[1]] if x.ndim == 2 else x[: shape[0]] for x in full))
+    tokens = tokens._replace(mask=np.zeros(shape, bool))
+    value, gradient = tokens.value_and_grad(options_of(loss_type, beta=0.3, importance_cap=1.2))
+    for x in value:
+        helpers.assert_same_bits(x, np.float32(0))
+    helpers.assert_same_bits(gradient, np.zeros(shape, np.float32))
+
+
+def test_only_logp_gets_a_gradient_and_only_through_loss():
+    tokens, options = make_tokens(), options_of("gspo", beta=0.3, importance_cap=1.2)
+    others = {name: x for name, x in tokens._asdict().items() if name not in ("logp", "mask")}
+    gradients = jax.grad(lambda x: tokens.call(options, **x).loss)(others)
+    metrics = jax.grad(lambda x: sum(tokens.call(options, logp=x)[1:]))(tokens.logp)
+    chex.assert_trees_all_equal((gradients, metrics), jax.tree.map(np.zeros_like, (others, tokens.logp)))
+
+
+def one_token(log_ratio: float, advantage: float, options: LossOptions) -> tuple[jax.Array, jax.Array]:
+    """Loss and its gradient."""
+    token = np.full((1, 1), log_ratio, np.float32)
+    return jax.value_and_grad(
+        lambda x: policy_loss(
+            x, np.zeros_like(token), np.array([advantage], np.float32), token == token, options=options
+        ).loss.squeeze()
+    )(token)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_exactly_on_a_bound_has_the_whole_unclipped_gradient(loss_type, advantage):
+    log_ratios = {"low": np.float32(-0.25), "high": np.float32(0.25), "dual": np.float32(1.0)}
+    ratio = {name: float(jnp.exp(x)) for name, x in log_ratios.items()}
+    options = LossOptions(
+        loss_type=loss_type, clip_eps=1 - ratio["low"], clip_eps_high=ratio["high"] - 1, dual_clip=ratio["dual"]
+    )
+    for name in ("low", "high") if advantage > 0 else log_ratios:
+        _, gradient = one_token(log_ratios[name], advantage, options)
+        assert gradient == -advantage * np.float32(ratio[name]), name
+    beyond = np.nextafter(log_ratios["high" if advantage > 0 else "low"], np.float32(advantage * 9))
+    for _ in range(4):  # exp may round a few neighbours to the bound itself
+        beyond = np.nextafter(beyond, np.float32(advantage * 9))
+    assert one_token(beyond, advantage, options)[1] == 0
+
+
+@pytest.mark.parametrize("loss_type", DEFAULT_NORMALISERS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_at_ratio_one_the_gradient_is_the_advantage(loss_type, advantage):
+    changes = {"normaliser": "tokens"}
+    if loss_type in CLIPPED:
+        changes |= {"clip_eps": 0.0}  # one is a tie of both bounds, too
+    _, gradient = one_token(0.0, advantage, LossOptions(loss_type=loss_type, **changes))
+    assert gradient == -advantage
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo"])
+def test_a_cut_token_whose_ratio_overflows_stays_finite(loss_type):
+    value, gradient = one_token(1000.0, 1.0, LossOptions(loss_type=loss_type, normaliser="tokens"))
+    assert np.isfinite(value)
+    assert gradient == (-5.0 if loss_type == "cispo" else 0.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_log_probs_are_computed_in_float32(dtype):
+    tokens = make_tokens()
+    options = options_of("dapo", beta=0.3, importance_cap=1.2)
+    narrow = Tokens(*(x if x is tokens.mask else jnp.asarray(x, dtype) for x in tokens))
+    wide = Tokens(*(x if x is narrow.mask else x.astype(jnp.float32) for x in narrow))
+    (value, gradient), (expected, wide_gradient) = narrow.value_and_grad(options), wide.value_and_grad(options)
+    helpers.assert_same_bits(value, expected)
+    assert gradient.dtype == dtype
+    helpers.assert_same_bits(gradient, wide_gradient.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_non_zero_mask_values_are_active(dtype):
+    tokens, options = make_tokens(), options_of("dapo", beta=0.3)
+    helpers.assert_same_bits(
+        tokens.call(
+            options, mask=tokens.mask.astype(dtype) * dtype(3) / dtype(2) if dtype is np.float32 else tokens.mask * 3
+        ),
+        tokens.call(options),
+    )
+
+
+@pytest.mark.parametrize("unit", [np.int64(2**32), np.float64(1e-60)])
+def test_64_bits_of_a_mask_are_not_cut(unit):
+    tokens, options = make_tokens(), options_of("dapo", beta=0.3)
+    helpers.assert_same_bits(tokens.call(options, mask=tokens.mask * unit), tokens.call(options))
+    helpers.assert_same_bits(loss_denominator(tokens.mask * unit, options=options), np.float32(tokens.mask.sum()))
+    helpers.assert_same_bits(masked_mean(tokens.logp, tokens.mask * unit), masked_mean(tokens.logp, tokens.mask))
+
+
+def test_a_loss_without_reference_has_no_kl():
+    tokens = make_tokens()
+    value = policy_loss(*tokens[:4])
+    assert value.kl == 0
+    assert value.loss == value.policy_loss
+    with_reference = policy_loss(*tokens[:4], ref_logps=tokens.ref)  # reported, and no part of the loss
+    assert with_reference.kl > 0
+    assert with_reference.loss == value.loss
+
+
+class TermVariants(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_terms_equal_the_definition(self):
+        tokens = make_tokens(2)
+        x, r = np.asarray(tokens.logp, np.float64), np.asarray(tokens.ref, np.float64)
+        for function, arguments, gold in (
+            (k1_kl, (tokens.logp, tokens.ref), x - r),
+            (k2_kl, (tokens.logp, tokens.ref), (x - r) ** 2 / 2),
+            (k3_kl, (tokens.logp, tokens.ref), np.exp(r - x) - 1 - (r - x)),
+            (masked_mean, (tokens.logp, tokens.mask), x[tokens.mask].mean()),
+        ):
+            value = self.variant(function)(*arguments)
+            chex.assert_type(value, jnp.float32)
+            helpers.assert_within_contract(value, gold, "grpo_losses", jnp.float32, "forward")
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_advantages_equal_the_definition(self):
+        rewards = np.random.default_rng(1).normal(size=24).astype(np.float32)
+        for std in ("population", "sample", "none"):
+            eps = 1e-4 if std == "sample" else 1e-6
+            function = self.variant(
+                lambda x, std=std, eps=eps: group_advantages(x, samples_per_prompt=6, eps=eps, std=std)
+            )
+            gold = gold_advantages(rewards, range(0, 25, 6), eps, std)
+            helpers.assert_within_contract(function(rewards), gold, "grpo_losses", jnp.float32, "forward")
+
+
+def gold_advantages(rewards: np.ndarray, boundaries: Any, eps: float = 1e-6, std: str = "population") -> np.ndarray:
+    """The definition, one group at a time, in float64."""
+    advantages = []
+    for start, end in itertools.pairwise(boundaries):
+        group = np.asarray(rewards[start:end], np.float64)
+        scale = {
+            "population": max(group.std(), eps),
+            "sample": (group.std(ddof=1) if len(group) > 1 else 0.0) + eps,
+            "none": 1.0,
+        }[std]
+        advantages.append((group - group.mean()) / scale)
+    return np.concatenate(advantages)
+
+
+def test_k3_is_never_negative_and_zero_for_equal_policies():
+    tokens = make_tokens(3)
+    assert np.all(np.asarray(k3_kl(tokens.logp, tokens.ref)) >= 0)
+    assert not np.any(k3_kl(tokens.logp, tokens.logp))
+
+
+@pytest.mark.parametrize("active", [True, 2, 0.5])
+def test_masked_mean_counts_tokens_not_sequences(active):
+    mask = jnp.array([[active, active], [active, 0]], dtype=type(active))
+    assert masked_mean(jnp.array([[1.0, 2.0], [6.0, jnp.nan]]), mask) == 3
+
+
+def test_expanded_advantages_are_zero_where_masked():
+    mask = np.array([[1, 1, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(expand_advantages(np.array([2, 3]), mask), [[2, 2, 0], [0, 0, 0]])
+    per_token = np.array([[1.0, 2.0, np.nan], [np.inf, 4.0, 5.0]], np.float32)
+    np.testing.assert_array_equal(expand_advantages(per_token, mask), [[1, 2, 0], [0, 0, 0]])
+    assert not np.any(jax.grad(lambda x: expand_advantages(x, mask).sum())(per_token))
+
+
+@settings(max_examples=50)
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=8, max_size=8),
+    samples=st.sampled_from([2, 4, 8]),
+    offset=st.sampled_from([0.0, 1e4, -1e4]),
+)
+def test_advantages_have_no_cancellation(rewards, samples, offset):
+    rewards = (np.array(rewards, np.float32) + np.float32(offset)).astype(np.float32)
+    gold = gold_advantages(rewards, range(0, 9, samples))
+    advantages = group_advantages(rewards, samples_per_prompt=samples)
+    helpers.assert_within_contract(advantages, gold, "grpo_losses", jnp.float32, "forward")
+
+
+def test_explicit_mesh_axes():
+    """Sums over an axis that is cut have the bits of one device; what is no sum stays cut."""
+    mesh = jax.make_mesh((4,), ("data",))
+    rewards, mask = np.arange(8, dtype=np.float32) ** 1.5, np.arange(24).reshape(8, 3) % 5 > 0
+
+    def values(rewards, mask):
+        advantages = group_advantages(rewards, samples_per_prompt=4)
+        return advantages, masked_mean(mask * 0.1, mask), expand_advantages(advantages, mask)
+
+    expected = jax.jit(values)(rewards, mask)
+    laid = NamedSharding(mesh, PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        found = jax.jit(values)(jax.device_put(rewards, laid), jax.device_put(mask, laid))
+    helpers.assert_same_bits(found, expected)
+    assert found[2].sharding.is_equivalent_to(laid, 2)
+
+
+@given(reward=st.floats(-1e6, 1e6, width=32), samples=st.sampled_from([2, 7, 16]))
+@settings(max_examples=50)
+def test_constant_group_is_exactly_zero(reward, samples):
+    assert not np.any(group_advantages(np.full(2 * samples, reward, np.float32), samples_per_prompt=samples))
+
+
+@pytest.mark.parametrize("std", ["population", "sample", "none"])
+@pytest.mark.parametrize("kind", [list, tuple, np.array, jnp.array])
+def test_groups_of_unequal_sizes(kind, std):
+    rewards = np.array([1, 3, 10, 20, 30, 7], np.float32)
+    boundaries = [0, 2, 5, 6]
+    advantages = group_advantages(rewards, group_boundaries=kind(boundaries), std=std)
+    gold = gold_advantages(rewards, boundaries, std=std)
+    helpers.assert_within_contract(advantages, gold, "grpo_losses", jnp.float32, "forward")
+    helpers.assert_same_bits(advantages[5], np.float32(0))  # a group of one
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 9])
+@pytest.mark.parametrize("std", ["population", "sample", "none"])
+def test_a_group_keeps_its_bits_beside_others(size, std):
+    rewards = np.random.default_rng(8).normal(size=(20, size)).astype(np.float32)
+    whole = group_advantages(rewards.reshape(-1), samples_per_prompt=size, std=std).reshape(rewards.shape)
+    for group, expected in zip(rewards, whole, strict=True):
+        helpers.assert_same_bits(group_advantages(group, samples_per_prompt=size, std=std), expected)
+        others = np.concatenate([group, np.full(11, np.nan, np.float32)])
+        beside = group_advantages(others, group_boundaries=(0, size, size + 11), std=std)
+        helpers.assert_same_bits(beside[:size], expected)
+
+
+def test_advantages_take_no_gradient_and_any_real_rewards():
+    rewards = np.array([1, 0, 1, 1], np.int32)
+    advantages = group_advantages(rewards, samples_per_prompt=2)
+    helpers.assert_same_bits(advantages, group_advantages(rewards.astype(np.float32), samples_per_prompt=2))
+    gradient = jax.grad(lambda x: group_advantages(x, samples_per_prompt=2)[0])(rewards.astype(np.float32))
+    assert not np.any(gradient)
+    assert group_advantages(np.zeros(0, np.float32), samples_per_prompt=4).shape == (0,)
+    # Of 64 bits, which JAX would wrap.
+    wide = group_advantages(np.array([2**32, 0], np.int64), samples_per_prompt=2)
+    helpers.assert_same_bits(wide, group_advantages(np.array([2.0**32, 0]), samples_per_prompt=2))
+    assert wide.tolist() == [1, -1]
+
+
+START_END = "group_boundaries must start at 0 and end at num_sequences."
+ONE_D = r"group_boundaries must be a 1D tensor of length num_groups \+ 1\."
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "message"),
+    [
+        (4, {}, "Provide exactly one of samples_per_prompt or group_boundaries."),
+        (4, {"samples_per_prompt": 2, "group_boundaries": [0, 4]}, "Provide exactly one of samples_per_prompt or"),
+        (4, {"samples_per_prompt": 1}, "samples_per_prompt must be at least 2 for group normalization."),
+        (4, {"samples_per_prompt": 2.0}, "samples_per_prompt must be an integer, got float."),
+        (5, {"samples_per_prompt": 2}, r"num_sequences \(B\) must be divisible by samples_per_prompt \(n\)."),
+        (4, {"group_boundaries": [[0, 4]]}, ONE_D),
+        (4, {"group_boundaries": [0]}, ONE_D),
+        (4, {"group_boundaries": []}, ONE_D),
+        (4, {"group_boundaries": [0.0, 4.0]}, "group_boundaries must be integers, got float64"),
+        (4, {"group_boundaries": [2, 4, 6]}, START_END),
+        (4, {"group_boundaries": [0, 2]}, START_END),
+        (4, {"group_boundaries": [0, 2, 2, 4]}, "each group must contain at least one sequence."),
+        (4, {"group_boundaries": [0, 3, 2, 4]}, "each group must contain at least one sequence."),
+        (4, {"samples_per_prompt": 2, "eps": 0.0}, "eps must be a positive finite number, got 0.0"),
+        (4, {"samples_per_prompt": 2, "std": "batch"}, "std must be one of .* got 'batch'"),
+    ],
+)
+def test_bad_groups_raise(count, options, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(jnp.zeros(count), **options)
+
+
+def test_traced_boundaries_raise():
+    with pytest.raises(ValueError, match="group_boundaries must be static"):
+        jax.jit(lambda r, b: group_advantages(r, group_boundaries=b))(jnp.zeros(4), jnp.array([0, 2, 4]))
+    with pytest.raises(ValueError, match="group_boundaries must be static"):
+        jax.jit(lambda r, b: group_advantages(r, group_boundaries=[0, b, 4]))(jnp.zeros(4), 2)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([1.0, 2.0], "rewards must be a JAX or NumPy array, got builtins.list"),
+        (np.zeros((2, 2)), r"rewards must be 1D \[num_sequences\], got shape \(2, 2\)"),
+        (np.zeros(4, np.complex64), "rewards must be bool or real numbers, got complex64"),
+    ],
+)
+def test_bad_rewards_raise(rewards, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(rewards, samples_per_prompt=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_type": "ppo"}, "loss_type must be one of .* got 'ppo'"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of .* got 'k4'"),
+        ({"normaliser": "batch"}, "normaliser must be one of .* got 'batch'"),
+        ({"clip_eps": -0.1}, "clip_eps must be 0 or a positive finite number, got -0.1"),
+        ({"clip_eps_high": np.inf}, "clip_eps_high must be 0 or a positive finite number, got inf"),
+        ({"beta": np.nan}, "beta must be 0 or a positive finite number, got nan"),
+        ({"dual_clip": "3"}, "dual_clip must be a positive finite number, got '3'"),
+        ({"dual_clip": 1.2}, "dual_clip must be above the clip range, which ends at 1.2, got 1.2"),
+        ({"loss_type": "sapo", "dual_clip": 3.0}, "dual_clip has no meaning for loss_type='sapo'"),
+        ({"loss_type": "cispo", "clip_eps_high": 0.3}, "clip_eps_high has no meaning for loss_type='cispo'"),
+        ({"loss_type": "cispo", "clip_eps": 0.1}, "clip_eps has no meaning for loss_type='cispo'"),
+        ({"loss_type": "gspo", "cispo_ratio_cap": 4.0}, "cispo_ratio_cap has no meaning for loss_type='gspo'"),
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos has no meaning for loss_type='dapo'"),
+        ({"loss_type": "grpo", "sapo_temperature_neg": 1.0}, "sapo_temperature_neg has no meaning"),
+        ({"cispo_ratio_cap": 0}, "cispo_ratio_cap must be a positive finite number, got 0"),
+        ({"sapo_temperature_pos": -1.0}, "sapo_temperature_pos must be a positive finite number"),
+        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be a positive finite number"),
+        ({"importance_cap": 1e60}, "importance_cap must be a positive finite number"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length must be given with normaliser='constant'"),
+        (
+            {"max_completion_length": 5},
+            "max_completion_length must be given with normaliser='constant' and with no other",
+        ),
+        (
+            {"loss_type": "dr_grpo", "max_completion_length": 0},
+            "max_completion_length must be a positive integer, got 0",
+        ),
+    ],
+)
+def test_bad_options_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LossOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"mask": np.ones(5)}, {}, r"completion_mask must be 2D \[num_sequences, completion_len\]."),
+        ({"mask": np.ones((6, 5), np.complex64)}, {}, "completion_mask must be bool, integer or float, got complex64."),
+        ({"old": np.zeros((6, 4), np.float32)}, {}, r"old_logps shape \(6, 4\) does not match completion_mask shape"),
+        ({"logp": np.zeros((6, 5))}, {}, "logp must be bfloat16, float16 or float32, got float64"),
+        ({"ref": 0.0}, {}, "ref_logps must be a JAX or NumPy array, got builtins.float"),
+        ({"ref": None}, {"beta": 0.1}, "beta=0.1 requires ref_logps"),
+        ({"rollout": None}, {"importance_cap": 2.0}, "rollout_logps and importance_cap must be given together"),
+        ({"advantages": np.zeros(5)}, {}, r"advantages must be \[B\] or \[B, T\] of completion_mask shape \(6, 5\)"),
+        ({"advantages": np.zeros(6, np.complex64)}, {}, "advantages must be bool or real numbers, got complex64"),
+    ],
+)
+def test_bad_arrays_raise(changes, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_tokens().call(LossOptions(**options), **changes)
+
+
+@pytest.mark.parametrize(("options", "kind"), [(None, "NoneType"), ({"beta": 0.1}, "dict")])
+def test_what_are_no_options_raises(options, kind):
+    tokens, message = make_tokens(), f"options must be LossOptions, got {kind}."
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*tokens[:4], options=options)
+    with pytest.raises(ValueError, match=message):
+        loss_denominator(tokens.mask, options=options)
+
+
+def test_rollout_logps_without_a_cap_raise():
+    tokens = make_tokens()
+    with pytest.raises(ValueError, match="rollout_logps and importance_cap must be given together"):
+        policy_loss(*tokens[:4], rollout_logps=tokens.rollout)
+
+
+@pytest.mark.parametrize(
+    ("denominator", "message"),
+    [
+        (-1, "denominator must be 0 or a positive finite number, got -1"),
+        (np.ones(3), r"denominator must be a scalar, got shape \(3,\)"),
+    ],
+)
+def test_bad_denominators_raise(denominator, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*make_tokens()[:4], denominator=denominator)
+
+
+def test_a_denominator_that_only_the_device_knows():
+    """Below 0 it gives NaN; it is no way for gradients."""
+    call = jax.jit(lambda x: policy_loss(*make_tokens()[:4], denominator=x).loss)
+    assert jnp.isnan(call(-6.0)) and jnp.isfinite(call(6.0))
+    assert jax.grad(call)(6.0) == 0
+
+
+def test_a_denominator_of_zero_counts_as_one():
+    """That of a batch without active tokens on any rank."""
+    tokens = make_tokens()
+    helpers.assert_same_bits(policy_loss(*tokens[:4], denominator=0), policy_loss(*tokens[:4], denominator=1))
+
+
+def test_options_are_equal_and_hash_by_value():
+    assert LossOptions(beta=0.1) == dataclasses.replace(LossOptions(), beta=0.1)
+    assert len({LossOptions(), LossOptions(), LossOptions(beta=0.1)}) == 2
+
+
+def test_rewards_may_be_verdicts():
+    verdicts = np.array([True, False, False, True])
+    expected = group_advantages(verdicts.astype(np.float32), samples_per_prompt=2)
+    helpers.assert_same_bits(group_advantages(verdicts, samples_per_prompt=2), expected)

@@ -1,0 +1,294 @@
+"""linear_logp under JAX's transformations, and what the compiled program does not do."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlk_jax import linear_logp
+from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.ops.linear_logp import xla
+from rlk_jax.ops.linear_logp.options import HeadConfig
+from tests.support import helpers
+from tests.support.helpers import Case, assert_within_contract
+
+CASE = Case("transforms", (12,), 16, 300, bias=True)
+every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return helpers.make(CASE, jnp.float32)
+
+
+def assert_equal_up_to_rounding(actual, expected, kind="gradient"):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_within_contract(a, e, "linear_logp", jnp.float32, kind)
+
+
+class Variants(chex.TestCase):
+    """With and without jit, the op and its gradient agree with the definition."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_values_and_gradients(self):
+        problem = helpers.make(CASE, jnp.float32)
+        gold = helpers.gold(CASE, problem)
+        for implementation in helpers.IMPLEMENTATIONS:
+
+            def loss(operands, target_ids, implementation=implementation):
+                changed = problem._replace(
+                    hidden=operands[0], weight=operands[1], bias=operands[2], target_ids=target_ids
+                )
+                values = changed.call(CASE, implementation)
+                return helpers.weighted(values, problem.upstream), values
+
+            variant = self.variant(jax.value_and_grad(loss, has_aux=True))
+            (_, values), gradients = variant((problem.hidden, problem.weight, problem.bias), problem.target_ids)
+            chex.assert_tree_all_finite((values, gradients))
+            assert_equal_up_to_rounding(tuple(values), gold.values, "forward")
+            assert_equal_up_to_rounding(gradients, gold.gradients)
+
+
+def test_traces_once_for_many_batches(problem):
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def logp(hidden, target_ids):
+        return linear_logp(hidden, problem.weight, target_ids, problem.bias)
+
+    for i in range(3):
+        logp(problem.hidden + i, (problem.target_ids + i) % 300)
+
+
+def test_eager_calls_compile_once(problem):
+    def call(i):
+        return linear_logp(problem.hidden + i, problem.weight, problem.target_ids, problem.bias)
+
+    call(0)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr("logging.Logger.handle", lambda self, record: compiled.append(record.getMessage()))
+        call(1)
+    assert not [m for m in compiled if "Compiling" in m]
+
+
+@every_implementation
+def test_vmap(problem, implementation):
+    def logp(h, w, t):
+        return linear_logp(h, w, t, implementation=implementation)
+
+    h, w, t = problem.hidden, problem.weight, problem.target_ids
+    whole = logp(h, w, t)
+    h3, t3 = h.reshape(3, 4, -1), t.reshape(3, 4)
+    chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(h, w, t), whole)
+    chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(h3, w, t3).reshape(-1), whole)
+    nested = jax.vmap(jax.vmap(logp, (0, None, 0)), (0, None, 0))(h3, w, t3)
+    chex.assert_trees_all_equal(nested.reshape(-1), whole)
+    heads = jnp.stack([w, 2 * w])
+    chex.assert_trees_all_equal(jax.vmap(logp, (None, 0, None))(h, heads, t)[1], logp(h, 2 * w, t))
+    same_token = jax.vmap(lambda h: logp(h, w, t[:4]))(h3)
+    chex.assert_trees_all_equal(same_token, jnp.stack([logp(x, w, t[:4]) for x in h3]))
+
+    expected = jax.grad(lambda h, w: logp(h, w, t).sum(), (0, 1))(h, w)
+    of_sum = jax.grad(lambda h, w: jax.vmap(logp, (0, None, 0))(h3, w, t3).sum() + 0 * h.sum(), (0, 1))(h, w)
+    assert_equal_up_to_rounding(of_sum[1], expected[1])
+    per_example = jax.vmap(jax.grad(lambda h, w, t: logp(h, w, t).sum(), (0, 1)), (0, None, 0))(h3, w, t3)
+    assert_equal_up_to_rounding((per_example[0].reshape(h.shape), per_example[1].sum(0)), expected)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "wrap"),
+    [
+        *(("xla", wrap) for wrap in ("jit", "remat", "scan", "saved")),
+        ("deterministic", "remat"),
+        ("deterministic", "scan"),
+        ("reference", "jit"),
+    ],
+)
+def test_gradients_through_transformations(problem, implementation, wrap):
+    def logp(h, w, b, t):
+        return linear_logp(h, w, t, b, implementation=implementation).sum()
+
+    def scanned(h, w, b, t):
+        def step(total, x):
+            return total + logp(x[0], w, b, x[1]), None
+
+        return jax.lax.scan(step, 0.0, (h.reshape(3, 4, -1), t.reshape(3, 4)))[0]
+
+    wrapped = {
+        "jit": jax.jit(logp),
+        "remat": jax.checkpoint(logp),
+        "saved": jax.checkpoint(logp, policy=jax.checkpoint_policies.everything_saveable),
+        "scan": scanned,
+    }[wrap]
+    arguments = (problem.hidden, problem.weight, problem.bias, problem.target_ids)
+    expected = jax.grad(logp, (0, 1, 2))(*arguments)
+    assert_equal_up_to_rounding(jax.grad(wrapped, (0, 1, 2))(*arguments), expected)
+    assert_equal_up_to_rounding(jax.jit(jax.grad(wrapped, (0, 1, 2)))(*arguments), expected)
+
+
+@every_implementation
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_tokens(problem, implementation, check_vma):
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:4], ("data",))
+    whole, rows = jax.P(), jax.P("data")
+
+    def logp(h, w, b, t):
+        return linear_logp(h, w, t, b, implementation=implementation)
+
+    def loss(f, h, w, b):
+        return jnp.vdot(problem.upstream[0], f(h, w, b, problem.target_ids))
+
+    sharded = jax.shard_map(logp, mesh=mesh, in_specs=(rows, whole, whole, rows), out_specs=rows, check_vma=check_vma)
+    operands = (problem.hidden, problem.weight, problem.bias)
+    actual = jax.jit(jax.value_and_grad(functools.partial(loss, sharded), (0, 1, 2)))(*operands)
+    expected = jax.value_and_grad(functools.partial(loss, logp), (0, 1, 2))(*operands)
+    assert_equal_up_to_rounding(actual, expected)
+
+
+@every_implementation
+def test_strict_jax_modes(problem, implementation):
+    ids = problem.target_ids.at[0].set(-1)
+    mixed = problem._replace(hidden=problem.hidden.astype(jnp.bfloat16), target_ids=ids)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
+        jax.grad(lambda h: mixed._replace(hidden=h).call(CASE, implementation, ignore_index=-1)[0].sum())(mixed.hidden)
+
+
+@every_implementation
+def test_x64(problem, implementation):
+    with jax.enable_x64(True):
+        gold = helpers.gold(CASE, problem)
+        wide = problem._replace(target_ids=jnp.asarray(problem.target_ids, jnp.int64))
+        assert wide.target_ids.dtype == jnp.int64
+        values = wide.call(CASE, implementation)
+        chex.assert_type(list(values), jnp.float32)
+        assert_equal_up_to_rounding(tuple(values), gold.values, "forward")
+        gradients = wide.gradients(CASE, implementation)
+        chex.assert_type(gradients, jnp.float32)
+        assert_equal_up_to_rounding(gradients, gold.gradients)
+        with pytest.raises(ValueError, match="target_ids out of range"):
+            wide._replace(target_ids=wide.target_ids.at[0].set(2**32)).call(CASE, implementation)
+
+
+def test_eval_shape():
+    spec = jax.ShapeDtypeStruct
+    arguments = (spec((2, 3, 8), jnp.bfloat16), spec((50, 8), jnp.bfloat16), spec((2, 3), jnp.int32))
+    chex.assert_trees_all_equal(jax.eval_shape(linear_logp, *arguments), spec((2, 3), jnp.float32))
+
+
+def count_dots(function, *arguments) -> int:
+    """Matrix products in the compiled HLO, a fused computation as often as it is called, a loop's body once."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    computations, entry, lines = {}, "", []
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%([\w.-]+) .*\{$", line):
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        lines.append(line)
+
+    def count(name: str) -> int:
+        body = "\n".join(computations[name])
+        called = re.findall(r"(?:calls|body|to_apply)=%([\w.-]+)", body)
+        return len(re.findall(r" dot\(", body)) + sum(map(count, called))
+
+    return count(entry)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_frozen_sides_cost_no_gemm(wrap, monkeypatch):
+    """The forward takes one GEMM, the backward one to recompute and one for each side that needs a gradient.
+
+    Several chunks: with one alone XLA finds that forward and backward can share a GEMM.
+    """
+    jax.clear_caches()
+    monkeypatch.setattr(xla, "MEMORY_BUDGET", 0)
+    case = Case("dots", (256,), 64, 4096)
+    problem = helpers.make(case, jnp.float32)
+    arguments = (problem.hidden, problem.weight, problem.target_ids)
+
+    def loss(*arguments):
+        return wrap(functools.partial(linear_logp, ignore_index=-1, implementation="xla"))(*arguments).sum()
+
+    remat = wrap is jax.checkpoint  # runs the forward once more
+    assert count_dots(loss, *arguments) == 1
+    assert count_dots(jax.value_and_grad(loss, (0, 1)), *arguments) == 4 + remat
+    assert count_dots(jax.value_and_grad(loss, 0), *arguments) == 3 + remat
+    assert count_dots(jax.value_and_grad(loss, 1), *arguments) == 3 + remat
+
+
+def test_temperature_is_a_constant(problem):
+    gradient = jax.grad(lambda t: linear_logp(problem.hidden, problem.weight, problem.target_ids, temperature=t).sum())
+    assert gradient(jnp.float32(0.7)) == 0
+
+
+def temporary_bytes(tokens: int, dim: int, vocab: int, dtype, options: dict) -> int:
+    """Temporary bytes of the compiled forward and backward, beyond the float32 accumulator of dW."""
+    spec = jax.ShapeDtypeStruct
+    head = (dim, vocab) if options.get("weight_layout") == "dv" else (vocab, dim)
+
+    def total(h, w, t):
+        return sum(map(jnp.sum, jax.tree.leaves(linear_logp(h, w, t, implementation="xla", **options))))
+
+    function = jax.value_and_grad(total, (0, 1))
+    arguments = (spec((tokens, dim), dtype), spec(head, dtype), spec((tokens,), jnp.int32))
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes - 4 * vocab * dim
+
+
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_layout": "dv"}, {"return_entropy": True, "logit_softcap": 30.0}], ids=str
+)
+def test_memory_is_a_small_part_of_the_logits_and_does_not_grow(dtype, options):
+    tokens, dim, vocab = 8192, 256, 65536
+    at_8192 = temporary_bytes(tokens, dim, vocab, dtype, options)
+    assert at_8192 <= 0.15 * tokens * vocab * 4
+    # A few numbers per token stay, as in any log-softmax; nothing of the vocabulary's size does.
+    assert temporary_bytes(4 * tokens, dim, vocab, dtype, options) - at_8192 <= 3 * tokens * 40
+
+
+@pytest.mark.parametrize(("vocab", "tokens"), [(1, 1), (2049, 100), (65536, 8192), (151936, 10**6), (10**8, 50)])
+def test_chunks_fit_the_budget(vocab, tokens):
+    rows = xla.chunk_rows(vocab, tokens, xla.MEMORY_BUDGET)
+    assert rows % 16 == 0 and 16 <= rows <= max(16, tokens + 15)
+    assert rows == 16 or rows * vocab * 10 <= xla.MEMORY_BUDGET
+    assert xla.chunk_rows(vocab, tokens, 0) == 16
+
+
+def test_the_budget_grows_with_the_head_alone_or_is_the_one_given():
+    spec = jax.ShapeDtypeStruct
+    default = HeadConfig(
+        vocab_size=1,
+        real_vocab_size=1,
+        logit_softcap=None,
+        return_lse=False,
+        return_entropy=False,
+        groups=column_groups(1),
+        weight_layout="vd",
+        may_ignore=False,
+        memory_budget=None,
+    )
+    given = dataclasses.replace(default, memory_budget=1000)
+    small, large = spec((65536, 256), jnp.bfloat16), spec((151936, 4096), jnp.bfloat16)
+    assert xla.memory_budget(default, small) == xla.MEMORY_BUDGET
+    assert xla.memory_budget(default, large) == 151936 * 4096 * 2
+    assert xla.memory_budget(given, large) == 1000
+
+
+def test_any_budget_gives_the_same_answer(problem, monkeypatch):
+    case = Case("budget", (200,), 24, 1000, bias=True)
+    problem = helpers.make(case, jnp.float32)
+    gold = helpers.gold(case, problem)
+    for budget in (0, 10 * 1000 * 48, 10**9):
+        jax.clear_caches()
+        monkeypatch.setattr(xla, "MEMORY_BUDGET", budget)
+        if budget:
+            given = problem.call(case, "xla", memory_budget=budget)
+            assert_equal_up_to_rounding(tuple(given), gold.values, "forward")
+        assert_equal_up_to_rounding(tuple(problem.call(case, "xla")), gold.values, "forward")
+        assert_equal_up_to_rounding(problem.gradients(case, "xla"), gold.gradients)

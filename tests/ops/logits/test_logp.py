@@ -1,0 +1,401 @@
+"""logp on a CPU: accuracy, raw bits, masks, gradients, JAX's transformations, a message for every bad input."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.sharding import Mesh, PartitionSpec
+
+import rlk_jax
+from rlk_jax import logp
+from rlk_jax.core import dispatch
+from tests.support import logits as ops
+from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, bits, in_dtypes
+from tests.support.logits import Case
+
+every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+BITS = Case("bits", (140,), 700, {"logit_softcap": 4.0}, "per token")
+
+
+@every_implementation
+@pytest.mark.parametrize(**in_dtypes(ops.CASES))
+def test_against_float64(case, implementation, dtype):
+    ops.check_against_gold(case, dtype, implementation)
+
+
+@every_dtype
+@every_implementation
+@pytest.mark.parametrize("case", ops.LARGE, ids=str)
+def test_large_and_peaked_logits(case, implementation, dtype):
+    ops.check_large(case, dtype, implementation)
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [1, 65])
+def test_rows_do_not_depend_on_the_batch(dtype, count):
+    p = ops.make(BITS, dtype)
+    whole = p.outputs(BITS, "deterministic")
+    for start in (0, 17):
+        rows = slice(start, start + count)
+        assert_same_bits(p.rows(rows).outputs(BITS, "deterministic"), tuple(x[rows] for x in whole))
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_any_rows_at_any_place(data):
+    case = Case("any", (90,), 300)
+    p = ops.make(case, jnp.bfloat16)
+    index = np.asarray(data.draw(st.lists(st.integers(0, 89), min_size=1, max_size=130)))
+    expected = tuple(x[index] for x in p.outputs(case, "deterministic"))
+    assert_same_bits(p.rows(index).outputs(case, "deterministic"), expected)
+
+
+def test_lead_dimensions_and_padding_change_no_bit():
+    """2 x 16 tokens, alone, flat and beside rows of padding."""
+    case = Case("layout", (2, 16), 257)
+    p = ops.make(case, jnp.bfloat16)
+    whole = p.outputs(case, "deterministic")
+    flat = Case("flat", (32,), 257)
+    packed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if jnp.ndim(x) > 1 else x, p)
+    assert_same_bits(packed.outputs(flat, "deterministic"), tuple(x.reshape(32, *x.shape[2:]) for x in whole))
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (3, 5), *((0, 0),) * (x.ndim - 2))) if jnp.ndim(x) else x, p)
+    found = padded.outputs(Case("padded", (2, 24), 257), "deterministic")
+    assert_same_bits(tuple(x[:, 3:19] for x in found), whole)
+
+
+@every_implementation
+@pytest.mark.parametrize("outputs", [{}, {"return_lse": True}, {"return_entropy": True}], ids=str)
+def test_outputs_that_were_not_asked_for(implementation, outputs):
+    case = Case("outputs", (5,), 40)
+    p = ops.make(case, jnp.float32)
+    wanted = {"return_lse": False, "return_entropy": False, **outputs}
+    found = p.call(case, implementation, **wanted)
+    everything = p.call(case, implementation)
+    if not outputs:
+        assert_same_bits(found, everything.logp)
+        return
+    for name, value in found._asdict().items():
+        assert (value is not None) == (name == "logp" or wanted[f"return_{name}"])
+        if value is not None:
+            assert_same_bits(value, getattr(everything, name))
+
+
+@every_implementation
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+def test_ignored_rows_leak_nothing(implementation, poison):
+    case = Case("ignored", (12,), 90, {"ignore_index": -100})
+    p = ops.make(case, jnp.float32)
+    ignored = np.arange(12) % 3 == 1
+    p = p._replace(token_ids=jnp.where(ignored, -100, p.token_ids))
+    expected = p.outputs(case, implementation)
+    poisoned = p._replace(logits=jnp.where(ignored[:, None], poison, p.logits))
+    assert_same_bits(poisoned.outputs(case, implementation), expected)
+    assert not any(np.any(np.asarray(x)[ignored]) for x in expected)
+    alone = p.rows(np.flatnonzero(~ignored)).outputs(case, implementation)
+    if implementation == "deterministic":
+        assert_same_bits(alone, tuple(x[~ignored] for x in expected))
+
+
+@every_implementation
+def test_rows_without_an_upstream_gradient_get_none(implementation):
+    case = Case("masked", (8,), 60)
+    p = ops.make(case, jnp.bfloat16)
+    masked = np.arange(8) < 4
+    p = p._replace(
+        logits=jnp.where(masked[:, None], jnp.nan, p.logits),
+        upstream=tuple(jnp.where(masked, 0, g) for g in p.upstream),
+    )
+    gradient = p.gradient(case, implementation)
+    assert not np.any(gradient[:4]) and np.all(np.isfinite(gradient)) and np.any(gradient[4:])
+
+
+@every_implementation
+def test_only_the_row_of_impossible_tokens_is_nan(implementation):
+    case = Case("no finite logit", (4,), 30)
+    p = ops.make(case, jnp.float32)
+    whole = p.call(case, implementation)
+    found = p._replace(logits=p.logits.at[2].set(-jnp.inf)).call(case, implementation)
+    assert np.isnan(found.logp[2])
+    keep = np.array([0, 1, 3])
+    np.testing.assert_array_equal(found.logp[keep], whole.logp[keep])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_rows_of_the_lowest_number(implementation, dtype):
+    """What masks are filled with: all of them, a uniform choice; beside others, impossible."""
+    ops.check_lowest(dtype, implementation)
+
+
+@every_implementation
+def test_a_token_that_cannot_be_taken(implementation):
+    logits = jnp.zeros((2, 9)).at[:, 3].set(-jnp.inf)
+    found = logp(logits, jnp.array([3, 4]), implementation=implementation)
+    np.testing.assert_array_equal(found[0], -np.inf)
+    gradient = jax.grad(lambda x: logp(x, jnp.array([3, 4]), implementation=implementation)[1])(logits)
+    assert np.all(np.isfinite(gradient)) and not np.any(gradient[0])
+
+
+@every_implementation
+def test_listed_rows(implementation):
+    case = Case("listed", (3, 4), 50)
+    p = ops.make(case, jnp.float32)
+    whole, rows = p.call(case, implementation), jnp.array([7, 0, 7, 11])
+    listed = np.zeros(12, bool)
+    listed[np.asarray(rows)] = True
+    listed = listed.reshape(3, 4)
+    found = p.call(case, implementation, row_indices=rows)
+    assert_same_bits(found, tuple(jnp.where(listed, x, 0) for x in whole))
+    initial = jnp.arange(12.0).reshape(3, 4)
+    assert_same_bits(
+        p.call(case, implementation, row_indices=rows, initial=initial).logp, jnp.where(listed, whole.logp, initial)
+    )
+    gradient = p.gradient(case, implementation, row_indices=rows)
+    assert_same_bits(gradient, jnp.where(listed[..., None], p.gradient(case, implementation), 0))
+    nothing = p.call(case, implementation, row_indices=jnp.zeros(0, int), initial=initial)
+    assert_same_bits(nothing.logp, initial)
+
+
+def test_what_is_not_listed_passes_gradients_to_initial():
+    case = Case("initial", (4,), 9)
+    p = ops.make(case, jnp.float32)
+    rows = jnp.array([1, 3])
+    gradient = jax.grad(lambda x: logp(p.logits, p.token_ids, row_indices=rows, initial=x).sum())(jnp.ones(4))
+    np.testing.assert_array_equal(gradient, [1, 0, 1, 0])
+
+
+def test_initial_is_updated_in_place():
+    p = ops.make(Case("donated", (2048,), 9), jnp.float32)
+    rows = jnp.array([1, 3])
+    program = jax.jit(
+        lambda initial, p: logp(p.logits, p.token_ids, row_indices=rows, initial=initial), donate_argnums=0
+    )
+    initial = jnp.ones(2048)
+    analysis = program.lower(initial, p).compile().memory_analysis()
+    assert analysis.alias_size_in_bytes == initial.nbytes
+
+
+def test_donated_logits_hold_their_own_gradient():
+    case = Case("memory", (256,), 8192)
+    p = ops.make(case, jnp.bfloat16)
+
+    def gradient(logits, donate):
+        return jax.grad(lambda x: logp(x, p.token_ids, donate_logits=donate, implementation="xla").sum())(logits)
+
+    donated = jax.jit(partial(gradient, donate=True), donate_argnums=0).lower(p.logits).compile().memory_analysis()
+    assert donated.alias_size_in_bytes == p.logits.nbytes
+    assert_same_bits(gradient(p.logits, True), gradient(p.logits, False))
+
+
+@every_implementation
+def test_no_tokens(implementation):
+    case = Case("none", (0, 3), 20)
+    p = ops.make(case, jnp.bfloat16)
+    found = p.outputs(case, implementation)
+    assert [x.shape for x in found] == [(0, 3), (0, 3), (0, 3), (0, 3, 20)]
+
+
+@every_implementation
+def test_strided_views(implementation):
+    """A slice of every second token of longer sequences, and columns of a wider array."""
+    case = Case("views", (3, 4), 40)
+    p = ops.make(case, jnp.float32)
+    wide = jnp.zeros((3, 8, 45)).at[:, ::2, 5:].set(p.logits)
+    found = p._replace(logits=wide[:, ::2, 5:]).outputs(case, implementation)
+    assert_same_bits(found, p.outputs(case, implementation))
+
+
+@every_implementation
+def test_transformations(implementation):
+    case = Case("transformed", (6, 5), 80)
+    p = ops.make(case, jnp.float32)
+    whole = p.outputs(case, implementation)
+
+    def of_row(logits, ids, *upstream):
+        return ops.Problem(logits, ids, 1.0, upstream).outputs(case, implementation)
+
+    mapped = jax.vmap(of_row)(p.logits, p.token_ids, *p.upstream)
+    scanned = jax.lax.map(lambda x: of_row(*x), (p.logits, p.token_ids, *p.upstream))
+    twice = jax.vmap(jax.vmap(of_row))(p.logits, p.token_ids, *p.upstream)
+    for found in (mapped, scanned, twice):
+        for x, expected in zip(found, whole, strict=True):
+            if implementation == "deterministic":
+                assert_same_bits(x, expected)
+            else:
+                ops.helpers.assert_within_contract(x, expected, "logp", jnp.float32, "gradient")
+    shapes = jax.eval_shape(lambda x: logp(x, p.token_ids, implementation=implementation), p.logits)
+    assert shapes.shape == (6, 5) and shapes.dtype == jnp.float32
+
+
+def test_remat_and_shard_map_keep_the_bits():
+    case = Case("spread", (8,), 70)
+    p = ops.make(case, jnp.float32)
+    f = lambda x, ids: logp(x, ids, implementation="deterministic")  # noqa: E731
+    expected = f(p.logits, p.token_ids), jax.grad(lambda x: f(x, p.token_ids).sum())(p.logits)
+    again = jax.grad(lambda x: jax.checkpoint(f)(x, p.token_ids).sum())(p.logits)
+    assert_same_bits(again, expected[1])
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = PartitionSpec("data")
+    for check_vma in (True, False):
+        spread = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+        assert_same_bits(spread(p.logits, p.token_ids), expected[0])
+        assert_same_bits(jax.grad(lambda x: spread(x, p.token_ids).sum())(p.logits), expected[1])  # noqa: B023
+
+
+def test_derivatives_that_do_not_exist():
+    logits, ids = jnp.zeros((2, 5)), jnp.zeros(2, int)
+    with pytest.raises(ValueError, match="cannot be differentiated again"):
+        jax.grad(lambda x: jax.grad(lambda y: logp(y, ids).sum())(x)[0, 1])(logits)
+    with pytest.raises(TypeError):
+        jax.jvp(lambda x: logp(x, ids), (logits,), (logits,))
+
+
+GOOD = {"logits": jnp.zeros((4, 20)), "token_ids": jnp.arange(4)}
+MASK_HINT = "Mask or filter padding / ignore-index values (e.g. -100) before this op."
+BAD_INPUTS = {
+    "leading shape": ({"token_ids": jnp.arange(3)}, "logits leading shape (4,) must match token_ids shape (3,)."),
+    "scalar logits": ({"logits": jnp.zeros(()), "token_ids": jnp.zeros((), int)}, "logits must be [*lead, V], got"),
+    "V = 0": ({"logits": jnp.zeros((4, 0))}, "logits must have at least one vocab column."),
+    "float ids": ({"token_ids": jnp.ones(4)}, "token_ids must be integers, got float32."),
+    "integer logits": ({"logits": jnp.zeros((4, 20), int)}, "logits must be bfloat16, float16 or float32, got int32."),
+    "a list": ({"token_ids": [0, 1, 2, 3]}, "token_ids must be a JAX or NumPy array, got builtins.list."),
+    "id below 0": (
+        {"token_ids": jnp.array([0, 1, -100, 2])},
+        f"token_ids out of range: expected [0, 19], got [-100, 2]. {MASK_HINT}",
+    ),
+    "id V": ({"token_ids": jnp.array([0, 1, 20, 2])}, "token_ids out of range: expected [0, 19], got [0, 20]."),
+    "id in the padding": (
+        {"token_ids": jnp.array([0, 1, 17, 2]), "global_vocab_size": 17},
+        "token_ids out of range: expected [0, 16], got [0, 17].",
+    ),
+    "wide id": (
+        {"token_ids": np.array([0, 1, 2**32 + 1, 2])},
+        "token_ids out of range: expected [0, 19], got [0, 2147483647].",
+    ),
+    "beyond int32": (
+        {"logits": jax.ShapeDtypeStruct((4, 2**31), jnp.bfloat16)},
+        "logits rows and columns must fit into 32 bits, got 4 x 2147483648.",
+    ),
+    "more rows than int32 counts": (
+        {
+            "logits": jax.ShapeDtypeStruct((2**16, 2**16, 2), jnp.bfloat16),
+            "token_ids": np.broadcast_to(0, (2**16, 2**16)),
+        },
+        "logits rows and columns must fit into 32 bits, got 4294967296 x 2.",
+    ),
+    "a shape": ({"logits": jax.ShapeDtypeStruct((4, 20), jnp.float32)}, "logits is a ShapeDtypeStruct: use"),
+    "temperature 0": ({"temperature": 0.0}, "temperature must be positive and finite, got values in [0.0, 0.0]"),
+    "temperature shape": (
+        {"temperature": jnp.ones(3)},
+        "temperature must be a scalar or have token_ids shape (4,), got (3,).",
+    ),
+    "softcap": ({"logit_softcap": -1.0}, "logit_softcap must be a positive finite number, got -1.0."),
+    "vocabulary": ({"global_vocab_size": 21}, "global_vocab_size must be in [1, V=20], got 21."),
+    "ignore_index": ({"ignore_index": 3}, "ignore_index 3 is a valid token id; it must lie outside [0, 19]."),
+    "validate": ({"validate": 1.5}, "validate must be None, True or False, got 1.5."),
+    "row beyond": (
+        {"row_indices": jnp.array([0, 4])},
+        "row_indices contains an out-of-range row: expected [0, 3], got [0, 4].",
+    ),
+    "row below": ({"row_indices": jnp.array([-1])}, "row_indices contains an out-of-range row"),
+    "rows of two dimensions": ({"row_indices": jnp.zeros((1, 1), int)}, "row_indices must be 1-D, got shape (1, 1)."),
+    "float rows": ({"row_indices": jnp.ones(2)}, "row_indices must be integers, got float32."),
+    "initial alone": ({"initial": jnp.zeros(4)}, "initial requires row_indices, the rows that it does not keep."),
+    "initial's shape": (
+        {"initial": jnp.zeros(3), "row_indices": jnp.array([0])},
+        "initial must be float32 of token_ids shape (4,), got float32(3,).",
+    ),
+    "initial's dtype": (
+        {"initial": jnp.zeros(4, jnp.bfloat16), "row_indices": jnp.array([0])},
+        "initial must be float32 of token_ids shape (4,), got bfloat16(4,).",
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize(("changes", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+def test_bad_input(changes, message, implementation):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        logp(**{**GOOD, **changes}, implementation=implementation)
+
+
+@pytest.mark.parametrize("name", ["token_ids", "temperature", "row_indices", "initial"])
+def test_devices_must_match(name):
+    first, second = jax.devices("cpu")[:2]
+    extra = {"temperature": jnp.ones(4), "row_indices": jnp.array([0]), "initial": jnp.zeros(4)}
+    arrays = {key: jax.device_put(x, first) for key, x in {**GOOD, **extra}.items()}
+    arrays[name] = jax.device_put(arrays[name], second)
+    with pytest.raises(ValueError, match=f"{name} device .* must match logits device .*"):
+        logp(**arrays)
+
+
+def test_explicitly_sharded_logits_are_refused():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        logits = jax.device_put(GOOD["logits"], PartitionSpec("data", None))
+        ids = jax.device_put(GOOD["token_ids"], PartitionSpec("data"))
+        for name, arguments in (("logits", (logits, GOOD["token_ids"])), ("token_ids", (GOOD["logits"], ids))):
+            with pytest.raises(
+                ValueError, match=f"{name} is sharded as .* over Explicit mesh axes, which logp does not"
+            ):
+                logp(*arguments)
+
+
+@every_implementation
+def test_unchecked_bad_values_are_nan_and_stay_in_their_row(implementation):
+    case = Case("unchecked", (4,), 20)
+    p = ops.make(case, jnp.float32)._replace(token_ids=jnp.array([1, 20, -1, 2]))
+    with jax.transfer_guard_device_to_host("disallow"):
+        found = p.outputs(case, implementation, validate=False)
+    for value in found:
+        is_nan = np.isnan(np.asarray(value).reshape(4, -1)).any(axis=1)
+        np.testing.assert_array_equal(is_nan, [False, True, True, False])
+    rows = jax.jit(lambda rows: logp(p.logits, jnp.arange(4), row_indices=rows, implementation=implementation))
+    for bad in ([1, 9], [9, 9], [-1, 0]):
+        assert np.all(np.isnan(rows(jnp.array(bad))))
+
+
+def test_checkify_reports_what_was_not_checked():
+    for bad, message in (
+        ({"token_ids": jnp.array([0, 20, 1, 2])}, "token_ids out of range: expected"),
+        ({"row_indices": jnp.array([0, 9])}, "row_indices contains an out-of-range row"),
+    ):
+        checked = checkify.checkify(jax.jit(lambda x: logp(GOOD["logits"], **x)))
+        error, _ = checked({"token_ids": GOOD["token_ids"], **bad})
+        with pytest.raises(checkify.JaxRuntimeError, match=message):
+            error.throw()
+
+
+def test_validate_true_needs_values():
+    with pytest.raises(ValueError, match="validate=True needs concrete token_ids and temperature; under jit use"):
+        jax.jit(lambda ids: logp(GOOD["logits"], ids, validate=True))(GOOD["token_ids"])
+
+
+def test_explain_and_names():
+    decision = rlk_jax.explain("logp", jax.ShapeDtypeStruct((4, 20), jnp.bfloat16), GOOD["token_ids"])
+    assert decision.choice == "xla" and "compute capability 9.0" in decision.reasons["mosaic"][0]
+    with pytest.raises(ValueError, match=r"logp cannot run 'mosaic' here: needs compute capability 9\.0"):
+        logp(**GOOD, implementation="mosaic")
+
+
+def test_hopper_runs_mosaic_whatever_the_batch(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
+    for n in (1, 5000):
+        logits, ids = jax.ShapeDtypeStruct((n, 20), jnp.float16), jax.ShapeDtypeStruct((n,), jnp.int32)
+        assert rlk_jax.explain("logp", logits, ids).choice == "mosaic"
+    policy, ref, ids, mask, old = ops.make_policies(jnp.bfloat16)
+    assert rlk_jax.explain("ratio_kl", policy, ref, ids, mask, old).choice == "mosaic"
+    decision = rlk_jax.explain("grpo_loss", policy, ref, ids, old, jnp.ones(4), mask, samples_per_prompt=2)
+    assert decision.choice == "mosaic"
+
+
+def test_one_name_for_the_tokens():
+    by_name = logp(logits=GOOD["logits"], token_ids=GOOD["token_ids"])
+    np.testing.assert_array_equal(bits(by_name), bits(logp(*GOOD.values())))

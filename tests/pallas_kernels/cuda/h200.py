@@ -1,0 +1,86 @@
+"""Compiles linear_logp and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
+
+`python -m tests.pallas_kernels.cuda.h200 FOLDER` prints a dictionary from program to `calls`, its custom calls, and
+`thunks`, those at
+the top of what XLA runs. Needs jax's CUDA plugins in the folder of $RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps
+the text of its programs into FOLDER.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax import det_gemm, dispatch, linear_logp
+from tests.pallas_kernels.mosaic import sm90
+
+FOLDER = pathlib.Path(sys.argv[1])
+
+
+def run_by_name() -> None:
+    """`cuda` has no reason not to run, whatever this machine lacks."""
+    for op in ("linear_logp", "det_gemm"):
+        entries = dispatch.TABLE[op]
+        dispatch.TABLE[op] = tuple(
+            dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "cuda" else x for x in entries
+        )
+
+
+def with_gradients(op, *operands):
+    values, vjp = jax.vjp(op, *operands)
+    return values, vjp(jax.tree.map(jnp.sin, values))
+
+
+def head(hidden, weight, target_ids, bias, **options):
+    def op(hidden, weight, bias):
+        return linear_logp(hidden, weight, target_ids, bias, implementation="cuda", **options)
+
+    return with_gradients(op, hidden, weight, bias)
+
+
+def kept(*operands):
+    return head(*operands)
+
+
+def recomputed(*operands):
+    return head(*operands, return_entropy=True)
+
+
+def products(a, b, c):
+    """More than one: XLA leaves programs of four calls and fewer out of CUDA graphs."""
+
+    def op(a, b, c):
+        return det_gemm(det_gemm(a, b, implementation="cuda"), c, implementation="cuda")
+
+    return with_gradients(op, a, b, c)
+
+
+def spec(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sm90.h200())
+
+
+HEAD = spec((512, 256)), spec((8192, 256)), spec((512,), jnp.int32), spec((8192,), jnp.float32)
+PROGRAMS = ((kept, HEAD), (recomputed, HEAD), (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))))
+
+
+def main() -> None:
+    sm90.trace_for_h200()
+    run_by_name()
+    found = {}
+    for function, operands in PROGRAMS:
+        name = function.__name__
+        text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).compile().as_text()
+        (thunks,) = FOLDER.glob(f"*jit_{name}.thunk_sequence_after_thunk_passes.txt")
+        found[name] = {
+            "calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
+            "thunks": re.findall(r"^\d+: (\w+)", thunks.read_text(), re.MULTILINE),
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

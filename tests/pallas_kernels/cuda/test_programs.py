@@ -1,0 +1,44 @@
+"""What XLA makes of calls by name for an H200, compiled on a machine without one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels.cuda import build
+
+
+@pytest.fixture(scope="module")
+def programs(shipped, tmp_path_factory):
+    if "RLK_SM90_PLUGINS" not in os.environ:
+        pytest.skip("needs jax's CUDA plugins, whose folder RLK_SM90_PLUGINS names")
+    folder = tmp_path_factory.mktemp("dump")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.cuda.h200", folder],
+        env=os.environ
+        | {"RLK_CACHE_DIR": str(shipped.parent.parent), "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+HEAD = set(build.TARGETS) - {"rlk_gemm"}
+
+
+@pytest.mark.parametrize(
+    ("program", "kernels"),
+    [
+        ("kept", HEAD - {"rlk_dlogits"}),
+        ("recomputed", HEAD - {"rlk_dlogits_from_kept_exponentials"}),
+        ("products", {"rlk_gemm"}),
+    ],
+)
+def test_value_and_gradients_are_our_kernels_alone_in_one_cuda_graph(program, kernels, programs):
+    found = programs[program]
+    assert set(found["calls"]) - {"AllocateBuffer"} == kernels
+    assert found["thunks"] == ["kCommandBuffer"]

@@ -1,0 +1,146 @@
+"""det_gemm's kernel in Pallas' interpreter, with race detection: every kind of tile, layout and result.
+
+Bits are compared on small integers: there sums are exact, so that what is compared is which terms an element gets. The
+order of a sum on the tensor cores is for tests/gpu.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.tiles import GemmPlan, Machine, Tile
+from pallas_kernels.mosaic import gemm as kernel
+from rlk_jax import det_gemm, dispatch
+from rlk_jax.ops.det_gemm import hopper
+from tests.support import gemm
+from tests.support.gemm import Case
+from tests.support.helpers import assert_same_bits
+
+MACHINE = Machine(4, plgpu.InterpretGPUParams(detect_races=True))
+CASES = (
+    Case("one row", 1, 64, 70),
+    Case("few rows, long", 16, 72, 600, transpose_b=True),
+    Case("narrow tiles", 7, 130, 100, transpose_b=True),
+    Case("40 rows", 40, 64, 300, out_dtype=jnp.float32),
+    Case("odd", 70, 130, 301, transpose_b=True),
+    Case("several blocks", 260, 72, 300, out_dtype=jnp.float32),
+    Case("from C", 130, 72, 260, accumulates=True),
+    Case("few rows from C", 5, 72, 260, lead=(2,), accumulates=True, out_dtype=jnp.bfloat16),
+    Case("more stages than steps", 70, 8, 8),
+    Case("more steps than stages", 40, 1200, 40),
+)
+TILES = (
+    Tile(64, 64, 2, 1),
+    Tile(64, 128, 3, 2),
+    Tile(128, 64, 2, 2),
+    Tile(128, 256, 4, 2, 1),
+)
+LAYOUTS = ((False, False), (False, True), (True, False), (True, True))
+"""Whether A and B are transposed."""
+PAIRS = [*zip(TILES, LAYOUTS, strict=True), *zip(TILES, LAYOUTS[::-1], strict=True)]
+BITS = Case("bits", 150, 72, 130, integers=True)
+SUM = Case("sum", 140, 140, 40, integers=True)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """`mosaic` means four multiprocessors in the interpreter, and new memory holds NaN."""
+    jax.clear_caches()
+    entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
+    monkeypatch.setitem(dispatch.TABLE, "det_gemm", (entry, *dispatch.TABLE["det_gemm"][1:]))
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+
+@pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, dtype):
+    if dtype == jnp.float16 and case.m not in (7, 16):
+        pytest.skip("float16 changes no path of the kernel: run where it is cheap")
+    case = replace(case, out_dtype=dtype) if case.out_dtype == jnp.bfloat16 else case
+    gemm.check_against_gold(case, dtype, "mosaic", "det_gemm_float32")
+
+
+def with_plan(monkeypatch, plan):
+    monkeypatch.setattr(kernel, "gemm_plan", lambda *sizes, **layout: plan)
+
+
+@pytest.mark.parametrize(("tile", "layout"), PAIRS, ids=str)
+def test_every_tile_and_every_layout(tile, layout, monkeypatch):
+    """As the plan would choose, all give the same; sizes that are no multiples of anything."""
+    p = gemm.make(replace(BITS, accumulates=True), jnp.bfloat16)
+    a, b = p.a.T if layout[0] else p.a, p.b.T if layout[1] else p.b
+    options = {"a_transposed": layout[0], "b_transposed": layout[1], "machine": MACHINE}
+    expected = np.asarray(p.a, np.float32) @ np.asarray(p.b, np.float32)
+    with_plan(monkeypatch, GemmPlan(tile))
+    for start, dtype in ((None, jnp.bfloat16), (p.start, jnp.float32)):
+        actual = jax.jit(functools.partial(kernel.gemm, out_dtype=dtype, **options))(a, b, start)
+        assert_same_bits(actual, jnp.asarray(expected + (0 if start is None else np.asarray(start)), dtype))
+
+
+@pytest.mark.parametrize(
+    ("rows", "transpose_b", "dtype"), [(64, False, jnp.float16), (128, True, jnp.float32)], ids=str
+)
+@pytest.mark.parametrize(("m", "columns"), [(1, 8), (8, 8), (13, 8), (13, 16), (40, 32), (64, 64), (100, 64)])
+def test_swapped_operands(m, columns, rows, transpose_b, dtype, monkeypatch):
+    case = Case("swapped", m, 72, 200, transpose_b, integers=True)
+    p = gemm.make(case, jnp.float16)
+    with_plan(monkeypatch, GemmPlan(Tile(rows, columns, 2, 1), swapped=True))
+    actual = jax.jit(lambda p: gemm.call(case, p, "mosaic", out_dtype=dtype))(p)
+    assert_same_bits(actual, jnp.asarray(gemm.gold(case, p).c, dtype))
+
+
+@pytest.mark.parametrize(("transpose_b", "size"), [(False, 7), (True, 65)])
+def test_rows_do_not_depend_on_the_batch(transpose_b, size):
+    gemm.check_rows(replace(BITS, transpose_b=transpose_b), jnp.bfloat16, "mosaic", (size,))
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_sums_in_parts(transpose_b):
+    gemm.check_cuts(replace(SUM, transpose_b=transpose_b), jnp.bfloat16, "mosaic", (64,))
+
+
+def test_zero_rows_appended_leave_the_gradient_of_b():
+    gemm.check_appended_zero_rows(Case("appended", 70, 40, 50, integers=True), jnp.bfloat16, "mosaic", (1, 100))
+
+
+def test_nothing_to_multiply():
+    gemm.check_empty(jnp.bfloat16, "mosaic")
+
+
+def test_vmap_is_one_product():
+    p = gemm.make(BITS, jnp.bfloat16)
+    batched = p.a.reshape(3, 50, -1)
+    actual = jax.vmap(lambda a: det_gemm(a, p.b, implementation="mosaic"))(batched)
+    assert_same_bits(actual.reshape(150, -1), det_gemm(p.a, p.b, implementation="mosaic"))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("m", [2, 600])
+def test_lowers_inside_shard_map(m, check_vma, monkeypatch):
+    """For an H200, in 64-bit mode too; the types of what kernels write have to agree."""
+    monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    rows = jax.P("data")
+
+    def loss(a, b, c):
+        f = jax.shard_map(
+            lambda a, b, c: det_gemm(a, b, accumulate_into=c),
+            mesh=mesh,
+            in_specs=(rows, jax.P(), rows),
+            out_specs=rows,
+            check_vma=check_vma,
+        )
+        return f(a, b, c).sum()
+
+    shapes = (((m, 1024), jnp.bfloat16), ((1024, 4096), jnp.bfloat16), ((m, 4096), jnp.float32))
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            gradients = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*(jax.ShapeDtypeStruct(*x) for x in shapes))
+            assert "mosaic_gpu" in gradients.lower(lowering_platforms=("cuda",)).as_text()

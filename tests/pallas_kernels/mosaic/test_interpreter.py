@@ -1,0 +1,276 @@
+"""Every Mosaic kernel in Pallas' interpreter, with race detection, at tiny odd shapes, against the float64 gold."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.mosaic import head_kernels
+from rlk_jax import dispatch, linear_logp
+from rlk_jax.ops.linear_logp import hopper
+from tests.support import helpers, policy_losses, shards
+from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from tests.support.policy_losses import Batch
+
+CASES = (
+    Case("plain", (40,), 128, 300),
+    Case("one row", (1,), 64, 5),
+    Case("two blocks, bias, odd", (70,), 80, 301, bias=True),
+    Case("two row tiles, softcap", (140,), 64, 1000, options={"logit_softcap": 2.0}, temperature="per token"),
+    Case("dv", (40,), 72, 512, options={"weight_layout": "dv"}),
+    Case("dv, odd", (40,), 64, 300, bias=True, options={"weight_layout": "dv"}),
+    Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257}),
+    Case("slices", (40,), 64, 3000, options={"memory_budget": 2**17}),
+    Case("more stages than steps", (70,), 512, 100, bias=True),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted():
+    """`mosaic` means two multiprocessors (a cluster of two blocks) in the interpreter."""
+    machine = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
+    functions = hopper.mosaic(machine)
+    before = dispatch.TABLE["linear_logp"]
+    dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        # On a GPU new memory holds anything; here it would be zeros.
+        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
+    dispatch.TABLE["linear_logp"] = before
+
+
+def test_a_missing_wait_is_seen(monkeypatch, capsys):
+    wait = plgpu.wait_smem_to_gmem
+    at_the_end = lambda n, wait_read_only=False: None if wait_read_only else wait(n)  # noqa: E731
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", at_the_end)
+    case = Case("no wait", (10,), 64, 600)
+    raised = ""
+    try:
+        jax.block_until_ready(helpers.make(case, jnp.bfloat16).gradients(case, "mosaic"))
+    except jax.errors.JaxRuntimeError as error:
+        raised = str(error)  # jax 0.12 raises what 0.11 prints
+    assert "RACE DETECTED" in raised + capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, dtype):
+    if dtype == jnp.float16 and case.name != "padded vocabulary":
+        pytest.skip("float16 differs in the scaling of gradients alone: run where there is also a bias")
+    problem = helpers.make(case, dtype)
+    gold = helpers.gold(case, problem)
+    values, gradients = problem.values_and_gradients(case, "mosaic")
+    for value, expected in zip(values, gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
+    for gradient, expected in zip(gradients, gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+
+
+def test_extreme_biases():
+    """A whole chunk masked with −1e30, a bias of 100 beside rows that only fill a tile, a target of −∞."""
+    case = Case("biases", (40,), 64, 2304, bias=True)
+    problem = helpers.make(case, jnp.bfloat16)
+    ids = problem.target_ids.at[:20].set(jnp.arange(20))
+    bias = problem.bias.at[1500:].set(-1e30).at[3].set(100).at[ids[5]].set(-jnp.inf)
+    problem = problem._replace(bias=bias, target_ids=jnp.minimum(ids, 1499))
+    gold = helpers.gold(case, problem)
+    values, gradients = problem.values_and_gradients(case, "mosaic")
+    for actual, expected in zip((*values, *gradients), (*gold.values, *gold.gradients), strict=True):
+        finite = np.isfinite(np.asarray(expected, np.float32))
+        assert (np.isfinite(np.asarray(actual, np.float32)) == finite).all()
+        is_value = actual.dtype == jnp.float32
+        actual, expected = (np.where(finite, np.asarray(x, np.float32), 0) for x in (actual, expected))
+        if is_value:
+            assert_error(np.abs(actual - expected).max() / 100, "linear_logp_peaked_wgmma", jnp.bfloat16, "forward")
+        else:
+            assert_within_contract(actual, expected, "linear_logp_peaked_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize("budget", [None, 60000])
+def test_garbage_in_padding_rows(budget):
+    """The last chunk is empty and the one before it short: more than one slice meets the padding."""
+    case = Case("padding", (40,), 64, 2112, options={"global_vocab_size": 2049, "memory_budget": budget})
+    problem = helpers.make(case, jnp.bfloat16)
+    garbage = problem._replace(weight=problem.weight.at[2049:].set(jnp.nan))
+    gold = helpers.gold(case, problem)
+    for gradient, expected in zip(garbage.gradients(case, "mosaic"), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize(("softcap", "temperature"), [(1e4, 1.0), (None, 1e-9)])
+def test_large_softcaps_and_low_temperatures(softcap, temperature):
+    case = Case("extreme", (40,), 64, 300, options={"logit_softcap": softcap}, temperature=temperature)
+    problem = helpers.make(case, jnp.bfloat16)
+    gold = helpers.gold(case, problem)
+    for value, expected in zip(problem.call(case, "mosaic"), gold.values, strict=True):
+        if expected.any():
+            assert_within_contract(value, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in problem.gradients(case, "mosaic"))
+
+
+@pytest.mark.parametrize(("operand", "kernel"), [(0, "store_weight_gradient"), (1, "add_hidden_gradient")])
+def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
+    monkeypatch.setattr(head_kernels, kernel, lambda *_: pytest.fail(f"{kernel} was launched"))
+    case = Case("frozen", (10,), 64, 300 + operand)
+    p = helpers.make(case, jnp.bfloat16)
+    call = lambda *x: linear_logp(*x, p.target_ids, implementation="mosaic").sum()  # noqa: E731
+    jax.eval_shape(jax.grad(call, operand), p.hidden, p.weight)
+    monkeypatch.undo()
+    jax.eval_shape(jax.grad(call, 1 - operand), p.hidden, p.weight)
+
+
+def test_ignored_rows_hold_anything():
+    case = Case("ignored", (150,), 64, 300, options={"ignore_index": -1})
+    problem = helpers.make(case, jnp.bfloat16)
+    ignored = np.random.default_rng(0).permutation(150)[:100]
+    problem = problem._replace(
+        hidden=problem.hidden.at[ignored].set(jnp.nan), target_ids=problem.target_ids.at[ignored].set(-1)
+    )
+    kept = np.setdiff1d(np.arange(150), ignored)
+    part = helpers.rows_of(problem, kept)
+    gold = helpers.gold(dataclasses.replace(case, lead=(50,)), part)
+    values, (d_hidden, d_weight) = problem.values_and_gradients(case, "mosaic")
+    for x, expected in zip((*values, d_hidden), (*gold.values, gold.gradients[0]), strict=True):
+        kind = "forward" if x.ndim == 1 else "gradient"
+        assert_within_contract(x[kept], expected, "linear_logp_wgmma", jnp.bfloat16, kind)
+        assert not np.asarray(x[ignored]).astype(np.float32).any()
+    assert_within_contract(d_weight, gold.gradients[1], "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Which kernels made the gradients of logits, in order."""
+    names = []
+    for name in ("dlogits", "dlogits_from_kept_exponentials"):
+        kernel = getattr(head_kernels, name)
+        monkeypatch.setattr(head_kernels, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "budget", "kernels"),
+    [
+        (600, None, {"dlogits_from_kept_exponentials"}),
+        (600, 400_000, {"dlogits_from_kept_exponentials", "dlogits"}),
+        (601, 600_000, {"dlogits_from_kept_exponentials", "dlogits"}),
+    ],
+)
+def test_kept_exponentials(seen, vocab_size, budget, kernels):
+    """With ignored rows, whose places others take, and with rows that only the backward leaves out; replaced by their
+    gradients, and beside a head that is copied.
+    """
+    case = Case("kept", (80,), 64, vocab_size, bias=True, options={"ignore_index": -1, "memory_budget": budget})
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    problem = problem._replace(
+        hidden=problem.hidden.at[::7].set(jnp.nan),
+        target_ids=problem.target_ids.at[::7].set(-1),
+        upstream=tuple(g.at[::3].set(0) for g in problem.upstream),
+    )
+    counts = np.arange(80) % 7 != 0
+    gold = helpers.gold(dataclasses.replace(case, lead=(counts.sum(),)), helpers.rows_of(problem, counts))
+    d_hidden, *d_head = jax.block_until_ready(problem.gradients(case, "mosaic"))
+    assert set(seen) == kernels
+    assert not np.asarray(d_hidden[~counts]).astype(np.float32).any()
+    for gradient, expected in zip((d_hidden[counts], *d_head), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+def test_kernels_are_traced_under_x64_too(seen):
+    case = Case("x64", (80,), 64, 600, bias=True, options={"memory_budget": 402_000})
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+
+    def loss(hidden, weight):
+        return helpers.weighted(problem._replace(hidden=hidden, weight=weight).call(case, "mosaic"), problem.upstream)
+
+    with jax.enable_x64(True):
+        jax.jit(jax.grad(loss, (0, 1))).trace(problem.hidden, problem.weight)
+    assert set(seen) == {"dlogits_from_kept_exponentials", "dlogits"}
+
+
+def test_a_loss_in_one_call_keeps_exponentials(seen):
+    """As far as its budget goes, and beside an entropy that is only reported; with the bits of two calls."""
+    b = policy_losses.batch((2, 40), 64, 600, jnp.bfloat16)
+
+    def lowered(loss, **options):
+        """And which kernels are in it."""
+        seen.clear()
+        return policy_losses.lowered(loss, b, implementation="mosaic", **options), set(seen)
+
+    one, kernels = lowered(Batch.loss)
+    assert kernels == {"dlogits_from_kept_exponentials"}
+    two, kernels = lowered(Batch.in_two_calls, memory_budget=400_000)
+    # Another budget: jax would not trace the same call again, and nothing would be seen.
+    assert kernels == lowered(Batch.loss, memory_budget=401_000)[1] == {"dlogits_from_kept_exponentials", "dlogits"}
+    assert lowered(Batch.loss, return_entropy=True)[1] == {"dlogits_from_kept_exponentials"}
+    found, expected = (program.compile()(*operands) for program, operands in (one, two))
+    assert_same_bits(found, expected)
+    assert np.asarray(found[1][0], np.float32).any()
+
+
+def test_what_is_kept_serves_more_than_one_backward():
+    """Although gradients are made in its place."""
+    case = Case("kept", (70,), 64, 296)
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    _, pull_back = jax.vjp(lambda h: problem._replace(hidden=h).call(case, "mosaic").logp.sum(), problem.hidden)
+    first, second = pull_back(1.0), pull_back(1.0)
+    assert_same_bits(first, second)
+    assert np.asarray(first[0]).astype(np.float32).any()
+
+
+def test_a_forward_without_a_backward_keeps_nothing(monkeypatch):
+    keeps, partials = [], head_kernels.partials
+    monkeypatch.setattr(head_kernels, "partials", lambda *x: keeps.append(x[-1] is not None) or partials(*x))
+    case = Case("forward alone", (72,), 64, 300)
+    p = helpers.make(case, jnp.bfloat16)
+    call = lambda h: linear_logp(h, p.weight, p.target_ids, implementation="mosaic").sum()  # noqa: E731
+    jax.eval_shape(call, p.hidden)
+    assert keeps and not any(keeps)
+    jax.eval_shape(jax.grad(call), p.hidden)
+    assert any(keeps)
+
+
+def test_entropies_and_softcaps_and_float16_recompute(seen):
+    case = Case("recomputed", (70,), 64, 300)
+    for dtype, options in (
+        (jnp.bfloat16, {}),
+        (jnp.bfloat16, {"return_entropy": False, "logit_softcap": 2.0}),
+        (jnp.float16, {"return_entropy": False}),
+    ):
+        problem = helpers.make(case, dtype)
+        jax.eval_shape(lambda p=problem, o=options: p.gradients(case, "mosaic", **o))
+    assert set(seen) == {"dlogits"}
+
+
+def test_batches_under_vmap():
+    """What one forward keeps is not for a batch of them, nor for a batch of upstream gradients."""
+    case = Case("vmap", (2, 70), 64, 300)
+    p = helpers.make(case, jnp.bfloat16)
+
+    def call(hidden, target_ids):
+        return linear_logp(hidden, p.weight, target_ids, implementation="mosaic")
+
+    gradient = jax.grad(lambda h, t, g: jnp.vdot(call(h, t), g))
+    batched = jax.jit(jax.vmap(gradient))(p.hidden, p.target_ids, p.upstream[0])
+    pull = jax.vjp(lambda h: call(h, p.target_ids[0]), p.hidden[0])[1]
+    many = jax.vmap(pull)(jnp.stack([p.upstream[0][0], 2 * p.upstream[0][0]]))[0]
+    alone = [np.asarray(gradient(p.hidden[i], p.target_ids[i], p.upstream[0][i]), np.float64) for i in range(2)]
+    pairs = zip((*batched, *many), (*alone, alone[0], 2 * alone[0]), strict=True)
+    for found, expected in pairs:
+        assert_within_contract(found, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
+
+
+def test_no_row_at_all():
+    case = Case("nothing", (0,), 64, 300, bias=True)
+    rows, head = helpers.outputs(case, helpers.make(case, jnp.bfloat16), "mosaic")
+    assert [x.shape for x in rows] == [(0,), (0,), (0,), (0, 64)]
+    assert all(not np.asarray(x).astype(np.float32).any() for x in jax.tree.leaves(head))
+
+
+@pytest.mark.parametrize(("columns", "layout"), [(512, "vd"), (640, "dv")], ids=["on group edges", "off them"])
+def test_shards_of_a_padded_head(columns, layout):
+    shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma")

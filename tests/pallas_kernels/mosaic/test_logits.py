@@ -1,0 +1,122 @@
+"""The row kernels of the ops over logits in Pallas' interpreter, with race detection, at tiny odd shapes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import rlk_jax
+from pallas_kernels.hopper.tiles import Machine
+from rlk_jax import dispatch, logp
+from rlk_jax.ops.logits import hopper
+from tests import test_grpo_loss, test_logp, test_ratio_kl
+from tests.support import logits as ops
+from tests.support.helpers import assert_same_bits, assert_within_contract
+from tests.support.logits import Case
+
+MACHINE = Machine(4, plgpu.InterpretGPUParams(detect_races=True))
+every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
+CASES = (
+    Case("tiny", (3,), 5, temperature="per token"),
+    Case("one thread's columns each", (3,), 128),
+    Case("two pieces", (4,), 300, {"logit_softcap": 2.0}),
+    Case("padded", (2, 2), 1030, {"global_vocab_size": 700}, "per token"),
+    Case("impossible tokens", (3,), 2500, impossible=2400),
+    Case("steps and a rest", (2,), 9000),
+    Case("lines of eight rows", (8,), 1101, {"logit_softcap": 3.0, "global_vocab_size": 1100}, "per token"),
+    Case("no whole lines", (6,), 1101),
+    Case("steps by shared memory", (8,), 3 * 4096 + 45, {"logit_softcap": 3.0}, "per token"),
+    Case("lines of two rows", (4,), 1084),
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """`mosaic` means the interpreter, and new memory holds NaN."""
+    jax.clear_caches()
+    entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
+    for op in ("logp", "ratio_kl", "grpo_loss"):
+        monkeypatch.setitem(dispatch.TABLE, op, (entry, *dispatch.TABLE[op][1:]))
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, jnp.bfloat16) for case in CASES),
+        # Lines of other lengths; float16 differs from bfloat16 in nothing that the kernel sees.
+        *((case, jnp.float32) for case in CASES if "line" in case.name or case.name == "tiny"),
+        (CASES[2], jnp.float16),
+    ],
+    ids=str,
+)
+def test_against_float64(case, dtype):
+    ops.check_against_gold(case, dtype, "mosaic")
+
+
+@pytest.mark.parametrize("case", [CASES[3], *CASES[6:]], ids=str)
+def test_in_place_has_the_same_bits(case):
+    p = ops.make(case, jnp.bfloat16)
+    assert_same_bits(p.gradient(case, "mosaic", donate_logits=True), p.gradient(case, "mosaic"))
+
+
+@pytest.mark.parametrize("vocab", [700, 1101])
+def test_masked_rows_leak_nothing_and_get_zeros(vocab):
+    case = Case("masked", (8,), vocab, {"ignore_index": -100})
+    p = ops.make(case, jnp.bfloat16)
+    ignored = np.arange(8) % 3 == 1
+    p = p._replace(token_ids=jnp.where(ignored, -100, p.token_ids))
+    poisoned = p._replace(logits=jnp.where(ignored[:, None], jnp.nan, p.logits))
+    expected = p.outputs(case, "mosaic")
+    assert_same_bits(poisoned.outputs(case, "mosaic"), expected)
+    assert not any(np.any(np.asarray(x)[ignored]) for x in expected)
+
+
+def test_bad_rows_are_nan():
+    case = Case("unchecked", (4,), 300)
+    p = ops.make(case, jnp.bfloat16)._replace(token_ids=jnp.array([1, 300, -1, 2]))
+    for value in p.outputs(case, "mosaic", validate=False):
+        is_nan = np.isnan(np.asarray(value, np.float32).reshape(4, -1)).any(axis=1)
+        np.testing.assert_array_equal(is_nan, [False, True, True, False])
+
+
+@every_dtype
+def test_rows_of_the_lowest_number(dtype):
+    ops.check_lowest(dtype, "mosaic")
+
+
+@pytest.mark.parametrize("op", ["logp", "ratio_kl", "grpo_loss"])
+def test_bad_inputs_raise_as_everywhere(op):
+    tables = {
+        "logp": ((x, {**test_logp.GOOD, **changes}) for changes, x in test_logp.BAD_INPUTS.values()),
+        "ratio_kl": ((x, {**test_ratio_kl.GOOD, **changes}) for changes, x in test_ratio_kl.BAD_INPUTS.values()),
+        "grpo_loss": ((x, test_grpo_loss.arguments(**changes)) for changes, x in test_grpo_loss.BAD_INPUTS.values()),
+    }
+    for message, arguments in tables[op]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(rlk_jax, op)(**arguments, implementation="mosaic")
+
+
+def test_two_policies():
+    p = ops.make_policies(jnp.bfloat16, (2, 4), 300)
+    zeros = jnp.zeros((2, 4))
+    gold = ops.ratio_kl_gold(p, (zeros + 1, zeros + 2))
+    for value, expected in zip(p.ratio_kl("mosaic"), gold, strict=False):
+        assert_within_contract(value, expected, "ratio_kl", jnp.bfloat16, "forward")
+    gradient = jax.grad(lambda x: (q := p._replace(policy_logits=x).ratio_kl("mosaic")).ratio.sum() + 2 * q.kl.sum())(
+        p.policy_logits
+    )
+    assert_within_contract(gradient, gold.gradient, "ratio_kl", jnp.bfloat16, "gradient")
+    found = p.grpo_loss(jnp.arange(2.0), "mosaic", samples_per_prompt=2, beta=0.1)
+    expected = p.grpo_loss(jnp.arange(2.0), "reference", samples_per_prompt=2, beta=0.1)
+    assert_within_contract(np.array(found), np.array(expected), "grpo_loss", jnp.bfloat16, "forward")
+
+
+def test_an_impossible_row_is_nan_alone():
+    p = ops.make(Case("impossible", (3,), 300), jnp.float32)
+    logits = p.logits.at[1].set(-jnp.inf)
+    np.testing.assert_array_equal(np.isnan(logp(logits, p.token_ids, implementation="mosaic")), [False, True, False])

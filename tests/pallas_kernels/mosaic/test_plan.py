@@ -1,0 +1,243 @@
+"""The pure functions around the kernels: tiles, the vocabulary's chunks, slices under a budget, compaction."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.hopper.tiles import (
+    COLUMNS,
+    DEPTH,
+    SHARED_MEMORY,
+    Tile,
+    gemm_plan,
+    gemm_tile,
+    padded,
+    statistics_tile,
+)
+from pallas_kernels.hopper.vocabulary import Vocabulary
+from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.rows import compact
+from rlk_jax.ops.linear_logp import hopper_plan
+from rlk_jax.ops.linear_logp.options import HeadConfig, Needs
+from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
+
+MOST_CHUNKS = 2048
+"""More than any vocabulary here has: every one takes the same few programs."""
+
+
+def vocabulary(size: int) -> Vocabulary:
+    return Vocabulary(size, column_groups(size).count, column_groups(size).width)
+
+
+def options(size: int, **changes) -> HeadConfig:
+    real = changes.get("real_vocab_size", size)
+    plain = HeadConfig(
+        vocab_size=size,
+        real_vocab_size=size,
+        logit_softcap=None,
+        return_lse=False,
+        return_entropy=False,
+        groups=column_groups(real),
+        weight_layout="vd",
+        may_ignore=False,
+        memory_budget=None,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def assert_fits(tile: Tile, staged: int) -> None:
+    """`staged`: bytes that a warpgroup stores at a time, two of which are in flight."""
+    ring = tile.stages * 2 * DEPTH * (tile.rows + tile.columns)
+    assert ring + tile.warpgroups * 2 * staged <= SHARED_MEMORY
+    assert tile.rows == 64 * tile.warpgroups and tile.stages >= 3
+
+
+@given(rows=st.integers(1, 1 << 20))
+def test_tiles_fit_the_machine(rows):
+    for tile in (statistics_tile(rows), gemm_tile(rows)):
+        assert tile.columns == COLUMNS and padded(rows, tile.cluster_rows) % 64 == 0
+        assert_fits(tile, staged=2 * 64 * 64)
+
+
+layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_transposed", "accumulates")})
+
+
+@given(
+    m=st.integers(1, 1 << 20),
+    n=st.integers(1, 1 << 20),
+    sm_count=st.integers(2, 160),
+    layout=layouts,
+    b_transposed=st.booleans(),
+)
+def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout, b_transposed):
+    plan = gemm_plan(m, n, sm_count, **layout)
+    tile = plan.tile
+    # Of swapped operands a strip is the whole tile, else 128 bytes of each row.
+    assert_fits(tile, staged=4 * 64 * tile.columns if plan.swapped else 64 * 128)
+    assert tile.stages.bit_count() == 1
+    # Columns that lie along memory are read 64 at a time.
+    columns_lie_along_memory = layout["a_transposed"] if plan.swapped else not b_transposed
+    assert tile.columns % 64 == 0 or not columns_lie_along_memory
+    assert not (plan.swapped and layout["accumulates"])
+    if plan.swapped:
+        assert m <= tile.columns <= 64 and tile.cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tile", "swapped"),
+    [
+        (4096, 4096, (128, 256, 2), False),
+        (4096, 12288, (128, 256, 2), False),
+        (4096, 32000, (128, 256, 2), False),
+        (1024, 4096, (128, 256, 2), False),
+        (1024, 14336, (128, 128, 2), False),
+        (128, 4096, (64, 64, 2), False),
+        (128, 14336, (128, 128, 1), False),
+        (16, 4096, (64, 16, 1), True),
+        (1, 14336, (128, 8, 1), True),
+        (64, 32000, (128, 64, 1), True),
+    ],
+)
+def test_which_tile_a_gemm_takes(m, n, tile, swapped):
+    plan = gemm_plan(m, n, 132, a_transposed=False, accumulates=False)
+    assert (plan.tile.rows, plan.tile.columns, plan.tile.cluster) == tile and plan.swapped == swapped
+
+
+def test_few_rows_get_small_tiles():
+    assert [statistics_tile(n).cluster_rows for n in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 300_000))
+def test_chunks_partition_the_vocabulary(size):
+    v = vocabulary(size)
+    chunk = jnp.arange(MOST_CHUNKS, dtype=jnp.int32)
+    start, width = (np.asarray(of(chunk))[: v.chunks] for of in (v.start, v.width))
+    held = np.concatenate([np.arange(s, s + w) for s, w in zip(start, width, strict=True)])
+    np.testing.assert_array_equal(held, np.arange(size))
+    assert v.is_ragged == bool((width < COLUMNS).any())
+    column = jnp.asarray(np.linspace(0, size - 1, 500), jnp.int32)
+    of = np.asarray(v.chunk_of(column))
+    assert ((start[of] <= column) & (column < start[of] + width[of])).all()
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 300_000))
+def test_every_step_of_k_has_its_chunk(size):
+    v = vocabulary(size)
+    before = np.asarray(v.steps_before(jnp.arange(MOST_CHUNKS, dtype=jnp.int32)))[: v.chunks + 1]
+    assert before[0] == 0 and (np.diff(before) >= 1).all() and (np.diff(before) <= 4).all()
+    chunk, step = (np.asarray(x)[: before[-1]] for x in v.place(jnp.arange(4 * MOST_CHUNKS, dtype=jnp.int32)))
+    np.testing.assert_array_equal(before[chunk] + step, np.arange(before[-1]))
+
+
+@given(
+    size=st.integers(1, 300_000),
+    padding=st.sampled_from([0, 0, 1, 100, 5000]),
+    tokens=st.integers(1, 40_000),
+    dim=st.integers(1, 600),
+    budget=st.integers(1, 1 << 33),
+    keeps=st.booleans(),
+)
+def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
+    dim *= 8
+    given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
+    kept = hopper_plan.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
+    needs = Needs(True, True, True)
+    plan = hopper_plan.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
+    ends = [0, *(part.end for part in plan.ranges)]
+    assert [part.first for part in plan.ranges] == ends[:-1] and ends[-1] == vocabulary(size).chunks
+    assert kept == sum(part.end - part.first for part in plan.ranges if part.is_kept) and (keeps or not kept)
+    kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
+    rows_bytes = 2 * plan.matrix_rows * padded(dim, 64)
+    in_place = hopper_plan.replaces_kept(given_options, dim)
+    assert not kept or kept_bytes + rows_bytes <= budget
+    for part in plan.ranges:
+        assert 1 <= part.width <= part.end - part.first <= part.width * part.slices
+        if part.is_kept and in_place:
+            assert part.slices == 1 and not part.copied
+            continue
+        head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
+        used = part.width * (2 * COLUMNS * plan.matrix_rows + head) + rows_bytes
+        assert used + kept_bytes * part.is_kept <= budget or (part.width == 1 and not kept)
+    forward = hopper_plan.forward_plan(given_options, dim, tokens, kept)
+    assert forward.slices == 1 or not hopper_plan.reads_in_place(given_options, dim)
+    for part in forward.ranges:
+        copies = part.width * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
+        assert copies + kept_bytes <= budget or (part.width == 1 and not kept)
+
+
+def test_what_is_kept():
+    keeping = options(131072, keeps=True)
+    assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 238  # of 512: what 512 MiB hold beside hidden
+    assert (
+        hopper_plan.kept_chunks(options(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 116
+    )  # half, for a copied head
+    padded_head = options(131072, keeps=True, real_vocab_size=131000, memory_budget=2**34)
+    assert hopper_plan.kept_chunks(padded_head, 4096, 4096, jnp.bfloat16) == 511  # the last chunk's rows are copied
+    assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**25), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
+    assert hopper_plan.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
+    assert hopper_plan.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
+    groups = dataclasses.replace(keeping, is_shard=True, sums_by_group=True)
+    assert hopper_plan.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 116  # half, where dH has several chains
+
+
+def test_budgets_of_the_gpu_test_keep_none_some_and_all():
+    """Or tests/gpu/test_linear_grpo_loss.py would compare a plan with itself."""
+
+    def kept(budget: int | None) -> int:
+        keeping = options(VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
+        return hopper_plan.kept_chunks(keeping, DIM, TOKENS, jnp.bfloat16)
+
+    none, some, whole = map(kept, BUDGETS)
+    assert none == 0 < some < whole == kept(2**40)
+
+
+@settings(max_examples=60)
+@given(size=st.integers(512, 300_000), padding=st.integers(1, 5000))
+def test_only_the_end_of_a_padded_head_is_copied(size, padding):
+    total = padded(size + padding, 64)
+    in_place = hopper_plan.chunks_in_place(options(total, real_vocab_size=size), 128)
+    v = vocabulary(size)
+    chunk = jnp.arange(v.chunks, dtype=jnp.int32)
+    last_read = np.asarray(v.start(chunk) + -(-v.width(chunk) // DEPTH) * DEPTH)
+    assert (last_read[:in_place] <= size).all()
+    real = np.asarray(v.width(chunk)) > 0
+    assert real[in_place:].sum() <= 2
+
+
+@pytest.mark.parametrize(
+    ("size", "dim", "layout", "in_place"),
+    [
+        (131072, 2048, "vd", True),
+        (151936, 4096, "vd", True),
+        (131072, 2048, "dv", True),
+        (131072, 2056, "dv", True),
+        (50257, 768, "vd", False),
+        (32000, 72, "vd", False),
+        (151936, 4096, "dv", False),
+        (50257, 768, "dv", False),
+    ],
+)
+def test_which_heads_are_read_in_place(size, dim, layout, in_place):
+    assert hopper_plan.reads_in_place(options(size, weight_layout=layout), dim) == in_place
+
+
+@given(active=st.lists(st.booleans(), min_size=1, max_size=40), room=st.integers(0, 9))
+def test_compaction_and_back(active, room):
+    mask = np.asarray(active)
+    rows = compact(jnp.asarray(mask), len(mask) + room)
+    x = np.arange(1.0, len(mask) + 1, dtype=np.float32)
+    taken = np.asarray(rows.take(jnp.asarray(x), -1))
+    count = int(mask.sum())
+    np.testing.assert_array_equal(taken[:count], x[mask])
+    np.testing.assert_array_equal(taken[count:], -1)
+    np.testing.assert_array_equal(rows.spread(jnp.asarray(taken)), np.where(mask, x, 0))
+    assert int(rows.count[0]) == count

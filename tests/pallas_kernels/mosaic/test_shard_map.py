@@ -1,0 +1,40 @@
+"""The Mosaic implementation inside shard_map, lowered for an H200 on a machine without one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlk_jax import dispatch
+from rlk_jax.grpo import GrpoConfig
+from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.steps import make_mesh
+from tests.support import shards
+
+
+@pytest.fixture
+def for_h200(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
+
+
+@pytest.mark.parametrize(("tokens", "reduction"), [(0, "sum"), (300, "sum"), (300, "canonical")])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("vocab", [16384, 16000])
+def test_lowers_in_several_slices(vocab, check_vma, reduction, tokens, for_h200):
+    """Of whole chunks the slices are read in place, else copied; the types of what kernels write have to agree."""
+    program = shards.lowered("mosaic", vocab, check_vma=check_vma, reduction=reduction, tokens=tokens)
+    assert ("mosaic_gpu" in program) == (tokens > 0)
+
+
+@pytest.mark.parametrize(("changes", "keeps"), [({}, True), ({"return_entropy": True}, False)])
+def test_ranks_keep_exponentials(changes, keeps, for_h200):
+    """As many as the budget holds; the gradient of an entropy wants none."""
+    options = {"return_entropy": False, "memory_budget": 2**28} | changes
+    program = shards.lowered("mosaic", 16384, check_vma=True, reduction="sum", tokens=300, **options)
+    assert ("linear_logp_dlogits_from_kept_exponentials" in program) == keeps
+
+
+@pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
+def test_logits_that_are_sampled_from_are_scored_on_a_mesh(mesh, for_h200):
+    head = Head(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)
+    arrays = jax.ShapeDtypeStruct((8, 1000), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    assert "mosaic_gpu" in jax.jit(head.logps_of_logits).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,212 @@
+"""Compiles every Triton kernel in every shipped configuration for an A100 and an H200 without either:
+python -m tests.pallas_kernels.triton.aot.
+
+The programs are those that users run, lowered with the compute capability of the GPU; what Triton makes of their
+kernels goes through ptxas. Prints a line per kernel and program; the exit status is 1 where one fails to compile,
+spills registers or takes more shared memory than an A100 has. Whole programs then go through XLA for H200s. Needs
+jax-triton and jax's CUDA plugins; no torch. Takes a process per core.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import triton
+from jax.experimental import topologies
+from jax_triton import triton_lib
+
+from pallas_kernels.logits import RowCoefficients, RowConfig
+from pallas_kernels.triton import call, linear_logp, rows
+from rlk_jax import linear_logp as linear_logp_op
+from rlk_jax.core import dispatch
+from tests.support import shards
+
+TARGETS = (80, 90)
+SHARED_MEMORY = 163 * 1024
+"""Of an A100, for one program."""
+PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
+shape = jax.ShapeDtypeStruct
+
+
+def head_program(layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int = 512) -> Program:
+    """linear_logp's forward and backward."""
+
+    def loss(hidden: Any, weight: Any, bias: Any, ids: Any) -> Any:
+        values = linear_logp_op(hidden, weight, ids, bias, weight_layout=layout, implementation="triton", **options)
+        return sum(x.sum() for x in jax.tree.leaves(values))
+
+    weight = shape((vocab, dim) if layout == "vd" else (dim, vocab), dtype)
+    arguments = (shape((300, dim), dtype), weight, shape((vocab,), dtype) if bias else None, shape((300,), jnp.int32))
+    wanted = (0, 1, 2) if bias else (0, 1)
+    name = f"linear_logp {layout} {jnp.dtype(dtype).name} D={dim} V={vocab} {options}{' bias' if bias else ''}"
+    return name, jax.value_and_grad(loss, wanted), arguments
+
+
+def row_programs(config: RowConfig, row_length: int, dtype: Any) -> Iterator[Program]:
+    logits, row, ids = shape((64, row_length), dtype), shape((64,), jnp.float32), shape((64,), jnp.int32)
+    name = f"{row_length} {jnp.dtype(dtype).name} {config}"
+    yield f"rows' statistics {name}", functools.partial(rows.statistics, config), (logits, ids, row, ids)
+    slope = row if config.entropy else None
+    for in_place in (False, True):
+        gradients = functools.partial(rows.gradients, config, in_place=in_place)
+        coefficients = RowCoefficients(row, row, row, row, slope, row)
+        yield f"rows' gradients {name}{' in place' if in_place else ''}", gradients, (logits, ids, ids, coefficients)
+
+
+def programs() -> Iterator[Program]:
+    """Every set of options that reaches a kernel: layouts, dtypes, softcap, bias, entropy; whole tiles and tails."""
+    both = (False, True)
+    softcap, entropy = {"logit_softcap": 30.0}, {"return_lse": True, "return_entropy": True}
+    for layout in ("vd", "dv"):
+        for options, bias in itertools.product(({}, softcap, entropy, softcap | entropy), both):
+            yield head_program(layout, jnp.bfloat16, options, bias, 151936)
+        yield head_program(layout, jnp.float16, {}, False, 151936)
+        yield head_program(layout, jnp.float16, softcap | entropy, True, 151936)
+        yield head_program(layout, jnp.bfloat16, {}, False, 50257, dim=72)
+        yield head_program(layout, jnp.bfloat16, {"ignore_index": -1, "global_vocab_size": 130000}, True, 131072)
+    for dtype, row_length, cap, gap in itertools.product(
+        (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both
+    ):
+        yield from row_programs(RowConfig(row_length, cap, gap), row_length, dtype)
+    yield from row_programs(RowConfig(31, None, True), 33, jnp.bfloat16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel."""
+
+    name: str
+    shared: int
+    registers: int
+    spills: int
+
+    @property
+    def ok(self) -> bool:
+        return self.spills == 0 and self.shared <= SHARED_MEMORY
+
+    def __str__(self) -> str:
+        return f"{self.name} shared {self.shared} registers {self.registers} spills {self.spills}"
+
+
+def kernel_of(ptx: pathlib.Path) -> Kernel:
+    shared = re.search(r"shared_mem_bytes: (\d+)", ptx.with_suffix(".compile_info").read_text())
+    architecture = re.search(r"\.target (\w+)", ptx.read_text())
+    assert shared and architecture
+    command = [PTXAS, "-v", f"-arch={architecture[1]}", ptx, "-o", os.devnull]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    assert registers, report
+    spills = sum(int(x) for x in re.findall(r"(\d+) bytes spill stores", report))
+    return Kernel(ptx.stem, int(shared[1]), int(registers[1]), spills)
+
+
+@contextlib.contextmanager
+def programs_for(target: int) -> Iterator[None]:
+    """Traced and lowered here they are for a GPU of this compute capability."""
+    before = jax_triton.triton_call
+    device = dispatch.Device("gpu", "a GPU", f"{target // 10}.{target % 10}")
+    dispatch.device_of = lambda arrays: device
+    jax_triton.triton_call = functools.partial(before, compute_capability=target)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        jax_triton.triton_call = before
+
+
+def lower(run: Callable[..., Any], arguments: tuple[Any, ...], target: int) -> list[Kernel]:
+    """The kernels of a program that no program before it had."""
+    with tempfile.TemporaryDirectory() as folder, programs_for(target):
+        triton_lib._JAX_TRITON_DUMP_DIR = folder
+        jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+        triton_lib._JAX_TRITON_DUMP_DIR = None
+        return [kernel_of(ptx) for ptx in sorted(pathlib.Path(folder).glob("*/*.ptx"))]
+
+
+def compile_one(index: int) -> tuple[bool, str]:
+    """The verdict on program `index` for both targets: programs hold functions, which do not travel."""
+    name, run, arguments = next(itertools.islice(programs(), index, None))
+    lines, is_ok = [], True
+    for target in TARGETS:
+        try:
+            kernels = lower(run, arguments, target)
+        except Exception as problem:
+            return False, f"FAIL sm_{target} {name}: {type(problem).__name__}: {str(problem)[:400]}"
+        is_ok &= all(kernel.ok for kernel in kernels)
+        lines.append(f"{'ok  ' if is_ok else 'FAIL'} sm_{target} {name}: {'; '.join(map(str, kernels)) or 'as before'}")
+    return is_ok, "\n".join(lines)
+
+
+def bare() -> Iterator[tuple[str, bool]]:
+    """Through XLA for one and two H200s: temporary memory, and that a head over two GPUs is never gathered."""
+    target = (pathlib.Path(__file__).parent.parent / "mosaic/h200.txtpb").read_text()
+    n, dim, vocab = 4096, 2048, 131072
+    loss = jax.value_and_grad(lambda *x: linear_logp_op(*x, implementation="triton").sum(), (0, 1))
+    for devices, spec in ((1, ()), (2, ("x", None)), (2, (None, "x"))):
+        topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{devices}")
+        mesh = topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("x",))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        operands = (
+            shape((n, dim), jnp.bfloat16, sharding=whole),
+            shape((vocab, dim), jnp.bfloat16, sharding=cut),
+            shape((n,), jnp.int32, sharding=whole),
+        )
+        with programs_for(90):
+            compiled = jax.jit(loss).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+        gathers = [x for x in compiled.as_text().splitlines() if " all-gather(" in x or " all-gather-start(" in x]
+        holds_head = any(f"[{vocab}," in x.split(" all-gather")[0] for x in gathers)
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        allowed = 512 * 2**20 + 4 * n * dim + n * vocab * 4 * 2 // 100
+        name = f"a bare call over {devices}, the head {spec}: {temporary / 2**20:.0f} MiB of {allowed / 2**20:.0f}"
+        yield name, not holds_head and temporary <= allowed
+
+
+def sharded() -> Iterator[tuple[str, bool]]:
+    """Inside shard_map the types of what kernels write have to agree."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    for check_vma, reduction in itertools.product((True, False), ("sum", "canonical")):
+        with programs_for(90):
+            program = shards.lowered("triton", 16384, check_vma=check_vma, reduction=reduction, tokens=300)
+        yield f"shard_map check_vma={check_vma} reduction={reduction}", "triton_kernel_call" in program
+
+
+def main() -> int:
+    began = time.monotonic()
+    print(
+        f"{call.pair()}; tile {linear_logp.TILE_ROWS} x {linear_logp.TILE_COLUMNS} x {linear_logp.TILE_DEPTH}",
+        flush=True,
+    )
+    count, failed = sum(1 for _ in programs()), 0
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for ok, line in pool.map(compile_one, range(count)):
+            failed += not ok
+            print(line, flush=True)
+    for name, ok in itertools.chain(sharded(), bare()):
+        failed += not ok
+        print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
+    verdict = f"{failed} failed" if failed else "no spills, at most 163 KiB of shared memory"
+    print(f"{count} programs for sm_80 and sm_90 in {time.monotonic() - began:.0f} s: {verdict}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

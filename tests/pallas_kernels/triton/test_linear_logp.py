@@ -1,0 +1,136 @@
+"""linear_logp in Triton, its kernels interpreted, against float64 NumPy; bits need a GPU (tests/gpu)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.triton import linear_logp as kernels
+from rlk_jax import dispatch, linear_logp
+from tests.pallas_kernels.triton import interpreted
+from tests.support import helpers, shards
+from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+
+CASES = (
+    Case("plain", (40,), 128, 300),
+    Case("one row", (1,), 64, 5),
+    Case("two row tiles, bias, odd", (140,), 72, 301, bias=True),
+    Case("softcap", (40,), 64, 1000, options={"logit_softcap": 2.0}, temperature="per token"),
+    Case("dv", (40,), 72, 512, options={"weight_layout": "dv"}),
+    Case("dv, odd", (40,), 64, 301, bias=True, options={"weight_layout": "dv"}),
+    Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257}),
+    Case("slices", (40,), 136, 1500, options={"memory_budget": 1}),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_this_cpu():
+    before = dispatch.TABLE["linear_logp"]
+    runs = [dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "triton" else x for x in before]
+    dispatch.TABLE["linear_logp"] = tuple(runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "launch", interpreted.launch)
+        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
+    dispatch.TABLE["linear_logp"] = before
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case):
+    """In float16: the interpreter truncates to bfloat16 where a GPU rounds."""
+    problem = helpers.make(case, jnp.float16)
+    gold = helpers.gold(case, problem)
+    for value, expected in zip(problem.call(case, "triton"), gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp", jnp.float16, "forward")
+    for gradient, expected in zip(problem.gradients(case, "triton"), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp", jnp.float16, "gradient")
+
+
+def test_extreme_biases():
+    """Columns masked with −∞, whole chunks of them, and one of 100 beside rows that only fill a tile."""
+    case = Case("biases", (40,), 64, 1500, bias=True)
+    problem = helpers.make(case, jnp.float16)
+    ids = jnp.minimum(problem.target_ids.at[:20].set(jnp.arange(20)), 999)
+    bias = problem.bias.at[1000:].set(-jnp.inf).at[300:600].set(-60000).at[3].set(100)
+    problem = problem._replace(bias=bias, target_ids=jnp.where((ids < 300) | (ids >= 600), ids, 0))
+    gold = helpers.gold(case, problem)
+    (*values, d_hidden), d_head = helpers.outputs(case, problem, "triton")
+    for value, expected in zip(values, gold.values, strict=True):
+        assert_error(np.abs(value - expected).max() / 100, "linear_logp_peaked", jnp.float16, "forward")
+    for gradient, expected in zip((d_hidden, *d_head), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_peaked", jnp.float16, "gradient")
+
+
+@pytest.mark.parametrize(("softcap", "temperature"), [(1e4, 1.0), (None, 1e-9)])
+def test_large_softcaps_and_low_temperatures(softcap, temperature):
+    case = Case("extreme", (40,), 64, 300, options={"logit_softcap": softcap}, temperature=temperature)
+    problem = helpers.make(case, jnp.float16)
+    gold = helpers.gold(case, problem)
+    for value, expected in zip(problem.call(case, "triton"), gold.values, strict=True):
+        if expected.any():
+            assert_within_contract(value, expected, "linear_logp", jnp.float16, "forward")
+    if temperature == 1:
+        for gradient, expected in zip(problem.gradients(case, "triton"), gold.gradients, strict=True):
+            assert_within_contract(gradient, expected, "linear_logp", jnp.float16, "gradient")
+
+
+def test_garbage_in_padding_rows():
+    case = Case("padding", (40,), 64, 2112, bias=True, options={"global_vocab_size": 2049, "memory_budget": 60000})
+    problem = helpers.make(case, jnp.float16)
+    garbage = problem._replace(weight=problem.weight.at[2049:].set(jnp.nan), bias=problem.bias.at[2049:].set(jnp.nan))
+    gold = helpers.gold(case, problem)
+    for gradient, expected in zip(garbage.gradients(case, "triton"), gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp", jnp.float16, "gradient")
+
+
+def test_ignored_rows_hold_anything():
+    case = Case("ignored", (150,), 64, 300, options={"ignore_index": -1})
+    problem = helpers.make(case, jnp.float16)
+    ignored = np.random.default_rng(0).permutation(150)[:100]
+    problem = problem._replace(
+        hidden=problem.hidden.at[ignored].set(jnp.nan), target_ids=problem.target_ids.at[ignored].set(-1)
+    )
+    kept = np.setdiff1d(np.arange(150), ignored)
+    gold = helpers.gold(dataclasses.replace(case, lead=(50,)), helpers.rows_of(problem, kept))
+    rows, (d_weight,) = helpers.outputs(case, problem, "triton")
+    for x, expected in zip(rows, (*gold.values, gold.gradients[0]), strict=True):
+        kind = "forward" if x.ndim == 1 else "gradient"
+        assert_within_contract(x[kept], expected, "linear_logp", jnp.float16, kind)
+        assert not np.asarray(x[ignored]).astype(np.float32).any()
+    assert_within_contract(d_weight, gold.gradients[1], "linear_logp", jnp.float16, "gradient")
+
+
+def test_a_bad_target_is_nan_and_nothing_else_is():
+    case = Case("bad target", (40,), 64, 300)
+    problem = helpers.make(case, jnp.float16)
+    rows, _ = helpers.outputs(case, problem, "triton")
+    bad = problem._replace(target_ids=problem.target_ids.at[7].set(300))
+    bad_rows, (d_weight,) = helpers.outputs(case, bad, "triton", validate=False)
+    for x, good in zip(bad_rows, rows, strict=True):
+        assert np.isnan(np.asarray(x[7]).astype(np.float32)).all()
+        assert_same_bits(jnp.delete(x, 7, 0), jnp.delete(good, 7, 0))
+    assert np.isnan(np.asarray(d_weight).astype(np.float32)).all()
+
+
+def test_no_row_at_all():
+    case = Case("nothing", (0,), 64, 300, bias=True)
+    rows, head = helpers.outputs(case, helpers.make(case, jnp.float16), "triton")
+    assert [x.shape for x in rows] == [(0,), (0,), (0,), (0, 64)]
+    assert all(not np.asarray(x).astype(np.float32).any() for x in jax.tree.leaves(head))
+
+
+@pytest.mark.parametrize(("operand", "kernel"), [(0, "store_weight_gradient"), (1, "add_hidden_gradient")])
+def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
+    monkeypatch.setattr(kernels, kernel, lambda *_: pytest.fail(f"{kernel} was launched"))
+    p = helpers.make(Case("frozen", (10,), 64, 300 + operand), jnp.float16)
+    call = lambda *x: linear_logp(*x, p.target_ids, implementation="triton").sum()  # noqa: E731
+    jax.eval_shape(jax.grad(call, operand), p.hidden, p.weight)
+
+
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("columns", [512, 640], ids=["on group edges", "off them"])
+def test_shards_of_a_padded_head(columns, layout):
+    shards.check_two("triton", columns, layout, jnp.float16, "linear_logp", has_bits=False)
