@@ -56,7 +56,7 @@ def fresh():
 
 
 class Toolkit:
-    """A CUDA_HOME whose nvcc logs what it is to make, runs the shell commands `body`, and writes a file of that name."""
+    """A CUDA_HOME whose nvcc logs what it is to make, runs the shell commands `body`, and writes that file."""
 
     def __init__(self, home: pathlib.Path):
         self.log = home / "log"

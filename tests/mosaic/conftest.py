@@ -5,6 +5,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_races(capsys):
-    """Fail a test in which the interpreter prints a race. The interpreter's own flag is that of the last kernel alone."""
+    """Fail a test in which the interpreter prints a race. Its own flag tells of the last kernel alone."""
     yield
     assert "RACE DETECTED" not in capsys.readouterr().out

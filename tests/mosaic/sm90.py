@@ -56,8 +56,8 @@ Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | 
 class Problem:
     """One configuration of linear_logp's kernels.
 
-    The number of rows picks the tile, and the size of the vocabulary decides whether chunks are ragged. A copied head is
-    always "vd".
+    The number of rows picks the tile, and the size of the vocabulary decides whether chunks are ragged. A copied head
+    is always "vd".
     """
 
     rows: int = 512
@@ -293,8 +293,8 @@ def gemms() -> Iterator[Gemm]:
 def configurations() -> Iterator[Configuration]:
     """Every tile with every set of options that reaches a kernel, with whole and ragged chunks, all layouts and copies.
 
-    Softcaps above 64 are left out. They take one more branch, and with an entropy and without a bias their dlogits spill
-    20 to 32 bytes.
+    Softcaps above 64 are left out. They take one more branch, and with an entropy and without a bias their dlogits
+    spill 20 to 32 bytes.
     """
     heads = (
         {},

@@ -1,4 +1,4 @@
-"""linear_logp's Mosaic kernels in Pallas' interpreter, with race detection, at tiny odd shapes, against float64 gold."""
+"""linear_logp's Mosaic kernels in Pallas' interpreter, with race detection, at tiny odd shapes, against float64."""
 
 import dataclasses
 

@@ -26,7 +26,7 @@ from rlk_jax._tree import tree
 from tests.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 
 MOST_CHUNKS = 2048
-"""More chunks than any vocabulary here has. All are tested with arrays of this size, and so with the same few programs."""
+"""More chunks than any vocabulary here has: with arrays of this size all share the same few programs."""
 
 
 def vocabulary(size: int) -> Vocabulary:

@@ -159,7 +159,7 @@ def compile_one(index: int) -> tuple[bool, str]:
 
 
 def bare() -> Iterator[tuple[str, bool]]:
-    """Compile bare calls for one and two H200s: temporary memory is bounded, and a head over two GPUs never gathered."""
+    """Compile bare calls for one and two H200s: temporary memory is bounded, and a head over two is never gathered."""
     target = (pathlib.Path(__file__).parent.parent / "mosaic/h200.txtpb").read_text()
     n, dim, vocab = 4096, 2048, 131072
     loss = jax.value_and_grad(lambda *x: linear_logp_op(*x, implementation="triton").sum(), (0, 1))

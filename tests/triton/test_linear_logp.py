@@ -1,4 +1,4 @@
-"""linear_logp by Triton kernels in Triton's interpreter, against float64 NumPy. Bits are tested on a GPU (tests/gpu)."""
+"""linear_logp's Triton kernels in Triton's interpreter, against float64 NumPy. Bits are tested on GPUs (tests/gpu)."""
 
 import dataclasses
 
