@@ -1,4 +1,4 @@
-"""Libraries that tests build with the nvcc of this machine; without one they are skipped."""
+"""Libraries that tests build with this machine's nvcc. Without an nvcc these tests are skipped."""
 
 import pathlib
 
@@ -10,7 +10,7 @@ REAL = build.SOURCES
 
 
 def built_library(folder: pathlib.Path, sources: pathlib.Path) -> pathlib.Path:
-    """Of these sources, in a cache of its own."""
+    """The library of the sources in a folder, built in a cache of its own below `folder`."""
     try:
         build.find_nvcc()
     except RuntimeError as problem:

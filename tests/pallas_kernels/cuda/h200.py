@@ -1,9 +1,8 @@
 """Compiles linear_logp and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
 
-`python -m tests.pallas_kernels.cuda.h200 FOLDER` prints a dictionary from program to `calls`, its custom calls, and
-`thunks`, those at
-the top of what XLA runs. Needs jax's CUDA plugins in the folder of $RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps
-the text of its programs into FOLDER.
+`python -m tests.cuda.h200 FOLDER` prints a dictionary that has for each program `calls`, its custom calls, and
+`thunks`, the kinds of its outermost thunks, which are what XLA runs. It needs jax's CUDA plugins in the folder of
+$RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps the text of its programs into FOLDER.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ FOLDER = pathlib.Path(sys.argv[1])
 
 
 def run_by_name() -> None:
-    """`cuda` has no reason not to run, whatever this machine lacks."""
+    """Make dispatch find no reason why `cuda` cannot run, whatever this machine lacks."""
     for op in ("linear_logp", "det_gemm"):
         entries = dispatch.TABLE[op]
         dispatch.TABLE[op] = tuple(
@@ -51,7 +50,7 @@ def recomputed(*operands):
 
 
 def products(a, b, c):
-    """More than one: XLA leaves programs of four calls and fewer out of CUDA graphs."""
+    """Two products and their gradients, since XLA puts only programs of more than four calls into CUDA graphs."""
 
     def op(a, b, c):
         return det_gemm(det_gemm(a, b, implementation="cuda"), c, implementation="cuda")

@@ -1,4 +1,4 @@
-// What XLA asks of a handler before it registers it.
+// Asks a handler for what XLA asks before it registers the handler: its FFI version and its traits.
 #include "xla/ffi/api/c_api.h"
 
 extern "C" int metadata(XLA_FFI_Handler* handler, int* version, unsigned* traits) {

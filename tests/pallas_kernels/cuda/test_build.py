@@ -1,4 +1,4 @@
-"""The build of the CUDA library: its cache under a compiler that only pretends, then a real one with and without us."""
+"""The build of the CUDA library: its cache, under a compiler that only pretends, and libraries that nvcc builds."""
 
 import ctypes
 import pathlib
@@ -46,7 +46,7 @@ COMMAND_BUFFER_COMPATIBLE = 1
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Nothing is remembered of another test."""
+    """Forget what another test has cached."""
     caches = build.why_missing, build.driver_too_old, build._register
     for cache in caches:
         cache.cache_clear()
@@ -56,7 +56,7 @@ def fresh():
 
 
 class Toolkit:
-    """A CUDA_HOME whose nvcc notes what it is to make, runs `body`, and makes it of nothing."""
+    """A CUDA_HOME whose nvcc logs what it is to make, runs the shell commands `body`, and writes that file."""
 
     def __init__(self, home: pathlib.Path):
         self.log = home / "log"
@@ -76,7 +76,7 @@ class Toolkit:
 
 @pytest.fixture
 def toolkit(tmp_path, monkeypatch):
-    """Two sources, a header, an empty cache and nothing to compile with but this."""
+    """A toolkit that is the only compiler, with two sources, a header and an empty cache."""
     sources = tmp_path / "sources"
     sources.mkdir()
     for name in ("a.cu", "b.cu", "c.cuh"):
@@ -140,7 +140,7 @@ def test_a_killed_build_leaves_nothing_broken(toolkit):
     assert build.state().endswith("not built yet")
     toolkit.be()
     library = build.library()
-    # Its nvcc outlived it.
+    # The nvcc of the killed build still runs; what it writes must not spoil the new library.
     time.sleep(3)
     assert library.read_text() == "compiled\n"
     assert {x.name for x in build.cache_folder().iterdir()} == {library.parent.name, f"{library.parent.name}.lock"}
@@ -253,13 +253,13 @@ def test_cache_folder(variables, expected, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """tiny.cu's library."""
+    """The library of tiny.cu."""
     return built_library(tmp_path_factory.mktemp("tiny"), HERE)
 
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
-    """(handler) -> FFI version and traits, asked as XLA does."""
+    """A function that returns the FFI version and the traits of a handler, which it asks for as XLA does."""
     nvcc, library = build.find_nvcc().path, tmp_path_factory.mktemp("metadata") / "metadata.so"
     make = (nvcc, "-shared", "-Xcompiler", "-fPIC", "-isystem", jax.ffi.include_dir(), "-o", library)
     subprocess.run([*make, HERE / "metadata.cc"], check=True)
@@ -281,7 +281,7 @@ def assert_well_built(library: pathlib.Path, targets: tuple[str, ...], metadata)
     kernels = build.kernels(library)
     assert kernels and not [kernel for kernel in kernels if kernel.spill_bytes]
     report = build.ptxas_report(library)
-    # Some of ptxas' reasons to serialise wgmma come as information only.
+    # ptxas gives some of its reasons for serialising wgmma not as warnings but as information.
     assert "warning" not in report.lower() and "wgmma.mma_async instructions are serialized" not in report
 
 
@@ -300,7 +300,7 @@ def test_spills_are_read(tmp_path):
 
 @pytest.fixture
 def registered(tiny, monkeypatch):
-    """What register() hands to JAX, of the tiny library."""
+    """The list of targets that register() hands to JAX, with the tiny library in place of the shipped one."""
     found = []
     monkeypatch.setattr(build, "library", lambda: tiny)
     monkeypatch.setattr(build, "TARGETS", ("rlk_tiny",))
@@ -342,6 +342,6 @@ def test_the_command_says_where_and_what(tiny, registered, capfd, monkeypatch):
 
 
 def test_a_wheel_holds_the_sources():
-    """hatchling leaves out what git ignores, and nothing else."""
+    """hatchling leaves out of a wheel what git ignores, and nothing else: git must not ignore the sources."""
     names = [str(REAL / name) for name in ("ffi.cu", "main_loop.cuh")]
     assert subprocess.run(["git", "check-ignore", *names], cwd=REAL, check=False).returncode == 1

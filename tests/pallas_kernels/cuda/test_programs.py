@@ -1,4 +1,4 @@
-"""What XLA makes of calls by name for an H200, compiled on a machine without one."""
+"""What XLA makes of calls of the CUDA implementation for an H200, compiled on a machine without one."""
 
 import json
 import os

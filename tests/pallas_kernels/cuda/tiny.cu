@@ -1,4 +1,4 @@
-// One kernel behind one handler: what the build is tested with.
+// One kernel and one handler that launches it: the build is tested with this source.
 #include <cuda_runtime.h>
 
 #include "xla/ffi/api/ffi.h"

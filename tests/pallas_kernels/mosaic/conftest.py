@@ -1,10 +1,10 @@
-"""What the tests of kernels in the interpreter share."""
+"""Fixtures of the tests that run kernels in Pallas' interpreter."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def no_races(capsys):
-    """The interpreter prints every race that it sees; its own flag is that of the last kernel alone."""
+    """Fail a test in which the interpreter prints a race. Its own flag tells of the last kernel alone."""
     yield
     assert "RACE DETECTED" not in capsys.readouterr().out

@@ -1,9 +1,9 @@
 """Compiles every shipped kernel configuration for an H200 on a machine without one: python -m tests.pallas_kernels.mosaic.sm90.
 
-Prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
-serialised (ptxas has several warnings for that, C7510 and C7515 among them). Whole programs follow: ops in a scan, and
-bare calls over one and two H200s. Needs ptxas, and jax's CUDA plugins of its
-version in the folder of $RLK_SM90_PLUGINS. Takes a process per core.
+It prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
+serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
+scan, and bare calls over one and two H200s. It needs ptxas, and jax's CUDA plugins of its version in the folder of
+$RLK_SM90_PLUGINS, and takes a process per core.
 """
 
 import concurrent.futures
@@ -53,7 +53,11 @@ Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Rows pick the tile; the vocabulary is whole chunks or ragged; a copied head is always "vd"."""
+    """One configuration of linear_logp's kernels.
+
+    The number of rows picks the tile, and the size of the vocabulary decides whether chunks are ragged. A copied head
+    is always "vd".
+    """
 
     rows: int = 512
     dim: int = 512
@@ -67,9 +71,9 @@ class Problem:
     entropy: bool = False
     slice_chunks: int = 16
     keeps: bool = False
-    """The forward stores powers of its first chunks; the backward reads them."""
+    """Whether the forward keeps exponentials of its first chunks, which the backward reads."""
     shard: bool = False
-    """One of eight, whose true width only the device knows, and whose dH stays float32."""
+    """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
 
     def __str__(self) -> str:
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -129,7 +133,7 @@ def forward(p: Problem) -> Configuration:
 
 
 def folds(p: Problem) -> Configuration:
-    """They depend on how many chunks and groups there are, and on an entropy, not on what made the partials."""
+    """Both folds. They depend on the numbers of chunks and groups and on an entropy, not on what made the partials."""
 
     def run(partials, active):
         groups = fold_chunks(partials, p.head.vocabulary.groups, active, MACHINE)
@@ -163,7 +167,7 @@ def row_coefficients(p: Problem) -> Configuration:
     return f"coefficients {p}", run, {"rows": rows}
 
 
-def logit_gradients_from_powers(p: Problem, *, in_place: bool) -> Configuration:
+def logit_gradients_from_kept_exponentials(p: Problem, *, in_place: bool) -> Configuration:
     def run(where, kept, source, rows):
         if in_place:
             out, kept = jax.new_ref(kept.exponentials), kept._replace(exponentials=None)
@@ -176,7 +180,7 @@ def logit_gradients_from_powers(p: Problem, *, in_place: bool) -> Configuration:
     shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
     arguments = {"where": where, "kept": KeptExponentials(p.dlogits_array(), shift)}
     arguments |= {"source": KeptRowMap(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
-    return f"dlogits from powers{', in place' if in_place else ''} {p}", run, arguments
+    return f"dlogits from kept exponentials{', in place' if in_place else ''} {p}", run, arguments
 
 
 def hidden_gradient(p: Problem) -> Configuration:
@@ -214,26 +218,26 @@ def bias_gradient(p: Problem) -> Configuration:
 
 
 def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) -> Iterator[Configuration]:
-    """Statistics and gradients of rows of logits."""
-    form, count = RowConfig(size, softcap, entropy), 64
+    """The kernels of statistics and gradients over materialised logits of `size` columns."""
+    config, count = RowConfig(size, softcap, entropy), 64
 
     def vector(dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count,), dtype)
 
     name, ids, row = f"{size} {jnp.dtype(dtype).name} {softcap} {entropy}", vector(jnp.int32), vector()
     common = {"logits": jax.ShapeDtypeStruct((count, size), dtype), "target_ids": ids, "active": ids}
-    statistics = functools.partial(logits.statistics, form, machine=MACHINE)
+    statistics = functools.partial(logits.statistics, config, machine=MACHINE)
     yield f"logits statistics {name}", lambda **x: statistics(**x), {**common, "temperature": row}
     rows = RowCoefficients(row, row, row, row, row if entropy else None, row)
     for in_place in (False, True):
-        gradients = functools.partial(logits.gradients, form, in_place=in_place, machine=MACHINE)
+        gradients = functools.partial(logits.gradients, config, in_place=in_place, machine=MACHINE)
         label = f"logits gradients {name}{' in place' if in_place else ''}"
         yield label, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """det_gemm's kernel; its sizes pick the tile."""
+    """One configuration of det_gemm's kernel, whose sizes pick the tile."""
 
     m: int
     n: int
@@ -265,8 +269,10 @@ class Gemm:
 
 
 def gemms() -> Iterator[Gemm]:
-    """Every tile that is ever chosen, in every layout, from 0 and from C, for each result; K long, and short enough to
-    be unrolled."""
+    """Every tile that is ever chosen, in every layout, with sums from 0 and from C, for each result dtype.
+
+    K is long in some and short enough to be unrolled in others.
+    """
     both, seen = (False, True), set()
     sizes = itertools.product((1, 12, 24, 64, 128, 1024), (4096, 14336))
     for (m, n), layout, accumulates, out_dtype in itertools.product(
@@ -284,10 +290,10 @@ def gemms() -> Iterator[Gemm]:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every tile with every set of options that reaches a kernel, whole chunks and ragged; layouts and copies too.
+    """Every tile with every set of options that reaches a kernel, with whole and ragged chunks, all layouts and copies.
 
-    Not softcaps above 64, which take one more branch: beside an entropy and without a bias their dlogits spill 20 to 32
-    bytes.
+    Softcaps above 64 are left out. They take one more branch, and with an entropy and without a bias their dlogits
+    spill 20 to 32 bytes.
     """
     heads = (
         {},
@@ -316,8 +322,8 @@ def configurations() -> Iterator[Configuration]:
     yield weight_gradient(Problem(dim=64, layout="dv"))
     for head in heads:
         yield forward(Problem(keeps=True, **head))
-        yield logit_gradients_from_powers(Problem(**head), in_place=True)
-        yield logit_gradients_from_powers(Problem(**head), in_place=False)
+        yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=True)
+        yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=False)
     for entropy, head in itertools.product(both, ({}, {"vocab": 151936}, {"vocab": 131584}, {"vocab": 50257})):
         yield folds(Problem(entropy=entropy, **head))
         yield folds(Problem(entropy=entropy, shard=True, **head))
@@ -337,7 +343,7 @@ def configurations() -> Iterator[Configuration]:
 
 @contextlib.contextmanager
 def _captured_output(into: list[str]) -> Iterator[None]:
-    """What C++ prints on file descriptors 1 and 2: ptxas writes there."""
+    """Capture what C++ prints on file descriptors 1 and 2, where ptxas writes."""
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         saved = os.dup(1), os.dup(2)
@@ -354,6 +360,7 @@ def _captured_output(into: list[str]) -> Iterator[None]:
 
 
 def verdict(run: Callable[..., Any], arguments: dict[str, Any], sharding: Any) -> tuple[bool, str]:
+    """Whether a program compiles without spills and serialised wgmma, and what ptxas says of it."""
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     log: list[str] = []
     try:
@@ -378,26 +385,29 @@ def _mesh(devices: int) -> jax.sharding.Mesh:
 
 
 def h200(devices: int = 1, *spec: str | None) -> jax.sharding.Sharding:
-    """Of an array that lies on H200s as `spec` says, over the axis "x"."""
+    """The sharding of an array that lies on H200s as `spec` says, over the axis "x"."""
     return jax.sharding.NamedSharding(_mesh(devices), jax.sharding.PartitionSpec(*spec))
 
 
 def compile_one(index: int) -> tuple[bool, str]:
-    """The verdict on configuration `index`: they hold functions, which do not travel between processes."""
+    """The verdict on configuration number `index`.
+
+    Processes are given numbers because a configuration holds a function, which cannot be sent to another process.
+    """
     name, run, arguments = next(itertools.islice(configurations(), index, None))
     ok, text = verdict(run, arguments, h200())
     return ok, f"{'ok  ' if ok else 'FAIL'} {name}: {text}"
 
 
 def trace_for_h200() -> None:
-    """From now on arguments count as an H200's, whatever JAX's device is."""
+    """Make dispatch take all arguments from now on for arrays on an H200, whatever JAX's device is."""
     dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
 
 
 def scanned() -> Iterator[tuple[str, str]]:
     """The compiled text of ops under lax.map, on operands and results that are slices of stacked ones."""
     trace_for_h200()
-    # More tokens than 64, so that exponentials are kept.
+    # There are more than 64 tokens, so that exponentials are kept.
     a, b, c = ((4, 96, 512), jnp.bfloat16), ((4, 512, 4096), jnp.bfloat16), ((4, 96, 4096), jnp.bfloat16)
     ids = ((4, 96), jnp.int32)
 
@@ -423,7 +433,7 @@ def scanned() -> Iterator[tuple[str, str]]:
 
 
 def bare() -> Iterator[tuple[str, bool]]:
-    """Gradients of bare calls: on one H200 exponentials are kept; with the head over two it is never gathered."""
+    """Whether bare calls' gradients keep exponentials on one H200, and never gather a head that is spread over two."""
     trace_for_h200()
     shape = jax.ShapeDtypeStruct
     loss = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
@@ -452,7 +462,7 @@ def main() -> int:
             failed += not ok
             print(line, flush=True)
     for name, text in scanned():
-        # XLA would forget that the kernel writes in place, and with it all results.
+        # In such a fusion XLA forgets that the kernel writes in place, and all results are lost.
         is_fused = "dynamic-slice-fusion" in text
         failed += is_fused
         print(f"{'FAIL' if is_fused else 'ok  '} {name} in a scan", flush=True)

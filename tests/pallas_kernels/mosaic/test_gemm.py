@@ -1,7 +1,7 @@
-"""det_gemm's kernel in Pallas' interpreter, with race detection: every kind of tile, layout and result.
+"""det_gemm's Mosaic kernel in Pallas' interpreter, with race detection: every kind of tile, layout and result.
 
-Bits are compared on small integers: there sums are exact, so that what is compared is which terms an element gets. The
-order of a sum on the tensor cores is for tests/gpu.
+Bits are compared on small integers, whose sums are exact, so that the comparison shows which terms an element gets. The
+order of sums on the tensor cores is tested in tests/gpu.
 """
 
 import functools
@@ -50,7 +50,7 @@ SUM = Case("sum", 140, 140, 40, integers=True)
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """`mosaic` means four multiprocessors in the interpreter, and new memory holds NaN."""
+    """Make `mosaic` run in the interpreter on four multiprocessors, and new memory hold NaN."""
     jax.clear_caches()
     entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
     monkeypatch.setitem(dispatch.TABLE, "det_gemm", (entry, *dispatch.TABLE["det_gemm"][1:]))
@@ -72,7 +72,7 @@ def with_plan(monkeypatch, plan):
 
 @pytest.mark.parametrize(("tile", "layout"), PAIRS, ids=str)
 def test_every_tile_and_every_layout(tile, layout, monkeypatch):
-    """As the plan would choose, all give the same; sizes that are no multiples of anything."""
+    """Every tile gives the same bits in every layout, at sizes that are no multiples of anything."""
     p = gemm.make(replace(BITS, accumulates=True), jnp.bfloat16)
     a, b = p.a.T if layout[0] else p.a, p.b.T if layout[1] else p.b
     options = {"a_transposed": layout[0], "b_transposed": layout[1], "machine": MACHINE}
@@ -123,7 +123,7 @@ def test_vmap_is_one_product():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("m", [2, 600])
 def test_lowers_inside_shard_map(m, check_vma, monkeypatch):
-    """For an H200, in 64-bit mode too; the types of what kernels write have to agree."""
+    """Gradients lower for an H200, in 64-bit mode too; the types of what kernels write have to agree."""
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))

@@ -1,4 +1,4 @@
-"""Every Mosaic kernel in Pallas' interpreter, with race detection, at tiny odd shapes, against the float64 gold."""
+"""linear_logp's Mosaic kernels in Pallas' interpreter, with race detection, at tiny odd shapes, against float64."""
 
 import dataclasses
 
@@ -32,13 +32,13 @@ CASES = (
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted():
-    """`mosaic` means two multiprocessors (a cluster of two blocks) in the interpreter."""
+    """Make `mosaic` run in the interpreter, on two multiprocessors and so with a cluster of two blocks."""
     machine = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
     functions = hopper.mosaic(machine)
     before = dispatch.TABLE["linear_logp"]
     dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
     with pytest.MonkeyPatch.context() as patch:
-        # On a GPU new memory holds anything; here it would be zeros.
+        # On a GPU new memory may hold anything, while the interpreter's would hold zeros: here it holds NaN.
         patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
         yield
     dispatch.TABLE["linear_logp"] = before
@@ -72,7 +72,7 @@ def test_against_float64(case, dtype):
 
 
 def test_extreme_biases():
-    """A whole chunk masked with −1e30, a bias of 100 beside rows that only fill a tile, a target of −∞."""
+    """One bias masks a whole chunk with −1e30, one is 100 where rows only fill a tile, and one makes a target −∞."""
     case = Case("biases", (40,), 64, 2304, bias=True)
     problem = helpers.make(case, jnp.bfloat16)
     ids = problem.target_ids.at[:20].set(jnp.arange(20))
@@ -93,7 +93,7 @@ def test_extreme_biases():
 
 @pytest.mark.parametrize("budget", [None, 60000])
 def test_garbage_in_padding_rows(budget):
-    """The last chunk is empty and the one before it short: more than one slice meets the padding."""
+    """The last chunk is empty and the one before it is short, so that more than one slice meets the padding."""
     case = Case("padding", (40,), 64, 2112, options={"global_vocab_size": 2049, "memory_budget": budget})
     problem = helpers.make(case, jnp.bfloat16)
     garbage = problem._replace(weight=problem.weight.at[2049:].set(jnp.nan))
@@ -144,7 +144,7 @@ def test_ignored_rows_hold_anything():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Which kernels made the gradients of logits, in order."""
+    """The names of the kernels that computed gradients of logits, in order."""
     names = []
     for name in ("dlogits", "dlogits_from_kept_exponentials"):
         kernel = getattr(head_kernels, name)
@@ -161,8 +161,8 @@ def seen(monkeypatch):
     ],
 )
 def test_kept_exponentials(seen, vocab_size, budget, kernels):
-    """With ignored rows, whose places others take, and with rows that only the backward leaves out; replaced by their
-    gradients, and beside a head that is copied.
+    """Gradients from kept exponentials are right where rows are ignored and others take their places, where only the
+    backward leaves rows out, where gradients take the exponentials' memory, and where the head is copied.
     """
     case = Case("kept", (80,), 64, vocab_size, bias=True, options={"ignore_index": -1, "memory_budget": budget})
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
@@ -193,18 +193,18 @@ def test_kernels_are_traced_under_x64_too(seen):
 
 
 def test_a_loss_in_one_call_keeps_exponentials(seen):
-    """As far as its budget goes, and beside an entropy that is only reported; with the bits of two calls."""
+    """One call keeps what its budget holds, also where an entropy is only reported, and has the bits of two calls."""
     b = policy_losses.batch((2, 40), 64, 600, jnp.bfloat16)
 
     def lowered(loss, **options):
-        """And which kernels are in it."""
+        """The lowered program, and the names of the kernels that compute gradients of logits in it."""
         seen.clear()
         return policy_losses.lowered(loss, b, implementation="mosaic", **options), set(seen)
 
     one, kernels = lowered(Batch.loss)
     assert kernels == {"dlogits_from_kept_exponentials"}
     two, kernels = lowered(Batch.in_two_calls, memory_budget=400_000)
-    # Another budget: jax would not trace the same call again, and nothing would be seen.
+    # The budget is another one because jax would not trace the same call again, and nothing would be seen.
     assert kernels == lowered(Batch.loss, memory_budget=401_000)[1] == {"dlogits_from_kept_exponentials", "dlogits"}
     assert lowered(Batch.loss, return_entropy=True)[1] == {"dlogits_from_kept_exponentials"}
     found, expected = (program.compile()(*operands) for program, operands in (one, two))
@@ -213,7 +213,7 @@ def test_a_loss_in_one_call_keeps_exponentials(seen):
 
 
 def test_what_is_kept_serves_more_than_one_backward():
-    """Although gradients are made in its place."""
+    """Two backwards of one forward agree, although gradients take the memory of what the forward kept."""
     case = Case("kept", (70,), 64, 296)
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
     _, pull_back = jax.vjp(lambda h: problem._replace(hidden=h).call(case, "mosaic").logp.sum(), problem.hidden)
@@ -247,7 +247,7 @@ def test_entropies_and_softcaps_and_float16_recompute(seen):
 
 
 def test_batches_under_vmap():
-    """What one forward keeps is not for a batch of them, nor for a batch of upstream gradients."""
+    """A batch of forwards, and a batch of upstream gradients of one forward, have the right gradients."""
     case = Case("vmap", (2, 70), 64, 300)
     p = helpers.make(case, jnp.bfloat16)
 

@@ -1,4 +1,4 @@
-"""The row kernels of the ops over logits in Pallas' interpreter, with race detection, at tiny odd shapes."""
+"""The Mosaic kernels of the ops over logits in Pallas' interpreter, with race detection, at tiny odd shapes."""
 
 import re
 
@@ -36,7 +36,7 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """`mosaic` means the interpreter, and new memory holds NaN."""
+    """Make `mosaic` run in the interpreter, and new memory hold NaN."""
     jax.clear_caches()
     entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
     for op in ("logp", "ratio_kl", "grpo_loss"):
@@ -48,7 +48,7 @@ def interpreted(monkeypatch):
     ("case", "dtype"),
     [
         *((case, jnp.bfloat16) for case in CASES),
-        # Lines of other lengths; float16 differs from bfloat16 in nothing that the kernel sees.
+        # In float32 lines have other lengths. float16 differs from bfloat16 in nothing that the kernel sees.
         *((case, jnp.float32) for case in CASES if "line" in case.name or case.name == "tiny"),
         (CASES[2], jnp.float16),
     ],

@@ -26,7 +26,7 @@ from rlk_jax.ops.linear_logp.options import HeadConfig, Needs
 from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 
 MOST_CHUNKS = 2048
-"""More than any vocabulary here has: every one takes the same few programs."""
+"""More chunks than any vocabulary here has: with arrays of this size all share the same few programs."""
 
 
 def vocabulary(size: int) -> Vocabulary:
@@ -50,7 +50,7 @@ def options(size: int, **changes) -> HeadConfig:
 
 
 def assert_fits(tile: Tile, staged: int) -> None:
-    """`staged`: bytes that a warpgroup stores at a time, two of which are in flight."""
+    """A tile fits into shared memory. staged: the bytes of one strip of a warpgroup, of which two are in flight."""
     ring = tile.stages * 2 * DEPTH * (tile.rows + tile.columns)
     assert ring + tile.warpgroups * 2 * staged <= SHARED_MEMORY
     assert tile.rows == 64 * tile.warpgroups and tile.stages >= 3
@@ -76,7 +76,7 @@ layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_transposed"
 def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout, b_transposed):
     plan = gemm_plan(m, n, sm_count, **layout)
     tile = plan.tile
-    # Of swapped operands a strip is the whole tile, else 128 bytes of each row.
+    # With swapped operands a strip is the whole tile, else it is 128 bytes of each row.
     assert_fits(tile, staged=4 * 64 * tile.columns if plan.swapped else 64 * 128)
     assert tile.stages.bit_count() == 1
     # Columns that lie along memory are read 64 at a time.
@@ -116,13 +116,13 @@ def test_few_rows_get_small_tiles():
 def test_chunks_partition_the_vocabulary(size):
     v = vocabulary(size)
     chunk = jnp.arange(MOST_CHUNKS, dtype=jnp.int32)
-    start, width = (np.asarray(of(chunk))[: v.chunks] for of in (v.start, v.width))
+    start, width = (np.asarray(function(chunk))[: v.chunks] for function in (v.start, v.width))
     held = np.concatenate([np.arange(s, s + w) for s, w in zip(start, width, strict=True)])
     np.testing.assert_array_equal(held, np.arange(size))
     assert v.is_ragged == bool((width < COLUMNS).any())
     column = jnp.asarray(np.linspace(0, size - 1, 500), jnp.int32)
-    of = np.asarray(v.chunk_of(column))
-    assert ((start[of] <= column) & (column < start[of] + width[of])).all()
+    holder = np.asarray(v.chunk_of(column))
+    assert ((start[holder] <= column) & (column < start[holder] + width[holder])).all()
 
 
 @settings(max_examples=60)

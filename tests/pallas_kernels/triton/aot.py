@@ -2,9 +2,9 @@
 python -m tests.pallas_kernels.triton.aot.
 
 The programs are those that users run, lowered with the compute capability of the GPU; what Triton makes of their
-kernels goes through ptxas. Prints a line per kernel and program; the exit status is 1 where one fails to compile,
-spills registers or takes more shared memory than an A100 has. Whole programs then go through XLA for H200s. Needs
-jax-triton and jax's CUDA plugins; no torch. Takes a process per core.
+kernels goes through ptxas. It prints a line per kernel and program; the exit status is 1 where one fails to compile,
+spills registers or takes more shared memory than an A100 has. Then XLA compiles whole programs for H200s. It needs
+jax-triton and jax's CUDA plugins but no torch, and takes a process per core.
 """
 
 import concurrent.futures
@@ -40,7 +40,7 @@ from tests.support import shards
 
 TARGETS = (80, 90)
 SHARED_MEMORY = 163 * 1024
-"""Of an A100, for one program."""
+"""Bytes of shared memory that one program can have on an A100."""
 PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
 shape = jax.ShapeDtypeStruct
@@ -72,7 +72,7 @@ def row_programs(config: RowConfig, row_length: int, dtype: Any) -> Iterator[Pro
 
 
 def programs() -> Iterator[Program]:
-    """Every set of options that reaches a kernel: layouts, dtypes, softcap, bias, entropy; whole tiles and tails."""
+    """Programs with every set of options that reaches a kernel, and with whole tiles and tails."""
     both = (False, True)
     softcap, entropy = {"logit_softcap": 30.0}, {"return_lse": True, "return_entropy": True}
     for layout in ("vd", "dv"):
@@ -120,7 +120,7 @@ def kernel_of(ptx: pathlib.Path) -> Kernel:
 
 @contextlib.contextmanager
 def programs_for(target: int) -> Iterator[None]:
-    """Traced and lowered here they are for a GPU of this compute capability."""
+    """Make programs that are traced and lowered in this context be for a GPU of this compute capability."""
     before = jax_triton.triton_call
     device = dispatch.Device("gpu", "a GPU", f"{target // 10}.{target % 10}")
     dispatch.device_of = lambda arrays: device
@@ -142,7 +142,10 @@ def lower(run: Callable[..., Any], arguments: tuple[Any, ...], target: int) -> l
 
 
 def compile_one(index: int) -> tuple[bool, str]:
-    """The verdict on program `index` for both targets: programs hold functions, which do not travel."""
+    """The verdict on program number `index` for both targets.
+
+    Processes are given numbers because a program holds a function, which cannot be sent to another process.
+    """
     name, run, arguments = next(itertools.islice(programs(), index, None))
     lines, is_ok = [], True
     for target in TARGETS:
@@ -156,7 +159,7 @@ def compile_one(index: int) -> tuple[bool, str]:
 
 
 def bare() -> Iterator[tuple[str, bool]]:
-    """Through XLA for one and two H200s: temporary memory, and that a head over two GPUs is never gathered."""
+    """Compile bare calls for one and two H200s: temporary memory is bounded, and a head over two is never gathered."""
     target = (pathlib.Path(__file__).parent.parent / "mosaic/h200.txtpb").read_text()
     n, dim, vocab = 4096, 2048, 131072
     loss = jax.value_and_grad(lambda *x: linear_logp_op(*x, implementation="triton").sum(), (0, 1))
@@ -181,7 +184,7 @@ def bare() -> Iterator[tuple[str, bool]]:
 
 
 def sharded() -> Iterator[tuple[str, bool]]:
-    """Inside shard_map the types of what kernels write have to agree."""
+    """Lower programs inside shard_map, where the types of what kernels write have to agree."""
     jax.config.update("jax_num_cpu_devices", 2)
     for check_vma, reduction in itertools.product((True, False), ("sum", "canonical")):
         with programs_for(90):

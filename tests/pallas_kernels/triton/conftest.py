@@ -1,4 +1,4 @@
-"""Kernels here run in Triton's interpreter on torch's CPU tensors; where they cannot these tests skip, visibly."""
+"""Makes kernels run in Triton's interpreter on torch's CPU tensors. Where they cannot, these tests skip visibly."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU: what `pallas_kernels.triton.call.launch` does, by Triton's interpreter on torch tensors."""
+"""Stands in for `pallas_kernels.triton.call.launch` on a CPU: Triton's interpreter runs kernels on torch tensors."""
 
 import functools
 import threading
@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 _ONE_AT_A_TIME = threading.Lock()
-"""The interpreter changes Triton's language while a kernel runs; XLA may run two callbacks of a program at once."""
+"""Held while a kernel runs: the interpreter changes Triton's language then, and XLA may run two callbacks at once."""
 
 
 @functools.cache
 def _scalars_are_integers() -> None:
-    """triton 3.6 takes loop bounds from arrays of one element, which NumPy 2.5 no longer converts."""
+    """Make the interpreter's scalars usable as loop bounds.
+
+    triton 3.6 takes loop bounds from arrays of one element, which NumPy 2.5 no longer converts to integers.
+    """
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -41,7 +44,7 @@ def _to_numpy(x: Any) -> np.ndarray:
 
 
 def _nothing(spec: jax.ShapeDtypeStruct) -> Any:
-    """On a GPU new memory holds anything: here NaN."""
+    """New memory of this shape and dtype. On a GPU it may hold anything; here it holds NaN."""
     return _to_torch(np.full(spec.shape, np.nan).astype(spec.dtype))
 
 

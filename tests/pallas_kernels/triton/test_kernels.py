@@ -1,4 +1,4 @@
-"""Every Triton kernel in Triton's interpreter, at tiny odd shapes, against float64 NumPy."""
+"""The Triton kernels over materialised logits in Triton's interpreter, at tiny odd shapes, against float64 NumPy."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from tests.support.helpers import assert_error, assert_within_contract
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """Materialised logits of five rows: one begins with −inf, one has no target, one is inactive, one is all −inf."""
+    """Materialised logits of five rows: row 0 begins with −inf, 2 has no target, 3 is inactive, and 4 is all −inf."""
 
     row_length: int
     config: RowConfig
@@ -44,7 +44,7 @@ class Logits:
         return {"row_length": self.row_length, "columns": self.config.columns, "softcap": self.config.softcap}
 
     def values(self, logits):
-        """softcap of the columns that count, float64."""
+        """The softcapped logits of the columns that are not padding, float64."""
         x, cap = _float64(logits)[:, : self.config.columns], self.config.softcap
         return x if cap is None else cap * np.tanh(x / cap)
 
@@ -59,7 +59,7 @@ LOGITS = (
 every_logits = pytest.mark.parametrize("problem", LOGITS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 rounded_dtype = pytest.mark.parametrize("dtype", ["float16", "float32"])
-"""The interpreter truncates to bfloat16 where a GPU rounds."""
+"""The dtypes whose rounded results can be compared: the interpreter truncates to bfloat16 where a GPU rounds."""
 
 
 def _float64(x):

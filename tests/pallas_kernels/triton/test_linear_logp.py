@@ -1,4 +1,4 @@
-"""linear_logp in Triton, its kernels interpreted, against float64 NumPy; bits need a GPU (tests/gpu)."""
+"""linear_logp's Triton kernels in Triton's interpreter, against float64 NumPy. Bits are tested on GPUs (tests/gpu)."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ def on_this_cpu():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(case):
-    """In float16: the interpreter truncates to bfloat16 where a GPU rounds."""
+    """Values and gradients are compared in float16, since the interpreter truncates to bfloat16 where a GPU rounds."""
     problem = helpers.make(case, jnp.float16)
     gold = helpers.gold(case, problem)
     for value, expected in zip(problem.call(case, "triton"), gold.values, strict=True):
@@ -50,7 +50,7 @@ def test_against_float64(case):
 
 
 def test_extreme_biases():
-    """Columns masked with −∞, whole chunks of them, and one of 100 beside rows that only fill a tile."""
+    """Biases mask columns with −∞, whole chunks of them too, and one is 100 where rows only fill a tile."""
     case = Case("biases", (40,), 64, 1500, bias=True)
     problem = helpers.make(case, jnp.float16)
     ids = jnp.minimum(problem.target_ids.at[:20].set(jnp.arange(20)), 999)
