@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,6 +82,7 @@ _MODE_HELP = f"{', '.join(MODES)}, or all that the op has (default: random)"
 
 def run(options: argparse.Namespace) -> int:
     """Run the command. The exit status is 0 where all passed, 1 where anything failed, 2 for unusable options."""
+    start = time.perf_counter()
     try:
         device = _device(options.device)
         with jax.default_device(device):
@@ -96,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     except (Unusable, MemoryError) as error:
         print(f"rlk check: error: {error}", file=sys.stderr)
         return 2
-    _print(options, reports)
+    _print(options, reports, time.perf_counter() - start)
     return 0 if all(x.passed for x in reports) else 1
 
 
@@ -203,20 +205,20 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print(options: argparse.Namespace, reports: Sequence[OperatorCheckReport]) -> None:
+def _print(options: argparse.Namespace, reports: Sequence[OperatorCheckReport], seconds: float) -> None:
     """Print the reports as --json and --all say."""
     if options.json:
         suites = [x.to_dict() for x in reports]
         passed = all(x.passed for x in reports)
         print(json.dumps({"passed": passed, "suites": suites} if options.all else suites[0], indent=2))
     elif options.all:
-        _print_table(reports)
+        _print_table(reports, seconds)
     else:
         print("\n".join(reports[0].lines()))
 
 
-def _print_table(reports: Sequence[OperatorCheckReport]) -> None:
-    """Print a row for each op, candidate and dtype, and then a line for each failed check."""
+def _print_table(reports: Sequence[OperatorCheckReport], seconds: float) -> None:
+    """Print a row for each op, candidate and dtype, a line for each failed check, and how long all checks took."""
     table = Table(*page.TABLE_HEADER)
     for row in page.table_rows(reports):
         table.add_row(*map(Text, row))
@@ -225,3 +227,5 @@ def _print_table(reports: Sequence[OperatorCheckReport]) -> None:
         for line in report.lines():
             if line.startswith("  ") and line.endswith("passed=False"):
                 print(line.strip())
+    checks = [check for report in reports for candidate in report.candidates for check in candidate.outputs]
+    print(f"{sum(check.passed for check in checks)}/{len(checks)} checks passed in {seconds:.0f} s")

@@ -1,5 +1,5 @@
-"""The operator checker: planted bugs are caught by the checks that the docs name, whatever a candidate does wrong is a
-line of the report, and the command says what it found.
+"""The operator checker catches planted bugs by the checks that the docs name, reports everything that a candidate does
+wrong, and its command says what it found.
 """
 
 import functools
@@ -53,11 +53,11 @@ PLANTED = {
     ),
     "wrong beyond 64 rows": ("logp", planted.wrong_beyond_64_rows, "fp32", "random", "invariance:reversed:logp"),
 }
-"""Op, the wrong implementation, dtype; the input mode and the check that catch it."""
+"""For each bug: the op, the wrong implementation, the dtype, and the input mode and the check that catch it."""
 
 
 def checked(fn, op, mode="random", dtype="fp32", sizes=None, **checks):
-    """The one case of the one candidate."""
+    """The report on one candidate in one case."""
     candidate = fn if isinstance(fn, Candidate) else of_function(fn, "planted")
     draw = Draw(mode, np.dtype(DTYPES[dtype]).name, sizes=sizes or Sizes())
     report = run_operator_suite(op, candidates=[candidate], cases=[draw], checks=Checks(**checks))
@@ -92,7 +92,7 @@ def test_what_the_bugs_were_planted_in_passes(op):
 
 
 def test_an_n_dependent_split_is_accurate():
-    """So that it is the bits which give it away."""
+    """The check of bits alone finds it, because its results are accurate."""
     names = failed(checked(planted.n_dependent_split, "det_gemm", dtype="bf16", **EVERYTHING))
     assert names and all(x.startswith("invariance:") for x in names)
     assert not failed(checked(planted.det_gemm, "det_gemm", dtype="bf16", **EVERYTHING))
@@ -140,7 +140,7 @@ _raises_backward.defvjp(lambda *x: (planted.logp(*x), x), lambda saved, g: _rais
 
 
 class _Ends(BaseException):
-    """Nothing that `except Exception` finds."""
+    """An error that `except Exception` does not catch."""
 
 
 def _ends(error):
@@ -312,7 +312,7 @@ def test_a_module_that_imports_torch_alone_gets_tensors(tmp_path, monkeypatch, c
 
 
 class DownstreamTest(chex.TestCase):
-    """As the tests of a project that has an op of its own."""
+    """Tests as they stand in a project that has an op of its own."""
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_logp(self):
@@ -512,7 +512,7 @@ def square_sum(x):
 
 
 def test_adding_an_op_as_the_docs_say(monkeypatch, capsys):
-    """An entry, then its tolerances from what is measured; a table entry only for implementations of its own."""
+    """A new op gets an entry of SPECS, then tolerances from what is measured. It needs no entry in dispatch's table."""
     monkeypatch.setitem(SPECS, "square_sum", SQUARE_SUM)
     given = ["check", "--op", "square_sum", "--all", "--check-grad", "--dtype", "fp32"]
     assert cli.main([*given, "--candidate", "tests.checker.test_checker:square_sum"]) == 1
@@ -539,6 +539,7 @@ def test_list(capsys):
 
 
 def test_everything_is_green_and_its_page_stands_alone(tmp_path, capsys):
+    """What takes less than three minutes on two cores, by the seconds that the command prints and this test repeats."""
     page = tmp_path / "report.html"
     assert cli.main(["check", "--all", "--check-grad", "--check-invariance", "--report", str(page)]) == 0
     printed = capsys.readouterr().out
@@ -547,6 +548,10 @@ def test_everything_is_green_and_its_page_stands_alone(tmp_path, capsys):
         assert len(rows) == (3 if op == "det_gemm" else 4) * len(spec.dtypes)
         assert all("PASS" in row for row in rows)
         assert sum(" checked " in row for row in rows) >= len(spec.dtypes)
+    last = printed.splitlines()[-1]
+    assert re.fullmatch(r"(\d+)/\1 checks passed in \d+ s", last)
+    with capsys.disabled():
+        print(f"\nrlk check --all --check-grad --check-invariance: {last}")
     text = page.read_text()
     assert "<svg" in text and 'class="pass">PASS' in text and "FAIL" not in text
     assert not re.search(r"\b(?:src|href)=|url\(|@import|<script", text)
@@ -561,7 +566,7 @@ def test_a_page_and_a_table_say_what_failed(tmp_path, capsys):
 
 
 def test_rl_kernels_contract_is_looser():
-    """bfloat16 logits rounded once more: RL-Kernel's checker lets it pass."""
+    """RL-Kernel's tolerances let log-probs pass that were rounded to bfloat16."""
     rounded = lambda logits, ids: planted.logp(logits, ids).astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
     assert failed(checked(rounded, "logp", dtype="bf16")) == ["logp"]
     assert not failed(checked(rounded, "logp", dtype="bf16", contract="rl-kernel"))

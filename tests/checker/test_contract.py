@@ -1,4 +1,4 @@
-"""The tolerance contract: every entry readable, a missing one raises, and the error is what it says."""
+"""The tolerance contract: every entry can be read, a missing entry raises, and the error is what the contract says."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The test that a user of rlk_jax would write: chex, the public API, and a two-line definition of log-probabilities."""
+"""A test as a user of rlk_jax would write it, with chex, the public API and the definition of log-probabilities."""
 
 import chex
 import jax
@@ -10,7 +10,7 @@ from rlk_jax.checker import tolerance
 
 
 def log_probs(hidden, weight, target_ids, temperature):
-    """What a trainer computes without rlk_jax: all the logits."""
+    """Log-probabilities as a trainer computes them without rlk_jax, from all the logits."""
     logits = (hidden @ weight.T) / temperature
     return jnp.take_along_axis(jax.nn.log_softmax(logits), target_ids[..., None], axis=-1)[..., 0]
 

@@ -1,4 +1,4 @@
-"""rlk check on a GPU: every implementation and the bridge against the contract of its architecture."""
+"""`rlk check` on a GPU checks every implementation and the bridge against the contract of its architecture."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Implementations with one bug each, beside what is right: the checker must tell them apart."""
+"""Implementations with one bug each, and the right ones they were made from. The checker must tell them apart."""
 
 import functools
 
@@ -13,7 +13,7 @@ def _logits(hidden, weight, bias):
 
 
 def _taken(logits, ids):
-    """log-softmax of float32 logits at the ids; NaN for a bad one."""
+    """log-softmax of float32 logits at the ids, or NaN at a bad id."""
     vocab = logits.shape[-1]
     good = (ids >= 0) & (ids < vocab)
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(good, ids, 0)[..., None], axis=-1)[..., 0]
@@ -29,7 +29,7 @@ def linear_logp(hidden, weight, ids, bias):
 
 
 def det_gemm(a, b):
-    """Rows one by one: they cannot know of each other."""
+    """A product of one row at a time, so that no row can change another."""
     upcast = b.astype(jnp.float32)
     return jax.lax.map(lambda row: (row[:, None] * upcast).sum(axis=0), a.astype(jnp.float32)).astype(a.dtype)
 
@@ -66,7 +66,7 @@ unmasked_padding = functools.partial(_ratio_kl, masks=False)
 
 @jax.jit
 def bf16_accumulation(a, b):
-    """Sums in bfloat16, in chunks of 64 of K."""
+    """Partial sums over 64 columns of `a` at a time are rounded to bfloat16."""
     parts = (a.reshape(a.shape[0], -1, 64).swapaxes(0, 1), b.reshape(-1, 64, b.shape[1]))
 
     def add(total, part):
@@ -76,7 +76,7 @@ def bf16_accumulation(a, b):
 
 
 def n_dependent_split(a, b):
-    """K in two halves where there are few rows."""
+    """K is summed in two halves where there are fewer than 8 rows."""
     if a.shape[0] >= 8:
         return det_gemm(a, b)
     half = a.shape[1] // 2
@@ -159,7 +159,7 @@ def wrong_beyond_64_rows(logits, token_ids):
 
 
 def gradient_of_the_reference(policy, ref, ids, mask, old):
-    """Without stop_gradient."""
+    """The reference policy gets a gradient, because its stop_gradient is missing."""
     policy, ref = (jnp.where(mask[..., None], x, 0) for x in (policy, ref))
     ids, old = jnp.where(mask, ids, 0), jax.lax.stop_gradient(jnp.where(mask, old, 0))
     d = logp(ref, ids) - logp(policy, ids)
