@@ -1,10 +1,11 @@
 """Time of det_gemm beside cuBLAS: python -m benchmarks.det_gemm --help.
 
-cuBLAS is XLA's own dot on the same arrays, its Triton kernels off. A shape M,K,N is a forward A [M,K]·B [K,N] and its
-gradients dA and dB; up to 128 rows, where the weight's layout matters and gradients do not, the forward with B stored
-[K,N] and [N,K] instead. All candidates of a shape are timed in turn, round after round, each back to back for half a
-second first. A product too short to hide its launch is timed as a chain of up to 32 of them in one program, on
-different A or dC. "speed" is the time of cuBLAS for the same pass over a candidate's, in the same rounds.
+"cuBLAS" is XLA's own dot on the same arrays, with XLA's Triton kernels off. A shape M,K,N is a forward A [M,K]·B [K,N]
+and its gradients dA and dB. Up to 128 rows, where the weight's layout matters and gradients do not, it is the forward
+alone, with B stored [K,N] and [N,K]. All candidates of a shape are timed in turn, round after round, each back to back
+for half a second first. A product that is too short to hide its launch is timed as a chain of up to 32 products in one
+program, each with another A or dC. "speed" is the time of cuBLAS for the same pass over a candidate's, in the same
+rounds.
 
 "triton persistent" is matmul_persistent of thinking-machines-lab/batch_invariant_ops, where that can be imported.
 """
@@ -21,12 +22,13 @@ from jax import lax
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.common import Launch
+from benchmarks.common import Candidate, Launch
 from rlk_jax import det_gemm
 
 TARGETS = ("4096,12288", "4096,4096", "4096,14336", "14336,4096", "4096,32000")
-"""K,N of a decoder's qkv, o_proj, mlp_up, mlp_down and lm_head."""
+"""K,N of a decoder's qkv, o_proj, mlp_up, mlp_down and lm_head, in this order."""
 SMALL = ("4096,4096", "4096,14336")
+"""K,N of the shapes with few rows."""
 SHAPES = ";".join(
     [f"{m},{x}" for m in (4096, 1024) for x in TARGETS] + [f"{m},{x}" for m in (128, 16, 1) for x in SMALL]
 )
@@ -34,7 +36,7 @@ SMOKE_SHAPES = "200,64,96;3,64,96"
 CUBLAS, TRITON = "cuBLAS", "triton persistent"
 _FEW_ROWS = 128
 _LAUNCH_HIDDEN = 4e-4
-"""Seconds that a program should take."""
+"""The seconds that a program should take at least, so that its launch is hidden behind the one before."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,22 @@ class Row:
     status: str
     us: float | None = None
     speed: float | None = None
-    """Time of cuBLAS over its own."""
+    """The time of cuBLAS over that of this candidate."""
     tflops: float | None = None
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A product `x·y`, with `x` drawn anew for each repetition. `dot` contracts these dimensions of x and y."""
+    """A product `x·y`, repeated for each x of `xs`; it contracts the dimensions `contracts` of x and y."""
 
     xs: tuple[jax.Array, ...]
     y: jax.Array
     contracts: tuple[int, int]
     ours: Callable[..., jax.Array]
+    """The same product by `det_gemm`: it takes x, y and an implementation."""
 
     def by(self, implementation: str) -> Launch:
+        """The pass by an implementation or a peer; raises what that raises where it cannot run."""
         if implementation == TRITON:
             return self._triton()
         is_cublas = implementation == CUBLAS
@@ -88,13 +92,13 @@ class Pass:
 
 
 def _chain(product: Callable[..., jax.Array], xs: tuple[jax.Array, ...], y: jax.Array, is_cublas: bool) -> Any:
-    """A program of one product after the other."""
+    """A compiled program that computes the product of each x with y, one after the other."""
 
     def run(xs: tuple[jax.Array, ...], y: jax.Array) -> list[jax.Array]:
         results: list[jax.Array] = []
         for x in xs:
             if results:
-                # Each waits for the one before: XLA would merge products that share an operand.
+                # Each product waits for the one before, or XLA would merge products that share an operand.
                 x, results[-1] = lax.optimization_barrier((x, results[-1]))
             results.append(product(x, y))
         return results
@@ -103,9 +107,10 @@ def _chain(product: Callable[..., jax.Array], xs: tuple[jax.Array, ...], y: jax.
     return jax.jit(run).lower(xs, y).compile(compiler_options=options)
 
 
-def passes(shape: str, dtype: str) -> dict[str, Pass]:
+def passes_of(shape: str, dtype: str) -> dict[str, Pass]:
+    """The passes over random inputs for a shape "M,K,N", by name."""
     m, k, n = map(int, shape.split(","))
-    # What a product takes at 700 TFLOP/s, or its operands at 4 TB/s.
+    # A product takes as long as its operations do at 700 TFLOP/s, or as reading B does at 4 TB/s.
     seconds = max(2 * m * k * n / 7e14, 2 * k * n / 4e12)
     keys = jax.random.split(jax.random.key(0), 2 * min(32, int(_LAUNCH_HIDDEN / seconds) + 1) + 1)
 
@@ -131,26 +136,21 @@ def passes(shape: str, dtype: str) -> dict[str, Pass]:
 
 
 def measure(dtype: str, shape: str, implementations: Sequence[str], rounds: int, seconds: float) -> list[Row]:
-    """All implementations in every pass over one shape; one that cannot run here says so in its status."""
-    found: dict[tuple[str, str], Launch] = {}
-    rows, repeats = [], 1
-    for what, p in passes(shape, dtype).items():
-        repeats = len(p.xs)
-        for name in (CUBLAS, *implementations):
-            try:
-                launch = p.by(name)
-                launch.wait(launch.start())
-                found[name, what] = launch
-            except Exception as problem:
-                rows.append(Row(shape, dtype, name, what, common.status(problem)))
-    launches = {f"{name}: {what}": x for (name, what), x in found.items()}
-    ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
-    us = {key: 1e3 * t / repeats for key, t in ms.items()}
+    """The rows of all implementations in every pass over one shape; one that cannot run has a status that says why."""
+    passes = passes_of(shape, dtype)
+
+    def build(name: str, what: str) -> Candidate:
+        return Candidate(passes[what].by(name))
+
+    keys = [(name, what) for what in passes for name in (CUBLAS, *implementations)]
+    builders = {key: functools.partial(build, *key) for key in keys}
+    found, failed = common.measure_candidates(builders, rounds, seconds)
+    rows = [Row(shape, dtype, *key, status) for key, status in failed.items()]
     m, k, n = map(int, shape.split(","))
-    for name, what in found:
-        t, baseline = us[f"{name}: {what}"], us.get(f"{CUBLAS}: {what}")
-        speed = None if baseline is None else baseline / t
-        rows.append(Row(shape, dtype, name, what, "pass", t, speed, 2e-6 * m * k * n / t))
+    for (name, what), x in found.items():
+        us, baseline = 1e3 * x.ms / len(passes[what].xs), found.get((CUBLAS, what))
+        speed = None if baseline is None else baseline.ms / x.ms
+        rows.append(Row(shape, dtype, name, what, "pass", us, speed, 2e-6 * m * k * n / us))
     return rows
 
 
@@ -165,18 +165,15 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = common.parser(
-        "det_gemm", __doc__, shapes=SHAPES, implementations=f"mosaic,{TRITON}", sizes="M,K,N"
-    ).parse_args(argv)
-    rows = common.measured("det_gemm", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
+    common.share_gpu_with_torch()
+    parser = common.parser("det_gemm", __doc__, shapes=SHAPES, implementations=f"mosaic,{TRITON}", sizes="M,K,N")
+    options = parser.parse_args(argv)
+    rows = common.measure_shapes("det_gemm", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
     _print(rows, jax.devices()[0].device_kind)
-    if options.plot:
-        panels: dict[str, dict[str, float]] = {}
-        for r in rows:
-            if r.speed is not None and r.implementation != CUBLAS:
-                panels.setdefault(r.shape, {})[f"{r.what}: {r.implementation}"] = r.speed
-        common.plot(options.plot, panels, "speed, cuBLAS of the same run = 1")
-    return common.exit_status(r.status for r in rows if r.implementation != CUBLAS)
+    compared = [r for r in rows if r.implementation != CUBLAS]
+    bars = ((r.shape, f"{r.what}: {r.implementation}", r.speed) for r in compared)
+    common.plot(options.plot, bars, "speed, cuBLAS of the same run = 1")
+    return common.exit_status(r.status for r in compared)
 
 
 if __name__ == "__main__":

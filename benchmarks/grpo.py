@@ -1,17 +1,18 @@
 """An update of a whole policy by GRPO: python -m benchmarks.grpo --help.
 
-The policy is `rlk grpo`'s decoder, from random initialisation, with float32 parameters and bfloat16 products; an update
-is forward, loss, backward and Adam on B sequences of T tokens, all of which count. Candidates differ in what they do
+The policy is `rlk grpo`'s decoder, randomly initialised, with float32 parameters and bfloat16 products. An update is
+forward, loss, backward and Adam on B sequences of T tokens, all of which count. Candidates differ in what they do
 between hidden states and loss. Memory is all that the compiled update holds at its peak on a device, parameters
-included. On a mesh the rows lie over "data", and the head's vocabulary, with its gradients and Adam's moments, over
-"tensor"; all else is on every device. Each candidate runs in a process of its own: JAX keeps the memory that it once
-took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
+included. On a mesh the rows are split over "data", and the head's vocabulary, with its gradients and Adam's moments,
+over "tensor"; everything else is on every device. Each candidate runs in a process of its own, because JAX keeps the
+memory that it once took. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
 
-With --rollout the sequences are first sampled by the policy as it is, token by token with a KV cache, behind prompts of
-one token; their log-probs are recorded from the logits that they are sampled from, by a log-softmax or by rlk_jax.logp.
-One program does both, and every slot costs time, whoever has ended.
+With --rollout the current policy first samples the sequences, token by token with a KV cache, behind prompts of one
+token. Their log-probs are recorded from the logits that they are sampled from, by a log-softmax or by rlk_jax.logp. One
+program does both. A sequence that has ended still costs the time of its remaining tokens.
 """
 
+import functools
 import itertools
 import multiprocessing
 import sys
@@ -45,6 +46,7 @@ HEADS = 8
 LEARNING_RATE = 1e-4
 OPTIONS = LossOptions()
 ONE_CALL = "linear_grpo_loss "
+"""The beginning of the names of candidates that compute the loss in one call of linear_grpo_loss."""
 UPDATE, STEP = "update", "rollout and update"
 TIMING = "back-to-back wall time, median of rounds, each candidate in a process of its own"
 
@@ -65,7 +67,11 @@ class Row:
 
 
 class Batch(NamedTuple):
-    """What an update is computed from; the log-probs of rollouts are of no policy, near enough to clip few."""
+    """What an update is computed from.
+
+    `old_logps` come from no policy: they are those of a uniform distribution, which is near enough to a random policy
+    that few tokens are clipped.
+    """
 
     tokens: jax.Array
     old_logps: jax.Array
@@ -73,7 +79,7 @@ class Batch(NamedTuple):
     mask: jax.Array
 
 
-def make(shape: str) -> tuple[Callable[[], Decoder], Batch]:
+def make_inputs(shape: str) -> tuple[Callable[[], Decoder], Batch]:
     """The policy and the batch of a shape "B,T,D,L,V"."""
     rows, length, dim, layers, vocab = map(int, shape.split(","))
     kind = replace(STOCK, dtype=jnp.bfloat16)
@@ -88,7 +94,11 @@ def make(shape: str) -> tuple[Callable[[], Decoder], Batch]:
 
 
 def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, batch: Batch) -> jax.Array:
-    """By "naive", an implementation of linear_logp, or one behind `ONE_CALL`. ValueError for a cut head by "naive"."""
+    """The GRPO loss of hidden states.
+
+    A candidate is "naive", an implementation of linear_logp, or `ONE_CALL` and an implementation of linear_grpo_loss.
+    Raises ValueError where "naive" is given a head that is cut over devices.
+    """
     target_ids, rest = batch.tokens[:, 1:], (batch.advantages, batch.mask)
     options: Any = {"weight_layout": "dv", "global_vocab_size": head.vocab_size, "implementation": head.implementation}
     if candidate.startswith(ONE_CALL):
@@ -99,7 +109,7 @@ def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, ba
             raise ValueError("naive takes no head that is cut over devices")
         flat = hidden.reshape(-1, hidden.shape[-1])
         logp = naive(flat, kernel.T, target_ids.reshape(-1)).reshape(target_ids.shape)
-    elif head.mesh.size == 1:  # Head.logps would look for tokens to ignore
+    elif head.mesh.size == 1:  # without the search for tokens to ignore that Head.logps makes
         logp = linear_logp(hidden, kernel, target_ids, **options)
     else:
         logp = head.logps(hidden, kernel, target_ids)
@@ -107,7 +117,7 @@ def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, ba
 
 
 def rolled_out(candidate: str, head: Head, graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Batch:
-    """The batch with completions of its first tokens, and their log-probs as they were sampled."""
+    """The batch with its first tokens completed by the policy, and the log-probs recorded while they were sampled."""
     prompts, (rows, length) = batch.tokens[:, :1], batch.mask.shape
 
     policy, keys = nnx.merge(graph, head.whole(params)), jax.random.split(jax.random.key(1), rows)
@@ -123,7 +133,7 @@ def rolled_out(candidate: str, head: Head, graph: nnx.GraphDef, params: nnx.Stat
 def update_of(
     candidate: str, mesh: Mesh, new: Callable[[], Decoder], batch: Batch, *, rollout: bool = False
 ) -> tuple[Any, Any]:
-    """The compiled update of a policy, in place, and what makes its first argument."""
+    """The compiled update of a policy, which takes its argument's memory, and a function that makes this argument."""
     model = nnx.eval_shape(new)
     graph, vocab_size = nnx.graphdef(model), model.lm_head.kernel.shape[1]
     head = Head(mesh, vocab_size, candidate.removeprefix(ONE_CALL), jnp.bfloat16)
@@ -155,14 +165,14 @@ def update_of(
 
 
 def measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
-    """One candidate in a process of its own: however that ends, it leaves all memory to the next."""
+    """The row of one candidate, measured in a process of its own: however that ends, the next has all memory."""
     case = shape, mesh, what, candidate
     print(f"measuring {', '.join(case)} …", file=sys.stderr)
     processes = multiprocessing.get_context("spawn")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=_send, args=(sender, case, rounds, seconds), daemon=True)
     child.start()
-    sender.close()  # the child has the last one: where it dies, there is nothing to wait for
+    sender.close()  # the child now holds the only sender: if it dies, `recv` raises EOFError
     try:
         row = receiver.recv()
     except EOFError:
@@ -172,15 +182,18 @@ def measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, secon
 
 
 def _send(sender: Connection, case: tuple[str, str, str, str], rounds: int, seconds: float) -> None:
-    try:
-        row = _measured(*case, rounds, seconds)
-    except Exception as problem:
-        row = Row(*case, common.status(problem))
-    sender.send(row)
+    sender.send(measure_here(*case, rounds, seconds))
 
 
-def _measured(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
-    new, batch = make(shape)
+def measure_here(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
+    """The row of one candidate, measured in this process; one that cannot run has a status that says why."""
+    case = shape, mesh, what, candidate
+    row = common.attempt(functools.partial(_measure, *case, rounds, seconds))
+    return Row(*case, row.status) if isinstance(row, common.Failure) else row
+
+
+def _measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
+    new, batch = make_inputs(shape)
     devices = make_mesh(GrpoConfig(mesh=mesh, prompts_per_step=batch.mask.shape[0]))
     compiled, start = update_of(candidate, devices, new, batch, rollout=what == STEP)
     memory: Any = compiled.memory_analysis()
@@ -192,10 +205,16 @@ def _measured(shape: str, mesh: str, what: str, candidate: str, rounds: int, sec
         state = compiled(state)
         return state
 
-    ms = common.milliseconds({candidate: common.Launch(again)}, rounds, warm=seconds, timed=2 * seconds)[candidate]
+    candidates = {candidate: common.Candidate(common.Launch(again))}
+    ms, failed = common.milliseconds(candidates, rounds, warm=seconds, timed=2 * seconds)
+    if failed:
+        return Row(shape, mesh, what, candidate, failed[candidate])
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak += memory.temp_size_in_bytes
-    return Row(shape, mesh, what, candidate, "pass", parameters, ms, batch.mask.size / ms * 1e3, peak / 2**20)
+    tokens = batch.mask.size
+    return Row(
+        shape, mesh, what, candidate, "pass", parameters, ms[candidate], tokens / ms[candidate] * 1e3, peak / 2**20
+    )
 
 
 def _show(rows: Sequence[Row]) -> None:
@@ -204,7 +223,8 @@ def _show(rows: Sequence[Row]) -> None:
     table = Table(*case, *speed, "peak memory", "of naive")
     figures_of = {(r.shape, r.mesh, r.what, r.candidate): asdict(r) for r in rows}
 
-    def of(r: Row, mesh: str, candidate: str, figure: str) -> str:
+    def ratio(r: Row, mesh: str, candidate: str, figure: str) -> str:
+        """This row's figure over that of another candidate or mesh."""
         found = figures_of.get((r.shape, mesh, r.what, candidate), {}).get(figure)
         return f"{getattr(r, figure) / found:.2f}" if found else ""
 
@@ -212,9 +232,9 @@ def _show(rows: Sequence[Row]) -> None:
         figures = ["", r.status]
         if r.status == "pass":
             figures = [f"{r.million_parameters:.0f} M", f"{r.ms:.1f} ms", f"{r.tokens_per_second:.0f}"]
-            figures += [of(r, r.mesh, "naive", "tokens_per_second")]
-            figures += [of(r, ONE_DEVICE, r.candidate, "tokens_per_second")]
-            figures += [f"{r.peak_mib:.0f} MiB", of(r, r.mesh, "naive", "peak_mib")]
+            figures += [ratio(r, r.mesh, "naive", "tokens_per_second")]
+            figures += [ratio(r, ONE_DEVICE, r.candidate, "tokens_per_second")]
+            figures += [f"{r.peak_mib:.0f} MiB", ratio(r, r.mesh, "naive", "peak_mib")]
         table.add_row(r.shape, r.mesh, r.what, r.candidate, *figures)
     common.show(f"GRPO, bfloat16 products, {jax.devices()[0].device_kind}", table, width=170)
 
@@ -225,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "grpo", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,D,L,V", dtypes=["bfloat16"]
     )
     parser.add_argument("--meshes", default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
-    parser.add_argument("--rollout", action="store_true", help="the sequences of an update are sampled first")
+    parser.add_argument("--rollout", action="store_true", help="sample the sequences of an update first")
     options = parser.parse_args(argv)
     what = STEP if options.rollout else UPDATE
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
@@ -237,12 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             common.write(options.json, "grpo", argv, rows, TIMING)
     _show(rows)
-    if options.plot:
-        panels: dict[str, dict[str, float]] = {}
-        for r in rows:
-            if r.tokens_per_second is not None:
-                panels.setdefault(f"{what}, {r.shape}: {r.mesh}", {})[r.candidate] = r.tokens_per_second
-        common.plot(options.plot, panels, "tokens/s")
+    bars = ((f"{what}, {r.shape}: {r.mesh}", r.candidate, r.tokens_per_second) for r in rows)
+    common.plot(options.plot, bars, "tokens/s")
     return common.exit_status(r.status for r in rows)
 
 

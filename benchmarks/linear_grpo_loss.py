@@ -1,7 +1,8 @@
 """A GRPO step at the LM head, forward and backward, by memory budget: python -m benchmarks.linear_grpo_loss --help.
 
-What a budget holds of the exponentials need not be recomputed: three products instead of four. G and memory are
-benchmarks.linear_logp's. All ratios are 1 and no token is clipped, so that every token has a gradient.
+Exponentials that the memory budget can hold are not recomputed: the pass then takes three products instead of four. G
+and memory are defined as in benchmarks.linear_logp. All ratios are 1 and no token is clipped, so that every token has a
+gradient.
 """
 
 import sys
@@ -12,37 +13,38 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import common
-from benchmarks.linear_logp import Candidate, Problem, candidate, run
+from benchmarks.common import Candidate, compiled_candidate
+from benchmarks.linear_logp import Inputs, run_benchmark
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import LossOptions, policy_loss
 
 SHAPES = "4096,2048,131072;4096,4096,131072;8192,4096,151936"
 SEQUENCES = 8
 RECOMPUTED = 2**26
-"""A budget that holds next to no exponentials."""
+"""A budget in bytes that holds next to no exponentials, so that they are recomputed."""
 OPTIONS = LossOptions(beta=0.04)
 
 
-def budgets(p: Problem) -> dict[str, int]:
-    """By name; the last holds every exponential."""
-    logits = 2 * p.hidden.shape[0] * p.weight.shape[0]
+def budgets(inputs: Inputs) -> dict[str, int]:
+    """Memory budgets in bytes, by name; the last one holds every exponential."""
+    logits = 2 * inputs.hidden.shape[0] * inputs.weight.shape[0]
     some = {"64 MiB": RECOMPUTED, "1 GiB": 2**30}
     return {name: size for name, size in some.items() if size < logits} | {"N·V·2 B + 10 %": logits * 11 // 10}
 
 
-def candidates(name: str, p: Problem) -> dict[str, Candidate]:
+def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
     """The passes of one implementation; raises what it raises where it cannot run."""
-    tokens = p.hidden.shape[0]
+    tokens = inputs.hidden.shape[0]
     if tokens % SEQUENCES:
         raise ValueError(f"{tokens} tokens are not {SEQUENCES} sequences of one length")
     lead = (SEQUENCES, tokens // SEQUENCES)
-    hidden, ids = p.hidden.reshape(*lead, -1), p.target_ids.reshape(lead)
-    advantages, mask = p.upstream[:SEQUENCES], jnp.ones(lead, bool)
-    logps = jax.jit(lambda: linear_logp(hidden, p.weight, ids, implementation=name))()
+    hidden, ids, weight = inputs.hidden.reshape(*lead, -1), inputs.target_ids.reshape(lead), inputs.weight
+    advantages, mask, upstream = inputs.upstream[:SEQUENCES], jnp.ones(lead, bool), inputs.upstream.reshape(lead)
+    logps = jax.jit(lambda: linear_logp(hidden, weight, ids, implementation=name))()
     head: dict[str, Any] = {"implementation": name}
 
     def weighted(budget: int) -> Callable[..., Any]:
-        return lambda h, w: jnp.vdot(linear_logp(h, w, ids, memory_budget=budget, **head), p.upstream.reshape(lead))
+        return lambda h, w: jnp.vdot(linear_logp(h, w, ids, memory_budget=budget, **head), upstream)
 
     def in_two_calls(budget: int | None) -> Callable[..., Any]:
         def loss(h: jax.Array, w: jax.Array) -> jax.Array:
@@ -59,21 +61,23 @@ def candidates(name: str, p: Problem) -> dict[str, Candidate]:
 
         return loss
 
-    def both(f: Callable[..., Any], *, has_aux: bool = False) -> Candidate:
-        return candidate(jax.value_and_grad(f, (0, 1), has_aux=has_aux), 3, hidden, p.weight)
+    def with_gradients(f: Callable[..., Any], *, has_aux: bool = False) -> Candidate:
+        return compiled_candidate(jax.value_and_grad(f, (0, 1), has_aux=has_aux), hidden, weight, work=3)
 
     names = {"64 MiB": RECOMPUTED, "default": None}
-    found = {f"linear_logp, policy_loss: {budget}": both(in_two_calls(size)) for budget, size in names.items()}
-    for budget, size in budgets(p).items():
-        found[f"linear_logp: {budget}"] = both(weighted(size))
-        found[f"linear_grpo_loss: {budget}"] = both(in_one_call(size), has_aux=True)
+    found = {
+        f"linear_logp, policy_loss: {budget}": with_gradients(in_two_calls(size)) for budget, size in names.items()
+    }
+    for budget, size in budgets(inputs).items():
+        found[f"linear_logp: {budget}"] = with_gradients(weighted(size))
+        found[f"linear_grpo_loss: {budget}"] = with_gradients(in_one_call(size), has_aux=True)
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser("linear_grpo_loss", __doc__, shapes=SHAPES, implementations="mosaic")
     parser.set_defaults(mask_density=1.0)
-    return run("linear_grpo_loss", parser.parse_args(argv), argv, candidates)
+    return run_benchmark("linear_grpo_loss", parser.parse_args(argv), argv, candidates_of)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Time and memory of the ops over logits beside a copy of them: python -m benchmarks.logits_ops --help.
 
-A shape B,T,V is B sequences of T tokens. Bytes are those that a pass cannot do without: one read of each of the logits
-and, for the gradient, one more of the policy's and one write. "of copy" is the bandwidth of these bytes over that of a
-copy (the faster of memcpy and XLA's negation, bytes read and written) in the same rounds. With a mask the first tokens
-of every sequence are masked, and bytes stay those of all tokens: "of whole" is the time over that without a mask.
+A shape B,T,V is B sequences of T tokens. A pass is charged with the bytes that it cannot do without: one read of each
+array of logits and, for the gradient, one more read of the policy's logits and one write. "of copy" is the bandwidth of
+these bytes over that of a copy (the faster of memcpy and XLA's negation, bytes read and written) in the same rounds.
+With a mask the first tokens of every sequence are masked, and the bytes charged stay those of all tokens; "of whole" is
+the time over that without a mask.
 
 "in place" donates the logits to the program, and their gradient takes their memory. All candidates of a shape are timed
 in turn, round after round, each back to back for half a second first.
@@ -20,13 +21,15 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks import common, peers
-from benchmarks.common import Launch
+from benchmarks.common import Candidate, Launch, compiled_candidate, temporary_bytes
+from benchmarks.linear_logp import log_softmax_at
 from rlk_jax import logp, ratio_kl
 
 SHAPES = "8,1024,131072"
 SMOKE_SHAPES = "2,8,1000"
 COPY, NAIVE, COMPILED = "copy", "naive", "torch.compile"
 _MASKED = ", masked"
+"""The end of the names of passes in which some tokens are masked."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,16 @@ class Row:
     ms: float | None = None
     of_copy: float | None = None
     of_whole: float | None = None
-    """Where some tokens are masked."""
+    """The time over that of the same pass without a mask; None without a mask."""
     extra_mib: float | None = None
-    """Of the compiled program, beyond inputs and results; None where it is not known."""
+    """What the compiled program takes beyond inputs and results; None where it is not known."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Problem:
+class Inputs:
+    """The arrays of one shape: the logits of the policy and of the reference, `[B, T, V]`, and the rest, `[B, T]`."""
+
     policy: jax.Array
     ref: jax.Array
     ids: jax.Array
@@ -57,11 +62,13 @@ class Problem:
     upstream: jax.Array
 
     def mask(self, density: float) -> jax.Array:
+        """The tokens that count: this fraction of every sequence, at its end."""
         length = self.ids.shape[1]
         return jnp.broadcast_to(jnp.arange(length) >= length - round(density * length), self.ids.shape)
 
 
-def make(shape: str, dtype: str) -> Problem:
+def make_inputs(shape: str, dtype: str) -> Inputs:
+    """Random inputs for a shape "B,T,V"."""
     batch, length, vocab = map(int, shape.split(","))
     keys = jax.random.split(jax.random.key(0), 5)
 
@@ -70,7 +77,7 @@ def make(shape: str, dtype: str) -> Problem:
 
     lead = (batch, length)
     ids = jax.random.randint(keys[2], lead, 0, vocab)
-    return Problem(
+    return Inputs(
         jax.jit(logits)(keys[0]),
         jax.jit(logits)(keys[1]),
         ids,
@@ -79,77 +86,62 @@ def make(shape: str, dtype: str) -> Problem:
     )
 
 
-def _naive_logp(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """What a trainer writes without this library."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), ids[..., None], axis=-1)[..., 0]
-
-
-def _logp(implementation: str, policy: jax.Array, p: Problem, mask: jax.Array, donate: bool) -> jax.Array:
+def _logp(implementation: str, policy: jax.Array, inputs: Inputs, mask: jax.Array, donate: bool) -> jax.Array:
     if implementation == NAIVE:
-        return jnp.where(mask, _naive_logp(policy, p.ids), 0)
-    ids = jnp.where(mask, p.ids, -100)
+        return jnp.where(mask, log_softmax_at(policy, inputs.ids), 0)
+    ids = jnp.where(mask, inputs.ids, -100)
     return logp(policy, ids, ignore_index=-100, donate_logits=donate, implementation=implementation)
 
 
-def _ratio_kl(implementation: str, policy: jax.Array, p: Problem, mask: jax.Array, donate: bool) -> jax.Array:
+def _ratio_kl(implementation: str, policy: jax.Array, inputs: Inputs, mask: jax.Array, donate: bool) -> jax.Array:
+    ids, old_logps = inputs.ids, inputs.old_logps
     if implementation == NAIVE:
-        own, ref = _naive_logp(policy, p.ids), _naive_logp(p.ref, p.ids)
-        return jnp.where(mask, jnp.exp(own - p.old_logps) + jnp.exp(ref - own) - (ref - own), 0)
-    found = ratio_kl(policy, p.ref, p.ids, mask, p.old_logps, donate_logits=donate, implementation=implementation)
+        own, ref = log_softmax_at(policy, ids), log_softmax_at(inputs.ref, ids)
+        return jnp.where(mask, jnp.exp(own - old_logps) + jnp.exp(ref - own) - (ref - own), 0)
+    found = ratio_kl(policy, inputs.ref, ids, mask, old_logps, donate_logits=donate, implementation=implementation)
     return found.ratio + found.kl
 
 
 OPS: dict[str, Any] = {"logp": _logp, "ratio_kl": _ratio_kl}
 READS = {"logp": 1, "ratio_kl": 2}
-"""Arrays of logits that a forward reads."""
+"""How many arrays of logits the forward of an op reads."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    launch: Launch
-    passes: int
-    """Over one array of logits, reads and writes counted."""
-    extra_bytes: int | None
+def _flattened(function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+    """`function`, made to take the leaves of `arguments` one by one, and these leaves.
 
-
-def _compiled(function: Callable[..., Any], arguments: Any, donated: tuple[int, ...] = ()) -> Any:
-    """For the arguments' arrays, one by one: to take trees apart takes the host longer than a short kernel runs."""
+    Flattening a tree at every call takes the host longer than a short kernel runs.
+    """
     arrays, tree = jax.tree.flatten(arguments)
-    run = jax.jit(lambda *arrays: function(*jax.tree.unflatten(tree, arrays)), donate_argnums=donated)
-    return run.lower(*arrays).compile()
+    return lambda *arrays: function(*jax.tree.unflatten(tree, arrays)), arrays
 
 
-def _temp_bytes(compiled: Any) -> int | None:
-    analysis = compiled.memory_analysis()
-    return None if analysis is None else analysis.temp_size_in_bytes
+def candidates_of(op: str, implementation: str, inputs: Inputs, density: float) -> dict[str, Callable[[], Candidate]]:
+    """What builds each pass of an implementation; `work` counts reads and writes of one array of logits."""
+    mask, reads = inputs.mask(density), READS[op]
 
+    def values(donate: bool, policy: jax.Array, inputs: Inputs, mask: jax.Array) -> jax.Array:
+        return OPS[op](implementation, policy, inputs, mask, donate)
 
-def candidates(op: str, implementation: str, p: Problem, density: float) -> dict[str, Callable[[], Candidate]]:
-    """Each pass by its name."""
-    mask, reads = p.mask(density), READS[op]
+    def gradient(donate: bool, policy: jax.Array, inputs: Inputs, mask: jax.Array) -> Any:
+        def loss(policy: jax.Array) -> jax.Array:
+            return jnp.vdot(inputs.upstream, values(donate, policy, inputs, mask))
 
-    def values(donate: bool, policy: jax.Array, p: Problem, mask: jax.Array) -> jax.Array:
-        return OPS[op](implementation, policy, p, mask, donate)
+        return jax.value_and_grad(loss)(policy)
 
-    def gradient(donate: bool, policy: jax.Array, p: Problem, mask: jax.Array) -> Any:
-        return jax.value_and_grad(lambda policy: jnp.vdot(p.upstream, values(donate, policy, p, mask)))(policy)
-
-    def fresh(function: Callable[..., Any], passes: int) -> Candidate:
-        arguments = (p.policy, p, mask)
-        compiled = _compiled(functools.partial(function, False), arguments)
-        arrays = jax.tree.leaves(arguments)
-        return Candidate(Launch(lambda: compiled(*arrays)), passes, _temp_bytes(compiled))
+    def fresh(function: Callable[..., Any], work: int) -> Candidate:
+        flat, arrays = _flattened(functools.partial(function, False), (inputs.policy, inputs, mask))
+        return compiled_candidate(flat, *arrays, work=work)
 
     def in_place() -> Candidate:
-        arguments = (jnp.copy(p.policy), p, mask)
-        compiled = _compiled(functools.partial(gradient, True), arguments, donated=(0,))
-        arrays = jax.tree.leaves(arguments)
+        flat, arrays = _flattened(functools.partial(gradient, True), (jnp.copy(inputs.policy), inputs, mask))
+        compiled = jax.jit(flat, donate_argnums=0).lower(*arrays).compile()
 
         def start() -> Any:
             loss, arrays[0] = compiled(*arrays)
             return loss
 
-        return Candidate(Launch(start), reads + 2, _temp_bytes(compiled))
+        return Candidate(Launch(start), temporary_bytes(compiled), reads + 2)
 
     return {
         "forward": lambda: fresh(values, reads),
@@ -158,58 +150,59 @@ def candidates(op: str, implementation: str, p: Problem, density: float) -> dict
     }
 
 
-def _of_torch(p: Problem) -> dict[str, Callable[[], Candidate]]:
-    """logp by torch.compile; "forward" builds both, each asks for its own."""
-    arguments = (p.policy.reshape(-1, p.policy.shape[-1]), p.ids.reshape(-1))
-    launches = functools.cache(lambda: peers.logp_launches(arguments, p.upstream.reshape(-1)))
+def _torch_candidates(inputs: Inputs) -> dict[str, Callable[[], Candidate]]:
+    """What builds each pass of logp by torch.compile. The first call makes both; each takes its own out of them."""
+    arguments = (inputs.policy.reshape(-1, inputs.policy.shape[-1]), inputs.ids.reshape(-1))
+    launches = functools.cache(lambda: peers.logp_launches(arguments, inputs.upstream.reshape(-1)))
 
-    def of(what: str, passes: int) -> Callable[[], Candidate]:
-        return lambda: Candidate(launches()[what], passes, None)
+    def build(what: str, work: int) -> Candidate:
+        return Candidate(launches().pop(what), work=work)
 
-    return {what: of(what, passes) for what, passes in (("forward", 1), ("forward+backward", 3))}
+    work = {"forward": 1, "forward+backward": 3}
+    return {what: functools.partial(build, what, x) for what, x in work.items()}
 
 
-def _copies(p: Problem) -> dict[str, Launch]:
+Key = tuple[str, str, str]
+"""The op, the implementation and the pass of a candidate."""
+
+
+def _copies(inputs: Inputs) -> dict[Key, Callable[[], Candidate]]:
+    """What builds the two copies of the policy's logits that others are compared with; they have no op."""
     negated = jax.jit(jnp.negative)
     return {
-        f"{COPY}: memcpy": Launch(lambda: jnp.copy(p.policy)),
-        f"{COPY}: negation": Launch(lambda: negated(p.policy)),
+        ("", f"{COPY}: memcpy", ""): lambda: Candidate(Launch(lambda: jnp.copy(inputs.policy)), work=2),
+        ("", f"{COPY}: negation", ""): lambda: Candidate(Launch(lambda: negated(inputs.policy)), work=2),
     }
+
+
+def _builders(inputs: Inputs, density: float, implementations: Sequence[str]) -> dict[Key, Callable[[], Candidate]]:
+    """What builds every candidate."""
+    found = _copies(inputs)
+    for op in OPS:
+        for name in implementations:
+            if name == COMPILED:
+                passes = _torch_candidates(inputs) if op == "logp" else {}
+            else:
+                passes = candidates_of(op, name, inputs, 1)
+                masked = candidates_of(op, name, inputs, density)
+                passes |= {} if name == NAIVE else {what + _MASKED: x for what, x in masked.items()}
+            found |= {(op, name, what): build for what, build in passes.items()}
+    return found
 
 
 def measure(
     dtype: str, density: float, shape: str, implementations: Sequence[str], rounds: int, seconds: float
 ) -> list[Row]:
-    """All implementations of all ops over one shape; one that cannot run here says so in its status."""
-    p = make(shape, dtype)
-    found: dict[tuple[str, str, str], Candidate] = {}
-    rows: list[Row] = []
-    for op in OPS:
-        for name in implementations:
-            if name == COMPILED:
-                passes = _of_torch(p) if op == "logp" else {}
-            else:
-                passes = candidates(op, name, p, 1)
-                masked = candidates(op, name, p, density)
-                passes |= {} if name == NAIVE else {what + _MASKED: x for what, x in masked.items()}
-            for what, build in passes.items():
-                try:
-                    candidate = build()
-                    candidate.launch.wait(candidate.launch.start())
-                    found[op, name, what] = candidate
-                except Exception as problem:
-                    rows.append(Row(shape, dtype, op, name, what, common.status(problem)))
-    launches = _copies(p) | {", ".join(key): x.launch for key, x in found.items()}
-    ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
-    copy = min(x for name, x in ms.items() if name.startswith(COPY))
-    rows += [Row(shape, dtype, "", name, "", "pass", x, copy / x) for name, x in ms.items() if name.startswith(COPY)]
-    for (op, name, what), candidate in found.items():
-        t = ms[f"{op}, {name}, {what}"]
-        whole = ms.get(f"{op}, {name}, {what.removesuffix(_MASKED)}")
-        of_whole = t / whole if what.endswith(_MASKED) and whole else None
-        of_copy = None if of_whole else 0.5 * candidate.passes * copy / t
-        extra = None if candidate.extra_bytes is None else candidate.extra_bytes / 2**20
-        rows.append(Row(shape, dtype, op, name, what, "pass", t, of_copy, of_whole, extra))
+    """The rows of all implementations of all ops on one shape; one that cannot run here has a status that says why."""
+    builders = _builders(make_inputs(shape, dtype), density, implementations)
+    found, failed = common.measure_candidates(builders, rounds, seconds)
+    rows = [Row(shape, dtype, *key, status) for key, status in failed.items()]
+    copy_ms = min((x.ms for (op, _, _), x in found.items() if not op), default=None)
+    for (op, name, what), x in found.items():
+        whole = found.get((op, name, what.removesuffix(_MASKED))) if what.endswith(_MASKED) else None
+        of_whole = None if whole is None else x.ms / whole.ms
+        of_copy = None if copy_ms is None or of_whole is not None else 0.5 * x.work * copy_ms / x.ms
+        rows.append(Row(shape, dtype, op, name, what, "pass", x.ms, of_copy, of_whole, x.extra_mib))
     return rows
 
 
@@ -225,22 +218,16 @@ def _print(rows: Sequence[Row], device: str, density: float) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = common.add_mask_density(
-        common.parser(
-            "logits_ops", __doc__, shapes=SHAPES, implementations=f"mosaic,xla,{NAIVE},{COMPILED}", sizes="B,T,V"
-        )
-    )
-    options.set_defaults(mask_density=0.5)
-    chosen = options.parse_args(argv)
-    fixed = chosen.dtype, chosen.mask_density
-    rows = common.measured("logits_ops", chosen, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
-    _print(rows, jax.devices()[0].device_kind, chosen.mask_density)
-    if chosen.plot:
-        panels: dict[str, dict[str, float]] = {}
-        for r in rows:
-            if r.of_copy is not None:
-                panels.setdefault(r.shape, {})[f"{r.op} {r.what}: {r.implementation}"] = r.of_copy
-        common.plot(chosen.plot, panels, "bandwidth, a copy of the same run = 1")
+    common.share_gpu_with_torch()
+    names = f"mosaic,xla,{NAIVE},{COMPILED}"
+    parser = common.parser("logits_ops", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,V")
+    common.add_mask_density(parser).set_defaults(mask_density=0.5)
+    options = parser.parse_args(argv)
+    fixed = options.dtype, options.mask_density
+    rows = common.measure_shapes("logits_ops", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
+    _print(rows, jax.devices()[0].device_kind, options.mask_density)
+    bars = ((r.shape, f"{r.op} {r.what}: {r.implementation}", r.of_copy) for r in rows)
+    common.plot(options.plot, bars, "bandwidth, a copy of the same run = 1")
     return common.exit_status(r.status for r in rows if r.op)
 
 

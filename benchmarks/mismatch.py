@@ -1,10 +1,12 @@
 """How far rollouts are from training: python -m benchmarks.mismatch --help.
 
-Runs `rlk grpo`'s steps with stock layers in float32 and in bfloat16, and with invariant layers. Mismatch is the largest
-|log-prob of the training pass − log-prob recorded while decoding| of a step, both of the same weights.
+This benchmark runs the steps of `rlk grpo` with stock layers in float32 and in bfloat16, and with invariant layers. The
+mismatch of a step is the largest |log-prob of the training pass − log-prob recorded while decoding|; both are of the
+same weights.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from rlk_jax.grpo.tasks import task_of
 
 JOB: dict[str, Any] = {"max_operand": 9, "updates_per_rollout": 1}
 WARMUP = 30
+"""The supervised steps before the first step of GRPO."""
 SMOKE: dict[str, Any] = {"width": 8, "layers": 1, "heads": 2, "prompts_per_step": 4, "samples_per_prompt": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "stock, float32": {},
@@ -30,19 +33,26 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One step of GRPO; all but the mismatch is of its only update."""
+    """One step of GRPO; the ratios and the clip fraction are those of its only update."""
 
     kind: str
-    step: int
-    mismatch: float
-    ratio_min: float
-    ratio_max: float
-    clip_fraction: float
+    status: str
+    step: int | None = None
+    mismatch: float | None = None
+    ratio_min: float | None = None
+    ratio_max: float | None = None
+    clip_fraction: float | None = None
 
 
 def measure(kind: str, steps: int, warmup: int, sizes: dict[str, Any]) -> list[Row]:
-    """The steps behind a warm start."""
+    """The rows of one kind of decoder, or the one row that says why it failed."""
     print(f"measuring {kind} …", file=sys.stderr)
+    rows = common.attempt(functools.partial(_grpo_steps, kind, steps, warmup, sizes))
+    return [Row(kind, rows.status)] if isinstance(rows, common.Failure) else rows
+
+
+def _grpo_steps(kind: str, steps: int, warmup: int, sizes: dict[str, Any]) -> list[Row]:
+    """`steps` steps of GRPO after `warmup` supervised ones."""
     config = GrpoConfig(**JOB, **KINDS[kind], **sizes)
     programs, rows = build_steps(config, task_of(config), make_mesh(config)), []
     state = programs.initial_state()
@@ -52,7 +62,7 @@ def measure(kind: str, steps: int, warmup: int, sizes: dict[str, Any]) -> list[R
     for step in range(warmup, warmup + steps):
         state, metrics = programs.grpo_step(state, step)
         names = "mismatch", "ratio_min", "ratio_max", "clip_fraction"
-        rows.append(Row(kind, step, **{name: float(metrics[name]) for name in names}))
+        rows.append(Row(kind, "pass", step, **{name: float(metrics[name]) for name in names}))
     return rows
 
 
@@ -60,8 +70,13 @@ def _show(rows: Sequence[Row]) -> None:
     table = Table("decoder", "steps", "mismatch from", "to", "ratio from", "to", "clip fraction")
     for kind in KINDS:
         own = [r for r in rows if r.kind == kind]
-        mismatches, smallest = [r.mismatch for r in own], min(r.ratio_min for r in own)
-        largest, clipped = max(r.ratio_max for r in own), max(r.clip_fraction for r in own)
+        if own[0].status != "pass":
+            table.add_row(kind, "", own[0].status)
+            continue
+        mismatches = [r.mismatch for r in own if r.mismatch is not None]
+        smallest = min(r.ratio_min for r in own if r.ratio_min is not None)
+        largest = max(r.ratio_max for r in own if r.ratio_max is not None)
+        clipped = max(r.clip_fraction for r in own if r.clip_fraction is not None)
         figures = (
             *(f"{x:.1e}" if x else "0" for x in (min(mismatches), max(mismatches))),
             f"{smallest:.6g}",
@@ -73,7 +88,7 @@ def _show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mismatch", description=__doc__)
-    parser.add_argument("--steps", type=common.positive, default=10, help="of GRPO (default: %(default)s)")
+    parser.add_argument("--steps", type=common.positive, default=10, help="steps of GRPO (default: %(default)s)")
     common.add_outputs(parser)
     options = parser.parse_args(argv)
     run = (1, 0, SMOKE) if options.smoke else (options.steps, WARMUP, {})
@@ -81,10 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show(rows)
     if options.json:
         common.write(options.json, "mismatch", argv, rows, timing="not timed")
-    if options.plot:
-        panels = {kind: {f"step {r.step}": r.mismatch for r in rows if r.kind == kind} for kind in KINDS}
-        common.plot(options.plot, panels, "mismatch")
-    return 0
+    common.plot(options.plot, ((r.kind, f"step {r.step}", r.mismatch) for r in rows), "mismatch")
+    return common.exit_status(r.status for r in rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Other libraries' per-token log-probabilities on torch tensors. Each is imported only where it is asked for.
 
-Each entry gives `loss(hidden, weight, target_ids) -> Tensor`: per-token log-probs (or their negatives), or a mean loss
-where the name says so.
+Each entry of `PEERS` returns `loss(hidden, weight, target_ids) -> Tensor`: per-token log-probs (or their negatives), or
+a mean loss where the name says so.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from benchmarks.common import Launch
+from benchmarks.common import Candidate, Launch
 
 
 def _torch_eager() -> Callable[..., Any]:
@@ -57,7 +57,10 @@ PEERS = {
 
 
 def logp_launches(arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
-    """torch.compile's "forward" and "forward+backward" over logits `[N, V]`; raises what the import or first run do."""
+    """The "forward" and "forward+backward" of torch.compile over logits `[N, V]`.
+
+    Raises what importing torch or the first run raises.
+    """
     torch: Any = importlib.import_module("torch")
 
     @torch.compile
@@ -70,18 +73,26 @@ def logp_launches(arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict
     return both_passes(logp, (logits,), token_ids.long(), torch.from_dlpack(upstream))
 
 
-def launches(name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict[str, Launch]:
-    """A peer's "forward" and "forward+backward"; raises what its import or first run raises."""
+def candidates(
+    name: str, arguments: tuple[jax.Array, ...], upstream: jax.Array, work: Mapping[str, int] | None = None
+) -> dict[str, Candidate]:
+    """The "forward" and "forward+backward" of a peer over hidden states, a weight and target ids, with their memory.
+
+    Raises what importing the peer or its first run raises.
+    """
     torch: Any = importlib.import_module("torch")
     loss = PEERS[name]()
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     hidden, weight, target_ids = (torch.from_dlpack(x) for x in arguments)
-    return both_passes(loss, (hidden, weight), target_ids.long(), torch.from_dlpack(upstream))
+    found = both_passes(loss, (hidden, weight), target_ids.long(), torch.from_dlpack(upstream))
+    results = {"forward": 0, "forward+backward": arguments[0].nbytes + arguments[1].nbytes}
+    extra = {what: max(0, peak_bytes(x) - results[what]) for what, x in found.items()}
+    return {what: Candidate(x, extra[what], work[what] if work else 1) for what, x in found.items()}
 
 
 def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: Any, g: Any) -> dict[str, Launch]:
-    """ "forward" without gradients, and "forward+backward", of a torch loss; both have run once."""
+    """The "forward" of a torch loss, without gradients, and its "forward+backward"; each has run once here."""
     torch: Any = importlib.import_module("torch")
     operands = [x.detach().clone().requires_grad_() for x in tensors]
 
@@ -103,14 +114,8 @@ def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: 
     return found
 
 
-def extra_bytes(found: dict[str, Launch], gradients: int) -> dict[str, int]:
-    """What each pass takes beyond inputs and `gradients`, the bytes of those."""
-    results = {"forward": 0, "forward+backward": gradients}
-    return {what: max(0, peak_bytes(launch) - results[what]) for what, launch in found.items()}
-
-
 def peak_bytes(launch: Launch) -> int:
-    """Bytes beyond what was held before, the result's own included."""
+    """The most that torch's allocator holds during one run, beyond what it held before; the result counts."""
     torch: Any = importlib.import_module("torch")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

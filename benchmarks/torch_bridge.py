@@ -1,15 +1,15 @@
 """Time of torch_bridge.linear_logp beside the JAX op and torch's own: python -m benchmarks.torch_bridge --help.
 
-The first shape is so small that a GPU is done before the host has launched: its times are the host's, a call. On the
-others "over jax" is what a bridge leaves the GPU waiting: both run the same programs. Memory is what JAX's and torch's
-allocators hold at most beyond inputs and results. All candidates of a shape are timed in turn, round after round, each
-back to back for half a second first.
+The first shape is so small that a GPU has finished before the host has launched the next call: its times are what a
+call costs the host. On larger shapes "over jax" is the time for which the bridge leaves the GPU waiting, since bridge
+and JAX op run the same programs. Memory is the most that JAX's and torch's allocators hold beyond inputs and results.
+All candidates of a shape are timed in turn, round after round, each back to back for half a second first.
 """
 
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks import common, peers
-from benchmarks.common import Launch
+from benchmarks.common import Candidate, Launch, compiled_candidate
 from rlk_jax import linear_logp
 
 SHAPES = "8,64,1000;4096,4096,131072"
@@ -26,13 +26,13 @@ SMOKE_SHAPES = "8,16,100"
 BUDGET = 256 * 2**20
 JAX, COMPILED = "jax", "torch.compile"
 BRIDGES = {"bridge": False, "bridge validate": True}
-"""Whether they validate."""
+"""The candidates that call torch_bridge, and whether each validates its arguments."""
 LEAST = "autograd and DLPack"
-"""What any bridge does; `_least`."""
+"""The work that no bridge can do without; see `_least`."""
 ONE_THREAD = " in one thread"
-"""There torch's autograd runs the backward where it was asked for it."""
+"""The end of the names of candidates whose backward torch's autograd runs in the thread that calls it."""
 OURS = (*BRIDGES, "bridge" + ONE_THREAD, LEAST, LEAST + ONE_THREAD, JAX)
-"""What needs no peer."""
+"""The candidates that need no other library than JAX and torch."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    launch: Launch
-    extra_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Tensors, and the same memory as arrays."""
+class Inputs:
+    """The tensors of one shape, and JAX arrays over the same memory."""
 
     tensors: tuple[Any, ...]
     upstream: Any
@@ -66,11 +60,12 @@ class Problem:
     array_upstream: jax.Array
 
 
-def make(shape: str, dtype: str) -> Problem:
+def make_inputs(shape: str, dtype: str) -> Inputs:
+    """Random inputs for a shape "N,D,V"."""
     torch: Any = importlib.import_module("torch")
     tokens, dim, vocab = map(int, shape.split(","))
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if jax.default_backend() == "gpu":  # Which starts JAX: of several GPUs it leaves the last one current.
+    if jax.default_backend() == "gpu":  # this call starts JAX, which leaves the last of several GPUs current
         torch.cuda.set_device(0)
     torch.manual_seed(0)
 
@@ -82,13 +77,13 @@ def make(shape: str, dtype: str) -> Problem:
     tensors = (normal(tokens, dim, dtype=kind), normal(vocab, dim, dtype=kind) * dim**-0.5, ids)
     upstream = normal(tokens)
     hidden, weight, ids, g = (jax.dlpack.from_dlpack(x) for x in (*tensors[:2], ids.int(), upstream))
-    return Problem(tensors, upstream, (hidden, weight, ids), g)
+    return Inputs(tensors, upstream, (hidden, weight, ids), g)
 
 
 def _peak_bytes(launch: Launch) -> int | None:
-    """What both allocators hold at most, beyond what they held before; None where JAX does not tell.
+    """The most that both allocators hold during a run, beyond what they held before; None where JAX does not tell.
 
-    JAX's peak is that of the process: whatever asks for more must be measured before.
+    JAX reports the peak since the process began: candidates that take more memory must be measured later.
     """
     device = jax.devices()[0]
     stats = device.memory_stats()
@@ -109,28 +104,30 @@ def _in_one_thread(launch: Launch) -> Launch:
     return replace(launch, start=start)
 
 
-def _bridge(validate: bool, p: Problem) -> dict[str, Candidate]:
+def _bridge(validate: bool, inputs: Inputs) -> dict[str, Candidate]:
+    """torch_bridge.linear_logp."""
     bridge: Any = importlib.import_module("torch_bridge")
     loss = functools.partial(bridge.linear_logp, validate=validate, memory_budget=BUDGET)
-    found = peers.both_passes(loss, p.tensors[:2], p.tensors[2], p.upstream)
-    results = {"forward": p.upstream.nbytes, "forward+backward": sum(x.nbytes for x in p.tensors[:2])}
+    found = peers.both_passes(loss, inputs.tensors[:2], inputs.tensors[2], inputs.upstream)
+    results = {"forward": inputs.upstream.nbytes, "forward+backward": sum(x.nbytes for x in inputs.tensors[:2])}
     peaks = {what: _peak_bytes(launch) for what, launch in found.items()}
     return {w: Candidate(x, None if (peak := peaks[w]) is None else peak - results[w]) for w, x in found.items()}
 
 
-def _least(p: Problem) -> dict[str, Candidate]:
-    """Two programs between tensors, of arrays made before: nothing is checked, imported, padded or put behind torch's
-    stream, so that its results mean nothing on a GPU.
+def _least(inputs: Inputs) -> dict[str, Candidate]:
+    """The op's two programs as a torch autograd function over arrays made before, their results exported by DLPack.
+
+    Nothing is checked, imported, padded or ordered behind torch's stream, so that on a GPU its results mean nothing.
     """
     torch: Any = importlib.import_module("torch")
-    hidden, weight, ids = p.arrays
-    on_stream = {"stream": 1} if p.upstream.is_cuda else {}
+    hidden, weight, ids = inputs.arrays
+    on_stream = {"stream": 1} if inputs.upstream.is_cuda else {}
 
     trees: list[Any] = []
 
     def logp(h: jax.Array, w: jax.Array, t: jax.Array) -> Any:
-        out, pull_back = jax.vjp(lambda h, w: linear_logp(h, w, t, memory_budget=BUDGET), h, w)
-        residuals, tree = jax.tree.flatten(pull_back)
+        out, vjp = jax.vjp(lambda h, w: linear_logp(h, w, t, memory_budget=BUDGET), h, w)
+        residuals, tree = jax.tree.flatten(vjp)
         trees.append(tree)
         return out, residuals
 
@@ -138,7 +135,7 @@ def _least(p: Problem) -> dict[str, Candidate]:
         return jax.tree.unflatten(trees[0], residuals)(g)
 
     forward = jax.jit(logp).lower(hidden, weight, ids).compile()
-    pull_back = jax.jit(gradients).lower(forward(hidden, weight, ids)[1], p.array_upstream).compile()
+    backward = jax.jit(gradients).lower(forward(hidden, weight, ids)[1], inputs.array_upstream).compile()
 
     def export(x: Any) -> Any:
         return torch.utils.dlpack.from_dlpack(x.__dlpack__(**on_stream))
@@ -151,64 +148,62 @@ def _least(p: Problem) -> dict[str, Candidate]:
 
         @staticmethod
         def backward(ctx: Any, upstream: Any) -> Any:
-            return tuple(map(export, pull_back(ctx.residuals, p.array_upstream)))
+            return tuple(map(export, backward(ctx.residuals, inputs.array_upstream)))
 
-    found = peers.both_passes(lambda h, w, t: Least.apply(h, w), p.tensors[:2], p.tensors[2], p.upstream)
-    return {what: Candidate(launch, None) for what, launch in found.items()}
+    def loss(hidden: Any, weight: Any, target_ids: Any) -> Any:
+        return Least.apply(hidden, weight)
+
+    found = peers.both_passes(loss, inputs.tensors[:2], inputs.tensors[2], inputs.upstream)
+    return {what: Candidate(launch) for what, launch in found.items()}
 
 
-def _jax(p: Problem) -> dict[str, Candidate]:
+def _jax(inputs: Inputs) -> dict[str, Candidate]:
+    """The JAX op; its memory is not reported."""
+
     def logp(h: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
         return linear_logp(h, w, t, memory_budget=BUDGET)
 
     def gradient(h: jax.Array, w: jax.Array, t: jax.Array, g: jax.Array) -> Any:
         return jax.grad(lambda h, w: jnp.vdot(logp(h, w, t), g), (0, 1))(h, w)
 
-    def launch(f: Callable[..., Any], *arguments: jax.Array) -> Candidate:
-        compiled = jax.jit(f).lower(*arguments).compile()
-        return Candidate(Launch(lambda: compiled(*arguments)), None)
-
-    return {
-        "forward": launch(logp, *p.arrays),
-        "forward+backward": launch(gradient, *p.arrays, p.array_upstream),
+    found = {
+        "forward": compiled_candidate(logp, *inputs.arrays),
+        "forward+backward": compiled_candidate(gradient, *inputs.arrays, inputs.array_upstream),
     }
+    return {what: replace(x, extra_bytes=None) for what, x in found.items()}
 
 
-def _peer(name: str, p: Problem) -> dict[str, Candidate]:
-    found = peers.launches(name, p.arrays, p.array_upstream)
-    extra = peers.extra_bytes(found, sum(x.nbytes for x in p.tensors[:2]))
-    return {what: Candidate(x, extra[what]) for what, x in found.items()}
-
-
-def _candidates(name: str, p: Problem) -> dict[str, Candidate]:
-    """By pass."""
+def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
+    """Both passes of one of `OURS` or of a peer; raises what that raises where it cannot run."""
     base = name.removesuffix(ONE_THREAD)
     if base in BRIDGES:
-        found = _bridge(BRIDGES[base], p)
+        found = _bridge(BRIDGES[base], inputs)
+    elif base == LEAST:
+        found = _least(inputs)
+    elif base == JAX:
+        found = _jax(inputs)
     else:
-        found = _least(p) if base == LEAST else _jax(p) if base == JAX else _peer(base, p)
+        found = peers.candidates(base, inputs.arrays, inputs.array_upstream)
     return found if base == name else {w: replace(x, launch=_in_one_thread(x.launch)) for w, x in found.items()}
 
 
 def measure(dtype: str, shape: str, names: Sequence[str], rounds: int, seconds: float) -> list[Row]:
-    """All candidates on one shape; one that cannot run here says so in its status."""
-    p = make(shape, dtype)
-    found: dict[tuple[str, str], Candidate] = {}
-    rows: list[Row] = []
-    # Bridges first: JAX's peak of memory is theirs alone then.
-    for name in sorted(names, key=lambda name: name.removesuffix(ONE_THREAD) not in BRIDGES):
-        try:
-            found |= {(name, what): x for what, x in _candidates(name, p).items()}
-        except Exception as problem:
-            rows.append(Row(shape, dtype, name, "", common.status(problem)))
-    launches = {f"{name}: {what}": x.launch for (name, what), x in found.items()}
-    ms = common.milliseconds(launches, rounds, warm=seconds, timed=0.6 * seconds)
+    """The rows of all candidates on one shape; one that cannot run here has a status that says why."""
+    inputs = make_inputs(shape, dtype)
+
+    def by_pass(name: str) -> dict[tuple[str, str], Candidate]:
+        return {(name, what): x for what, x in candidates_of(name, inputs).items()}
+
+    # The bridges are built first: up to then, JAX's peak of memory is theirs alone.
+    names = sorted(names, key=lambda name: name.removesuffix(ONE_THREAD) not in BRIDGES)
+    builders = {(name, ""): functools.partial(by_pass, name) for name in names}
+    found, failed = common.measure_candidates(builders, rounds, seconds)
+    rows = [Row(shape, dtype, *key, status) for key, status in failed.items()]
     for (name, what), x in found.items():
-        t, jax_ms, compiled = (ms.get(f"{n}: {what}") for n in (name, JAX, COMPILED))
-        assert t is not None
-        over = None if jax_ms is None else 1e3 * (t - jax_ms)
-        extra = None if x.extra_bytes is None else x.extra_bytes / 2**20
-        rows.append(Row(shape, dtype, name, what, "pass", t, over, compiled and t / compiled, extra))
+        jax_op, compiled = found.get((JAX, what)), found.get((COMPILED, what))
+        over = None if jax_op is None else 1e3 * (x.ms - jax_op.ms)
+        of_compile = None if compiled is None else x.ms / compiled.ms
+        rows.append(Row(shape, dtype, name, what, "pass", x.ms, over, of_compile, x.extra_mib))
     return rows
 
 
@@ -228,17 +223,15 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    common.share_gpu_with_torch()
     names = (*OURS, COMPILED, "liger triton (mean loss)", "cce")
     parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names))
     options = parser.parse_args(argv)
-    rows = common.measured("torch_bridge", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
+    rows = common.measure_shapes("torch_bridge", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
     _print(rows, jax.devices()[0].device_kind)
-    if options.plot:
-        panels: dict[str, dict[str, float]] = {}
-        for r in sorted(rows, key=lambda r: r.what):
-            if r.ms is not None:
-                panels.setdefault(r.shape, {})[f"{r.what}: {r.candidate}"] = r.ms
-        common.plot(options.plot, panels, "milliseconds a call")
+    by_pass = sorted(rows, key=lambda r: r.what)
+    bars = ((r.shape, f"{r.what}: {r.candidate}", r.ms) for r in by_pass)
+    common.plot(options.plot, bars, "milliseconds a call")
     return common.exit_status(r.status for r in rows)
 
 

@@ -1,8 +1,9 @@
 """linear_logp with the head spread over 1 to 8 GPUs: python -m benchmarks.vocab_parallel --help.
 
-Efficiency is the time of plain linear_logp on one device, over the number of devices times the time on them, in one
-run. "naive" is the same by XLA with logits kept: local logits, a pmax and two psums. Memory is what the compiled
-program takes on each device beyond inputs and results. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
+Efficiency is the time of plain linear_logp on one device over the product of the number of devices and the time on
+them, all in one run. "naive" computes the same by XLA and keeps the logits: each device has the logits of its rows of
+the head, and a pmax and two psums merge them. Memory is what the compiled program takes on each device beyond inputs
+and results. NVLink multicast is off (NCCL_NVLS_ENABLE=0).
 """
 
 import functools
@@ -19,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.linear_logp import IGNORED, SMOKE_SHAPES, Problem, make
+from benchmarks.common import Candidate, compiled_candidate
+from benchmarks.linear_logp import IGNORED, SMOKE_SHAPES, Inputs, make_inputs
 from rlk_jax import linear_logp, vocab_parallel
 
 SHAPES = "8192,4096,131072"
@@ -45,15 +47,15 @@ class Row:
 
 
 def naive(mesh: Mesh, hidden: jax.Array, weight: jax.Array, target_ids: jax.Array) -> jax.Array:
-    """Vocabulary-parallel log-probabilities as one writes them by hand."""
+    """Vocabulary-parallel log-probabilities as a trainer writes them without this library."""
 
     def on_rank(hidden: jax.Array, weight: jax.Array, target_ids: jax.Array) -> jax.Array:
         logits = (hidden @ weight.T).astype(jnp.float32)
         largest = lax.pmax(lax.stop_gradient(logits.max(axis=1)), _AXIS)
         total = lax.psum(jnp.exp(logits - largest[:, None]).sum(axis=1), _AXIS)
-        place = target_ids - lax.axis_index(_AXIS) * weight.shape[0]
-        is_here = (place >= 0) & (place < weight.shape[0])
-        found = jnp.take_along_axis(logits, jnp.where(is_here, place, 0)[:, None], axis=1)[:, 0]
+        local_ids = target_ids - lax.axis_index(_AXIS) * weight.shape[0]
+        is_here = (local_ids >= 0) & (local_ids < weight.shape[0])
+        found = jnp.take_along_axis(logits, jnp.where(is_here, local_ids, 0)[:, None], axis=1)[:, 0]
         return lax.psum(jnp.where(is_here, found, 0), _AXIS) - largest - jnp.log(total)
 
     whole, rows = PartitionSpec(), PartitionSpec(_AXIS)
@@ -62,7 +64,10 @@ def naive(mesh: Mesh, hidden: jax.Array, weight: jax.Array, target_ids: jax.Arra
 
 
 def _logp(name: str, mesh: Mesh, masked: dict[str, Any]) -> Callable[..., Any]:
-    """One candidate on a mesh; on one device without the canonical reduction, the plain op."""
+    """The log-probabilities of one candidate on a mesh.
+
+    A name that ends in "canonical" has that reduction. On one device, a name without it is the plain op.
+    """
     if name == "naive":
         return functools.partial(naive, mesh)
     implementation, *canonical = name.split(" ")
@@ -78,64 +83,43 @@ def _logp(name: str, mesh: Mesh, masked: dict[str, Any]) -> Callable[..., Any]:
     )
 
 
-@dataclass(frozen=True)
-class Candidate:
-    launch: common.Launch
-    extra_bytes: int
-
-
-def candidates(name: str, degree: int, p: Problem) -> dict[str, Candidate]:
-    """The passes of one candidate; raises what it raises where it cannot run."""
+def candidates_of(name: str, degree: int, inputs: Inputs) -> dict[str, Candidate]:
+    """The passes of one candidate on `degree` devices; raises what it raises where it cannot run."""
     mesh = Mesh(np.asarray(jax.devices()[:degree]), (_AXIS,))
-    masked: dict[str, Any] = {"ignore_index": IGNORED} if p.density < 1 else {}
+    masked: dict[str, Any] = {"ignore_index": IGNORED} if inputs.density < 1 else {}
     logp = _logp(name, mesh, masked)
 
-    def lie(x: jax.Array, *spec: str | None) -> jax.Array:
+    def put(x: jax.Array, *spec: str | None) -> jax.Array:
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    ids = lie(jnp.where(p.active, p.target_ids, IGNORED) if masked else p.target_ids)
-    hidden, weight, upstream = lie(p.hidden), lie(p.weight, _AXIS, None), lie(p.upstream)
+    ids = put(jnp.where(inputs.active, inputs.target_ids, IGNORED) if masked else inputs.target_ids)
+    hidden, weight, upstream = put(inputs.hidden), put(inputs.weight, _AXIS, None), put(inputs.upstream)
 
     def loss(h: jax.Array, w: jax.Array, t: jax.Array, g: jax.Array) -> jax.Array:
         return jnp.vdot(logp(h, w, t), g)
 
     return {
-        "forward": _candidate(logp, hidden, weight, ids),
-        "forward+backward": _candidate(jax.grad(loss, (0, 1)), hidden, weight, ids, upstream),
+        "forward": compiled_candidate(logp, hidden, weight, ids),
+        "forward+backward": compiled_candidate(jax.grad(loss, (0, 1)), hidden, weight, ids, upstream),
     }
-
-
-def _candidate(f: Callable[..., Any], *arguments: jax.Array) -> Candidate:
-    compiled = jax.jit(f).lower(*arguments).compile()
-    jax.block_until_ready(compiled(*arguments))
-    analysis: Any = compiled.memory_analysis()
-    return Candidate(common.Launch(lambda: compiled(*arguments)), analysis.temp_size_in_bytes)
 
 
 def measure(
     degrees: Sequence[int], dtype: str, density: float, shape: str, names: Sequence[str], rounds: int, seconds: float
 ) -> list[Row]:
-    """All candidates at all degrees, timed in turn."""
-    p = make(shape, dtype, density)
-    found: dict[tuple[str, int, str], Candidate] = {}
-    rows = []
-    for name in names:
-        for degree in degrees:
-            try:
-                found |= {(name, degree, what): x for what, x in candidates(name, degree, p).items()}
-            except Exception as problem:
-                rows.append(Row(shape, dtype, density, name, "", degree, common.status(problem)))
-    ms = common.milliseconds(
-        {f"{name} on {degree}: {what}": x.launch for (name, degree, what), x in found.items()},
-        rounds,
-        warm=seconds,
-        timed=0.6 * seconds,
-    )
-    for (name, degree, what), x in found.items():
-        t = ms[f"{name} on {degree}: {what}"]
-        alone = ms.get(f"{name.split(' ')[0]} on 1: {what}")
-        efficiency = None if alone is None else alone / (degree * t)
-        rows.append(Row(shape, dtype, density, name, what, degree, "pass", t, efficiency, x.extra_bytes / 2**20))
+    """The rows of all candidates at all degrees on one shape; one that cannot run has a status that says why."""
+    inputs = make_inputs(shape, dtype, density)
+
+    def by_pass(name: str, degree: int) -> dict[tuple[str, str, int], Candidate]:
+        return {(name, what, degree): x for what, x in candidates_of(name, degree, inputs).items()}
+
+    builders = {(name, "", degree): functools.partial(by_pass, name, degree) for name in names for degree in degrees}
+    found, failed = common.measure_candidates(builders, rounds, seconds)
+    rows = [Row(shape, dtype, density, *key, status) for key, status in failed.items()]
+    for (name, what, degree), x in found.items():
+        alone = found.get((name.split(" ")[0], what, 1))
+        efficiency = None if alone is None else alone.ms / (degree * x.ms)
+        rows.append(Row(shape, dtype, density, name, what, degree, "pass", x.ms, efficiency, x.extra_mib))
     return rows
 
 
@@ -145,7 +129,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
         figures = (r.status, "", "")
         if r.status == "pass":
             efficiency = "" if r.efficiency is None else f"{r.efficiency:.3f}"
-            figures = (f"{r.ms:.3f} ms", efficiency, f"{r.extra_mib:.0f} MiB")
+            figures = (f"{r.ms:.3f} ms", efficiency, "" if r.extra_mib is None else f"{r.extra_mib:.0f} MiB")
         table.add_row(r.shape, r.implementation, r.what, str(r.degree), *figures)
     common.show(f"vocab_parallel.linear_logp, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
@@ -155,14 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = common.add_mask_density(parser).parse_args(argv)
     degrees = [n for n in (DEGREES[:2] if options.smoke else DEGREES) if n <= jax.device_count()]
     fixed = degrees, options.dtype, options.mask_density
-    rows = common.measured("vocab_parallel", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
+    rows = common.measure_shapes("vocab_parallel", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _print(rows, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
-    if options.plot:
-        panels: dict[str, dict[str, float]] = {}
-        for r in rows:
-            if r.efficiency is not None:
-                panels.setdefault(f"{r.shape}: {r.what}", {})[f"{r.implementation} on {r.degree}"] = r.efficiency
-        common.plot(options.plot, panels, "share of linear speed-up")
+    bars = ((f"{r.shape}: {r.what}", f"{r.implementation} on {r.degree}", r.efficiency) for r in rows)
+    common.plot(options.plot, bars, "share of linear speed-up")
     return common.exit_status(r.status for r in rows)
 
 

@@ -1,11 +1,15 @@
-"""Benchmarks run end to end on a tiny shape and say what could not run."""
+"""Benchmarks run end to end on a tiny shape, say what could not run, and go on where a candidate fails."""
 
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
+import sys
 import threading
 import time
+import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +27,26 @@ from benchmarks import (
     torch_bridge,
     vocab_parallel,
 )
-from benchmarks.common import Launch
+from benchmarks.common import Candidate, Launch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import Head
 from rlk_jax.grpo.steps import make_mesh
 from tests.support.helpers import assert_same_bits, assert_within_contract
 
 
-@pytest.mark.parametrize("density", ["1", "0.5"])
-def test_smoke(tmp_path, capsys, density):
+@pytest.mark.parametrize("density, own", [("1", "xla"), ("0.5", "deterministic")])
+def test_smoke(tmp_path, capsys, density, own):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    arguments = ["--smoke", "--implementations", "mosaic,xla,deterministic,naive,torch eager,quack (mean loss)"]
+    arguments = ["--smoke", "--implementations", f"mosaic,{own},naive,torch eager,quack (mean loss)"]
     arguments += ["--mask-density", density, "--json", str(out), "--plot", str(picture)]
     assert linear_logp.main(arguments) == 0
     record = json.loads(out.read_text())
     status = {(r["implementation"], r["what"]): r["status"] for r in record["rows"]}
     passes = {"forward", "forward+backward", "frozen head"}
     passes |= {"masked loss"} if density == "0.5" else {"forward, entropy", "forward, bias", "forward, softcap"}
-    for name in ("xla", "deterministic"):
-        assert {what for n, what in status if n == name} == passes
-    assert status["GEMM", "G"] == status["naive", "forward"] == status["xla", "forward"] == "pass"
+    assert {what for n, what in status if n == own} == passes
+    assert all(status[own, what] == "pass" for what in passes)
+    assert status["GEMM", "G"] == status["naive", "forward"] == "pass"
     for name in ("mosaic", "torch eager", "quack (mean loss)"):
         assert status[name, ""].startswith("not available")
     assert record["command"].startswith("python -m benchmarks.linear_logp --smoke") and record["device"]
@@ -60,13 +64,28 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys):
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
 
 
-def test_mismatch_smoke(tmp_path, capsys):
+def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch):
+    kinds = {"broken": {"compute_dtype": "float33"}, "stock, float32": {}}
+    monkeypatch.setattr(mismatch, "KINDS", kinds)
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert mismatch.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
+    broken, stock = json.loads(out.read_text())["rows"]
+    assert broken["kind"] == "broken" and broken["status"].startswith("not available: compute_dtype")
+    assert stock["kind"] == "stock, float32" and stock["status"] == "pass" and stock["mismatch"] > 0
+    assert picture.stat().st_size > 1000 and "rollout and training" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_mismatch_of_all_kinds(tmp_path):
+    """In `make test`, tests/grpo/test_invariant.py::test_steps_start_at_ratio_one catches a mismatch of invariant layers.
+
+    A benchmark that does not run is caught by test_mismatch_smoke_and_a_kind_that_fails.
+    """
+    out = tmp_path / "rows.json"
+    assert mismatch.main(["--smoke", "--json", str(out)]) == 0
     found = {r["kind"]: r["mismatch"] for r in json.loads(out.read_text())["rows"]}
     assert list(found) == list(mismatch.KINDS)
     assert found["invariant, bfloat16"] == 0 < found["stock, float32"]
-    assert picture.stat().st_size > 1000 and "rollout and training" in capsys.readouterr().out
 
 
 def kill_first_child():
@@ -78,8 +97,16 @@ def kill_first_child():
 
 
 def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch):
+    """Two cases run in processes of their own: one is killed, and one is on a mesh. The others run in this process."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     out, picture, four = tmp_path / "rows.json", tmp_path / "rows.png", "data=2,tensor=2"
+    measure, apart = grpo.measure, [(grpo.ONE_DEVICE, "mosaic"), (four, "xla")]
+
+    def measure_some_apart(shape, mesh, what, candidate, *timing):
+        run = measure if (mesh, candidate) in apart else grpo.measure_here
+        return run(shape, mesh, what, candidate, *timing)
+
+    monkeypatch.setattr(grpo, "measure", measure_some_apart)
     threading.Thread(target=kill_first_child, daemon=True).start()
     arguments = ["--smoke", "--rollout", "--implementations", "mosaic,xla", "--meshes", f"{grpo.ONE_DEVICE};{four}"]
     assert grpo.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
@@ -94,18 +121,29 @@ def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch):
 
 
 def moments_after_a_grpo_update(candidate, mesh):
-    new, batch = grpo.make(grpo.SMOKE_SHAPES)
+    new, batch = grpo.make_inputs(grpo.SMOKE_SHAPES)
     devices = make_mesh(GrpoConfig(mesh=mesh, prompts_per_step=batch.mask.shape[0]))
     compiled, start = grpo.update_of(candidate, devices, new, batch)
     return jax.device_get(jax.tree.leaves(compiled(start())[1][0].mu))
 
 
-def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh():
-    names, both = ("naive", "xla", "linear_grpo_loss xla"), "data=2,tensor=2"
-    expected, xla, one_call = (moments_after_a_grpo_update(x, grpo.ONE_DEVICE) for x in names)
-    for x, y in zip(xla, one_call, strict=True):
-        assert_same_bits(x, y)
-    for moments in (xla, *(moments_after_a_grpo_update(x, both) for x in names[1:])):
+@pytest.mark.parametrize(
+    "on_one_device, on_mesh",
+    [
+        (("xla", "linear_grpo_loss xla"), ("linear_grpo_loss xla",)),
+        pytest.param((), ("xla",), marks=pytest.mark.full),
+    ],
+)
+def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh(on_one_device, on_mesh):
+    """In `make test`, tests/grpo/test_sharded.py::test_training_stays_near_the_unsharded_run catches a wrong update by
+    "xla" on a mesh.
+    """
+    both = "data=2,tensor=2"
+    expected = moments_after_a_grpo_update("naive", grpo.ONE_DEVICE)
+    own = [moments_after_a_grpo_update(x, grpo.ONE_DEVICE) for x in on_one_device]
+    for xla, one_call in zip(*own, strict=True) if own else ():
+        assert_same_bits(xla, one_call)
+    for moments in (*own[:1], *(moments_after_a_grpo_update(x, both) for x in on_mesh)):
         for x, y in zip(moments, expected, strict=True):
             assert_within_contract(x[tuple(map(slice, y.shape))], y, "grpo_decoder", jnp.bfloat16, "gradient")
     with pytest.raises(ValueError, match="naive takes no head that is cut"):
@@ -114,12 +152,12 @@ def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh():
 
 @pytest.mark.parametrize("candidate", ["naive", "xla"])
 def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(candidate):
-    new, batch = grpo.make(grpo.SMOKE_SHAPES)
+    new, batch = grpo.make_inputs(grpo.SMOKE_SHAPES)
     mesh = make_mesh(GrpoConfig(prompts_per_step=batch.mask.shape[0]))
     model, head = new(), Head(mesh, 300, candidate, jnp.bfloat16)
     program = jax.jit(lambda params: grpo.rolled_out(candidate, head, nnx.graphdef(model), params, batch))
     compiled = program.lower(nnx.state(model)).compile()
-    # One for the prompts, and one for each token in the loop.
+    # The program has one product for the prompts, and one in the loop over tokens.
     assert len(re.findall(r"= \w+\[\d+,300\]\S* dot\(", compiled.as_text())) == 2
     found = compiled(nnx.state(model))
     assert_same_bits(found.tokens[:, 0], batch.tokens[:, 0])
@@ -157,7 +195,18 @@ def test_bad_arguments(capsys, benchmark, arguments, message):
 @pytest.mark.parametrize(
     "benchmark", [linear_logp, linear_grpo_loss, logits_ops, det_gemm, torch_bridge, vocab_parallel]
 )
-def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys):
+def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monkeypatch):
+    runs_torch = benchmark in (linear_logp, logits_ops, det_gemm, torch_bridge)
+    monkeypatch.setenv(common.PREALLOCATE, "")  # which restores the variable after the test
+    monkeypatch.delenv(common.PREALLOCATE)
+    measure_shapes = common.measure_shapes
+
+    def checked(*arguments):
+        """JAX's backend starts in here at the earliest."""
+        assert os.environ.get(common.PREALLOCATE) == ("false" if runs_torch else None)
+        return measure_shapes(*arguments)
+
+    monkeypatch.setattr(common, "measure_shapes", checked)
     picture = tmp_path / "rows.png"
     assert benchmark.main(["--smoke", "--implementations", "magic", "--plot", str(picture)]) == 1
     assert picture.exists() != (f"nothing to draw in {picture}" in capsys.readouterr().err)
@@ -166,7 +215,7 @@ def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys):
 def test_tokens_that_are_no_sequences_of_one_length_are_told():
     (row,) = (
         r
-        for r in linear_logp.measure(linear_grpo_loss.candidates, "float32", 1.0, "12,8,20", ["xla"], 1, 0.0)
+        for r in linear_logp.measure(linear_grpo_loss.candidates_of, "float32", 1.0, "12,8,20", ["xla"], 1, 0.0)
         if r.what != "G"
     )
     assert row.status == "not available: 12 tokens are not 8 sequences of one length"
@@ -174,9 +223,147 @@ def test_tokens_that_are_no_sequences_of_one_length_are_told():
 
 def test_all_are_warmed_before_the_first_round():
     started = []
-    launches = {name: Launch(lambda name=name: started.append(name)) for name in "ab"}
-    common.milliseconds(launches, 1, warm=0.0, timed=0.0)
+    candidates = {name: Candidate(Launch(lambda name=name: started.append(name))) for name in "ab"}
+    common.milliseconds(candidates, 1, warm=0.0, timed=0.0)
     assert started == ["a"] * 3 + ["b"] * 3 + [started[-3]] * 2 + [started[-1]] * 2 and started[-3] != started[-1]
+
+
+def jax_ran_out():
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+
+def torch_ran_out():
+    torch = pytest.importorskip("torch")
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 bytes.")
+
+
+@pytest.mark.parametrize("error", [jax_ran_out, torch_ran_out])
+@pytest.mark.parametrize("call", [1, 2, 6], ids=["first run", "warm-up", "round 2 of 3"])
+def test_a_candidate_that_fails_while_it_is_timed_has_a_status_and_the_others_go_on(error, call):
+    started = {"failing": 0, "other": 0}
+
+    def start(name):
+        started[name] += 1
+        if (name, started[name]) == ("failing", call):
+            raise error()
+
+    candidates = {name: Candidate(Launch(lambda name=name: start(name))) for name in started}
+    ms, failed = common.milliseconds(candidates, 3, warm=0.0, timed=0.0)
+    assert failed == {"failing": f"out of memory: {error()}"} and list(candidates) == list(ms) == ["other"]
+    assert started == {"failing": call, "other": 3 + 3 * 2}
+
+
+class Held:
+    """It stands for the arrays and tensors of a candidate."""
+
+
+@pytest.mark.parametrize("fails", ["while it is built", "while it is timed"])
+def test_what_failed_gives_its_memory_back_before_the_next_candidate(monkeypatch, fails):
+    emptied, held = [], []
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: emptied.append(held[0]() is None))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+
+    def failing():
+        tensor = Held()
+        tensor.cycle = tensor
+        held.append(weakref.ref(tensor))
+
+        def start():
+            assert tensor
+            raise jax_ran_out()
+
+        if fails == "while it is built":
+            start()
+        return Candidate(Launch(start))
+
+    def next_one():
+        return Candidate(Launch(lambda: emptied.append(emptied[-1] and held[0]() is None)))
+
+    found, failed = common.measure_candidates({"failing": failing, "next": next_one}, 1, 0.0)
+    assert list(found) == ["next"] and list(failed) == ["failing"] and emptied[-1]
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (MemoryError(), "out of memory: MemoryError"),
+        (RuntimeError("INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"), "out of memory: INTERNAL: CUDA_ERROR_OUT_OF_MEMORY"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Failed to allocate 9"), "out of memory: RESOURCE_EXHAUSTED"),
+        (ImportError("No module named 'cce'"), "not available: No module named 'cce'"),
+        (ValueError("not on CPU:\nbecause"), "not available: not on CPU:"),
+        (NotImplementedError(), "not available: NotImplementedError"),
+        (jax.errors.JaxRuntimeError("UNIMPLEMENTED: no fp8"), "not available: UNIMPLEMENTED: no fp8"),
+        (jax.errors.JaxRuntimeError("INTERNAL: illegal address"), "failed: JaxRuntimeError: INTERNAL: illegal address"),
+        (TypeError("a bug"), "failed: TypeError: a bug"),
+        (AssertionError(), "failed: AssertionError: AssertionError"),
+    ],
+)
+def test_an_error_of_an_unexpected_kind_is_seen(capsys, error, status):
+    def failing():
+        raise error
+
+    found = common.attempt(failing).status
+    assert found.startswith(status)
+    is_expected = not status.startswith("failed")
+    assert ("Traceback" not in capsys.readouterr().err) == is_expected
+    assert common.exit_status(["pass", found]) == int(not is_expected)
+
+
+def test_an_interrupt_ends_a_benchmark():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        common.attempt(interrupted)
+
+
+BASELINES = {
+    linear_logp: "GEMM",
+    linear_grpo_loss: "GEMM",
+    logits_ops: "copy: negation",
+    det_gemm: "cuBLAS",
+    torch_bridge: "jax",
+    vocab_parallel: "naive",
+}
+
+
+@pytest.mark.parametrize("failing", ["baseline", "candidate"])
+@pytest.mark.parametrize("benchmark", BASELINES)
+def test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed(
+    tmp_path, capsys, monkeypatch, benchmark, failing
+):
+    """With candidates that compute nothing."""
+    if benchmark is torch_bridge:
+        pytest.importorskip("torch")
+    fails = BASELINES[benchmark] if failing == "baseline" else "xla"
+    failed, ran = set(), set()
+
+    def candidate(key):
+        def start():
+            if fails in key:
+                failed.add(key)
+                raise jax_ran_out()
+            ran.add(key)
+
+        return Candidate(Launch(start), extra_bytes=2**20)
+
+    def build(builders):
+        keys = [
+            tuple(what if x == "" else x for x in key) if "" in key[1:2] else key
+            for key in builders
+            for what in ("forward", "forward+backward")
+        ]
+        return {key: candidate(key) for key in keys}, {}
+
+    monkeypatch.setattr(common, "_build", build)
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    names = ",".join({"xla", "deterministic", BASELINES[benchmark]} - {"GEMM", "cuBLAS", "copy: negation"})
+    arguments = ["--smoke", "--implementations", names, "--json", str(out), "--plot", str(picture)]
+    assert benchmark.main(arguments) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(failed) == sum(r["status"].startswith("out of memory: RESOURCE_EXHAUSTED") for r in rows) > 0
+    assert len(ran) == sum(r["status"] == "pass" for r in rows) > 0
+    assert "out of memory" in capsys.readouterr().out
 
 
 def test_torch_bridge_smoke(tmp_path):
@@ -193,21 +380,21 @@ def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
     def exhausted():
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
-    candidates = linear_logp.candidates
+    own_candidates = linear_logp.own_candidates
 
-    def short(name, p):
-        found = candidates(name, p)
+    def short(name, inputs):
+        found = own_candidates(name, inputs)
         return found | {"forward": dataclasses.replace(found["forward"], launch=Launch(exhausted))}
 
-    monkeypatch.setattr(linear_logp, "candidates", short)
-    rows = linear_logp.measure(linear_logp.passes, "float32", 1.0, "16,8,20", ["naive"], 1, 0.0)
+    monkeypatch.setattr(linear_logp, "own_candidates", short)
+    rows = linear_logp.measure(linear_logp.candidates_of, "float32", 1.0, "16,8,20", ["naive"], 1, 0.0)
     status = {r.what: r.status.split(":")[0] for r in rows}
     assert status == {"G": "pass", "forward": "out of memory", "forward+backward": "pass", "frozen head": "pass"}
 
 
 def test_half_of_the_tokens_count():
-    problem = linear_logp.make("10,8,20", "float32", 0.5)
-    assert problem.active.tolist() == [False] * 5 + [True] * 5
+    inputs = linear_logp.make_inputs("10,8,20", "float32", 0.5)
+    assert inputs.active.tolist() == [False] * 5 + [True] * 5
 
 
 def test_vocab_parallel_smoke(tmp_path):
@@ -226,10 +413,11 @@ def test_vocab_parallel_smoke(tmp_path):
 
 
 def test_naive_vocab_parallel_is_right():
-    p = linear_logp.make("8,16,64", "float32", 1.0)
+    inputs = linear_logp.make_inputs("8,16,64", "float32", 1.0)
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("tp",))
-    expected = linear_logp.naive(p.hidden, p.weight, p.target_ids)
-    actual = vocab_parallel.naive(mesh, p.hidden, p.weight, p.target_ids)
+    arguments = inputs.hidden, inputs.weight, inputs.target_ids
+    expected = linear_logp.naive(*arguments)
+    actual = vocab_parallel.naive(mesh, *arguments)
     assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
 
 
@@ -251,8 +439,8 @@ def test_det_gemm_smoke(tmp_path, capsys):
 
 def test_what_det_gemm_is_measured_against_is_the_same_product():
     for shape in det_gemm.SMOKE_SHAPES.split(";"):
-        for p in det_gemm.passes(shape, "bfloat16").values():
-            expected, actual = (launch.start()[-1] for launch in (p.by("cuBLAS"), p.by("deterministic")))
+        for x in det_gemm.passes_of(shape, "bfloat16").values():
+            expected, actual = (launch.start()[-1] for launch in (x.by("cuBLAS"), x.by("deterministic")))
             assert_within_contract(actual, expected, "det_gemm", jnp.bfloat16, "gradient")
 
 
@@ -279,9 +467,9 @@ def test_logits_ops_smoke(tmp_path, capsys):
 
 @pytest.mark.parametrize("op", logits_ops.OPS)
 def test_what_logits_ops_are_measured_against_is_the_same(op):
-    p = logits_ops.make("2,6,50", "float32")
-    found = {name: logits_ops.OPS[op](name, p.policy, p, p.mask(0.5), False) for name in ("naive", "reference")}
-    # What naive leaves out of ratio_kl: the constants 1 of a masked ratio and of k3.
-    active = p.mask(0.5)
+    inputs = logits_ops.make_inputs("2,6,50", "float32")
+    active = inputs.mask(0.5)
+    found = {name: logits_ops.OPS[op](name, inputs.policy, inputs, active, False) for name in ("naive", "reference")}
+    # The naive ratio_kl leaves out two constants 1: that of a masked ratio, and that of k3.
     naive = jnp.where(active, found["naive"] - (op == "ratio_kl"), op == "ratio_kl")
     assert_within_contract(naive, found["reference"], op, jnp.float32, "forward")
