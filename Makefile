@@ -1,4 +1,4 @@
-# make demo: train the small GRPO policy.  make test: everything CI checks.  make test-<leg>: one leg.
+# make demo: train the small GRPO policy.  make test: what CI checks.  make test-full: all tests.  make test-<leg>: one leg.
 # Needs Python 3.12, pip and make; each target builds the environment it is missing.
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -11,92 +11,113 @@ CACHED := check head ops grpo learning bridge parallel docs newest clients verl 
 # One program is compiled by many tests, and by every process that some of them start.
 $(CACHED:%=test-%): export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax-cache
 $(CACHED:%=test-%): export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.3
-LEGS := lint mosaic check cuda head ops grpo bridge parallel learning triton newest docs verl deepspeed tunix clients
+LEGS := mosaic head ops bridge parallel grpo learning triton cuda check newest docs lint verl deepspeed tunix clients
 JOBS ?= 2
-NEWEST := $(addprefix tests/,test_linear_logp_transforms.py test_dispatch.py test_cli.py test_linear_logp_bits.py::test_run_to_run \
-	$(addprefix mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_interpreter.py::test_kept_exponentials[600-400000-kernels1] \
-	test_gemm.py::test_sums_in_parts test_logits.py::test_two_policies test_shard_map.py))
-HEAD := $(wildcard tests/test_linear_logp*.py)
+# FULL=1, as `make test-full` sets it, adds the tests that are marked `full` and every configuration of the kernels.
+FULL ?=
+ALL := $(if $(FULL),--all)
+marked = $(if $(1),$(if $(FULL),-m "$(1)",-m "$(1) and not full"),$(if $(FULL),,-m "not full"))
+HEAD := $(wildcard tests/ops/linear_logp/test_*.py)
+PARALLEL := tests/ops/linear_logp/sharding tests/checker/test_check_tp.py
 CHECK := tests/checker/test_checker.py::test_everything_is_green_and_its_page_stands_alone
-PARALLEL := $(addprefix tests/,test_vocab_parallel.py test_processes.py test_check_tp.py)
+OPS := tests/core tests/losses tests/ops/logits tests/ops/det_gemm tests/ops/test_linear_grpo_loss.py tests/checker tests/commands \
+	$(wildcard tests/test_*.py)
+NEWEST := $(addprefix tests/,ops/linear_logp/test_transforms.py core/test_dispatch.py commands/test_cli.py \
+	ops/linear_logp/test_bits.py::test_run_to_run \
+	$(addprefix pallas_kernels/mosaic/,test_interpreter.py::test_a_missing_wait_is_seen \
+	test_interpreter.py::test_kept_exponentials[600-400000-kernels1] test_gemm.py::test_sums_in_parts \
+	test_logits.py::test_two_policies test_shard_map.py))
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
-.PHONY: demo test $(LEGS:%=test-%) clean
+.PHONY: demo test test-full $(LEGS:%=test-%) clean
 
 demo: .venv/ready
 	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
 
-# Two legs at a time, the longest first, each in one process: no core waits for the last file of a leg. What the longest
-# needs is there before, or make would start it last.
+# What CI runs: the sharp part of every leg. Two legs run at a time, the longest first, each in one process, so that no
+# core waits for the last file of a leg. What the longest needs is built before, or make would start it last.
 test: .sm90/ready
 	@start=$$SECONDS; \
 	$(MAKE) --no-print-directory -j $(JOBS) $(if $(filter output-sync,$(.FEATURES)),-Otarget) JOBS=0 $(LEGS:%=test-%) && \
-	echo "make test: all legs passed in $$((SECONDS - start)) s"
+	echo "make test$(if $(FULL),-full): all legs passed in $$((SECONDS - start)) s"
+
+# All that there is: run before an issue is called resolved.
+test-full:
+	@$(MAKE) --no-print-directory test FULL=1
 
 define leg
 	@echo "== $@"; start=$$SECONDS; set -e; $(1); echo "== $@: $$((SECONDS - start)) s"
 endef
 
+# Style and types of everything.
 test-lint: .venv/ready
 	$(call leg,.venv/bin/ruff check .; .venv/bin/ruff format --check .; .venv/bin/mypy)
 
+# linear_logp on one device: values, gradients, bits, errors, transformations.
 test-head: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) $(HEAD))
+	$(call leg,$(RUN) $(PYTEST) $(HEAD) $(marked))
 
+# All other ops, core, losses, layers, the checker, commands, benchmarks and the laws of the tree.
 test-ops: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests --ignore=tests/grpo --ignore=tests/mosaic --ignore=tests/cuda --ignore=tests/triton --ignore=tests/torch_bridge --ignore=tests/clients --ignore=tests/test_docs.py \
-	$(patsubst %,--ignore=%,$(HEAD) $(PARALLEL)) --deselect $(CHECK))
+	$(call leg,$(RUN) $(PYTEST) $(OPS) --ignore=tests/checker/test_check_tp.py --ignore=tests/test_docs.py --deselect $(CHECK) $(marked))
 
-# `rlk check --all` with gradients and bits, which is to take less than three minutes: alone, not beside another leg.
+# `rlk check --all` with gradients and bits.
 test-check: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(CHECK) -n 0)
 
+# torch_bridge on the CPU.
 test-bridge: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge --ignore=tests/torch_bridge/clients)
+	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge --ignore=tests/torch_bridge/clients $(marked))
 
 # A head spread over 8 forced devices, and over real processes.
 test-parallel: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) $(PARALLEL))
+	$(call leg,$(RUN) $(PYTEST) $(PARALLEL) $(marked))
 
-# Kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
+# Mosaic kernels without a GPU: in Pallas' interpreter, and through ptxas for an H200.
 test-mosaic: .venv/ready .sm90/ready
-	$(call leg,$(RUN) $(PYTEST) tests/mosaic; RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.mosaic.sm90)
+	$(call leg,$(RUN) $(PYTEST) tests/pallas_kernels/mosaic $(marked); RLK_SM90_PLUGINS=.sm90 .venv/bin/python -m tests.pallas_kernels.mosaic.sm90 $(ALL))
 
-# Kernels without a GPU: through nvcc where it is installed, and whole programs for an H200.
+# CUDA kernels without a GPU: through nvcc where it is installed, and whole programs for an H200.
 test-cuda: .venv/ready .sm90/ready
-	$(call leg,RLK_SM90_PLUGINS=.sm90 $(RUN) $(PYTEST) tests/cuda -rs)
+	$(call leg,RLK_SM90_PLUGINS=.sm90 $(RUN) $(PYTEST) tests/pallas_kernels/cuda -rs $(marked))
 
-# Kernels without a GPU: in Triton's interpreter where torch is installed, and through ptxas for an A100 and an H200.
+# Triton kernels without a GPU: in Triton's interpreter where torch is installed, and through ptxas for an A100 and an H200.
 test-triton: .venv/ready .venv-triton/ready
-	$(call leg,$(RUN) $(PYTEST) tests/triton -rs; .venv-triton/bin/python -m tests.triton.aot)
+	$(call leg,$(RUN) $(PYTEST) tests/pallas_kernels/triton -rs $(marked); .venv-triton/bin/python -m tests.pallas_kernels.triton.aot $(ALL))
 
+# Every snippet of README.md and docs/.
 test-docs: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py)
+	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py $(marked))
 
+# The trainer, but for whole runs that learn.
 test-grpo: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/grpo -m "not learning")
+	$(call leg,$(RUN) $(PYTEST) tests/grpo $(call marked,not learning))
 
+# Runs that learn, and a control that must not.
 test-learning: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/grpo -m learning -s -n 0)
+	$(call leg,$(RUN) $(PYTEST) tests/grpo $(call marked,learning) -s -n 0)
 
-# Trainers with the bridge in them.
+# TRL and FSDP2 with the bridge in them.
 test-clients: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge/clients -rs)
+	$(call leg,$(RUN) $(PYTEST) tests/torch_bridge/clients -rs $(marked))
 
+# verl's fused forwards with the bridge in them.
 test-verl: .venv-verl/ready
-	$(call leg,JAX_PLATFORMS=cpu .venv-verl/bin/python $(PYTEST) tests/torch_bridge/clients/test_verl.py -n 0)
+	$(call leg,JAX_PLATFORMS=cpu .venv-verl/bin/python $(PYTEST) tests/torch_bridge/clients/test_verl.py -n 0 $(marked))
 
+# DeepSpeed with the bridge in it.
 test-deepspeed: .venv-deepspeed/ready
-	$(call leg,DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu .venv-deepspeed/bin/python $(PYTEST) tests/torch_bridge/clients/test_deepspeed.py -n 0)
+	$(call leg,DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu .venv-deepspeed/bin/python $(PYTEST) tests/torch_bridge/clients/test_deepspeed.py -n 0 $(marked))
 
+# Tunix's policy losses on linear_logp.
 test-tunix: .venv-tunix/ready
-	$(call leg,JAX_PLATFORMS=cpu .venv-tunix/bin/python $(PYTEST) tests/clients -n 0)
+	$(call leg,JAX_PLATFORMS=cpu .venv-tunix/bin/python $(PYTEST) tests/clients -n 0 $(marked))
 
 # What a newer jax could break first: transformations, bits, each kernel in the interpreter once. The rest repeats other
 # legs.
 test-newest: .venv-newest/ready
-	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST) -k "not reference and not deterministic and not float16")
+	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST) -k "not reference and not deterministic and not float16" $(marked))
 
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or later was not found; name one with PYTHON=..."; exit 1; }

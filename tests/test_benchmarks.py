@@ -77,7 +77,7 @@ def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_mismatch_of_all_kinds(tmp_path):
-    """In `make test`, tests/grpo/test_invariant.py::test_steps_start_at_ratio_one catches a mismatch of invariant layers.
+    """In `make test`, tests/grpo/test_invariant.py::test_steps_start_at_ratio_one catches a mismatch.
 
     A benchmark that does not run is caught by test_mismatch_smoke_and_a_kind_that_fails.
     """

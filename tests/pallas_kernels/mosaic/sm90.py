@@ -1,4 +1,4 @@
-"""Compiles every shipped kernel configuration for an H200 on a machine without one: python -m tests.pallas_kernels.mosaic.sm90.
+"""Compiles shipped kernel configurations for an H200 without one: python -m tests.pallas_kernels.mosaic.sm90.
 
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
 serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
