@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_head, make_mesh
-from rlk_jax.grpo.tasks import task_of
+from rlk_jax.grpo.tasks import load_task
 from tests.grpo import prompts, tiny
 from tests.support import helpers
 
@@ -36,7 +36,7 @@ def config(**changes: Any) -> GrpoConfig:
 
 
 def build(chosen: GrpoConfig) -> TrainingSteps:
-    return build_steps(chosen, task_of(chosen), make_mesh(chosen))
+    return build_steps(chosen, load_task(chosen), make_mesh(chosen))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlk_jax import dispatch
+from rlk_jax.core import dispatch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.steps import make_mesh
