@@ -78,7 +78,7 @@ def test_a_planted_bug_is_caught_by_the_check_that_the_docs_name(bug):
     page = (ROOT / "docs" / "checker.md").read_text()
     assert f"| {bug} | {op} | `{mode}` | `{check}` |" in page
     with pytest.raises(AssertionError, match="passed=False"):
-        assert_op(fn, op=op, dtype=dtype, modes=[mode], check_invariance=True)
+        assert_op(fn, op=op, dtype=dtype, modes=[mode], check_invariance=True, sizes=Sizes())
 
 
 def test_a_gradient_right_only_for_ones_passes_with_ones():
@@ -213,9 +213,8 @@ def _adds_in_place(logits, token_ids):
 
 def test_torch_functions_and_what_they_do_wrong():
     torch_candidate = functools.partial(of_function, name="mine", arrays="torch")
-    for dtype in DTYPES:
-        for mode in SPECS["logp"].modes:
-            assert not failed(checked(torch_candidate(torch_logp), "logp", mode, dtype, gradients=True))
+    for dtype, mode in [*(("fp32", mode) for mode in SPECS["logp"].modes), ("bf16", "random"), ("fp16", "random")]:
+        assert not failed(checked(torch_candidate(torch_logp), "logp", mode, dtype, gradients=True))
     detached = torch_candidate(lambda *x: torch_logp(*x).detach())
     case = checked(detached, "logp", gradients=True)
     assert [x.message for x in case.outputs if not x.passed] == ["the gradient is None"]
@@ -293,8 +292,8 @@ def test_assert_op_takes_the_first_dtype_of_the_op():
 
 def test_assert_op_works_where_assert_does_not():
     code = (
-        "from rlk_jax.checker import assert_op\nfrom tests import planted\n"
-        "assert_op(planted.off_by_one_target, op='logp', modes=['random'])"
+        "from rlk_jax.checker import Sizes, assert_op\nfrom tests import planted\n"
+        "assert_op(planted.off_by_one_target, op='logp', modes=['random'], check_grad=False, sizes=Sizes())"
     )
     found = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 1 and "AssertionError:   case=logp-fp32-2x16x257" in found.stderr
@@ -325,7 +324,7 @@ class DownstreamTest(chex.TestCase):
             return grpo_loss(policy, ref, ids, old, rewards, mask, samples_per_prompt=group_size, beta=beta)
 
         names = {"samples_per_prompt": "group_size", "clip_eps": None}
-        assert_op(loss, op="grpo_loss", kwargs=names, modes=["random", "masked-nan"])
+        assert_op(loss, op="grpo_loss", kwargs=names, modes=["random", "masked-nan"], sizes=Sizes(seq=4, vocab=70))
 
 
 @pytest.mark.parametrize(
@@ -428,7 +427,7 @@ def test_a_module_that_cannot_be_imported_exits_2(code, tmp_path, monkeypatch, c
 
 
 def _module(tmp_path, monkeypatch, name, code):
-    (tmp_path / f"{name}.py").write_text(f"from tests import planted\n{code}")
+    (tmp_path / f"{name}.py").write_text(f"from tests.support import planted\n{code}")
     monkeypatch.chdir(tmp_path)
 
 
