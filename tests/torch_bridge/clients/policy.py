@@ -22,7 +22,7 @@ LEARNING_RATE = 10.0
 class Policy(nn.Module):
     """Computes the logp and entropy of target ids, 0 where these are ignored.
 
-    `units` are the modules that a trainer shards, each by itself; `owner` is the module with which the head is gathered.
+    `units` are the modules that a trainer shards, each by itself; with the module `owner` the head is gathered.
     """
 
     def __init__(self, bridged: bool) -> None:
@@ -95,7 +95,7 @@ class Rollout(NamedTuple):
 
 @torch.no_grad()
 def rollout(policy: Any, rank: int) -> Rollout:
-    """Samples of a policy that is not sharded, on a rank's prompts; completions end early, on each rank at other places."""
+    """Samples of an unsharded policy on a rank's prompts; completions end early, on each rank at other places."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, VOCAB, (ROWS, PROMPT), generator=generator)
     logps = [torch.zeros(ROWS, PROMPT - 1)]

@@ -1,7 +1,7 @@
 """TRL with the bridge in it against TRL as it is: losses and gradient norms of GRPOTrainer, calls of its fused head.
 
-TRL computes its losses itself, from what its fused head returns. `make test` trains with one loss, and compares all that
-calls of the head can ask for; `make test-full` trains with every loss and option.
+TRL computes its losses itself, from what its fused head returns. `make test` trains with one loss, and compares calls of
+the head with all that they can ask for; `make test-full` trains with every loss and option.
 """
 
 from typing import Any
@@ -79,8 +79,8 @@ def test_bf16_autocast(assert_same_training):
 
 @pytest.mark.full
 def test_a_reference_model_an_entropy_bonus_and_a_temperature(assert_same_training, tmp_path):
-    """TRL loads the reference from where the policy came from. In `make test`, a call of the head has a temperature, and
-    gradients of its entropy.
+    """TRL loads the reference from where the policy came from. In `make test`, calls of the head have a temperature and
+    gradients of the entropy.
     """
     folder = str(tmp_path / "model")
     tiny_trl.model(len(tiny_trl.byte_tokenizer())).save_pretrained(folder)

@@ -61,7 +61,7 @@ def logged(name: str, folder: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["DPO", *(pytest.param(x, marks=pytest.mark.full) for x in TRAINERS if x != "DPO")])
 def test_logs_are_those_of_stock(name, tmp_path):
-    """`make test` has one of these trainers: all call the same fused head, with the outputs that test_trl.py compares."""
+    """`make test` has one of these trainers: all call the same fused head, whose outputs test_trl.py compares."""
     expected = logged(name, str(tmp_path / "stock"))
     torch_bridge.install("trl")
     before = torch_bridge.cache_info()
