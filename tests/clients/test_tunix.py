@@ -1,7 +1,7 @@
 """Tunix with `linear_logp` in its policy losses against Tunix as it is. `make test-tunix` has Tunix.
 
-`make test` trains with GRPO on a mesh, and calls packed sequences and the models whose heads are read in different ways:
-an `nnx.Linear`, an einsum, and an embedder with a softcap. `make test-full` has every model and loss.
+`make test` trains with GRPO on a mesh, and calls packed sequences and models whose heads are read in different ways: an
+`nnx.Linear`, an einsum, and an embedder with a softcap. `make test-full` has every model and loss.
 """
 
 import dataclasses
@@ -226,7 +226,7 @@ def test_lora_beside_the_head():
 
 
 def test_no_logits_of_the_whole_batch():
-    """An implementation that cuts the head has neither stock Tunix's logits `[B, T, V]` nor those of the kept tokens."""
+    """An implementation that cuts the head has neither stock Tunix's logits `[B, T, V]` nor those of kept tokens."""
     vocab, given, config = 600, example(), CONFIGS["grpo"]
     model, tokens = toy(vocab), given.completion_ids.size
     client.register_policy_loss("ours", implementation="deterministic")

@@ -1,7 +1,7 @@
 """TRL with the bridge in it against TRL as it is: losses and gradient norms of GRPOTrainer, calls of its fused head.
 
-TRL computes its losses itself, from what its fused head returns. `make test` trains with one loss, and compares calls of
-the head with all that they can ask for; `make test-full` trains with every loss and option.
+TRL computes its losses itself, from what its fused head returns. `make test` trains with one loss, and compares calls
+of the head with all that they can ask for; `make test-full` trains with every loss and option.
 """
 
 from typing import Any
