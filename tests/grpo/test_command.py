@@ -257,7 +257,7 @@ LIMITS = pytest.mark.parametrize(
 
 @contextmanager
 def limited_files(size: int):
-    """This process, JAX's cache on disk excepted, writes no files of more than so many bytes meanwhile."""
+    """While the context is open, this process writes no files of more than so many bytes, and JAX keeps no cache on disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     is_cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
@@ -271,7 +271,7 @@ def limited_files(size: int):
 
 @LIMITS
 def test_files_that_cannot_be_written_are_one_line_and_status_2(tmp_path, capsys, finished, limit, changes, message):
-    """`finished` has compiled the programs."""
+    """The fixture `finished` has compiled the programs already."""
     out = RunFolder(tmp_path / "out")
     with limited_files(limit):
         assert tiny.run_here(*rich_options(**changes), "--out", out.path) == 2
