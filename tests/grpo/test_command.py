@@ -257,7 +257,7 @@ LIMITS = pytest.mark.parametrize(
 
 @contextmanager
 def limited_files(size: int):
-    """While the context is open, this process writes no files of more than so many bytes, and JAX keeps no cache on disk."""
+    """While the context is open, this process writes no larger files, and JAX keeps no cache on disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     is_cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

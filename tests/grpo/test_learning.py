@@ -15,15 +15,24 @@ MOST_BEFORE, LEAST_GAIN, MOST_CONTROL_GAIN = 0.6, 0.25, 0.05
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2), marks=pytest.mark.full)], ids=str)
-def test_grpo_learns_and_its_shuffled_control_does_not(tmp_path, seeds):
-    """`make test` has one seed and its control; two more are in `make test-full`, for luck is all that they exclude."""
+@pytest.mark.parametrize(
+    ("seeds", "steps"), [((0,), 60), pytest.param((0, 1, 2), 200, marks=pytest.mark.full)], ids=str
+)
+def test_grpo_learns_and_its_shuffled_control_does_not(tmp_path, seeds, steps):
+    """`make test` has one seed and its control, in as many GRPO steps as reach the same bar with room to spare."""
     environment = tiny.environment(tmp_path / "cache")
 
     def train(job: tuple[str, int]) -> dict[str, dict[str, float]]:
         flag, seed = job
         out, started = tmp_path / f"seed{seed}{flag}", time.monotonic()
-        command = [*tiny.COMMAND, f"--seed={seed}", "--out", str(out), *([flag] if flag else [])]
+        command = [
+            *tiny.COMMAND,
+            f"--seed={seed}",
+            f"--grpo-steps={steps}",
+            "--out",
+            str(out),
+            *([flag] if flag else []),
+        ]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads(Path(out, "summary.json").read_text())
         cells = " ".join(f"{summary[when][how]:14.3f}" for how in ("sampled", "greedy") for when in ("before", "after"))
