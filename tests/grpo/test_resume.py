@@ -27,14 +27,14 @@ from tests.grpo import tiny
 from tests.grpo.prompts import write as write_prompts
 from tests.support import helpers
 
-PHASE_STEPS = 300
-LONG = {"warmup_steps": PHASE_STEPS, "grpo_steps": PHASE_STEPS, "checkpoint_every": 70}
+SHORT, LONG = ({"warmup_steps": steps, "grpo_steps": steps, "checkpoint_every": steps // 4 - 5} for steps in (60, 300))
+"""Runs to interrupt; a long one takes its time, in which a signal from another process arrives."""
 
 
-def interruptions() -> tuple[int, int]:
+def interruptions(phase_steps: int) -> tuple[int, int]:
     """After how many steps to interrupt the warm start, and after how many GRPO; drawn anew in every run of a test."""
     draw = random.Random()
-    steps = draw.randint(1, PHASE_STEPS // 2), PHASE_STEPS + draw.randint(1, PHASE_STEPS // 2)
+    steps = draw.randint(1, phase_steps // 2), phase_steps + draw.randint(1, phase_steps // 2)
     print("interrupting after steps {} and {}".format(*steps))
     return steps
 
@@ -51,7 +51,7 @@ def break_a_line(folder: RunFolder) -> None:
 
 def assert_same_end(broken: RunFolder, unbroken: RunFolder, **changes) -> None:
     (state, step), (expected, expected_step) = (tiny.final_state(folder, **changes) for folder in (broken, unbroken))
-    assert step == expected_step == 2 * PHASE_STEPS
+    assert step == expected_step == 2 * changes["warmup_steps"]
     helpers.assert_same_bits(state, expected)
     for file in ("metrics", "summary", "config"):
         assert getattr(broken, file).read_bytes() == getattr(unbroken, file).read_bytes()
@@ -60,8 +60,8 @@ def assert_same_end(broken: RunFolder, unbroken: RunFolder, **changes) -> None:
 def test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run(tmp_path, monkeypatch):
     """SIGINT in the warm start, SIGTERM in GRPO, at random steps: same parameters, metrics and summary, bit for bit."""
     unbroken, broken = RunFolder(tmp_path / "unbroken"), RunFolder(tmp_path / "broken")
-    first, second = interruptions()
-    changes = {**tiny.RICH, **LONG}
+    first, second = interruptions(SHORT["warmup_steps"])
+    changes = {**tiny.RICH, **SHORT}
     start = [*tiny.options(**changes), "--out"]
     signals, on_host = {first: signal.SIGINT, second: signal.SIGTERM}, trainer.to_floats
 
@@ -102,17 +102,18 @@ def test_processes_interrupted_in_both_phases_and_resumed_equal_the_unbroken_one
     """
     environment = tiny.environment(tmp_path / "cache")
     unbroken, broken = RunFolder(tmp_path / "unbroken"), RunFolder(tmp_path / "broken")
-    first, second = interruptions()
+    phase_steps = LONG["warmup_steps"]
+    first, second = interruptions(phase_steps)
     start = [*tiny.COMMAND, *tiny.options(**LONG), "--out"]
     resume = [*start, str(broken.path), "--resume"]
 
     def break_and_resume() -> None:
         status = run_interrupted([*start, str(broken.path)], environment, broken, first, signal.SIGINT)
         assert status == 128 + signal.SIGINT
-        assert first <= lines_in(broken.metrics) < PHASE_STEPS
+        assert first <= lines_in(broken.metrics) < phase_steps
         status = run_interrupted(resume, environment, broken, second, signal.SIGTERM)
         assert status == 128 + signal.SIGTERM
-        assert second <= lines_in(broken.metrics) < 2 * PHASE_STEPS
+        assert second <= lines_in(broken.metrics) < 2 * phase_steps
         break_a_line(broken)
         subprocess.run(resume, env=environment, check=True, stdout=subprocess.DEVNULL)
 

@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 def build(**changes) -> tuple[MeshHead, TrainingSteps]:
-    config = tiny.config(demonstration_errors=0.0, warmup_learning_rate=1e-2, learning_rate=1e-3, **changes)
+    config = tiny.config(**tiny.LEARNING, **changes)
     mesh = make_mesh(config)
     return make_head(config, mesh), tiny.shared_steps(config, load_task(config), mesh)
 
