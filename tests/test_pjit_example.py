@@ -18,7 +18,7 @@ VOCAB, DIM, HIDDEN, SEQUENCES, LENGTH = 1024, 32, 64, 8, 12
 RULES = {"batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor", "vocab": "tensor", None: None}
 """Where each logical axis lies on the mesh."""
 LOGICAL_AXES = {"embedding": ("vocab", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
-"""Of each parameter; the head is the embedding."""
+"""The logical axes of each parameter. The head is the embedding."""
 OPTIONS = LossOptions(clip_eps_high=0.28)
 
 
@@ -34,7 +34,7 @@ def sharding(mesh: Mesh, *logical: str | None) -> NamedSharding:
 
 
 def hidden_states(params: dict[str, Any], tokens: Any) -> Any:
-    """Of all tokens but the last: a row predicts the next one."""
+    """Hidden states of all tokens but the last: each predicts the next token."""
     x = params["embedding"][tokens[:, :-1]]
     return x + jax.nn.silu(x @ params["up"]) @ params["down"]
 
@@ -80,7 +80,7 @@ def placed(mesh: Mesh, params: dict[str, Any], batch: Batch) -> tuple[dict[str, 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8), (4, 2, 1)], ids=str)
 def test_three_steps_on_a_mesh_are_those_of_one_device(shape):
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "fsdp", "tensor"))
-    optimizer = optax.sgd(1.0)  # adam would divide differences in the last bit by gradients near 0
+    optimizer = optax.sgd(1.0)  # Adam would divide differences in the last bit by gradients near 0.
     (first, expected_batch), (params, batch) = start(), placed(mesh, *start())
     expected = first
     state, expected_state = optimizer.init(params), optimizer.init(expected)
@@ -104,5 +104,5 @@ def test_no_device_holds_the_head_or_logits_of_the_whole_vocabulary():
         text[loss] = compiled.as_text()
     assert f"{VOCAB // 4},{DIM}]" in text[fused]
     assert f"[{VOCAB},{DIM}]" not in text[fused] and f",{VOCAB}]" not in text[fused]
-    # What the naive loss has on a device: logits of all its tokens.
+    # The naive loss has logits of all its tokens on a device.
     assert f"[{SEQUENCES // 2},{LENGTH - 1},{VOCAB // 4}]" in text[naive]

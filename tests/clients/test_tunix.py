@@ -1,4 +1,8 @@
-"""Tunix with `linear_logp` in its policy losses against Tunix as it is. `make test-tunix` has Tunix."""
+"""Tunix with `linear_logp` in its policy losses against Tunix as it is. `make test-tunix` has Tunix.
+
+`make test` trains with GRPO on a mesh, and calls packed sequences and models whose heads are read in different ways: an
+`nnx.Linear`, an einsum, and an embedder with a softcap. `make test-full` has every model and loss.
+"""
 
 import dataclasses
 import math
@@ -44,7 +48,7 @@ def mesh(fsdp: int, tp: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
 
 
-# Training: a rollout of each step on four devices, and three steps on one rollout.
+# Training has a rollout for each step on four devices, or three steps on one rollout.
 TRAININGS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_agg_mode": "token-mean", "beta": 0.2, "devices": (2, 2)},
     "gspo": {"loss_agg_mode": "token-mean", "beta": 0.2, "loss_algo": "gspo-token", "num_iterations": 3},
@@ -52,7 +56,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 def train(policy_loss_fn: str, devices: tuple[int, int] = (1, 1), **config: Any) -> tuple[np.ndarray, jax.Array]:
-    """Losses of three steps of GRPOLearner, and how far the parameters went."""
+    """The losses of three steps of GRPOLearner, and how far they moved the parameters."""
     vocab = toys.MockVocab()
     roles = tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT
     cluster = tunix.RLCluster(
@@ -83,7 +87,7 @@ def train(policy_loss_fn: str, devices: tuple[int, int] = (1, 1), **config: Any)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Shapes of the targets of every linear_logp that the client traces."""
+    """The shapes of the targets of every linear_logp that the client traces."""
     shapes: list[tuple[int, ...]] = []
 
     def counted(hidden: Any, weight: Any, target_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +99,7 @@ def calls(monkeypatch):
     return shapes
 
 
-@pytest.mark.parametrize("config", TRAININGS)
+@pytest.mark.parametrize("config", ["grpo", pytest.param("gspo", marks=pytest.mark.full)])
 def test_three_steps(calls, config):
     losses, moved = train("grpo", **TRAININGS[config])
     assert not calls
@@ -106,7 +110,7 @@ def test_three_steps(calls, config):
     helpers.assert_within_contract(our_moved, moved, "tunix_training", "float32", "gradient")
 
 
-# One call: loss, metrics and gradients.
+# The tests below compare one call of a loss: its value, metrics and gradients.
 SIZES = {"num_layers": 1, "embed_dim": 32, "hidden_dim": 32, "num_heads": 2, "head_dim": 16, "num_kv_heads": 2}
 QWEN: Any = {"vocab_size": VOCAB, "rope_theta": 10000, "norm_eps": 1e-6, **SIZES}
 GEMMA: Any = {"num_embed": VOCAB, **SIZES}
@@ -138,7 +142,7 @@ CONFIGS["grpo"].temperature = 0.7  # as GRPOLearner does
 
 
 def example(is_packed: bool = False) -> Any:
-    """Left-padded prompts and right-padded completions, or all in one row."""
+    """Left-padded prompts and right-padded completions; packed, prompts stand in the completions' rows."""
     rng = np.random.default_rng(0)
     prompt = jnp.asarray(rng.integers(3, VOCAB, (4, 0 if is_packed else 4)), jnp.int32)
     completion = jnp.asarray(rng.integers(3, VOCAB, (4, 6)), jnp.int32)
@@ -162,12 +166,14 @@ def example(is_packed: bool = False) -> Any:
 
 
 def called(loss: str, model: Any, config: Any, given: Any, wrt: Any = nnx.Param) -> tuple[jax.Array, jax.Array]:
-    """The loss with its metrics, and the gradients, of a registered loss."""
+    """The value of a registered loss with its metrics, and its gradients."""
 
-    def of(model: Any) -> Any:
+    def loss_fn(model: Any) -> Any:
         return function_registry.get_policy_loss_fn(loss)(model, given, config, pad_id=0, eos_id=2)
 
-    (value, metrics), gradients = nnx.jit(nnx.value_and_grad(of, argnums=nnx.DiffState(0, wrt), has_aux=True))(model)
+    (value, metrics), gradients = nnx.jit(nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=True))(
+        model
+    )
     return ravel_pytree((value, metrics))[0], ravel_pytree(gradients)[0]
 
 
@@ -180,21 +186,29 @@ def assert_same(model: Any, loss: str = "grpo", dtype: str = "float32", wrt: Any
     assert np.linalg.norm(stock[1]) > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in ("llama3", "gemma2") else pytest.mark.full) for x in MODELS]
+)
 def test_every_model_of_tunix(calls, name):
     assert_same(MODELS[name](), dtype="bfloat16" if name.endswith("bfloat16") else "float32")
     assert calls == [(4, 6)]
 
 
-@pytest.mark.parametrize("loss", CONFIGS)
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "is_packed"),
+    [
+        ("ppo", True),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in (("ppo", False), ("grpo", True), ("grpo", False))),
+    ],
+)
 def test_losses_and_packed_sequences(loss, is_packed):
     assert_same(toy(), loss, is_packed=is_packed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])
 def test_a_head_over_the_mesh(name):
-    """Along both axes of it, as Tunix lays heads; stock on one device."""
+    """The head is sharded along both axes, as Tunix lays heads; the stock loss runs on one device."""
     model, given = MODELS[name](), example()
     stock = called("grpo", model, CONFIGS["grpo"], given)
     client.register_policy_loss("ours")
@@ -206,29 +220,31 @@ def test_a_head_over_the_mesh(name):
     helpers.assert_within_contract(ours[1], stock[1], "tunix_calls", "float32", "gradient")
 
 
+@pytest.mark.full
 def test_lora_beside_the_head():
     assert_same(toys.get_lora_model(toy()), wrt=nnx.LoRAParam)
 
 
 def test_no_logits_of_the_whole_batch():
-    """Neither stock Tunix's `[B, T, V]`, nor those of the kept tokens: by an implementation that cuts the head."""
+    """An implementation that cuts the head has neither stock Tunix's logits `[B, T, V]` nor those of kept tokens."""
     vocab, given, config = 600, example(), CONFIGS["grpo"]
     model, tokens = toy(vocab), given.completion_ids.size
     client.register_policy_loss("ours", implementation="deterministic")
     graphdef, state = nnx.split(model)
 
     def has_logits(loss: str) -> bool:
-        def of(state: Any) -> Any:
+        def loss_fn(state: Any) -> Any:
             policy_loss = function_registry.get_policy_loss_fn(loss)
             return policy_loss(nnx.merge(graphdef, state), given, config, pad_id=0, eos_id=2)[0]
 
-        shapes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(jax.grad(of))(state)))
+        shapes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(jax.grad(loss_fn))(state)))
         sizes = (list(map(int, shape.split(","))) for shape in shapes)
         return any(columns == vocab and math.prod(rows) >= tokens for *rows, columns in sizes)
 
     assert has_logits("grpo") and not has_logits("ours")
 
 
+@pytest.mark.full
 def test_registering_again_and_in_the_place_of_the_stock_loss(calls):
     stock = function_registry.get_policy_loss_fn("grpo")
     expected = called("grpo", toy(), CONFIGS["grpo"], example())
@@ -265,9 +281,9 @@ def test_a_head_that_the_user_names():
     helpers.assert_within_contract(ours[1], stock[1], "tunix_calls", "float32", "gradient")
 
 
-# Where Tunix has compute_chunked_logps.
+# The tests below are for versions of Tunix that have compute_chunked_logps.
 def chunked(model: Any, hidden_states: Any, target_ids: Any, temperature: Any, chunk_size: int, return_entropy: bool):
-    """A stand-in for that of Tunix's development head, by its definition."""
+    """A stand-in for the function of Tunix's development head, written by its definition."""
     z = jax.nn.log_softmax(model.lm_head(hidden_states) / temperature)
     logp = jnp.take_along_axis(z, target_ids[..., None], axis=-1)[..., 0]
     return (logp, -jnp.sum(jnp.exp(z) * z, axis=-1)) if return_entropy else logp
@@ -282,18 +298,18 @@ def has_chunked(monkeypatch):
 
 
 def three_chunked_steps() -> tuple[jax.Array, jax.Array]:
-    """Losses, and how far the parameters went, of a loss on what the library calls."""
+    """The losses of three steps of a loss on `compute_chunked_logps`, and how far they moved the parameters."""
     model, given = toy(), example()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     start = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
 
-    def of(model: Any) -> Any:
+    def loss_fn(model: Any) -> Any:
         hidden = client.hidden_of(model, given.completion_ids, positions=None)
         logp, entropy = common.compute_chunked_logps(model, hidden, given.completion_ids, 0.7, 2, True)
         alone = common.compute_chunked_logps(model, hidden, given.completion_ids, 0.7, 2, False)
         return -jnp.mean(logp * given.advantages) - 0.3 * jnp.mean(entropy) + jnp.mean(alone)
 
-    losses, step = [], nnx.jit(nnx.value_and_grad(of))
+    losses, step = [], nnx.jit(nnx.value_and_grad(loss_fn))
     for _ in range(3):
         loss, gradients = step(model)
         optimizer.update(model, gradients)
@@ -403,5 +419,5 @@ def test_public_names_are_documented():
 
 @pytest.mark.parametrize("code", re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 def test_snippet_runs(has_chunked, code):
-    """What tests/test_docs.py does, in an environment with Tunix."""
+    """tests/test_docs.py runs the snippets of other pages; this one needs Tunix."""
     exec(code, {})

@@ -1,4 +1,4 @@
-"""A task of prompts of mixed lengths, that an untrained policy soon answers now and then."""
+"""A task of prompts of mixed lengths, which a policy soon learns to answer now and then."""
 
 import json
 import random
@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def write(path: Path, longest: int) -> str:
-    """A file of prompts of 1 to `longest` characters, half of them short; the answer is the first of two letters."""
+    """Write prompts of 1 to `longest` characters, half of them short, to a file. An answer is the first of two letters.
+
+    Returns the path as a string.
+    """
     draw = random.Random(0)
     lengths = [draw.randint(1, longest if i % 2 else 4) for i in range(24)] + [longest]
     prompts = dict.fromkeys("".join(draw.choices("ab", k=n)) + "=" * (i % 3) for i, n in enumerate(lengths))

@@ -1,17 +1,24 @@
-"""`rlk grpo`: files, progress and errors, as a user meets them."""
+"""`rlk grpo`: files, progress and errors, as a user meets them.
+
+Most tests run the command in this process, with programs that are compiled once for all of them.
+"""
 
 import errno
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
@@ -23,11 +30,16 @@ from rlk_jax.grpo.tasks import arithmetic_task
 from tests.grpo import tiny
 
 
+def rich_options(**changes) -> list[str]:
+    """The options of `tiny.RICH`: their programs are shared by the tests of this file and others."""
+    return tiny.options(**{**tiny.RICH, **changes})
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> RunFolder:
-    """A finished run of five steps, two devices wide."""
+    """A finished run of five steps on four devices."""
     folder = RunFolder(tmp_path_factory.mktemp("run") / "out")
-    assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", folder.path) == 0
+    assert tiny.run_here(*rich_options(), "--out", folder.path) == 0
     return folder
 
 
@@ -51,7 +63,7 @@ def test_a_run_writes_its_files(finished):
     summary = json.loads(finished.summary.read_text())
     assert summary["before"].keys() == summary["after"].keys() == {"sampled", "greedy"}
     assert matplotlib.image.imread(finished.report).std() > 0
-    assert json.loads(finished.config.read_text())["mesh"] == "data=2,tensor=1"
+    assert json.loads(finished.config.read_text())["mesh"] == "data=2,tensor=2"
 
 
 @pytest.mark.parametrize("option", [{"max_operand": 5}, {"demonstration_errors": 0.9}])
@@ -63,7 +75,7 @@ def test_options_of_the_arithmetic_are_refused_beside_prompts(option):
 
 def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished, capsys):
     before = finished.metrics.read_bytes()
-    assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", finished.path, "--overwrite") == 0
+    assert tiny.run_here(*rich_options(), "--out", finished.path, "--overwrite") == 0
     assert finished.metrics.read_bytes() == before
     output = capsys.readouterr().out
     for expected in (
@@ -156,7 +168,7 @@ def test_numbers_that_are_not_finite_are_refused(value):
 
 
 def make_strange(folder: Path, kind: str) -> None:
-    """An output folder that is not ready to be used."""
+    """Make an output folder that a command cannot use as it is."""
     if kind == "file":
         folder.write_text("")
         return
@@ -174,7 +186,7 @@ def make_strange(folder: Path, kind: str) -> None:
 
 
 def started(folder: Path) -> AbstractContextManager[None]:
-    """As by a command that has not come to its first checkpoint."""
+    """A folder that a command has started and locked, before its first checkpoint."""
     digest = arithmetic_task(tiny.config().max_operand).digest
     return RunFolder(folder).start(tiny.config(), digest, overwrite=False)
 
@@ -210,7 +222,7 @@ def test_a_folder_is_of_one_process_at_a_time(tmp_path, capsys, flag):
         assert tiny.run_here(*tiny.options(), "--out", folder, *flag) == 2
         assert capsys.readouterr().err == f"rlk grpo: error: {folder} is in use by another rlk grpo\n"
         assert RunFolder(folder).config.read_bytes() == before
-    assert tiny.run_here(*tiny.options(), "--out", folder, "--overwrite") == 0
+    assert tiny.run_here(*rich_options(), "--out", folder, "--overwrite") == 0
 
 
 def test_a_folder_that_cannot_be_locked_is_a_warning(tmp_path, capsys, monkeypatch):
@@ -229,13 +241,10 @@ limit, *arguments = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 sys.exit(cli.main(arguments))
 """
-"""A command that cannot write files of more than so many bytes: as on a disk that is full. What Python and JAX keep for
-other processes would be cut off.
-"""
+"""A command that cannot write files of more than so many bytes, as on a disk that is full."""
 NOTHING_KEPT = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-
-
-@pytest.mark.parametrize(
+"""An environment in which Python and JAX write no caches for other processes: the limit would cut them off."""
+LIMITS = pytest.mark.parametrize(
     ("limit", "changes", "message"),
     [
         (10, {}, "[Errno 27] File too large"),
@@ -244,7 +253,41 @@ NOTHING_KEPT = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_ENABLE_COMPILATION_CACHE": 
     ],
     ids=["config", "metrics", "checkpoint"],
 )
-def test_files_that_cannot_be_written_are_one_line_and_status_2(tmp_path, limit, changes, message):
+
+
+@contextmanager
+def limited_files(size: int):
+    """While the context is open, this process writes no larger files, and JAX keeps no cache on disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    is_cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        jax.config.update("jax_enable_compilation_cache", is_cached)
+
+
+@LIMITS
+def test_files_that_cannot_be_written_are_one_line_and_status_2(tmp_path, capsys, finished, limit, changes, message):
+    """The fixture `finished` has compiled the programs already."""
+    out = RunFolder(tmp_path / "out")
+    with limited_files(limit):
+        assert tiny.run_here(*rich_options(**changes), "--out", out.path) == 2
+    *others, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlk grpo: error: ") and message in line
+    assert not others
+    if "checkpoint" in message:  # Orbax has threads that still write, and end with the process only.
+        return
+    again = ["--overwrite"] if out.config.exists() else []
+    assert tiny.run_here(*rich_options(**changes), "--out", out.path, *again) == 0
+
+
+@pytest.mark.full
+@LIMITS
+def test_a_process_that_cannot_write_files_says_so_in_one_line(tmp_path, limit, changes, message):
+    """In `make test` the test above writes the same files, within its own process."""
     out = RunFolder(tmp_path / "out")
     command = [sys.executable, "-c", LIMITED, str(limit), "grpo", *tiny.options(**changes), "--out", out.path]
     environment = tiny.environment(tmp_path / "cache") | NOTHING_KEPT
@@ -252,7 +295,7 @@ def test_files_that_cannot_be_written_are_one_line_and_status_2(tmp_path, limit,
     assert ended.returncode == 2
     *others, line = ended.stderr.splitlines()
     assert line.startswith("rlk grpo: error: ") and message in line
-    assert "checkpoint" in message or not others  # Orbax tells more of its own
+    assert "checkpoint" in message or not others  # Orbax writes lines of its own there.
     again = ["--overwrite"] if out.config.exists() else []
     assert tiny.run_here(*tiny.options(**changes), "--out", out.path, *again) == 0
 
@@ -292,37 +335,87 @@ def hook(happened, details):
 sys.addaudithook(hook)
 sys.exit(cli.main(arguments))
 """
-"""A command that gets SIGINT the first time that it imports, or opens, something of that name."""
+"""A command that gets SIGINT the first time that it imports, or opens, something whose name ends like this."""
+_signal_at: list[tuple[str, str]] = []
+"""The event and the end of a name at which this process sends itself SIGINT, once; empty at most times."""
+
+
+def _send_signal(happened: str, details: tuple) -> None:
+    if _signal_at and happened == _signal_at[0][0] and str(details[0]).endswith(_signal_at[0][1]):
+        _signal_at.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def audited():
+    """Python keeps an audit hook as long as the process lives."""
+    sys.addaudithook(_send_signal)
+
+
+@pytest.fixture
+def signal_at(audited, monkeypatch):
+    """Call it with an event and a name. The trainer is imported again, so that its import is an event."""
+
+    def arm(event: str, name: str) -> None:
+        monkeypatch.delitem(sys.modules, "rlk_jax.grpo.trainer")
+        _signal_at.append((event, name))
+
+    yield arm
+    assert not _signal_at, "the event has happened"
+
+
+def assert_nothing_was_saved(output: str, out: RunFolder) -> None:
+    assert output == "stopped before the first step; nothing was saved\n"
+    assert not out.metrics.exists() or not out.metrics.read_text()
+    assert not list(out.path.glob("checkpoints/*"))
 
 
 @pytest.mark.parametrize(
+    ("event", "name"), [("import", "rlk_jax.grpo.trainer"), ("open", "config.json.new"), ("open", "metrics.jsonl")]
+)
+def test_signal_before_the_first_step_is_one_line_and_saves_nothing(tmp_path, capsys, signal_at, event, name):
+    out = RunFolder(tmp_path / "out")
+    signal_at(event, name)
+    assert tiny.run_here(*rich_options(), "--out", out.path) == 128 + signal.SIGINT
+    assert_nothing_was_saved(capsys.readouterr().out, out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("event", "name"), [("import", "flax"), ("open", "config.json.new"), ("open", "metrics.jsonl")]
 )
-def test_signal_before_the_first_step_is_one_line_and_saves_nothing(tmp_path, event, name):
+def test_signal_to_a_process_before_its_first_step_is_one_line_and_saves_nothing(tmp_path, event, name):
+    """In `make test` the test above sends the same signals to its own process."""
     out = RunFolder(tmp_path / "out")
     command = [sys.executable, "-c", SIGNAL_AT_FIRST, event, name, "grpo", *tiny.options(), "--out", str(out.path)]
     ended = subprocess.run(command, env=tiny.environment(tmp_path / "cache"), capture_output=True, text=True)
     assert ended.returncode == 128 + signal.SIGINT
     assert "Traceback" not in ended.stderr
-    assert ended.stdout == "stopped before the first step; nothing was saved\n"
-    assert not out.metrics.exists() or not out.metrics.read_text()
-    assert not list(out.path.glob("checkpoints/*"))
+    assert_nothing_was_saved(ended.stdout, out)
 
 
-def test_signal_before_a_resumed_run_goes_on_says_how_to(tmp_path, finished):
-    options = tiny.options(mesh="data=2,tensor=1")
-    command = [sys.executable, "-c", SIGNAL_AT_FIRST, "import", "flax", "grpo", *options, "--out", str(finished.path)]
-    environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    ended = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True)
+def test_signal_before_a_resumed_run_goes_on_says_how_to(capsys, finished, signal_at):
+    signal_at("import", "rlk_jax.grpo.trainer")
+    assert tiny.run_here(*rich_options(), "--out", finished.path, "--resume") == 128 + signal.SIGINT
+    assert capsys.readouterr().out == "stopped; the same command with --resume, not --overwrite, continues\n"
+
+
+@pytest.mark.full
+def test_signal_to_a_process_before_it_resumes_says_how_to(tmp_path, finished):
+    """In `make test` the test above sends the same signal to its own process."""
+    arguments = ["import", "flax", "grpo", *rich_options(), "--out", str(finished.path), "--resume"]
+    environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", SIGNAL_AT_FIRST, *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 128 + signal.SIGINT
     assert ended.stdout == "stopped; the same command with --resume, not --overwrite, continues\n"
 
 
-def test_memory_is_told_behind_the_evaluation(tmp_path, monkeypatch):
+def test_memory_is_printed_after_the_evaluation(tmp_path, monkeypatch):
     told, evaluated = [], trainer.to_floats
     monkeypatch.setattr(trainer, "print_usage", lambda *_: told.append("usage"))
     monkeypatch.setattr(trainer, "to_floats", lambda x: told.extend({"greedy"} & x.keys()) or evaluated(x))
-    assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 0
+    assert tiny.run_here(*rich_options(), "--out", tmp_path / "out") == 0
     assert told == ["greedy", "greedy", "usage"]
 
 
@@ -335,24 +428,27 @@ def test_signal_during_the_evaluation_is_answered_and_resume_finishes(tmp_path, 
         return real(metrics)
 
     monkeypatch.setattr(trainer, "to_floats", interrupted)
-    assert tiny.run_here(*tiny.options(), "--out", out.path) == 128 + signal.SIGINT
+    assert tiny.run_here(*rich_options(), "--out", out.path) == 128 + signal.SIGINT
     assert "--resume, not --overwrite, continues" in capsys.readouterr().out
     assert not out.summary.exists()
-    assert tiny.run_here(*tiny.options(), "--out", out.path, "--resume") == 0
+    assert tiny.run_here(*rich_options(), "--out", out.path, "--resume") == 0
     assert out.summary.exists() and out.report.exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message", "logged"),
-    [
-        ({"learning_rate": 1e300}, r"kl is (nan|inf) at step 3 \(grpo\)", 3),
-        ({"warmup_learning_rate": 1e300}, r"loss is (nan|inf) at step 1 \(warmup\)", 1),
-        ({"warmup_steps": 0, "grpo_steps": 1, "updates_per_rollout": 1, "learning_rate": 1e300}, "parameters", 1),
-    ],
-)
-def test_divergence_is_one_line_and_status_1(tmp_path, capsys, changes, message, logged):
-    out = RunFolder(tmp_path / "out")
-    assert tiny.run_here(*tiny.options(**changes), "--out", out.path) == 1
+DIVERGENCES = {
+    "grpo": ({"learning_rate": 1e300}, r"kl is (nan|inf) at step 3 \(grpo\)", 3),
+    "warmup": ({"warmup_learning_rate": 1e300}, r"loss is (nan|inf) at step 1 \(warmup\)", 1),
+    "parameters": (
+        {"warmup_steps": 0, "grpo_steps": 1, "updates_per_rollout": 1, "learning_rate": 1e300},
+        "parameters",
+        1,
+    ),
+}
+"""For each way to diverge: learning rates by which a run does, what its error says, and how many steps it logs."""
+
+
+def assert_diverges(out: RunFolder, capsys, run, message: str, logged: int) -> None:
+    assert run() == 1
     error = capsys.readouterr().err
     assert re.search("training diverged: " + message, error)
     assert error.count("\n") == 1
@@ -361,13 +457,51 @@ def test_divergence_is_one_line_and_status_1(tmp_path, capsys, changes, message,
     assert all(math.isfinite(value) for line in lines for value in line.values() if not isinstance(value, str))
 
 
+def diverging(kind: str):
+    """A function like `tiny.shared_steps` whose programs return NaN where runs of this kind do."""
+
+    def after_step(program, at: int, change):
+        return lambda state, step: change(*program(state, step)) if step == at else program(state, step)
+
+    def nan_parameters(state, metrics):
+        return state._replace(params=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.params)), metrics
+
+    def build(*arguments):
+        steps = tiny.shared_steps(*arguments)
+        warmup = after_step(steps.warmup_step, 1, lambda state, metrics: (state, {**metrics, "loss": jnp.inf}))
+        grpo = after_step(steps.grpo_step, 3, lambda state, metrics: (state, {**metrics, "kl": jnp.nan}))
+        changed = {"warmup_step": warmup} if kind == "warmup" else {"grpo_step": grpo}
+        if kind == "parameters":
+            changed = {"grpo_step": after_step(steps.grpo_step, 0, nan_parameters)}
+        return replace(steps, **changed)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_numbers_that_are_not_finite_end_a_run_with_one_line_and_status_1(tmp_path, capsys, kind):
+    out, (changes, message, logged) = RunFolder(tmp_path / "out"), DIVERGENCES[kind]
+    steps = {name: x for name, x in changes.items() if name in ("warmup_steps", "grpo_steps")}
+    command = [*rich_options(**steps), "--out", out.path]
+    assert_diverges(out, capsys, lambda: tiny.run_here(*command, build=diverging(kind)), message, logged)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_divergence_is_one_line_and_status_1(tmp_path, capsys, kind):
+    """In `make test` the test above has the programs return such numbers."""
+    out, (changes, message, logged) = RunFolder(tmp_path / "out"), DIVERGENCES[kind]
+    command = [*tiny.options(**changes), "--out", out.path]
+    assert_diverges(out, capsys, lambda: tiny.run_here(*command), message, logged)
+
+
 def test_overwrite_removes_a_link_to_checkpoints_and_the_programs_and_starts_again(tmp_path):
     out, kept = RunFolder(tmp_path / "out"), tmp_path / "kept"
-    assert tiny.run_here(*tiny.options(), "--out", out.path) == 0
+    assert tiny.run_here(*rich_options(), "--out", out.path) == 0
     out.checkpoints.rename(kept)
     out.checkpoints.symlink_to(kept)
     (out.programs / "of a GPU").mkdir(parents=True)
-    assert tiny.run_here(*tiny.options(seed=1), "--out", out.path, "--overwrite") == 0
+    assert tiny.run_here(*rich_options(checkpoint_every=3), "--out", out.path, "--overwrite") == 0
     assert (kept / "5").is_dir()
     assert not out.checkpoints.is_symlink()
     assert not out.programs.exists()
@@ -383,7 +517,7 @@ def test_damaged_run_is_one_line_on_resume(tmp_path, capsys, finished, damage, m
     shutil.copytree(finished.path, folder)
     lost = folder / damage
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    assert tiny.run_here(*tiny.options(mesh="data=2,tensor=1"), "--out", folder, "--resume") == 2
+    assert tiny.run_here(*rich_options(), "--out", folder, "--resume") == 2
     error = capsys.readouterr().err
     assert str(folder) in error and message in error
     assert error.count("\n") == 1

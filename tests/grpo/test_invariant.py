@@ -1,4 +1,4 @@
-"""Rollout and training from one set of bits: the log-probs recorded while decoding are those of the training pass."""
+"""With invariant layers, the log-probs recorded while decoding have the bits of those of the training pass."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ HEAD = MeshHead(make_mesh(tiny.config()), VOCAB_SIZE, "deterministic", jnp.bfloa
 
 
 def decoder(kind: Layers) -> Decoder:
-    """Random, and quick to end a completion."""
+    """Random weights, changed so that completions end soon."""
     model = Decoder(VOCAB_SIZE, WIDTH, LAYERS, HEADS, kind=kind, rngs=nnx.Rngs(0))
     kernel = model.lm_head.kernel[...]
     model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))
@@ -39,7 +39,7 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def prompt_ids() -> np.ndarray:
-    """Of every length from 1 on."""
+    """Prompts of every length from 1 on."""
     ids = np.random.default_rng(0).integers(EOS + 1, VOCAB_SIZE, (BATCH, PROMPT_WIDTH), np.int32)
     return np.where(np.arange(PROMPT_WIDTH) < PADDING[:, None], PAD, ids)
 
@@ -77,7 +77,7 @@ def roll_out(
 def trained_on(
     model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, ids: jax.Array, head: MeshHead = HEAD
 ) -> jax.Array:
-    """The log-probs of the training pass, forward and backward in one program."""
+    """The log-probs of a training pass, with forward and backward in one program."""
     graph, params = nnx.split(model)
 
     def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
@@ -101,14 +101,16 @@ def test_rollouts_of_mixed_lengths_record_the_bits_of_training(model, prompt_ids
     helpers.assert_same_bits(rollout.logps, trained_on(model, prompt_ids, PADDING, rollout.completion_ids))
 
 
-@pytest.mark.parametrize("rows", [slice(3, 4), slice(2, 9)])
+@pytest.mark.parametrize("rows", [pytest.param(slice(3, 4), marks=pytest.mark.full), slice(2, 9)])
 def test_training_in_another_batch_has_the_bits_of_the_rollout(model, prompt_ids, rollout, rows):
+    """`make test` has one other batch; a rollout of one row alone is tested below."""
     ids = rollout.completion_ids[rows]
     helpers.assert_same_bits(rollout.logps[rows], trained_on(model, prompt_ids[rows], PADDING[rows], ids))
 
 
-@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.full), 5])
 def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, rollout, padding):
+    """The prompt stands alone in its batch, with more padding than before; `make test-full` also has it without."""
     row = 4
     prompt = np.pad(prompt_ids[row : row + 1, PADDING[row] :], ((0, 0), (padding, 0)))
     alone = roll_out(model, prompt, np.array([padding], np.int32), keys=KEYS[row : row + 1])
@@ -128,12 +130,23 @@ def test_stock_layers_record_other_bits_than_training(prompt_ids):
     helpers.assert_within_contract(rollout.logps, trained, "decoder_cache", jnp.float32, "forward")
 
 
+RICH = {"mesh": "data=2,tensor=2", "micro_batches": 2, "packing": True, "rollout_buckets": 2}
+
+
 @pytest.mark.parametrize(
     ("updates", "changes"),
-    [(1, {}), (3, {"mesh": "data=2,tensor=2", "micro_batches": 2, "packing": True, "rollout_buckets": 2})],
+    [
+        (3, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(3, RICH, marks=pytest.mark.full, id="packed and sharded"),
+    ],
 )
 def test_steps_start_at_ratio_one(updates, changes, tmp_path):
-    """Exactly, on weights that move; and after more than one update no longer. Packed, of prompts of mixed lengths."""
+    """Ratios are exactly 1 at the first update on a rollout, on weights that move, and at later updates no longer.
+
+    `make test` has rows of one sequence on one device. There, `test_packed_sequences_have_the_bits_of_their_own_rows`
+    in test_sequences.py has packed rows, and test_sharded.py a sharded head.
+    """
     if "packing" in changes:
         changes = {**changes, "prompts": prompts.write(tmp_path / "mixed.jsonl", longest=150)}
     config = tiny.config(

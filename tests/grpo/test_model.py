@@ -51,7 +51,7 @@ def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
     def norm(x, layer):
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * array(layer.scale)
 
-    def turned(x):  # pairs (i, i + half) as complex numbers, turned by position · base^(−i/half)
+    def turned(x):  # Pairs (i, i + half) are complex numbers, turned by position · base^(−i/half).
         half = x.shape[-1] // 2
         angles = np.arange(len(x))[:, None] * ROTARY_BASE ** (-np.arange(half) / half)
         z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -118,13 +118,14 @@ def assert_is_the_definition(
 def rolled_out(
     model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, length=LENGTH, seed=0, greedy=False
 ) -> jax.Array:
-    """The tokens."""
+    """The tokens of completions."""
     keys = jax.random.split(jax.random.key(seed), len(prompt_ids))
     return sample_completions(model, prompt_ids, padding, keys, no_score, length=length, greedy=greedy).completion_ids
 
 
-@pytest.mark.parametrize("cut", [1, 4, 8])
+@pytest.mark.parametrize("cut", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
 def test_decoding_with_the_cache_equals_the_full_forward(model, prompt_ids, completion_ids, cut):
+    """`make test` has one of three lengths of the prompt."""
     tokens = np.concatenate([prompt_ids, completion_ids], axis=1)
     extend = nnx.jit(Decoder.extend)
     hidden, cache = extend(model, tokens[:, :cut], PADDING, model.empty_cache(*tokens.shape), 0)
@@ -163,7 +164,7 @@ def test_rollout_samples_from_the_policy(model, prompt_ids):
 def test_rollout_stops_at_eos_and_pads_the_rest(prompt_ids):
     model = Decoder(VOCAB_SIZE, WIDTH, 1, HEADS, rngs=nnx.Rngs(1))
     kernel = model.lm_head.kernel[...]
-    model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))  # EOS comes early and often
+    model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))  # EOS comes early and often.
     ids = np.asarray(rolled_out(model, np.tile(prompt_ids, (64, 1)), np.tile(PADDING, 64), length=8))
     ends = np.where((ids == EOS).any(axis=1), (ids == EOS).argmax(axis=1), ids.shape[1])
     assert len(set(ends.tolist())) > 2

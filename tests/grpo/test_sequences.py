@@ -1,4 +1,4 @@
-"""Sequences packed several to a row: nothing is lost, and log-probs, losses and gradients are those of one to a row."""
+"""Several sequences packed into a row: none is lost, and log-probs, losses and gradients stay as in rows of one."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ packed_once = jax.jit(pack, static_argnames=("shards", "multiple"))
 PROMPT_WIDTH, LENGTH = 120, 12
 PADDING = np.array([110, 0, 80, 118, 60, 119, 100, 115], np.int32)
 SAID = np.array([3, 12, 0, 1, 12, 7, 5, 9])
-"""Completion tokens that count; of one sequence none does."""
+"""How many tokens of each completion count; one has none that does."""
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,13 @@ def decoder(kind: Layers) -> Decoder:
     return Decoder(VOCAB_SIZE, 16, 2, 2, kind=kind, rngs=nnx.Rngs(0))
 
 
-def head_of(kind: Layers) -> MeshHead:
+def head_for(kind: Layers) -> MeshHead:
     implementation = "deterministic" if kind is INVARIANT else None
     return MeshHead(make_mesh(tiny.config()), VOCAB_SIZE, implementation, kind.dtype)
 
 
 def logps_of(kind: Layers, rows: Sequences) -> jax.Array:
-    model, head = decoder(kind), head_of(kind)
+    model, head = decoder(kind), head_for(kind)
     return nnx.jit(lambda model: target_logps(model, rows, head))(model)
 
 
@@ -66,7 +66,7 @@ def test_packed_sequences_of_stock_layers_are_those_of_their_own_rows(rows):
 
 
 def test_neighbours_in_a_row_are_not_seen(rows):
-    """Rounding aside, which another GEMM would change: the same shapes, other tokens in half of the sequences."""
+    """Other tokens in half of the sequences leave the bits of the other half. The shapes stay, so GEMMs round alike."""
     other = rows._replace(token_ids=jnp.where((jnp.arange(len(PADDING)) % 2 == 0)[:, None], EOS + 1, rows.token_ids))
     is_same = jnp.broadcast_to((jnp.arange(len(PADDING)) % 2 == 1)[:, None], rows.mask.shape)
     packed, same = pack(rows, is_same, shards=1, multiple=1)
@@ -75,9 +75,10 @@ def test_neighbours_in_a_row_are_not_seen(rows):
     helpers.assert_same_bits(before, after)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("beta", [pytest.param(0.0, marks=pytest.mark.full), 0.1])
 def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(rows, beta):
-    rng, model, head = np.random.default_rng(1), decoder(STOCK), head_of(STOCK)
+    """`make test` has the loss with a KL, whose gradient is added to that of the loss without."""
+    rng, model, head = np.random.default_rng(1), decoder(STOCK), head_for(STOCK)
     near = np.asarray(logps_of(STOCK, rows)) + rng.normal(size=(2, *rows.mask.shape)).astype(np.float32) / 4
     advantages = np.broadcast_to(rng.normal(size=(len(PADDING), 1)).astype(np.float32), rows.mask.shape)
     given = tuple(jnp.where(rows.mask, x, 0) for x in (*near, advantages))
@@ -94,21 +95,21 @@ def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(ro
         (_, found), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
         return found, nnx.state(gradients)
 
-    def in_parts(rows: Sequences, given: Any) -> Any:
-        """Of eight, the empty ones left out."""
+    def accumulated(rows: Sequences, given: Any) -> Any:
+        """Gradients of eight micro-batches; empty ones are skipped."""
         graph, params = nnx.split(model)
         denominator = loss_denominator(rows.mask, options=LossOptions())
 
-        def loss(params: nnx.State, part: Any) -> Any:
-            rows, (old_logps, ref_logps, advantages) = part
+        def loss(params: nnx.State, micro_batch: Any) -> Any:
+            rows, (old_logps, ref_logps, advantages) = micro_batch
             logp = target_logps(nnx.merge(graph, params), rows, head)
-            judged = {"ref_logps": ref_logps, "denominator": denominator, "options": LossOptions(beta=beta)}
-            return policy_loss(logp, old_logps, advantages, rows.mask, **judged).loss, logp
+            options = {"ref_logps": ref_logps, "denominator": denominator, "options": LossOptions(beta=beta)}
+            return policy_loss(logp, old_logps, advantages, rows.mask, **options).loss, logp
 
-        def counts(part: Any) -> jax.Array:
-            return part[0].mask.any()
+        def is_active(micro_batch: Any) -> jax.Array:
+            return micro_batch[0].mask.any()
 
-        gradients = functools.partial(accumulated_gradients, loss, micro_batches=8, mesh=head.mesh, is_active=counts)
+        gradients = functools.partial(accumulated_gradients, loss, micro_batches=8, mesh=head.mesh, is_active=is_active)
         return jax.jit(gradients)(params, (rows, given))
 
     packed = pack(rows, given, shards=1, multiple=1)
@@ -117,13 +118,13 @@ def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(ro
     for (a, b), kind in zip(zip(actual, expected, strict=True), ("forward", "gradient"), strict=True):
         flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (a, b)]
         helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, kind)
-    assert packed[0].mask.any(axis=1).sum() < len(PADDING), "parts are left out"
-    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (in_parts(*packed)[0], expected[1])]
+    assert packed[0].mask.any(axis=1).sum() < len(PADDING), "micro-batches are skipped"
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (accumulated(*packed)[0], expected[1])]
     helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, "gradient")
 
 
 def first_fit_decreasing(lengths: list[int], width: int, multiple: int) -> list[tuple[int, int]]:
-    """As it is told: the longest first, each into the first row with room."""
+    """The plain algorithm: the longest sequence is placed first, and each goes into the first row with room."""
     used, places = [0] * len(lengths), [(0, 0)] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next(r for r in range(len(lengths)) if used[r] + lengths[i] <= width)
@@ -134,7 +135,7 @@ def first_fit_decreasing(lengths: list[int], width: int, multiple: int) -> list[
 
 @given(lengths=st.lists(st.integers(0, 24), min_size=1, max_size=12), multiple=st.sampled_from([1, 4]))
 def test_each_sequence_lies_in_the_first_row_with_room(lengths, multiple):
-    padded = np.zeros(12, int)  # of one shape, for one program; they are placed last
+    padded = np.zeros(12, int)  # One shape needs one program only; empty sequences are placed last.
     padded[: len(lengths)] = lengths
     row, start = first_fit(jnp.asarray(padded), width=24, multiple=multiple)
     assert list(zip(row.tolist(), start.tolist(), strict=True)) == first_fit_decreasing(padded.tolist(), 24, multiple)
@@ -142,7 +143,7 @@ def test_each_sequence_lies_in_the_first_row_with_room(lengths, multiple):
 
 @given(lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=6, max_size=6))
 def test_nothing_is_lost(lengths):
-    """Read back token by token from two shards."""
+    """Packed rows of two shards are read back token by token."""
     prompt, said = np.array(lengths).T
     ids = EOS + 1 + np.arange(6 * 9, dtype=np.int32).reshape(6, 9)
     rows = join_completions(ids[:, :5], (5 - prompt).astype(np.int32), ids[:, 5:], np.arange(4) < said[:, None])

@@ -1,4 +1,4 @@
-"""Training with the LM head cut over the tensor axis: where it lies, and that it trains as the whole one does."""
+"""Training with the LM head sharded over the tensor axis: where it lies, and that it trains as a whole one does."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ import pytest
 
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_head, make_mesh
+from rlk_jax.grpo.steps import TrainingSteps, TrainState, make_head, make_mesh
 from rlk_jax.grpo.tasks import load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests.grpo import tiny
@@ -17,11 +17,11 @@ from tests.support import helpers
 
 WARMUP, MORE_WARMUP, GRPO = 60, 3, 20
 STORED = 128
-"""Columns of the head of 97, cut at the ends of the softmax's groups of 16."""
+"""Columns that a head of 97 is stored with: it is cut where the softmax's groups of 16 end."""
 
 
 class Run(NamedTuple):
-    """The last state, and what all GRPO steps measured."""
+    """The head, the last state, and what all GRPO steps measured."""
 
     head: MeshHead
     final: TrainState
@@ -29,15 +29,17 @@ class Run(NamedTuple):
 
 
 def build(**changes) -> tuple[MeshHead, TrainingSteps]:
-    config = tiny.config(demonstration_errors=0.0, warmup_learning_rate=1e-2, learning_rate=1e-3, **changes)
+    config = tiny.config(**tiny.LEARNING, **changes)
     mesh = make_mesh(config)
-    return make_head(config, mesh), build_steps(config, load_task(config), mesh)
+    return make_head(config, mesh), tiny.shared_steps(config, load_task(config), mesh)
 
 
 @pytest.fixture(scope="module")
 def warm() -> TrainState:
-    """Weights that are right now and then, so that GRPO has something to learn from; of whole heads, on the host."""
-    _, steps = build()
+    """Weights that are right now and then, so that GRPO has something to learn from. They are on the host, with a whole
+    head.
+    """
+    _, steps = build(implementation="deterministic")
     state = steps.initial_state()
     for step in range(WARMUP):
         state, _ = steps.warmup_step(state, step)
@@ -45,7 +47,7 @@ def warm() -> TrainState:
 
 
 def train(warm: TrainState, **changes) -> Run:
-    """A little of the warm start, then GRPO."""
+    """A few steps of the warm start, then GRPO."""
     head, steps = build(**changes)
     state, rows = jax.jit(head.shard, out_shardings=head.shardings(warm))(warm), []
     for step in range(WARMUP, WARMUP + MORE_WARMUP):
@@ -58,27 +60,31 @@ def train(warm: TrainState, **changes) -> Run:
 
 
 @pytest.fixture(scope="module")
-def cut(warm) -> Run:
-    """Two shards of a head that promises bits."""
+def sharded(warm) -> Run:
+    """A run with two shards of a head that promises bits."""
     return train(warm, mesh="data=1,tensor=2", implementation="deterministic")
 
 
 def assert_policy_acts(run: Run) -> None:
-    """Equal runs say little where nothing happens."""
+    """Runs in which nothing happens would be equal, too."""
     assert 0 < run.measured["reward"].mean() < 1
     assert np.all(run.measured["kl"] > 0)
     assert run.measured["clip_fraction"].max() > 0
 
 
-def test_deterministic_training_has_the_bits_of_the_unsharded_run(warm, cut):
+def test_deterministic_training_has_the_bits_of_the_unsharded_run(warm, sharded):
     plain = train(warm, implementation="deterministic")
     assert_policy_acts(plain)
-    helpers.assert_same_bits(cut.measured, plain.measured)
-    helpers.assert_same_bits(cut.head.unshard(cut.final), plain.final)
+    helpers.assert_same_bits(sharded.measured, plain.measured)
+    helpers.assert_same_bits(sharded.head.unshard(sharded.final), plain.final)
 
 
+@pytest.mark.full
 def test_training_stays_near_the_unsharded_run(warm):
-    """The same samples earn the same rewards; a sampled token that flips would make the rest incomparable."""
+    """The same samples earn the same rewards; a sampled token that flips would make the rest incomparable.
+
+    In `make test`, test_steps.py compares a run on this mesh with one on one device.
+    """
     sharded, plain = (train(warm, mesh=mesh) for mesh in ("data=2,tensor=2", "data=1,tensor=1"))
     assert_policy_acts(plain)
     helpers.assert_same_bits(sharded.measured["reward"], plain.measured["reward"])
@@ -88,10 +94,10 @@ def test_training_stays_near_the_unsharded_run(warm):
         )
 
 
-def test_each_device_holds_its_own_columns_of_head_and_moments(cut):
-    """In parameters, reference and both moments; all else is whole on every device."""
+def test_each_device_holds_its_own_columns_of_head_and_moments(sharded):
+    """Heads are sharded in parameters, reference and both moments; all else is whole on every device."""
     heads = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(cut.final):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(sharded.final):
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         if "lm_head" not in jax.tree_util.keystr(path):
             assert all(shard.shape == leaf.shape for shard in shards)
@@ -103,7 +109,7 @@ def test_each_device_holds_its_own_columns_of_head_and_moments(cut):
     assert heads == 4
 
 
-def test_cut_heads_are_whole_again_and_an_uncut_one_is_left_alone():
+def test_sharded_heads_are_whole_again_and_one_without_shards_is_left_alone():
     kernel = jnp.arange(3.0 * VOCAB_SIZE).reshape(3, VOCAB_SIZE)
     tree = {"lm_head": kernel, "embed": kernel}
     head, _ = build(mesh="data=2,tensor=4")
@@ -114,7 +120,7 @@ def test_cut_heads_are_whole_again_and_an_uncut_one_is_left_alone():
     assert plain.shard(tree) is tree and plain.unshard(tree) is tree
 
 
-def test_a_head_that_refuses_to_run_cut_is_a_bad_input(tmp_path, capsys, monkeypatch):
+def test_a_head_that_refuses_to_run_sharded_is_a_bad_input(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLK_STRICT", "1")
     options = tiny.options(mesh="data=1,tensor=3", implementation="deterministic")
     assert tiny.run_here(*options, "--out", tmp_path / "out") == 2
@@ -124,7 +130,9 @@ def test_a_head_that_refuses_to_run_cut_is_a_bad_input(tmp_path, capsys, monkeyp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_command_trains_on_four_devices_and_resumes(tmp_path):
+    """In `make test`, test_resume.py resumes such a run in another process."""
     environment = tiny.environment(tmp_path / "cache") | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     out, run = RunFolder(tmp_path / "out"), tiny.run_apart(environment)
     tiny.assert_resumes(out, run, mesh="data=2,tensor=2")

@@ -65,7 +65,7 @@ def test_completion_mask_ends_with_the_first_eos():
     ("completion", "reward"),
     [
         ([5, 6, EOS, PAD], True),
-        ([5, 6, EOS, 9], True),  # what follows EOS does not count
+        ([5, 6, EOS, 9], True),  # What follows EOS does not count.
         ([5, 6, PAD, PAD], False),
         ([5, 6, 7, EOS], False),
         ([5, EOS, 6, EOS], False),

@@ -1,4 +1,4 @@
-"""Speed and memory as a run shows them."""
+"""Speed and memory as a run prints them."""
 
 import io
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def devices(*peaks: int | None) -> list[SimpleNamespace]:
-    """Of these peaks; None for one that does not count."""
+    """Devices with these peaks; None stands for one that does not count."""
     stats = [None if peak is None else {"peak_bytes_in_use": peak} for peak in peaks]
     return [SimpleNamespace(memory_stats=lambda own=own: own) for own in stats]
 

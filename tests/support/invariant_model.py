@@ -1,4 +1,4 @@
-"""A small decoder on rlk_jax.nn, and the same on nnx's stock layers."""
+"""A small decoder of rlk_jax.nn's layers, or of nnx's stock layers."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from rlk_jax import nn
 
 
 class Layers:
-    """What a decoder is made of."""
+    """The layers and functions that a decoder is made of."""
 
     dtype = jnp.bfloat16
     head = nn.LMHead
@@ -38,7 +38,7 @@ class _StockHead(nnx.Linear):
 
 
 class StockLayers(Layers):
-    """In float32: rounding to bfloat16 after every layer hides most differences at this size."""
+    """Stock layers in float32: rounding to bfloat16 after every layer would hide most differences at this size."""
 
     dtype = jnp.float32
     head = _StockHead
@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
 
 
 def stock(*args, **options):
-    """The same on stock layers."""
+    """A decoder of stock layers."""
     return Decoder(*args, kind=StockLayers, **options)
 
 

@@ -13,7 +13,7 @@ from rlk_jax.losses import LossOptions, PolicyLoss, policy_loss
 
 TOKENS, DIM, VOCAB = 2000, 192, 5056
 BUDGETS = (2**20, 2**24, None)
-"""Of a GPU test; of 20 MB of exponentials the first keeps none, the second some, the default all."""
+"""Memory budgets of a GPU test: of 20 MB of exponentials the first keeps none, the second some, the default all."""
 
 
 class Batch(NamedTuple):
@@ -57,7 +57,7 @@ def gradients(loss: Callable[..., PolicyLoss], *operands: Any) -> Any:
 
 
 def gradients_of_batch(loss: Callable[..., PolicyLoss], b: Batch, **options: Any) -> Any:
-    """Of hidden, weight and, where there is one, bias, with `Batch.loss` or `Batch.in_two_calls`."""
+    """`gradients` of hidden, weight and, where there is one, bias; `loss` is `Batch.loss` or `Batch.in_two_calls`."""
     program, operands = lowered(loss, b, **options)
     return program.compile()(*operands)
 
@@ -66,10 +66,10 @@ def lowered(loss: Callable[..., PolicyLoss], b: Batch, **options: Any) -> tuple[
     """The program of `gradients_of_batch`, and its operands."""
     operands = {name: x for name in ("hidden", "weight", "bias") if (x := getattr(b, name)) is not None}
 
-    def of(*xs: Any) -> PolicyLoss:
+    def loss_of_arrays(*xs: Any) -> PolicyLoss:
         return loss(b._replace(**dict(zip(operands, xs, strict=True))), **options)
 
-    return _gradients(of, *operands.values()), tuple(operands.values())
+    return _gradients(loss_of_arrays, *operands.values()), tuple(operands.values())
 
 
 def _gradients(loss: Callable[..., PolicyLoss], *operands: Any) -> Any:

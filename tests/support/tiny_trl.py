@@ -33,7 +33,7 @@ def reward_of(ids: Any) -> float:
 
 
 def trainer(kind: type[GRPOTrainer], folder: str, policy: Any = None, **config: Any) -> GRPOTrainer:
-    """Of four sequences a step, from the same weights and seed at every call; `policy` is None or a saved model."""
+    """A trainer of four sequences a step, with the same weights and seed in every call, or with a saved `policy`."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     defaults = {"per_device_train_batch_size": 4, "num_generations": 4, "bf16": False, "gradient_checkpointing": False}

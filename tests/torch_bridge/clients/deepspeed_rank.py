@@ -1,4 +1,7 @@
-"""One of two processes under DeepSpeed: python -m tests.torch_bridge.clients.deepspeed_rank PORT RANK."""
+"""One of two processes under DeepSpeed: python -m tests.torch_bridge.clients.deepspeed_rank PORT RANK [CASES].
+
+A case is the name of a policy and a stage of ZeRO, as in "TRL 3"; without cases, all are run.
+"""
 
 import itertools
 from typing import Any
@@ -22,8 +25,8 @@ from tests.torch_bridge.clients.policy import (
     rollout,
 )
 
-STAGES = (0, 3)
-# Built by a compiler while a process starts; gloo does without.
+CASES = tuple(f"{policy} {stage}" for policy, stage in itertools.product(POLICIES, (0, 3)))
+# This op would be built by a compiler while a process starts; gloo works without it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -40,7 +43,7 @@ class Trained:
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 0.0,
         }
-        # TRL gathers its head if transformers knows of stage 3, which it does as long as this is alive.
+        # TRL gathers its head if transformers knows of stage 3, which it does as long as this object is alive.
         self.known = HfDeepSpeedConfig(config)
         optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
@@ -57,7 +60,7 @@ class Trained:
 
 
 def metrics(engine: Any, policy: Any, batch: Any) -> dict[str, Any]:
-    """Which code made the log-probs, and the advantages of the active tokens of all processes."""
+    """Which code made the log-probs, and statistics of the advantages of all processes' active tokens."""
     shapes = [
         (*batch.target_ids.shape, policy.lm_head.in_features),
         (policy.lm_head.out_features, policy.lm_head.in_features),
@@ -77,11 +80,12 @@ def metrics(engine: Any, policy: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-def task(rank: int) -> dict[str, Any]:
+def task(rank: int, *cases: str) -> dict[str, Any]:
     found = {}
-    for stage, (name, policy) in itertools.product(STAGES, POLICIES.items()):
-        stock, bridged = (Trained(policy(x), rank, stage) for x in (False, True))
-        found[f"{name} {stage}"] = {
+    for case in cases or CASES:
+        name, stage = case.split()
+        stock, bridged = (Trained(POLICIES[name](x), rank, int(stage)) for x in (False, True))
+        found[case] = {
             "error": largest(a - b for a, b in zip(stock.parameters, bridged.parameters, strict=True)),
             **{x: getattr(bridged, x) for x in ("moved", "masked", "elements_left", "off_rollout", "metrics")},
         }

@@ -32,7 +32,7 @@ class Trained:
 
 
 def refused(weight: Tensor) -> str:
-    """What the bridge says to a head that is not gathered."""
+    """The error of the bridge for a head that is not gathered."""
     try:
         torch_bridge.linear_logp(torch.zeros(1, weight.shape[1]), weight, torch.tensor([0]))
     except ValueError as error:
@@ -41,7 +41,7 @@ def refused(weight: Tensor) -> str:
 
 
 def logits_error(lm_head: Any) -> float:
-    """Of the logits that a sharded head gives where FSDP gathers it for them."""
+    """The error of the logits that a sharded head gives where FSDP gathers it for them."""
     register_fsdp_forward_method(lm_head, "logits")
     hidden = torch.ones(2, lm_head.in_features, device=lm_head.weight.device)
     with torch.no_grad():

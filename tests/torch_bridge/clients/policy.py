@@ -20,8 +20,9 @@ LEARNING_RATE = 10.0
 
 
 class Policy(nn.Module):
-    """Logp and entropy of target ids, 0 where these are ignored; `units` are what a trainer shards each by itself, and
-    `owner` is the module with which the head is gathered.
+    """Computes the logp and entropy of target ids, 0 where these are ignored.
+
+    `units` are the modules that a trainer shards, each by itself; with the module `owner` the head is gathered.
     """
 
     def __init__(self, bridged: bool) -> None:
@@ -51,7 +52,7 @@ class Policy(nn.Module):
 
 
 class TrlPolicy(nn.Module):
-    """The same of a model as TRL's trainers make it, whose own lm_head is read, but not called."""
+    """A policy like `Policy`, with a model as TRL's trainers make it: its own lm_head is read, but not called."""
 
     def __init__(self, bridged: bool) -> None:
         # A machine of GPUs may have no TRL.
@@ -94,7 +95,7 @@ class Rollout(NamedTuple):
 
 @torch.no_grad()
 def rollout(policy: Any, rank: int) -> Rollout:
-    """Of a policy that is not sharded, on a rank's prompts; completions end early, on each rank at other places."""
+    """Samples of an unsharded policy on a rank's prompts; completions end early, on each rank at other places."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, VOCAB, (ROWS, PROMPT), generator=generator)
     logps = [torch.zeros(ROWS, PROMPT - 1)]
@@ -128,7 +129,7 @@ def largest(tensors: Any) -> float:
 
 
 def on_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
-    """What the task of a module's `main` returned on each of its processes."""
+    """Run a module that calls `main` on its processes; returns what its task returned on each of them."""
     port = str(free_port())
     finished = run_together([["-m", module, port, str(i), *arguments] for i in range(COUNT)], timeout_s=LIMIT_S)
     for process in finished:
@@ -137,7 +138,7 @@ def on_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
 
 
 def main(task: Callable[..., dict[str, Any]]) -> None:
-    """One process, with `module PORT RANK ARGUMENTS` as its command line; prints what the task returns."""
+    """Be one process, with `module PORT RANK ARGUMENTS` as its command line: print what the task returns."""
     port, rank, *arguments = sys.argv[1:]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {**address, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(COUNT)}

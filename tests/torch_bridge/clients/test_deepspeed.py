@@ -11,10 +11,27 @@ if importlib.util.find_spec("deepspeed") is None:
 
 from tests.torch_bridge.clients.policy import POLICIES, on_processes
 
+MODULE = "tests.torch_bridge.clients.deepspeed_rank"
+
+
+def assert_trains_like_stock(ranks, case: str) -> None:
+    """The parameters after a step are those of the policy without the bridge."""
+    for rank in ranks:
+        found = rank[case]
+        assert (found["elements_left"] == 0) == case.endswith("3")
+        assert found["moved"] > 1
+        helpers.assert_error(found["error"], "sharded_training", "float32", "forward")
+
+
+def test_a_sharded_policy():
+    """The smoke test of `make test`; there, test_fsdp2.py has the other policy."""
+    case = "FusedLMHead 3"
+    assert_trains_like_stock(on_processes(MODULE, case), case)
+
 
 @pytest.fixture(scope="module")
 def ranks():
-    return on_processes("tests.torch_bridge.clients.deepspeed_rank")
+    return on_processes(MODULE)
 
 
 @pytest.fixture(params=[0, 3], ids="ZeRO-{}".format)
@@ -22,18 +39,20 @@ def stage(request):
     return request.param
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_after_a_step(ranks, policy, stage):
-    for rank in ranks:
-        found = rank[f"{policy} {stage}"]
-        assert (found["elements_left"] == 0) == (stage == 3)
-        assert found["moved"] > 1
-        helpers.assert_error(found["error"], "sharded_training", "float32", "forward")
+    """In `make test`, `test_a_sharded_policy` has one of these cases."""
+    assert_trains_like_stock(ranks, f"{policy} {stage}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_trainer_counts_on(ranks, policy, stage):
-    """Nothing of masked targets, the rollout's own log-probs at the first step, and metrics that all ranks share."""
+    """Masked targets count for nothing, the first step has the rollout's own log-probs, and all ranks share metrics.
+
+    In `make test`, test_fsdp2.py has masked targets.
+    """
     for rank in ranks:
         found = rank[f"{policy} {stage}"]
         assert found["masked"] == 0

@@ -1,4 +1,8 @@
-"""TRL with the bridge in it against TRL as it is: losses and gradient norms of GRPOTrainer, calls of its fused head."""
+"""TRL with the bridge in it against TRL as it is: losses and gradient norms of GRPOTrainer, calls of its fused head.
+
+TRL computes its losses itself, from what its fused head returns. `make test` trains with one loss, and compares calls
+of the head with all that they can ask for; `make test-full` trains with every loss and option.
+"""
 
 from typing import Any
 
@@ -54,21 +58,30 @@ def assert_same_training(tmp_path):
     torch_bridge.uninstall("trl")
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", *(pytest.param(x, marks=pytest.mark.full) for x in LOSSES if x != "grpo")]
+)
 def test_every_loss(assert_same_training, loss_type):
     assert_same_training({"loss_type": loss_type, **LOSSES[loss_type]})
 
 
+@pytest.mark.full
 def test_gradient_checkpointing(assert_same_training):
+    """In `make test`, tests/torch_bridge/test_autograd.py has calls that are computed again."""
     assert_same_training({"gradient_checkpointing": True})
 
 
+@pytest.mark.full
 def test_bf16_autocast(assert_same_training):
+    """In `make test`, `test_under_autocast` has a call of the head."""
     assert_same_training({"bf16": True}, "bfloat16")
 
 
+@pytest.mark.full
 def test_a_reference_model_an_entropy_bonus_and_a_temperature(assert_same_training, tmp_path):
-    """TRL loads the reference from where the policy came from."""
+    """TRL loads the reference from where the policy came from. In `make test`, calls of the head have a temperature and
+    gradients of the entropy.
+    """
     folder = str(tmp_path / "model")
     tiny_trl.model(len(tiny_trl.byte_tokenizer())).save_pretrained(folder)
     assert_same_training({"beta": 0.3, "entropy_coef": 0.2, "temperature": 0.7}, policy=folder)
@@ -127,7 +140,7 @@ def test_a_call_gives_what_trl_s_own_gives(call):
 
 
 def test_under_autocast():
-    """Both round hidden and head to bfloat16; TRL rounds its logits, too."""
+    """TRL and the bridge round hidden and head to bfloat16; TRL also rounds its logits."""
     found, gradients = called(OURS, autocast=True)
     expected, expected_gradients = called(ORIGINAL, autocast=True)
     exact, _ = called(OURS)

@@ -1,4 +1,8 @@
-"""verl's fused forward with the bridge in it against verl's own in plain torch. `make test-verl` has verl."""
+"""verl's fused forward with the bridge in it against verl's own in plain torch. `make test-verl` has verl.
+
+`make test` has one forward and backward. What the others test is tested there without verl: dtypes and heads between
+ranks in tests/torch_bridge, what is installed where in test_install.py.
+"""
 
 import os
 import re
@@ -31,7 +35,7 @@ def installed():
 
 
 def assert_close(actual: Any, expected: Any, kind: Any) -> None:
-    """Well within what verl's own tests allow."""
+    """The bounds are well within those of verl's own tests."""
     assert expected.dtype == torch.float32
     dtype = str(actual.dtype).removeprefix("torch.")
     helpers.assert_within_contract(actual.detach().float(), expected.detach().float(), "verl", dtype, kind)
@@ -62,8 +66,9 @@ def test_fused_forward():
         assert_close(gradient, expected_gradients[name], "gradient")
 
 
+@pytest.mark.full
 def test_a_bfloat16_call():
-    """Against verl's torch function on the same numbers in float32."""
+    """The result is compared with that of verl's torch function on the same numbers in float32."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 5, 16).bfloat16().requires_grad_(), torch.randn(70, 16).bfloat16().requires_grad_()
     labels = torch.randint(0, 70, (2, 5))
@@ -78,6 +83,7 @@ def test_a_bfloat16_call():
         assert_close(actual.grad, gold.grad, "gradient")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_head_between_ranks(count):
     port = free_port()
@@ -86,12 +92,14 @@ def test_a_head_between_ranks(count):
         assert process.code == 0, process.stderr[-3000:]
 
 
+@pytest.mark.full
 def test_what_cannot_be_supplied_raises():
     message = "reduction must be 'none', the one that verl asks for, got 'mean'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         entry.linear_cross_entropy(torch.randn(3, 8), torch.randn(5, 8), torch.arange(3), 1.0, "mean", None)
 
 
+@pytest.mark.full
 def test_uninstalled_it_is_verl_s_again():
     ours = entry.linear_cross_entropy
     torch_bridge.uninstall("verl")
