@@ -317,7 +317,7 @@ def test_gradients_of_16_bit_tables_are_added_up_in_float32(adds_up):
 def test_embed_inside_shard_map(adds_up, table_spec):
     """Tokens on other devices than each other, of one table and of a table each."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    # Of integers, whose sums are exact in any order.
+    # The numbers are integers, whose sums are exact in any order.
     table, ids = jnp.round(4 * jax.random.normal(jax.random.key(0), (10, 4))), jnp.array([[0, 4, 3], [3, 3, 1]])
 
     def loss(table):

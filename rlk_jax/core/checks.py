@@ -182,7 +182,7 @@ def require_values(inputs: NamedArrays) -> None:
         )
 
 
-def one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
+def check_one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
     """The option is one of the values that exist."""
     require(x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
 
@@ -192,11 +192,11 @@ def require_positive_integer(name: str, x: Any) -> None:
     require(is_integer(x) and x >= 1, f"{name} must be a positive integer, got {x!r}.")
 
 
-def positive(name: str, x: Any) -> None:
+def check_positive(name: str, x: Any) -> None:
     """x is a number above 0 that is finite as a float32."""
     require(is_number(x) and fits_float32(x), f"{name} must be a positive finite number, got {x!r}.")
 
 
-def not_negative(name: str, x: Any) -> None:
+def check_not_negative(name: str, x: Any) -> None:
     """x is 0, or a number above 0 that is finite as a float32."""
     require(is_number(x) and (x == 0 or fits_float32(x)), f"{name} must be 0 or a positive finite number, got {x!r}.")

@@ -9,8 +9,8 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -63,6 +63,16 @@ class Implementation:
 
 TABLE: dict[str, Sequence[Implementation]] = {}
 """The implementations of each op, fastest first."""
+
+
+@dataclass(frozen=True)
+class TypicalCall:
+    """A call of one op as models in use make it, of which `rlk doctor` tells what would run it."""
+
+    text: str
+    """The call in a few words."""
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @functools.cache

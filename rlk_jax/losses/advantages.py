@@ -47,8 +47,8 @@ def group_advantages(
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2.
     """
     boundaries = checked_boundaries(rewards, samples_per_prompt, group_boundaries)
-    checks.positive("eps", eps)
-    checks.one_of("std", std, get_args(Std))
+    checks.check_positive("eps", eps)
+    checks.check_one_of("std", std, get_args(Std))
     if isinstance(rewards, np.ndarray | np.generic):
         # JAX would take 64 bits for 32, and 64-bit integers would wrap.
         rewards = rewards.astype(np.float32)

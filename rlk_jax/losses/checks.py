@@ -10,10 +10,10 @@ from rlk_jax.core.checks import (
     FLOAT_DTYPES,
     as_array,
     check_mask_dtype,
+    check_not_negative,
     is_concrete,
     is_integer,
     is_number,
-    not_negative,
     require,
     require_positive_integer,
 )
@@ -121,7 +121,7 @@ def check_policy_loss(
         "rollout_logps and importance_cap must be given together.",
     )
     if is_number(denominator):
-        not_negative("denominator", denominator)
+        check_not_negative("denominator", denominator)
     elif denominator is not None:
         denominator = as_array("denominator", denominator)
         require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")

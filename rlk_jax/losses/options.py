@@ -66,15 +66,15 @@ class LossOptions:
     max_completion_length: int | None = None
 
     def __post_init__(self) -> None:
-        checks.one_of("loss_type", self.loss_type, get_args(LossType))
-        checks.one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
-        checks.one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
+        checks.check_one_of("loss_type", self.loss_type, get_args(LossType))
+        checks.check_one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
+        checks.check_one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
         for name in ("clip_eps", "clip_eps_high", "beta"):
             if (value := getattr(self, name)) is not None:
-                checks.not_negative(name, value)
+                checks.check_not_negative(name, value)
         for name in ("dual_clip", "cispo_ratio_cap", "sapo_temperature_pos", "sapo_temperature_neg", "importance_cap"):
             if (value := getattr(self, name)) is not None:
-                checks.positive(name, value)
+                checks.check_positive(name, value)
         for name, users in _USED_BY.items():
             if self.loss_type not in users:
                 check_unused_option(self.loss_type, name, getattr(self, name), getattr(LossOptions, name))

@@ -545,7 +545,7 @@ def test_advantages_take_no_gradient_and_any_real_rewards():
     gradient = jax.grad(lambda x: group_advantages(x, samples_per_prompt=2)[0])(rewards.astype(np.float32))
     assert not np.any(gradient)
     assert group_advantages(np.zeros(0, np.float32), samples_per_prompt=4).shape == (0,)
-    # Of 64 bits, which JAX would wrap.
+    # These have 64 bits, which JAX would wrap.
     wide = group_advantages(np.array([2**32, 0], np.int64), samples_per_prompt=2)
     helpers.assert_same_bits(wide, group_advantages(np.array([2.0**32, 0]), samples_per_prompt=2))
     assert wide.tolist() == [1, -1]

@@ -164,7 +164,7 @@ class Recorder(GRPOTrainer):
 
 @pytest.fixture(scope="module")
 def micro_batches(tmp_path_factory) -> list[tuple[dict[str, np.ndarray], np.ndarray, float]]:
-    """Of one step of TRL's trainer, two of four sequences: its inputs, log-probs and loss."""
+    """One step of TRL's trainer, on two of four sequences: its inputs, log-probs and loss."""
     trainer = tiny_trl.trainer(
         Recorder,
         str(tmp_path_factory.mktemp("trl")),

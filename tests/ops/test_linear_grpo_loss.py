@@ -80,7 +80,7 @@ def test_explain_says_what_linear_logp_runs():
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("reference", ["none", "logps", "model"])
 def test_explicit_mesh_axes(name, reference):
-    """Of `jax.make_mesh`: tokens over data, the head over tensor; as on one device."""
+    """Tokens lie over data and the head over tensor, as `jax.make_mesh` makes them; values are those of one device."""
     if reference == "none" and LOSSES[name].beta:
         pytest.skip("this loss has a reference")
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))

@@ -94,13 +94,13 @@ def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
 
 
 def assert_same_bits_here(found: Any, expected: Any, here: slice) -> None:
-    """Of the values, and of the gradients of this rank's columns."""
+    """The bits of the values, and of the gradients of this rank's columns."""
     assert all(map(same_bits, found[0], expected[0]))
     assert all(same_bits(x, y[here]) for x, y in zip(found[1][1:], expected[1][1:], strict=True))
 
 
 def ignores_padding(rank: int, count: int) -> None:
-    """Of a vocabulary whose last shard is nothing else."""
+    """A vocabulary whose last shard is nothing but padding."""
     problem = head((33,), dim=24, vocab=1000)
     expected = whole(problem)[0].logp.double()
     padded = [torch.cat([x.detach(), x.detach()[:536] * torch.nan]) for x in (problem[1], problem[3])]
@@ -202,7 +202,7 @@ def refuses_second_derivatives(rank: int, count: int) -> None:
 
 
 def mistakes(rank: int, count: int) -> None:
-    """Of rank 1 alone: all raise, with one message."""
+    """Rank 1 alone makes a mistake: all raise, with one message."""
     hidden, weight, ids, bias = (x.detach() for x in head((5,), dim=8, vocab=16))
     start, end = UNEVEN[count][rank : rank + 2]
     good = {"hidden": hidden, "lm_head_weight": weight[start:end], "target_ids": ids, "bias": bias[start:end]}

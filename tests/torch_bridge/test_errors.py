@@ -217,7 +217,7 @@ def test_a_weight_whose_memory_is_freed(offset):
     with pytest.raises(ValueError, match=r"a tensor of shape \(70, 16\) has no memory: its storage has been freed\."):
         torch_bridge.linear_logp(hidden, weight, ids)
     with pytest.raises(ValueError, match=r"\(5, 16\) has no memory: its storage has been freed\."):
-        # Of no bucket's number of rows: a copy would read it.
+        # The number of rows is not a bucket's: a copy would read it.
         torch_bridge.linear_logp(rows, hidden.detach(), ids.new_zeros(5))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 
-from rlk_jax.core.checks import positive, require_values
+from rlk_jax.core.checks import check_positive, require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens, active_mask, checked_tokens, counted, listed_rows
@@ -326,7 +326,7 @@ def grpo_loss(
 
 
 def _loss_options(clip_eps: float, clip_eps_high: float | None, beta: float, eps: float) -> LossOptions:
-    positive("eps", eps)
+    check_positive("eps", eps)
     return LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta)
 
 

@@ -50,7 +50,7 @@ def whole_call(case: Case, problem: Problem, mesh: Mesh, implementation: str, **
 
 
 def gradients_of_a_sum(problem: Problem) -> tuple[jax.Array, jax.Array]:
-    """Of hidden and a whole head, on one device."""
+    """The outputs of hidden and a whole head, on one device."""
     logp = functools.partial(linear_logp, target_ids=problem.target_ids)
     return jax.grad(lambda h, w: logp(h, w).sum(), (0, 1))(problem.hidden, problem.weight)
 
@@ -60,7 +60,7 @@ def operands_of(problem: Problem) -> tuple[jax.Array, ...]:
 
 
 def values_and_gradients(call, problem: Problem) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Of `call(problem)`, which gives all outputs; gradients of hidden, weight and bias."""
+    """The outputs of `call(problem)`, and the gradients of hidden, weight and bias."""
 
     def loss(operands):
         values = call(problem._replace(**dict(zip(("hidden", "weight", "bias"), operands, strict=False))))
@@ -237,7 +237,7 @@ def test_sequence_parallel_hidden(check_vma):
     ("implementation", "reduction", "check_vma"), [("xla", "sum", True), ("deterministic", "canonical", False)]
 )
 def test_vmap_inside_shard_map(implementation, reduction, check_vma):
-    """Of values and of all gradients, each example's own."""
+    """vmap of values and of all gradients gives each example its own."""
     problem = helpers.make(Case("vmapped", (3, 5), 24, 1024), jnp.float32)
     mesh = mesh_of("auto", tp=4)
 
