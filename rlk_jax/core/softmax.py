@@ -4,7 +4,7 @@ Implementations that are written in JAX share these formulas; the kernels have t
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,7 @@ def fp16_scale(bound: Array) -> Array:
 
 
 def logits_of(
-    config: SoftmaxConfig, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: object
+    config: SoftmaxConfig, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: Any
 ) -> Array:
     """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`."""
     logits = products + bias
@@ -164,7 +164,7 @@ def product_gradients(
     bias: Array,
     tokens: Tokens,
     columns: Array,
-    real_columns: object,
+    real_columns: Any,
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Array:

@@ -42,7 +42,7 @@ def linear_logp(
 ) -> LinearLogp: ...
 
 
-def linear_logp(
+def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     hidden: Float[Array, "*lead D"],
     lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
     target_ids: Int[Array, "*lead"],

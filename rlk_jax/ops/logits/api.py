@@ -47,7 +47,7 @@ def logp(
 ) -> LinearLogp: ...
 
 
-def logp(
+def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     logits: Float[Array, "*lead V"],
     token_ids: Int[Array, "*lead"],
     *,
