@@ -293,7 +293,7 @@ def test_assert_op_takes_the_first_dtype_of_the_op():
 
 def test_assert_op_works_where_assert_does_not():
     code = (
-        "from rlk_jax.checker import assert_op\nfrom tests import planted\n"
+        "from rlk_jax.checker import assert_op\nfrom tests.support import planted\n"
         "assert_op(planted.off_by_one_target, op='logp', modes=['random'])"
     )
     found = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -428,7 +428,7 @@ def test_a_module_that_cannot_be_imported_exits_2(code, tmp_path, monkeypatch, c
 
 
 def _module(tmp_path, monkeypatch, name, code):
-    (tmp_path / f"{name}.py").write_text(f"from tests import planted\n{code}")
+    (tmp_path / f"{name}.py").write_text(f"from tests.support import planted\n{code}")
     monkeypatch.chdir(tmp_path)
 
 
