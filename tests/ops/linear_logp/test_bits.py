@@ -4,6 +4,7 @@
 program wherever it is needed.
 """
 
+import functools
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlk_jax import linear_logp
-from rlk_jax.core.fixed_order import fma_chain
+from rlk_jax.core import softmax
+from rlk_jax.core.fixed_order import column_groups, fma_chain
 from tests.support import helpers
 from tests.support.helpers import Case, assert_same_bits
 
@@ -206,6 +208,38 @@ def test_the_chain_is_what_it_says():
     assert_same_bits(chain(a, b, c), expected)
     for cut in (1, 16, 36):
         assert_same_bits(chain(a[cut:], b[cut:], chain(a[:cut], b[:cut], c)), expected)
+
+
+def test_chunks_and_groups_are_folded_in_ascending_order():
+    """The tree over the vocabulary, chunk by chunk: in another order all calls would agree, and differ from today's."""
+    case = Case("order", (64,), 40, 2049)
+    problem = helpers.make(case, jnp.float32)
+    logits = jax.jit(fma_chain)(problem.hidden.T, problem.weight.T, jnp.zeros((64, 2049)))
+    of_chunk = jax.jit(partial(softmax.fixed_order_partial, with_gap=True))
+    fold = jax.jit(softmax.fold)
+    nothing = softmax.empty_partial(64, logits, with_gap=True)
+    width = column_groups(2049).width
+
+    def partial_of(columns):
+        """The softmax over at most 256 columns."""
+        padded = jnp.pad(logits[:, columns], ((0, 0), (0, 256 - len(columns))), constant_values=-jnp.inf)
+        ids = jnp.pad(columns, (0, 256 - len(columns)), constant_values=-1)
+        return of_chunk(padded, ids == problem.target_ids[:, None])
+
+    groups = []
+    for start in range(0, 2049, width):
+        columns = np.arange(start, min(start + width, 2049))
+        groups.append(functools.reduce(fold, map(partial_of, np.split(columns, [256])), nothing))
+    assert len(groups) == 8 and width > 256
+
+    def lse_and_entropy(groups):
+        whole = functools.reduce(fold, groups, nothing)
+        log_sum = jnp.log(whole.total)
+        return whole.max + log_sum, log_sum + whole.gap / whole.total
+
+    found = problem.call(case, "deterministic")
+    assert_same_bits((found.lse, found.entropy), lse_and_entropy(groups))
+    assert np.any(helpers.bits(found.lse) != helpers.bits(lse_and_entropy(groups[::-1])[0]))
 
 
 @pytest.mark.full  # In `make test` the rows of `whole` above are selected, and logp's of any place.
