@@ -299,22 +299,28 @@ def test_vmap_is_one_loss_for_each_element():
 
 # Sums over tokens, over sequences' means and over a sequence's ratio; objectives are elementwise.
 @helpers.cover(
-    "loss_type, jitted",
-    [*((name, "jitted") for name in DEFAULT_NORMALISERS), ("dapo", "not jitted"), ("gspo", "not jitted")],
-    lambda *x: x in (("sapo", "jitted"), ("gspo", "jitted"), ("dapo", "not jitted")),
+    "loss_type, jitted, seed, cap",
+    [
+        (*x, *y)
+        for x in [
+            *((name, "jitted") for name in DEFAULT_NORMALISERS),
+            *(("dapo", "not jitted"), ("gspo", "not jitted")),
+        ]
+        for y in ((6, 1.2), (0, None))
+    ],
+    lambda *x: x in (("sapo", "jitted", 6, 1.2), ("gspo", "jitted", 0, None), ("dapo", "not jitted", 6, 1.2)),
 )
-def test_padding_changes_no_bit_of_outputs_and_gradients(loss_type, jitted):
+def test_padding_changes_no_bit_of_outputs_and_gradients(loss_type, jitted, seed, cap):
     run = _value_and_grad if jitted == "jitted" else value_and_grad
-    for seed, cap in ((6, 1.2), (0, None)):
-        options = options_of(loss_type, beta=0.07, importance_cap=cap)
-        tokens = make_tokens(seed, batch=5, length=6)
-        expected, gradient = run(tokens.logp, tokens, None, options)
-        for rows, columns in ((0, 1), (11, 27)):
-            padded = tokens.padded(rows, columns, np.nan)
-            actual, wide = run(padded.logp, padded, None, options)
-            helpers.assert_same_bits(actual, expected)
-            helpers.assert_same_bits(wide[:5, :6], gradient)
-            assert np.count_nonzero(wide) == np.count_nonzero(gradient)
+    options = options_of(loss_type, beta=0.07, importance_cap=cap)
+    tokens = make_tokens(seed, batch=5, length=6)
+    expected, gradient = run(tokens.logp, tokens, None, options)
+    for rows, columns in ((0, 1), (11, 27)):
+        padded = tokens.padded(rows, columns, np.nan)
+        actual, wide = run(padded.logp, padded, None, options)
+        helpers.assert_same_bits(actual, expected)
+        helpers.assert_same_bits(wide[:5, :6], gradient)
+        assert np.count_nonzero(wide) == np.count_nonzero(gradient)
 
 
 # What a masked token holds is replaced before any loss sees it.

@@ -107,9 +107,13 @@ def test_equal_rewards_give_no_policy_gradient(implementation):
     assert value == 0 and not np.any(gradient)
 
 
-# Outside jit fewer operations can be fused; test_losses.py pads policy_loss there, too.
-@helpers.cover("jitted", [(False,), (True,)], lambda jitted: jitted)
-def test_padding_changes_no_bit(jitted):
+# Outside jit fewer operations can be fused; test_losses.py pads policy_loss there, too, and by one column alone.
+@helpers.cover(
+    "jitted, rows, columns",
+    [(True, 0, 1), (True, 3, 0), (True, 4, 7), (False, 4, 7)],
+    lambda *x: x == (True, 4, 7),
+)
+def test_padding_changes_no_bit(jitted, rows, columns):
     p = policies()
     advantages = group_advantages(jnp.asarray(REWARDS), **GROUPS)
     sizes = {"policy_logits": np.nan, "ref_logits": np.nan, "action_ids": -1, "completion_mask": 0, "old_logps": np.inf}
@@ -133,9 +137,8 @@ def test_padding_changes_no_bit(jitted):
 
     run = jax.jit(value_and_grad) if jitted else value_and_grad
     expected = run(p, advantages)
-    for rows, columns in ((0, 1), (3, 0), (4, 7)) if jitted else ((4, 7),):
-        found, gradient = run(padded(rows, columns), jnp.pad(advantages, (0, rows)))
-        assert_same_bits((found, gradient[:5, :6]), expected)
+    found, gradient = run(padded(rows, columns), jnp.pad(advantages, (0, rows)))
+    assert_same_bits((found, gradient[:5, :6]), expected)
 
 
 @in_core

@@ -61,6 +61,18 @@ def test_large_and_peaked_logits(case, implementation, dtype):
     ops.check_large(case, dtype, implementation)
 
 
+@helpers.implementations("xla", "deterministic")  # the reference has JAX's own derivative
+def test_the_gradient_of_a_likely_token_is_as_exact_as_its_logp(implementation):
+    """At the target it is −g·expm1(logp): g·(1 − p) would lose the bits in which p is below 1."""
+    case = ops.LARGE[1]
+    p = ops.make(case, jnp.float32)
+    g, *others = p.upstream
+    p = p._replace(token_ids=jnp.full(20, 17), upstream=(g, *(0 * x for x in others)))
+    values, gradient = p.values_and_gradient(case, implementation)
+    expected = -np.asarray(g, np.float64) * np.expm1(np.asarray(values.logp, np.float64))
+    helpers.assert_within_contract(gradient[:, 17], expected, "logp", jnp.float32, "gradient")
+
+
 # Sums are of float32 numbers in every dtype; `rlk check` has other batches in bfloat16.
 @helpers.cover("count, dtype", itertools.product([1, 65], ops.DTYPES), lambda count, dtype: dtype == jnp.float32)
 def test_rows_do_not_depend_on_the_batch(dtype, count):
@@ -249,9 +261,20 @@ def test_strided_views(implementation):
     assert_same_bits(found, p.outputs(case, implementation))
 
 
+TRANSFORMATIONS = {
+    "vmap": lambda f: jax.vmap(f),
+    "map": lambda f: lambda *x: jax.lax.map(lambda x: f(*x), x),
+    "vmap of vmap": lambda f: jax.vmap(jax.vmap(f)),
+}
+
+
 # The rules of vmap stand in autodiff for all.
-@helpers.implementations("deterministic")
-def test_transformations(implementation):
+@helpers.cover(
+    "name, implementation",
+    itertools.product(TRANSFORMATIONS, IMPLEMENTATIONS),
+    lambda name, implementation: name != "vmap" and implementation == "deterministic",
+)
+def test_transformations(name, implementation):
     case = Case("transformed", (6, 5), 80)
     p = ops.make(case, jnp.float32)
     whole = p.outputs(case, implementation)
@@ -259,15 +282,17 @@ def test_transformations(implementation):
     def of_row(logits, ids, *upstream):
         return ops.Problem(logits, ids, 1.0, upstream).outputs(case, implementation)
 
-    mapped = jax.vmap(of_row)(p.logits, p.token_ids, *p.upstream)
-    scanned = jax.lax.map(lambda x: of_row(*x), (p.logits, p.token_ids, *p.upstream))
-    twice = jax.vmap(jax.vmap(of_row))(p.logits, p.token_ids, *p.upstream)
-    for found in (mapped, scanned, twice):
-        for x, expected in zip(found, whole, strict=True):
-            if implementation == "deterministic":
-                assert_same_bits(x, expected)
-            else:
-                ops.helpers.assert_within_contract(x, expected, "logp", jnp.float32, "gradient")
+    found = TRANSFORMATIONS[name](of_row)(p.logits, p.token_ids, *p.upstream)
+    for x, expected in zip(found, whole, strict=True):
+        if implementation == "deterministic":
+            assert_same_bits(x, expected)
+        else:
+            ops.helpers.assert_within_contract(x, expected, "logp", jnp.float32, "gradient")
+
+
+@in_core
+def test_shapes_without_values(implementation):
+    p = ops.make(Case("transformed", (6, 5), 80), jnp.float32)
     shapes = jax.eval_shape(lambda x: logp(x, p.token_ids, implementation=implementation), p.logits)
     assert shapes.shape == (6, 5) and shapes.dtype == jnp.float32
 
