@@ -62,7 +62,7 @@ test-head: .venv/ready
 test-ops: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(OPS) --ignore=tests/checker/test_check_tp.py --ignore=tests/test_docs.py --deselect $(CHECK) $(marked))
 
-# `rlk check --all` with gradients and bits, in bfloat16; under FULL in every dtype.
+# `rlk check --all` with gradients and bits, in float16; under FULL in every dtype.
 test-check: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(CHECK) -n 0 $(marked))
 

@@ -25,7 +25,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from rlk_jax import cli
+from rlk_jax.commands import doctor
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -326,7 +326,7 @@ def write(
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "timing": timing,
-        "packages": cli.report()["packages"],
+        "packages": doctor.report()["packages"],
         "rows": [asdict(r) for r in rows],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")

@@ -32,7 +32,7 @@ from benchmarks import common
 from benchmarks.linear_logp import naive, naive_of_logits
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import STOCK
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions
@@ -93,7 +93,7 @@ def make_inputs(shape: str) -> tuple[Callable[[], Decoder], Batch]:
     return lambda: Decoder(vocab, dim, layers, HEADS, kind=kind, rngs=nnx.Rngs(0)), batch
 
 
-def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, batch: Batch) -> jax.Array:
+def loss_of(candidate: str, head: MeshHead, hidden: jax.Array, kernel: jax.Array, batch: Batch) -> jax.Array:
     """The GRPO loss of hidden states.
 
     A candidate is "naive", an implementation of linear_logp, or `ONE_CALL` and an implementation of linear_grpo_loss.
@@ -116,7 +116,7 @@ def loss_of(candidate: str, head: Head, hidden: jax.Array, kernel: jax.Array, ba
     return policy_loss(logp, batch.old_logps, *rest, options=OPTIONS).loss
 
 
-def rolled_out(candidate: str, head: Head, graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Batch:
+def rolled_out(candidate: str, head: MeshHead, graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Batch:
     """The batch with its first tokens completed by the policy, and the log-probs recorded while they were sampled."""
     prompts, (rows, length) = batch.tokens[:, :1], batch.mask.shape
 
@@ -136,7 +136,7 @@ def update_of(
     """The compiled update of a policy, which takes its argument's memory, and a function that makes this argument."""
     model = nnx.eval_shape(new)
     graph, vocab_size = nnx.graphdef(model), model.lm_head.kernel.shape[1]
-    head = Head(mesh, vocab_size, candidate.removeprefix(ONE_CALL), jnp.bfloat16)
+    head = MeshHead(mesh, vocab_size, candidate.removeprefix(ONE_CALL), jnp.bfloat16)
     optimizer, by_row = optax.adam(LEARNING_RATE), NamedSharding(mesh, PartitionSpec("data"))
 
     def start() -> Any:

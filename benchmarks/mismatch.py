@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks import common
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.steps import build_steps, make_mesh
-from rlk_jax.grpo.tasks import task_of
+from rlk_jax.grpo.tasks import load_task
 
 JOB: dict[str, Any] = {"max_operand": 9, "updates_per_rollout": 1}
 WARMUP = 30
@@ -54,7 +54,7 @@ def measure(kind: str, steps: int, warmup: int, sizes: dict[str, Any]) -> list[R
 def _grpo_steps(kind: str, steps: int, warmup: int, sizes: dict[str, Any]) -> list[Row]:
     """`steps` steps of GRPO after `warmup` supervised ones."""
     config = GrpoConfig(**JOB, **KINDS[kind], **sizes)
-    programs, rows = build_steps(config, task_of(config), make_mesh(config)), []
+    programs, rows = build_steps(config, load_task(config), make_mesh(config)), []
     state = programs.initial_state()
     for step in range(warmup):
         state, _ = programs.warmup_step(state, step)

@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.common import Candidate, Launch
 from rlk_jax.grpo import GrpoConfig
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.steps import make_mesh
 from tests.support.helpers import assert_same_bits, assert_within_contract
 
@@ -154,7 +154,7 @@ def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh(on_one_devic
 def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(candidate):
     new, batch = grpo.make_inputs(grpo.SMOKE_SHAPES)
     mesh = make_mesh(GrpoConfig(prompts_per_step=batch.mask.shape[0]))
-    model, head = new(), Head(mesh, 300, candidate, jnp.bfloat16)
+    model, head = new(), MeshHead(mesh, 300, candidate, jnp.bfloat16)
     program = jax.jit(lambda params: grpo.rolled_out(candidate, head, nnx.graphdef(model), params, batch))
     compiled = program.lower(nnx.state(model)).compile()
     # The program has one product for the prompts, and one in the loop over tokens.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from rlk_jax import nn
+from rlk_jax.core.fixed_order import sum_rows_by_id
 from tests.support import helpers
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.invariant_model import Decoder, decode, stock
@@ -286,15 +287,15 @@ def test_rows_are_added_up_by_id(ids):
     for i, row in zip(ids, rows, strict=True):
         if -7 <= i < 7:
             expected[i] += row
-    np.testing.assert_array_equal(nn.rows_added_up(jnp.array(ids, jnp.int32), rows, 7), expected)
+    np.testing.assert_array_equal(sum_rows_by_id(jnp.array(ids, jnp.int32), rows, 7), expected)
 
 
 def test_a_sum_of_rows_has_its_bits_whatever_others_there_are():
     rng = np.random.default_rng(0)
     ids, rows = jnp.asarray(rng.integers(0, 20, 500)), rng.normal(size=(500, 3)).astype(np.float32)
     own = np.flatnonzero(ids == 7)
-    alone = nn.rows_added_up(ids[own], rows[own], 20)
-    assert_same_bits(nn.rows_added_up(ids, rows, 20)[7], alone[7])
+    alone = sum_rows_by_id(ids[own], rows[own], 20)
+    assert_same_bits(sum_rows_by_id(ids, rows, 20)[7], alone[7])
 
 
 @pytest.fixture(params=["in order of ids", "as on GPUs"])

@@ -84,7 +84,7 @@ def test_a_planted_bug_is_caught_by_the_check_that_the_docs_name(bug):
 def test_assert_op_raises_for_a_planted_bug(bug):
     op, fn, dtype, mode, _ = PLANTED[bug]
     with pytest.raises(AssertionError, match="passed=False"):
-        assert_op(fn, op=op, dtype=dtype, modes=[mode], check_invariance=True)
+        assert_op(fn, op=op, dtype=dtype, modes=[mode], check_invariance=True, sizes=Sizes())
 
 
 def test_a_gradient_right_only_for_ones_passes_with_ones():
@@ -306,8 +306,8 @@ def test_assert_op_takes_the_first_dtype_of_the_op():
 def test_assert_op_works_where_assert_does_not():
     """In `make test` its message, which no assert would have, shows that assert_op raises by itself."""
     code = (
-        "from rlk_jax.checker import assert_op\nfrom tests.support import planted\n"
-        "assert_op(planted.off_by_one_target, op='logp', modes=['random'])"
+        "from rlk_jax.checker import Sizes, assert_op\nfrom tests.support import planted\n"
+        "assert_op(planted.off_by_one_target, op='logp', modes=['random'], check_grad=False, sizes=Sizes())"
     )
     found = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 1 and "AssertionError:   case=logp-fp32-2x16x257" in found.stderr
@@ -338,7 +338,7 @@ class DownstreamTest(chex.TestCase):
             return grpo_loss(policy, ref, ids, old, rewards, mask, samples_per_prompt=group_size, beta=beta)
 
         names = {"samples_per_prompt": "group_size", "clip_eps": None}
-        assert_op(loss, op="grpo_loss", kwargs=names, modes=["random", "masked-nan"])
+        assert_op(loss, op="grpo_loss", kwargs=names, modes=["random", "masked-nan"], sizes=Sizes(seq=4, vocab=70))
 
 
 @pytest.mark.parametrize(
@@ -551,15 +551,16 @@ def test_list(capsys):
     assert list(found) == list(SPECS) and found["det_gemm"]["candidates"] == ["deterministic", "reference", "bridge"]
 
 
-# bfloat16 is the dtype of models, and every op takes it. The other tests of `make test` compare the ops with float64 in
-# float32 and, where an implementation does more than to round, in float16.
-@helpers.cover("dtype", [("bf16",), ("every dtype",)], lambda dtype: dtype == "bf16")
+# Every op takes float16, in which gradients are scaled, and the second sizes are left out there. The other tests of
+# `make test` compare the ops with float64 at other sizes, in float32 and, with all options, in bfloat16.
+@helpers.cover("dtype", [("fp16",), ("every dtype",)], lambda dtype: dtype == "fp16")
 def test_everything_is_green_and_its_page_stands_alone(dtype, tmp_path, capsys):
     """Every dtype takes less than three minutes on two cores, by the seconds that the command prints and this test
     repeats.
     """
     page = tmp_path / "report.html"
-    given = ["--all", "--check-grad", "--check-invariance", *(("--dtype", dtype) if dtype in DTYPES else ())]
+    given = ["--all", "--check-grad", "--check-invariance"]
+    given += ["--dtype", dtype] if dtype in DTYPES else []
     assert cli.main(["check", *given, "--report", str(page)]) == 0
     printed = capsys.readouterr().out
     for op, spec in SPECS.items():

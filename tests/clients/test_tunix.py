@@ -28,7 +28,7 @@ from tunix.tests import test_common as toys  # noqa: E402
 
 from rlk_jax.clients import tunix as client  # noqa: E402
 from rlk_jax.clients.tunix import Head  # noqa: E402
-from tests import helpers  # noqa: E402
+from tests.support import helpers  # noqa: E402
 
 # Tunix and qwix still read variables as flax would rather not have them read.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

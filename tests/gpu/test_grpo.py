@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.steps import Steps, TrainState, build_steps, head_of, make_mesh
-from rlk_jax.grpo.tasks import task_of
+from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_head, make_mesh
+from rlk_jax.grpo.tasks import load_task
 from tests.grpo import prompts, tiny
 from tests.support import helpers
 
@@ -35,8 +35,8 @@ def config(**changes: Any) -> GrpoConfig:
     return GrpoConfig(**{**sizes, **training, **changes})
 
 
-def build(chosen: GrpoConfig) -> Steps:
-    return build_steps(chosen, task_of(chosen), make_mesh(chosen))
+def build(chosen: GrpoConfig) -> TrainingSteps:
+    return build_steps(chosen, load_task(chosen), make_mesh(chosen))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def two_steps(warm: Warm, mesh: str = ONE, **changes: Any) -> Run:
     """From these weights."""
     chosen = config(mesh=mesh, prompts=warm.file, **changes)
     devices = make_mesh(chosen)
-    head, steps = head_of(chosen, devices), build(chosen)
+    head, steps = make_head(chosen, devices), build(chosen)
     whole = jax.device_put(warm.state, NamedSharding(devices, PartitionSpec()))
     state = steps.start_grpo(jax.jit(head.cut, out_shardings=head.shardings(warm.state))(whole))
     state, first = steps.grpo_step(state, WARMUP)

@@ -10,8 +10,8 @@ import rlk_jax
 torch = pytest.importorskip("torch")
 torch_bridge = pytest.importorskip("torch_bridge")
 
-from tests import helpers  # noqa: E402
 from tests.gpu.hopper import every_implementation  # noqa: E402
+from tests.support import helpers  # noqa: E402
 from tests.torch_bridge import tensors  # noqa: E402
 from tests.torch_bridge.clients.policy import POLICIES, on_processes  # noqa: E402
 from tests.torch_bridge.tensors import array, assert_same_bits  # noqa: E402

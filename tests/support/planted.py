@@ -1,4 +1,7 @@
-"""Implementations with one bug each, and the right ones they were made from. The checker must tell them apart."""
+"""Implementations with one bug each, and the right ones they were made from. The checker must tell them apart.
+
+The right ones are jitted: a program for each shape is compiled faster than all its operations one by one.
+"""
 
 import functools
 
@@ -20,14 +23,17 @@ def _taken(logits, ids):
     return jnp.where(good, found, jnp.nan)
 
 
+@jax.jit
 def logp(logits, token_ids):
     return _taken(logits.astype(jnp.float32), token_ids)
 
 
+@jax.jit
 def linear_logp(hidden, weight, ids, bias):
     return _taken(_logits(hidden, weight, bias), ids)
 
 
+@jax.jit
 def det_gemm(a, b):
     """A product of one row at a time, so that no row can change another."""
     upcast = b.astype(jnp.float32)
@@ -45,6 +51,7 @@ def dropped_last_vocab_tile(logits, token_ids):
     return logp(logits, token_ids) + jax.nn.logsumexp(z, axis=-1) - lse
 
 
+@functools.partial(jax.jit, static_argnames=("sign", "masks"))
 def _ratio_kl(policy, ref, ids, mask, old, sign=1, masks=True):
     ids = jnp.where(mask, ids, 0)
     if masks:
@@ -122,6 +129,7 @@ def doubled_without_gradients(a, b):
 doubled_without_gradients.defvjp(lambda *x: (det_gemm(*x), x), lambda saved, g: jax.vjp(det_gemm, *saved)[1](g))
 
 
+@functools.partial(jax.jit, static_argnames=("samples_per_prompt", "beta", "clip_eps", "lowest"))
 def _grpo_loss(policy, ref, ids, old, rewards, mask, *, samples_per_prompt, beta, clip_eps, lowest=None):
     ratio, kl = ratio_kl(policy, ref, ids, mask, old)
     groups = jax.lax.stop_gradient(rewards).reshape(-1, samples_per_prompt)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlk_jax
-from rlk_jax import det_gemm, dispatch
+from rlk_jax import det_gemm
+from rlk_jax.core import dispatch
 from tests.support import gemm, helpers
 from tests.support.gemm import Case
 from tests.support.helpers import assert_same_bits

@@ -43,7 +43,7 @@ class Whole(NamedTuple):
 
 
 # Without a softcap and in bfloat16 `deterministic` runs the same sums, of other numbers. What depends on a batch there
-# is caught in `make test` by `rlk check` (bfloat16, no softcap, every arrangement) and torch_bridge's bits.
+# is caught in `make test` by `rlk check` (float16, no softcap, every arrangement) and torch_bridge's bits.
 @pytest.fixture(
     scope="module",
     params=[

@@ -1,7 +1,7 @@
 """What every implementation of linear_logp must give: the values and gradients of the definition.
 
 `make test` has xla in every case that it treats differently, and the others where they have code of their own:
-`deterministic` is compared with float64 in test_bits.py too, and by `rlk check` in bfloat16 in every input mode.
+`deterministic` is compared with float64 in test_bits.py too, and by `rlk check` in float16 in every input mode.
 """
 
 import itertools

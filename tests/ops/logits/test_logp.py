@@ -51,7 +51,7 @@ def test_against_float64(case, implementation, dtype):
     ops.check_against_gold(case, dtype, implementation)
 
 
-# 16-bit logits are widened before anything is done to them; `rlk check` has these modes in bfloat16.
+# 16-bit logits are widened before anything is done to them; `rlk check` has these modes in float16.
 @helpers.cover(
     "case, dtype, implementation",
     itertools.product(ops.LARGE, ops.DTYPES, IMPLEMENTATIONS),
@@ -73,7 +73,7 @@ def test_the_gradient_of_a_likely_token_is_as_exact_as_its_logp(implementation):
     helpers.assert_within_contract(gradient[:, 17], expected, "logp", jnp.float32, "gradient")
 
 
-# Sums are of float32 numbers in every dtype; `rlk check` has other batches in bfloat16.
+# Sums are of float32 numbers in every dtype; `rlk check` has other batches in float16.
 @helpers.cover("count, dtype", itertools.product([1, 65], ops.DTYPES), lambda count, dtype: dtype == jnp.float32)
 def test_rows_do_not_depend_on_the_batch(dtype, count):
     p = ops.make(BITS, dtype)

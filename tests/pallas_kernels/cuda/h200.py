@@ -1,8 +1,8 @@
 """Compiles linear_logp and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
 
 `python -m tests.pallas_kernels.cuda.h200 FOLDER` prints a dictionary that has for each program `calls`, its custom
-calls, and `thunks`, the kinds of its outermost thunks, which are what XLA runs. It needs jax's CUDA plugins in the folder of
-$RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps the text of its programs into FOLDER.
+calls, and `thunks`, the kinds of its outermost thunks, which are what XLA runs. It needs jax's CUDA plugins in the
+folder of $RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps the text of its programs into FOLDER.
 """
 
 import dataclasses

@@ -45,7 +45,8 @@ from pallas_kernels.mosaic import gradients, logits, statistics
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
-from rlk_jax import det_gemm, dispatch, linear_logp
+from rlk_jax import det_gemm, linear_logp
+from rlk_jax.core import dispatch
 
 MACHINE = Machine()
 Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | None]]

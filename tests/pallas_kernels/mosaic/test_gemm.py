@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import GemmPlan, Machine, Tile
 from pallas_kernels.mosaic import gemm as kernel
-from rlk_jax import det_gemm, dispatch
+from rlk_jax import det_gemm
+from rlk_jax.core import dispatch
 from rlk_jax.ops.det_gemm import hopper
 from tests.support import gemm
 from tests.support.gemm import Case

@@ -13,7 +13,7 @@ import rlk_jax
 from pallas_kernels.hopper.tiles import Machine
 from rlk_jax import dispatch, logp
 from rlk_jax.ops.logits import hopper
-from tests import test_grpo_loss, test_logp, test_ratio_kl
+from tests.ops.logits import test_grpo_loss, test_logp, test_ratio_kl
 from tests.support import logits as ops
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.logits import Case

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlk_jax import dispatch
+from rlk_jax.core import dispatch
 from rlk_jax.grpo import GrpoConfig
-from rlk_jax.grpo.head import Head
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.steps import make_mesh
 from tests.support import shards
 
@@ -35,6 +35,6 @@ def test_ranks_keep_exponentials(changes, keeps, for_h200):
 
 @pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
 def test_logits_that_are_sampled_from_are_scored_on_a_mesh(mesh, for_h200):
-    head = Head(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)
+    head = MeshHead(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)
     arrays = jax.ShapeDtypeStruct((8, 1000), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
     assert "mosaic_gpu" in jax.jit(head.logps_of_logits).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

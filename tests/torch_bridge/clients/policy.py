@@ -57,7 +57,7 @@ class TrlPolicy(nn.Module):
         # A machine of GPUs may have no TRL.
         from trl.trainer.utils import add_fused_lm_head
 
-        from tests import tiny_trl
+        from tests.support import tiny_trl
 
         super().__init__()
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ from verl.utils.kernel import linear_cross_entropy as entry  # noqa: E402
 
 import torch_bridge  # noqa: E402
 from rlk_jax.checker.processes import free_port, run_together  # noqa: E402
-from tests import helpers  # noqa: E402
+from tests.support import helpers  # noqa: E402
 
 VOCAB, TEMPERATURE = 300, 0.7
 LIMIT_S = 120
