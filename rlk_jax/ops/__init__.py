@@ -1,4 +1,4 @@
-"""The table of ops, a line each, and what can be asked of any of them. No module below this one lists ops."""
+"""The table of ops, a line each, and what can be asked of any op. No module below this one lists ops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ class Op:
 
     function: Callable[..., Any]
     describe: Callable[[Mapping[str, Any]], tuple[dispatch.CallFacts, str | None]]
+    rows: Sequence[dispatch.Implementation]
+    """The implementations, fastest first; empty for an op that is composed of another one and runs on its."""
     numerics_version: int
     """A number that rises when the bits of an implementation that promises bits change."""
     rows: Sequence[dispatch.Implementation] = ()
@@ -48,6 +50,7 @@ numerics_version = {name: op.numerics_version for name, op in OPS.items() if op.
 
 
 def _described(op: str, *args: Any, **kwargs: Any) -> tuple[dispatch.CallFacts, str | None]:
+    """What the `describe` of an op gives for this call."""
     return OPS[op].describe(dispatch.bound_arguments(OPS[op].function, *args, **kwargs))
 
 
@@ -62,8 +65,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
 
 
 def promising(op: str, *args: Any, **kwargs: Any) -> str:
-    """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`, or the one it names.
+    """The name of the fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`.
 
-    Raises ValueError where the named one promises none.
+    A call that names an implementation gets that one. Raises ValueError where it promises no bits.
     """
     return dispatch.first_promising(*_described(op, *args, **kwargs))

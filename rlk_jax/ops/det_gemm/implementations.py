@@ -1,4 +1,4 @@
-"""The rows of det_gemm's dispatch table. No implementation that promises no bits may stand in for another."""
+"""The rows of det_gemm's dispatch table. Dispatch never chooses one that promises no bits."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from rlk_jax.ops.det_gemm.reference import reference
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    """Only where all else fits is it worth looking for a compiler."""
+    """Why the CUDA kernels cannot run. A compiler, which takes long to find, is looked for only where all else fits."""
     return hopper_obstacles(facts) or cuda_library_obstacles()
 
 

@@ -36,7 +36,7 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    """Only where all else fits is it worth looking for a compiler."""
+    """Why the CUDA kernels cannot run. A compiler, which takes long to find, is looked for only where all else fits."""
     return _mosaic_obstacles(facts) or cuda_library_obstacles()
 
 

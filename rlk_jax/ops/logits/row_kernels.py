@@ -1,4 +1,4 @@
-"""The ops over logits by kernels that stream rows: what the kernels need of each token, and what comes of theirs."""
+"""The ops over logits by kernels that stream rows: what they take for each token, and what is made of their results."""
 
 import math
 from collections.abc import Callable
