@@ -129,7 +129,7 @@ def gemm(
     tile, stored = plan.tile, _stored_shape(m, n)
     blocks = -(-rows.size // tile.cluster_rows), -(-columns.size // tile.columns)
     if start is not None:
-        # It is read without TMA, in whole tiles.
+        # start is read without TMA, in whole tiles, so it is padded to them.
         start = jnp.pad(start, ((0, blocks[0] * tile.cluster_rows - m), (0, blocks[1] * tile.columns - n)))
     result = _Result(plan, out_dtype, stored[1])
 

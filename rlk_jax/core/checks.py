@@ -187,7 +187,7 @@ def require_values(inputs: NamedArrays) -> None:
         )
 
 
-def check_one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
+def require_one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
     """The option is one of the values that exist."""
     require(x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
 

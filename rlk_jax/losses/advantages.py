@@ -49,7 +49,7 @@ def group_advantages(
     """
     boundaries = checked_boundaries(rewards, samples_per_prompt, group_boundaries)
     checks.require_positive("eps", eps)
-    checks.one_of("std", std, get_args(Std))
+    checks.require_one_of("std", std, get_args(Std))
     if isinstance(rewards, np.ndarray | np.generic):
         # JAX would cut 64 bits to 32, and 64-bit integers would wrap.
         rewards = rewards.astype(np.float32)

@@ -66,9 +66,9 @@ class LossOptions:
     max_completion_length: int | None = None
 
     def __post_init__(self) -> None:
-        checks.check_one_of("loss_type", self.loss_type, get_args(LossType))
-        checks.check_one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
-        checks.check_one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
+        checks.require_one_of("loss_type", self.loss_type, get_args(LossType))
+        checks.require_one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
+        checks.require_one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
         for name in ("clip_eps", "clip_eps_high", "beta"):
             if (value := getattr(self, name)) is not None:
                 checks.require_not_negative(name, value)

@@ -20,12 +20,10 @@ class Op:
 
     function: Callable[..., Any]
     describe: Callable[[Mapping[str, Any]], tuple[dispatch.CallFacts, str | None]]
-    rows: Sequence[dispatch.Implementation]
-    """The implementations, fastest first; empty for an op that is composed of another one and runs on its."""
     numerics_version: int
     """A number that rises when the bits of an implementation that promises bits change."""
     rows: Sequence[dispatch.Implementation] = ()
-    """Empty for an op that is composed of another and runs on that one's implementations."""
+    """The implementations, fastest first; empty for an op that is composed of another and runs on that one's."""
     typical: dispatch.TypicalCall | None = None
     """A call that `rlk doctor` speaks of; None for an op that is composed of another."""
 

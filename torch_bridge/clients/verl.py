@@ -37,7 +37,7 @@ def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[...
             return_entropy=True,
             tp_group=tp_group,
             vocab_start_index=start,
-            # verl's kernel also returns a rank's own part of this gradient: Megatron sums it over the group itself.
+            # verl's kernel returns a rank's own part of hidden's gradient too: Megatron sums it over the group itself.
             reduce_hidden_grad=tp_group is None,
             **options,
         )

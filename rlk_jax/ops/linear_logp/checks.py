@@ -22,8 +22,8 @@ from rlk_jax.core.checks import (
     check_vocabulary_options,
     checked_temperature,
     is_static,
-    one_of,
     require,
+    require_one_of,
     type_name,
 )
 from rlk_jax.core.fixed_order import column_groups
@@ -70,7 +70,7 @@ def check_call(
 
 
 def _check_layout(weight_layout: WeightLayout) -> None:
-    one_of("weight_layout", weight_layout, get_args(WeightLayout))
+    require_one_of("weight_layout", weight_layout, get_args(WeightLayout))
 
 
 def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
@@ -91,7 +91,7 @@ def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
 
 
 def _check_reduction(reduction: Reduction) -> None:
-    one_of("reduction", reduction, get_args(Reduction))
+    require_one_of("reduction", reduction, get_args(Reduction))
 
 
 def _checked_shard(options: HeadOptions, columns: int, vocab_start_index: Any) -> Shard | None:
