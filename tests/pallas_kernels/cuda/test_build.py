@@ -122,7 +122,9 @@ def other_process() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.full
 def test_two_processes_build_once(toolkit):
+    """In make test `test_a_killed_build_leaves_nothing_broken` has the lock, and a build that another one overtakes."""
     toolkit.be(body="sleep 0.5")
     both = [other_process() for _ in range(2)]
     printed = [process.communicate()[0].strip() for process in both]
@@ -285,7 +287,9 @@ def assert_well_built(library: pathlib.Path, targets: tuple[str, ...], metadata)
     assert "warning" not in report.lower() and "wgmma.mma_async instructions are serialized" not in report
 
 
+@pytest.mark.full
 def test_a_tiny_library(tiny, metadata):
+    """In make test the shipped library, which has the same parts, passes the same checks."""
     assert_well_built(tiny, ("rlk_tiny",), metadata)
 
 
@@ -299,11 +303,10 @@ def test_spills_are_read(tmp_path):
 
 
 @pytest.fixture
-def registered(tiny, monkeypatch):
-    """The list of targets that register() hands to JAX, with the tiny library in place of the shipped one."""
+def registered(shipped, monkeypatch):
+    """The list of targets that register() hands to JAX."""
     found = []
-    monkeypatch.setattr(build, "library", lambda: tiny)
-    monkeypatch.setattr(build, "TARGETS", ("rlk_tiny",))
+    monkeypatch.setattr(build, "library", lambda: shipped)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **options: found.append((a[0], options)))
     return found
 
@@ -311,7 +314,7 @@ def registered(tiny, monkeypatch):
 def test_targets_are_registered_once(registered):
     build.register()
     build.register()
-    assert registered == [("rlk_tiny", {"platform": "CUDA"})]
+    assert registered == [(name, {"platform": "CUDA"}) for name in build.TARGETS]
 
 
 def test_another_ffi_version_is_refused_before_registration(registered, monkeypatch):
@@ -333,12 +336,12 @@ def test_a_library_that_cannot_be_loaded(registered, tmp_path, monkeypatch):
     assert not registered
 
 
-def test_the_command_says_where_and_what(tiny, registered, capfd, monkeypatch):
-    monkeypatch.setattr(build, "library", lambda report: tiny)
+def test_the_command_says_where_and_what(shipped, registered, capfd, monkeypatch):
+    monkeypatch.setattr(build, "library", lambda report: shipped)
     assert cli.main(["build-cuda"]) == 0
     where, how, *table = capfd.readouterr().out.splitlines()
-    assert where == str(tiny) and f"nvcc {build.nvcc_version(tiny)}, jaxlib {jaxlib.__version__}" in how
-    assert any("fill" in line and " 0 " in line for line in table)
+    assert where == str(shipped) and f"nvcc {build.nvcc_version(shipped)}, jaxlib {jaxlib.__version__}" in how
+    assert any("column_sums" in line and " 0 " in line for line in table)
 
 
 def test_a_wheel_holds_the_sources():

@@ -44,7 +44,11 @@ TILES = (
 )
 LAYOUTS = ((False, False), (False, True), (True, False), (True, True))
 """Whether A and B are transposed."""
-PAIRS = [*zip(TILES, LAYOUTS, strict=True), *zip(TILES, LAYOUTS[::-1], strict=True)]
+PAIRS = [
+    *zip(TILES, LAYOUTS, strict=True),
+    # In make test each tile and each layout occurs once, and sm90 compiles tiles with several layouts.
+    *(pytest.param(*x, marks=pytest.mark.full) for x in zip(TILES, LAYOUTS[::-1], strict=True)),
+]
 BITS = Case("bits", 150, 72, 130, integers=True)
 SUM = Case("sum", 140, 140, 40, integers=True)
 
@@ -58,11 +62,25 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
-@pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((x, jnp.bfloat16) for x in CASES if x.name in ("several blocks", "from C")),
+        *((x, jnp.float16) for x in CASES if x.name == "few rows, long"),
+        *(
+            pytest.param(x, jnp.bfloat16, marks=pytest.mark.full)
+            for x in CASES
+            if x.name not in ("several blocks", "from C")
+        ),
+        # float16 changes no path of the kernel: run where it is cheap.
+        *(pytest.param(x, jnp.float16, marks=pytest.mark.full) for x in CASES if x.name == "narrow tiles"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, Case) else np.dtype(x).name,
+)
 def test_against_float64(case, dtype):
-    if dtype == jnp.float16 and case.m not in (7, 16):
-        pytest.skip("float16 changes no path of the kernel: run where it is cheap")
+    """In make test are several blocks, sums from C, and swapped operands. `test_every_tile_and_every_layout` and
+    `test_swapped_operands` have the tiles and edges of the other cases there, without gradients.
+    """
     case = replace(case, out_dtype=dtype) if case.out_dtype == jnp.bfloat16 else case
     gemm.check_against_gold(case, dtype, "mosaic", "det_gemm_float32")
 
@@ -84,11 +102,23 @@ def test_every_tile_and_every_layout(tile, layout, monkeypatch):
         assert_same_bits(actual, jnp.asarray(expected + (0 if start is None else np.asarray(start)), dtype))
 
 
+SWAPPED = [
+    (size, kind)
+    for kind in ((64, False, jnp.float16), (128, True, jnp.float32))
+    for size in ((1, 8), (8, 8), (13, 8), (13, 16), (40, 32), (64, 64), (100, 64))
+]
+"""C's rows and the tile's columns; the tile's rows, whether B is transposed, and C's dtype."""
+SWAPPED_IN_MAKE_TEST = (SWAPPED[0], SWAPPED[6], SWAPPED[10], SWAPPED[11])
+"""Every number of columns and both kinds, with one row, a tile that is not full, and more than one tile of rows."""
+
+
 @pytest.mark.parametrize(
-    ("rows", "transpose_b", "dtype"), [(64, False, jnp.float16), (128, True, jnp.float32)], ids=str
+    ("size", "kind"),
+    [pytest.param(*x, marks=() if x in SWAPPED_IN_MAKE_TEST else pytest.mark.full) for x in SWAPPED],
+    ids=str,
 )
-@pytest.mark.parametrize(("m", "columns"), [(1, 8), (8, 8), (13, 8), (13, 16), (40, 32), (64, 64), (100, 64)])
-def test_swapped_operands(m, columns, rows, transpose_b, dtype, monkeypatch):
+def test_swapped_operands(size, kind, monkeypatch):
+    (m, columns), (rows, transpose_b, dtype) = size, kind
     case = Case("swapped", m, 72, 200, transpose_b, integers=True)
     p = gemm.make(case, jnp.float16)
     with_plan(monkeypatch, GemmPlan(Tile(rows, columns, 2, 1), swapped=True))
@@ -96,17 +126,21 @@ def test_swapped_operands(m, columns, rows, transpose_b, dtype, monkeypatch):
     assert_same_bits(actual, jnp.asarray(gemm.gold(case, p).c, dtype))
 
 
-@pytest.mark.parametrize(("transpose_b", "size"), [(False, 7), (True, 65)])
+# 65 rows take the tiles of the whole, while 7 rows take others, with swapped operands.
+@pytest.mark.parametrize(("transpose_b", "size"), [(False, 7), pytest.param(True, 65, marks=pytest.mark.full)])
 def test_rows_do_not_depend_on_the_batch(transpose_b, size):
     gemm.check_rows(replace(BITS, transpose_b=transpose_b), jnp.bfloat16, "mosaic", (size,))
 
 
-@pytest.mark.parametrize("transpose_b", [False, True])
+# What is transposed changes loads alone: `test_every_tile_and_every_layout`.
+@pytest.mark.parametrize("transpose_b", [pytest.param(False, marks=pytest.mark.full), True])
 def test_sums_in_parts(transpose_b):
     gemm.check_cuts(replace(SUM, transpose_b=transpose_b), jnp.bfloat16, "mosaic", (64,))
 
 
+@pytest.mark.full
 def test_zero_rows_appended_leave_the_gradient_of_b():
+    """In make test `test_sums_in_parts` has the sums over rows."""
     gemm.check_appended_zero_rows(Case("appended", 70, 40, 50, integers=True), jnp.bfloat16, "mosaic", (1, 100))
 
 
@@ -114,17 +148,24 @@ def test_nothing_to_multiply():
     gemm.check_empty(jnp.bfloat16, "mosaic")
 
 
+@pytest.mark.full
 def test_vmap_is_one_product():
+    """In make test tests/ops/det_gemm has vmap, whose rule all implementations share."""
     p = gemm.make(BITS, jnp.bfloat16)
     batched = p.a.reshape(3, 50, -1)
     actual = jax.vmap(lambda a: det_gemm(a, p.b, implementation="mosaic"))(batched)
     assert_same_bits(actual.reshape(150, -1), det_gemm(p.a, p.b, implementation="mosaic"))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("m", [2, 600])
+@pytest.mark.parametrize(
+    ("m", "check_vma"),
+    [(2, False), (600, True), *(pytest.param(*x, marks=pytest.mark.full) for x in ((2, True), (600, False)))],
+)
 def test_lowers_inside_shard_map(m, check_vma, monkeypatch):
-    """Gradients lower for an H200, in 64-bit mode too; the types of what kernels write have to agree."""
+    """Gradients lower for an H200, in 64-bit mode too; the types of what kernels write have to agree.
+
+    In make test each number of rows, which picks the kernel, and each way to check occurs once.
+    """
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))

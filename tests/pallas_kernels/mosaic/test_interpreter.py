@@ -17,14 +17,23 @@ from tests.support import helpers, policy_losses, shards
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch
 
+SOFTCAP, DV = {"logit_softcap": 2.0}, {"weight_layout": "dv"}
+TWO_ROW_TILES = Case("two row tiles, softcap, dv", (140,), 72, 512, options=SOFTCAP | DV, temperature="per token")
+"""A cluster of two blocks, chunks without padding."""
+PADDED = Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257})
+"""One chunk is short and one is empty."""
+PADDED_SLICES = dataclasses.replace(
+    PADDED, name="padded, slices, softcap", options=PADDED.options | {"memory_budget": 100_000, "logit_softcap": 1e4}
+)
+"""Softcaps above 64 take a branch of their own."""
 CASES = (
     Case("plain", (40,), 128, 300),
     Case("one row", (1,), 64, 5),
     Case("two blocks, bias, odd", (70,), 80, 301, bias=True),
-    Case("two row tiles, softcap", (140,), 64, 1000, options={"logit_softcap": 2.0}, temperature="per token"),
-    Case("dv", (40,), 72, 512, options={"weight_layout": "dv"}),
-    Case("dv, odd", (40,), 64, 300, bias=True, options={"weight_layout": "dv"}),
-    Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257}),
+    Case("two row tiles, softcap", (140,), 64, 1000, options=SOFTCAP, temperature="per token"),
+    Case("dv", (40,), 72, 512, options=DV),
+    Case("dv, odd", (40,), 64, 300, bias=True, options=DV),
+    PADDED,
     Case("slices", (40,), 64, 3000, options={"memory_budget": 2**17}),
     Case("more stages than steps", (70,), 512, 100, bias=True),
 )
@@ -57,11 +66,19 @@ def test_a_missing_wait_is_seen(monkeypatch, capsys):
     assert "RACE DETECTED" in raised + capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (TWO_ROW_TILES, jnp.bfloat16),
+        # float16 differs in the scaling of gradients alone: run where there is also a bias.
+        (PADDED_SLICES, jnp.float16),
+        *(pytest.param(case, jnp.bfloat16, marks=pytest.mark.full) for case in CASES),
+        pytest.param(PADDED, jnp.float16, marks=pytest.mark.full),
+    ],
+    ids=lambda x: str(x) if isinstance(x, Case) else np.dtype(x).name,
+)
 def test_against_float64(case, dtype):
-    if dtype == jnp.float16 and case.name != "padded vocabulary":
-        pytest.skip("float16 differs in the scaling of gradients alone: run where there is also a bias")
+    """The cases in make test have the kernels and options of all; `CASES` have them one by one and at other edges."""
     problem = helpers.make(case, dtype)
     gold = helpers.gold(case, problem)
     values, gradients = problem.values_and_gradients(case, "mosaic")
@@ -71,8 +88,12 @@ def test_against_float64(case, dtype):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
 
 
+@pytest.mark.full
 def test_extreme_biases():
-    """One bias masks a whole chunk with −1e30, one is 100 where rows only fill a tile, and one makes a target −∞."""
+    """One bias masks a whole chunk with −1e30, one is 100 where rows only fill a tile, and one makes a target −∞.
+
+    In make test the padded vocabulary of `test_against_float64` has a bias, and tests/ops/linear_logp extreme ones.
+    """
     case = Case("biases", (40,), 64, 2304, bias=True)
     problem = helpers.make(case, jnp.bfloat16)
     ids = problem.target_ids.at[:20].set(jnp.arange(20))
@@ -91,9 +112,13 @@ def test_extreme_biases():
             assert_within_contract(actual, expected, "linear_logp_peaked_wgmma", jnp.bfloat16, "gradient")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [None, 60000])
 def test_garbage_in_padding_rows(budget):
-    """The last chunk is empty and the one before it is short, so that more than one slice meets the padding."""
+    """The last chunk is empty and the one before it is short, so that more than one slice meets the padding.
+
+    In make test the shards' padding holds NaN.
+    """
     case = Case("padding", (40,), 64, 2112, options={"global_vocab_size": 2049, "memory_budget": budget})
     problem = helpers.make(case, jnp.bfloat16)
     garbage = problem._replace(weight=problem.weight.at[2049:].set(jnp.nan))
@@ -102,8 +127,10 @@ def test_garbage_in_padding_rows(budget):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("softcap", "temperature"), [(1e4, 1.0), (None, 1e-9)])
 def test_large_softcaps_and_low_temperatures(softcap, temperature):
+    """In make test `PADDED_SLICES` has such a softcap, and `TWO_ROW_TILES` has temperatures, though not so low."""
     case = Case("extreme", (40,), 64, 300, options={"logit_softcap": softcap}, temperature=temperature)
     problem = helpers.make(case, jnp.bfloat16)
     gold = helpers.gold(case, problem)
@@ -124,7 +151,9 @@ def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
     jax.eval_shape(jax.grad(call, 1 - operand), p.hidden, p.weight)
 
 
+@pytest.mark.full
 def test_ignored_rows_hold_anything():
+    """In make test `test_kept_exponentials` has ignored rows that hold NaN, and checks their gradients."""
     case = Case("ignored", (150,), 64, 300, options={"ignore_index": -1})
     problem = helpers.make(case, jnp.bfloat16)
     ignored = np.random.default_rng(0).permutation(150)[:100]
@@ -155,7 +184,7 @@ def seen(monkeypatch):
 @pytest.mark.parametrize(
     ("vocab_size", "budget", "kernels"),
     [
-        (600, None, {"dlogits_from_kept_exponentials"}),
+        pytest.param(600, None, {"dlogits_from_kept_exponentials"}, marks=pytest.mark.full, id="all are kept"),
         (600, 400_000, {"dlogits_from_kept_exponentials", "dlogits"}),
         (601, 600_000, {"dlogits_from_kept_exponentials", "dlogits"}),
     ],
@@ -163,6 +192,8 @@ def seen(monkeypatch):
 def test_kept_exponentials(seen, vocab_size, budget, kernels):
     """Gradients from kept exponentials are right where rows are ignored and others take their places, where only the
     backward leaves rows out, where gradients take the exponentials' memory, and where the head is copied.
+
+    A budget that keeps all of them takes no kernel that one of the others does not take.
     """
     case = Case("kept", (80,), 64, vocab_size, bias=True, options={"ignore_index": -1, "memory_budget": budget})
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
@@ -192,8 +223,12 @@ def test_kernels_are_traced_under_x64_too(seen):
     assert set(seen) == {"dlogits_from_kept_exponentials", "dlogits"}
 
 
+@pytest.mark.full
 def test_a_loss_in_one_call_keeps_exponentials(seen):
-    """One call keeps what its budget holds, also where an entropy is only reported, and has the bits of two calls."""
+    """One call keeps what its budget holds, also where an entropy is only reported, and has the bits of two calls.
+
+    In make test `test_kept_exponentials` compares gradients with float64 where some exponentials are kept.
+    """
     b = policy_losses.batch((2, 40), 64, 600, jnp.bfloat16)
 
     def lowered(loss, **options):
@@ -212,8 +247,12 @@ def test_a_loss_in_one_call_keeps_exponentials(seen):
     assert np.asarray(found[1][0], np.float32).any()
 
 
+@pytest.mark.full
 def test_what_is_kept_serves_more_than_one_backward():
-    """Two backwards of one forward agree, although gradients take the memory of what the forward kept."""
+    """Two backwards of one forward agree, although gradients take the memory of what the forward kept.
+
+    No test in make test does this: it is JAX that copies what is overwritten and still needed.
+    """
     case = Case("kept", (70,), 64, 296)
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
     _, pull_back = jax.vjp(lambda h: problem._replace(hidden=h).call(case, "mosaic").logp.sum(), problem.hidden)
@@ -246,8 +285,12 @@ def test_entropies_and_softcaps_and_float16_recompute(seen):
     assert set(seen) == {"dlogits"}
 
 
+@pytest.mark.full
 def test_batches_under_vmap():
-    """A batch of forwards, and a batch of upstream gradients of one forward, have the right gradients."""
+    """A batch of forwards, and a batch of upstream gradients of one forward, have the right gradients.
+
+    In make test tests/ops/linear_logp/test_transforms.py has vmap, whose rule all implementations share.
+    """
     case = Case("vmap", (2, 70), 64, 300)
     p = helpers.make(case, jnp.bfloat16)
 
@@ -271,6 +314,13 @@ def test_no_row_at_all():
     assert all(not np.asarray(x).astype(np.float32).any() for x in jax.tree.leaves(head))
 
 
-@pytest.mark.parametrize(("columns", "layout"), [(512, "vd"), (640, "dv")], ids=["on group edges", "off them"])
+@pytest.mark.parametrize(
+    ("columns", "layout"),
+    [
+        pytest.param(512, "vd", id="on group edges"),
+        pytest.param(640, "dv", marks=pytest.mark.full, id="off them"),
+    ],
+)
 def test_shards_of_a_padded_head(columns, layout):
+    """Off group edges a shard has its own groups. In make test tests/ops/linear_logp/sharding has these on a CPU."""
     shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma")
