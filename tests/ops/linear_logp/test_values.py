@@ -83,8 +83,8 @@ def test_dv_layout_equals_vd(dtype, implementation):
 
 
 PEAKED = (
-    Case("p = 0.999", (40,), 80, 300, scale=0.1),
-    Case("logits of ±100", (40,), 80, 300, scale=25.0),
+    Case("p = 0.999", (40,), 64, 300, scale=0.1),
+    Case("logits of ±100", (40,), 64, 300, scale=25.0),
 )
 
 
