@@ -1,45 +1,41 @@
 """Every Python block of README.md and docs/ runs as printed, alone."""
 
-import functools
-import pathlib
 import re
 
 import pytest
 
-from tests.support.snippets import PAGES, ROOT, owns_its_process, run, snippets_of
+from tests.support.snippets import PAGES, ROOT, Snippet, owns_its_process, run, snippets_of
 
-SNIPPETS = [pytest.param(page, line, id=f"{page.name}:{line}") for page in PAGES for line in snippets_of(page)]
+SNIPPETS = [pytest.param((page, line), id=f"{page.name}:{line}") for page in PAGES for line in snippets_of(page)]
 
 
 @pytest.fixture(scope="module")
-def found_on(tmp_path_factory):
-    """What is wrong with each snippet of a page. Those that need no process of their own share one."""
-
-    @functools.cache
-    def found(page: pathlib.Path) -> dict[int, str]:
-        snippets = snippets_of(page)
-        own = [[line] for line, code in snippets.items() if owns_its_process(code)]
-        shared = [line for line, code in snippets.items() if not owns_its_process(code)]
-        processes = [*own, shared] if shared else own
-        return {k: v for lines in processes for k, v in run(page, lines, tmp_path_factory.mktemp("page")).items()}
-
-    return found
+def found(request, tmp_path_factory):
+    """What is wrong with each snippet. Those that need no process of their own share one."""
+    items = [x for x in request.session.items if getattr(x, "originalname", None) == "test_snippet_runs"]
+    snippets = [item.callspec.params["snippet"] for item in items]
+    own = [(page, line) for page, line in snippets if owns_its_process(snippets_of(page)[line])]
+    processes = [[x for x in snippets if x not in own], *([x] for x in own)]
+    return {k: v for process in processes for k, v in run(process, tmp_path_factory.mktemp("snippets")).items()}
 
 
-@pytest.mark.parametrize(("page", "line"), SNIPPETS)
-def test_snippet_runs(page, line, found_on):
-    error = found_on(page)[line]
+def assert_ran(snippet: Snippet, error: str) -> None:
+    page, line = snippet
     assert not error, f"{page.relative_to(ROOT)}, the snippet at line {line}:\n{error}"
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippet_runs(snippet, found):
+    assert_ran(snippet, found[snippet])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("page", "line"), SNIPPETS)
-def test_snippet_runs_in_a_fresh_interpreter(page, line, tmp_path):
-    """In `make test`, test_snippet_runs catches all but a snippet that needs the state in which an earlier one of its
-    page left a module.
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippet_runs_in_a_fresh_interpreter(snippet, tmp_path):
+    """In `make test`, test_snippet_runs catches all but a snippet that needs the state in which an earlier one left a
+    module.
     """
-    error = run(page, [line], tmp_path)[line]
-    assert not error, f"{page.relative_to(ROOT)}, the snippet at line {line}:\n{error}"
+    assert_ran(snippet, run([snippet], tmp_path)[snippet])
 
 
 FAULTY = """
@@ -70,21 +66,21 @@ os._exit(3)
 ```
 
 ```python
-print("is never reached")
+print("runs in another process")
 ```
 """
 
 
 def test_a_snippet_has_no_name_and_no_file_of_another(tmp_path):
-    """Errors name the page and the line; a process that dies is an error of the snippet in it and of those behind."""
+    """Errors name the page and the line, and a snippet that ends the process takes no other one with it."""
     page = tmp_path / "page.md"
     page.write_text(FAULTY)
-    lines = list(snippets_of(page))
-    found = run(page, lines, tmp_path)
-    assert [bool(found[line]) for line in lines] == [False, True, False, True, True, True]
-    assert f'File "{page}", line 11, in <module>' in found[lines[1]] and "name 'x' is not defined" in found[lines[1]]
-    assert "SystemExit" in found[lines[3]]
-    assert all(found[line].startswith("the process ended with 3 before") for line in lines[4:])
+    snippets = [(page, line) for line in snippets_of(page)]
+    found = run(snippets, tmp_path)
+    assert [bool(found[snippet]) for snippet in snippets] == [False, True, False, True, True, False]
+    of_names, exits, dies = (found[snippets[i]] for i in (1, 3, 4))
+    assert f'File "{page}", line 11, in <module>' in of_names and "name 'x' is not defined" in of_names
+    assert "SystemExit" in exits and dies.startswith("it ended the process with 3")
 
 
 @pytest.mark.parametrize(

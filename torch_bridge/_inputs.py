@@ -89,6 +89,12 @@ def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hasha
         _check_static.__wrapped__(*key)
 
 
+def check_options(op: str, tensors: Mapping[str, Tensor | None], options: Any, temperature: float) -> None:
+    """`check_static` with the fields of a dataclass of options."""
+    if not torch.compiler.is_compiling():  # torch.compile takes no vars() of a dataclass.
+        check_static(op, tensors, **vars(options), temperature=temperature)
+
+
 def _types(option: Any) -> Any:
     return tuple(map(_types, option)) if isinstance(option, tuple) else type(option)
 
@@ -119,7 +125,7 @@ def check_head(tensors: dict[str, Any], scale: Any, options: HeadOptions) -> tup
     tensors = {**tensors, "temperature": per_token}
     check_tensors(**tensors)
     check_constants("linear_logp", temperature=per_token)
-    check_static("linear_logp", tensors, **vars(options), temperature=number)
+    check_options("linear_logp", tensors, options, number)
     return per_token, number
 
 

@@ -1,7 +1,7 @@
-"""One process that runs Python snippets of a page: python -m tests.support.snippets REPORT PAGE LINE...
+"""One process that runs Python snippets of pages: python -m tests.support.snippets REPORT [PAGE LINE]...
 
 Each snippet runs as `__main__` in a module of its own and in an empty folder of its own, one after the other. For each
-one whose code begins at a LINE of the page, a line of JSON is added to the file REPORT: [LINE, traceback or ""].
+one, whose code begins at LINE of PAGE, a line of JSON is added to the file REPORT: [PAGE, LINE, traceback or ""].
 """
 
 import contextlib
@@ -14,9 +14,11 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+type Snippet = tuple[pathlib.Path, int]
+"""A page, and the line on which the snippet's code begins."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -34,15 +36,25 @@ def owns_its_process(code: str) -> bool:
     return re.search(r"jax\.config|os\.environ|\btorch_bridge\b", code) is not None
 
 
-def run(page: pathlib.Path, lines: Sequence[int], folder: pathlib.Path) -> dict[int, str]:
-    """What is wrong with each of these snippets of a page after they ran in one new process; "" where nothing is."""
-    report = folder / "report"
-    command = [sys.executable, "-m", "tests.support.snippets", str(report), str(page), *map(str, lines)]
+def run(snippets: Iterable[Snippet], folder: pathlib.Path) -> dict[Snippet, str]:
+    """What is wrong with each of these snippets after they ran in one new process; "" where nothing is.
+
+    A snippet that ends the process is wrong, and those behind it run in another one.
+    """
+    left, found = list(snippets), dict[Snippet, str]()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    said = dict(map(json.loads, report.read_text().splitlines())) if report.exists() else {}
-    died = f"the process ended with {done.returncode} before this snippet did\n{done.stderr}"
-    return {line: said.get(line, died) for line in lines}
+    while left:
+        report = folder / f"report-{len(found)}"
+        command = [sys.executable, "-m", "tests.support.snippets", str(report)]
+        command += [str(x) for snippet in left for x in snippet]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        lines = map(json.loads, report.read_text().splitlines()) if report.exists() else ()
+        said = {(pathlib.Path(page), line): error for page, line, error in lines}
+        left = left[len(said) :]
+        found |= said
+        if left:
+            found[left.pop(0)] = f"it ended the process with {done.returncode}\n{done.stderr}"
+    return found
 
 
 def error_of(page: pathlib.Path, line: int) -> str:
@@ -52,15 +64,15 @@ def error_of(page: pathlib.Path, line: int) -> str:
     code = "\n" * (line - 1) + snippets_of(page)[line]
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
-            exec(compile(code, str(page), "exec"), module.__dict__)
+            exec(compile(code, str(page), "exec", dont_inherit=True), module.__dict__)
         except BaseException:
             return traceback.format_exc()
     return ""
 
 
-def main(report: str, page: str, *lines: str) -> None:
-    for line in map(int, lines):
-        said = json.dumps([line, error_of(pathlib.Path(page), line)])
+def main(report: str, *snippets: str) -> None:
+    for page, line in zip(snippets[::2], snippets[1::2], strict=True):
+        said = json.dumps([page, int(line), error_of(pathlib.Path(page), int(line))])
         with open(report, "a") as file:
             print(said, file=file)
 
