@@ -62,9 +62,9 @@ test-head: .venv/ready
 test-ops: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(OPS) --ignore=tests/checker/test_check_tp.py --ignore=tests/test_docs.py --deselect $(CHECK) $(marked))
 
-# `rlk check --all` with gradients and bits.
+# `rlk check --all` with gradients and bits, in float16; under FULL in every dtype.
 test-check: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) $(CHECK) -n 0)
+	$(call leg,$(RUN) $(PYTEST) $(CHECK) -n 0 $(marked))
 
 # torch_bridge on the CPU.
 test-bridge: .venv/ready

@@ -28,6 +28,7 @@ from rich.table import Table
 from rlk_jax.commands import doctor
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+"""The environment variable that says whether JAX takes most of a GPU's memory at its start."""
 
 
 def share_gpu_with_torch() -> None:
@@ -249,7 +250,7 @@ def _label(key: object) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one candidate."""
+    """The figures of one candidate: its time, and the work and memory of `Candidate`."""
 
     ms: float
     work: int

@@ -105,11 +105,11 @@ def loss_of(candidate: str, head: MeshHead, hidden: jax.Array, kernel: jax.Array
         given = target_ids, batch.old_logps, None, *rest
         return linear_grpo_loss(hidden, kernel, *given, options=OPTIONS, **options).loss
     if candidate == "naive":
-        if head.shards > 1:
+        if head.shard_count > 1:
             raise ValueError("naive takes no head that is cut over devices")
         flat = hidden.reshape(-1, hidden.shape[-1])
         logp = naive(flat, kernel.T, target_ids.reshape(-1)).reshape(target_ids.shape)
-    elif head.mesh.size == 1:  # without the search for tokens to ignore that Head.logps makes
+    elif head.mesh.size == 1:  # without the search for tokens to ignore that MeshHead.logps makes
         logp = linear_logp(hidden, kernel, target_ids, **options)
     else:
         logp = head.logps(hidden, kernel, target_ids)
@@ -120,7 +120,7 @@ def rolled_out(candidate: str, head: MeshHead, graph: nnx.GraphDef, params: nnx.
     """The batch with its first tokens completed by the policy, and the log-probs recorded while they were sampled."""
     prompts, (rows, length) = batch.tokens[:, :1], batch.mask.shape
 
-    policy, keys = nnx.merge(graph, head.whole(params)), jax.random.split(jax.random.key(1), rows)
+    policy, keys = nnx.merge(graph, head.unshard(params)), jax.random.split(jax.random.key(1), rows)
 
     def score(hidden: jax.Array, logits: jax.Array, token_ids: jax.Array) -> jax.Array:
         return (naive_of_logits if candidate == "naive" else head.logps_of_logits)(logits, token_ids)
@@ -140,7 +140,7 @@ def update_of(
     optimizer, by_row = optax.adam(LEARNING_RATE), NamedSharding(mesh, PartitionSpec("data"))
 
     def start() -> Any:
-        params = head.cut(nnx.state(new()))
+        params = head.shard(nnx.state(new()))
         return params, optimizer.init(params)
 
     def update(state: Any) -> Any:

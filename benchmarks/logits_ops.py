@@ -117,7 +117,7 @@ def _flattened(function: Callable[..., Any], arguments: Any) -> tuple[Callable[.
 
 
 def candidates_of(op: str, implementation: str, inputs: Inputs, density: float) -> dict[str, Callable[[], Candidate]]:
-    """What builds each pass of an implementation; `work` counts reads and writes of one array of logits."""
+    """The builders of an implementation's passes; `work` counts reads and writes of one array of logits."""
     mask, reads = inputs.mask(density), READS[op]
 
     def values(donate: bool, policy: jax.Array, inputs: Inputs, mask: jax.Array) -> jax.Array:
@@ -151,7 +151,7 @@ def candidates_of(op: str, implementation: str, inputs: Inputs, density: float) 
 
 
 def _torch_candidates(inputs: Inputs) -> dict[str, Callable[[], Candidate]]:
-    """What builds each pass of logp by torch.compile. The first call makes both; each takes its own out of them."""
+    """The builders of both passes of logp by torch.compile. The first that is called makes both; each takes its own."""
     arguments = (inputs.policy.reshape(-1, inputs.policy.shape[-1]), inputs.ids.reshape(-1))
     launches = functools.cache(lambda: peers.logp_launches(arguments, inputs.upstream.reshape(-1)))
 
@@ -167,7 +167,7 @@ Key = tuple[str, str, str]
 
 
 def _copies(inputs: Inputs) -> dict[Key, Callable[[], Candidate]]:
-    """What builds the two copies of the policy's logits that others are compared with; they have no op."""
+    """The builders of the two copies of the policy's logits with which the passes are compared; they have no op."""
     negated = jax.jit(jnp.negative)
     return {
         ("", f"{COPY}: memcpy", ""): lambda: Candidate(Launch(lambda: jnp.copy(inputs.policy)), work=2),
@@ -176,7 +176,7 @@ def _copies(inputs: Inputs) -> dict[Key, Callable[[], Candidate]]:
 
 
 def _builders(inputs: Inputs, density: float, implementations: Sequence[str]) -> dict[Key, Callable[[], Candidate]]:
-    """What builds every candidate."""
+    """The builders of all candidates, by key."""
     found = _copies(inputs)
     for op in OPS:
         for name in implementations:

@@ -1,4 +1,4 @@
-"""Time of torch_bridge.linear_logp beside the JAX op and torch's own: python -m benchmarks.torch_bridge --help.
+"""Time of torch_bridge.linear_logp beside the JAX op and other torch code: python -m benchmarks.torch_bridge --help.
 
 The first shape is so small that a GPU has finished before the host has launched the next call: its times are what a
 call costs the host. On larger shapes "over jax" is the time for which the bridge leaves the GPU waiting, since bridge

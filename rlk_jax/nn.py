@@ -1,9 +1,10 @@
 """Flax NNX layers on the ops: a model built from them gives a token the same bits alone, in a batch, padded, or decoded
 one token at a time through a KV cache. Forward bits are promised; gradients are JAX's own of the same programs.
 
-Three things move bits in an ordinary model, and each has an answer here. A library GEMM picks its algorithm by shape:
-`det_gemm` does not. A reduction's order follows its length: `ordered_sum` has one order. XLA computes an expression
-differently in one fusion than in another: `isolated` keeps it apart.
+Three things move bits in an ordinary model, and each has an answer here. A library GEMM picks the order of its sums by
+shape; `det_gemm` has one order for all shapes. The order of a reduction follows its length; `ordered_sum` has one order
+for all lengths. XLA computes an expression differently in one fusion than in another; `isolated` keeps it out of
+fusions.
 """
 
 from typing import Any
@@ -39,14 +40,15 @@ __all__ = [
 ]
 
 BLOCK = 64
-"""Places that `ordered_sum` adds up before others: what starts at a multiple of it is summed as if it came first."""
+"""Places of a block of `ordered_sum`. Zeros in whole blocks before a value change no bits of a sum."""
 
 
 @isolated
 def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
-    """Σ along the last axis in float32, in an order of its own: halves within blocks of 64, blocks ascending.
+    """Σ along the last axis in float32, in one order: by halves within blocks of 64, then blocks in ascending order.
 
-    Zeros behind the last value change no bits, so a sum does not depend on how long a sequence was padded.
+    Zeros behind the last value change no bits, so a sum does not depend on how long a sequence was padded. Raises
+    ValueError for an x that is no array of floats, or a scalar.
     """
     _check_floats_of_a_row("ordered_sum", x)
     length = x.shape[-1]
@@ -66,9 +68,10 @@ def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
 def rms_norm(
     x: Float[Array, "*lead D"], scale: Float[Array, " D"], *, epsilon: float = 1e-6
 ) -> Float[Array, "*lead D"]:
-    """x / √(mean(x²) + ε) · scale, computed in float32, in x's dtype.
+    """x / √(mean(x²) + ε) · scale, computed in float32 and returned in x's dtype.
 
-    Same bits for a row whatever the lead shape. Source: RMSNorm, arXiv 1910.07467.
+    A row has the same bits whatever the lead shape. Raises ValueError for an x that is no array of floats, and a scale
+    of another size. Source: RMSNorm, arXiv 1910.07467.
     """
     _check_rms_norm(x, scale)
     wide = x.astype(jnp.float32)
@@ -82,7 +85,8 @@ def rms_norm(
 def softmax(x: Float[Array, "*lead S"], where: Bool[Array, "*lead S"] | None = None) -> Float32[Array, "*lead S"]:
     """exp(x − max) / Σ exp(x − max) over the places where `where` holds; 0 elsewhere, and in rows without any.
 
-    Same bits for a row whatever the lead shape, and however many masked places follow the last one that counts.
+    A row has the same bits whatever the lead shape, and however many masked places follow the last one that counts.
+    Raises ValueError for an x that is no array of floats, and a `where` that is not bool of its shape.
     """
     _check_softmax(x, where)
     visible = jnp.ones(x.shape, bool) if where is None else where
@@ -100,7 +104,8 @@ def rotary(
 ) -> Float[Array, "B T H E"]:
     """Rotary position embedding: each pair (x_i, x_{i+E/2}) turned by position · base^(−2i/E).
 
-    Same bits for a token at a position, whatever its slot. Source: RoFormer, arXiv 2104.09864.
+    A token at a position has the same bits whatever its slot. Raises ValueError for an odd E, and shapes that do not
+    fit. Source: RoFormer, arXiv 2104.09864.
     """
     _check_rotary(x, positions)
     half = x.shape[-1] // 2
@@ -127,18 +132,21 @@ def attention(
     """Causal softmax attention over the slots of a KV cache: softmax(query·keyᵀ / √E)·value.
 
     Args:
-      query: of the tokens in slots start … start + T − 1. H is a multiple of G; heads share keys in order (GQA).
-      key, value: of S slots, at least start + T; those behind the last query are unused, whatever they hold.
+      query: `[B, T, H, E]`, bfloat16 or float16, of the tokens in slots start … start + T − 1. H is a multiple of G;
+        heads share keys in order (GQA).
+      key, value: `[B, S, G, E]` and `[B, S, G, F]`, of query's dtype. S is at least start + T; slots behind the last
+        query are unused, whatever they hold.
+      start: the slot of the first query.
       padding: `[B]`, how many first slots of each sequence are padding; None where none are. Where a row holds several
         sequences one behind the other, `[B, T]`: how many slots stand before each query's own sequence.
       implementation: the implementation of `det_gemm` that multiplies; None for the fastest that runs here.
 
-    Returns query's dtype; 0 for a query that is padding itself, NaN for one that sees a value that is not finite, and
-    for all where a traced `start` leaves them no slots.
+    Returns `[B, T, H, F]` in query's dtype: 0 for a query that is padding itself, NaN for one that sees a value that is
+    not finite, and NaN for all queries where a traced `start` leaves them too few slots.
     Raises ValueError for shapes and dtypes that do not fit.
 
-    Same bits for a token whatever the batch, padding on either side, S, and whether its sequence came at once or token
-    by token: keys are moved so that a sequence's first one comes first, scores and values go through `det_gemm`, and
+    A token has the same bits whatever the batch, the padding on either side and S, and whether its sequence came at
+    once or token by token: the keys of a sequence are moved to the front, scores and values go through `det_gemm`, and
     masked places count as exact zeros behind the last key. A sequence that shares its row with others keeps its bits if
     it starts at a multiple of 64 slots: the slots before it are then whole blocks of zeros.
     """
@@ -195,8 +203,8 @@ def det_dot_general(
 ) -> Float[Array, "*lead N"]:
     """`jax.lax.dot_general` through `det_gemm`, for `nnx.Linear(dot_general=det_dot_general)`.
 
-    Raises ValueError unless it contracts lhs' last dimension with rhs' first one, and without batch dimensions.
-    `precision` has nothing to choose: sums run in float32. The layer's dtype must be bfloat16 or float16.
+    Raises ValueError unless it contracts lhs' last dimension with rhs' first one, without batch dimensions, and for an
+    out_sharding. `precision` changes nothing: sums run in float32. The layer's dtype must be bfloat16 or float16.
     """
     (contract_lhs, contract_rhs), batch = dimension_numbers
     is_dense = tuple(contract_lhs) == (lhs.ndim - 1,) and tuple(contract_rhs) == (0,) and not any(map(tuple, batch))
@@ -214,9 +222,9 @@ def det_dot_general(
 def embed(table: Float[Array, "V D"], ids: Int[Array, "*lead"]) -> Float[Array, "*lead D"]:
     """Rows of an embedding table, `jnp.take(table, ids, axis=0)`.
 
-    A row's gradient is added up in float32 and in one order: the same bits run to run, where XLA's scatter has none on
-    GPUs. Reverse mode only. Ids beyond the table give NaN, and no gradient. Raises ValueError for a table that is not
-    `[V, D]` of a float dtype with D at least 1, and for ids that are not integers.
+    A row's gradient is added up in float32 and in one order, with the same bits run to run; XLA's scatter has no fixed
+    order on GPUs. Reverse mode only. Ids beyond the table give NaN, and no gradient. Raises ValueError for a table that
+    is not `[V, D]` of a float dtype with D at least 1, and for ids that are not integers.
     """
     _check_embedding(table, ids)
     return _embed(*equally_varying((jnp.asarray(table), as_int32(ids))))
@@ -228,7 +236,7 @@ def _embed(table: Array, ids: Array) -> Array:
 
 
 def _embed_fwd(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _embed(table, ids), (table[:, :0], ids)  # the backward needs the table's length and dtype alone
+    return _embed(table, ids), (table[:, :0], ids)  # the backward only needs the table's length and dtype
 
 
 def _embed_bwd(residuals: tuple[Array, Array], upstream: Array) -> tuple[Array, None]:
@@ -254,7 +262,8 @@ _embed.defvjp(_embed_fwd, _embed_bwd)
 class DetDense(nnx.Linear):
     """`nnx.Linear` through `det_gemm`: `[*lead, in] → [*lead, out]`, kernel `[in, out]`, computed in bfloat16.
 
-    Takes nnx.Linear's options but dot_general. Same bits for a row whatever the lead shape.
+    It takes nnx.Linear's options but dot_general. A row has the same bits whatever the lead shape. Raises ValueError
+    for a dtype that is neither bfloat16 nor float16.
     """
 
     def __init__(
@@ -271,7 +280,7 @@ class DetDense(nnx.Linear):
 class LMHead(nnx.Module):
     """The last layer of a policy: hidden states to log-probs of target tokens, without holding logits.
 
-    `kernel` is `[V, D]`, as an embedding's, so that tying is `head.kernel = embed.embedding`.
+    `kernel` is `[V, D]`, as an embedding's, so that `head.kernel = embed.embedding` ties both.
     """
 
     def __init__(self, features: int, vocab_size: int, *, dtype: DTypeLike = jnp.bfloat16, rngs: nnx.Rngs) -> None:
@@ -282,13 +291,13 @@ class LMHead(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "*lead D"], target_ids: Int[Array, "*lead"], **options: Any
     ) -> Float32[Array, "*lead"]:
-        """float32 log-probs, by the fastest implementation that promises bits; options are `linear_logp`'s."""
+        """float32 log-probs, by the fastest implementation that promises bits; `linear_logp` takes the options."""
         arguments = hidden.astype(self.dtype), self.kernel[...].astype(self.dtype), target_ids
         options.setdefault("implementation", promising("linear_logp", *arguments, **options))
         return linear_logp(*arguments, **options)
 
     def logits(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
-        """float32 logits, for sampling; through `det_gemm`. ValueError where the layer computes in float32."""
+        """float32 logits by `det_gemm`, for sampling. Raises ValueError where the layer computes in float32."""
         check_gemm_dtype(self.dtype)
         kernel = self.kernel[...].astype(self.dtype)
         return det_gemm(hidden.astype(self.dtype), kernel, transpose_b=True, out_dtype=jnp.float32)

@@ -77,9 +77,8 @@ def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_mismatch_of_all_kinds(tmp_path):
-    """In `make test`, tests/grpo/test_invariant.py::test_steps_start_at_ratio_one catches a mismatch.
-
-    A benchmark that does not run is caught by test_mismatch_smoke_and_a_kind_that_fails.
+    """tests/grpo/test_invariant.py::test_steps_start_at_ratio_one is in `make test` and catches invariant layers that
+    mismatch; test_mismatch_smoke_and_a_kind_that_fails catches a benchmark that does not run.
     """
     out = tmp_path / "rows.json"
     assert mismatch.main(["--smoke", "--json", str(out)]) == 0
@@ -135,8 +134,8 @@ def moments_after_a_grpo_update(candidate, mesh):
     ],
 )
 def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh(on_one_device, on_mesh):
-    """In `make test`, tests/grpo/test_sharded.py::test_training_stays_near_the_unsharded_run catches a wrong update by
-    "xla" on a mesh.
+    """The case of "xla" on a mesh runs in full only: in `make test`,
+    tests/grpo/test_sharded.py::test_training_stays_near_the_unsharded_run catches a wrong update there.
     """
     both = "data=2,tensor=2"
     expected = moments_after_a_grpo_update("naive", grpo.ONE_DEVICE)
@@ -332,7 +331,7 @@ BASELINES = {
 def test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed(
     tmp_path, capsys, monkeypatch, benchmark, failing
 ):
-    """With candidates that compute nothing."""
+    """The candidates of this test compute nothing."""
     if benchmark is torch_bridge:
         pytest.importorskip("torch")
     fails = BASELINES[benchmark] if failing == "baseline" else "xla"

@@ -1,6 +1,7 @@
 """rlk_jax.nn: a model whose tokens keep their bits alone, in a batch, padded, and decoded one by one."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -13,10 +14,14 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from rlk_jax import nn
+from rlk_jax.core.fixed_order import sum_rows_by_id
+from tests.support import helpers
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.invariant_model import Decoder, decode, stock
 
 VOCAB, LENGTH = 64, 11
+BATCH = 8
+"""Sequences, whose tokens are more than one block of 64 rows."""
 
 
 @functools.cache
@@ -40,14 +45,14 @@ def alone(decoder, ids):
 
 
 def test_a_sequence_in_a_batch_has_its_own_bits():
-    batch = tokens(64, LENGTH)
-    together = everything(model(), batch, jnp.zeros(64, jnp.int32))
-    for row in (0, 17, 63):
+    batch = tokens(BATCH, LENGTH)
+    together = everything(model(), batch, jnp.zeros(BATCH, jnp.int32))
+    for row in (0, 3, BATCH - 1):
         assert_same_bits(tuple(x[row] for x in together), tuple(x[0] for x in alone(model(), batch[row])))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pad", [1, 5, 64])
+# 64 slots more are a block more, for both sides in one program; shorter padding is inside a block.
+@helpers.cover("pad, side", itertools.product([1, 5, 64], ["left", "right"]), lambda pad, side: pad == 64)
 def test_padding_changes_no_bits(side, pad):
     ids = tokens(1, LENGTH)[0]
     logits, logps = (x[0] for x in alone(model(), ids))
@@ -61,18 +66,22 @@ def test_padding_changes_no_bits(side, pad):
     assert_same_bits(found[1][0, first : first + LENGTH - 1], logps)
 
 
-@pytest.mark.parametrize("prompt", [1, 4])
+@helpers.cover("prompt", [(1,), (4,)], lambda prompt: prompt == 4)  # a prompt, and then token by token
 def test_decoding_through_the_cache_has_the_bits_of_the_full_forward(prompt):
-    batch = tokens(3, LENGTH)
-    padding = jnp.asarray([0, 1, 0], jnp.int32)
+    batch = tokens(BATCH, LENGTH)
+    padding = jnp.arange(BATCH, dtype=jnp.int32) % 3
     whole = everything(model(), batch, padding)[0]
     step_by_step = decode(model(), batch, padding, prompt=prompt, slots=LENGTH + 6)
     real = np.arange(LENGTH) >= np.asarray(padding)[:, None]
     assert_same_bits(np.asarray(step_by_step)[real], np.asarray(whole)[real])
 
 
+@pytest.mark.full
 def test_stock_layers_differ():
-    """What the layers are for: the same model on nnx's own layers gives other bits in a batch, or decoding."""
+    """The same model on nnx's own layers gives other bits in a batch, or decoding, which is what these layers are for.
+
+    This is a control of the comparisons above; no change to rlk_jax can make it fail.
+    """
     decoder = model(stock)
     batch = tokens(64, LENGTH)
     padding = jnp.zeros(64, jnp.int32)
@@ -95,16 +104,28 @@ def test_gradients_flow_to_every_parameter():
         assert np.isfinite(leaf).all() and np.any(np.asarray(leaf) != 0), path
 
 
+@settings(max_examples=3)
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_ordered_sum_ignores_a_few_zeros_behind(length, more):
+    check_zeros_behind(length, more)
+
+
+@pytest.mark.full  # each example compiles programs: the first three stand above
 @settings(max_examples=10)
 @given(st.integers(0, 200), st.integers(0, 200))
 def test_ordered_sum_ignores_zeros_behind(length, more):
+    check_zeros_behind(length, more)
+
+
+def check_zeros_behind(length, more):
     x = jax.random.normal(jax.random.key(length), (3, length))
     padded = jnp.pad(x, ((0, 0), (0, more)))
     assert_same_bits(nn.ordered_sum(padded), nn.ordered_sum(x))
     np.testing.assert_array_equal(nn.ordered_sum(jnp.ones((2, length))), np.full(2, length))
 
 
-@pytest.mark.parametrize("size", [3, 7, 15, 64, 100])
+# A row inside one vector of 8, and one beyond a block of 64.
+@helpers.cover("size", [(3,), (7,), (15,), (64,), (100,)], lambda size: size in (7, 100))
 def test_layers_have_one_set_of_bits_inside_and_outside_jit(size):
     """And padded: in an eager call XLA would compute each operation by itself."""
     x = 3 * jax.random.normal(jax.random.key(size), (100, size))
@@ -119,7 +140,7 @@ def test_layers_have_one_set_of_bits_inside_and_outside_jit(size):
     assert_same_bits(jax.jit(lambda x: gelu(x, approximate=False))(x), gelu(x, approximate=False))
 
 
-@pytest.mark.parametrize("length", [3, 64, 200])
+@helpers.cover("length", [(3,), (64,), (200,)], lambda length: length == 200)  # several blocks, the last one short
 def test_ordered_sum_takes_no_part_in_what_surrounds_it(length):
     y, z = (jax.random.normal(jax.random.key(i), (50, length)) for i in range(2))
     product = jax.jit(lambda y, z: nn.ordered_sum(y * z))
@@ -234,7 +255,7 @@ def test_unused_slots_may_hold_anything():
     assert_same_bits(dirty, full)
 
 
-@pytest.mark.parametrize("heads", [2, 4])
+@helpers.cover("heads", [(2,), (4,)], lambda heads: heads == 4)  # heads that share keys
 def test_attention_is_jax_s(heads):
     q = jax.random.normal(jax.random.key(0), (2, 9, heads, 16), jnp.bfloat16)
     k, v = (jax.random.normal(jax.random.key(i), (2, 9, 2, 16), jnp.bfloat16) for i in (1, 2))
@@ -266,15 +287,15 @@ def test_rows_are_added_up_by_id(ids):
     for i, row in zip(ids, rows, strict=True):
         if -7 <= i < 7:
             expected[i] += row
-    np.testing.assert_array_equal(nn.rows_added_up(jnp.array(ids, jnp.int32), rows, 7), expected)
+    np.testing.assert_array_equal(sum_rows_by_id(jnp.array(ids, jnp.int32), rows, 7), expected)
 
 
 def test_a_sum_of_rows_has_its_bits_whatever_others_there_are():
     rng = np.random.default_rng(0)
     ids, rows = jnp.asarray(rng.integers(0, 20, 500)), rng.normal(size=(500, 3)).astype(np.float32)
     own = np.flatnonzero(ids == 7)
-    alone = nn.rows_added_up(ids[own], rows[own], 20)
-    assert_same_bits(nn.rows_added_up(ids, rows, 20)[7], alone[7])
+    alone = sum_rows_by_id(ids[own], rows[own], 20)
+    assert_same_bits(sum_rows_by_id(ids, rows, 20)[7], alone[7])
 
 
 @pytest.fixture(params=["in order of ids", "as on GPUs"])
@@ -291,7 +312,16 @@ def lookup_gradient(lookup, table, ids):
 take = functools.partial(jnp.take, axis=0)
 
 
-@pytest.mark.parametrize("ids_dtype", [jnp.int32, jnp.int8, jnp.uint8, jnp.uint32])
+# One that cannot count the table, and one that has no negative ids.
+@pytest.mark.parametrize(
+    "ids_dtype",
+    [
+        pytest.param(jnp.int32, marks=pytest.mark.full),
+        jnp.int8,
+        pytest.param(jnp.uint8, marks=pytest.mark.full),
+        jnp.uint32,
+    ],
+)
 def test_embed_is_jnp_take(adds_up, ids_dtype):
     """With ids that come twice, in either order of sums; also where the table is longer than a dtype counts."""
     table = jax.random.normal(jax.random.key(0), (300, 4))
@@ -317,7 +347,7 @@ def test_gradients_of_16_bit_tables_are_added_up_in_float32(adds_up):
 def test_embed_inside_shard_map(adds_up, table_spec):
     """Tokens on other devices than each other, of one table and of a table each."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    # Of integers, whose sums are exact in any order.
+    # The numbers are integers, whose sums are exact in any order.
     table, ids = jnp.round(4 * jax.random.normal(jax.random.key(0), (10, 4))), jnp.array([[0, 4, 3], [3, 3, 1]])
 
     def loss(table):

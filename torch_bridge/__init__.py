@@ -1,4 +1,4 @@
-"""The ops of `rlk_jax` for PyTorch trainers, over DLPack. Holds no maths of its own."""
+"""The ops of `rlk_jax` for PyTorch trainers, over DLPack. The package holds no maths of its own."""
 
 try:
     import torch as _torch  # noqa: F401

@@ -1,17 +1,17 @@
-"""Tensors as JAX arrays and arrays as tensors, over the DLPack protocol: the same memory, in stream order.
+"""Tensors as JAX arrays and arrays as tensors, by the DLPack protocol: both share memory, in stream order.
 
-Copied on the way in: what is not contiguous (DLPack has no strides that XLA reads), and what stands at an address that
-XLA does not read from. JAX has no int64: a program is lent such ids as pairs of int32 (`ids_of`). Nothing is copied on
-the way out, and no borrowed memory is ever donated.
+On the way in, what JAX cannot read in place is copied: a tensor that is not contiguous (XLA reads no strides of
+DLPack), and a tensor at an address that XLA does not read from. JAX has no int64, so int64 ids are lent to a program as
+pairs of int32 (`ids_of`). Nothing is copied on the way out, and no borrowed memory is ever donated.
 
-Order and lifetimes. An array that is lent owns no memory and waits for nothing. So
-  - a program that reads lent arrays is launched behind `follow`: JAX's stream, of which a GPU has one, waits for what
-    torch's current stream has been given;
-  - what is lent is held until a result of that program is exported, for which torch's current stream waits: whatever
-    torch then does with that memory on this stream, comes after the read;
-  - memory of JAX's that torch has let go of goes back to JAX with the next `follow`: JAX's stream stands behind all
-    that torch may still do with it then (`_wait_for_last_uses`).
-The host waits for neither.
+Order and lifetimes. A lent array owns no memory and waits for nothing. Therefore
+  - a program that reads lent arrays is launched after `follow`. It makes JAX's stream, of which a GPU has one, wait for
+    the work that torch's current stream has been given;
+  - lent tensors are held until a result of that program is exported. Torch's current stream waits for that result:
+    whatever torch then does with the lent memory on this stream comes after the program's reads;
+  - memory of JAX that torch has released goes back to JAX with the next `follow`: JAX's stream then waits for all that
+    torch may still do with this memory (`_wait_for_last_uses`).
+The host waits for neither stream.
 """
 
 import collections
@@ -33,7 +33,7 @@ from torch import Tensor
 
 INT32 = np.iinfo(np.int32)
 _XLA_ALIGNMENT = 16
-"""Bytes: XLA on a GPU refuses parameters elsewhere. (On a CPU it wants 64, and JAX copies by itself.)"""
+"""Bytes: XLA on a GPU refuses parameters at other addresses. On a CPU XLA wants 64, and JAX copies by itself."""
 
 DTYPES: dict[torch.dtype, np.dtype] = {
     getattr(torch, name): jax.numpy.dtype(name)
@@ -42,15 +42,15 @@ DTYPES: dict[torch.dtype, np.dtype] = {
         *("bfloat16", "float16", "float32", "float64"),
     )
 }
-"""The dtypes that JAX's checks have a word for."""
+"""The dtypes of torch that JAX has too, and can so name in its error messages."""
 
 
 @functools.cache
 def jax_device(device: torch.device) -> jax.Device:
-    """JAX's name for the device of a tensor."""
+    """The JAX device that holds tensors of this torch device."""
     if device.type == "cpu":
         return to_jax(torch.zeros(1, device=device)).device
-    # JAX may start here, which leaves another GPU the current one.
+    # JAX may start here, and then makes another GPU the current one: the context restores it.
     with torch.cuda.device(device):
         try:
             return to_jax(torch.zeros(1, device=device)).device
@@ -60,8 +60,9 @@ def jax_device(device: torch.device) -> jax.Device:
 
 @contextlib.contextmanager
 def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
-    """Behind it, nothing is lent; and torch's current GPU is what it was, for JAX leaves another one when it starts, or
-    runs on that.
+    """A context in which tensors are lent to programs: when it ends, no tensor is lent any more.
+
+    It also restores torch's current GPU, because JAX makes another GPU the current one when it starts or runs there.
     """
     device = next(x for x in tensors if x is not None).device
     is_gpu = device.type == "cuda"
@@ -72,36 +73,39 @@ def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if is_gpu:  # Something may be reading still.
+            if is_gpu:  # A program may still be reading lent memory.
                 torch.cuda.synchronize(device)
-            _launch.let_go_of.clear()
+            _launch.released.clear()
             raise
         finally:
             _launch.lent.clear()
 
 
 def check_not_captured() -> None:
-    """Raises where torch's current stream is being captured, before JAX's work becomes a part of that."""
+    """Raise where torch's current stream is being captured, before JAX's work becomes a part of the CUDA graph."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("torch_bridge: a CUDA graph cannot capture what JAX runs: call the op outside of it.")
 
 
 def to_jax(tensor: Tensor) -> jax.Array:
-    """The tensor's memory, or that of a copy where it must be, as an array that owns it and is in stream order."""
+    """An array on the tensor's memory, or on a copy where JAX cannot read that in place.
+
+    The array keeps its memory alive, and its reads are in stream order.
+    """
     tensor = _readable(tensor).detach()
     return jax.dlpack.from_dlpack(_Exported(tensor) if tensor.is_cuda else tensor)
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """Itself, or the result of the collective that it stands for; ValueError where its elements are nowhere."""
+def materialized(tensor: Tensor) -> Tensor:
+    """The tensor, or the result of the collective that it stands for; ValueError where its elements have no memory."""
     if not tensor.numel():
         return tensor
     offset = tensor.storage_offset() * tensor.itemsize
-    # The elements of a view may lie apart, or upon each other.
+    # The elements of a strided view may overlap, so that only one of them is sure to need memory.
     least = tensor.numel() if tensor.is_contiguous() else 1
     if tensor.untyped_storage().nbytes() < offset + least * tensor.itemsize:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage has been freed.")
-    # An address counts from 0 where there is no memory.
+    # Without memory, a storage has the address 0, and the tensor's address is its offset.
     if tensor.data_ptr() != offset:
         return tensor
     collectives = sys.modules.get("torch.distributed._functional_collectives")
@@ -113,16 +117,16 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Itself, or a copy that JAX can read in place."""
-    tensor = in_memory(tensor)
-    # A tensor may stand for minus its memory, which DLPack does not say.
+    """The tensor, or a copy of it that JAX can read in place."""
+    tensor = materialized(tensor)
+    # A lazily negated tensor stands for minus its memory, which DLPack cannot say.
     if tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.detach().resolve_neg().contiguous()
     return tensor.detach().clone() if tensor.is_cuda and tensor.data_ptr() % _XLA_ALIGNMENT else tensor
 
 
 class _Exported:
-    """A tensor on a GPU as JAX asks for it. Torch's own export is from the current device alone, which JAX changes."""
+    """A GPU tensor for JAX to import. Torch's own export is from the current device only, which JAX changes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -144,7 +148,7 @@ _DLPACK_CUDA = 2
 
 
 def _current_stream(index: int) -> int:
-    """The address of torch's; `torch.cuda.current_stream` takes ten times as long."""
+    """The address of torch's current stream; `torch.cuda.current_stream` takes ten times as long."""
     return torch._C._cuda_getCurrentRawStream(index)
 
 
@@ -154,13 +158,13 @@ def _stream(index: int, address: int) -> torch.cuda.Stream:
 
 
 class _Launch(threading.local):
-    """Of a thread, between what it lends to a program and the first result it exports."""
+    """What a thread holds from the moment it lends tensors to a program until it exports the first result."""
 
     def __init__(self) -> None:
         self.events = collections.defaultdict[int, torch.cuda.Event](torch.cuda.Event)
         self.lent: list[Tensor] = []
-        self.let_go_of: list[jax.Array] = []
-        """What JAX's stream has been put behind the last uses of."""
+        self.released: list[jax.Array] = []
+        """Arrays that torch has released; they are held until JAX's stream waits for their last uses."""
 
 
 _launch = _Launch()
@@ -168,7 +172,10 @@ _launch = _Launch()
 
 @functools.lru_cache(maxsize=256)
 def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> jax.Array | None:
-    """Memory at an address as an array that owns nothing; None where JAX would copy it, once and for all."""
+    """An array on the memory at an address, which it does not own; None where JAX would copy the memory instead.
+
+    Arrays are cached by address, and a cached copy would not follow later writes.
+    """
     count = shape.numel() * dtype.itemsize
     if device.type == "cpu":
         flat = torch.frombuffer((ctypes.c_byte * count).from_address(address), dtype=torch.uint8)
@@ -180,9 +187,11 @@ def _borrow(address: int, shape: torch.Size, dtype: torch.dtype, device: torch.d
 
 
 def lend(tensor: Tensor, shape: torch.Size | None = None) -> jax.Array:
-    """`to_jax` for a program that is launched behind `follow`: imported once for each address, where weights stay and
-    what torch's allocator gives comes again and again. As it owns no memory, ZeRO and FSDP may free theirs after the
-    call. In another shape than its own, where there is one; int64 as `[*shape, 2]` words of int32, the lower first.
+    """An array on the tensor's memory, in `shape` or else the tensor's, for a program that is launched after `follow`.
+
+    Each address is imported once: weights stay at theirs, and torch's allocator gives the same addresses again and
+    again. The array owns no memory, so ZeRO and FSDP may free theirs after the call. An int64 tensor becomes int32
+    words `[*shape, 2]`, the lower word first.
     """
     tensor = _readable(tensor)
     shape, dtype = tensor.shape if shape is None else shape, tensor.dtype
@@ -192,28 +201,28 @@ def lend(tensor: Tensor, shape: torch.Size | None = None) -> jax.Array:
         return to_jax(tensor.new_empty(shape, dtype=dtype))
     borrowed = _borrow(tensor.data_ptr(), shape, dtype, tensor.device)
     if borrowed is None:
-        # A dimension of one may have any stride, which another dtype does not.
+        # A dimension of size 1 may have any stride, with which torch would refuse to view another dtype.
         return to_jax(tensor.detach().as_strided((tensor.numel(),), (1,)).view(dtype).reshape(shape))
     _launch.lent.append(tensor)
     return borrowed
 
 
 def follow(device: jax.Device) -> None:
-    """What JAX launches on the device from here on, runs behind what torch's current stream has been given."""
+    """Make all that JAX launches on the device from now on wait for what torch's current stream has been given."""
     index = _gpu_index(device)
-    if index is None:  # A CPU has done it.
+    if index is None:  # On a CPU, torch has finished already.
         return
     current = _stream(index, _current_stream(index))
     _wait_for_last_uses(index, current)
     event = _launch.events[index]
     event.record(current)
     _stream(index, _compute_stream(device)).wait_event(event)
-    _launch.let_go_of.clear()
+    _launch.released.clear()
 
 
 @functools.cache
 def _compute_stream(device: jax.Device) -> int:
-    """The address of the stream that JAX's programs run on, of which a GPU has one, as a program is told it."""
+    """The address of the one stream of a GPU that JAX's programs run on, which a callback in a program is told."""
     found: list[int] = []
     ask = buffer_callback.buffer_callback(
         lambda context, *_: found.append(context.stream),
@@ -225,7 +234,7 @@ def _compute_stream(device: jax.Device) -> int:
 
 
 def wait(device: jax.Device) -> None:
-    """Until torch's current stream has done what it has been given: then JAX may read what is lent without `follow`."""
+    """Wait on the host for torch's current stream to finish: then JAX may read lent arrays without `follow`."""
     index = _gpu_index(device)
     if index is not None:
         _stream(index, _current_stream(index)).synchronize()
@@ -237,47 +246,50 @@ def _gpu_index(device: jax.Device) -> int | None:
 
 
 def to_torch(array: jax.Array) -> Tensor:
-    """The array's memory as a tensor."""
+    """A tensor on the array's memory."""
     index = _gpu_index(array.device)
     if index is None:
         tensor = torch.utils.dlpack.from_dlpack(array.__dlpack__())
     else:
         stream, exporter = _current_stream(index), cast(Any, array)
         tensor = torch.utils.dlpack.from_dlpack(exporter.__dlpack__(stream=stream or _DEFAULT_STREAM))
-        # A storage dies with the last tensor on it, in Python or not.
-        weakref.finalize(tensor.untyped_storage(), _let_go, array, index, stream).atexit = False
+        # The storage, unlike this tensor, lives as long as any tensor on it, be it held in Python or in C++.
+        weakref.finalize(tensor.untyped_storage(), _release, array, index, stream).atexit = False
     _launch.lent.clear()
     return tensor
 
 
 _DEFAULT_STREAM = 1
-"""DLPack's name for the one whose address is 0."""
+"""DLPack's number for CUDA's default stream, whose address is 0."""
 
-_let_go_of: dict[int, collections.deque[tuple[jax.Array, int, int]]] = collections.defaultdict(collections.deque)
+_released: dict[int, collections.deque[tuple[jax.Array, int, int]]] = collections.defaultdict(collections.deque)
 
 
-def _let_go(array: jax.Array, index: int, given_to: int) -> None:
-    """Torch has freed a tensor on the array: keep it until JAX waits for what torch has yet to do on the stream that it
-    was given to, and on the one of now. Others wait for one of these: `Tensor.record_stream` knows nothing of it.
+def _release(array: jax.Array, index: int, given_to: int) -> None:
+    """Hold an array whose tensor torch has freed until JAX waits for torch's uses of it.
+
+    JAX waits for the stream that the tensor was given to and for the current one. One of these must wait for any other
+    stream that uses the tensor: `Tensor.record_stream` has no effect on it.
     """
-    _let_go_of[index].append((array, given_to, _current_stream(index)))
+    _released[index].append((array, given_to, _current_stream(index)))
 
 
 def _wait_for_last_uses(index: int, current: torch.cuda.Stream) -> None:
-    """Torch's current stream, for which JAX is about to wait, waits for the uses of what torch has let go of."""
+    """Make torch's current stream, for which JAX is about to wait, wait for the last uses of released arrays."""
     streams = set[int]()
-    with contextlib.suppress(IndexError):  # Other threads take from it, too.
+    with contextlib.suppress(IndexError):  # Other threads pop from the deque, too.
         while True:
-            array, *of_array = _let_go_of[index].popleft()
-            streams.update(of_array)
-            _launch.let_go_of.append(array)
+            array, *addresses = _released[index].popleft()
+            streams.update(addresses)
+            _launch.released.append(array)
     for address in streams - {current.cuda_stream}:
         current.wait_stream(_stream(index, address))
 
 
 def ids_of(lent: jax.Array, shape: tuple[int, ...], least: int = INT32.min, most: int = INT32.max) -> jax.Array:
-    """int32 ids `[*shape]` of what `lend` has made of int32 or int64 ones. Those beyond int32 become `least` or `most`:
-    one out of range must stay so, not wrap.
+    """int32 ids `[*shape]` from the array that `lend` made of int32 or int64 ids.
+
+    Ids beyond int32 become `least` or `most`: an id that is out of range must stay so, not wrap.
     """
     if lent.shape == shape:
         return lent
@@ -287,13 +299,13 @@ def ids_of(lent: jax.Array, shape: tuple[int, ...], least: int = INT32.min, most
 
 
 def as_int64(integers: Tensor) -> Tensor:
-    """Integers as int64, of which uint64 saturates."""
+    """Integers as int64; uint64 values beyond its range saturate."""
     wide = integers.to(torch.int64)
     return wide.where(wide >= 0, torch.iinfo(torch.int64).max) if integers.dtype == torch.uint64 else wide
 
 
 def as_int32(integers: Tensor) -> Tensor:
-    """Integers as int32, which saturate likewise."""
+    """Integers as int32; values beyond its range saturate."""
     if integers.dtype == torch.int32:
         return integers
     return as_int64(integers).clamp(INT32.min, INT32.max).to(torch.int32)
@@ -301,5 +313,5 @@ def as_int32(integers: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256, typed=True)
 def scalar(value: float, device: torch.device) -> jax.Array:
-    """An int32 or float32 number on a device, which may change at every step without a new program."""
+    """An int32 or float32 number as an array: as no constant of a program, it may change at every step."""
     return jax.device_put((np.int32 if isinstance(value, int) else np.float32)(value), jax_device(device))

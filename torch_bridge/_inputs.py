@@ -1,4 +1,4 @@
-"""What only torch can get wrong about an argument; the rest is checked by `rlk_jax`, in its words."""
+"""Checks of what can be wrong about a torch tensor only; `rlk_jax` checks the rest of an argument, in its words."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ _OPTIONAL = frozenset({"bias", "temperature", "row_indices", "out", "accumulate_
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Dense tensors of dtypes that JAX knows, all on one CPU or GPU."""
+    """Raise unless all are dense tensors of dtypes that JAX knows, on one CPU or GPU."""
     home: tuple[str, torch.device] | None = None
     distributed = sys.modules.get("torch.distributed.tensor")
     for name, x in tensors.items():
@@ -48,7 +48,7 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_constants(op: str, **tensors: Any) -> None:
-    """Tensors that the op would not send a gradient to must not ask for one, nor bring a tangent."""
+    """Raise where a tensor that gets no gradient from the op requires one, or carries a forward-mode tangent."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and ((x.requires_grad and torch.is_grad_enabled()) or _has_tangent(x)):
             raise ValueError(f"{name} requires a gradient, which {op} does not give it: pass {name}.detach().")
@@ -59,7 +59,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def temperature(x: Any) -> tuple[Tensor | None, float]:
-    """As a tensor, or as a number."""
+    """The temperature as `(tensor, 1.0)` or as `(None, number)`."""
     if isinstance(x, Tensor):
         return x, 1.0
     if not isinstance(x, numbers.Real) or isinstance(x, bool):
@@ -71,48 +71,50 @@ def temperature(x: Any) -> tuple[Tensor | None, float]:
 
 
 def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hashable) -> None:
-    """The static checks of `rlk_jax.<op>`: ValueErrors in its words, for the tensors as they were given. A number
-    stands for a temperature that is no tensor.
+    """Run the static checks of `rlk_jax.<op>`, which raise ValueErrors in its words, on the tensors as they were given.
 
-    A graph of torch.compile has sizes that may change; what it is called with is checked when its custom op runs.
+    A temperature that is a number is one of the options. Under torch.compile nothing is checked: sizes in a graph may
+    change, and the custom op checks its arguments when it runs.
     """
     if torch.compiler.is_compiling():
         return
     specs = tuple([(name, None if x is None else spec(x)) for name, x in tensors.items()])
     first = next(x for x in tensors.values() if x is not None)
-    # -100 and -100.0 are equal, and one is refused.
+    # Types belong to the key of the cache: -100 and -100.0 are equal, and only -100 is accepted.
     types = tuple(map(_types, options.values()))
-    given = op, first.device, specs, tuple(options.items()), types
+    key = op, first.device, specs, tuple(options.items()), types
     try:
-        _check_static(*given)
-    except TypeError:  # An option that is a list, say, is no key of the cache: the op has something to say of it.
-        _check_static.__wrapped__(*given)
+        _check_static(*key)
+    except TypeError:  # An option that cannot be hashed, as a list, is left to the op's own checks.
+        _check_static.__wrapped__(*key)
 
 
 def _types(option: Any) -> Any:
     return tuple(map(_types, option)) if isinstance(option, tuple) else type(option)
 
 
-def check_arguments(op: str, given: dict[str, Any]) -> None:
-    """`check_static` of a custom op's arguments, by their names in `rlk_jax.<op>`; a temperature is `per_token` or a
-    number.
+def check_arguments(op: str, arguments: dict[str, Any]) -> None:
+    """Run `check_static` on a custom op's arguments, by their names in `rlk_jax.<op>`.
+
+    The argument `per_token` is the temperature where it is a tensor; otherwise the number `temperature` is.
     """
-    given = {**given, "temperature": given["per_token"]} if given.get("per_token") is not None else given
-    named = {name: x for name, x in given.items() if name not in ("per_token", "needs")}
+    per_token = arguments.get("per_token")
+    arguments = arguments if per_token is None else {**arguments, "temperature": per_token}
+    named = {name: x for name, x in arguments.items() if name not in ("per_token", "needs")}
     tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}
     options = {name: _hashable(x) for name, x in named.items() if name not in tensors}
     check_static(op, tensors, **options)
 
 
 def _hashable(option: Any) -> Hashable:
-    """An option of a custom op, as JAX takes it."""
+    """An option of a custom op in the type that the op of `rlk_jax` takes."""
     if isinstance(option, torch.dtype):
         return _exchange.DTYPES.get(option, option)
     return tuple(option) if isinstance(option, list) else option
 
 
 def check_head(tensors: dict[str, Any], scale: Any, options: HeadOptions) -> tuple[Tensor | None, float]:
-    """All checks of linear_logp that look at no value; the temperature `scale` comes back as `temperature` gives it."""
+    """Run all checks of linear_logp that read no values, and return `temperature(scale)`."""
     per_token, number = temperature(scale)
     tensors = {**tensors, "temperature": per_token}
     check_tensors(**tensors)
@@ -122,38 +124,39 @@ def check_head(tensors: dict[str, Any], scale: Any, options: HeadOptions) -> tup
 
 
 def spec(x: Tensor) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype, as JAX names them."""
+    """A tensor's shape, and its dtype as JAX names it."""
     return tuple(x.shape), _exchange.DTYPES[x.dtype]
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_static(op: str, device: torch.device, tensors: Any, options: Options, types: tuple[Any, ...]) -> None:
-    given: dict[str, Any] = dict(options)
+    arguments: dict[str, Any] = dict(options)
     for name, spec in tensors:
         if spec is not None:
-            given[name] = jax.ShapeDtypeStruct(*spec)
+            arguments[name] = jax.ShapeDtypeStruct(*spec)
         else:
-            given.setdefault(name, None)
+            arguments.setdefault(name, None)
     with jax.default_device(_exchange.jax_device(device)):
-        rlk_jax.explain(op, **given)
+        rlk_jax.explain(op, **arguments)
 
 
 def check_out(out: Tensor, shape: torch.Size, needs_gradient: bool) -> None:
-    """Whether `logp` can write into it."""
+    """Raise unless `logp` can write into `out`."""
     if out.dtype != torch.float32 or out.shape != shape:
         raise ValueError(f"out must be float32 of token_ids shape {shape}, got {out.dtype} of shape {out.shape}.")
     if needs_gradient or out.requires_grad:
         raise ValueError("out= carries no gradient: call logp under torch.no_grad(), or without out.")
 
 
-def must_check(validate: bool | None, tensor: Tensor) -> bool:
-    """Whether values are checked before launch: by default where that does not wait for a GPU."""
+def should_validate(validate: bool | None, tensor: Tensor) -> bool:
+    """Whether values are checked before launch. By default they are on a CPU, where no check waits for a GPU."""
     return tensor.device.type == "cpu" if validate is None else validate
 
 
 def autocast[*Tensors](*tensors: *Tensors) -> tuple[*Tensors]:
-    """Under autocast, float tensors in its dtype, but for float64, as torch's own products have them; their gradients
-    come back in their own dtypes.
+    """Float tensors other than float64 in autocast's dtype where it is enabled, as torch's own products take them.
+
+    Torch differentiates the casts, so gradients come in the dtypes of the tensors that were given.
     """
     device = next(x.device.type for x in tensors if isinstance(x, Tensor))
     if not torch.is_autocast_enabled(device):
@@ -167,18 +170,18 @@ def _is_autocast(x: object) -> TypeGuard[Tensor]:
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether a matrix is a view of one that XLA reads in place: DLPack has no strides that it does."""
+    """Whether a matrix is a transposed view of one that XLA can read in place; XLA reads no strides of DLPack."""
     return not x.is_contiguous() and x.t().is_contiguous()
 
 
-def in_place(weight: Tensor, layout: Literal["vd", "dv"]) -> tuple[Tensor, Literal["vd", "dv"]]:
-    """The head that a transposed view is of, in the other layout."""
+def without_transpose(weight: Tensor, layout: Literal["vd", "dv"]) -> tuple[Tensor, Literal["vd", "dv"]]:
+    """The head's weight and layout. A transposed view becomes the contiguous weight below it, in the other layout."""
     if not is_transposed(weight):
         return weight, layout
     return weight.t(), "dv" if layout == "vd" else "vd"
 
 
 def needs(*tensors: Tensor | None) -> list[bool]:
-    """Which tensors a backward will want gradients of."""
+    """Which tensors need a gradient in the backward."""
     enabled = torch.is_grad_enabled()
     return [enabled and x is not None and x.requires_grad for x in tensors]

@@ -1,4 +1,4 @@
-"""GPU memory for two: JAX must not take 75 % of it when its backend starts."""
+"""JAX and torch share a GPU's memory: JAX must not take 75 % of it when its backend starts."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ _OFF = ("0", "false", "False")
 
 
 def share_gpu_memory() -> None:
-    """Has JAX take memory as it needs it, unless the user has said otherwise; warns where that comes too late."""
+    """Make JAX take memory as it needs it, unless the user has set otherwise; warn where JAX has started already."""
     if not xla_bridge.backends_are_initialized():
         os.environ.setdefault(_SETTING, "false")
         return

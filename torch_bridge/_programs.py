@@ -1,4 +1,7 @@
-"""The compiled programs of the ops: few, for rows are padded to buckets, in a bounded cache that can be seen."""
+"""The compiled programs of the ops, in a bounded cache that `cache_info` shows.
+
+There are few programs, because the rows of calls are padded to buckets.
+"""
 
 import collections
 import functools
@@ -16,7 +19,7 @@ from torch_bridge import _exchange
 
 Arrays = tuple[jax.Array | None, ...]
 Options = tuple[tuple[str, Hashable], ...]
-"""A call's static options, sorted into a key."""
+"""A call's static options as pairs of name and value, which can be part of a key."""
 
 _MAX_SIZE = 256
 
@@ -28,7 +31,7 @@ class Op:
     name: str
     function: Callable[..., tuple[jax.Array, ...]]
     differentiable: int
-    """How many arrays, from the first on, may need a gradient: the backward is given these again."""
+    """How many arrays, from the first on, may need a gradient. The caller gives these to the backward again."""
 
 
 class CacheInfo(NamedTuple):
@@ -37,26 +40,28 @@ class CacheInfo(NamedTuple):
     hits: int
     misses: int
     size: int
-    """Programs that are kept, each with its backward where one has run."""
+    """How many programs are kept, each with its backward where one has run."""
     max_size: int
     forward: int
-    """Forward programs compiled so far."""
+    """How many forward programs have been compiled so far."""
     backward: int
+    """How many backward programs have been compiled so far."""
 
 
 def bucket(n: int) -> int:
-    """The least 2^k or 3·2^k that is no less than n >= 1: a third of a program's rows are padding at most."""
+    """The least 2^k or 3·2^k that is no less than n >= 1: at most a third of a program's rows are padding."""
     power = 1 << (n - 1).bit_length()
     between = power // 4 * 3
     return between if n <= between else power
 
 
 class Program:
-    """One op on arrays of given shapes: compiled forward, and a backward for each set of upstream gradients.
+    """One op on arrays of given shapes: a compiled forward, and a compiled backward for each set of upstream gradients.
 
-    What the backward needs of the forward are the leaves of `jax.vjp`'s function. Those that are differentiable inputs,
-    reshaped at most, as the program's own jaxpr shows, are not kept but given again: their memory may be freed and
-    filled anew in between, as FSDP and ZeRO do. The others are arrays of JAX's own.
+    The residuals of the forward are the leaves of the function that `jax.vjp` returns. The program's jaxpr shows which
+    leaves are differentiable inputs, unchanged or reshaped. These are not kept: the caller lends them to the backward
+    again, because their memory may be freed and filled anew in between, as FSDP and ZeRO do. The other residuals are
+    JAX's own arrays, and are kept.
     """
 
     def __init__(self, op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> None:
@@ -65,10 +70,10 @@ class Program:
 
         def call(*arrays: jax.Array | None) -> Any:
             def function(*needed: jax.Array) -> tuple[jax.Array, ...]:
-                given = list(arrays)
+                arguments = list(arrays)
                 for i, x in zip(needs, needed, strict=True):
-                    given[i] = x
-                return op.function(*given, **dict(options))
+                    arguments[i] = x
+                return op.function(*arguments, **dict(options))
 
             if not needs:
                 return function(), ()
@@ -81,13 +86,14 @@ class Program:
         outputs, _ = traced.out_info
         jaxpr = traced.jaxpr.jaxpr
         inputs = [i for i, x in enumerate(arrays) if x is not None]
-        of_input = dict(zip(jaxpr.invars, inputs, strict=True))
+        # The input that a variable of the jaxpr holds, unchanged or reshaped.
+        input_of = dict(zip(jaxpr.invars, inputs, strict=True))
         for x in jaxpr.eqns:
-            if x.primitive.name == "reshape" and not isinstance(x.invars[0], Constant) and x.invars[0] in of_input:
-                of_input[x.outvars[0]] = of_input[x.invars[0]]
+            if x.primitive.name == "reshape" and not isinstance(x.invars[0], Constant) and x.invars[0] in input_of:
+                input_of[x.outvars[0]] = input_of[x.invars[0]]
         leaves = jaxpr.outvars[len(outputs) :]
         self._leaf_shapes = [x.aval.shape for x in leaves]
-        sources = [None if isinstance(x, Constant) else of_input.get(x) for x in leaves]
+        sources = [None if isinstance(x, Constant) else input_of.get(x) for x in leaves]
         self._outputs = outputs
         self._borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
         self.borrows = frozenset(i for i in self._borrowed if i is not None)
@@ -103,7 +109,7 @@ class Program:
         _count["forward"] += 1
 
     def forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Outputs, and residuals for `backward`."""
+        """The outputs, and the residuals for `backward`."""
         _exchange.follow(self._device)
         found = self._forward(*[x for x in arrays if x is not None])
         return found[: len(self._outputs)], found[len(self._outputs) :]
@@ -111,29 +117,32 @@ class Program:
     def backward(
         self, residuals: list[jax.Array], arrays: Arrays, upstream: tuple[jax.Array | None, ...]
     ) -> tuple[jax.Array, ...]:
-        """Gradients of the inputs that need one. `arrays` are the forward's, of which only those must be there that are
-        differentiable; an output that was not used has no upstream gradient and costs nothing.
+        """Gradients of the inputs that need one.
+
+        `arrays` are the differentiable inputs of the forward; only those in `self.borrows` are read. The upstream
+        gradient of an output that was not used is None, and costs nothing.
         """
-        given = tuple([g is not None for g in upstream])
+        has_upstream = tuple([g is not None for g in upstream])
         with _lock:
-            if given not in self._backwards:
-                self._backwards[given] = self._compile_backward(residuals, arrays, upstream)
+            if has_upstream not in self._backwards:
+                self._backwards[has_upstream] = self._compile_backward(residuals, arrays, upstream)
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
         _exchange.follow(self._device)
-        return self._backwards[given](residuals, borrowed, [g for g in upstream if g is not None])
+        return self._backwards[has_upstream](residuals, borrowed, [g for g in upstream if g is not None])
 
     def _compile_backward(self, residuals: list[jax.Array], arrays: Arrays, upstream: Arrays) -> Any:
-        is_given = [g is not None for g in upstream]
+        has_upstream = [g is not None for g in upstream]
 
         def backward(residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
-            own, lent, given = iter(residuals), iter(borrowed), iter(upstream)
+            kept, lent, gradients = iter(residuals), iter(borrowed), iter(upstream)
             leaves = [
-                next(own) if i is None else next(lent).reshape(shape)
+                next(kept) if i is None else next(lent).reshape(shape)
                 for i, shape in zip(self._borrowed, self._leaf_shapes, strict=True)
             ]
             pull_back = jax.tree.unflatten(self._tree, leaves)
             zeros = [ad.Zero(jax.core.ShapedArray(x.shape, x.dtype)) for x in self._outputs]
-            return pull_back(tuple(next(given) if g else zero for g, zero in zip(is_given, zeros, strict=True)))
+            pairs = zip(has_upstream, zeros, strict=True)
+            return pull_back(tuple(next(gradients) if is_used else zero for is_used, zero in pairs))
 
         borrowed = [arrays[i] for i in self._borrowed if i is not None]
         specs = jax.tree.map(_spec, (residuals, borrowed, [g for g in upstream if g is not None]))
@@ -143,13 +152,13 @@ class Program:
 
 
 def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> Any:
-    """For this device even where no argument is used."""
+    """`program`, compiled for this device even where it uses no argument."""
     with jax.default_device(device):
         return jax.jit(program).lower(*specs).compile()
 
 
 def _without_checks(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Without debug checks, which report to checkify alone: their effect keeps a program off JAX's fast path."""
+    """The program without debug checks, which only checkify reads; their effect would keep it off JAX's fast path."""
     jaxpr = program.jaxpr
     equations = [x for x in jaxpr.eqns if x.primitive.name != "check"]
     effects = frozenset().union(*(x.effects for x in equations))
@@ -161,7 +170,7 @@ def _spec(x: jax.Array | None) -> Any:
 
 
 def _device_of(arrays: Any) -> jax.Device:
-    """Where a program of these arrays runs, for `dispatch`, which does not see the devices of traced arrays."""
+    """The device that a program of these arrays runs on; `dispatch` cannot tell it from traced arrays."""
     return next(x for x in arrays if x is not None).device
 
 
@@ -171,7 +180,7 @@ _count = collections.Counter[str]()
 
 
 def program(op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> Program:
-    """The program for such a call, compiled if it is not in the cache."""
+    """The program for calls of `op` with such arrays, options and needs, compiled unless it is in the cache."""
     key = (op.name, _device_of(arrays), tuple([None if x is None else x.aval for x in arrays]), options, needs)
     return _cached(key, lambda: Program(op, arrays, options, needs))
 
@@ -190,7 +199,10 @@ def _cached[T](key: Hashable, make: Callable[[], T]) -> T:
 
 
 def run(kind: Literal["forward", "backward"], function: Callable[..., Any], arguments: Any, **static: Hashable) -> Any:
-    """`function(*arguments, **static)`, trees of arrays in and out, by a program of the cache; no gradients."""
+    """`function(*arguments, **static)` by a program of the cache; arguments and results are trees of arrays.
+
+    It gives no gradients.
+    """
     leaves, tree = jax.tree.flatten(arguments)
     key = (function, tree, _device_of(leaves), tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
     compiled, result = _cached(key, lambda: _compile(kind, functools.partial(function, **static), arguments))
@@ -199,7 +211,7 @@ def run(kind: Literal["forward", "backward"], function: Callable[..., Any], argu
 
 
 def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], Any]:
-    """The program on flat arrays, and the tree of its results."""
+    """The compiled program, which takes and returns the leaves of the trees, and the structure of its results."""
     specs, device = jax.tree.map(_spec, arguments), _device_of(jax.tree.leaves(arguments))
     with jax.default_device(device):
         traced = jax.jit(function).trace(*specs)
@@ -211,8 +223,9 @@ def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[C
 def cache_info() -> CacheInfo:
     """How often calls found their program, and how many programs there are.
 
-    Programs differ by op, device, dtypes, static options, which inputs need gradients, and shapes, in which rows count
-    by buckets. The least recently used of more than `max_size` are dropped.
+    Each op, device, set of dtypes and static options, choice of inputs that need gradients, and set of shapes has a
+    program of its own; in these shapes the numbers of rows are buckets. Where there are more than `max_size` programs,
+    the least recently used is dropped.
     """
     with _lock:
         return CacheInfo(

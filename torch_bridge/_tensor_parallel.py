@@ -1,8 +1,8 @@
-"""linear_logp on a head whose vocabulary is cut between the ranks of a process group.
+"""linear_logp on a head whose vocabulary is sharded over the ranks of a process group.
 
-What a rank has to say of a call it tells all others before any of them goes on, over the host: so that one rank's
-mistake is everyone's error, and nobody waits for a rank that has raised. Then each computes its partial softmax, one
-collective gathers these, and each merges all of them; the backward sums dH over the ranks in float32.
+Before any rank computes, each tells all others, over the host, what it was called with. So one rank's mistake raises
+the same error on every rank, and no rank waits for one that has raised. Then each rank computes its partial softmax,
+one collective gathers these, and each rank merges all of them. The backward sums dH over the ranks in float32.
 """
 
 import functools
@@ -31,7 +31,7 @@ from torch_bridge._calls import RowPadding
 
 
 class Tensors(NamedTuple):
-    """A call's tensors; weight and bias are this rank's."""
+    """The tensors of a call; weight and bias are this rank's shards."""
 
     hidden: Tensor
     lm_head_weight: Tensor
@@ -42,18 +42,18 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """Where this process stands in the group."""
+    """This process' part of the vocabulary, and how it shares in the group's work."""
 
     group: Any
     start: int
-    """Its first column."""
+    """This rank's first column of the whole vocabulary."""
     vocab_size: int | None
-    """global_vocab_size, as it was given here."""
+    """global_vocab_size as this rank was called with it."""
     reduce_hidden_grad: bool
 
 
-def is_cut(tp_group: Any, vocab_start_index: int) -> bool:
-    """Whether there are other ranks; raises where that is not for this process to ask."""
+def has_other_ranks(tp_group: Any, vocab_start_index: int) -> bool:
+    """Whether the group has ranks besides this one; raises where this process cannot use the group."""
     if tp_group is not None:
         if not dist.is_available():
             raise RuntimeError("tensor-parallel linear_logp requires torch.distributed.")
@@ -74,18 +74,18 @@ def is_cut(tp_group: Any, vocab_start_index: int) -> bool:
 
 @functools.cache
 def _host_group(group: Any) -> Any:
-    """The group itself where it can carry a host's memory, or one of the same processes that can."""
+    """A group of the same processes that can send memory of the host: the group itself, or a new one of gloo."""
     if "gloo" in dist.get_backend(group):
         return group
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
-def _everyone(group: Any, text: str) -> list[str]:
-    """What each rank says, in their order."""
-    own = torch.frombuffer(bytearray(agreement.encoded(text)), dtype=torch.uint8)
-    texts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(texts, own, group=_host_group(group))
+def _gather_texts(group: Any, text: str) -> list[str]:
+    """The texts of all ranks, in the order of the ranks."""
+    own_text = torch.frombuffer(bytearray(agreement.encoded(text)), dtype=torch.uint8)
+    texts = [torch.empty_like(own_text) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(texts, own_text, group=_host_group(group))
     return [agreement.decoded(bytes(x.tolist())) for x in texts]
 
 
@@ -93,11 +93,11 @@ def _everyone(group: Any, text: str) -> list[str]:
 def tensor_parallel_logp(
     tensors: Tensors, rank: Rank, options: HeadOptions
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """logp, and lse and entropy where they are asked for; `options` are those of one whole head."""
+    """logp, and lse and entropy or None where they are not asked for; `options` are those of the whole head."""
     columns = _agreed_columns(tensors, rank, options)
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
-    weight, layout = _inputs.in_place(weight, options.weight_layout)
-    # Each rank has said its global_vocab_size, and knows how the ranks share the vocabulary.
+    weight, layout = _inputs.without_transpose(weight, options.weight_layout)
+    # `columns` has the vocabulary's size, on which the ranks have agreed.
     options = replace(options, weight_layout=layout, global_vocab_size=None)
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
     padding, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
@@ -108,20 +108,20 @@ def tensor_parallel_logp(
 
 
 def _agreed_columns(tensors: Tensors, rank: Rank, options: HeadOptions) -> RankColumns:
-    """How the ranks share the vocabulary, once all of them have passed the checks that each can make alone."""
+    """The columns of every rank, after all ranks have passed the checks that each can make alone."""
 
     def check() -> tuple[None, str]:
-        given = tensors._asdict()
-        scale = given.pop("temperature")
-        # What is a valid id of the whole vocabulary is known only once all ranks have said their columns.
-        _inputs.check_head(given, scale, replace(options, ignore_index=None, global_vocab_size=None))
+        named = tensors._asdict()
+        scale = named.pop("temperature")
+        # Both options depend on the size of the whole vocabulary, which is known only after all ranks' columns are.
+        _inputs.check_head(named, scale, replace(options, ignore_index=None, global_vocab_size=None))
         columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         start = _integer("vocab_start_index", rank.start)
         vocab_size = None if rank.vocab_size is None else _integer("global_vocab_size", rank.vocab_size)
         facts = {"range": (start, start + columns), "vocab_size": vocab_size}
-        return None, json.dumps({**facts, "call": _text(tensors, rank, options)})
+        return None, json.dumps({**facts, "call": _call_text(tensors, rank, options)})
 
-    _, texts = agreement.agreed(check, functools.partial(_everyone, rank.group))
+    _, texts = agreement.agreed(check, functools.partial(_gather_texts, rank.group))
     facts = [json.loads(text) for text in texts]
     agreement.require_same([x["call"] for x in facts])
     ranges = [tuple(x["range"]) for x in facts]
@@ -129,17 +129,17 @@ def _agreed_columns(tensors: Tensors, rank: Rank, options: HeadOptions) -> RankC
 
 
 def _integer(name: str, x: Any) -> int:
-    """x as an integer of Python's, which JSON takes."""
+    """x as a Python int, which JSON can write."""
     try:
         return operator.index(x)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {x!r}.") from None
 
 
-def _text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
-    """A text of everything that must be the same on every rank; global_vocab_size is compared for itself."""
+def _call_text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
+    """A text of everything that must be the same on every rank, except global_vocab_size, which is compared apart."""
 
-    def of(x: Any) -> str:
+    def described(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(float(x))
 
     hidden, weight, bias, ids, temperature = tensors
@@ -147,15 +147,15 @@ def _text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     dtypes = [autocast, weight.dtype, None if bias is None else bias.dtype]
-    given: dict[str, Any] = {
-        "hidden": of(hidden),
+    facts: dict[str, Any] = {
+        "hidden": described(hidden),
         "dtypes": dtypes,
-        "target_ids": of(ids),
-        "temperature": of(temperature),
+        "target_ids": described(ids),
+        "temperature": described(temperature),
     }
-    given |= {"device": device, "hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
-    asked = {name: x for name, x in vars(options).items() if name != "global_vocab_size"}
-    return ", ".join(f"{name}={text}" for name, text in {**given, **asked}.items())
+    facts |= {"device": device, "hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
+    compared_options = {name: x for name, x in vars(options).items() if name != "global_vocab_size"}
+    return ", ".join(f"{name}={text}" for name, text in {**facts, **compared_options}.items())
 
 
 def _agreed_steps(
@@ -167,9 +167,9 @@ def _agreed_steps(
     *,
     keeps: bool,
 ) -> tuple[RankSteps, tuple[jax.Array, ...]]:
-    """This rank's steps, by the implementation that all ranks run, and its `RowPadding.tokens`.
+    """This rank's steps by the implementation that all ranks run, and the arrays of its tokens (`RowPadding.tokens`).
 
-    They are given once all ranks have checked theirs.
+    It returns after every rank has checked its own.
     """
     static = replace(options, ignore_index=_calls.ignored(options.ignore_index), validate=None)
     operands = (("hidden", tensors.hidden), ("lm_head_weight", tensors.lm_head_weight), ("bias", tensors.bias))
@@ -179,15 +179,15 @@ def _agreed_steps(
     def check() -> tuple[tuple[RankSteps, tuple[jax.Array, ...]], str]:
         for _, x in operands:
             if x is not None:
-                _exchange.in_memory(x)
+                _exchange.materialized(x)
         steps, name = _chosen_steps(columns, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, static)
-        must_check = _inputs.must_check(options.validate, tensors.hidden)
-        checked_against = columns.vocab_size if must_check else None
+        should_validate = _inputs.should_validate(options.validate, tensors.hidden)
+        checked_against = columns.vocab_size if should_validate else None
         scale = _inputs.temperature(tensors.temperature)
         ids = tensors.target_ids
         return (steps, padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against)), name
 
-    found, names = agreement.agreed(check, functools.partial(_everyone, rank.group))
+    found, names = agreement.agreed(check, functools.partial(_gather_texts, rank.group))
     agreement.require_same([f"implementation={name}" for name in names])
     return found
 
@@ -197,14 +197,14 @@ def _chosen_steps(
     columns: RankColumns, rank: int, device: torch.device, specs: Any, keeps: bool, options: HeadOptions
 ) -> tuple[RankSteps, str]:
     """The rank's steps, and the name of the implementation."""
-    given = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
+    structs = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
     with jax.default_device(_exchange.jax_device(device)):
-        inputs, config, _ = check_call(HeadInputs(**given, temperature=1.0), options)
-        own = columns.config(replace(config, keeps=keeps), rank)
-        chosen = choose(facts_of_call(inputs, own), options.implementation)
+        inputs, config, _ = check_call(HeadInputs(**structs, temperature=1.0), options)
+        shard_config = columns.config(replace(config, keeps=keeps), rank)
+        chosen = choose(facts_of_call(inputs, shard_config), options.implementation)
     if chosen.promises_bits:
         check_edges(columns)
-    return RankSteps(chosen.functions.on_device, own, columns, rank), chosen.name
+    return RankSteps(chosen.functions.on_device, shard_config, columns, rank), chosen.name
 
 
 def _partials(
@@ -218,7 +218,11 @@ def _partials(
     steps: RankSteps,
     ignore_index: int | None,
 ) -> Any:
-    """This rank's groups, packed with which targets it holds, and its state."""
+    """This rank's partial softmax packed for the collective, the softmax's groups, and the rank's state.
+
+    The packed vector is float32: the groups, padded to the most that a rank has, then 1 for each token whose target
+    this rank holds and 0 for the others.
+    """
     ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
     is_counted = counted(ids, _calls.ignored(ignore_index))
     tokens = checked_tokens(
@@ -232,7 +236,10 @@ def _partials(
 
 
 def _merge(packed: Any, groups: Any, state: RankState, *, steps: RankSteps) -> tuple[LinearLogp, RankState]:
-    """The values of what all ranks have packed `[ranks, ·]`; `groups` are this rank's, for their form."""
+    """The values and this rank's state, from what all ranks have packed `[ranks, ·]`.
+
+    `groups` are this rank's own, which show how packed groups are unpacked.
+    """
     leaves, structure = jax.tree.flatten(groups)
     size = packed.shape[1] - state.tokens.active.shape[0]
     by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), leaves[0].shape[1])
@@ -245,14 +252,15 @@ def _merge(packed: Any, groups: Any, state: RankState, *, steps: RankSteps) -> t
 def _gradients(
     hidden: Any, weight: Any, bias: Any, upstream: tuple[Any, ...], state: RankState, *, steps: RankSteps, needs: Needs
 ) -> Any:
+    """This rank's float32 part of dH `[1, N, D]`, and dW and db of its shard; None where `needs` says so."""
     logp, lse, entropy = upstream
-    given = LinearLogp(jnp.zeros_like(state.tokens.temperature) if logp is None else logp, lse, entropy)
-    return steps.gradients(needs, steps.operands(hidden, weight, bias), state, given)
+    upstream_values = LinearLogp(jnp.zeros_like(state.tokens.temperature) if logp is None else logp, lse, entropy)
+    return steps.gradients(needs, steps.operands(hidden, weight, bias), state, upstream_values)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call's forward and backward share besides tensors and arrays."""
+    """Facts of a call that its forward and backward share, besides tensors and arrays."""
 
     steps: RankSteps
     padding: RowPadding
@@ -261,27 +269,33 @@ class _Call:
     needs: Needs
 
     def operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[jax.Array | None, ...]:
-        own = None if bias is None else _exchange.lend(bias)
-        return self.padding.rows(hidden, columns=1), _exchange.lend(weight), own
+        """hidden with padded rows, weight and bias, lent to a program."""
+        lent_bias = None if bias is None else _exchange.lend(bias)
+        return self.padding.rows(hidden, columns=1), _exchange.lend(weight), lent_bias
 
     def gathered(self, packed: jax.Array) -> jax.Array:
-        """`[ranks, ·]` of what each rank has packed."""
-        own = _exchange.to_torch(packed)
+        """What all ranks have packed `[ranks, ·]`, gathered by a collective."""
+        own_part = _exchange.to_torch(packed)
         count = len(self.steps.columns.ranges)
-        everyone = own.new_empty(count * own.shape[0])
-        dist.all_gather_into_tensor(everyone, own, group=self.rank.group)
-        return _exchange.lend(everyone.reshape(count, -1))
+        all_parts = own_part.new_empty(count * own_part.shape[0])
+        dist.all_gather_into_tensor(all_parts, own_part, group=self.rank.group)
+        return _exchange.lend(all_parts.reshape(count, -1))
 
     def summed(self, parts: jax.Array, like: Tensor) -> Tensor:
-        """dH of this rank's float32 part `[1, N, D]`, of all ranks unless the caller sums it."""
-        # A tensor of torch's own, for a collective to write into.
-        whole = self.padding.real(parts[0], like.shape).clone()
+        """dH in the shape and dtype of `like`, from this rank's float32 part `[1, N, D]`.
+
+        The ranks' parts are summed unless the caller does that (reduce_hidden_grad=False).
+        """
+        # The clone is torch's own memory, which a collective may write into.
+        whole = self.padding.without_padding(parts[0], like.shape).clone()
         if self.rank.reduce_hidden_grad:
             dist.all_reduce(whole, group=self.rank.group)
         return whole.to(like.dtype)
 
 
 class _TensorParallel(torch.autograd.Function):
+    """The sharded head's forward and backward for autograd, with two programs and a collective in the forward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -293,17 +307,17 @@ class _TensorParallel(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        lead, asked = call.padding.lead, call.steps.config
-        wanted = (True, asked.return_lse, asked.return_entropy)
+        lead, config = call.padding.lead, call.steps.config
+        wanted = (True, config.return_lse, config.return_entropy)
         if call.padding.is_empty:
             ctx.save_for_backward(hidden, weight, bias, _calls.keep(None))
             return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
         static = {"steps": call.steps}
-        own = (*call.operands(hidden, weight, bias), *tokens)
-        packed, groups, state = _programs.run("forward", _partials, own, ignore_index=call.ignore_index, **static)
+        arrays = (*call.operands(hidden, weight, bias), *tokens)
+        packed, groups, state = _programs.run("forward", _partials, arrays, ignore_index=call.ignore_index, **static)
         values, state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
         ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
-        return tuple(None if x is None else call.padding.real(x, lead) for x in values)
+        return tuple(None if x is None else call.padding.without_padding(x, lead) for x in values)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -311,11 +325,11 @@ class _TensorParallel(torch.autograd.Function):
             return (None,) * 5
         *tensors, handle = ctx.saved_tensors
         with torch.no_grad():
-            found = _backward(ctx.call, tuple(tensors), handle, upstream)
-        return *_calls.differentiable_once(found, *tensors, *upstream), None, None
+            gradients = _linear_logp_bwd(ctx.call, tuple(tensors), handle, upstream)
+        return *_calls.differentiable_once(gradients, *tensors, *upstream), None, None
 
 
-def _backward(
+def _linear_logp_bwd(
     call: _Call, tensors: tuple[Tensor, Tensor, Tensor | None], handle: Tensor, upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients of this rank's hidden, weight and bias; None where none is needed."""
@@ -325,9 +339,9 @@ def _backward(
     hidden, weight, bias = tensors
     static = {"steps": call.steps, "needs": call.needs}
     with _exchange.launching(upstream):
-        given = tuple(None if g is None else call.padding.rows(g) for g in upstream)
-        own = (*call.operands(hidden, weight, bias), given, state)
-        d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, own, **static)
+        lent_upstream = tuple(None if g is None else call.padding.rows(g) for g in upstream)
+        arrays = (*call.operands(hidden, weight, bias), lent_upstream, state)
+        d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, arrays, **static)
         return [
             None if d_hidden is None else call.summed(d_hidden, hidden),
             None if d_weight is None else _exchange.to_torch(d_weight),

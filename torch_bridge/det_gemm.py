@@ -1,4 +1,4 @@
-"""det_gemm for tensors: a matrix product whose rows have the same bits in any batch, forward and backward."""
+"""det_gemm for tensors: a matrix product whose rows have the same bits in any batch, in forward and backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +26,11 @@ def det_gemm(
         C = A·B, or accumulate_into + A·B;   dA = dC·Bᵀ,   dB = Aᵀ·dC
 
     Args:
-      a: `[*lead, M, K]`, bfloat16 or float16; under autocast a and b count as its dtype.
-      b: `[K, N]`, or `[N, K]` with `transpose_b` (Hugging Face's weights); of a's dtype. Neither it nor a transposed
-        view of it is copied.
-      transpose_b: b is stored `[N, K]`.
-      out_dtype: bfloat16, float16 or float32; None for a's dtype, or for float32 beside `accumulate_into`.
+      a: `[*lead, M, K]`, bfloat16 or float16; under autocast a and b are cast to autocast's dtype.
+      b: `[K, N]`, or `[N, K]` with `transpose_b` (Hugging Face's weights), in a's dtype. Neither a contiguous b nor a
+        transposed view of one is copied.
+      transpose_b: whether b is stored as `[N, K]`.
+      out_dtype: bfloat16, float16 or float32; None means a's dtype, or float32 with `accumulate_into`.
       accumulate_into: float32 `[*lead, M, N]` that the sums start from. It is not written to.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
@@ -39,11 +39,12 @@ def det_gemm(
 
     Raises:
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
-      RuntimeError: for second derivatives, and torch's own.
+      RuntimeError: for second derivatives. Torch's own errors pass through.
 
-    Gradients flow to a and b, in their dtypes, and to accumulate_into; an operand that needs none costs no work.
+    Gradients flow to a and b, in their dtypes, and to accumulate_into; a gradient that is not needed costs no work.
 
-    Same bits: those of `rlk_jax.det_gemm` on the same arrays: rows of zeros, which pad M to a bucket, change none.
+    Same bits: the results have the bits of `rlk_jax.det_gemm` on the same arrays. The rows of zeros that pad M to a
+    bucket change no bit.
     """
     _inputs.check_tensors(a=a, b=b, accumulate_into=accumulate_into)
     a, b = _inputs.autocast(a, b)
@@ -67,7 +68,7 @@ def _run(a: Any, b: Any, accumulate_into: Any, **options: Any) -> tuple[jax.Arra
 _OP = Op("det_gemm", _run, differentiable=3)
 
 
-def _shape(a: Tensor, b: Tensor, transpose_b: bool) -> tuple[int, ...]:
+def _output_shape(a: Tensor, b: Tensor, transpose_b: bool) -> tuple[int, ...]:
     return *a.shape[:-1], b.shape[0 if transpose_b else 1]
 
 
@@ -92,15 +93,15 @@ def _kernel(
         return padding.rows(x, 0.0, columns=1)
 
     call = _calls.Call(_OP, padding, options, (rows, _exchange.lend, rows), rows)
-    c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_shape(a, b, transpose_b)], out_dtype)
+    c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_output_shape(a, b, transpose_b)], out_dtype)
     return c, handle
 
 
 def _fake(
     a: Tensor, b: Tensor, accumulate_into: Tensor | None, transpose_b: bool, out_dtype: torch.dtype, *_: Any
 ) -> Any:
-    return _calls.fake([_shape(a, b, transpose_b)], a.device, out_dtype)
+    return _calls.fake([_output_shape(a, b, transpose_b)], a.device, out_dtype)
 
 
-# A gradient is a product with the other operand.
+# The gradient of a or b is a product with the other one, so a backward reads a for dB and b for dA.
 _det_gemm = _calls.as_torch_op("det_gemm", _kernel, _fake, [0, 1, 2], saved=lambda needs: [needs[1], needs[0], False])

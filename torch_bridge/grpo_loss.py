@@ -51,15 +51,15 @@ def grpo_loss(
     Args:
       policy_logits, ref_logits: `[B, T, V]`, bfloat16, float16 or float32, of B sequences of T completion tokens.
       action_ids: `[B, T]`, the tokens taken; at masked tokens they may be anything.
-      old_logps: `[B, T]`, their log-probabilities when they were sampled.
+      old_logps: `[B, T]`, log-probabilities of these tokens when they were sampled.
       rewards: `[B]`, normalised within their groups by `rlk_jax.grpo.group_advantages`; None beside `advantages`.
       completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
-      advantages: A itself, of every sequence `[B]` or token `[B, T]`, in the place of rewards.
-      samples_per_prompt: sequences of a group, which stand together; or
-      group_boundaries: `G + 1` integers, where groups start, from 0 to B.
+      advantages: A for every sequence `[B]` or every token `[B, T]`, in the place of rewards.
+      samples_per_prompt: how many consecutive sequences form a group; give this or group_boundaries beside rewards.
+      group_boundaries: `G + 1` integers from 0 to B: where each of G groups starts, and B.
       eps: the least standard deviation that rewards are divided by.
-      clip_eps, clip_eps_high: the clip range; None is clip_eps above, too.
-      beta: weight of the KL.
+      clip_eps, clip_eps_high: the clip range below and above 1; clip_eps_high=None means clip_eps.
+      beta: weight of the KL penalty.
       temperature, validate, implementation: as in `logp`.
 
     Returns:
@@ -68,12 +68,13 @@ def grpo_loss(
     Raises:
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs; for constants that
         require a gradient.
-      RuntimeError: for second derivatives, and torch's own.
+      RuntimeError: for second derivatives. Torch's own errors pass through.
 
     Gradients flow from `loss` to policy_logits only. B and T are padded to buckets by masked tokens: both logits are
-    copied where either is not one.
+    copied where B or T is no bucket.
 
-    Same bits: those of `rlk_jax.grpo_loss` on the same arrays, of the implementations that promise any.
+    Same bits: the results have the bits of `rlk_jax.grpo_loss` on the same arrays, for the implementations that promise
+    bits.
     """
     per_token, number = _inputs.temperature(temperature)
     tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
@@ -81,7 +82,7 @@ def grpo_loss(
     _inputs.check_tensors(**tensors)
     constants = {name: x for name, x in tensors.items() if name != "policy_logits"}
     _inputs.check_constants("grpo_loss", **constants)
-    boundaries = _plain(group_boundaries)
+    boundaries = _as_tuples(group_boundaries)
     groups = {"samples_per_prompt": samples_per_prompt, "group_boundaries": boundaries, "eps": eps}
     clipping = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "beta": beta}
     _inputs.check_static(
@@ -93,7 +94,7 @@ def grpo_loss(
         **groups,
         **clipping,
     )
-    *found, _ = _grpo_loss(
+    loss, policy_loss, kl, _ = _grpo_loss(
         policy_logits,
         ref_logits,
         action_ids,
@@ -109,25 +110,25 @@ def grpo_loss(
         beta,
         per_token,
         number,
-        _inputs.must_check(validate, policy_logits),
+        _inputs.should_validate(validate, policy_logits),
         implementation,
         _inputs.needs(policy_logits),
     )
-    return GrpoLoss(*found)
+    return GrpoLoss(loss, policy_loss, kl)
 
 
 def _run(
     policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, advantages: Any, **options: Any
 ) -> tuple[jax.Array, ...]:
-    given = {"temperature": temperature, "advantages": advantages}
+    token_options = {"temperature": temperature, "advantages": advantages}
     ids = _exchange.ids_of(ids, mask.shape)
-    return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **given, validate=False, **options))
+    return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **token_options, validate=False, **options))
 
 
-def _plain(numbers: Any) -> Any:
-    """A sequence of numbers as tuples, which are a key of a cache; what they are is for `rlk_jax` to check."""
+def _as_tuples(numbers: Any) -> Any:
+    """A sequence of numbers as tuples, which can be a key of a cache; `rlk_jax` checks what they hold."""
     listed = numbers.tolist() if isinstance(numbers, Tensor | np.ndarray) else numbers
-    return tuple(map(_plain, listed)) if isinstance(listed, list | tuple) else listed
+    return tuple(map(_as_tuples, listed)) if isinstance(listed, list | tuple) else listed
 
 
 _OP = Op("grpo_loss", _run, differentiable=1)
@@ -135,7 +136,7 @@ _OP = Op("grpo_loss", _run, differentiable=1)
 
 @functools.lru_cache(maxsize=256)
 def _groups(boundaries: tuple[int, ...], device: torch.device) -> Groups:
-    """In buckets, so that a program serves many batches of groups."""
+    """The groups that the boundaries give, padded to buckets, so that a program serves many batches of groups."""
     return jax.device_put(groups_of(boundaries, _programs.bucket), _exchange.jax_device(device))
 
 
@@ -159,25 +160,27 @@ def _kernel(
     implementation: str | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """loss, policy_loss, kl and the handle for the backward."""
+    """loss, policy_loss, kl, and the handle for the backward."""
     sizes = (*action_ids.shape,)
     padding = _calls.RowPadding(sizes, sizes, tuple(map(_programs.bucket, sizes)))
 
-    def others() -> Arrays:
+    def other_inputs() -> Arrays:
         sequences = _calls.RowPadding(sizes[:1], sizes[:1], padding.padded[:1])
         if advantages is not None:
-            own = (sequences if advantages.ndim == 1 else padding).rows(_calls.numbers(advantages), 0)
+            padded_advantages = (sequences if advantages.ndim == 1 else padding).rows(
+                _calls.as_jax_floats(advantages), 0
+            )
         else:
             assert rewards is not None
             step = samples_per_prompt or 1
             boundaries = range(0, sizes[0] + 1, step) if group_boundaries is None else group_boundaries
-            groups, least = _groups(tuple(boundaries), rewards.device), _exchange.scalar(eps, rewards.device)
-            of_rewards = sequences.rows(_calls.numbers(rewards), 0), groups, least
-            own = _programs.run("forward", advantages_of, of_rewards)
+            groups, least_std = _groups(tuple(boundaries), rewards.device), _exchange.scalar(eps, rewards.device)
+            arguments = sequences.rows(_calls.as_jax_floats(rewards), 0), groups, least_std
+            padded_advantages = _programs.run("forward", advantages_of, arguments)
         vocab_size = policy_logits.shape[-1] if validate else None
         scale = per_token, temperature
         arrays = tokens(padding, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
-        return *arrays, own
+        return *arrays, padded_advantages
 
     options = (
         ("clip_eps", clip_eps),
@@ -186,7 +189,7 @@ def _kernel(
         ("implementation", implementation),
     )
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), _exchange.lend)
-    loss, policy_loss, kl, handle = call.forward([policy_logits], others, needs, [()] * 3)
+    loss, policy_loss, kl, handle = call.forward([policy_logits], other_inputs, needs, [()] * 3)
     return loss, policy_loss, kl, handle
 
 

@@ -1,4 +1,4 @@
-"""FusedLMHead: an LM head that answers with log-probabilities."""
+"""FusedLMHead: an LM head whose forward returns log-probabilities of target ids."""
 
 from typing import Any
 
@@ -10,17 +10,19 @@ from torch_bridge.linear_logp import LinearLogp, linear_logp
 class FusedLMHead(nn.Linear):
     """An `nn.Linear` from hidden states to the vocabulary whose forward takes target ids, too, and holds no logits.
 
-    Its weight is `[V, D]`, as Hugging Face's, and its state dict that of the `nn.Linear` it stands for, so that either
-    loads the other's; a tied embedding is `head.weight = embedding.weight`.
+    Its weight is `[V, D]`, as Hugging Face's. Its state dict is that of an `nn.Linear`, so that either module loads the
+    other's. `head.weight = embedding.weight` ties an embedding to the head.
 
     Args:
-      in_features, out_features, bias, device, dtype: as in `nn.Linear`, D and V.
+      in_features, out_features, bias, device, dtype: as in `nn.Linear`; in_features is D, and out_features is V.
     """
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "FusedLMHead":
-        """A head on the very parameters of a linear layer, tied as they are, and as much in training. Hooks stay where
-        they are; ValueError for another kind of layer, and one whose forward or weight is not a linear layer's.
+        """A head that shares the parameters of a linear layer, with their ties, and is in the layer's training mode.
+
+        The layer's hooks are not taken over. It raises a ValueError for another kind of layer, and for a layer whose
+        forward or weight is not that of an `nn.Linear`.
         """
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"FusedLMHead.of takes an nn.Linear, got {type(linear).__name__}.")
@@ -34,9 +36,9 @@ class FusedLMHead(nn.Linear):
         return head.train(linear.training)
 
     def forward(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp:  # type: ignore[override]
-        """`linear_logp` of this head's weight and bias; options are its."""
+        """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`."""
         return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `nn.Linear` gives, for sampling."""
+        """The logits `[*lead, V]` that an `nn.Linear` returns, for sampling."""
         return super().forward(hidden)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import rlk_jax
 from rlk_jax.ops.linear_logp.options import HeadOptions
-from torch_bridge import _calls, _exchange, _inputs, _tensor_parallel
+from torch_bridge import _calls, _exchange, _inputs, _options, _tensor_parallel
 from torch_bridge._programs import Arrays, Op
 
 
 class LinearLogp(NamedTuple):
-    """What `linear_logp` and `logp` know of each token, float32 `[*lead]`; None where it was not asked for."""
+    """What `linear_logp` and `logp` return for each token, float32 `[*lead]`; None for what was not asked for."""
 
     logp: Tensor
     lse: Tensor | None
@@ -49,28 +49,29 @@ def linear_logp(
 
     Args:
       hidden: last hidden states `[*lead, D]`, already shifted so that a row predicts its target. bfloat16, float16 or
-        float32; under autocast all three float inputs count as its dtype.
-      lm_head_weight: `[V, D]`, or `[D, V]` with `weight_layout="dv"`. Neither it nor a transposed view of it is copied.
+        float32; under autocast hidden, weight and bias are cast to autocast's dtype.
+      lm_head_weight: `[V, D]`, or `[D, V]` with `weight_layout="dv"`. Neither a contiguous weight nor a
+        transposed view of one is copied.
       target_ids: `[*lead]`, any integer dtype.
       bias: `[V]` or None.
-      temperature: positive; a number, or a tensor with one or one per token. Not differentiated.
-      logit_softcap: c > 0 (Gemma), or None. Not differentiated.
+      temperature: positive; a number, a tensor of one number, or a tensor `[*lead]`. It is not differentiated.
+      logit_softcap: c > 0 (Gemma), or None. It is not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
       global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf. With
-        `tp_group`, of the whole head; the last shards may be padding in part or altogether.
+        `tp_group` it is the size of the whole head's vocabulary; the last shards may be padding, in part or entirely.
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv".
       return_lse, return_entropy: also return these, from the same pass, differentiable.
       memory_budget: bytes for the logits and their gradients that are held at a time; None for the default. `mosaic`
-        and `cuda` hold it from the forward to the backward, and in the backward a copy of it.
-      tp_group: the `torch.distributed` group whose ranks each hold a part of the vocabulary, of any width: weight and
-        bias are then this rank's, hidden and target_ids (ids of the whole vocabulary) the same on every rank, and so
-        are the results. Every rank of the group must make the call; a mistake on one raises the same error on all.
-      vocab_start_index: this rank's first column.
+        and `cuda` hold this memory from the forward to the backward, and the backward makes a copy of it.
+      tp_group: the `torch.distributed` group whose ranks each hold a part of the vocabulary, of any width. Weight and
+        bias are then this rank's parts; hidden and target_ids (ids of the whole vocabulary) are the same on every rank,
+        and so are the results. Every rank must make the call; a mistake on one rank raises the same error on all.
+      vocab_start_index: this rank's first column of the whole vocabulary.
       reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
         parallelism); True sums it in float32.
       validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
-        device; None is True for CPU tensors and False for CUDA ones. A bad row that is not checked gives NaN in its
+        device; None means True for CPU tensors and False for CUDA ones. A bad row that is not checked gives NaN in its
         outputs and in every gradient it reaches.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
@@ -79,13 +80,14 @@ def linear_logp(
 
     Raises:
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
-      RuntimeError: for second derivatives, and torch's own.
+      RuntimeError: for second derivatives. Torch's own errors pass through.
 
-    Gradients flow to hidden, lm_head_weight and bias, in their dtypes; one that needs none costs no work. Between
-    forward and backward nothing is held but these tensors, as autograd holds them, and a few numbers per token.
+    Gradients flow to hidden, lm_head_weight and bias, in their dtypes; a gradient that is not needed costs no work.
+    Between forward and backward autograd holds these tensors, and JAX a few numbers per token and what `memory_budget`
+    lets `mosaic` and `cuda` keep.
 
-    Same bits: those of `rlk_jax.linear_logp` on the same arrays, with the implementations that promise bits, although
-    the rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
+    Same bits: the results have the bits of `rlk_jax.linear_logp` on the same arrays, for the implementations that
+    promise bits, although rows are padded to one of a few sizes. docs/torch_bridge.md has the rest.
     """
     options = HeadOptions(
         logit_softcap=logit_softcap,
@@ -98,16 +100,16 @@ def linear_logp(
         validate=validate,
         implementation=implementation,
     )
-    if _tensor_parallel.is_cut(tp_group, vocab_start_index):
+    if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
         rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
-        given = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
-        logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(given, rank, options)
+        shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
+        logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
         return values(logp, lse, entropy, return_lse, return_entropy)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     per_token, number = _inputs.check_head(tensors, temperature, options)
     hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
-    lm_head_weight, weight_layout = _inputs.in_place(lm_head_weight, weight_layout)
-    checked = replace(options, weight_layout=weight_layout, validate=_inputs.must_check(validate, hidden))
+    lm_head_weight, weight_layout = _inputs.without_transpose(lm_head_weight, weight_layout)
+    checked = replace(options, weight_layout=weight_layout, validate=_inputs.should_validate(validate, hidden))
     needs = _inputs.needs(hidden, lm_head_weight, bias)
     logp, lse, entropy, _ = _linear_logp(hidden, lm_head_weight, bias, target_ids, per_token, number, checked, needs)
     return values(logp, lse, entropy, return_lse, return_entropy)
@@ -123,12 +125,12 @@ def values(
 
 
 def shapes(lead: Sequence[int], return_lse: bool, return_entropy: bool) -> list[Sequence[int]]:
-    """The shapes of a custom op's outputs, which are empty where they were not asked for."""
+    """The shapes of a custom op's outputs logp, lse and entropy; one that was not asked for is empty."""
     return [lead, lead if return_lse else (0,), lead if return_entropy else (0,)]
 
 
 def as_outputs(found: Any) -> tuple[jax.Array, ...]:
-    """What `rlk_jax` returns, as outputs of a custom op."""
+    """What an op of `rlk_jax` returns, as outputs of a custom op; outputs that were not asked for are empty."""
     logp, *others = found if isinstance(found, tuple) else (found, None, None)
     return logp, *(jnp.zeros(0, jnp.float32) if x is None else x for x in others)
 
@@ -145,12 +147,12 @@ def _run(
     **options: Any,
 ) -> tuple[jax.Array, ...]:
     ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
-    given = {"temperature": temperature, "ignore_index": _calls.ignored(ignore_index)}
-    return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **given, validate=False, **options))
+    token_options = {"temperature": temperature, "ignore_index": _calls.ignored(ignore_index)}
+    return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **token_options, validate=False, **options))
 
 
 _OP = Op("linear_logp", _run, differentiable=3)
-_OPTIONS = _calls.OptionFields(HeadOptions, without=("axis_name", "reduction", "reduce_hidden_grad"))
+_OPTIONS = _options.OptionFields(HeadOptions, without=("axis_name", "reduction", "reduce_hidden_grad"))
 
 
 def _kernel(

@@ -11,7 +11,7 @@ from torch import Tensor
 import rlk_jax
 from rlk_jax.core.tokens import rows_in_range
 from rlk_jax.ops.logits.options import LogitsOptions
-from torch_bridge import _calls, _exchange, _inputs, _programs
+from torch_bridge import _calls, _exchange, _inputs, _options, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.linear_logp import LinearLogp, as_outputs, shapes, values
 
@@ -43,10 +43,10 @@ def logp(
       token_ids: `[*lead]`, any integer dtype.
       temperature, logit_softcap, ignore_index, global_vocab_size: as in `linear_logp`.
       row_indices: numbers of the rows to compute, `[K]`, counting tokens of all lead dimensions from 0, in any order.
-        The others are treated as ignored ones, but for `out`.
+        The other rows are treated as ignored tokens, except that `out` keeps its values there.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
-      out: float32 `[*lead]` that logp is written into and that is returned in its place. Rows that `row_indices` does
-        not list stay as they are. Not beside a gradient.
+      out: float32 `[*lead]` that logp is written into and that is returned. Rows that `row_indices` does not list stay
+        as they are. It is refused where a gradient is needed.
       validate: as in `linear_logp`; a bad entry of row_indices that is not checked gives NaN in all rows.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
@@ -55,12 +55,13 @@ def logp(
 
     Raises:
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
-      RuntimeError: for second derivatives, and torch's own.
+      RuntimeError: for second derivatives. Torch's own errors pass through.
 
-    The gradient has the logits' dtype. Logits whose rows are of a bucket's number are read where they are; others are
-    copied first, behind which there is padding (docs/torch_bridge.md).
+    The gradient has the logits' dtype. Logits are read in place where their number of rows is a bucket's; others are
+    copied into padded memory first (docs/torch_bridge.md).
 
-    Same bits: those of `rlk_jax.logp` on the same arrays, of the implementations that promise any.
+    Same bits: the results have the bits of `rlk_jax.logp` on the same arrays, for the implementations that promise
+    bits.
     """
     options = LogitsOptions(
         logit_softcap=logit_softcap,
@@ -79,7 +80,7 @@ def logp(
     needs = _inputs.needs(logits)
     if out is not None:
         _inputs.check_out(out, token_ids.shape, any(needs))
-    checked = replace(options, validate=_inputs.must_check(validate, logits))
+    checked = replace(options, validate=_inputs.should_validate(validate, logits))
     initial = None if row_indices is None else out
     found, lse, entropy, _ = _logp(logits, token_ids, per_token, number, row_indices, initial, checked, needs)
     if out is not None:
@@ -99,13 +100,13 @@ def _run(
     **options: Any,
 ) -> tuple[jax.Array, ...]:
     ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
-    given = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
-    given["ignore_index"] = _calls.ignored(ignore_index)
-    return as_outputs(rlk_jax.logp(logits, ids, **given, validate=False, **options))
+    token_options = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
+    token_options["ignore_index"] = _calls.ignored(ignore_index)
+    return as_outputs(rlk_jax.logp(logits, ids, **token_options, validate=False, **options))
 
 
 _OP = Op("logp", _run, differentiable=1)
-_OPTIONS = _calls.OptionFields(LogitsOptions, without=("donate_logits",))
+_OPTIONS = _options.OptionFields(LogitsOptions, without=("donate_logits",))
 
 
 def _kernel(
@@ -125,9 +126,9 @@ def _kernel(
     def tokens() -> Arrays:
         checked_against = (options.global_vocab_size or logits.shape[-1]) if options.validate else None
         scale = (per_token, temperature)
-        own = padding.tokens(token_ids, scale, options.ignore_index, "token_ids", checked_against)
+        token_arrays = padding.tokens(token_ids, scale, options.ignore_index, "token_ids", checked_against)
         rows = None if row_indices is None else _rows(row_indices, padding.sizes[0], bool(options.validate))
-        return *own, rows, None if initial is None else padding.rows(initial)
+        return *token_arrays, rows, None if initial is None else padding.rows(initial)
 
     lend = (lambda x: padding.rows(x, columns=1),)
     call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
@@ -137,7 +138,10 @@ def _kernel(
 
 
 def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
-    """The indices in a bucket of their own, padded by repeating the first. No index may mean a row of padding."""
+    """row_indices as an array, padded to a bucket by repeating the first index.
+
+    Indices from `count` on become the largest int32, so that none selects a row of padding.
+    """
     indices = _exchange.as_int32(row_indices)
     k = len(indices)
     if k and (padding := _programs.bucket(k) - k):

@@ -47,11 +47,12 @@ def ratio_kl(
     Raises:
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs; for ref_logits or
         old_logps that require a gradient.
-      RuntimeError: for second derivatives, and torch's own.
+      RuntimeError: for second derivatives. Torch's own errors pass through.
 
-    Gradients flow to policy_logits only. Both logits are copied where their rows are not of a bucket's number.
+    Gradients flow to policy_logits only. Both logits are copied where their number of rows is no bucket's.
 
-    Same bits: those of `rlk_jax.ratio_kl` on the same arrays, of the implementations that promise any.
+    Same bits: the results have the bits of `rlk_jax.ratio_kl` on the same arrays, for the implementations that promise
+    bits.
     """
     per_token, number = _inputs.temperature(temperature)
     tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
@@ -66,7 +67,7 @@ def ratio_kl(
         old_logps,
         per_token,
         number,
-        _inputs.must_check(validate, policy_logits),
+        _inputs.should_validate(validate, policy_logits),
         implementation,
         _inputs.needs(policy_logits),
     )
@@ -76,7 +77,7 @@ def ratio_kl(
 def policy_tensors(
     policy_logits: Any, ref_logits: Any, action_ids: Any, completion_mask: Any, old_logps: Any, temperature: Any
 ) -> dict[str, Any]:
-    """By the names of `rlk_jax`."""
+    """The tensors of a call on two policies, by the names of their arguments in `rlk_jax`."""
     tensors = {"policy_logits": policy_logits, "ref_logits": ref_logits, "action_ids": action_ids}
     return tensors | {"completion_mask": completion_mask, "old_logps": old_logps, "temperature": temperature}
 
@@ -90,15 +91,16 @@ def tokens(
     temperature: tuple[Tensor | None, float],
     vocab_size: int | None,
 ) -> Arrays:
-    """What there is of each token beside the policy's logits; checked where there is a vocabulary to check against.
-    Padding is masked.
+    """The arrays of a call's tokens beside the policy's logits, with padded rows, which are masked.
+
+    Values are checked unless `vocab_size` is None.
     """
     ids, mask = padding.ids(action_ids), padding.rows(completion_mask != 0, 0)
     scale = padding.temperature(*temperature, ref_logits.device)
     if vocab_size is not None:
         _exchange.wait(ids.device)
-        given = _exchange.ids_of(ids, mask.shape), scale, mask.reshape(-1)
-        checked_tokens(*given, vocab_size=vocab_size, validate=True, name="action_ids")
+        int32_ids, is_active = _exchange.ids_of(ids, mask.shape), mask.reshape(-1)
+        checked_tokens(int32_ids, scale, is_active, vocab_size=vocab_size, validate=True, name="action_ids")
     return padding.rows(ref_logits, columns=1), ids, mask, padding.rows(old_logps, 0), scale
 
 
@@ -124,17 +126,17 @@ def _kernel(
     implementation: str | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ratio, kl and the handle for the backward."""
+    """ratio, kl, and the handle for the backward."""
     lead = action_ids.shape
     padding = _calls.flat(lead)
 
-    def others() -> Arrays:
+    def other_inputs() -> Arrays:
         vocab_size = policy_logits.shape[-1] if validate else None
         return tokens(padding, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
 
     options = (("implementation", implementation),)
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), padding.rows)
-    ratio, kl, handle = call.forward([policy_logits], others, needs, [lead, lead])
+    ratio, kl, handle = call.forward([policy_logits], other_inputs, needs, [lead, lead])
     return ratio, kl, handle
 
 

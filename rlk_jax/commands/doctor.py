@@ -5,16 +5,14 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call as triton_call
-from rlk_jax.dispatch import explain
+from rlk_jax.core.dispatch import TypicalCall
+from rlk_jax.ops import OPS, explain
 
 PACKAGES = (
     *("jax", "jaxlib", "jaxtyping", "numpy", "rich"),
@@ -22,46 +20,6 @@ PACKAGES = (
     *("jax-triton", "triton", "torch"),
 )
 """The packages whose versions are reported, apart from rlk-jax."""
-
-
-@dataclass(frozen=True)
-class TypicalCall:
-    """A call of one op as models in use make it. `rlk doctor` asks dispatch which implementation would run it."""
-
-    text: str
-    """What the title of the op's table says about the call."""
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _abstract_array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-_VOCAB, _SEQUENCES, _TOKENS, _HIDDEN = 151936, 8, 512, 4096
-_LOGITS_TEXT = f"bfloat16, V = {_VOCAB}"
-_LOGITS = _abstract_array(_SEQUENCES, _TOKENS, _VOCAB)
-_PER_TOKEN_INT = _abstract_array(_SEQUENCES, _TOKENS, dtype=jnp.int32)
-_PER_TOKEN_FLOAT = _abstract_array(_SEQUENCES, _TOKENS, dtype=jnp.float32)
-
-TYPICAL_CALLS = {
-    "linear_logp": TypicalCall(
-        f"bfloat16, D = {_HIDDEN}, V = {_VOCAB}",
-        (_abstract_array(4096, _HIDDEN), _abstract_array(_VOCAB, _HIDDEN), _abstract_array(4096, dtype=jnp.int32)),
-    ),
-    "det_gemm": TypicalCall("bfloat16, K = 4096, N = 4096", (_abstract_array(4096, 4096), _abstract_array(4096, 4096))),
-    "logp": TypicalCall(_LOGITS_TEXT, (_LOGITS, _PER_TOKEN_INT)),
-    "ratio_kl": TypicalCall(_LOGITS_TEXT, (_LOGITS, _LOGITS, _PER_TOKEN_INT, _PER_TOKEN_INT, _PER_TOKEN_FLOAT)),
-    "grpo_loss": TypicalCall(
-        _LOGITS_TEXT,
-        (
-            *(_LOGITS, _LOGITS, _PER_TOKEN_INT, _PER_TOKEN_FLOAT),
-            *(_abstract_array(_SEQUENCES, dtype=jnp.float32), _PER_TOKEN_INT),
-        ),
-        {"samples_per_prompt": _SEQUENCES},
-    ),
-}
-"""The typical call of each op, by the op's name."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -113,7 +71,7 @@ def run(as_json: bool) -> int:
         print(f"rlk doctor: {found['error']}", file=sys.stderr)
         return 1
     for op, decision in found["ops"].items():
-        table = Table("implementation", "runs", "reason", title=f"{op} ({TYPICAL_CALLS[op].text})")
+        table = Table("implementation", "runs", "reason", title=f"{op} ({typical_calls()[op].text})")
         table.add_row(decision["choice"], "yes", "the choice: fastest that runs here")
         for name, reasons in decision["reasons"].items():
             table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))
@@ -137,6 +95,11 @@ def _devices() -> list[dict[str, Any]]:
         raise RuntimeError(f"JAX cannot start a backend here: {problem or type(problem).__name__}") from problem
 
 
+def typical_calls() -> dict[str, TypicalCall]:
+    """The typical call of each op that has one, by the op's name."""
+    return {name: op.typical for name, op in OPS.items() if op.typical is not None}
+
+
 def _decisions() -> dict[str, dict[str, Any]]:
     """What dispatch decides about each op's typical call."""
-    return {op: explain(op, *call.arguments, **call.options).to_dict() for op, call in TYPICAL_CALLS.items()}
+    return {op: explain(op, *call.arguments, **call.options).to_dict() for op, call in typical_calls().items()}

@@ -1,4 +1,7 @@
-"""Checks that every op makes alike, each with its message. They raise ValueError before anything runs."""
+"""Checks that every op makes alike, each with its message.
+
+The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
+"""
 
 import numbers
 from collections.abc import Collection
@@ -55,7 +58,7 @@ def as_array(name: str, x: Any) -> Any:
 
 
 def check_dtypes(inputs: NamedArrays, *, integers: Collection[str], unchecked: Collection[str] = ()) -> None:
-    """All inputs are bfloat16, float16 or float32, but for those that are named as `integers` or `unchecked`."""
+    """Inputs named in `integers` hold integers; all others but the `unchecked` are bfloat16, float16 or float32."""
     for name, x in inputs._asdict().items():
         if x is None or name in unchecked:
             continue
@@ -71,7 +74,7 @@ def _committed_devices(x: Any) -> set[str] | None:
 
 
 def check_devices(inputs: NamedArrays) -> None:
-    """All inputs that are committed to devices share those of the first input."""
+    """All inputs that are committed to devices are on the devices of the first input."""
     given = inputs._asdict()
     first = inputs._fields[0]
     home = _committed_devices(given[first])
@@ -99,13 +102,18 @@ def is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
+def holds_reals(x: Any) -> bool:
+    """Whether an array holds bools or real numbers."""
+    return any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating))
+
+
 def fits_float32(x: float) -> bool:
     """Whether x is positive and finite, and still is as a float32."""
     return SMALLEST <= x <= float(np.finfo(np.float32).max)
 
 
 def is_static(x: Any) -> bool:
-    """Whether `x` is a number that every rank of one program shares."""
+    """Whether `x` is a number of Python or NumPy, which is the same on every rank of one program."""
     return isinstance(x, numbers.Number | np.generic | np.ndarray)
 
 
@@ -122,7 +130,7 @@ def checked_temperature(temperature: Any) -> Any:
 def check_vocabulary_options(
     vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
 ) -> None:
-    """The options that every op with a vocabulary of this many columns takes."""
+    """The softcap is positive, and ignore_index and global_vocab_size fit a vocabulary of this many columns."""
     require(
         logit_softcap is None or (is_number(logit_softcap) and fits_float32(logit_softcap)),
         f"logit_softcap must be a positive finite number, got {logit_softcap}.",
@@ -157,14 +165,11 @@ def check_validate(validate: bool | None) -> None:
 
 def check_mask_dtype(mask: Any) -> None:
     """A completion mask holds bools or real numbers."""
-    require(
-        any(jnp.issubdtype(mask.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating)),
-        f"completion_mask must be bool, integer or float, got {mask.dtype}.",
-    )
+    require(holds_reals(mask), f"completion_mask must be bool, integer or float, got {mask.dtype}.")
 
 
 def no_explicit_axes(op: str, inputs: NamedArrays) -> None:
-    """No input lies over mesh axes of explicit type: the op would not keep it where it is."""
+    """No input lies over Explicit mesh axes: the op would not keep it where it is."""
     for name, x in inputs._asdict().items():
         require(
             (spec := explicit_spec(x)) is None,
@@ -174,7 +179,7 @@ def no_explicit_axes(op: str, inputs: NamedArrays) -> None:
 
 
 def require_values(inputs: NamedArrays) -> None:
-    """No input is a shape in the place of an array; `rlk_jax.explain` alone takes those."""
+    """No input is a ShapeDtypeStruct: only `rlk_jax.explain` takes shapes in the place of arrays."""
     for name, x in inputs._asdict().items():
         require(
             not isinstance(x, jax.ShapeDtypeStruct),
@@ -182,7 +187,7 @@ def require_values(inputs: NamedArrays) -> None:
         )
 
 
-def one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
+def check_one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
     """The option is one of the values that exist."""
     require(x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
 
@@ -192,11 +197,11 @@ def require_positive_integer(name: str, x: Any) -> None:
     require(is_integer(x) and x >= 1, f"{name} must be a positive integer, got {x!r}.")
 
 
-def positive(name: str, x: Any) -> None:
+def require_positive(name: str, x: Any) -> None:
     """x is a number above 0 that is finite as a float32."""
     require(is_number(x) and fits_float32(x), f"{name} must be a positive finite number, got {x!r}.")
 
 
-def not_negative(name: str, x: Any) -> None:
+def require_not_negative(name: str, x: Any) -> None:
     """x is 0, or a number above 0 that is finite as a float32."""
     require(is_number(x) and (x == 0 or fits_float32(x)), f"{name} must be 0 or a positive finite number, got {x!r}.")

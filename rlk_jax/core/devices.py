@@ -20,12 +20,15 @@ def is_ampere_or_later(device: Device) -> bool:
 
 
 def is_meant_for_triton(device: Device) -> bool:
-    """Whether Triton's kernels are what should run: on Hopper Mosaic's come first, and refuse the same arguments."""
+    """Whether Triton's kernels are what should run on this device.
+
+    On Hopper they are not: Mosaic's come first there, and refuse the same arguments.
+    """
     return is_ampere_or_later(device) and not is_hopper(device)
 
 
 def default_machine() -> Machine:
-    """The GPU that programs are traced for; an H200 where there is none (compiling ahead of time)."""
+    """The GPU that programs are traced for; an H200 where JAX sees no GPU (compiling ahead of time)."""
     return Machine(getattr(jax.devices()[0], "core_count", None) or Machine().sm_count)
 
 
@@ -38,7 +41,7 @@ def hopper_obstacles(facts: CallFacts) -> list[str]:
 
 
 def cuda_library_obstacles() -> list[str]:
-    """Why the compiled CUDA kernels cannot be loaded on this machine. Looking for a compiler takes a process."""
+    """Why the compiled CUDA kernels cannot be loaded on this machine. It starts a process to look for a compiler."""
     missing = build.why_missing() or build.driver_too_old()
     return [missing] if missing else []
 

@@ -2,15 +2,15 @@
 
 This module is the mechanism and names no op: each op's `implementations.py` has its rows, and `rlk_jax.ops` enters
 them into `TABLE`. The choice may depend on vocabulary, hidden size, dtypes, options and device, never on the number of
-tokens: a row keeps its bits.
+tokens, so that a row keeps its bits in any batch.
 """
 
 import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -53,16 +53,27 @@ class Implementation:
     functions: Any
     """What the op calls to run it; its type is the op's own."""
     obstacles: Callable[[CallFacts], list[str]] = lambda facts: []
-    """Everything that keeps it from running this call; nothing means that it can."""
+    """A function that gives everything that keeps it from running a call; an empty list means that it can."""
     by_name_only: str | None = None
-    """Why it is never chosen by itself; None where it may be."""
+    """Why it runs only where `implementation=` names it; None where dispatch may choose it."""
     meant_for: Callable[[Device], bool] = lambda device: True
-    """The devices on which passing it over is a fallback, which is logged."""
+    """Whether it should run on a device. Passing it over there is a fallback, which is logged."""
     promises_bits: bool = False
+    """Whether it keeps the op's promise of the same bits; the op's page in docs/ has the whole contract."""
 
 
 TABLE: dict[str, Sequence[Implementation]] = {}
 """The implementations of each op, fastest first."""
+
+
+@dataclass(frozen=True)
+class TypicalCall:
+    """A call of one op as models in use make it, of which `rlk doctor` tells what would run it."""
+
+    text: str
+    """The call in a few words."""
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @functools.cache
@@ -86,7 +97,7 @@ class Decision:
     choice: str
     reasons: dict[str, list[str]]
     by_name: tuple[str, ...]
-    """The others that would run if `implementation=` named them."""
+    """The other implementations that would run if `implementation=` named them."""
     device: Device
     numerics_version: int
 
@@ -135,6 +146,7 @@ def _obstacles(facts: CallFacts, name: str) -> list[str]:
 
 
 def _all_obstacles(facts: CallFacts) -> dict[str, list[str]]:
+    """Why each implementation cannot run, by its name; an empty list where it can."""
     return {name: _obstacles(facts, name) for name in IMPLEMENTATIONS}
 
 
@@ -152,7 +164,7 @@ def _check_fallback(facts: CallFacts, chosen: Implementation) -> None:
 def choose(facts: CallFacts, implementation: str | None) -> Implementation:
     """The named implementation, or the fastest that can run; ValueError with the reasons where there is none.
 
-    Only rows that the choice depends on are asked for obstacles: finding a compiler takes a process.
+    Only implementations that the choice depends on are asked for obstacles, because finding a compiler takes a process.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}.")
@@ -169,7 +181,7 @@ def choose(facts: CallFacts, implementation: str | None) -> Implementation:
 
 
 def decide(op: str, facts: CallFacts, implementation: str | None, numerics_version: int) -> Decision:
-    """What `choose` would choose for a call of `op`, and what it would say of every other implementation."""
+    """The implementation that `choose` would choose for a call of `op`, and why each other one would not run."""
     chosen = choose(facts, implementation)
     reasons = _all_obstacles(facts)
     del reasons[chosen.name]

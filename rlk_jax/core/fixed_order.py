@@ -29,7 +29,7 @@ class ColumnGroups:
 
 
 def column_groups(vocab_size: int) -> ColumnGroups:
-    """The groups of a whole vocabulary of this true size: eight of ceil(V / 64)·8 columns."""
+    """The eight groups of a whole vocabulary of this true size V, each of ceil(V / 64)·8 columns."""
     return ColumnGroups(GROUPS, -(-vocab_size // 64) * 8)
 
 
@@ -60,8 +60,8 @@ def pairwise_sum(values: jax.Array) -> jax.Array:
 
 @pairwise_sum.defjvp
 def _pairwise_sum_jvp(values: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    # The transpose of the tree would be as many additions of zeros as there are numbers; that of a plain sum is a
-    # broadcast.
+    # The transpose of the tree of pairs would add as many zeros as there are numbers; the transpose of a plain sum is
+    # a broadcast.
     return pairwise_sum(*values), lax.optimization_barrier(jnp.sum(*tangents, axis=-1))
 
 
@@ -75,7 +75,10 @@ def pairwise_spread(values: jax.Array, count: int) -> jax.Array:
 
 
 def fma_chain(a_transposed: Array, b: Array, c: Array) -> Array:
-    """c + aᵀ·b for `[K, R]`, `[K, C]` and float32 `[R, C]`: fma(a_k, b_k, ·) over ascending k, starting from c."""
+    """c + aᵀ·b `[R, C]`, each element one chain fma(a_k, b_k, ·) over ascending k that starts from c.
+
+    `a_transposed` is `[K, R]`, b is `[K, C]` and c is float32 `[R, C]`.
+    """
 
     def step(k: Array, c: Array) -> Array:
         return c + a_transposed[k][:, None] * b[k][None, :]
@@ -92,16 +95,18 @@ def halving_sum(x: Array) -> Array:
 
 
 def rounded_product(a: Array, b: Array) -> Array:
-    """a·b, rounded whatever is added to it: abs and select keep compilers from fusing a product and a sum.
+    """a·b, rounded even where a sum follows: abs and select keep compilers from fusing the product into the sum.
 
-    Which products compilers fuse depends on the surrounding program; bits must not.
+    Which products compilers fuse depends on the surrounding program, and the bits of a result must not.
     """
     magnitude = jnp.abs(a * b)
     return jnp.where((a < 0) != (b < 0), -magnitude, magnitude)
 
 
 def blockwise_exp(x: Array) -> Array:
-    """exp with the same bits in arrays of every shape: XLA's vector code may differ from its code for the remainder."""
+    """exp with the same bits in arrays of every shape: XLA's vector code may differ from its code for the rest
+    of an array.
+    """
     blocks = jnp.pad(x.reshape(-1), (0, -x.size % 128)).reshape(-1, 128)
     found = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(blocks)))
     return found.reshape(-1)[: x.size].reshape(x.shape)
@@ -110,8 +115,8 @@ def blockwise_exp(x: Array) -> Array:
 def sum_rows_by_id(ids: Array, rows: Array, size: int) -> Array:
     """The sums `[size, D]` of rows `[N, D]` by id int32 `[N]`: row i sums the rows whose id is i, in a fixed order.
 
-    Rows are sorted by id; then k doublings leave in every place the sum of the last 2^k rows up to it that have its id.
-    Ids beyond the table are dropped; negative ones count from its end.
+    Rows are sorted by id. After k doublings each place holds the sum over its own and the 2^k − 1 rows before it, as
+    far as these have its id. Negative ids count from the end; ids that are still out of range are dropped.
     """
     count = len(ids)
     places, ids = jnp.arange(count), jnp.where(ids < 0, ids + size, ids)
@@ -125,7 +130,7 @@ def sum_rows_by_id(ids: Array, rows: Array, size: int) -> Array:
 
     sums = lax.fori_loop(0, max(0, count - 1).bit_length(), double, rows)
     is_last = jnp.append(ids[1:], -1) != ids
-    # All other rows are sent to places that do not exist, each to one of its own.
+    # Every other row is sent to a place of its own that does not exist.
     targets = jnp.where(is_last & (ids >= 0) & (ids < size), ids, size + places)
     zeros = varying_like(jnp.zeros((size, rows.shape[1]), rows.dtype), sums)
     return zeros.at[targets].set(sums, mode="drop", unique_indices=True)

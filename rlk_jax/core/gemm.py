@@ -1,4 +1,4 @@
-"""How the two matrices of a product are stored: each either way round."""
+"""How the two matrices of a product are stored: each plain or transposed."""
 
 from dataclasses import dataclass
 from typing import Any

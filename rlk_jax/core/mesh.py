@@ -31,15 +31,15 @@ def explicit_spec(x: Any) -> PartitionSpec | None:
 
 
 def whole_on_every_device[Tree](tree: Tree) -> Tree:
-    """The same numbers, of which every device holds all where they were cut over Explicit mesh axes.
+    """The tree, with every array that lies over Explicit mesh axes made whole on each device.
 
-    Sums that have one order need this: JAX would not choose how a sum over a cut axis goes on.
+    Sums in one fixed order need this: JAX does not choose how the steps of a sum over a cut axis lie.
     """
     return jax.tree.map(lambda x: x if explicit_spec(x) is None else jax.sharding.reshard(x, PartitionSpec()), tree)
 
 
 def mesh_of_processes(arrays: Any) -> Mesh | None:
-    """The mesh of concrete arrays that several processes share; None where no array is shared."""
+    """The mesh of the first concrete array that several processes share; None where there is none, or no mesh."""
     for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_fully_addressable:
             return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None  # type: ignore[return-value]
@@ -56,8 +56,8 @@ def partitioned_by_xla(
 ) -> Any:
     """`function(*arguments)`, which XLA partitions over the devices of a program.
 
-    `rule` is Shardy's sharding rule of all arrays in arguments and results; `partition` is that of
-    `jax.experimental.custom_partitioning`.
+    `rule` is Shardy's sharding rule of all arrays in arguments and results; `partition` is the callback of this name
+    that `jax.experimental.custom_partitioning` takes.
     """
     call = custom_partitioning(function)
     call.def_partition(partition, sharding_rule=rule)

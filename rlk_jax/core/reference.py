@@ -1,4 +1,4 @@
-"""The plain definition of log-probabilities on float32 logits, for reference implementations. Nothing clever, ever."""
+"""The plain definition of log-probabilities on float32 logits, for reference implementations. It stays this plain."""
 
 import jax
 import jax.numpy as jnp

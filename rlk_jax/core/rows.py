@@ -1,4 +1,4 @@
-"""Active tokens in front of the others, or in blocks of constant shape: cost follows the active tokens."""
+"""Two ways to spend work on active tokens alone: blocks of constant shape, and rows in front of all others."""
 
 import functools
 from collections.abc import Callable
@@ -45,7 +45,9 @@ class Block:
 
 
 def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], Carry], start: Carry) -> Carry:
-    """`step` over as many blocks of `rows` tokens as hold every active token `[N]`, in ascending order."""
+    """What `step(block, carry)` gives in the end, called in ascending order for as many blocks of `rows` tokens as hold
+    every token that is `active [N]`.
+    """
     n = active.shape[0]
     padding = -n % rows
     order = jnp.argsort(~active, stable=True).astype(jnp.int32)
@@ -61,7 +63,7 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
 
 
 def store_by_block(active: Array, rows: int, of_block: Callable[[Block], Any], start: Any) -> Any:
-    """`start`, a tree of arrays `[N, ...]`, with the rows that `of_block` gives set where tokens are active."""
+    """`start`, a tree of arrays `[N, ...]`, with the rows of active tokens replaced by those that `of_block` gives."""
     return fold_blocks(active, rows, lambda block, so_far: jax.tree.map(block.store, so_far, of_block(block)), start)
 
 
@@ -72,8 +74,8 @@ def store_by_block(active: Array, rows: int, of_block: Callable[[Block], Any], s
 class Compacted:
     """N tokens whose active ones stand, in their own order, at the front of `size` rows.
 
-    `index` says which token a row holds and `place` in which row a token is. Both are None where all tokens are active
-    and stay where they are.
+    `count [1]` is the number of active tokens. `index` says which token a row holds, and `place` in which row a token
+    is; both are None where all tokens are active and stay where they are.
     """
 
     size: int
@@ -91,7 +93,7 @@ class Compacted:
         return jnp.where(is_row.reshape(-1, *(1,) * (x.ndim - 1)), x[self.index], jnp.asarray(fill, x.dtype))
 
     def spread(self, rows: Array) -> Array:
-        """The inverse of `take`, `[N, ...]` from `rows [size, ...]`: 0 where a token is not active."""
+        """The inverse of `take`: `[N, ...]` from `rows [size, ...]`, 0 where a token is not active."""
         if self.place is None:
             return rows[: self.active.shape[0]]
         return jnp.where(self.active.reshape(-1, *(1,) * (rows.ndim - 1)), rows[self.place], 0)

@@ -1,10 +1,10 @@
-"""The softmax over a row of logits in parts: partials, their fold, values and gradients.
+"""The softmax of a row of logits, computed in parts: partial softmaxes, how two fold into one, values and gradients.
 
 Implementations that are written in JAX share these formulas; the kernels have their own.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class SoftmaxConfig:
-    """The static facts of a call on logits, whether they are given or computed."""
+    """The static facts of a call that takes the softmax of logits, be they given or computed."""
 
     vocab_size: int
     """Number of columns; those from `real_vocab_size` on are padding and count as logits of −inf."""
@@ -42,8 +42,10 @@ class Statistics(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The softmax over some columns, a row per token: the maximum, Σ e, the target's logit if it is among the columns,
-    and Σ e·(max − z), with e = exp(z − max).
+    """The softmax over some columns, float32 with one element per token.
+
+    With e = exp(z − max), total is Σ e and gap is Σ e·(max − z), or None where entropy was not asked for. target_logit
+    is 0 where the target is not among the columns.
     """
 
     max: Array
@@ -53,7 +55,7 @@ class Partial(NamedTuple):
 
 
 def zero_if_neg_inf(maximum: Array) -> Array:
-    """A maximum that may be subtracted: 0 where every logit is −inf."""
+    """The maximum, with 0 in the place of −inf: subtracting −inf from logits that are all −inf would give NaN."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
@@ -123,18 +125,18 @@ def values_of(config: SoftmaxConfig, statistics: Statistics) -> LinearLogp:
 
 
 def values_of_no_tokens(config: SoftmaxConfig, lead: tuple[int, ...]) -> LinearLogp:
-    """What is asked for, of a lead shape without tokens."""
+    """The values that are asked for, in a lead shape without tokens."""
     nothing = jnp.zeros(lead, jnp.float32)
     return LinearLogp(nothing, nothing if config.return_lse else None, nothing if config.return_entropy else None)
 
 
 def divided_by_temperature(x: Array, temperature: Array) -> Array:
-    """x / temperature, by the reciprocal: whether XLA divides or multiplies would depend on the surrounding program."""
+    """x · (1 / temperature): for a division, XLA would divide in some programs and multiply in others."""
     return rounded_product(x, lax.optimization_barrier(1 / temperature)[:, None])
 
 
 def gradient_bound(temperature: Array, upstream: LinearLogp) -> Array:
-    """A bound on |gradient of a logit| of each row. The entropy's share is |p·(z − Σ p·z)| <= 1/e + ln V < 14."""
+    """A bound on |gradient of a logit| in each row. The entropy's part of it is |p·(z − Σ p·z)| <= 1/e + ln V < 14."""
     return (
         sum(weight * jnp.abs(g) for weight, g in zip((1, 1, 14), upstream, strict=True) if g is not None) / temperature
     )
@@ -147,7 +149,7 @@ def fp16_scale(bound: Array) -> Array:
 
 
 def logits_of(
-    config: SoftmaxConfig, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: object
+    config: SoftmaxConfig, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: Any
 ) -> Array:
     """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`."""
     logits = products + bias
@@ -164,15 +166,15 @@ def product_gradients(
     bias: Array,
     tokens: Tokens,
     columns: Array,
-    real_columns: object,
+    real_columns: Any,
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Array:
     """The gradient with respect to `products` `[rows, columns]`; exactly 0 in inactive rows and in padding columns.
 
     With p = exp(z − lse) and upstream gradients g:
-      dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)),
-    and at the target −g_logp·expm1(logp) in the place of g_logp·(1 − p).
+      dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)).
+    At the target, −g_logp·expm1(logp) stands in the place of g_logp·(1 − p).
     """
     logits = logits_of(config, products, bias, tokens.temperature, columns, real_columns)
     centred = logits - statistics.max[:, None]

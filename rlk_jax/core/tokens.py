@@ -26,7 +26,9 @@ _ROWS_OUT_OF_RANGE = "row_indices contains an out-of-range row: expected [0, {la
 
 
 class LinearLogp(NamedTuple):
-    """What `linear_logp` and `logp` know of each token, float32 `[*lead]`; None where it was not asked for."""
+    """What `linear_logp` and `logp` return, float32 `[*lead]`: each token's log-probability, and ln Σ exp z and entropy
+    of its row of logits z; None for what was not asked for.
+    """
 
     logp: Array
     lse: Array | None
@@ -53,7 +55,7 @@ class Tokens(NamedTuple):
 
 
 def upstream_gradients(cotangents: LinearLogp, tokens: Tokens) -> LinearLogp:
-    """What a custom_vjp with symbolic zeros is given, as arrays: zeros for logp and None for other symbolic zeros."""
+    """The cotangents of a custom_vjp with symbolic zeros, as arrays: a symbolic one is zeros for logp, else None."""
     logp, *others = (None if isinstance(g, SymbolicZero) else g for g in cotangents)
     return LinearLogp(jnp.zeros_like(tokens.temperature) if logp is None else logp, *others)
 
@@ -69,7 +71,7 @@ def as_int32(ids: Any) -> Array:
 
 
 def active_mask(mask: Any) -> Array:
-    """Where a mask is not 0, as bool. NumPy masks are converted by NumPy: JAX would take 64 bits for 32."""
+    """Where a mask is not 0, as bool. NumPy masks are converted by NumPy: JAX would cut 64 bits to 32 first."""
     mask = mask if isinstance(mask, np.ndarray | np.generic) else jnp.asarray(mask)
     return jnp.asarray(mask.astype(bool))
 
@@ -81,7 +83,7 @@ def counted(ids: Any, ignore_index: int | None) -> Array:
 
 
 class _Findings(NamedTuple):
-    """What one fused pass over the tokens finds: tokens with bad ones marked, and `_fit` of ids and temperatures."""
+    """What one fused pass over the tokens finds: tokens with bad ones marked, and what `_fit` gives for each."""
 
     tokens: Tokens
     ids: Array
@@ -90,6 +92,7 @@ class _Findings(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="vocab_size")
 def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -> _Findings:
+    """Checks the tokens in one pass; those that do not count may hold anything."""
     temperature = jnp.broadcast_to(jnp.asarray(temperature).astype(jnp.float32), ids.shape).reshape(-1)
     # The barrier makes constants behave as arguments: XLA itself would divide by a constant, and round otherwise.
     temperature, ids = jax.lax.optimization_barrier(temperature), ids.reshape(-1)
@@ -106,7 +109,7 @@ def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -
 
 
 def _fit(x: Array, is_good: Array, counted: Any, limits: tuple[float, float]) -> Array:
-    """Whether all that counts is good, its least and its greatest, as `[3]` in the dtype of x for one read-back."""
+    """Whether all counted values are good, the least and the greatest one: `[3]` in x's dtype, for one read-back."""
     least, greatest = limits
     low = jnp.min(x, where=counted, initial=greatest)
     high = jnp.max(x, where=counted, initial=least)
@@ -125,8 +128,8 @@ def checked_tokens(
     """Flat tokens `[N]`, of which the `counted` ones are active.
 
     A row with a bad id or temperature gets temperature NaN, which poisons everything that the row reaches.
-    validate=True reads the values back once and raises ValueError; None does so where they can be read. Otherwise bad
-    rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
+    validate=True reads the values back once and raises ValueError for a bad one; None does so where they can be read.
+    Otherwise bad rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
     """
     found = _inspect(as_int32(ids), counted, temperature, vocab_size=vocab_size)
     out_of_range = _ACTIONS_OUT_OF_RANGE if name == "action_ids" else _IDS_OUT_OF_RANGE.replace("{name}", name)

@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 
 def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bool) -> Callable[[Any, Any], Any]:
-    """`function(shared, rows)` under vmap: one call on all rows of the batch while `shared` is not batched itself.
+    """`function(shared, rows)`, which under vmap is one call on all rows of the batch where `shared` is not batched.
 
     Every leaf of `rows` is `[N, ...]`. Where `shared` is batched, or an output is no row (a weight gradient per
     example), the batch elements run one after the other.
@@ -71,7 +71,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def equally_varying[Tree](tree: Tree) -> Tree:
-    """Inside shard_map: every leaf made to vary over each mesh axis that any of them varies over; else the tree itself.
+    """The tree, with every leaf made to vary over each mesh axis of a surrounding shard_map that any leaf varies over.
 
     Called outside the custom_vjp, it lets JAX sum the gradient of a replicated operand over the axes that the operand
     was made to vary over.
@@ -86,7 +86,7 @@ def equally_varying[Tree](tree: Tree) -> Tree:
 
 
 def varying_like[Tree](tree: Tree, like: jax.Array) -> Tree:
-    """Every leaf made to vary over the mesh axes of `like`. The start of a loop needs this: a carry keeps its type."""
+    """Every leaf made to vary over the mesh axes of `like`. The start of a loop needs it: carries keep their type."""
     return equally_varying((tree, like))[0]
 
 
@@ -115,7 +115,7 @@ def fusion_barrier[Tree](tree: Tree) -> Tree:
 
 
 def isolated[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, compiled apart from what surrounds it, with its results rounded to their own dtypes; outside jit too.
+    """`function`, compiled apart from what surrounds it, with its results rounded to their own dtypes, outside jit too.
 
     XLA otherwise joins a function with its neighbours, where it may skip a rounding to bfloat16 or divide by a
     reciprocal. Wrap elementwise functions in it, `isolated(jax.nn.silu)`, to use them in an invariant model. The
@@ -137,6 +137,7 @@ def _is_array(x: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _compiled_alone(function: Callable[..., Any], tree: Any, static: tuple[Any, ...], arrays: list[jax.Array]) -> Any:
+    """`function` between two barriers, on the arguments whose leaves are `arrays` where `static` has None."""
     following = iter(lax.optimization_barrier(arrays))
     # A leaf is never None, because None is part of the tree: so None marks the place of an array.
     args, kwargs = jax.tree.unflatten(tree, [next(following) if x is None else x for x in static])
@@ -161,7 +162,7 @@ def needs_gradient(primals: Any) -> tuple[jax.Array, ...]:
     """Which primals of a custom_vjp with symbolic zeros need a gradient, to be saved for `is_needed`.
 
     The answer is the length of an array, 1 or 0: it is static and belongs to this linearisation. JAX keeps one residual
-    tree for all linearisations of a jitted function, so a flag in the tree would be that of the last one.
+    tree for all linearisations of a jitted function, so a flag in the tree would be that of the last linearisation.
     """
     return tuple(jnp.zeros(int(x is not None and x.perturbed)) for x in primals)
 

@@ -1,7 +1,8 @@
 """The GRPO family of losses on per-token log-probs: pure functions, arrays in and arrays out.
 
 Arrays hold B sequences of T completion tokens; sequences of one prompt stand together. `completion_mask` is any array
-whose non-zero tokens are the active ones; all others give and receive exactly 0, whatever they hold, NaN included.
+whose non-zero tokens are the active ones; all other tokens give and receive exactly 0, whatever they hold, NaN
+included.
 """
 
 from rlk_jax.losses.advantages import expand_advantages, group_advantages

@@ -29,8 +29,8 @@ def group_advantages(
 ) -> Float[Array, "B"]:
     """Rewards normalised within each prompt's group, fp32 without gradient.
 
-    Groups stand together: all of `samples_per_prompt` sequences, or the g-th from `group_boundaries[g]` up to
-    `group_boundaries[g + 1]`, which are static integers.
+    The sequences of a group stand together. Each group has `samples_per_prompt` sequences, or group g has those from
+    `group_boundaries[g]` up to `group_boundaries[g + 1]`, which are static integers.
 
     | std | A_i, c_i = r_i − mean of the group |
     | --- | --- |
@@ -38,19 +38,20 @@ def group_advantages(
     | "sample" | c_i / (s + eps), s² = Σ c² / (size − 1); TRL's with eps=1e-4 |
     | "none" | c_i, as in Dr. GRPO |
 
-    Rewards count as float32, and are taken relative to their group's first before anything is summed, so that a large
-    common offset, as far as float32 tells rewards apart beside it, cancels exactly, and a group of equal rewards, or of
+    Rewards count as float32. A group's first reward is subtracted from all of them before anything is summed: a large
+    common offset cancels exactly, as far as float32 tells rewards apart beside it, and a group of equal rewards, or of
     one, has advantages of exactly 0.
 
-    Raises ValueError for both or neither kind of group, groups that do not cover the batch, and boundaries that are
-    traced.
+    Raises ValueError for rewards that are not `[B]` real numbers, both or neither of samples_per_prompt and
+    group_boundaries, a samples_per_prompt below 2, groups that do not cover the batch, boundaries that are traced,
+    an eps that is not positive and an unknown std.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783, section 3.2.
     """
     boundaries = checked_boundaries(rewards, samples_per_prompt, group_boundaries)
-    checks.positive("eps", eps)
+    checks.require_positive("eps", eps)
     checks.one_of("std", std, get_args(Std))
     if isinstance(rewards, np.ndarray | np.generic):
-        # JAX would take 64 bits for 32, and 64-bit integers would wrap.
+        # JAX would cut 64 bits to 32, and 64-bit integers would wrap.
         rewards = rewards.astype(np.float32)
     return advantages_of(whole_on_every_device(rewards), groups_of(boundaries), eps, std=std)
 
@@ -67,7 +68,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(boundaries: tuple[int, ...], padded: Callable[[int], int] = lambda n: n) -> Groups:
-    """Groups of the sequences from each boundary to the next, in arrays whose dimensions are `padded`.
+    """The groups of sequences from each boundary to the next, in arrays whose dimensions `padded` rounds up.
 
     No bit of an advantage depends on the padding.
     """
@@ -107,9 +108,9 @@ def advantages_of(rewards: Array, groups: Groups, eps: Array, *, std: Std = "pop
 def expand_advantages(
     advantages: Num[Array, "B"] | Num[Array, "B T"], completion_mask: Num[Array, "B T"] | Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """The advantage of every token, fp32 without gradient: its sequence's, or its own; exactly 0 where masked.
+    """The advantage of every token, fp32 without gradient, from one per sequence or per token; exactly 0 where masked.
 
-    Raises ValueError for a mask that is not [B, T], and advantages that are neither [B] nor [B, T].
+    Raises ValueError for a mask that is not [B, T], and advantages that are neither [B] nor [B, T] or no real numbers.
     """
     check_advantages(advantages, completion_mask)
     advantages = jnp.asarray(advantages)

@@ -1,20 +1,23 @@
-"""Static checks of the losses and their messages. They raise ValueError before anything runs."""
+"""Static checks of the losses and their messages.
+
+The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
+"""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlk_jax.core.checks import (
     FLOAT_DTYPES,
     as_array,
     check_mask_dtype,
+    holds_reals,
     is_concrete,
     is_integer,
     is_number,
-    not_negative,
     require,
+    require_not_negative,
     require_positive_integer,
 )
 
@@ -33,7 +36,7 @@ def check_dual_clip(x: float | None, upper: float) -> None:
 
 
 def check_constant_length(normaliser: str, max_completion_length: Any) -> None:
-    """The constant normaliser has the length that it counts, and no other has one."""
+    """max_completion_length is given with the constant normaliser, which counts it, and with no other."""
     require(
         (normaliser == "constant") == (max_completion_length is not None),
         "max_completion_length must be given with normaliser='constant' and with no other, got "
@@ -45,10 +48,7 @@ def check_constant_length(normaliser: str, max_completion_length: Any) -> None:
 
 def _require_real(name: str, x: Any) -> None:
     """x holds bools or real numbers."""
-    require(
-        any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool, jnp.integer, jnp.floating)),
-        f"{name} must be bool or real numbers, got {x.dtype}.",
-    )
+    require(holds_reals(x), f"{name} must be bool or real numbers, got {x.dtype}.")
 
 
 def _given_boundaries(num_sequences: int, group_boundaries: Any) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def check_policy_loss(
         "rollout_logps and importance_cap must be given together.",
     )
     if is_number(denominator):
-        not_negative("denominator", denominator)
+        require_not_negative("denominator", denominator)
     elif denominator is not None:
         denominator = as_array("denominator", denominator)
         require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")

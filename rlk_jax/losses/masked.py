@@ -12,9 +12,9 @@ from rlk_jax.losses.options import Normaliser
 
 
 def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[Array, "B T"]) -> Float[Array, "*lead"]:
-    """`Σ of values where mask / max(count, 1)`: the mean over all active tokens of the batch, 0 when there are none.
+    """`Σ values / max(count, 1)` over all active tokens of the batch, float32: their mean, or 0 where there are none.
 
-    Appended masked rows or columns change none of its bits.
+    Masked values may be anything. Appended masked rows or columns change no bit of the mean.
     """
     values, mask = whole_on_every_device((values, active_mask(mask)))
     return masked_sum(values, mask, "tokens") / jnp.maximum(masked_count(mask, "tokens"), 1.0)
@@ -23,13 +23,14 @@ def masked_mean(values: Num[Array, "*lead B T"], mask: Num[Array, "B T"] | Bool[
 def active_values(x: Array, mask: Array) -> Array:
     """x in fp32, exactly 0 where masked.
 
-    It must stand before any exp: a NaN there would come back through a later `where` as 0 · NaN.
+    Values are masked before any exp is taken of them: in the gradient of a later `where`, a NaN would come back as
+    0 · NaN.
     """
     return jnp.where(mask, x.astype(jnp.float32), 0.0)
 
 
 def masked_means(values: dict[str, Array | None], mask: Array) -> dict[str, Any]:
-    """`masked_mean` of all values that are not None, to the bit, in the few kernels of one mean."""
+    """`masked_mean` of every value that is not None, with the same bits, in no more kernels than one mean takes."""
     there = {name: x.astype(jnp.float32) for name, x in values.items() if x is not None}
     means = masked_mean(jnp.stack(list(there.values())), mask)
     return dict.fromkeys(values) | dict(zip(there, means, strict=True))

@@ -29,7 +29,7 @@ _USED_BY: dict[str, tuple[LossType, ...]] = {
     "sapo_temperature_pos": ("sapo",),
     "sapo_temperature_neg": ("sapo",),
 }
-"""The loss types that use each option which not all of them use."""
+"""The options that not every loss type uses, each with the loss types that use it."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class LossOptions:
 
     Attributes:
       loss_type: the objective of a token, and the normaliser when `normaliser` is None.
-      clip_eps, clip_eps_high: the clip range [1 − clip_eps, 1 + clip_eps_high]; None means clip_eps above, too.
+      clip_eps, clip_eps_high: the clip range [1 − clip_eps, 1 + clip_eps_high]; clip_eps_high None is clip_eps.
       dual_clip: where the advantage is negative, the ratio counts as at most this; None for no bound.
       cispo_ratio_cap: the largest ratio by which cispo weighs a token (the ratio itself, not its excess over 1).
-      sapo_temperature_pos, sapo_temperature_neg: sapo's gate has these, for positive advantages and for all others.
+      sapo_temperature_pos, sapo_temperature_neg: temperatures of sapo's gate, for positive advantages and all others.
       beta: weight of the KL to the reference; above 0 it requires `ref_logps`.
       kl_estimator: which estimate of that KL is used: `k1_kl`, `k2_kl` or `k3_kl`.
-      importance_cap: truncates the weights blockwise_exp(old − rollout); given together with `rollout_logps`.
+      importance_cap: truncates the importance weights exp(old − rollout); given together with `rollout_logps`.
       normaliser: "tokens" (mean over active tokens of the batch), "sequence_mean" (mean over sequences of their mean
         over tokens) or "constant" (sum over tokens / (sequences · max_completion_length)).
       max_completion_length: the length that the "constant" normaliser counts.
 
-    Raises ValueError for a value that cannot work, and for one other than its default that the loss type does not use.
+    Raises ValueError for a value that cannot work, and for a changed option that the loss type does not use.
     """
 
     loss_type: LossType = "dapo"
@@ -66,15 +66,15 @@ class LossOptions:
     max_completion_length: int | None = None
 
     def __post_init__(self) -> None:
-        checks.one_of("loss_type", self.loss_type, get_args(LossType))
-        checks.one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
-        checks.one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
+        checks.check_one_of("loss_type", self.loss_type, get_args(LossType))
+        checks.check_one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
+        checks.check_one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
         for name in ("clip_eps", "clip_eps_high", "beta"):
             if (value := getattr(self, name)) is not None:
-                checks.not_negative(name, value)
+                checks.require_not_negative(name, value)
         for name in ("dual_clip", "cispo_ratio_cap", "sapo_temperature_pos", "sapo_temperature_neg", "importance_cap"):
             if (value := getattr(self, name)) is not None:
-                checks.positive(name, value)
+                checks.require_positive(name, value)
         for name, users in _USED_BY.items():
             if self.loss_type not in users:
                 check_unused_option(self.loss_type, name, getattr(self, name), getattr(LossOptions, name))
@@ -83,16 +83,16 @@ class LossOptions:
 
     @property
     def upper_clip(self) -> float:
-        """The end of the clip range."""
+        """The upper end of the clip range."""
         return 1.0 + (self.clip_eps if self.clip_eps_high is None else self.clip_eps_high)
 
     @property
     def normalised_by(self) -> Normaliser:
-        """The normaliser in force."""
+        """The normaliser that was given, or else that of the loss type."""
         return self.normaliser or _NORMALISERS[self.loss_type]
 
 
 def check_loss_options(options: object) -> None:
-    """Raises ValueError unless the options are `LossOptions`: a dictionary of them, say, or None."""
+    """Raises ValueError unless the options are `LossOptions`, which a dictionary of options and None are not."""
     if not isinstance(options, LossOptions):
         raise ValueError(f"options must be LossOptions, got {type(options).__name__}.")

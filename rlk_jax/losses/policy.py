@@ -21,8 +21,8 @@ from rlk_jax.losses.options import LossOptions, check_loss_options
 class PolicyLoss(NamedTuple):
     """What `policy_loss` returns: fp32 scalars, of which only `loss` carries gradients.
 
-    Ratios are those that the loss is made of: one per token, and for gspo its sequence's. Fractions, means and extremes
-    are over active tokens, and 0 where there are none.
+    Ratios are those that the loss is computed from: a token's own, or under gspo its sequence's. Fractions, means and
+    extremes are over active tokens, and 0 where there are none.
     """
 
     loss: Float[Array, ""]
@@ -31,7 +31,7 @@ class PolicyLoss(NamedTuple):
     kl: Float[Array, ""]
     """The KL, normalised as the loss is; 0 without ref_logps."""
     denominator: Float[Array, ""]
-    """`loss_denominator` of these arrays, whatever the loss was divided by."""
+    """`loss_denominator` of this mask, whatever the loss was divided by."""
     clip_fraction: Float[Array, ""]
     """The fraction of tokens at which the objective is cut, by any of the three bounds below."""
     clip_fraction_low: Float[Array, ""]
@@ -59,7 +59,8 @@ def loss_denominator(
     | "sequence_mean" | sequences with an active token |
     | "constant" | sequences with an active token · max_completion_length |
 
-    Counts of micro-batches, or of data-parallel ranks, add up to that of the whole batch.
+    Counts of micro-batches, or of data-parallel ranks, add up to that of the whole batch. Raises ValueError for options
+    that are not `LossOptions`, and a mask that is not [B, T].
     """
     check_loss_options(options)
     check_completion_mask(completion_mask)
@@ -81,22 +82,23 @@ def policy_loss(
 ) -> PolicyLoss:
     """`loss = Σ(−w·J + beta·KL) / denominator` over active tokens; under "sequence_mean" Σ runs over sequences' means.
 
-    J is the objective of `options.loss_type` (docs/losses.md), ρ = blockwise_exp(logp − old); for the clipped losses
+    J is the objective of `options.loss_type` (docs/losses.md), ρ = exp(logp − old); for the clipped losses
 
         J = min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
 
     w = min(exp(old − rollout), importance_cap) is a constant, for every active token; 1 without `rollout_logps`.
 
-    `denominator` replaces `loss_denominator(completion_mask, options=options)`. Give the sum of those over
-    micro-batches or ranks, and the losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the
-    plain sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1; a traced one below 0 is NaN.
+    `denominator` replaces `loss_denominator(completion_mask, options=options)`. Where it is the sum of those over
+    micro-batches or ranks, losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the plain
+    sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1; a traced one below 0 gives NaN.
 
     All computing is fp32. Gradients go to `logp` only; at ρ = 1 and with ρ exactly on a bound of its range the gradient
-    is that of the unclipped objective. A batch with no active token, or none at all, has loss 0 and zero gradients.
+    is that of the unclipped objective. A batch without active tokens, or without tokens, has loss 0 and zero gradients.
     Appended masked rows or columns change no bit of any output.
 
     Raises ValueError for options that are not `LossOptions`, shapes that differ, dtypes other than bf16, fp16 and fp32,
-    beta > 0 without `ref_logps`, and one of `rollout_logps` and `options.importance_cap` without the other.
+    a denominator below 0, beta > 0 without `ref_logps`, and one of `rollout_logps` and `options.importance_cap` without
+    the other.
     """
     check_loss_options(options)
     tokens = _PerToken(logp, old_logps, ref_logps, rollout_logps, entropy)
@@ -122,11 +124,12 @@ class _PerToken(NamedTuple):
 def _policy_loss(
     tokens: _PerToken, advantages: Array, mask: Array, denominator: Array | None, options: LossOptions
 ) -> PolicyLoss:
+    """`policy_loss` of arrays that have been checked."""
     logp, *constants = jax.tree.map(lambda x: active_values(x, mask), tokens)
     old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
     advantages = expand_advantages(advantages, mask)
 
-    # Policy and KL have a logp each, behind barriers: no product of a gradient is fused into the sum of both.
+    # Policy and KL have a logp each, behind barriers, so that no product is fused into the sum of their gradients.
     logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
     log_ratio = logp - old_logps
     if options.loss_type == "gspo":
@@ -191,7 +194,7 @@ def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float
 
 
 def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> Array:
-    """blockwise_exp(log_ratio) cut to [lower, upper]. Its gradient is exp's inside and on the bounds, and 0 beyond."""
+    """exp(log_ratio) cut to [lower, upper]. Its gradient is exp's between and on the bounds, and 0 beyond them."""
     ratio = jax.lax.stop_gradient(blockwise_exp(log_ratio))
     beyond = (ratio < lower) | (ratio > upper)
     # A cut token's own log-ratio may overflow, and 0 · inf would be NaN: the exp under the gradient takes 0 there.
@@ -199,7 +202,7 @@ def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> 
 
 
 def _objective(logp: Array, ratio: Array, advantages: Array, options: LossOptions) -> Array:
-    """What a token wants to maximise, as a function of the ratio cut to `_ratio_range`."""
+    """What the loss maximises at each token, as a function of the ratio cut to `_ratio_range`."""
     if options.loss_type == "cispo":
         return jax.lax.stop_gradient(ratio) * advantages * logp
     if options.loss_type == "sapo":

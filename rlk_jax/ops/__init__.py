@@ -1,4 +1,4 @@
-"""The table of ops, a line each, and what can be asked of any of them. No module below this one lists ops."""
+"""The table of ops, a line each, and what can be asked of any op. No module below this one lists ops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 from rlk_jax.core import dispatch
 from rlk_jax.ops import linear_grpo_loss as composed
 from rlk_jax.ops.det_gemm import api as gemm
-from rlk_jax.ops.det_gemm.implementations import ROWS as GEMM_ROWS
+from rlk_jax.ops.det_gemm import implementations as gemm_implementations
 from rlk_jax.ops.linear_logp import api as head
-from rlk_jax.ops.linear_logp.implementations import ROWS as HEAD_ROWS
+from rlk_jax.ops.linear_logp import implementations as head_implementations
 from rlk_jax.ops.logits import api as logits
-from rlk_jax.ops.logits.implementations import ROWS as LOGITS_ROWS
+from rlk_jax.ops.logits import implementations as logits_implementations
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,26 @@ class Op:
     function: Callable[..., Any]
     describe: Callable[[Mapping[str, Any]], tuple[dispatch.CallFacts, str | None]]
     rows: Sequence[dispatch.Implementation]
-    """Empty for an op that is composed of another and runs on that one's implementations."""
+    """The implementations, fastest first; empty for an op that is composed of another one and runs on its."""
     numerics_version: int
     """A number that rises when the bits of an implementation that promises bits change."""
+    rows: Sequence[dispatch.Implementation] = ()
+    """Empty for an op that is composed of another and runs on that one's implementations."""
+    typical: dispatch.TypicalCall | None = None
+    """A call that `rlk doctor` speaks of; None for an op that is composed of another."""
 
+
+_HEAD = (head_implementations.ROWS, head_implementations.TYPICAL)
+_GEMM = (gemm_implementations.ROWS, gemm_implementations.TYPICAL)
+_LOGITS, _TYPICAL = logits_implementations.ROWS, logits_implementations.TYPICAL
 
 OPS = {
-    "linear_logp": Op(head.linear_logp, head.describe, HEAD_ROWS, 4),
-    "det_gemm": Op(gemm.det_gemm, gemm.describe, GEMM_ROWS, 1),
-    "logp": Op(logits.logp, logits.describe_logp, LOGITS_ROWS, 2),
-    "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, LOGITS_ROWS, 3),
-    "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, LOGITS_ROWS, 3),
-    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, (), 4),
+    "linear_logp": Op(head.linear_logp, head.describe, 4, *_HEAD),
+    "det_gemm": Op(gemm.det_gemm, gemm.describe, 1, *_GEMM),
+    "logp": Op(logits.logp, logits.describe_logp, 2, _LOGITS, _TYPICAL["logp"]),
+    "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS, _TYPICAL["ratio_kl"]),
+    "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS, _TYPICAL["grpo_loss"]),
+    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, 4),
 }
 
 dispatch.TABLE.update({name: op.rows for name, op in OPS.items() if op.rows})
@@ -42,6 +50,7 @@ numerics_version = {name: op.numerics_version for name, op in OPS.items() if op.
 
 
 def _described(op: str, *args: Any, **kwargs: Any) -> tuple[dispatch.CallFacts, str | None]:
+    """What the `describe` of an op gives for this call."""
     return OPS[op].describe(dispatch.bound_arguments(OPS[op].function, *args, **kwargs))
 
 
@@ -56,8 +65,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
 
 
 def promising(op: str, *args: Any, **kwargs: Any) -> str:
-    """The fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`, or the one it names.
+    """The name of the fastest implementation that promises bits for the call `rlk_jax.<op>(*args, **kwargs)`.
 
-    Raises ValueError where the named one promises none.
+    A call that names an implementation gets that one. Raises ValueError where it promises no bits.
     """
     return dispatch.first_promising(*_described(op, *args, **kwargs))

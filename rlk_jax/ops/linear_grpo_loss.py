@@ -51,8 +51,8 @@ def linear_grpo_loss(
         target. Masked rows may hold anything, NaN included.
       lm_head_weight, bias: as in `linear_logp`.
       target_ids: `[B, T]`, the tokens taken; at masked tokens they may be anything.
-      old_logps: `[B, T]`, their log-probabilities when they were sampled.
-      ref_logps: `[B, T]`, the same of the reference model; None without one, or beside ref_hidden.
+      old_logps: `[B, T]`, log-probabilities of the taken tokens when they were sampled.
+      ref_logps: `[B, T]`, their log-probabilities under a reference model; None without one, or beside ref_hidden.
       advantages: one for every sequence `[B]` or token `[B, T]`.
       completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
       ref_hidden, ref_weight: hidden states and head of a frozen reference model, instead of ref_logps. That head has no
@@ -70,9 +70,10 @@ def linear_grpo_loss(
         `ignore_index`, one of ref_hidden and ref_weight without the other, both beside ref_logps or a bias.
 
     Gradients flow to hidden, lm_head_weight and bias: those of `linear_logp` followed by `policy_loss`, to the bit.
-    Within `memory_budget` the forward keeps exponentials, whose products the backward is spared (docs/linear_logp.md).
+    Within `memory_budget` the forward keeps exponentials, so that the backward repeats fewer products
+    (docs/linear_logp.md).
 
-    Same bits: what `linear_logp` and `policy_loss` promise.
+    Same bits: those that `linear_logp` and `policy_loss` promise.
 
     Source: DeepSeekMath, arXiv 2402.03300; the losses of docs/losses.md.
     """
@@ -93,7 +94,7 @@ def linear_grpo_loss(
     )
     mask = active_mask(completion_mask)
     ids = as_int32(target_ids)
-    # An active id may happen to be the one by which tokens are left out: it must stay a wrong one.
+    # An active id of −100 is out of range and must stay so: it must not leave its token out.
     ids = jnp.where(mask, jnp.where(ids == _MASKED, _OUT_OF_RANGE, ids), _MASKED)
     head["ignore_index"] = _MASKED
     found = linear_logp(
@@ -106,7 +107,7 @@ def linear_grpo_loss(
         **head,
     )
     if ref_hidden is not None and ref_weight is not None:
-        # They are constants: a forward that a backward follows would keep exponentials for it.
+        # As constants they get no backward, for which their forward would keep exponentials.
         frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
         ref_logps = linear_logp(*frozen, ids, **head)
     return policy_loss(
@@ -142,13 +143,13 @@ def _check(
     reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
     _check_reference(logps["ref_logps"], ref_hidden, ref_weight, **reference)
     _check_targets(target_ids, completion_mask, head.get("ignore_index"))
-    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are yet to come
+    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are not computed yet
     check_policy_loss(logps, completion_mask, denominator, beta=beta, importance_cap=options.importance_cap)
     check_advantages(advantages, completion_mask)
 
 
 def _check_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> None:
-    """There is a target for each token of the mask, which alone says what is left out."""
+    """There is a target for each token of the mask, and no ignore_index: the mask alone says what is left out."""
     ids, shape = as_array("target_ids", target_ids), check_completion_mask(mask)
     require(ids.shape == shape, f"target_ids shape {ids.shape} does not match completion_mask shape {shape}.")
     require(jnp.issubdtype(ids.dtype, jnp.integer), f"target_ids must be integers, got {ids.dtype}.")
@@ -184,7 +185,7 @@ def _check_reference(logps: Any, hidden: Any, weight: Any, *, bias: Any, mask: A
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """What dispatch sees of the call of `linear_logp` that these arguments make, and the implementation it names."""
+    """`describe` of the call of `linear_logp` that these arguments, which are checked, lead to."""
     given = dict(arguments)
     hidden, return_entropy = given.pop("hidden"), given.pop("return_entropy")
     _check(**given)

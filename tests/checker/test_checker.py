@@ -25,7 +25,7 @@ from rlk_jax.checker.op_spec import OpSpec, Output
 from rlk_jax.checker.options import DTYPES
 from rlk_jax.checker.runner import Checks, compare, run_operator_suite
 from rlk_jax.checker.specs import SPECS
-from tests.support import planted
+from tests.support import helpers, planted
 
 ROOT = pathlib.Path(__file__).parents[2]
 LINE = re.compile(
@@ -77,6 +77,12 @@ def test_a_planted_bug_is_caught_by_the_check_that_the_docs_name(bug):
     assert check in failed(checked(fn, op, mode, dtype, **EVERYTHING))
     page = (ROOT / "docs" / "checker.md").read_text()
     assert f"| {bug} | {op} | `{mode}` | `{check}` |" in page
+
+
+# assert_op makes the checks of the test above; one of values and one of bits show that it raises what they find.
+@helpers.cover("bug", [(x,) for x in PLANTED], lambda bug: bug in ("off by one target", "N-dependent split"))
+def test_assert_op_raises_for_a_planted_bug(bug):
+    op, fn, dtype, mode, _ = PLANTED[bug]
     with pytest.raises(AssertionError, match="passed=False"):
         assert_op(fn, op=op, dtype=dtype, modes=[mode], check_invariance=True, sizes=Sizes())
 
@@ -211,10 +217,16 @@ def _adds_in_place(logits, token_ids):
     return torch_logp(logits.add_(1), token_ids)
 
 
-def test_torch_functions_and_what_they_do_wrong():
-    torch_candidate = functools.partial(of_function, name="mine", arrays="torch")
-    for dtype, mode in [*(("fp32", mode) for mode in SPECS["logp"].modes), ("bf16", "random"), ("fp16", "random")]:
+torch_candidate = functools.partial(of_function, name="mine", arrays="torch")
+
+
+@helpers.cover("dtype", [(x,) for x in DTYPES], lambda dtype: dtype == "bf16")  # all are sent to torch by one function
+def test_torch_functions(dtype):
+    for mode in SPECS["logp"].modes:
         assert not failed(checked(torch_candidate(torch_logp), "logp", mode, dtype, gradients=True))
+
+
+def test_what_torch_functions_do_wrong():
     detached = torch_candidate(lambda *x: torch_logp(*x).detach())
     case = checked(detached, "logp", gradients=True)
     assert [x.message for x in case.outputs if not x.passed] == ["the gradient is None"]
@@ -290,9 +302,11 @@ def test_assert_op_takes_the_first_dtype_of_the_op():
     assert_op(planted.logp, op="logp", modes=["random"], dtype="float32", sizes=Sizes(vocab=70))
 
 
+@pytest.mark.full
 def test_assert_op_works_where_assert_does_not():
+    """In `make test` its message, which no assert would have, shows that assert_op raises by itself."""
     code = (
-        "from rlk_jax.checker import Sizes, assert_op\nfrom tests import planted\n"
+        "from rlk_jax.checker import Sizes, assert_op\nfrom tests.support import planted\n"
         "assert_op(planted.off_by_one_target, op='logp', modes=['random'], check_grad=False, sizes=Sizes())"
     )
     found = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -537,20 +551,28 @@ def test_list(capsys):
     assert list(found) == list(SPECS) and found["det_gemm"]["candidates"] == ["deterministic", "reference", "bridge"]
 
 
-def test_everything_is_green_and_its_page_stands_alone(tmp_path, capsys):
-    """What takes less than three minutes on two cores, by the seconds that the command prints and this test repeats."""
+# Every op takes float16, in which gradients are scaled, and the second sizes are left out there. The other tests of
+# `make test` compare the ops with float64 at other sizes, in float32 and, with all options, in bfloat16.
+@helpers.cover("dtype", [("fp16",), ("every dtype",)], lambda dtype: dtype == "fp16")
+def test_everything_is_green_and_its_page_stands_alone(dtype, tmp_path, capsys):
+    """Every dtype takes less than three minutes on two cores, by the seconds that the command prints and this test
+    repeats.
+    """
     page = tmp_path / "report.html"
-    assert cli.main(["check", "--all", "--check-grad", "--check-invariance", "--report", str(page)]) == 0
+    given = ["--all", "--check-grad", "--check-invariance"]
+    given += ["--dtype", dtype] if dtype in DTYPES else []
+    assert cli.main(["check", *given, "--report", str(page)]) == 0
     printed = capsys.readouterr().out
     for op, spec in SPECS.items():
         rows = [line for line in printed.splitlines() if re.match(rf"\W*{op} ", line)]
-        assert len(rows) == (3 if op == "det_gemm" else 4) * len(spec.dtypes)
+        dtypes = 1 if dtype in DTYPES else len(spec.dtypes)
+        assert len(rows) == (3 if op == "det_gemm" else 4) * dtypes
         assert all("PASS" in row for row in rows)
-        assert sum(" checked " in row for row in rows) >= len(spec.dtypes)
+        assert sum(" checked " in row for row in rows) >= dtypes
     last = printed.splitlines()[-1]
     assert re.fullmatch(r"(\d+)/\1 checks passed in \d+ s", last)
     with capsys.disabled():
-        print(f"\nrlk check --all --check-grad --check-invariance: {last}")
+        print(f"\nrlk check {' '.join(given)}: {last}")
     text = page.read_text()
     assert "<svg" in text and 'class="pass">PASS' in text and "FAIL" not in text
     assert not re.search(r"\b(?:src|href)=|url\(|@import|<script", text)

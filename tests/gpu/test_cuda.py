@@ -30,7 +30,7 @@ SMALL = Case("small", (300,), 192, 5000, bias=True)
 @every_dtype
 @pytest.mark.parametrize("case", [*helpers.OPTION_CASES, *SHAPES, BITS], ids=str)
 def test_the_bits_of_mosaic(case, dtype):
-    """Of all but the entropy, in whose sums the compiler of Mosaic's kernels chooses what to fuse."""
+    """All bits but those of the entropy: in its sums the compiler of Mosaic's kernels chooses what to fuse."""
     problem = helpers.make(case, dtype)
     ours, theirs = (problem.call(case, name) for name in ("cuda", "mosaic"))
     assert_same_bits((ours.logp, ours.lse), (theirs.logp, theirs.lse))
@@ -85,7 +85,7 @@ def test_no_other_kernels_run():
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_nan_stays_nan(softcap):
-    """Of a row of hidden in that row, of a row of the head everywhere; elsewhere bits are as without it."""
+    """NaN in a row of hidden reaches that row, NaN in a row of the head reaches all; other bits are as without it."""
     case = helpers.with_options(SMALL, logit_softcap=softcap, return_entropy=False)
     problem = helpers.make(case, jnp.bfloat16)
     clean = problem.call(case, "cuda").logp
@@ -166,7 +166,7 @@ def test_a_thousand_runs_have_the_same_bits_and_leak_nothing():
 
 
 def test_threads():
-    """Of few and of many tokens: other tiles of the same kernels, and other amounts of shared memory."""
+    """Few and many tokens take other tiles of the same kernels, and other amounts of shared memory."""
     problems = [helpers.make(dataclasses.replace(SMALL, lead=(n,)), jnp.bfloat16) for n in (5, 300, 100, 20)]
 
     @jax.jit

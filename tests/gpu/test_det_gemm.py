@@ -92,7 +92,7 @@ def test_run_to_run(kernels, name):
     "cuts", [(64,), (2048,), (4032,), (64, 1984, 3008), tuple(range(576, 4032, 576))], ids=lambda cuts: f"{len(cuts)}"
 )
 def test_sums_in_parts(kernels, cuts, transpose_b, dtype):
-    """Of K for C and of rows for dB, both 4096 + 30 long."""
+    """K is cut for C and rows are cut for dB; both are 4096 + 30 long."""
     gemm.check_cuts(Case("sum", 4126, 4126, 520, transpose_b), dtype, kernels, cuts)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax import nn
+from rlk_jax.core.fixed_order import sum_rows_by_id
 from tests.support.helpers import assert_same_bits
 
 
@@ -16,4 +17,4 @@ def test_the_gradient_of_embed_is_added_up_in_one_order():
     for again in found[1:]:
         assert_same_bits(again, found[0])
     cpu = jax.device_put((ids.reshape(-1), upstream.reshape(-1, 64)), jax.devices("cpu")[0])
-    assert_same_bits(found[0], nn.rows_added_up(*cpu, 60))
+    assert_same_bits(found[0], sum_rows_by_id(*cpu, 60))

@@ -192,16 +192,28 @@ def assert_equals_gold(tokens: Tokens, options: LossOptions, clip: dict, normali
 LOSSES = [(name, clip) for name in CLIPPED for clip in CLIPS] + [("cispo", "symmetric"), ("sapo", "symmetric")]
 
 
-@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-@pytest.mark.parametrize(("loss_type", "clip"), LOSSES)
+def is_in_make_test(loss_type, clip, kl):
+    """Every loss, clip and KL once: the clipped losses differ in their normalisers, and gspo in its ratio."""
+    return (loss_type, clip, kl) in {
+        *(("dapo", "symmetric", "k1"), ("dapo", "asymmetric", "k2"), ("gspo", "dual", "k3")),
+        *(("grpo", "dual", "k1"), ("dr_grpo", "asymmetric", "k3"), ("bnpo", "symmetric", "k2")),
+        *(("cispo", "symmetric", "k3"), ("sapo", "symmetric", "k2")),
+    }
+
+
+@helpers.cover("loss_type, clip, kl", [(*loss, kl) for loss in LOSSES for kl in ("k1", "k2", "k3")], is_in_make_test)
 def test_loss_gradient_and_metrics_equal_the_definition(loss_type, clip, kl):
     changes = CLIPS[clip] if loss_type in CLIPPED else {}
     options = options_of(loss_type, beta=0.3, kl_estimator=kl, importance_cap=1.2, **changes)
     assert_equals_gold(make_tokens(), options, CLIPS[clip], DEFAULT_NORMALISERS[loss_type])
 
 
-@pytest.mark.parametrize("normaliser", ["tokens", "sequence_mean", "constant"])
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo"])
+# Each normaliser with an objective whose own it is not.
+@helpers.cover(
+    "loss_type, normaliser",
+    itertools.product(["dapo", "gspo", "cispo"], ["tokens", "sequence_mean", "constant"]),
+    lambda *x: x in (("dapo", "constant"), ("gspo", "tokens"), ("cispo", "sequence_mean")),
+)
 def test_every_normaliser_goes_with_every_objective(loss_type, normaliser):
     options = options_of(loss_type, normaliser=normaliser)
     assert_equals_gold(one_sign(make_tokens(1)), options, CLIPS["symmetric"], normaliser)
@@ -231,8 +243,11 @@ def test_random_batches_equal_the_definition(seed):
     helpers.assert_within_contract(gradient, gold, "grpo_losses", jnp.float32, "gradient")
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "normaliser"), [*(("dapo", x) for x in ("tokens", "sequence_mean", "constant")), ("gspo", None)]
+# A token's own share is that of any loss with its normaliser.
+@helpers.cover(
+    "loss_type, normaliser",
+    [*(("dapo", x) for x in ("tokens", "sequence_mean", "constant")), ("gspo", None)],
+    lambda *x: x in (("dapo", "constant"), ("gspo", None)),
 )
 def test_sums_and_denominators_of_unequal_micro_batches_give_the_whole_loss(loss_type, normaliser):
     tokens = one_sign(make_tokens(4, batch=7))
@@ -282,25 +297,38 @@ def test_vmap_is_one_loss_for_each_element():
                 helpers.assert_within_contract(actual[i], expected, "grpo_losses", jnp.float32, "forward")
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "run"),
-    [*((name, _value_and_grad) for name in DEFAULT_NORMALISERS), ("dapo", value_and_grad), ("gspo", value_and_grad)],
+# Sums over tokens, over sequences' means and over a sequence's ratio; objectives are elementwise.
+@helpers.cover(
+    "loss_type, jitted, seed, cap",
+    [
+        (*x, *y)
+        for x in [
+            *((name, "jitted") for name in DEFAULT_NORMALISERS),
+            *(("dapo", "not jitted"), ("gspo", "not jitted")),
+        ]
+        for y in ((6, 1.2), (0, None))
+    ],
+    lambda *x: x in (("sapo", "jitted", 6, 1.2), ("gspo", "jitted", 0, None), ("dapo", "not jitted", 6, 1.2)),
 )
-def test_padding_changes_no_bit_of_outputs_and_gradients(loss_type, run):
-    for seed, cap in ((6, 1.2), (0, None)):
-        options = options_of(loss_type, beta=0.07, importance_cap=cap)
-        tokens = make_tokens(seed, batch=5, length=6)
-        expected, gradient = run(tokens.logp, tokens, None, options)
-        for rows, columns in ((0, 1), (11, 27)):
-            padded = tokens.padded(rows, columns, np.nan)
-            actual, wide = run(padded.logp, padded, None, options)
-            helpers.assert_same_bits(actual, expected)
-            helpers.assert_same_bits(wide[:5, :6], gradient)
-            assert np.count_nonzero(wide) == np.count_nonzero(gradient)
+def test_padding_changes_no_bit_of_outputs_and_gradients(loss_type, jitted, seed, cap):
+    run = _value_and_grad if jitted == "jitted" else value_and_grad
+    options = options_of(loss_type, beta=0.07, importance_cap=cap)
+    tokens = make_tokens(seed, batch=5, length=6)
+    expected, gradient = run(tokens.logp, tokens, None, options)
+    for rows, columns in ((0, 1), (11, 27)):
+        padded = tokens.padded(rows, columns, np.nan)
+        actual, wide = run(padded.logp, padded, None, options)
+        helpers.assert_same_bits(actual, expected)
+        helpers.assert_same_bits(wide[:5, :6], gradient)
+        assert np.count_nonzero(wide) == np.count_nonzero(gradient)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
-@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "cispo", "sapo"])
+# What a masked token holds is replaced before any loss sees it.
+@helpers.cover(
+    "loss_type, poison",
+    itertools.product(["dapo", "gspo", "cispo", "sapo"], [np.nan, np.inf, -np.inf, 1e30]),
+    lambda loss_type, poison: loss_type == "gspo" or (np.isnan(poison) and loss_type == "dapo"),
+)
 def test_masked_tokens_leak_nothing(loss_type, poison):
     tokens = make_tokens(7)
     options = options_of(loss_type, beta=0.3, importance_cap=1.2)
@@ -313,8 +341,12 @@ def test_masked_tokens_leak_nothing(loss_type, poison):
     assert not np.any(np.asarray(actual[1])[~tokens.mask])
 
 
-@pytest.mark.parametrize("loss_type", DEFAULT_NORMALISERS)
-@pytest.mark.parametrize("shape", [(6, 5), (6, 0), (0, 5), (0, 0)])
+# Each normaliser, each shape.
+@helpers.cover(
+    "shape, loss_type",
+    itertools.product([(6, 5), (6, 0), (0, 5), (0, 0)], DEFAULT_NORMALISERS),
+    lambda *x: x in (((6, 5), "dapo"), ((6, 0), "gspo"), ((0, 5), "dr_grpo"), ((0, 0), "sapo")),
+)
 def test_a_batch_without_active_tokens_is_zero_with_zero_gradient(loss_type, shape):
     full = make_tokens()
     tokens = Tokens(*(x[: shape[0], : shape[1]] if x.ndim == 2 else x[: shape[0]] for x in full))
@@ -360,8 +392,12 @@ def test_a_ratio_exactly_on_a_bound_has_the_whole_unclipped_gradient(loss_type, 
     assert one_token(beyond, advantage, options)[1] == 0
 
 
-@pytest.mark.parametrize("loss_type", DEFAULT_NORMALISERS)
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
+# The clipped losses share their objective.
+@helpers.cover(
+    "advantage, loss_type",
+    itertools.product([1.0, -1.0], DEFAULT_NORMALISERS),
+    lambda advantage, loss_type: loss_type in ("dapo", "gspo", "cispo", "sapo"),
+)
 def test_at_ratio_one_the_gradient_is_the_advantage(loss_type, advantage):
     changes = {"normaliser": "tokens"}
     if loss_type in CLIPPED:
@@ -515,8 +551,12 @@ def test_constant_group_is_exactly_zero(reward, samples):
     assert not np.any(group_advantages(np.full(2 * samples, reward, np.float32), samples_per_prompt=samples))
 
 
-@pytest.mark.parametrize("std", ["population", "sample", "none"])
-@pytest.mark.parametrize("kind", [list, tuple, np.array, jnp.array])
+# Boundaries are made a tuple first.
+@helpers.cover(
+    "kind, std",
+    itertools.product([list, tuple, np.array, jnp.array], ["population", "sample", "none"]),
+    lambda *x: x in ((list, "population"), (tuple, "none"), (np.array, "sample"), (jnp.array, "population")),
+)
 def test_groups_of_unequal_sizes(kind, std):
     rewards = np.array([1, 3, 10, 20, 30, 7], np.float32)
     boundaries = [0, 2, 5, 6]
@@ -526,8 +566,12 @@ def test_groups_of_unequal_sizes(kind, std):
     helpers.assert_same_bits(advantages[5], np.float32(0))  # a group of one
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 9])
-@pytest.mark.parametrize("std", ["population", "sample", "none"])
+# Sums of one vector, of more and of fewer numbers; all three use the same sums.
+@helpers.cover(
+    "std, size",
+    itertools.product(["population", "sample", "none"], [2, 3, 5, 8, 9]),
+    lambda *x: x in (("population", 5), ("population", 9), ("sample", 8)),
+)
 def test_a_group_keeps_its_bits_beside_others(size, std):
     rewards = np.random.default_rng(8).normal(size=(20, size)).astype(np.float32)
     whole = group_advantages(rewards.reshape(-1), samples_per_prompt=size, std=std).reshape(rewards.shape)
@@ -545,7 +589,7 @@ def test_advantages_take_no_gradient_and_any_real_rewards():
     gradient = jax.grad(lambda x: group_advantages(x, samples_per_prompt=2)[0])(rewards.astype(np.float32))
     assert not np.any(gradient)
     assert group_advantages(np.zeros(0, np.float32), samples_per_prompt=4).shape == (0,)
-    # Of 64 bits, which JAX would wrap.
+    # These have 64 bits, which JAX would wrap.
     wide = group_advantages(np.array([2**32, 0], np.int64), samples_per_prompt=2)
     helpers.assert_same_bits(wide, group_advantages(np.array([2.0**32, 0]), samples_per_prompt=2))
     assert wide.tolist() == [1, -1]

@@ -3,6 +3,7 @@ input.
 """
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from rlk_jax import linear_logp
 from rlk_jax.checker import gold
 from rlk_jax.grpo import LossOptions
 from rlk_jax.ops.linear_logp import autodiff
-from tests.support import policy_losses
+from tests.support import helpers, policy_losses
 from tests.support.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch, gradients, gradients_of_batch
 
@@ -32,7 +33,6 @@ LOSSES = {
     "cispo": LossOptions(loss_type="cispo", cispo_ratio_cap=1.1),
     "sapo": LossOptions(loss_type="sapo"),
 }
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 @functools.cache
@@ -40,7 +40,8 @@ def batch(dtype: Any = jnp.float32) -> Batch:
     return policy_losses.batch(LEAD, DIM, VOCAB, dtype)
 
 
-@pytest.mark.parametrize(**IN_FEW_DTYPES)
+# linear_logp has its own tests against float64, in every implementation.
+@helpers.cover("implementation, dtype", IN_FEW_DTYPES, lambda *x: x in (("xla", jnp.float32), ("xla", jnp.bfloat16)))
 def test_against_float64(implementation, dtype):
     b = batch(dtype)
     hidden, weight = (np.asarray(x, np.float64) for x in (b.hidden, b.weight))
@@ -77,12 +78,14 @@ def test_explain_says_what_linear_logp_runs():
         rlk_jax.explain("linear_grpo_loss", *given[:6], b.mask[:1])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("reference", ["none", "logps", "model"])
+# How arrays are laid depends on the reference and on whether ratios are of a token or a sequence: one of each.
+@helpers.cover(
+    "reference, name",
+    [(x, name) for x in ("none", "logps", "model") for name in LOSSES if x != "none" or not LOSSES[name].beta],
+    lambda *x: x in (("logps", "dapo"), ("model", "gspo")),
+)
 def test_explicit_mesh_axes(name, reference):
-    """Of `jax.make_mesh`: tokens over data, the head over tensor; as on one device."""
-    if reference == "none" and LOSSES[name].beta:
-        pytest.skip("this loss has a reference")
+    """On axes of `jax.make_mesh`, tokens over data and the head over tensor, the values are those of one device."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))
     # A vocabulary that can be cut in two.
     b = policy_losses.batch(LEAD, DIM, 304, jnp.float32)
@@ -110,8 +113,11 @@ def test_explicit_mesh_axes(name, reference):
         assert_within_contract(actual, gold_value, "linear_logp", jnp.float32, "gradient")
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"), [(x, "xla") for x in LOSSES] + [("dapo", x) for x in IMPLEMENTATIONS if x != "xla"]
+# The losses are policy_loss's own; whether a program keeps them apart from the head shows in either.
+@helpers.cover(
+    "name, implementation",
+    [(x, "xla") for x in LOSSES] + [("dapo", x) for x in IMPLEMENTATIONS if x != "xla"],
+    lambda *x: x in (("gspo", "xla"), ("dapo", "deterministic")),
 )
 def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
     b, options = batch(), LOSSES[name]
@@ -123,8 +129,12 @@ def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
     assert_same_bits(one, two)
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.float32])
-@pytest.mark.parametrize("name", LOSSES)
+# Masks are made bool first; a loss over tokens and one over sequences.
+@helpers.cover(
+    "name, dtype",
+    itertools.product(LOSSES, [bool, jnp.int8, jnp.float32]),
+    lambda *x: x in (("dapo", jnp.int8), ("gspo", jnp.float32)),
+)
 def test_strict_jax_modes(name, dtype):
     b = batch()._replace(mask=batch().mask.astype(dtype))
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
@@ -180,7 +190,7 @@ def test_a_reference_that_is_differentiated_too_keeps_nothing_for_a_backward(mon
     assert kept.count(True) == 1 and len(kept) > 1
 
 
-@pytest.mark.parametrize("loss", ["dapo", "gspo"])
+@helpers.cover("loss", [("dapo",), ("gspo",)], lambda loss: loss == "dapo")  # the loss comes after the head's last rank
 def test_shards_of_the_vocabulary(loss):
     """Inside shard_map: the bits of a whole head."""
     b = batch()._replace(weight=jnp.pad(batch().weight, ((0, 20), (0, 0))))
@@ -196,11 +206,13 @@ def test_shards_of_the_vocabulary(loss):
     assert_same_bits(found, gradients(lambda h, w: b._replace(hidden=h, weight=w).loss(**head), b.hidden, b.weight))
 
 
-def test_an_outer_scale_scales_gradients():
+# A power of two scales the sums of any order.
+@helpers.cover("implementation", [("deterministic",), ("xla",)], lambda implementation: implementation == "xla")
+def test_an_outer_scale_scales_gradients(implementation):
     b = batch()
 
     def loss(b, scale):
-        found = b.loss(options=LOSSES["dapo"], implementation="deterministic")
+        found = b.loss(options=LOSSES["dapo"], implementation=implementation)
         return found._replace(loss=scale * found.loss)
 
     one, eight = (gradients_of_batch(loss, b, scale=scale)[1] for scale in (1.0, 8.0))
@@ -218,7 +230,11 @@ def test_micro_batches_add_up():
     assert_within_contract(sum(halves), whole, "grpo_loss", jnp.float32, "forward")
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int16])
+# linear_logp's own tests have every integer dtype.
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.uint8, pytest.param(jnp.uint32, marks=pytest.mark.full), pytest.param(jnp.int16, marks=pytest.mark.full)],
+)
 def test_targets_of_any_integer_dtype(dtype):
     b = batch()
     b = b._replace(target_ids=b.target_ids % 200)

@@ -1,13 +1,14 @@
 """What the tests share: raw bits, checks against the contract, random problems and their independent float64 gold."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rlk_jax import LinearLogp, linear_logp
 from rlk_jax.checker import relative_norm, tolerance
@@ -20,20 +21,46 @@ IMPLEMENTATIONS = ("xla", "deterministic", "reference")
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-IN_FEW_DTYPES: dict[str, Any] = {
-    "argnames": ("implementation", "dtype"),
-    "argvalues": [*((x, jnp.float32) for x in IMPLEMENTATIONS), ("xla", jnp.bfloat16), ("deterministic", jnp.float16)],
-    "ids": [*(f"{x}-float32" for x in IMPLEMENTATIONS), "xla-bfloat16", "deterministic-float16"],
-}
-"""What to parametrize by where an op does the same with a dtype in every implementation."""
+IN_FEW_DTYPES = [*((x, jnp.float32) for x in IMPLEMENTATIONS), ("xla", jnp.bfloat16), ("deterministic", jnp.float16)]
+"""(implementation, dtype) where an op does the same with a dtype in every implementation."""
 
 
-def in_dtypes(cases: Sequence[Any]) -> dict[str, Any]:
-    """What to parametrize by: all cases in float32, and those of no option and of all together in every dtype."""
+def in_dtypes(cases: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(case, dtype): all cases in float32, and those of no option and of all together in every dtype."""
     every = ("plain", "everything")
-    pairs = [(case, dtype) for case in cases for dtype in DTYPES if dtype == jnp.float32 or case.name in every]
-    ids = [f"{case}-{np.dtype(dtype).name}" for case, dtype in pairs]
-    return {"argnames": ("case", "dtype"), "argvalues": pairs, "ids": ids}
+    return [(case, dtype) for case in cases for dtype in DTYPES if dtype == jnp.float32 or case.name in every]
+
+
+def cover(argnames: str, values: Iterable[tuple[Any, ...]], in_make_test: Callable[..., bool]) -> pytest.MarkDecorator:
+    """Parametrizes by all values; those that `in_make_test` does not take run in make test-full only."""
+    params = [
+        pytest.param(*x, id="-".join(map(_id_of, x)), marks=() if in_make_test(*x) else pytest.mark.full)
+        for x in values
+    ]
+    return pytest.mark.parametrize(argnames, params)
+
+
+def _id_of(x: Any) -> str:
+    return np.dtype(x).name if x in DTYPES else str(x)
+
+
+def implementations(*in_make_test: str) -> pytest.MarkDecorator:
+    """Parametrizes by every implementation; those that are not named here run in make test-full only."""
+    return cover("implementation", [(x,) for x in IMPLEMENTATIONS], lambda x: x in in_make_test)
+
+
+def bad_inputs(bad: dict[str, Any]) -> pytest.MarkDecorator:
+    """Parametrizes by the names of bad inputs and by every implementation, None first.
+
+    The checks come before the choice of an implementation: in `make test` every message stands once, each with the next
+    implementation.
+    """
+    asked_for, names = (None, *IMPLEMENTATIONS), list(bad)
+    return cover(
+        "what, implementation",
+        [(name, x) for name in names for x in asked_for],
+        lambda name, x: asked_for.index(x) == names.index(name) % len(asked_for),
+    )
 
 
 def bits(x: Any) -> np.ndarray:

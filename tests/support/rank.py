@@ -68,11 +68,13 @@ def hashes(problem: helpers.Problem, mesh: Mesh, **changes) -> dict[str, str]:
 
 
 def cut_tokens(problem: helpers.Problem, is_last: bool) -> str:
-    """sha256 of logp on a 2 x 2 mesh. Ids are cut over its data axis, and every process has all temperatures."""
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("data", "tp"))
+    """sha256 of logp on a mesh of 2 x half of the processes. Ids are cut over its data axis, and every process has all
+    temperatures.
+    """
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, -1), ("data", "tp"))
     logp = vocab_parallel.linear_logp(
         spread(mesh, problem.hidden, "data"),
-        spread(mesh, vocab_parallel.pad_lm_head(problem.weight, 2), "tp"),
+        spread(mesh, vocab_parallel.pad_lm_head(problem.weight, mesh.shape["tp"]), "tp"),
         spread(mesh, problem.target_ids, "data"),
         mesh=mesh,
         vocab_axis="tp",

@@ -4,6 +4,9 @@ Any failed check is its exit code. An error that all must raise is printed as `n
 they print.
 """
 
+import contextlib
+import io
+import os
 import sys
 from datetime import timedelta
 from typing import Any
@@ -15,6 +18,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
+from rlk_jax import cli
 from rlk_jax.vocab_parallel import shard_bounds
 from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
@@ -79,28 +83,29 @@ def agrees_with_float64(rank: int, count: int) -> None:
 
 
 def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
-    """On the edges of groups, by all ranks and by pairs, and in any order."""
-    pairs = [dist.new_group([i, i + 1]) for i in range(0, count, 2)]
+    """On the edges of groups, by all ranks and by each half of them, and in any order."""
+    half = count // 2
+    halves = [dist.new_group(list(range(i, i + half))) for i in range(0, count, half)]
     for implementation, dtype in PROMISES[torch.get_default_device().type].items():
         problem, options = head((33,), dim=24, vocab=1000, dtype=dtype), {"implementation": implementation}
         expected = whole(problem, **options)
         for bounds, place, group in (
             (cut(1000, count), rank, dist.group.WORLD),
             (cut(1000, count), count - 1 - rank, dist.group.WORLD),
-            (cut(1000, 2), rank % 2, pairs[rank // 2]),
+            (cut(1000, half), rank % half, halves[rank // half]),
         ):
             found = spread(problem, bounds, place, tp_group=group, **options)
             assert_same_bits_here(found, expected, slice(*bounds[place : place + 2]))
 
 
 def assert_same_bits_here(found: Any, expected: Any, here: slice) -> None:
-    """Of the values, and of the gradients of this rank's columns."""
+    """The values have the same bits, and so have the gradients of this rank's columns."""
     assert all(map(same_bits, found[0], expected[0]))
     assert all(same_bits(x, y[here]) for x, y in zip(found[1][1:], expected[1][1:], strict=True))
 
 
 def ignores_padding(rank: int, count: int) -> None:
-    """Of a vocabulary whose last shard is nothing else."""
+    """The vocabulary's last shard holds nothing else."""
     problem = head((33,), dim=24, vocab=1000)
     expected = whole(problem)[0].logp.double()
     padded = [torch.cat([x.detach(), x.detach()[:536] * torch.nan]) for x in (problem[1], problem[3])]
@@ -202,7 +207,7 @@ def refuses_second_derivatives(rank: int, count: int) -> None:
 
 
 def mistakes(rank: int, count: int) -> None:
-    """Of rank 1 alone: all raise, with one message."""
+    """Rank 1 alone makes them, and all ranks raise with one message."""
     hidden, weight, ids, bias = (x.detach() for x in head((5,), dim=8, vocab=16))
     start, end = UNEVEN[count][rank : rank + 2]
     good = {"hidden": hidden, "lm_head_weight": weight[start:end], "target_ids": ids, "bias": bias[start:end]}
@@ -240,9 +245,26 @@ def mistakes(rank: int, count: int) -> None:
     assert torch.isfinite(torch_bridge.linear_logp(**good, tp_group=dist.group.WORLD)).all()
 
 
+def checks_itself(rank: int, count: int, port: int) -> None:
+    """`rlk check-tp --bridge` in processes that have what torchrun would give them."""
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(x) for name, x in given.items()}
+    command = ["check-tp", "--bridge", "--uneven-shards", "--no-bias"]
+    command += ["--tokens", "16", "--hidden-size", "16", "--vocab-size", "100"]
+    stress = ["--run-stress", "--stress-tokens", "16", "--stress-hidden-size", "16", "--stress-vocab-size", "100"]
+    for options, status, result in ((stress, 0, "PASS"), (["--atol", "0", "--rtol", "0"], 1, "FAIL")):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert cli.main([*command, *options]) == status
+        sections = [line for line in printed.getvalue().splitlines() if line.startswith("[")]
+        expected = ["[env]", "[correctness]", *(["[stress]"] if options == stress else []), "[result]"]
+        assert [line.split()[0] for line in sections] == (expected if rank == 0 else [])
+        assert rank or sections[-1] == f"[result] {result}"
+
+
 def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     limit = timedelta(seconds=50)
-    if device == "cuda":  # Of NCCL's processes each has one of its own.
+    if device == "cuda":  # Each of NCCL's processes has one of its own.
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
@@ -256,6 +278,8 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     waits_for_collectives(rank, count)
     refuses_second_derivatives(rank, count)
     dist.destroy_process_group()
+    if device == "cpu" and not torch.cuda.is_available():  # The command would take a GPU.
+        checks_itself(rank, count, port)
 
 
 if __name__ == "__main__":

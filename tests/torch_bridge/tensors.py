@@ -28,7 +28,7 @@ def assert_same_bits(tensors: Any, arrays: Any) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Of two tensors."""
+    """Whether two tensors have the same dtype and bits."""
     return a.dtype == b.dtype and np.array_equal(helpers.bits(array(a)), helpers.bits(array(b)))
 
 

@@ -11,8 +11,14 @@ import rlk_jax
 import torch_bridge
 from tests.torch_bridge.tensors import array, assert_same_bits, head, policies, randint, randn, same_bits
 
-# One row, a padded bucket, a full one, a large one.
+# One row, a padded bucket, a full one, a large one. All ops pad rows by the same code, so that in `make test` each has
+# some of the sizes, and all of them together have all.
 SIZES = (1, 5, 8, 33)
+
+
+def sizes(*sharp: int) -> list[Any]:
+    """SIZES, of which `make test` has these."""
+    return [n if n in sharp else pytest.param(n, marks=pytest.mark.full) for n in SIZES]
 
 
 def check(ours: Any, theirs: Any, tensors: list[Tensor], upstream: list[Tensor | None]) -> None:
@@ -25,7 +31,14 @@ def check(ours: Any, theirs: Any, tensors: list[Tensor], upstream: list[Tensor |
     assert_same_bits(gradients, pull_back(tuple(zeros)))
 
 
-@pytest.mark.parametrize(("n", "dtype"), [*((n, torch.float32) for n in SIZES), (5, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [
+        *((n, torch.float32) for n in (1, 33)),
+        (5, torch.bfloat16),
+        *(pytest.param(n, torch.float32, marks=pytest.mark.full) for n in (5, 8)),
+    ],
+)
 def test_linear_logp(n, dtype):
     hidden, weight, ids, bias = head((n,), dtype=dtype)
     options = {"temperature": 0.7, "return_lse": True, "return_entropy": True, "implementation": "deterministic"}
@@ -104,7 +117,7 @@ def test_grpo_loss_with_every_option():
     )
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", sizes(1, 5))
 def test_logp(n):
     logits, ids = randn(n, 70, scale=3.0).requires_grad_(), randint(70, n)
     rows = torch.arange(0, n, 2)
@@ -118,8 +131,9 @@ def test_logp(n):
         )
 
 
-@pytest.mark.parametrize("lead", [(n,) for n in SIZES] + [(2, 7)])
+@pytest.mark.parametrize("lead", [*sizes(8), (2, 7)])
 def test_ratio_kl(lead):
+    lead = lead if isinstance(lead, tuple) else (lead,)
     policy, *others = policies(lead)
     check(
         lambda x: torch_bridge.ratio_kl(x, *others, implementation="deterministic"),
@@ -130,7 +144,14 @@ def test_ratio_kl(lead):
 
 
 @pytest.mark.parametrize(
-    ("lead", "kind"), [((2, 1), "per token"), ((5, 7), "rewards"), ((4, 8), "per sequence"), ((6, 5), "per token")]
+    ("lead", "kind"),
+    [
+        ((2, 1), "per token"),
+        ((5, 7), "rewards"),
+        ((4, 8), "per sequence"),
+        # One token or five of a sequence are padded by the same code: (2, 1) and (5, 7) catch it in `make test`.
+        pytest.param((6, 5), "per token", marks=pytest.mark.full),
+    ],
 )
 def test_grpo_loss(lead, kind):
     policy, ref, ids, mask, old = policies(lead)
@@ -156,7 +177,10 @@ def test_grpo_loss(lead, kind):
     assert [x.requires_grad for x in ours] == [True, False, False]
 
 
-@pytest.mark.parametrize(("m", "transpose_b"), zip(SIZES, (False, True, True, False), strict=True))
+@pytest.mark.parametrize(
+    ("m", "transpose_b"),
+    [(5, True), (33, False), *(pytest.param(*x, marks=pytest.mark.full) for x in ((1, False), (8, True)))],
+)
 def test_det_gemm(m, transpose_b):
     a, b = randn(2, m, 20, dtype=torch.bfloat16), randn(20, 30, dtype=torch.bfloat16, seed=1)
     b = b.t().contiguous() if transpose_b else b

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import rlk_jax
 import torch_bridge
 from tests.torch_bridge.tensors import array, head, policies, randint, randn
-from torch_bridge import _calls, _exchange
+from torch_bridge import _calls, _exchange, _memory
 
 WRONG = {
     "shape": {"target_ids": torch.zeros(2, 3, dtype=torch.int64)},
@@ -189,15 +190,56 @@ def test_without_torch():
     assert found.stderr.strip().endswith("ImportError: torch_bridge needs PyTorch: pip install 'rlk-jax[torch]'.")
 
 
+IMPORT_FIRST = "import {}, torch_bridge, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
+
+
+def test_an_import_sets_what_jax_has_not_read_yet():
+    assert run(IMPORT_FIRST.format("jax")).stdout.strip() == "false"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("first", ["jax", "torch", "rlk_jax", "torch_bridge"])
 def test_import_order_does_not_matter(first):
-    code = f"import {first}, torch_bridge, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
+    """In `make test`, test_an_import_sets_what_jax_has_not_read_yet catches an import that is late or sets nothing, and
+    test_what_an_import_sets_and_warns_of one that overrules the user.
+    """
+    code = IMPORT_FIRST.format(first)
     assert run(code).stdout.strip() == "false"
     assert run(code, XLA_PYTHON_CLIENT_PREALLOCATE="true").stdout.strip() == "true"
 
 
+@pytest.mark.parametrize(
+    ("backend", "setting", "allocator", "left", "warns"),
+    [
+        (None, None, None, "false", False),
+        (None, "true", None, "true", False),
+        ("gpu", None, None, None, True),
+        ("gpu", "true", "bfc", "true", True),
+        ("gpu", "false", None, "false", False),
+        ("gpu", None, "platform", None, False),
+        ("cpu", None, None, None, False),
+    ],
+)
+def test_what_an_import_sets_and_warns_of(backend, setting, allocator, left, warns, monkeypatch):
+    """After JAX has started a backend, or none; the setting is left as it was, or becomes "false"."""
+    name, given = "XLA_PYTHON_CLIENT_PREALLOCATE", {"XLA_PYTHON_CLIENT_ALLOCATOR": allocator}
+    for variable, value in (given | {name: setting}).items():
+        monkeypatch.setenv(variable, value or "")
+        if value is None:
+            monkeypatch.delenv(variable)
+    monkeypatch.setattr(_memory.xla_bridge, "backends_are_initialized", lambda: backend is not None)
+    monkeypatch.setattr(_memory.jax, "default_backend", lambda: backend)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _memory.share_gpu_memory()
+    assert os.environ.get(name) == left
+    assert [("holds most of its memory" in str(x.message)) for x in caught] == [True] * warns
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("platform, warns", [("gpu", True), ("cpu", False)])
 def test_a_jax_that_has_taken_the_gpu_is_warned_of(platform, warns):
+    """In `make test`, test_what_an_import_sets_and_warns_of catches a wrong warning, without a process of its own."""
     code = (
         "import os, jax; jax.devices(); jax.default_backend = lambda: {!r}; import torch_bridge;"
         "print('XLA_PYTHON_CLIENT_PREALLOCATE' in os.environ)"
@@ -217,7 +259,7 @@ def test_a_weight_whose_memory_is_freed(offset):
     with pytest.raises(ValueError, match=r"a tensor of shape \(70, 16\) has no memory: its storage has been freed\."):
         torch_bridge.linear_logp(hidden, weight, ids)
     with pytest.raises(ValueError, match=r"\(5, 16\) has no memory: its storage has been freed\."):
-        # Of no bucket's number of rows: a copy would read it.
+        # Five rows are no bucket: a copy into one would read them.
         torch_bridge.linear_logp(rows, hidden.detach(), ids.new_zeros(5))
 
 

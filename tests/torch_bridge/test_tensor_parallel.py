@@ -60,7 +60,15 @@ def assert_processes_agree(backend: str, device: str, count: int = 4) -> None:
     assert all(process.stdout.splitlines() == said for process in finished)
 
 
+def test_two_processes():
+    assert_processes_agree("gloo", "cpu", count=2)
+
+
+@pytest.mark.full
 def test_four_processes():
+    """In `make test`, test_two_processes catches what is wrong between ranks. Higher degrees have
+    test_whole_groups_keep_the_order_of_sums and tests/ops/linear_logp/sharding.
+    """
     assert_processes_agree("gloo", "cpu")
 
 
@@ -112,7 +120,9 @@ def torchrun(*options: str, count: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 
 
+@pytest.mark.full
 def test_check_tp_under_torchrun():
+    """In `make test`, test_two_processes runs this command in its processes, with the variables that torchrun sets."""
     small = ("--tokens", "16", "--hidden-size", "16", "--vocab-size", "100", "--uneven-shards", "--no-bias")
     stress = ("--run-stress", "--stress-tokens", "8", "--stress-hidden-size", "8", "--stress-vocab-size", "64")
     found = torchrun(*small, *stress)

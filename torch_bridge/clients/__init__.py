@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlk_jax import dispatch
-from rlk_jax.core.checks import check_memory_budget, one_of
+from rlk_jax.core.checks import check_memory_budget, check_one_of
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._patch_point import PatchPoint
 
@@ -27,7 +27,7 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
     """
     patch_point = _patch_point_of(name)
     if implementation is not None:
-        one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+        check_one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     check_memory_budget(memory_budget)
     patch_point.check_version()
     originals = _originals(patch_point) if name in _installed else patch_point.read()

@@ -30,8 +30,8 @@ def det_gemm(
 
     Args:
       a: `[*lead, M, K]`, bfloat16 or float16.
-      b: `[K, N]`, or `[N, K]` with `transpose_b` (Hugging Face's weights); of a's dtype. Neither is transposed in
-        memory.
+      b: `[K, N]`, or `[N, K]` with `transpose_b` (Hugging Face's weights); of a's dtype. Neither layout is
+        transposed in memory.
       transpose_b: b is stored `[N, K]`.
       out_dtype: bfloat16, float16 or float32; None for a's dtype, or for float32 beside `accumulate_into`. Sums run
         in float32 and are rounded once.
@@ -44,17 +44,18 @@ def det_gemm(
 
     Raises:
       ValueError: for every argument that does not fit, before anything runs, and where no implementation that keeps
-        the promise below can run. None that cannot is ever substituted.
+        the promise below can run: no other is substituted.
       TypeError: JAX's own, for forward-mode differentiation.
 
-    Gradients flow to a and b, in their dtypes, and to accumulate_into; an operand that needs none costs no work. They
-    are products of the same kind, so they can be differentiated again. A float32 gradient of C is rounded to a's dtype
-    first: tensor cores multiply 16-bit numbers.
+    Gradients flow to a and b, in their dtypes, and to accumulate_into; an operand that needs none costs no work.
+    Gradients are products of the same kind, so they can be differentiated again. A float32 gradient of C is rounded to
+    a's dtype first: tensor cores multiply 16-bit numbers.
 
     Same bits: the implementations that promise bits (docs/det_gemm.md lists them) give a row of C and of dA the same
     raw bits for any M, at any position and beside any rows. K cut at multiples of 64 and added up in order through
-    `accumulate_into` gives the bits of the whole; so does dB as `det_gemm(a_block.T, dc_block, accumulate_into=…)` over
-    blocks of 64·i rows. Zero rows appended to a and dC change no bit of dB. docs/det_gemm.md has the whole contract.
+    `accumulate_into` gives the bits of the whole product. dB keeps its bits too when it is added up as
+    `det_gemm(a_block.T, dc_block, accumulate_into=…)` over blocks of 64·i rows. Zero rows appended to a and dC change
+    no bit of dB. docs/det_gemm.md has the whole contract.
 
     Source: RL-Kernel's det_gemm; batch invariance as in "Defeating Nondeterminism in LLM Inference" (Thinking Machines,
     2025), without its fixed tile.
@@ -70,7 +71,7 @@ def det_gemm(
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """What dispatch sees of a call with these arguments by name, which are checked, and the implementation it names."""
+    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
     given = dict(arguments)
     implementation = given.pop("implementation")
     inputs = GemmInputs(*(given.pop(name) for name in GemmInputs._fields))

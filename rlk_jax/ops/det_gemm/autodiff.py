@@ -22,6 +22,7 @@ def product(gemm: Gemm, layout: GemmLayout, a: Array, b: Array, start: Array | N
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(gemm: Gemm, layout: GemmLayout, a: Array, b: Array, start: Array | None) -> Array:
+    """The product of operands that vary over the same mesh axes; under vmap, the batch of a is folded into its rows."""
     m, k, n = layout.sizes(a, b)
     if 0 in (m, k, n):
         zeros = jnp.zeros((m, n), jnp.float32)
@@ -41,7 +42,7 @@ def _product_fwd(gemm: Gemm, layout: GemmLayout, *primals: Any) -> tuple[Array, 
 
 
 def _product_bwd(gemm: Gemm, layout: GemmLayout, saved: Any, upstream: Any) -> tuple[Any, ...]:
-    """dA = dC·Bᵀ and dB = Aᵀ·dC; for an operand that is stored transposed their transposes, B·dCᵀ and dCᵀ·A."""
+    """dA = dC·Bᵀ and dB = Aᵀ·dC; for an operand that is stored transposed, the transpose B·dCᵀ or dCᵀ·A."""
     needed, a, b = saved
     if isinstance(upstream, SymbolicZero):
         return None, None, None

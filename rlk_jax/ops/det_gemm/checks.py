@@ -1,4 +1,7 @@
-"""Every static check of det_gemm and its message. They raise ValueError before anything runs."""
+"""Every static check of det_gemm and its message.
+
+The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
+"""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ Array = jax.Array
 def deterministic(layout: GemmLayout, a: Array, b: Array, start: Array | None) -> Array:
     """start + A·B in blocks of 64 × 256, K padded to a multiple of 64: each element is one chain over ascending k.
 
-    Products of two 16-bit numbers are exact in float32, so that fused or not a step rounds once.
+    Products of two 16-bit numbers are exact in float32, so that a step rounds once, whether it is fused or not.
     """
     m, k, n = layout.sizes(a, b)
     rows, columns, depth = -m % BLOCK_ROWS, -n % BLOCK_COLUMNS, -k % DEPTH_MULTIPLE

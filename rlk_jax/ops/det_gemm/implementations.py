@@ -1,14 +1,17 @@
-"""The rows of det_gemm's dispatch table. No implementation that promises no bits may stand in for another."""
+"""The rows of det_gemm's dispatch table. Dispatch never chooses one that promises no bits."""
+
+import jax
+import jax.numpy as jnp
 
 from rlk_jax.core.devices import cuda_library_obstacles, hopper_obstacles, is_hopper
-from rlk_jax.core.dispatch import CallFacts, Implementation
+from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.ops.det_gemm import hopper
 from rlk_jax.ops.det_gemm.deterministic import deterministic
 from rlk_jax.ops.det_gemm.reference import reference
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    """Only where all else fits is it worth looking for a compiler."""
+    """Why the CUDA kernels cannot run. A compiler, which takes long to find, is looked for only where all else fits."""
     return hopper_obstacles(facts) or cuda_library_obstacles()
 
 
@@ -25,3 +28,5 @@ ROWS = (
     Implementation("reference", reference, by_name_only="promises no bits: the gold of the tests"),
 )
 """The implementations of det_gemm, fastest first."""
+
+TYPICAL = TypicalCall("bfloat16, K = 4096, N = 4096", (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2)

@@ -1,4 +1,4 @@
-"""The gold: the product of float32-upcast operands. Nothing clever, ever."""
+"""The gold standard of the tests: the plain product of float32-upcast operands. It stays this plain."""
 
 import jax
 import jax.numpy as jnp

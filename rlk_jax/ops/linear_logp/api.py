@@ -42,7 +42,7 @@ def linear_logp(
 ) -> LinearLogp: ...
 
 
-def linear_logp(
+def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     hidden: Float[Array, "*lead D"],
     lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
     target_ids: Int[Array, "*lead"],
@@ -80,17 +80,18 @@ def linear_logp(
         row holds. It must lie outside the vocabulary.
       global_vocab_size: true vocabulary size where the head's last rows are padding: they count as logits of −inf. With
         `axis_name` it is that of the whole head; shards may be padding in part or altogether.
-      weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels). Neither is transposed.
+      weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels). Neither layout is transposed in
+        memory.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
       axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over. lm_head_weight and bias
         are then this rank's shard, all shards equally wide; hidden and target_ids (ids of the whole vocabulary) are the
         same on every rank of the axis, and so are the results. Take gradients outside the shard_map, or under
         check_vma=True: inside one with check_vma=False JAX counts a result that n ranks share n times, as for psum.
         `rlk_jax.vocab_parallel` has the form for whole arrays.
-      vocab_start_index: first column of this rank's shard, where that is not its index times the shard's width: equally
-        wide shards may stand in another order.
-      reduction: how dH is summed over the ranks, in float32: "sum" as fast as may be, "canonical" by the softmax's
-        fixed tree, with the same bits at 1, 2, 4 and 8 ranks.
+      vocab_start_index: first column of this rank's shard, where that is not the rank's index times the shard's width:
+        equally wide shards may stand in another order than ranks.
+      reduction: how dH is summed over the ranks, in float32: "sum" is the fastest way, "canonical" goes by the
+        softmax's fixed tree, with the same bits at 1, 2, 4 and 8 ranks.
       reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
         parallelism: hidden gathered over the axis).
       memory_budget: bytes for the logits and their gradients that are held at a time, and the copies beside them. At
@@ -145,7 +146,7 @@ def linear_logp(
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """What dispatch sees of a call with these arguments by name, which are checked, and the implementation it names."""
+    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
     given = dict(arguments)
     inputs = HeadInputs(*(given.pop(name) for name in HeadInputs._fields))
     start = given.pop("vocab_start_index")

@@ -1,7 +1,7 @@
 """The custom_vjp of linear_logp on one device: values forward, gradients of the operands backward.
 
-One custom_vjp holds both passes, so that the forward knows whether a backward will follow. The core holds no
-collective but the gather of partial softmaxes in the forward.
+One custom_vjp holds both passes, so that the forward knows whether a backward will follow. The only collective inside
+it is the gather of partial softmaxes in the forward.
 """
 
 import functools
@@ -41,7 +41,7 @@ def flat_values(
     tokens: Tokens,
     vocab_start_index: Any,
 ) -> LinearLogp:
-    """The values of flat tokens on one device, differentiable: of a whole head, or with all ranks of a shard."""
+    """The differentiable values of flat tokens: from a whole head on one device, or from the shards of all ranks."""
     tokens = lax.stop_gradient(tokens)
     if operands.hidden.shape[0] == 0:
         return values_of_no_tokens(config, (0,))
@@ -59,7 +59,7 @@ def flat_values(
 
 
 class _Ranks(NamedTuple):
-    """What a shard knows of the others: their order, and which tokens' targets are in exactly one of them."""
+    """What a rank knows of all shards: their order, and which tokens have their target in exactly one of them."""
 
     order: Array | None
     is_covered: Array
@@ -75,9 +75,9 @@ def _values(
     tokens: Tokens,
     ranks: _Ranks | None,
 ) -> LinearLogp:
-    """The values of linear_logp, or a rank's summands of them, whose upstream gradients are those of the whole.
+    """The values of linear_logp, or a rank's summands of them, whose upstream gradients are those of the whole values.
 
-    A carrier, where there is one, gets the gradient of hidden in hidden's place.
+    Where there is a carrier, it gets the gradient of hidden, and hidden gets none.
     """
     return _forward(functions, config, shard, operands, tokens, ranks)[0]
 
@@ -90,7 +90,7 @@ def _forward(
     tokens: Tokens,
     ranks: _Ranks | None,
 ) -> tuple[LinearLogp, Any, Any]:
-    """Values, a residual with a row per token, and what else is kept for the backward of one batch."""
+    """The values, a residual with a row per token, and what else is kept for a backward that is not under vmap."""
     gather: Gather = lambda groups: groups  # noqa: E731
     if shard is not None and ranks is not None:
         gather = functools.partial(shard.gather, order=ranks.order)
@@ -110,7 +110,7 @@ def _forward(
     values, residual, kept = forward(tuple(shared), (hidden, tokens))
     values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
     if shard is not None and ranks is not None:
-        # This stands after the pass, so that the pass need not wait for the ranks' answers.
+        # Tokens are poisoned after the pass, so that the pass need not wait for the other ranks' answers.
         covered = ranks.is_covered
         values = rank_summands(shard, jax.tree.map(lambda x: jnp.where(covered, x, jnp.nan), values))
     return values, residual, kept

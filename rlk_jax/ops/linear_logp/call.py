@@ -33,7 +33,7 @@ def on_device(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any =
 
 
 def facts_of_call(inputs: HeadInputs, config: HeadConfig) -> CallFacts:
-    """What dispatch sees of a call."""
+    """The facts by which dispatch decides a call."""
     return facts_of("linear_logp", (inputs.hidden, inputs.lm_head_weight, inputs.bias), config)
 
 

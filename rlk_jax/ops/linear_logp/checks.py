@@ -1,4 +1,7 @@
-"""Every static check of linear_logp and its message. They raise ValueError before anything runs."""
+"""Every static check of linear_logp and its message.
+
+The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ from rlk_jax.core.checks import (
     check_vocabulary_options,
     checked_temperature,
     is_static,
+    one_of,
     require,
     type_name,
 )
@@ -66,8 +70,7 @@ def check_call(
 
 
 def _check_layout(weight_layout: WeightLayout) -> None:
-    layouts = get_args(WeightLayout)
-    require(weight_layout in layouts, f"weight_layout must be one of {layouts}, got {weight_layout!r}.")
+    one_of("weight_layout", weight_layout, get_args(WeightLayout))
 
 
 def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
@@ -88,8 +91,7 @@ def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
 
 
 def _check_reduction(reduction: Reduction) -> None:
-    known = get_args(Reduction)
-    require(reduction in known, f"reduction must be one of {known}, got {reduction!r}.")
+    one_of("reduction", reduction, get_args(Reduction))
 
 
 def _checked_shard(options: HeadOptions, columns: int, vocab_start_index: Any) -> Shard | None:
@@ -125,7 +127,7 @@ def _checked_shard(options: HeadOptions, columns: int, vocab_start_index: Any) -
 
 
 def no_axis_options(options: HeadOptions, vocab_start_index: Any) -> None:
-    """Nothing is given that only a rank's own shard inside shard_map may have."""
+    """No option is given that is only for a rank's own shard inside shard_map."""
     require(
         options.axis_name is None,
         f"beside axis_name {options.axis_name!r} no input may lie over Explicit mesh axes: make them Auto, or manual "
@@ -206,7 +208,7 @@ def check_outside_shard_map(what: str, mesh: Any) -> None:
 
 
 def no_auto_axes(mesh: Mesh | AbstractMesh) -> None:
-    """No axis is Auto: bare calls read how arrays lie from their types, which say nothing about Auto axes."""
+    """No axis of the mesh is Auto: bare calls read from types how arrays lie, and types say nothing about Auto axes."""
     require(
         AxisType.Auto not in mesh.axis_types,
         f"a bare linear_logp needs mesh axes that are all Explicit or all Auto, got {dict(mesh.shape)} of types "
@@ -215,7 +217,7 @@ def no_auto_axes(mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_head_or_bias(weight: Any, weight_layout: WeightLayout) -> None:
-    """`weight` is a head or a bias."""
+    """`weight` has the shape of a head or of a bias, and the layout exists."""
     _check_layout(weight_layout)
     shape = as_array("weight", weight).shape
     require(len(shape) in (1, 2), f"weight must be a head [V, D] or [D, V], or a bias [V], got shape {shape}.")

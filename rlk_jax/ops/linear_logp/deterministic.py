@@ -48,7 +48,7 @@ Array = jax.Array
 
 
 class _Chunk(NamedTuple):
-    """Up to 256 columns of one group: ids, bias `[1, 256]` and weight `[256, D]`, and which of them are real."""
+    """256 columns from `start` on: ids and bias `[1, 256]`, weight `[256, D]`, and which of them are one group's."""
 
     start: Array
     columns: Array
@@ -63,6 +63,7 @@ def _padded_columns(x: Array) -> Array:
 
 
 def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -> _Chunk:
+    """Chunk number `chunk` of a group."""
     width, real = config.groups.width, real_columns(config, operands)
     start = group * width + chunk * BLOCK_COLUMNS
     columns = start + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32)
@@ -84,6 +85,7 @@ def _chunks_in_group(config: HeadConfig) -> int:
 
 
 def _block_products(hidden: Array, chunk: _Chunk) -> Array:
+    """hidden·Wᵀ for a block of rows and a chunk of columns, `[64, 256]`."""
     return fma_chain(hidden.T, chunk.weight.T, jnp.zeros((BLOCK_ROWS, BLOCK_COLUMNS), jnp.float32))
 
 
@@ -107,6 +109,7 @@ def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, token
 
 
 def _rows_first(x: Any) -> Any:
+    """`[rows, groups]` arrays from `[groups, rows]` ones, or back."""
     return jax.tree.map(jnp.transpose, x)
 
 
@@ -182,7 +185,7 @@ def _gradients(
         rows = jnp.swapaxes(of_groups[..., :dim], 0, 1)
         return done._replace(hidden=block.store(so_far.hidden, rows))
 
-    # A chunk writes 256 rows, though only those of its group are not zero: the last one needs room.
+    # A chunk writes 256 rows, of which those outside its group are zero: the last chunk needs room for them.
     padded_vocab = max(groups * config.groups.width + BLOCK_COLUMNS, config.vocab_size)
     padded_dim = dim + -dim % DEPTH_MULTIPLE
     parts = config.hidden_gradient_parts

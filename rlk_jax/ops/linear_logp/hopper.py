@@ -6,8 +6,9 @@ writes their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over
 complete.
 
 A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as the budget holds
-(`kept_chunks`). The backward makes their gradients in their place, and recomputes the rest in the same memory: three
-products and a share of the fourth, and the same bits, since recomputed exponentials are rounded alike.
+(`kept_chunks`). The backward makes their gradients in their place, and recomputes the rest in the same memory. That
+takes three products and a share of the fourth, and gives the same bits, since recomputed exponentials are rounded
+alike.
 """
 
 import functools
@@ -142,7 +143,9 @@ def _matrix(plan: HopperPlan, rows: Compacted, hidden: Array) -> Array:
 
 
 def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
-    """Where 64 rows have a target in a chunk, `[rows / 64, chunks]`. For few rows it costs more than it saves."""
+    """Which blocks of 64 rows have a target in which chunk, `[rows / 64, chunks]`; None for few rows, where knowing it
+    costs more than it saves.
+    """
     if plan.tokens <= 128:
         return None
     vocabulary = vocabulary_of(plan.config)
@@ -154,7 +157,7 @@ def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
 
 
 class _KeptForBackward(NamedTuple):
-    """What a forward keeps for the backward of the same tokens: exponentials, and in which row of them a token is."""
+    """What a forward keeps for the backward of the same tokens: exponentials, and which row of them each token has."""
 
     exponentials: KeptExponentials
     place: Array
@@ -227,12 +230,12 @@ def _gradients(
     kept: _KeptForBackward | None,
     upstream: LinearLogp,
 ) -> Gradients:
-    """Slice by slice: gradients of logits, and what they add to dH, dW and db."""
+    """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db."""
     use, machine = kernels(), machine or default_machine()
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
     if upstream.entropy is not None:
-        # The entropy's gradient needs more of a logit than the exponential that was rounded.
+        # The entropy's gradient needs logits more exactly than rounded exponentials tell them.
         kept = None
     operands, tokens, softmax, kept, upstream = fusion_barrier(
         as_replicated((operands, tokens, softmax, kept, upstream))
@@ -247,7 +250,7 @@ def _gradients(
     common, weight_hidden, row_unscale = None, hidden, None
     if row_facts.scale is not None:
         row_unscale = 1 / row_facts.scale
-        # dW sums rows of different scales: hidden makes up for it, the smallest scale (the largest row) exactly.
+        # dW sums rows of different scales, so hidden is rescaled to the smallest; the row that has it stays exact.
         common = jnp.min(jnp.where(jnp.arange(plan.rows) < rows.count, row_facts.scale, jnp.inf))
         factor = (common / row_facts.scale)[: plan.matrix_rows, None]
         weight_hidden = (hidden * factor).astype(dtype)
@@ -303,7 +306,7 @@ def _gradients(
 
     _over_slices(plan, step)
     complete = [x.chain if x.rounded is None else x.rounded for x in d_hidden], d_weight, d_bias
-    # Behind this barrier hidden, which dW is made from, is held no more while dH's rows are spread.
+    # The barrier has dW, which needs hidden, complete before dH's rows are spread: hidden is not held beside them.
     sums, *of_head = fusion_barrier(jax.tree.map(jax.freeze, complete))
     sums = [rows.spread(x[:, :dim]) for x in sums]
     hidden_gradient = (jnp.stack(sums) if config.is_shard else sums[0]) if needs.hidden else None
@@ -311,8 +314,8 @@ def _gradients(
 
 
 def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: LinearLogp, dtype: Any) -> GradientRows:
-    """What the gradient knows of each row. Rows that do not count hold values whose exponentials and gradients are 0
-    whatever the bias.
+    """What the gradient kernels take for each row. Rows that hold no token have values for which exponentials
+    and gradients are 0 whatever the bias.
     """
     scale = fp16_scale(gradient_bound(tokens.temperature, upstream)) if dtype == jnp.float16 else None
     return GradientRows(
@@ -330,8 +333,8 @@ def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: 
 
 
 def _kept_row_map(plan: HopperPlan, rows: Compacted, place: Array) -> KeptRowMap:
-    """Where the backward's rows are among the forward's. The forward may have more: rows whose upstream gradients are 0
-    count only there.
+    """Where the backward's rows are among the forward's. The forward may have more rows: tokens whose upstream
+    gradients are 0 are active there alone.
     """
     own = jnp.arange(plan.rows, dtype=jnp.int32)
     row = jnp.where(own < rows.count, rows.take(place), own)

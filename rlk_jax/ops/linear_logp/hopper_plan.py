@@ -1,4 +1,4 @@
-"""How linear_logp runs on Hopper: in which slices of the vocabulary, of what the memory budget holds.
+"""The plan of linear_logp on Hopper: slices of the vocabulary that are as wide as the memory budget holds.
 
 Everything here is a pure function of static facts. No choice changes a bit.
 """
@@ -25,10 +25,11 @@ class ChunkRange:
     chain: range
     """The chunks that dH sums up in one chain; the chunks of this range are among them."""
     is_kept: bool = False
-    """The forward kept the exponentials of these chunks."""
+    """Whether the forward kept the exponentials of these chunks."""
 
     @property
     def slices(self) -> int:
+        """How many slices there are in the range."""
         return -(-(self.end - self.first) // self.width)
 
 
@@ -43,6 +44,7 @@ class HopperPlan:
 
     @property
     def slices(self) -> int:
+        """How many slices there are in all ranges."""
         return sum(x.slices for x in self.ranges)
 
     @property
@@ -52,7 +54,7 @@ class HopperPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of what is kept per token: a multiple of a warpgroup's threads, each of which has a row."""
+        """Rows of arrays with one number per token: a multiple of a warpgroup's threads, each of which has a row."""
         return padded(self.matrix_rows, THREADS)
 
 
@@ -83,17 +85,17 @@ class BufferSizes:
     """Bytes that a pass holds at a time."""
 
     chunk: int
-    """For each chunk of its slice."""
+    """Bytes for each chunk of a slice."""
     copy: int
-    """For each chunk of its slice, where the head is copied."""
+    """Further bytes for each chunk of a slice where the head is copied."""
     fixed: int = 0
-    """For the whole pass."""
+    """Bytes for the whole pass, whatever its slices."""
     exponentials: int = 0
-    """For kept exponentials, beside slices of kept chunks."""
+    """Bytes of kept exponentials, which are held while slices of kept chunks are worked on."""
 
 
 def kept_bytes(tokens: int) -> int:
-    """Bytes of one chunk's exponentials and their integers."""
+    """Bytes of one chunk's kept exponentials and their shifts."""
     rows = padded(tokens, statistics_tile(tokens).cluster_rows)
     return 2 * COLUMNS * rows + 4 * padded(rows, THREADS)
 
@@ -119,12 +121,16 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
 
 
 def replaces_kept(config: HeadConfig, dim: int) -> bool:
-    """Whether the products can take the gradients of all kept chunks at once: one chain of dH, and no copied head."""
+    """Whether one slice can hold all kept chunks, with the gradients in the place of the exponentials: dH must be one
+    chain, and the head must not be copied.
+    """
     return config.hidden_gradient_parts == 1 and chunks_in_place(config, dim) > 0
 
 
 def _plan(config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes) -> HopperPlan:
-    """Slices as wide as the budget holds, at least one chunk, and all of a range of about the same width."""
+    """A plan whose slices are as wide as the budget holds, at least one chunk, and equally wide but for rounding within
+    each range.
+    """
     chunks = vocabulary_of(config).chunks
     budget = kernel_memory_budget(config, dim, tokens)
 
@@ -150,7 +156,7 @@ def _plan(config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, s
 
 
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
-    """One slice where the head is read in place; else slices whose copies fit the budget beside what is kept."""
+    """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
     return _plan(config, dim, tokens, in_place, 0, BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(tokens)))
 
@@ -166,7 +172,7 @@ def backward_plan(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dt
 
 
 def backward_sizes(dim: int, tokens: int, needs: Needs, dtype: Any) -> BufferSizes:
-    """What a backward holds for which the forward kept nothing. In float16, dW needs rescaled rows of hidden too."""
+    """What a backward without kept exponentials holds. In float16, dW needs rescaled rows of hidden too."""
     rows = padded(tokens, statistics_tile(tokens).cluster_rows)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
     copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)

@@ -1,5 +1,8 @@
 """The rows of linear_logp's dispatch table: how it can run, what keeps each way from running, and what it promises."""
 
+import jax
+import jax.numpy as jnp
+
 from rlk_jax.core.devices import (
     cuda_library_obstacles,
     hopper_obstacles,
@@ -7,7 +10,7 @@ from rlk_jax.core.devices import (
     is_meant_for_triton,
     triton_obstacles,
 )
-from rlk_jax.core.dispatch import CallFacts, Implementation
+from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.deterministic import DETERMINISTIC
 from rlk_jax.ops.linear_logp.reference import REFERENCE
@@ -33,7 +36,7 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    """Only where all else fits is it worth looking for a compiler."""
+    """Why the CUDA kernels cannot run. A compiler, which takes long to find, is looked for only where all else fits."""
     return _mosaic_obstacles(facts) or cuda_library_obstacles()
 
 
@@ -88,3 +91,12 @@ ROWS = (
     ),
 )
 """The implementations of linear_logp, fastest first."""
+
+TYPICAL = TypicalCall(
+    "bfloat16, D = 4096, V = 151936",
+    (
+        jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((151936, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4096,), jnp.int32),
+    ),
+)

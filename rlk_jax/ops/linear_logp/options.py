@@ -21,8 +21,8 @@ WeightLayout = Literal["vd", "dv"]
 Reduction = Literal["sum", "canonical"]
 
 KERNEL_MEMORY_BUDGET = 512 * 2**20
-"""Default bytes that kernels take for a slice's gradients of logits and the copies beside them; where three times
-hidden is more, they take that.
+"""Default bytes that kernels take for a slice's gradients of logits and the copies beside them; three times
+the bytes of hidden where those are more.
 """
 
 
@@ -56,20 +56,20 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadConfig(SoftmaxConfig):
-    """The static facts of one call that an implementation is compiled for; its columns are rows of the weight."""
+    """The static facts of one call that an implementation is compiled for; a column is one of this weight's logits."""
 
     groups: ColumnGroups
     weight_layout: WeightLayout
     may_ignore: bool
-    """Some tokens may be ignored: without an ignore_index, an implementation need not look."""
+    """Whether tokens may be ignored; without an ignore_index, an implementation need not look for any."""
     memory_budget: int | None
     """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
     is_shard: bool = False
-    """The weight is one rank's part of a head. dH then comes as float32 sums `[parts, N, D]`, for a reduction."""
+    """Whether the weight is one rank's part of a head. dH is then float32 sums `[parts, N, D]`, for a reduction."""
     sums_by_group: bool = False
-    """A shard gives a sum of dH for each of its groups, as reduction="canonical" needs; else one for all of them."""
+    """Whether a shard gives one sum of dH for each of its groups, as reduction="canonical" needs, not one for all."""
     keeps: bool = False
-    """A backward will follow, for which the forward may keep some of what it computes."""
+    """Whether a backward will follow, for which the forward may keep some of what it computes."""
 
     @property
     def hidden_gradient_parts(self) -> int:
@@ -118,9 +118,9 @@ Gather = Callable[[Any], Any]
 class LinearLogpFunctions:
     """One implementation, on one device.
 
-    `partials` gives `[groups, rows]` and a state. `merge` is given the groups of all devices and that state; it gives
-    values, a residual with a row `[N]` per token, and what else is kept for `gradients` of the same tokens, or None.
-    `gradients` is given both residual and what was kept.
+    `partials` gives partial softmaxes `[groups, rows]` and a state. `merge` is given the groups of all devices and that
+    state; it gives values, a residual with a row `[N]` per token, and what else is kept for `gradients` of the same
+    tokens, or None. `gradients` is given both the residual and what was kept.
     """
 
     partials: Callable[[HeadConfig, Operands, Tokens], tuple[Any, Any]]
@@ -146,7 +146,7 @@ class HeadFunctions:
 
 
 def real_columns(config: HeadConfig, operands: Operands) -> Any:
-    """How many columns are real; those from here on are padding."""
+    """How many columns are real; all columns behind them are padding."""
     return config.real_vocab_size if operands.real_columns is None else operands.real_columns
 
 

@@ -1,4 +1,6 @@
-"""The gold: the plain definition on float32-upcast inputs. It holds `[N, V]` logits; nothing clever, ever."""
+"""The gold standard of the tests: the plain definition on float32-upcast inputs. It stays this plain, and holds
+`[N, V]` logits.
+"""
 
 import jax
 import jax.numpy as jnp

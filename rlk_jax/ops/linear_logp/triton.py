@@ -39,14 +39,15 @@ class GradientChain:
 
     @property
     def slices(self) -> int:
+        """How many slices there are in the chain."""
         return -(-(self.end - self.first) // self.width)
 
 
 def gradient_chains(
     config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, columns: int
 ) -> tuple[GradientChain, ...]:
-    """The chains of dH over `columns` columns. Their slices' dlogits fit the budget beside hidden's copies, and all are
-    of about one width.
+    """The chains of dH over `columns` columns. Their slices' dlogits fit the budget beside hidden's copies, and slices
+    of one chain are equally wide but for rounding.
     """
     rows = padded(tokens, TILE_ROWS)
     budget = kernel_memory_budget(config, dim, tokens)
@@ -64,11 +65,13 @@ def gradient_chains(
 
 
 def _head_shape(config: HeadConfig, operands: Operands) -> HeadShape:
+    """The static facts of the head, as the kernels take them."""
     dim, groups = operands.hidden.shape[1], config.groups
     return HeadShape(dim, config.vocab_size, config.weight_layout, config.logit_softcap, groups.count, groups.width)
 
 
 def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) -> KernelOperands:
+    """The operands as the kernels take them, with active rows of hidden in front."""
     real = jnp.asarray(real_columns(config, operands), jnp.int32).reshape(1)
     hidden = fusion_barrier(rows.take(operands.hidden))
     return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real)
@@ -105,7 +108,7 @@ def _gradients(
     kept: None,
     upstream: LinearLogp,
 ) -> Gradients:
-    """Slice by slice: gradients of logits, and what they add to dH, dW and db."""
+    """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db."""
     operands, tokens, statistics, upstream = fusion_barrier(as_replicated((operands, tokens, statistics, upstream)))
     n, dim = operands.hidden.shape
     dtype = operands.hidden.dtype
@@ -119,7 +122,7 @@ def _gradients(
     of_weight, unscale = of_kernels, jnp.ones(1, jnp.float32)
     if dtype == jnp.float16:
         scale = rows.take(fp16_scale(gradient_bound(tokens.temperature, upstream)), 1)
-        # dW sums rows of different scales: hidden makes up for it, the smallest scale (the largest row) exactly.
+        # dW sums rows of different scales, so hidden is rescaled to the smallest one; the row that has it stays exact.
         common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
         of_weight = of_kernels._replace(hidden=(of_kernels.hidden * (common / scale)[:, None]).astype(dtype))
         unscale = (1 / common).reshape(1)

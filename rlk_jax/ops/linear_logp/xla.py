@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlk_jax.core.rows import Block, fold_blocks
+from rlk_jax.core.rows import Block, fold_blocks, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
@@ -32,7 +32,7 @@ from rlk_jax.ops.linear_logp.options import (
 
 Array = jax.Array
 MEMORY_BUDGET = 256 * 2**20
-"""Default bytes that one chunk of logits and its gradient may take, whatever N is; the head's, where those are more."""
+"""Default bytes that one chunk of logits and its gradient may take, whatever N is; a head of more bytes raises it."""
 _BYTES_PER_LOGIT = 10
 """float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
 _MIN_CHUNK = 16
@@ -70,6 +70,7 @@ def _matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def _products(config: HeadConfig, hidden: Array, weight: Array) -> Array:
+    """hidden·Wᵀ, whichever way the weight is stored."""
     return _matmul(hidden, weight, (1, 1 if config.weight_layout == "vd" else 0))
 
 
@@ -106,18 +107,14 @@ def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -
         is_here = (target_ids >= 0) & (target_ids < real)
         return partial_of_rows(logits, jnp.where(is_here, target_logit, 0), with_gap=config.return_entropy)
 
-    def step(block: Block, so_far: Partial) -> Partial:
-        return jax.tree.map(block.store, so_far, of_block(block))
-
     zeros = jnp.zeros(n, jnp.float32)
     start = Partial(zeros, zeros + 1, zeros, zeros if config.return_entropy else None)
-    return fold_blocks(
-        tokens.active, chunk_rows(config.vocab_size, n, memory_budget(config, operands.weight)), step, start
-    )
+    rows = chunk_rows(config.vocab_size, n, memory_budget(config, operands.weight))
+    return store_by_block(tokens.active, rows, of_block, start)
 
 
 def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, None]:
-    """One group per shard: no order of sums is promised."""
+    """The softmax as one group per shard, since no order of sums is promised."""
     return jax.tree.map(lambda x: x[None], _softmax_of_tokens(config, operands, tokens)), None
 
 

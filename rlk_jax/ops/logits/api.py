@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 
-from rlk_jax.core.checks import positive, require_values
+from rlk_jax.core.checks import require_positive, require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens, active_mask, checked_tokens, counted, listed_rows
@@ -47,7 +47,7 @@ def logp(
 ) -> LinearLogp: ...
 
 
-def logp(
+def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     logits: Float[Array, "*lead V"],
     token_ids: Int[Array, "*lead"],
     *,
@@ -80,7 +80,7 @@ def logp(
         read. It must lie outside the vocabulary.
       global_vocab_size: true vocabulary size where the last columns are padding: they count as −inf.
       row_indices: numbers of the rows to compute, `[K]`, counting tokens of all lead dimensions from 0, in any order.
-        Other rows are treated as ignored ones, but for `initial`.
+        Rows that it does not list are treated as ignored, but for `initial`.
       initial: float32 `[*lead]`: logp of the rows that `row_indices` does not list; 0 without it. Updated in place
         where it is donated to jit.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
@@ -89,7 +89,7 @@ def logp(
         is the same.
       validate: True checks ids, rows and temperatures before launch (small read-backs); False never waits for the
         device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
-        outputs and its gradient (a bad entry of row_indices: in all rows), and is reported under
+        outputs and its gradient (a bad entry of row_indices gives it in all rows), and is reported under
         `jax.experimental.checkify`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
         (`rlk_jax.explain` tells).
@@ -152,7 +152,7 @@ def _tokens_of_rows(inputs: LogpInputs, config: SoftmaxConfig, options: LogitsOp
 
 
 def describe_logp(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """What dispatch sees of a call with these arguments by name, which are checked, and the implementation it names."""
+    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
     given = dict(arguments)
     inputs = LogpInputs(*(given.pop(name) for name in LogpInputs._fields))
     options = LogitsOptions(**given)
@@ -180,7 +180,7 @@ def ratio_kl(
     `ref_logits / temperature`.
 
     Args:
-      policy_logits, ref_logits: `[*lead, V]`, bfloat16, float16 or float32, each its own; sums run in float32.
+      policy_logits, ref_logits: `[*lead, V]`, bfloat16, float16 or float32, each in its own dtype; sums run in float32.
       action_ids: `[*lead]`, any integer dtype; at masked tokens they may be anything.
       completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
       old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
@@ -197,10 +197,10 @@ def ratio_kl(
       ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
       TypeError: JAX's own, for forward-mode differentiation.
 
-    Gradients flow to policy_logits only. Masked tokens are masked before anything is computed of them: their logits are
-    not read, and nothing they hold, NaN included, reaches a value or a gradient.
+    Gradients flow to policy_logits only. Masked tokens are masked before anything is computed from them: their logits
+    are not read, and nothing they hold, NaN included, reaches a value or a gradient.
 
-    Same bits: what `logp` promises. Each of the logits is read once; the backward reads policy_logits once more.
+    Same bits: what `logp` promises. Both arrays of logits are read once; the backward reads policy_logits once more.
 
     Source: RL-Kernel's ratio_kl; the estimator k3 of J. Schulman, "Approximating KL divergence" (2020).
     """
@@ -211,7 +211,7 @@ def ratio_kl(
 
 
 def _taken_tokens(op: str, inputs: RatioKlInputs, config: SoftmaxConfig, options: LogitsOptions) -> TakenTokens:
-    """What both policies, and the old one, say of the actions. Only `logp` carries a gradient."""
+    """The actions' log-probabilities under policy, reference and old policy. Only `logp` carries a gradient."""
     require_values(inputs)
     functions = choose(_facts_of_policies(op, inputs, config), options.implementation).functions
     mask = active_mask(inputs.completion_mask)
@@ -234,7 +234,7 @@ def _taken_tokens(op: str, inputs: RatioKlInputs, config: SoftmaxConfig, options
 
 
 def _facts_of_policies(op: str, inputs: RatioKlInputs, config: SoftmaxConfig) -> CallFacts:
-    """What dispatch sees of an op on the logits of two policies."""
+    """The facts by which dispatch decides a call on the logits of two policies."""
     return facts_of(op, (inputs.policy_logits, inputs.ref_logits), config)
 
 
@@ -243,7 +243,7 @@ def _policies_of(arguments: Mapping[str, Any]) -> RatioKlInputs:
 
 
 def describe_ratio_kl(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """What `describe_logp` says, for `ratio_kl`."""
+    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
     options = LogitsOptions(validate=arguments["validate"])
     facts = _facts_of_policies("ratio_kl", *check_policies(_policies_of(arguments), options))
     return facts, arguments["implementation"]
@@ -274,20 +274,20 @@ def grpo_loss(
         loss = policy_loss + beta · kl,   policy_loss = mean of −min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
         ρ = exp(logp − old_logps),   kl = mean of exp(d) − 1 − d,   d = ref − logp
 
-    The log-probabilities are `logp`'s, the formulas those of `rlk_jax.grpo.policy_loss`, which has the other losses of
-    the family for log-probabilities that are at hand.
+    The log-probabilities are those of `logp`, the formulas those of `rlk_jax.grpo.policy_loss`, which has the other
+    losses of the family for log-probabilities that are at hand.
 
     Args:
       policy_logits, ref_logits: `[B, T, V]`, bfloat16, float16 or float32, of B sequences of T completion tokens.
       action_ids: `[B, T]`, the tokens taken; at masked tokens they may be anything.
-      old_logps: `[B, T]`, their log-probabilities when they were sampled.
+      old_logps: `[B, T]`, log-probabilities of the taken tokens when they were sampled.
       rewards: `[B]`, normalised within their groups by `rlk_jax.grpo.group_advantages`; None beside `advantages`.
       completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
       advantages: A itself, of every sequence `[B]` or token `[B, T]`, instead of rewards.
-      samples_per_prompt: sequences of a group, which stand together; or
-      group_boundaries: `[G + 1]`, where groups start, from 0 to B. Static, as samples_per_prompt.
+      samples_per_prompt: how many sequences each group has; the sequences of a group stand together.
+      group_boundaries: `[G + 1]`, where groups start, from 0 to B, instead of samples_per_prompt. Both are static.
       eps: the least standard deviation that rewards are divided by.
-      clip_eps, clip_eps_high: the clip range; None means clip_eps above, too.
+      clip_eps, clip_eps_high: the clip range [1 − clip_eps, 1 + clip_eps_high]; clip_eps_high None is clip_eps.
       beta: weight of the KL.
       temperature, donate_logits, validate: as in `ratio_kl`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
@@ -300,7 +300,7 @@ def grpo_loss(
       TypeError: JAX's own, for forward-mode differentiation.
 
     Gradients flow from `loss` to policy_logits only; at ρ = 1 and on the bounds of the clip range they are those of the
-    unclipped objective. Masked tokens are masked before anything is computed of them.
+    unclipped objective. Masked tokens are masked before anything is computed from them.
 
     Same bits, with the implementations that promise bits: run to run, and with padding sequences or tokens appended,
     because sums are taken in one fixed order.
@@ -326,12 +326,13 @@ def grpo_loss(
 
 
 def _loss_options(clip_eps: float, clip_eps_high: float | None, beta: float, eps: float) -> LossOptions:
-    positive("eps", eps)
+    """The options of the loss; eps is checked even where there are no rewards for it."""
+    require_positive("eps", eps)
     return LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta)
 
 
 def describe_grpo_loss(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """What `describe_logp` says, for `grpo_loss`."""
+    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
     inputs, config = check_policies(_policies_of(arguments), LogitsOptions(validate=arguments["validate"]))
     chosen = ("rewards", "advantages", "samples_per_prompt", "group_boundaries")
     check_rewards_or_advantages(inputs.completion_mask, *(arguments[name] for name in chosen))

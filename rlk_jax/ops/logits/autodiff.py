@@ -105,9 +105,9 @@ def _ratio_and_kl_fwd(logp: Array, ref_logps: Array, old_logps: Array) -> tuple[
 
 
 def _ratio_and_kl_bwd(saved: tuple[Array, Array, Array], upstream: RatioKl) -> tuple[Array, None, None]:
-    """g_ratio·ratio + g_kl·(1 − exp d), with products that are rounded whatever program this is in.
+    """g_ratio·ratio + g_kl·(1 − exp d), with products that are rounded in every program.
 
-    What has no upstream gradient contributes nothing, even where its ratio or KL is no number.
+    An output without an upstream gradient contributes nothing, even where the output is not finite.
     """
     ratio, logp, ref_logps = saved
 

@@ -1,4 +1,7 @@
-"""Every static check of logp, ratio_kl and grpo_loss, and its message. They raise ValueError before anything runs."""
+"""Every static check of logp, ratio_kl and grpo_loss, and its message.
+
+The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
+"""
 
 import math
 from typing import Any
@@ -36,6 +39,7 @@ def _checked_vocab_size(name: str, logits: Any) -> int:
 
 
 def _config(vocab_size: int, options: LogitsOptions) -> SoftmaxConfig:
+    """What an implementation is compiled for, from options that have been checked."""
     real, softcap = options.global_vocab_size, options.logit_softcap
     return SoftmaxConfig(
         vocab_size=vocab_size,

@@ -60,8 +60,8 @@ class TakenTokens(NamedTuple):
 class LogitsFunctions:
     """One implementation, on logits `[N, V]`.
 
-    `forward` gives values and a residual, a row `[N]` per token. `gradient` gives that of the logits, in their dtype,
-    0 in inactive rows; its last argument says that it may be written where the logits are.
+    `forward` gives values and a residual, with a row `[N]` per token. `gradient` gives the gradient of the logits, in
+    their dtype and 0 in inactive rows; its last argument says that the gradient may be written where the logits are.
     """
 
     forward: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, Any]]

@@ -1,4 +1,4 @@
-"""The gold: the plain definition on float32 logits. Nothing clever, ever."""
+"""The gold standard of the tests: the plain definition on float32 logits. It stays this plain."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""The ops over logits by kernels that stream rows: what the kernels need of each token, and what comes of theirs."""
+"""The ops over logits by kernels that stream rows: what they take for each token, and what is made of their results."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def by_kernels(load: Callable[[], RowKernels]) -> LogitsFunctions:
     ) -> Array:
         rows = RowConfig(config.real_vocab_size, config.logit_softcap, upstream.entropy is not None)
         coefficients, active = _coefficients(config, tokens, found, upstream), tokens.active.astype(jnp.int32)
-        arrays: Any = fusion_barrier(as_replicated((logits, tokens.target_ids, active, coefficients)))
+        arrays = fusion_barrier(as_replicated((logits, tokens.target_ids, active, coefficients)))
         return fusion_barrier(load().gradients(rows, *arrays, donate))
 
     return LogitsFunctions(forward, gradient)

@@ -19,6 +19,7 @@ Array = jax.Array
 
 
 def _no_bias() -> Array:
+    """Zeros for the formulas that linear_logp shares, which add a bias."""
     return jnp.zeros((1, 1), jnp.float32)
 
 
@@ -27,7 +28,9 @@ def _columns(config: SoftmaxConfig) -> Array:
 
 
 def _forward(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
-    """Two passes. XLA fuses what is done to a logit into its sums on GPUs; on CPUs it makes a float32 copy first."""
+    """The softmax in two passes. On GPUs XLA fuses what is done to each logit into the sums; on CPUs it makes a float32
+    copy of the logits first.
+    """
 
     def of(logits: Array, columns: Array) -> Array:
         real = config.real_vocab_size
@@ -44,7 +47,7 @@ def _forward(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[Line
 def _gradient(
     config: SoftmaxConfig, logits: Array, tokens: Tokens, statistics: Statistics, upstream: LinearLogp, donate: bool
 ) -> Array:
-    """The gradient element by element: XLA itself writes it in place where the logits are donated."""
+    """The gradient, element by element. XLA itself writes it in place where the logits are donated."""
     facts = (_no_bias(), tokens, _columns(config), config.real_vocab_size, statistics, upstream)
     return product_gradients(config, logits.astype(jnp.float32), *facts).astype(logits.dtype)
 

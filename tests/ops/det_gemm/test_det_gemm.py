@@ -1,5 +1,6 @@
 """det_gemm on a CPU: accuracy, raw bits, gradients, JAX's transformations, and a message for every bad input."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -13,11 +14,10 @@ from hypothesis import strategies as st
 import rlk_jax
 from rlk_jax import det_gemm
 from rlk_jax.core import dispatch
-from tests.support import gemm
+from tests.support import gemm, helpers
 from tests.support.gemm import Case
 from tests.support.helpers import assert_same_bits
 
-every_dtype = pytest.mark.parametrize("dtype", gemm.DTYPES, ids=lambda d: np.dtype(d).name)
 CASES = (
     Case("plain", 70, 130, 300),
     Case("transposed", 70, 130, 300, transpose_b=True),
@@ -30,21 +30,33 @@ BITS = Case("bits", 150, 192, 260)
 SUM = Case("sum", 330, 330, 40)
 
 
-@every_dtype
-@pytest.mark.parametrize("implementation", ["deterministic", "reference"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+IN_MAKE_TEST = (("transposed", jnp.float16), ("lead", jnp.bfloat16), ("from C, rounded", jnp.bfloat16))
+
+
+# Both dtypes are widened before the products; the plain cases are compared by `rlk check`.
+@helpers.cover(
+    "case, implementation, dtype",
+    itertools.product(CASES, ["deterministic", "reference"], gemm.DTYPES),
+    lambda case, implementation, dtype: (
+        (case.name, dtype) in IN_MAKE_TEST and (implementation == "deterministic" or case.name == "lead")
+    ),
+)
 def test_against_float64(case, implementation, dtype):
     case = replace(case, out_dtype=dtype) if case.out_dtype == jnp.bfloat16 else case
     gemm.check_against_gold(case, dtype, implementation, "det_gemm_float32")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "transpose_b", "sizes"), [(jnp.bfloat16, False, (1, 64, 65)), (jnp.float16, True, (7, 128))], ids=str
+# A transposed B is turned before any sum.
+@helpers.cover(
+    "dtype, transpose_b, sizes",
+    [(jnp.bfloat16, False, (1, 64, 65)), (jnp.float16, True, (7, 128))],
+    lambda dtype, transpose_b, sizes: not transpose_b,
 )
 def test_rows_do_not_depend_on_the_batch(dtype, transpose_b, sizes):
     gemm.check_rows(replace(BITS, transpose_b=transpose_b), dtype, None, sizes)
 
 
+@pytest.mark.full  # each example compiles a program: some rows from anywhere are taken above, too
 @settings(max_examples=12)
 @given(data=st.data())
 def test_any_rows_at_any_place(data):
@@ -54,10 +66,11 @@ def test_any_rows_at_any_place(data):
     assert_same_bits(gemm.call(case, gemm.rows_of(p, index), None), gemm.call(case, p, None)[index])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "cuts", "transpose_b"),
+# The one with the most cuts; below, one cut from a given C.
+@helpers.cover(
+    "dtype, cuts, transpose_b",
     [(jnp.bfloat16, (64,), False), (jnp.bfloat16, (64, 128, 320), True), (jnp.float16, (256, 320), False)],
-    ids=str,
+    lambda dtype, cuts, transpose_b: transpose_b,
 )
 def test_sums_in_parts(dtype, cuts, transpose_b):
     gemm.check_cuts(replace(SUM, transpose_b=transpose_b), dtype, None, cuts)
@@ -78,13 +91,17 @@ def test_run_to_run(compiled_anew):
     assert_same_bits(gemm.outputs(BITS, p, None), expected)
 
 
-@every_dtype
-@pytest.mark.parametrize("implementation", ["deterministic", "reference"])
+# The op itself answers where there is nothing to sum.
+@helpers.cover(
+    "implementation, dtype",
+    itertools.product(["deterministic", "reference"], gemm.DTYPES),
+    lambda *x: x == ("deterministic", jnp.bfloat16),
+)
 def test_nothing_to_multiply(dtype, implementation):
     gemm.check_empty(dtype, implementation)
 
 
-@pytest.mark.parametrize("transpose_b", [False, True])
+@helpers.cover("transpose_b", [(False,), (True,)], lambda transpose_b: transpose_b)  # no rule asks for it
 def test_jit_remat_scan_and_lead_dims_keep_bits(transpose_b):
     case = Case("transformed", 4, 72, 90, transpose_b, lead=(3,))
     p = gemm.make(case, jnp.bfloat16)
@@ -155,7 +172,8 @@ def test_only_the_gradients_asked_for(wrap):
         assert set(_products(jax.grad(loss, argnums), p.a, p.b)) == {forward, *expected}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+# Types of varying axes are checked in one program; without their check the same program runs.
+@helpers.cover("check_vma", [(True,), (False,)], lambda check_vma: check_vma)
 def test_shard_map_over_rows(check_vma):
     case = Case("sharded", 8, 72, 90)
     p = gemm.make(case, jnp.bfloat16)

@@ -129,9 +129,9 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, *helpers.IMPLEMENTATIONS])
-@pytest.mark.parametrize(("changes", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input(changes, message, implementation):
+@helpers.bad_inputs(BAD_INPUTS)
+def test_bad_input(what, implementation):
+    changes, message = BAD_INPUTS[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         linear_logp(**{**GOOD, **changes}, implementation=implementation)
 
@@ -182,8 +182,15 @@ def test_ignored_tokens_are_not_out_of_range():
     assert linear_logp(GOOD["hidden"], GOOD["lm_head_weight"], ids, ignore_index=-100)[2] == 0
 
 
+# Its gradient is jitted in any case, and both jit and remat call the rules of the plain op.
 @pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint], ids=["plain", "jit", "vmap", "remat"]
+    "transform",
+    [
+        pytest.param(lambda f: f, id="plain"),
+        pytest.param(jax.jit, id="jit", marks=pytest.mark.full),
+        pytest.param(jax.vmap, id="vmap"),
+        pytest.param(jax.checkpoint, id="remat", marks=pytest.mark.full),
+    ],
 )
 def test_checkify_reports_what_jit_cannot_raise(transform):
     def logp(h, t):
@@ -205,7 +212,7 @@ def test_checkify_reports_bad_temperatures():
     assert "temperature must be positive and finite" in checked(PER_TOKEN.at[0].set(-1))[0].get()
 
 
-@pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+@helpers.implementations("xla")  # autodiff refuses it for all
 def test_second_derivatives_and_forward_mode(implementation):
     def total(h):
         return linear_logp(h, GOOD["lm_head_weight"], GOOD["target_ids"], implementation=implementation).sum()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import chex
@@ -17,7 +18,6 @@ from tests.support import helpers
 from tests.support.helpers import Case, assert_within_contract
 
 CASE = Case("transforms", (12,), 16, 300, bias=True)
-every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,13 @@ def assert_equal_up_to_rounding(actual, expected, kind="gradient"):
 class Variants(chex.TestCase):
     """With and without jit, the op and its gradient agree with the definition."""
 
+    implementations: tuple[str, ...] = ("xla",)
+
     @chex.variants(with_jit=True, without_jit=True)
     def test_values_and_gradients(self):
         problem = helpers.make(CASE, jnp.float32)
         gold = helpers.gold(CASE, problem)
-        for implementation in helpers.IMPLEMENTATIONS:
+        for implementation in self.implementations:
 
             def loss(operands, target_ids, implementation=implementation):
                 changed = problem._replace(
@@ -51,6 +53,13 @@ class Variants(chex.TestCase):
             chex.assert_tree_all_finite((values, gradients))
             assert_equal_up_to_rounding(tuple(values), gold.values, "forward")
             assert_equal_up_to_rounding(gradients, gold.gradients)
+
+
+@pytest.mark.full
+class VariantsOfTheOthers(Variants):
+    """The other implementations are called by the same rules, and test_bits.py compares `deterministic` without jit."""
+
+    implementations = ("deterministic", "reference")
 
 
 def test_traces_once_for_many_batches(problem):
@@ -77,7 +86,8 @@ def test_eager_calls_compile_once(problem):
     assert not [m for m in compiled if "Compiling" in m]
 
 
-@every_implementation
+# The rules of vmap stand in autodiff for all; test_bits.py maps `deterministic`.
+@helpers.implementations("xla")
 def test_vmap(problem, implementation):
     def logp(h, w, t):
         return linear_logp(h, w, t, implementation=implementation)
@@ -101,14 +111,16 @@ def test_vmap(problem, implementation):
     assert_equal_up_to_rounding((per_example[0].reshape(h.shape), per_example[1].sum(0)), expected)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "wrap"),
+# Each is jitted as well; what remat saves is one program more of the same rules.
+@helpers.cover(
+    "implementation, wrap",
     [
         *(("xla", wrap) for wrap in ("jit", "remat", "scan", "saved")),
         ("deterministic", "remat"),
         ("deterministic", "scan"),
         ("reference", "jit"),
     ],
+    lambda *x: x in (("xla", "remat"), ("xla", "scan")),
 )
 def test_gradients_through_transformations(problem, implementation, wrap):
     def logp(h, w, b, t):
@@ -132,8 +144,12 @@ def test_gradients_through_transformations(problem, implementation, wrap):
     assert_equal_up_to_rounding(jax.jit(jax.grad(wrapped, (0, 1, 2)))(*arguments), expected)
 
 
-@every_implementation
-@pytest.mark.parametrize("check_vma", [True, False])
+# Types of varying axes are checked in one program; test_vocab_parallel.py shards `deterministic`.
+@helpers.cover(
+    "check_vma, implementation",
+    itertools.product([True, False], helpers.IMPLEMENTATIONS),
+    lambda check_vma, implementation: check_vma and implementation == "xla",
+)
 def test_shard_map_over_tokens(problem, implementation, check_vma):
     mesh = jax.sharding.Mesh(jax.devices("cpu")[:4], ("data",))
     whole, rows = jax.P(), jax.P("data")
@@ -151,7 +167,7 @@ def test_shard_map_over_tokens(problem, implementation, check_vma):
     assert_equal_up_to_rounding(actual, expected)
 
 
-@every_implementation
+@helpers.implementations("xla", "deterministic")  # the reference has few operations
 def test_strict_jax_modes(problem, implementation):
     ids = problem.target_ids.at[0].set(-1)
     mixed = problem._replace(hidden=problem.hidden.astype(jnp.bfloat16), target_ids=ids)
@@ -159,7 +175,8 @@ def test_strict_jax_modes(problem, implementation):
         jax.grad(lambda h: mixed._replace(hidden=h).call(CASE, implementation, ignore_index=-1)[0].sum())(mixed.hidden)
 
 
-@every_implementation
+# Wide ids are converted before any implementation; det_gemm's and the losses' tests have strict modes of their own.
+@helpers.implementations("xla")
 def test_x64(problem, implementation):
     with jax.enable_x64(True):
         gold = helpers.gold(CASE, problem)
@@ -199,7 +216,15 @@ def count_dots(function, *arguments) -> int:
     return count(entry)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+# Products of a program under jit are those of the plain one; remat repeats the forward besides.
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda f: f, id="plain"),
+        pytest.param(jax.jit, id="jit", marks=pytest.mark.full),
+        pytest.param(jax.checkpoint, id="remat", marks=pytest.mark.full),
+    ],
+)
 def test_frozen_sides_cost_no_gemm(wrap, monkeypatch):
     """The forward takes one GEMM, the backward one to recompute and one for each side that needs a gradient.
 
@@ -240,9 +265,14 @@ def temporary_bytes(tokens: int, dim: int, vocab: int, dtype, options: dict) -> 
     return compiled.memory_analysis().temp_size_in_bytes - 4 * vocab * dim
 
 
-@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize(
-    "options", [{}, {"weight_layout": "dv"}, {"return_entropy": True, "logit_softcap": 30.0}], ids=str
+# Chunks are of one size in every dtype: one 16-bit program and one with all options.
+@helpers.cover(
+    "options, dtype",
+    itertools.product(
+        [{}, {"weight_layout": "dv"}, {"return_entropy": True, "logit_softcap": 30.0}],
+        helpers.DTYPES,
+    ),
+    lambda options, dtype: (len(options), dtype) in ((0, jnp.bfloat16), (2, jnp.float32)),
 )
 def test_memory_is_a_small_part_of_the_logits_and_does_not_grow(dtype, options):
     tokens, dim, vocab = 8192, 256, 65536
@@ -280,15 +310,17 @@ def test_the_budget_grows_with_the_head_alone_or_is_the_one_given():
     assert xla.memory_budget(given, large) == 1000
 
 
-def test_any_budget_gives_the_same_answer(problem, monkeypatch):
+# All tokens in one chunk are what most tests have; the least chunks are full's, for those of 48 rows have a last one
+# that is short.
+@helpers.cover("budget", [(0,), (10 * 1000 * 48,), (10**9,)], lambda budget: budget == 10 * 1000 * 48)
+def test_any_budget_gives_the_same_answer(budget, monkeypatch):
     case = Case("budget", (200,), 24, 1000, bias=True)
     problem = helpers.make(case, jnp.float32)
     gold = helpers.gold(case, problem)
-    for budget in (0, 10 * 1000 * 48, 10**9):
-        jax.clear_caches()
-        monkeypatch.setattr(xla, "MEMORY_BUDGET", budget)
-        if budget:
-            given = problem.call(case, "xla", memory_budget=budget)
-            assert_equal_up_to_rounding(tuple(given), gold.values, "forward")
-        assert_equal_up_to_rounding(tuple(problem.call(case, "xla")), gold.values, "forward")
-        assert_equal_up_to_rounding(problem.gradients(case, "xla"), gold.gradients)
+    jax.clear_caches()
+    monkeypatch.setattr(xla, "MEMORY_BUDGET", budget)
+    if budget:
+        given = problem.call(case, "xla", memory_budget=budget)
+        assert_equal_up_to_rounding(tuple(given), gold.values, "forward")
+    assert_equal_up_to_rounding(tuple(problem.call(case, "xla")), gold.values, "forward")
+    assert_equal_up_to_rounding(problem.gradients(case, "xla"), gold.gradients)

@@ -1,4 +1,10 @@
-"""What every implementation of linear_logp must give: the values and gradients of the definition."""
+"""What every implementation of linear_logp must give: the values and gradients of the definition.
+
+`make test` has xla in every case that it treats differently, and the others where they have code of their own:
+`deterministic` is compared with float64 in test_bits.py too, and by `rlk check` in float16 in every input mode.
+"""
+
+import itertools
 
 import chex
 import jax
@@ -13,8 +19,8 @@ from rlk_jax import LinearLogp, linear_logp
 from tests.support import helpers
 from tests.support.helpers import Case, assert_error, assert_within_contract
 
-every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
-every_dtype = pytest.mark.parametrize("dtype", helpers.DTYPES, ids=lambda d: np.dtype(d).name)
+# What stands in autodiff, checks and core for all implementations: xla alone would catch its bug.
+in_core = helpers.implementations("xla")
 
 
 def check_against_gold(case: Case, dtype, implementation: str) -> None:
@@ -29,22 +35,43 @@ def check_against_gold(case: Case, dtype, implementation: str) -> None:
         assert_within_contract(gradient, expected, "linear_logp", dtype, "gradient")
 
 
-@every_implementation
-@pytest.mark.parametrize(**helpers.in_dtypes(helpers.OPTION_CASES))
+def is_option_of_make_test(case, dtype, implementation):
+    if case.name == "everything":
+        return dtype == jnp.float32 or implementation == "xla"
+    return dtype == jnp.float32 and (case.name, implementation) in (("plain", "xla"), ("bias", "xla"))
+
+
+# Options one by one are caught by all of them at once, and by the random options below.
+@helpers.cover(
+    "case, dtype, implementation",
+    [(*pair, x) for pair in helpers.in_dtypes(helpers.OPTION_CASES) for x in helpers.IMPLEMENTATIONS],
+    is_option_of_make_test,
+)
 def test_options_against_float64(case, dtype, implementation):
     check_against_gold(case, dtype, implementation)
 
 
-@every_implementation
-@pytest.mark.parametrize("case", helpers.SHAPE_CASES, ids=str)
+SHAPES_OF_MAKE_TEST = ("one of each", "no lead", "gpt2")
+
+
+# Chunks of xla are crossed by `test_any_budget_gives_the_same_answer`, blocks of `deterministic` in test_bits.py.
+@helpers.cover(
+    "case, implementation",
+    itertools.product(helpers.SHAPE_CASES, helpers.IMPLEMENTATIONS),
+    lambda case, implementation: implementation == "xla" and case.name in SHAPES_OF_MAKE_TEST,
+)
 def test_shapes_against_float64(case, implementation):
     """In float32; models' own heads in the dtype that they have."""
     is_model = case.name in helpers.MODEL_SHAPES
     check_against_gold(case, jnp.bfloat16 if is_model else jnp.float32, implementation)
 
 
-@every_implementation
-@every_dtype
+# The other dtypes take the same path through the layout.
+@helpers.cover(
+    "dtype, implementation",
+    itertools.product(helpers.DTYPES, helpers.IMPLEMENTATIONS),
+    lambda dtype, implementation: dtype == jnp.float32 and implementation != "reference",
+)
 def test_dv_layout_equals_vd(dtype, implementation):
     case = helpers.OPTION_CASES[-1]
     problem = helpers.make(case, dtype)
@@ -56,14 +83,17 @@ def test_dv_layout_equals_vd(dtype, implementation):
 
 
 PEAKED = (
-    Case("p = 0.999", (40,), 64, 300, scale=0.1),
-    Case("logits of ±100", (40,), 64, 300, scale=25.0),
+    Case("p = 0.999", (40,), 80, 300, scale=0.1),
+    Case("logits of ±100", (40,), 80, 300, scale=25.0),
 )
 
 
-@every_implementation
-@every_dtype
-@pytest.mark.parametrize("case", PEAKED, ids=str)
+# The formulas are those of core/softmax.py for all; `deterministic` sums these modes in `rlk check`.
+@helpers.cover(
+    "case, dtype, implementation",
+    itertools.product(PEAKED, helpers.DTYPES, helpers.IMPLEMENTATIONS),
+    lambda case, dtype, implementation: implementation == "xla" and dtype != jnp.bfloat16,
+)
 def test_peaked_and_large_logits(case, dtype, implementation):
     problem = helpers.make(case, dtype)
     if case.name.startswith("p ="):  # row i points at its target alone
@@ -78,7 +108,8 @@ def test_peaked_and_large_logits(case, dtype, implementation):
         assert_within_contract(gradient, expected, "linear_logp_peaked", dtype, "gradient")
 
 
-@every_implementation
+# The others keep gradients of logits in float32.
+@helpers.implementations("xla")
 def test_fp16_gradients_survive_tiny_upstream(implementation):
     """g·p near 1e-9 lies below float16's range: gradients of logits must be scaled before they are rounded."""
     case = Case("tiny upstream", (16,), 64, 151936)
@@ -90,7 +121,7 @@ def test_fp16_gradients_survive_tiny_upstream(implementation):
     assert_within_contract(actual, expected, "linear_logp_tiny_upstream", jnp.float16, "gradient")
 
 
-@every_implementation
+@helpers.implementations()  # strict modes have mixed dtypes; strided inputs are NumPy's
 def test_mixed_dtypes_and_numpy_inputs(implementation):
     case = helpers.OPTION_CASES[1]
     problem = helpers.make(case, jnp.bfloat16)
@@ -114,7 +145,8 @@ def test_every_integer_dtype_of_ids(ids_dtype):
     chex.assert_trees_all_equal(problem.call(case, "xla"), other.call(case, "xla"))
 
 
-@every_implementation
+# Outputs come from core: those of `deterministic` are compared in test_bits.py, those of logp by xla.
+@helpers.implementations()
 def test_only_what_was_asked_for(implementation):
     case = helpers.OPTION_CASES[0]
     problem = helpers.make(case, jnp.float32)
@@ -127,8 +159,12 @@ def test_only_what_was_asked_for(implementation):
     chex.assert_trees_all_equal(logp, with_lse.logp, with_entropy.logp)
 
 
-@every_implementation
-@pytest.mark.parametrize("lead", [(0,), (3, 0)])
+# No implementation is called; [3, 0] has an axis more.
+@helpers.cover(
+    "lead, implementation",
+    itertools.product([(0,), (3, 0)], helpers.IMPLEMENTATIONS),
+    lambda lead, implementation: lead == (3, 0) and implementation == "xla",
+)
 def test_no_tokens(implementation, lead):
     case = Case("empty", lead, 8, 20, bias=True)
     problem = helpers.make(case, jnp.float32)
@@ -138,7 +174,7 @@ def test_no_tokens(implementation, lead):
     chex.assert_trees_all_equal((d_weight, d_bias), (jnp.zeros((20, 8)), jnp.zeros(20)))
 
 
-@every_implementation
+@helpers.implementations("xla", "deterministic")  # the reference has no blocks
 def test_one_word_vocabulary(implementation):
     case = Case("V = 1", (3,), 4, 1)
     problem = helpers.make(case, jnp.float32)
@@ -146,7 +182,7 @@ def test_one_word_vocabulary(implementation):
     chex.assert_trees_all_equal((values.logp, values.entropy), (jnp.zeros(3), jnp.zeros(3)))
 
 
-@every_implementation
+@in_core  # and test_bits.py has NaN rows of `deterministic`
 def test_ignored_tokens_contribute_exactly_nothing(implementation):
     case = helpers.OPTION_CASES[1]
     problem = helpers.make(case, jnp.float32)
@@ -167,7 +203,7 @@ def test_ignored_tokens_contribute_exactly_nothing(implementation):
         assert_within_contract(a, b, "linear_logp", jnp.float32, "gradient")
 
 
-@every_implementation
+@in_core  # and test_bits.py has such rows of `deterministic`
 def test_rows_with_zero_upstream_contribute_exactly_nothing(implementation):
     """A masked loss: NaN rows and bad ids under a zero gradient reach no gradient."""
     case = helpers.OPTION_CASES[1]
@@ -186,7 +222,7 @@ def test_rows_with_zero_upstream_contribute_exactly_nothing(implementation):
         assert_within_contract(a, b, "linear_logp", jnp.float32, "gradient")
 
 
-@every_implementation
+@in_core  # and `rlk check` has bad ids of `deterministic`
 @pytest.mark.parametrize("bad", [300, -1, -100, 10**6])
 def test_unvalidated_bad_ids_give_nan(implementation, bad):
     case = helpers.OPTION_CASES[1]
@@ -202,7 +238,7 @@ def test_unvalidated_bad_ids_give_nan(implementation, bad):
     assert jnp.isnan(d_weight).all() and jnp.isnan(d_bias).all()
 
 
-@every_implementation
+@in_core
 @pytest.mark.parametrize("bad", [0.0, -1.0, jnp.nan, jnp.inf])
 def test_unvalidated_bad_temperatures_give_nan(implementation, bad):
     case = helpers.OPTION_CASES[3]
@@ -213,7 +249,7 @@ def test_unvalidated_bad_temperatures_give_nan(implementation, bad):
     np.testing.assert_array_equal(jnp.isnan(values.logp), is_bad)
 
 
-@every_implementation
+@helpers.implementations("xla", "deterministic")  # the reference folds nothing
 def test_impossible_tokens(implementation):
     """−inf in the bias forbids tokens: they have probability 0, no NaN appears, and forbidding a target gives −inf."""
     case = Case("forbidden", (6,), 8, 600, bias=True)
@@ -222,15 +258,17 @@ def test_impossible_tokens(implementation):
     targets = jnp.asarray([256, 300, 599, 400, 500, 5])
     problem = problem._replace(bias=bias, target_ids=targets)
     gold = helpers.gold(case, problem._replace(target_ids=jnp.where(targets == 5, 300, targets)))
-    values = problem.call(case, implementation)
+    values, gradients = problem.values_and_gradients(case, implementation)
     assert_within_contract(values.logp[:5], gold.values[0][:5], "linear_logp", jnp.float32, "forward")
     assert values.logp[5] == -jnp.inf
     for value, expected in zip(values[1:], gold.values[1:], strict=True):
         assert_within_contract(value, expected, "linear_logp", jnp.float32, "forward")
-    chex.assert_tree_all_finite(problem.gradients(case, implementation))
+    chex.assert_tree_all_finite(gradients)
 
 
+@pytest.mark.full
 def test_tied_embeddings_sum_their_gradients():
+    """In `make test` the example in test_pjit_example.py has tied embeddings."""
     case = Case("tied", (12,), 16, 50)
     problem = helpers.make(case, jnp.float32)
     inputs = jnp.arange(12)
@@ -243,7 +281,7 @@ def test_tied_embeddings_sum_their_gradients():
     assert_within_contract(tied, apart[0] + apart[1], "linear_logp", jnp.float32, "gradient")
 
 
-@every_implementation
+@in_core
 def test_strided_inputs(implementation):
     """Views of every argument give what their copies give."""
     rng = np.random.default_rng(0)
@@ -255,8 +293,7 @@ def test_strided_inputs(implementation):
     chex.assert_trees_all_equal(strided, copied)
 
 
-@settings(max_examples=10, deadline=None)
-@given(
+any_shape_and_options = given(
     lead=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     dim=st.integers(1, 70),
     vocab=st.integers(20, 600),
@@ -267,7 +304,22 @@ def test_strided_inputs(implementation):
     temperature=st.sampled_from([1.0, 0.3, "per token"]),
     seed=st.integers(0, 1000),
 )
-def test_any_shape_and_options_against_float64(lead, dim, vocab, padding, softcap, layout, bias, temperature, seed):
+
+
+@settings(max_examples=2, deadline=None)
+@any_shape_and_options
+def test_a_few_shapes_and_options_against_float64(**drawn):
+    check_any(**drawn)
+
+
+@pytest.mark.full  # each example compiles a program: the first two stand above
+@settings(max_examples=10, deadline=None)
+@any_shape_and_options
+def test_any_shape_and_options_against_float64(**drawn):
+    check_any(**drawn)
+
+
+def check_any(lead, dim, vocab, padding, softcap, layout, bias, temperature, seed):
     options = {"logit_softcap": softcap, "weight_layout": layout, "global_vocab_size": vocab - padding}
     case = Case("any", lead, dim, vocab, bias, options, temperature)
     problem = helpers.make(case, jnp.float32, seed)
@@ -279,8 +331,12 @@ def test_any_shape_and_options_against_float64(lead, dim, vocab, padding, softca
         assert_within_contract(*joined, "linear_logp", jnp.float32, kind)
 
 
-@every_implementation
-@pytest.mark.parametrize("layout", ["vd", "dv"])
+# test_bits.py has padding of NaN for `deterministic`.
+@helpers.cover(
+    "layout, implementation",
+    itertools.product(["vd", "dv"], helpers.IMPLEMENTATIONS),
+    lambda layout, implementation: layout == "dv" and implementation == "xla",
+)
 def test_padding_of_the_head_may_hold_anything(implementation, layout):
     case = Case(
         "garbage", (12,), 16, 70, True, {"global_vocab_size": 63, "logit_softcap": 3.0, "weight_layout": layout}
@@ -295,7 +351,7 @@ def test_padding_of_the_head_may_hold_anything(implementation, layout):
     np.testing.assert_array_equal(gradients[1][63:], 0)
 
 
-@every_implementation
+@in_core
 def test_the_temperature_of_an_ignored_token_is_not_looked_at(implementation):
     case = helpers.OPTION_CASES[3]
     problem = helpers.make(case, jnp.float32)

@@ -11,11 +11,12 @@ import pytest
 from rlk_jax import grpo_loss
 from rlk_jax.checker import gold
 from rlk_jax.grpo import group_advantages
+from tests.support import helpers
 from tests.support import logits as ops
-from tests.support.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
+from tests.support.helpers import IN_FEW_DTYPES, assert_same_bits, assert_within_contract
 
-every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# grpo_loss is made of logp, and what it adds is the same for all implementations: one of them would catch its bug.
+in_core = helpers.implementations("xla")
 REWARDS = np.array([1.0, 3.0, 10.0, 20.0, 30.0], np.float32)
 BOUNDARIES = [0, 2, 5]
 GROUPS = {"group_boundaries": BOUNDARIES}
@@ -26,7 +27,12 @@ def policies(dtype=jnp.float32, **sizes) -> ops.Policies:
     return ops.make_policies(dtype, **{"lead": (5, 6), **sizes})
 
 
-@pytest.mark.parametrize(**IN_FEW_DTYPES)
+# logp has its own tests against float64, in every dtype and implementation.
+@helpers.cover(
+    "implementation, dtype",
+    IN_FEW_DTYPES,
+    lambda *x: x in (("xla", jnp.float32), ("deterministic", jnp.float16)),
+)
 def test_against_float64(implementation, dtype):
     p = policies(dtype)
     advantages = gold.group_advantages_gold(REWARDS, BOUNDARIES)
@@ -46,7 +52,7 @@ def test_against_float64(implementation, dtype):
         assert not np.any(gradient[~np.asarray(p.completion_mask)])
 
 
-@every_implementation
+@in_core
 def test_ready_advantages_take_the_place_of_rewards(implementation):
     p, rewards = policies(), jnp.asarray(REWARDS)
     expected = p.grpo_loss(rewards, implementation, **GROUPS)
@@ -56,7 +62,7 @@ def test_ready_advantages_take_the_place_of_rewards(implementation):
     assert_same_bits(p.grpo_loss(None, implementation, advantages=per_token), expected)
 
 
-@every_implementation
+@in_core
 def test_equal_groups_are_boundaries(implementation):
     p = policies(lead=(4, 6))
     rewards = REWARDS[:4]
@@ -64,7 +70,7 @@ def test_equal_groups_are_boundaries(implementation):
     assert_same_bits(p.grpo_loss(rewards, implementation, samples_per_prompt=2), expected)
 
 
-@every_implementation
+@in_core
 def test_metrics_carry_no_gradient_and_nothing_else_gets_one(implementation):
     p = policies()
 
@@ -77,7 +83,7 @@ def test_metrics_carry_no_gradient_and_nothing_else_gets_one(implementation):
     assert not any(np.any(g) for g in jax.grad(lambda *x: values(*x).loss, (1, 2, 3))(*primals))
 
 
-@every_implementation
+@in_core
 def test_nothing_active_is_zero_with_zero_gradients(implementation):
     p = policies()
     p = p._replace(completion_mask=jnp.zeros((5, 6)), policy_logits=p.policy_logits * jnp.nan)
@@ -89,7 +95,7 @@ def test_nothing_active_is_zero_with_zero_gradients(implementation):
     assert value == 0 and not np.any(gradient)
 
 
-@every_implementation
+@in_core
 def test_equal_rewards_give_no_policy_gradient(implementation):
     p = policies(lead=(7, 4))
     rewards = np.full(7, 0.1, np.float32)
@@ -101,8 +107,13 @@ def test_equal_rewards_give_no_policy_gradient(implementation):
     assert value == 0 and not np.any(gradient)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_padding_changes_no_bit(jitted):
+# Outside jit fewer operations can be fused; test_losses.py pads policy_loss there, too, and by one column alone.
+@helpers.cover(
+    "jitted, rows, columns",
+    [(True, 0, 1), (True, 3, 0), (True, 4, 7), (False, 4, 7)],
+    lambda *x: x == (True, 4, 7),
+)
+def test_padding_changes_no_bit(jitted, rows, columns):
     p = policies()
     advantages = group_advantages(jnp.asarray(REWARDS), **GROUPS)
     sizes = {"policy_logits": np.nan, "ref_logits": np.nan, "action_ids": -1, "completion_mask": 0, "old_logps": np.inf}
@@ -126,12 +137,11 @@ def test_padding_changes_no_bit(jitted):
 
     run = jax.jit(value_and_grad) if jitted else value_and_grad
     expected = run(p, advantages)
-    for rows, columns in ((0, 1), (3, 0), (4, 7)) if jitted else ((4, 7),):
-        found, gradient = run(padded(rows, columns), jnp.pad(advantages, (0, rows)))
-        assert_same_bits((found, gradient[:5, :6]), expected)
+    found, gradient = run(padded(rows, columns), jnp.pad(advantages, (0, rows)))
+    assert_same_bits((found, gradient[:5, :6]), expected)
 
 
-@every_implementation
+@in_core
 def test_five_steps_lower_the_loss(implementation):
     p = policies(jnp.float32, lead=(4, 6), vocab=64)
 
@@ -236,9 +246,9 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-@pytest.mark.parametrize(("changes", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input(changes, message, implementation):
+@helpers.bad_inputs(BAD_INPUTS)
+def test_bad_input(what, implementation):
+    changes, message = BAD_INPUTS[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         grpo_loss(**arguments(**changes), implementation=implementation)
 

@@ -1,5 +1,6 @@
 """logp on a CPU: accuracy, raw bits, masks, gradients, JAX's transformations, a message for every bad input."""
 
+import itertools
 import re
 from functools import partial
 
@@ -15,38 +16,74 @@ from jax.sharding import Mesh, PartitionSpec
 import rlk_jax
 from rlk_jax import logp
 from rlk_jax.core import dispatch
+from tests.support import helpers
 from tests.support import logits as ops
-from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, bits, in_dtypes
+from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, bits
 from tests.support.logits import Case
 
-every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# What stands in autodiff, checks and core for all implementations: xla alone would catch its bug.
+in_core = helpers.implementations("xla")
 BITS = Case("bits", (140,), 700, {"logit_softcap": 4.0}, "per token")
 
 
-@every_implementation
-@pytest.mark.parametrize(**in_dtypes(ops.CASES))
+def outputs(p, case, **changes):
+    """What `deterministic` gives, all by the program of the gradient."""
+    values, gradient = p.values_and_gradient(case, "deterministic", **changes)
+    return (*values, gradient)
+
+
+def is_in_make_test(case, dtype, implementation):
+    if implementation == "xla":
+        return case.name in ("plain", "everything", "no lead", "one token of two", "unaligned rows")
+    return (case.name == "everything" and dtype == jnp.float32) or (case.name, implementation) == (
+        "impossible tokens",
+        "deterministic",
+    )
+
+
+# Single options are caught by all of them at once, in a vocabulary of many chunks.
+@helpers.cover(
+    "case, dtype, implementation",
+    [(*pair, x) for pair in helpers.in_dtypes(ops.CASES) for x in IMPLEMENTATIONS],
+    is_in_make_test,
+)
 def test_against_float64(case, implementation, dtype):
     ops.check_against_gold(case, dtype, implementation)
 
 
-@every_dtype
-@every_implementation
-@pytest.mark.parametrize("case", ops.LARGE, ids=str)
+# 16-bit logits are widened before anything is done to them; `rlk check` has these modes in float16.
+@helpers.cover(
+    "case, dtype, implementation",
+    itertools.product(ops.LARGE, ops.DTYPES, IMPLEMENTATIONS),
+    lambda case, dtype, implementation: dtype == jnp.float32 and implementation != "reference",
+)
 def test_large_and_peaked_logits(case, implementation, dtype):
     ops.check_large(case, dtype, implementation)
 
 
-@every_dtype
-@pytest.mark.parametrize("count", [1, 65])
+@helpers.implementations("xla", "deterministic")  # the reference has JAX's own derivative
+def test_the_gradient_of_a_likely_token_is_as_exact_as_its_logp(implementation):
+    """At the target it is −g·expm1(logp): g·(1 − p) would lose the bits in which p is below 1."""
+    case = ops.LARGE[1]
+    p = ops.make(case, jnp.float32)
+    g, *others = p.upstream
+    p = p._replace(token_ids=jnp.full(20, 17), upstream=(g, *(0 * x for x in others)))
+    values, gradient = p.values_and_gradient(case, implementation)
+    expected = -np.asarray(g, np.float64) * np.expm1(np.asarray(values.logp, np.float64))
+    helpers.assert_within_contract(gradient[:, 17], expected, "logp", jnp.float32, "gradient")
+
+
+# Sums are of float32 numbers in every dtype; `rlk check` has other batches in float16.
+@helpers.cover("count, dtype", itertools.product([1, 65], ops.DTYPES), lambda count, dtype: dtype == jnp.float32)
 def test_rows_do_not_depend_on_the_batch(dtype, count):
     p = ops.make(BITS, dtype)
-    whole = p.outputs(BITS, "deterministic")
-    for start in (0, 17):
-        rows = slice(start, start + count)
-        assert_same_bits(p.rows(rows).outputs(BITS, "deterministic"), tuple(x[rows] for x in whole))
+    whole = outputs(p, BITS)
+    anywhere = np.random.default_rng(count).integers(0, 140, count)  # some of them more than once
+    for rows in (slice(count), slice(17, 17 + count), anywhere):
+        assert_same_bits(outputs(p.rows(rows), BITS), tuple(x[rows] for x in whole))
 
 
+@pytest.mark.full  # each example compiles programs: rows from anywhere are selected above, too
 @settings(max_examples=6)
 @given(data=st.data())
 def test_any_rows_at_any_place(data):
@@ -61,24 +98,28 @@ def test_lead_dimensions_and_padding_change_no_bit():
     """2 x 16 tokens, alone, flat and beside rows of padding."""
     case = Case("layout", (2, 16), 257)
     p = ops.make(case, jnp.bfloat16)
-    whole = p.outputs(case, "deterministic")
+    whole = outputs(p, case)
     flat = Case("flat", (32,), 257)
     packed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if jnp.ndim(x) > 1 else x, p)
-    assert_same_bits(packed.outputs(flat, "deterministic"), tuple(x.reshape(32, *x.shape[2:]) for x in whole))
+    assert_same_bits(outputs(packed, flat), tuple(x.reshape(32, *x.shape[2:]) for x in whole))
     padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (3, 5), *((0, 0),) * (x.ndim - 2))) if jnp.ndim(x) else x, p)
-    found = padded.outputs(Case("padded", (2, 24), 257), "deterministic")
+    found = outputs(padded, Case("padded", (2, 24), 257))
     assert_same_bits(tuple(x[:, 3:19] for x in found), whole)
 
 
-@every_implementation
-@pytest.mark.parametrize("outputs", [{}, {"return_lse": True}, {"return_entropy": True}], ids=str)
-def test_outputs_that_were_not_asked_for(implementation, outputs):
+# `deterministic` leaves out the sums that only the entropy needs.
+@helpers.cover(
+    "asked_for, implementation",
+    itertools.product([{}, {"return_lse": True}, {"return_entropy": True}], IMPLEMENTATIONS),
+    lambda asked_for, implementation: implementation == "xla" or (not asked_for and implementation == "deterministic"),
+)
+def test_outputs_that_were_not_asked_for(implementation, asked_for):
     case = Case("outputs", (5,), 40)
     p = ops.make(case, jnp.float32)
-    wanted = {"return_lse": False, "return_entropy": False, **outputs}
+    wanted = {"return_lse": False, "return_entropy": False, **asked_for}
     found = p.call(case, implementation, **wanted)
     everything = p.call(case, implementation)
-    if not outputs:
+    if not asked_for:
         assert_same_bits(found, everything.logp)
         return
     for name, value in found._asdict().items():
@@ -87,8 +128,12 @@ def test_outputs_that_were_not_asked_for(implementation, outputs):
             assert_same_bits(value, getattr(everything, name))
 
 
-@every_implementation
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+# Rows are left out in core, for all implementations and whatever they hold.
+@helpers.cover(
+    "poison, implementation",
+    itertools.product([np.nan, np.inf, -np.inf, 1e30], IMPLEMENTATIONS),
+    lambda poison, implementation: implementation == "xla" or (implementation == "deterministic" and poison == np.inf),
+)
 def test_ignored_rows_leak_nothing(implementation, poison):
     case = Case("ignored", (12,), 90, {"ignore_index": -100})
     p = ops.make(case, jnp.float32)
@@ -103,7 +148,7 @@ def test_ignored_rows_leak_nothing(implementation, poison):
         assert_same_bits(alone, tuple(x[~ignored] for x in expected))
 
 
-@every_implementation
+@helpers.implementations("xla", "deterministic")
 def test_rows_without_an_upstream_gradient_get_none(implementation):
     case = Case("masked", (8,), 60)
     p = ops.make(case, jnp.bfloat16)
@@ -116,7 +161,7 @@ def test_rows_without_an_upstream_gradient_get_none(implementation):
     assert not np.any(gradient[:4]) and np.all(np.isfinite(gradient)) and np.any(gradient[4:])
 
 
-@every_implementation
+@helpers.implementations("xla", "deterministic")
 def test_only_the_row_of_impossible_tokens_is_nan(implementation):
     case = Case("no finite logit", (4,), 30)
     p = ops.make(case, jnp.float32)
@@ -127,14 +172,18 @@ def test_only_the_row_of_impossible_tokens_is_nan(implementation):
     np.testing.assert_array_equal(found.logp[keep], whole.logp[keep])
 
 
-@every_implementation
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
+# The lowest numbers of both dtypes are finite in float32.
+@helpers.cover(
+    "dtype, implementation",
+    itertools.product([jnp.float32, jnp.bfloat16], IMPLEMENTATIONS),
+    lambda *x: x in ((jnp.float32, "xla"), (jnp.bfloat16, "deterministic")),
+)
 def test_rows_of_the_lowest_number(implementation, dtype):
     """What masks are filled with: all of them, a uniform choice; beside others, impossible."""
     ops.check_lowest(dtype, implementation)
 
 
-@every_implementation
+@in_core
 def test_a_token_that_cannot_be_taken(implementation):
     logits = jnp.zeros((2, 9)).at[:, 3].set(-jnp.inf)
     found = logp(logits, jnp.array([3, 4]), implementation=implementation)
@@ -143,7 +192,7 @@ def test_a_token_that_cannot_be_taken(implementation):
     assert np.all(np.isfinite(gradient)) and not np.any(gradient[0])
 
 
-@every_implementation
+@in_core
 def test_listed_rows(implementation):
     case = Case("listed", (3, 4), 50)
     p = ops.make(case, jnp.float32)
@@ -194,7 +243,7 @@ def test_donated_logits_hold_their_own_gradient():
     assert_same_bits(gradient(p.logits, True), gradient(p.logits, False))
 
 
-@every_implementation
+@in_core
 def test_no_tokens(implementation):
     case = Case("none", (0, 3), 20)
     p = ops.make(case, jnp.bfloat16)
@@ -202,7 +251,7 @@ def test_no_tokens(implementation):
     assert [x.shape for x in found] == [(0, 3), (0, 3), (0, 3), (0, 3, 20)]
 
 
-@every_implementation
+@in_core
 def test_strided_views(implementation):
     """A slice of every second token of longer sequences, and columns of a wider array."""
     case = Case("views", (3, 4), 40)
@@ -212,8 +261,20 @@ def test_strided_views(implementation):
     assert_same_bits(found, p.outputs(case, implementation))
 
 
-@every_implementation
-def test_transformations(implementation):
+TRANSFORMATIONS = {
+    "vmap": lambda f: jax.vmap(f),
+    "map": lambda f: lambda *x: jax.lax.map(lambda x: f(*x), x),
+    "vmap of vmap": lambda f: jax.vmap(jax.vmap(f)),
+}
+
+
+# The rules of vmap stand in autodiff for all.
+@helpers.cover(
+    "name, implementation",
+    itertools.product(TRANSFORMATIONS, IMPLEMENTATIONS),
+    lambda name, implementation: name != "vmap" and implementation == "deterministic",
+)
+def test_transformations(name, implementation):
     case = Case("transformed", (6, 5), 80)
     p = ops.make(case, jnp.float32)
     whole = p.outputs(case, implementation)
@@ -221,20 +282,24 @@ def test_transformations(implementation):
     def of_row(logits, ids, *upstream):
         return ops.Problem(logits, ids, 1.0, upstream).outputs(case, implementation)
 
-    mapped = jax.vmap(of_row)(p.logits, p.token_ids, *p.upstream)
-    scanned = jax.lax.map(lambda x: of_row(*x), (p.logits, p.token_ids, *p.upstream))
-    twice = jax.vmap(jax.vmap(of_row))(p.logits, p.token_ids, *p.upstream)
-    for found in (mapped, scanned, twice):
-        for x, expected in zip(found, whole, strict=True):
-            if implementation == "deterministic":
-                assert_same_bits(x, expected)
-            else:
-                ops.helpers.assert_within_contract(x, expected, "logp", jnp.float32, "gradient")
+    found = TRANSFORMATIONS[name](of_row)(p.logits, p.token_ids, *p.upstream)
+    for x, expected in zip(found, whole, strict=True):
+        if implementation == "deterministic":
+            assert_same_bits(x, expected)
+        else:
+            ops.helpers.assert_within_contract(x, expected, "logp", jnp.float32, "gradient")
+
+
+@in_core
+def test_shapes_without_values(implementation):
+    p = ops.make(Case("transformed", (6, 5), 80), jnp.float32)
     shapes = jax.eval_shape(lambda x: logp(x, p.token_ids, implementation=implementation), p.logits)
     assert shapes.shape == (6, 5) and shapes.dtype == jnp.float32
 
 
-def test_remat_and_shard_map_keep_the_bits():
+# Types of varying axes are checked in one program; without their check the same program runs.
+@helpers.cover("check_vma", [(True,), (False,)], lambda check_vma: check_vma)
+def test_remat_and_shard_map_keep_the_bits(check_vma):
     case = Case("spread", (8,), 70)
     p = ops.make(case, jnp.float32)
     f = lambda x, ids: logp(x, ids, implementation="deterministic")  # noqa: E731
@@ -243,10 +308,9 @@ def test_remat_and_shard_map_keep_the_bits():
     assert_same_bits(again, expected[1])
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = PartitionSpec("data")
-    for check_vma in (True, False):
-        spread = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
-        assert_same_bits(spread(p.logits, p.token_ids), expected[0])
-        assert_same_bits(jax.grad(lambda x: spread(x, p.token_ids).sum())(p.logits), expected[1])  # noqa: B023
+    spread = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+    assert_same_bits(spread(p.logits, p.token_ids), expected[0])
+    assert_same_bits(jax.grad(lambda x: spread(x, p.token_ids).sum())(p.logits), expected[1])
 
 
 def test_derivatives_that_do_not_exist():
@@ -319,9 +383,9 @@ BAD_INPUTS = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-@pytest.mark.parametrize(("changes", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input(changes, message, implementation):
+@helpers.bad_inputs(BAD_INPUTS)
+def test_bad_input(what, implementation):
+    changes, message = BAD_INPUTS[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         logp(**{**GOOD, **changes}, implementation=implementation)
 
@@ -348,7 +412,7 @@ def test_explicitly_sharded_logits_are_refused():
                 logp(*arguments)
 
 
-@every_implementation
+@in_core  # and `rlk check` has bad ids of `deterministic`
 def test_unchecked_bad_values_are_nan_and_stay_in_their_row(implementation):
     case = Case("unchecked", (4,), 20)
     p = ops.make(case, jnp.float32)._replace(token_ids=jnp.array([1, 20, -1, 2]))

@@ -1,5 +1,6 @@
 """ratio_kl on a CPU: accuracy, masks, gradients, a message for every bad input."""
 
+import itertools
 import re
 
 import jax
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 from rlk_jax import logp, ratio_kl
+from tests.support import helpers
 from tests.support import logits as ops
 from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, assert_within_contract
 
-every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# ratio_kl is made of logp, and what it adds is the same for all implementations: one of them would catch its bug.
+in_core = helpers.implementations("xla")
 
 
 def upstream(p: ops.Policies, seed: int = 1) -> tuple[jax.Array, jax.Array]:
@@ -28,9 +30,14 @@ def gradient(p: ops.Policies, g: tuple, implementation: str, **options) -> jax.A
     return jax.grad(loss)(p.policy_logits)
 
 
-@every_dtype
-@every_implementation
-@pytest.mark.parametrize(("temperature", "vocab"), [(0.6, 64), (1.0, 50257)])
+# logp has its own tests against float64, in every dtype and implementation.
+@helpers.cover(
+    "temperature, vocab, dtype, implementation",
+    [(*x, *y) for x, *y in itertools.product([(0.6, 64), (1.0, 50257)], ops.DTYPES, IMPLEMENTATIONS)],
+    lambda *x: (
+        x in ((0.6, 64, jnp.float32, "xla"), (1.0, 50257, jnp.bfloat16, "xla"), (0.6, 64, jnp.float16, "deterministic"))
+    ),
+)
 def test_against_float64(implementation, dtype, temperature, vocab):
     p = ops.make_policies(dtype, (2, 5), vocab)
     g = upstream(p)
@@ -44,7 +51,7 @@ def test_against_float64(implementation, dtype, temperature, vocab):
     assert_within_contract(d_policy, gold.gradient, "ratio_kl", dtype, "gradient")
 
 
-@every_implementation
+@in_core
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
 def test_any_mask_that_is_not_zero_is_active(implementation, dtype):
     p = ops.make_policies(jnp.float32)
@@ -53,7 +60,7 @@ def test_any_mask_that_is_not_zero_is_active(implementation, dtype):
     assert_same_bits(p._replace(completion_mask=mask).ratio_kl(implementation), p.ratio_kl(implementation))
 
 
-@every_implementation
+@in_core
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_tokens_are_neutral_whatever_they_hold(implementation, poison):
     p = ops.make_policies(jnp.float32)
@@ -72,7 +79,7 @@ def test_masked_tokens_are_neutral_whatever_they_hold(implementation, poison):
     assert not np.any(gradient(poisoned, g, implementation)[~mask])
 
 
-@every_implementation
+@in_core
 def test_only_the_policy_gets_a_gradient(implementation):
     p = ops.make_policies(jnp.float32)
 
@@ -82,7 +89,7 @@ def test_only_the_policy_gets_a_gradient(implementation):
     assert not any(np.any(g) for g in jax.grad(loss, (0, 1))(p.ref_logits, p.old_logps))
 
 
-@every_implementation
+@in_core
 def test_upstream_gradients_scale_and_may_be_of_one_output(implementation):
     p = ops.make_policies(jnp.float32)
     g_ratio, g_kl = upstream(p)
@@ -92,7 +99,7 @@ def test_upstream_gradients_scale_and_may_be_of_one_output(implementation):
     assert_within_contract(alone, both, "ratio_kl", jnp.float32, "gradient")
 
 
-@every_implementation
+@in_core
 def test_the_same_policy_has_ratio_one_and_no_kl(implementation):
     p = ops.make_policies(jnp.bfloat16)
     old = logp(p.policy_logits, p.action_ids, implementation=implementation)
@@ -100,7 +107,7 @@ def test_the_same_policy_has_ratio_one_and_no_kl(implementation):
     assert np.all(found.ratio == 1) and np.all(found.kl == 0)
 
 
-@every_implementation
+@in_core
 def test_tokens_that_a_sampler_left_out(implementation):
     """The first 4096 logits are −inf: no NaN; an impossible token has ratio 0, and infinite kl unless both agree."""
     policy = jnp.zeros((3, 5000)).at[:, :4096].set(-jnp.inf)
@@ -116,7 +123,7 @@ def test_tokens_that_a_sampler_left_out(implementation):
     assert np.all(np.isfinite(d_policy)) and np.any(d_policy[0]) and not np.any(d_policy[1:])
 
 
-@every_implementation
+@in_core
 def test_strided_views(implementation):
     p = ops.make_policies(jnp.float32)
     wide = [jnp.zeros((4, 12, 300)).at[:, ::2].set(x)[:, ::2] for x in (p.policy_logits, p.ref_logits)]
@@ -129,14 +136,14 @@ def test_policies_may_have_dtypes_of_their_own():
     assert_same_bits(found, p.ratio_kl("deterministic"))
 
 
-def test_rows_do_not_depend_on_the_batch():
+@helpers.cover("start, end", [(0, 1), (3, 68)], lambda start, end: start == 3)  # logp is computed for one row, too
+def test_rows_do_not_depend_on_the_batch(start, end):
     p = ops.make_policies(jnp.bfloat16, (70,))
     g = upstream(p)
     whole = (*p.ratio_kl("deterministic"), gradient(p, g, "deterministic"))
-    for rows in (slice(0, 1), slice(3, 68)):
-        part = jax.tree.map(lambda x, rows=rows: x[rows], (p, g))
-        found = (*part[0].ratio_kl("deterministic"), gradient(*part, "deterministic"))
-        assert_same_bits(found, tuple(x[rows] for x in whole))
+    part = jax.tree.map(lambda x: x[start:end], (p, g))
+    found = (*part[0].ratio_kl("deterministic"), gradient(*part, "deterministic"))
+    assert_same_bits(found, tuple(x[start:end] for x in whole))
 
 
 BAD_INPUTS = {
@@ -192,9 +199,9 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-@pytest.mark.parametrize(("changes", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
-def test_bad_input(changes, message, implementation):
+@helpers.bad_inputs(BAD_INPUTS)
+def test_bad_input(what, implementation):
+    changes, message = BAD_INPUTS[what]
     with pytest.raises(ValueError, match=re.escape(message)):
         ratio_kl(**{**GOOD, **changes}, implementation=implementation)
 
@@ -207,7 +214,7 @@ def test_devices_must_match(name):
         ratio_kl(**arrays)
 
 
-@every_implementation
+@in_core
 def test_an_unchecked_active_id_is_nan_and_never_another_token(implementation):
     ids = GOOD["action_ids"].at[1, 2].set(9).at[0, 0].set(-1)
     found = jax.jit(lambda ids: ratio_kl(**{**GOOD, "action_ids": ids}, implementation=implementation))(ids)
@@ -216,19 +223,23 @@ def test_an_unchecked_active_id_is_nan_and_never_another_token(implementation):
         np.testing.assert_array_equal(np.isnan(value), bad)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: np.dtype(d).name)
-def test_jitted_gradients_keep_their_bits(dtype):
+# Fusion into products and sums of float32 numbers is the same in bfloat16, whose gradients are rounded after it.
+@helpers.cover(
+    "dtype, n",
+    itertools.product([jnp.float32, jnp.bfloat16], [1, 7, 9, 12, 33]),
+    lambda dtype, n: dtype == jnp.float32 and n in (1, 9),
+)
+def test_jitted_gradients_keep_their_bits(dtype, n):
     """XLA fuses products and sums of many tokens where it does not those of few, or of none outside jit."""
     p = ops.make_policies(dtype, (67,), 30)
     g = upstream(p)
     program = jax.jit(lambda p, g: gradient(p, g, "deterministic"))
     whole = gradient(p, g, "deterministic")
     assert_same_bits(program(p, g), whole)
-    for n in (1, 7, 9, 12, 33):
-        assert_same_bits(program(*jax.tree.map(lambda x, n=n: x[:n], (p, g))), whole[:n])
+    assert_same_bits(program(*jax.tree.map(lambda x: x[:n], (p, g))), whole[:n])
 
 
-@every_implementation
+@in_core
 def test_no_upstream_gradient_is_no_gradient_whatever_the_values(implementation):
     """A NaN row, and one whose ratio overflows."""
     p = ops.make_policies(jnp.float32, (6,))._replace(completion_mask=jnp.ones(6))

@@ -1,5 +1,6 @@
-"""Compiles shipped kernel configurations for an H200 without one: python -m tests.pallas_kernels.mosaic.sm90.
+"""Compiles shipped kernel configurations for an H200 without one: python -m tests.pallas_kernels.mosaic.sm90 [--all].
 
+With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
 serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
 scan, and bare calls over one and two H200s. It needs ptxas, and jax's CUDA plugins of its version in the folder of
@@ -18,7 +19,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 sys.path.insert(0, os.environ["RLK_SM90_PLUGINS"])
@@ -47,9 +48,22 @@ from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import det_gemm, linear_logp
 from rlk_jax.core import dispatch
+from rlk_jax.core.fixed_order import column_groups
+from tests.support.pairwise import cover
 
 MACHINE = Machine()
-Configuration = tuple[str, Callable[..., Any], dict[str, jax.ShapeDtypeStruct | None]]
+
+
+class Configuration(NamedTuple):
+    """A program of one kernel with its options, and the operands to compile it with."""
+
+    options: dict[str, Any]
+    """Among them the kernel's name."""
+    run: Callable[..., Any]
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.options.items() if value not in (None, False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +90,9 @@ class Problem:
     shard: bool = False
     """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
 
-    def __str__(self) -> str:
-        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
+    def options(self, kernel: str) -> dict[str, Any]:
+        """All fields, and the kernel's name."""
+        return {"kernel": kernel, **dataclasses.asdict(self), "dtype": jnp.dtype(self.dtype).name}
 
     @property
     def vector_rows(self) -> int:
@@ -86,14 +100,14 @@ class Problem:
 
     @property
     def head(self) -> HeadAccess:
-        whole = tree(self.vocab)
-        groups = 1 if self.shard else whole.groups
+        whole = column_groups(self.vocab)
+        groups = 1 if self.shard else whole.count
         vocabulary = Vocabulary(whole.width - 1 if self.shard else self.vocab, groups, whole.width)
         return HeadAccess(vocabulary, self.layout, self.copied)
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
-        columns = tree(self.vocab).width if self.shard else self.vocab
+        columns = column_groups(self.vocab).width if self.shard else self.vocab
         rows = self.slice_chunks * COLUMNS if self.copied else columns
         return jax.ShapeDtypeStruct((rows, self.dim) if self.layout == "vd" else (self.dim, rows), self.dtype)
 
@@ -130,7 +144,7 @@ def forward(p: Problem) -> Configuration:
 
     holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
     vectors = {"target_ids": p.vector(dtype=jnp.int32), "holds_target": holds, "temperature": p.vector()}
-    return f"forward {p}", run, {**p.common(), **vectors}
+    return Configuration(p.options("forward"), run, {**p.common(), **vectors})
 
 
 def folds(p: Problem) -> Configuration:
@@ -142,7 +156,8 @@ def folds(p: Problem) -> Configuration:
 
     row = jax.ShapeDtypeStruct((p.head.vocabulary.chunks, p.vector_rows), jnp.float32)
     partials = Partials(row, row, row, row if p.entropy else None)
-    return f"folds {p}", run, {"partials": partials, "active": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    active = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return Configuration(p.options("folds"), run, {"partials": partials, "active": active})
 
 
 def logit_gradients(p: Problem) -> Configuration:
@@ -151,7 +166,7 @@ def logit_gradients(p: Problem) -> Configuration:
         dlogits(LogitsConfig(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
         return jax.freeze(out)
 
-    return f"dlogits {p}", run, {**p.common(), "rows": p.coefficients()}
+    return Configuration(p.options("dlogits"), run, {**p.common(), "rows": p.coefficients()})
 
 
 def row_coefficients(p: Problem) -> Configuration:
@@ -165,7 +180,7 @@ def row_coefficients(p: Problem) -> Configuration:
             for name in GradientRows._fields
         )
     )
-    return f"coefficients {p}", run, {"rows": rows}
+    return Configuration(p.options("coefficients"), run, {"rows": rows})
 
 
 def logit_gradients_from_kept_exponentials(p: Problem, *, in_place: bool) -> Configuration:
@@ -181,7 +196,8 @@ def logit_gradients_from_kept_exponentials(p: Problem, *, in_place: bool) -> Con
     shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
     arguments = {"where": where, "kept": KeptExponentials(p.dlogits_array(), shift)}
     arguments |= {"source": KeptRowMap(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
-    return f"dlogits from kept exponentials{', in place' if in_place else ''} {p}", run, arguments
+    options = p.options("dlogits from kept exponentials") | {"in_place": in_place}
+    return Configuration(options, run, arguments)
 
 
 def hidden_gradient(p: Problem) -> Configuration:
@@ -194,7 +210,7 @@ def hidden_gradient(p: Problem) -> Configuration:
         return jax.tree.map(jax.freeze, out)
 
     arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "weight": p.weight}
-    return f"d_hidden {p}", run, {**arguments, "unscale": p.vector(p.dtype == jnp.float16)}
+    return Configuration(p.options("d_hidden"), run, {**arguments, "unscale": p.vector(p.dtype == jnp.float16)})
 
 
 def weight_gradient(p: Problem) -> Configuration:
@@ -206,7 +222,7 @@ def weight_gradient(p: Problem) -> Configuration:
     unscale = jax.ShapeDtypeStruct((1,), jnp.float32) if p.dtype == jnp.float16 else None
     common = p.common()
     arguments = {"where": common["where"], "slice_dlogits": p.dlogits_array(), "hidden": common["hidden"]}
-    return f"d_weight {p}", run, {**arguments, "unscale": unscale}
+    return Configuration(p.options("d_weight"), run, {**arguments, "unscale": unscale})
 
 
 def bias_gradient(p: Problem) -> Configuration:
@@ -215,7 +231,7 @@ def bias_gradient(p: Problem) -> Configuration:
 
     row_unscale = p.vector(p.dtype == jnp.float16)
     arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "row_unscale": row_unscale}
-    return f"d_bias {p}", run, arguments
+    return Configuration(p.options("d_bias"), run, arguments)
 
 
 def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) -> Iterator[Configuration]:
@@ -225,15 +241,17 @@ def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) 
     def vector(dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count,), dtype)
 
-    name, ids, row = f"{size} {jnp.dtype(dtype).name} {softcap} {entropy}", vector(jnp.int32), vector()
+    ids, row = vector(jnp.int32), vector()
+    options = {"size": size, "dtype": jnp.dtype(dtype).name, "softcap": softcap, "entropy": entropy}
     common = {"logits": jax.ShapeDtypeStruct((count, size), dtype), "target_ids": ids, "active": ids}
     statistics = functools.partial(logits.statistics, config, machine=MACHINE)
-    yield f"logits statistics {name}", lambda **x: statistics(**x), {**common, "temperature": row}
+    arguments = {**common, "temperature": row}
+    yield Configuration({"kernel": "logits statistics", **options}, lambda **x: statistics(**x), arguments)
     rows = RowCoefficients(row, row, row, row, row if entropy else None, row)
     for in_place in (False, True):
         gradients = functools.partial(logits.gradients, config, in_place=in_place, machine=MACHINE)
-        label = f"logits gradients {name}{' in place' if in_place else ''}"
-        yield label, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows}
+        changed = {"kernel": "logits gradients", **options, "in_place": in_place}
+        yield Configuration(changed, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +284,10 @@ class Gemm:
             "b": shape(b[::-1] if self.b_transposed else b, self.dtype),
             "start": shape((self.m, self.n), jnp.float32) if self.accumulates else None,
         }
-        return f"{self} {self.plan}", run, arguments
+        # The sizes of C matter to the kernel by the tile alone.
+        options = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("m", "n")}
+        dtypes = {name: jnp.dtype(options[name]).name for name in ("dtype", "out_dtype")}
+        return Configuration({"kernel": "gemm", "plan": self.plan, **options, **dtypes}, run, arguments)
 
 
 def gemms() -> Iterator[Gemm]:
@@ -395,9 +416,9 @@ def compile_one(index: int) -> tuple[bool, str]:
 
     Processes are given numbers because a configuration holds a function, which cannot be sent to another process.
     """
-    name, run, arguments = next(itertools.islice(configurations(), index, None))
-    ok, text = verdict(run, arguments, h200())
-    return ok, f"{'ok  ' if ok else 'FAIL'} {name}: {text}"
+    configuration = next(itertools.islice(configurations(), index, None))
+    ok, text = verdict(configuration.run, configuration.arguments, h200())
+    return ok, f"{'ok  ' if ok else 'FAIL'} {configuration}: {text}"
 
 
 def trace_for_h200() -> None:
@@ -456,10 +477,11 @@ def bare() -> Iterator[tuple[str, bool]]:
 
 
 def main() -> int:
-    count = sum(1 for _ in configurations())
+    options = [configuration.options for configuration in configurations()]
+    numbers = range(len(options)) if "--all" in sys.argv else cover(options)
     failed = 0
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ok, line in pool.map(compile_one, range(count)):
+        for ok, line in pool.map(compile_one, numbers):
             failed += not ok
             print(line, flush=True)
     for name, text in scanned():
@@ -470,7 +492,8 @@ def main() -> int:
     for name, ok in bare():
         failed += not ok
         print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
-    print(f"{failed} of {count} failed" if failed else f"{count} configurations: no spills, no serialised wgmma")
+    count = f"{len(numbers)} of {len(options)} configurations"
+    print(f"{count}: {f'{failed} failed' if failed else 'no spills, no serialised wgmma'}")
     return 1 if failed else 0
 
 

@@ -1,10 +1,11 @@
-"""Compiles every Triton kernel in every shipped configuration for an A100 and an H200 without either:
-python -m tests.pallas_kernels.triton.aot.
+"""Compiles every Triton kernel in its shipped configurations for an A100 and an H200 without either:
+python -m tests.pallas_kernels.triton.aot [--all].
 
-The programs are those that users run, lowered with the compute capability of the GPU; what Triton makes of their
-kernels goes through ptxas. It prints a line per kernel and program; the exit status is 1 where one fails to compile,
-spills registers or takes more shared memory than an A100 has. Then XLA compiles whole programs for H200s. It needs
-jax-triton and jax's CUDA plugins but no torch, and takes a process per core.
+With --all it compiles all of them for both; without, as few as have every pair of options that any of them has, where
+the GPU is an option too. The programs are those that users run, lowered with the compute capability of the GPU; what
+Triton makes of their kernels goes through ptxas. It prints a line per program; the exit status is 1 where one fails to
+compile, spills registers or takes more shared memory than an A100 has. Then XLA compiles whole programs for H200s. It
+needs jax-triton and jax's CUDA plugins but no torch, and takes a process per core.
 """
 
 import concurrent.futures
@@ -20,8 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -37,16 +38,30 @@ from pallas_kernels.triton import call, linear_logp, rows
 from rlk_jax import linear_logp as linear_logp_op
 from rlk_jax.core import dispatch
 from tests.support import shards
+from tests.support.pairwise import cover
 
 TARGETS = (80, 90)
 SHARED_MEMORY = 163 * 1024
 """Bytes of shared memory that one program can have on an A100."""
 PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
 shape = jax.ShapeDtypeStruct
 
 
-def head_program(layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int = 512) -> Program:
+class Program(NamedTuple):
+    """A program for a GPU of one compute capability, with its options and the operands to lower it with."""
+
+    options: dict[str, Any]
+    """Among them the kind of program, and the compute capability as "target"."""
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.options.items() if value not in (None, False))
+
+
+def head_program(
+    target: int, layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int = 512
+) -> Program:
     """linear_logp's forward and backward."""
 
     def loss(hidden: Any, weight: Any, bias: Any, ids: Any) -> Any:
@@ -56,37 +71,44 @@ def head_program(layout: str, dtype: Any, options: dict[str, Any], bias: bool, v
     weight = shape((vocab, dim) if layout == "vd" else (dim, vocab), dtype)
     arguments = (shape((300, dim), dtype), weight, shape((vocab,), dtype) if bias else None, shape((300,), jnp.int32))
     wanted = (0, 1, 2) if bias else (0, 1)
-    name = f"linear_logp {layout} {jnp.dtype(dtype).name} D={dim} V={vocab} {options}{' bias' if bias else ''}"
-    return name, jax.value_and_grad(loss, wanted), arguments
+    shown = {"target": target, "program": "linear_logp", "layout": layout, "dtype": jnp.dtype(dtype).name}
+    changed = {"logit_softcap": None, "return_entropy": False, "ignore_index": None} | options
+    return Program(
+        shown | {"dim": dim, "vocab": vocab, "bias": bias, **changed}, jax.value_and_grad(loss, wanted), arguments
+    )
 
 
-def row_programs(config: RowConfig, row_length: int, dtype: Any) -> Iterator[Program]:
+def row_programs(target: int, config: RowConfig, row_length: int, dtype: Any) -> Iterator[Program]:
     logits, row, ids = shape((64, row_length), dtype), shape((64,), jnp.float32), shape((64,), jnp.int32)
-    name = f"{row_length} {jnp.dtype(dtype).name} {config}"
-    yield f"rows' statistics {name}", functools.partial(rows.statistics, config), (logits, ids, row, ids)
+    options = {"row_length": row_length, "dtype": jnp.dtype(dtype).name, **asdict(config)}
+    statistics = {"target": target, "program": "rows' statistics", **options}
+    yield Program(statistics, functools.partial(rows.statistics, config), (logits, ids, row, ids))
     slope = row if config.entropy else None
     for in_place in (False, True):
         gradients = functools.partial(rows.gradients, config, in_place=in_place)
         coefficients = RowCoefficients(row, row, row, row, slope, row)
-        yield f"rows' gradients {name}{' in place' if in_place else ''}", gradients, (logits, ids, ids, coefficients)
+        changed = {"target": target, "program": "rows' gradients", **options, "in_place": in_place}
+        yield Program(changed, gradients, (logits, ids, ids, coefficients))
 
 
 def programs() -> Iterator[Program]:
-    """Programs with every set of options that reaches a kernel, and with whole tiles and tails."""
+    """Programs with every set of options that reaches a kernel, and with whole tiles and tails, for both GPUs."""
     both = (False, True)
     softcap, entropy = {"logit_softcap": 30.0}, {"return_lse": True, "return_entropy": True}
-    for layout in ("vd", "dv"):
+    for layout, target in itertools.product(("vd", "dv"), TARGETS):
+        program = functools.partial(head_program, target, layout)
         for options, bias in itertools.product(({}, softcap, entropy, softcap | entropy), both):
-            yield head_program(layout, jnp.bfloat16, options, bias, 151936)
-        yield head_program(layout, jnp.float16, {}, False, 151936)
-        yield head_program(layout, jnp.float16, softcap | entropy, True, 151936)
-        yield head_program(layout, jnp.bfloat16, {}, False, 50257, dim=72)
-        yield head_program(layout, jnp.bfloat16, {"ignore_index": -1, "global_vocab_size": 130000}, True, 131072)
-    for dtype, row_length, cap, gap in itertools.product(
-        (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both
+            yield program(jnp.bfloat16, options, bias, 151936)
+        yield program(jnp.float16, {}, False, 151936)
+        yield program(jnp.float16, softcap | entropy, True, 151936)
+        yield program(jnp.bfloat16, {}, False, 50257, dim=72)
+        yield program(jnp.bfloat16, {"ignore_index": -1, "global_vocab_size": 130000}, True, 131072)
+    for dtype, row_length, cap, gap, target in itertools.product(
+        (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both, TARGETS
     ):
-        yield from row_programs(RowConfig(row_length, cap, gap), row_length, dtype)
-    yield from row_programs(RowConfig(31, None, True), 33, jnp.bfloat16)
+        yield from row_programs(target, RowConfig(row_length, cap, gap), row_length, dtype)
+    for target in TARGETS:
+        yield from row_programs(target, RowConfig(31, None, True), 33, jnp.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -142,20 +164,17 @@ def lower(run: Callable[..., Any], arguments: tuple[Any, ...], target: int) -> l
 
 
 def compile_one(index: int) -> tuple[bool, str]:
-    """The verdict on program number `index` for both targets.
+    """The verdict on program number `index`.
 
     Processes are given numbers because a program holds a function, which cannot be sent to another process.
     """
-    name, run, arguments = next(itertools.islice(programs(), index, None))
-    lines, is_ok = [], True
-    for target in TARGETS:
-        try:
-            kernels = lower(run, arguments, target)
-        except Exception as problem:
-            return False, f"FAIL sm_{target} {name}: {type(problem).__name__}: {str(problem)[:400]}"
-        is_ok &= all(kernel.ok for kernel in kernels)
-        lines.append(f"{'ok  ' if is_ok else 'FAIL'} sm_{target} {name}: {'; '.join(map(str, kernels)) or 'as before'}")
-    return is_ok, "\n".join(lines)
+    program = next(itertools.islice(programs(), index, None))
+    try:
+        kernels = lower(program.run, program.arguments, program.options["target"])
+    except Exception as problem:
+        return False, f"FAIL {program}: {type(problem).__name__}: {str(problem)[:400]}"
+    is_ok = all(kernel.ok for kernel in kernels)
+    return is_ok, f"{'ok  ' if is_ok else 'FAIL'} {program}: {'; '.join(map(str, kernels)) or 'as before'}"
 
 
 def bare() -> Iterator[tuple[str, bool]]:
@@ -198,16 +217,18 @@ def main() -> int:
         f"{call.pair()}; tile {linear_logp.TILE_ROWS} x {linear_logp.TILE_COLUMNS} x {linear_logp.TILE_DEPTH}",
         flush=True,
     )
-    count, failed = sum(1 for _ in programs()), 0
+    options, failed = [program.options for program in programs()], 0
+    numbers = range(len(options)) if "--all" in sys.argv else cover(options)
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ok, line in pool.map(compile_one, range(count)):
+        for ok, line in pool.map(compile_one, numbers):
             failed += not ok
             print(line, flush=True)
     for name, ok in itertools.chain(sharded(), bare()):
         failed += not ok
         print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
     verdict = f"{failed} failed" if failed else "no spills, at most 163 KiB of shared memory"
-    print(f"{count} programs for sm_80 and sm_90 in {time.monotonic() - began:.0f} s: {verdict}")
+    count = f"{len(numbers)} of {len(options)} programs"
+    print(f"{count} for sm_80 or sm_90 in {time.monotonic() - began:.0f} s: {verdict}")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""What processes say of a call before any of them goes on: each tells a text, and one message is raised by all.
+"""How processes agree on a call before any of them goes on: each gives a text to all, and all raise the same error.
 
 A mistake that one process alone can see must not leave the others waiting in a collective.
 """
@@ -27,7 +27,7 @@ do.
 
 
 def encoded(text: str) -> bytes:
-    """As many bytes for any text, for a collective."""
+    """The text in `TEXT_BYTES` bytes, however long it is: in a collective all processes give equally many."""
     data = text.encode()
     if len(data) > TEXT_BYTES:
         end = f" ... {hashlib.sha256(data).hexdigest()[:16]}".encode()
@@ -43,8 +43,8 @@ def decoded(data: bytes) -> str:
 def agreed[T](check: Callable[[], tuple[T, str]], everyone: Callable[[str], Sequence[str]]) -> tuple[T, Sequence[str]]:
     """What `check` found, and what each process said of it. `everyone` gives a process' text to all, in their order.
 
-    Raises in every process the ValueError of the first of them whose check failed, whatever its error was: others must
-    not wait for it.
+    Where checks failed, every process raises a ValueError with the first one's message. Errors of other types are sent
+    on as well, so that no process waits for one that has raised.
     """
     found: list[T] = []
     problem: Exception | None = None
@@ -64,7 +64,7 @@ def agreed[T](check: Callable[[], tuple[T, str]], everyone: Callable[[str], Sequ
 
 
 def require_same(texts: Sequence[str]) -> None:
-    """ValueError where the processes' descriptions of their calls differ."""
+    """Raises ValueError where the processes' descriptions of their calls differ."""
     if len(set(texts)) > 1:
         raise ValueError("the processes call linear_logp differently: " + " | ".join(sorted(set(texts))))
 
@@ -84,10 +84,10 @@ def agreed_on_mesh[T](
     options: HeadOptions,
     layout: Callable[[HeadInputs, HeadConfig], T],
 ) -> tuple[T, HeadInputs]:
-    """`layout(inputs, config)` of a call whose arrays fit, and those arrays.
+    """What `layout(inputs, config)` gives for a call that passes its checks, and the checked inputs.
 
-    Where processes share the mesh and call outside jit, one collective lets all of them raise what any of them has to
-    say, and compares what they call.
+    Where processes share the mesh and call outside jit, one collective lets all of them raise the error that any of
+    them found, and compares their calls.
     """
     # Under grad outside jit the operands are tracers; under jit even a constant is one.
     is_outside_jit = all(map(is_concrete, (inputs.target_ids, inputs.temperature, jnp.zeros(()))))
@@ -118,8 +118,8 @@ def agreed_on_mesh[T](
 def _own_pieces(ids: Any, temperature: Any, *, must_read: bool) -> list[tuple[Any, Any]]:
     """What this process holds of ids and temperatures, piece by piece, where they may lie over several processes.
 
-    A temperature that is cut otherwise than ids is not looked at, or refused where it must be read: a bad one still
-    gives NaN.
+    A temperature that is cut otherwise than ids is not looked at (a bad one still gives NaN), and where it must be read
+    it is refused.
     """
     pieces_of_ids, pieces = _pieces(ids), _pieces(temperature)
     if pieces_of_ids is None and pieces is None:
@@ -141,15 +141,15 @@ def _pieces(x: Any) -> dict[Any, np.ndarray] | None:
 
 def _is_cut(x: Any) -> bool:
     """Whether this process holds a part of x only."""
-    return _is_array(x) and not x.is_fully_addressable and not x.is_fully_replicated
+    return _is_concrete_array(x) and not x.is_fully_addressable and not x.is_fully_replicated
 
 
 def _whole(x: Any) -> Any:
     """The value of an x that this process holds all of."""
-    return np.asarray(x.addressable_shards[0].data) if _is_array(x) and not x.is_fully_addressable else x
+    return np.asarray(x.addressable_shards[0].data) if _is_concrete_array(x) and not x.is_fully_addressable else x
 
 
-def _is_array(x: Any) -> bool:
+def _is_concrete_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and is_concrete(x)
 
 
@@ -166,9 +166,9 @@ def _call_text(inputs: HeadInputs, options: HeadOptions, runs: str) -> str:
         if not np.ndim(x):
             return repr(x)
         text = f"{x.dtype}{list(x.shape)}"
-        if _is_array(x) and not x.is_fully_addressable:
+        if _is_concrete_array(x) and not x.is_fully_addressable:
             return f"{text} as {getattr(x.sharding, 'spec', x.sharding)} of {dict(mesh_of_array(x).shape)}"
-        # What each process holds for itself must be one and the same.
+        # An array that each process holds for itself must have the same values in all of them.
         is_value = options.validate is not False and name in ("target_ids", "temperature")
         return f"{text} {hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16]}" if is_value else text
 

@@ -148,7 +148,7 @@ def head_layout(
 def partitioned(functions: LinearLogpFunctions, check: Callable[[Shard], None] = lambda shard: None) -> HeadFunctions:
     """`functions` for a whole head, which XLA cuts over the devices of a program as the head and the tokens lie.
 
-    `check` is called with the shards that come of it.
+    `check` is called with the shards, where the head is cut into some.
     """
     return HeadFunctions(
         functools.partial(_forward, functions, check), functools.partial(_gradients, functions), functions
@@ -156,7 +156,7 @@ def partitioned(functions: LinearLogpFunctions, check: Callable[[Shard], None] =
 
 
 class _KeptOnOneDevice(NamedTuple):
-    """What the forward keeps for the backward in a program of one device; in other programs nothing of use."""
+    """What the forward keeps for the backward in a program of one device; in other programs, zeros."""
 
     tree: Any
 
@@ -177,6 +177,7 @@ def _forward(
     tokens: Tokens,
     gather: Gather,
 ) -> tuple[LinearLogp, Any, Any]:
+    """The forward of `partitioned`."""
     if _is_cut_already(config):
         return functions.forward(config, operands, tokens, gather)
     keeps_nothing = replace(config, keeps=False)
@@ -208,6 +209,7 @@ def _gradients(
     kept: Any,
     upstream: LinearLogp,
 ) -> Gradients:
+    """The gradients of `partitioned`."""
     if _is_cut_already(config):
         return functions.gradients(config, needs, operands, tokens, residual, kept, upstream)
 
@@ -236,7 +238,7 @@ def _gradients(
 
 
 def _is_cut_already(config: HeadConfig) -> bool:
-    """Whether nothing is left to cut: on a shard, and inside shard_map."""
+    """Whether nothing is left for XLA to cut: the weight is a shard, or the call is inside shard_map."""
     return config.is_shard or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -259,11 +261,11 @@ arguments and results.
 
 
 def _cut_by_xla(config: HeadConfig, programs: _Programs, *arguments: Any) -> Any:
-    """`on_one_device(operands, rows…)`; where XLA finds the call spread over devices, each of them runs
-    `with_whole_head` or `with_shard(layout, …)`.
+    """`on_one_device(*arguments)`; where XLA finds the call spread over devices, each of them runs
+    `with_whole_head(*arguments)` or `with_shard(layout, *arguments)`.
 
-    Each result is Gradients, a tree of rows `[N]`, as all arguments but the operands are, or _KeptOnOneDevice, which
-    only `on_one_device` returns.
+    The first argument is the Operands. Each other argument, and each result, is a tree of rows `[N, ...]`, Gradients,
+    or _KeptOnOneDevice; among results only `on_one_device` gives the last.
     """
     results = jax.eval_shape(programs.on_one_device, *arguments)
 
@@ -288,7 +290,7 @@ def _cut_by_xla(config: HeadConfig, programs: _Programs, *arguments: Any) -> Any
             done = programs.with_shard(layout, *own) if layout.axes else programs.with_whole_head(*own)
             if not isinstance(done, Gradients):
                 return *done, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results[-1])
-            # Every device saw its own tokens, so dW and db are summed over them.
+            # Every device saw its own tokens, so dW and db are summed over the devices.
             return Gradients(done.hidden, *lax.psum(done[1:], rows)) if rows else done
 
         return mesh, without_effects(lower), shardings(labels[1]), shardings(labels[0])

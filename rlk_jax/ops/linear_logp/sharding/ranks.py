@@ -40,7 +40,7 @@ class RankColumns:
         return all(end % width == 0 for end in ends[:-1]) and ends[-2] < GROUPS * width
 
     def groups(self, rank: int) -> ColumnGroups:
-        """The groups that a rank owns; off the edges, eight of its own."""
+        """The groups that a rank owns; where the cut is not on group edges, eight groups of its own columns."""
         start, end = self.ranges[rank]
         if not self.on_group_edges:
             return column_groups(end - start)

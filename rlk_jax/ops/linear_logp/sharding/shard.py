@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def groups(self) -> ColumnGroups:
-        """The groups that this shard owns; off the edges, eight of its own."""
+        """The groups that this shard owns; where the cut is not on group edges, eight groups of its own columns."""
         if self.on_group_edges:
             return ColumnGroups(GROUPS // self.count, column_groups(self.vocab_size).width)
         return column_groups(self.columns)
@@ -111,8 +111,8 @@ class ShardPosition(NamedTuple):
 
 
 def shard_position(shard: Shard, vocab_start_index: Any) -> ShardPosition:
-    """The position of this rank's shard: rank r holds columns r·columns …, or those from `vocab_start_index` on, which
-    must add up to the vocabulary.
+    """The position of this rank's shard: rank r holds the columns from r·columns on, or those from `vocab_start_index`
+    on. All shards must cover the vocabulary once.
     """
     if vocab_start_index is None:
         return ShardPosition(lax.axis_index(shard.axis).astype(jnp.int32) * shard.columns, None, None)
@@ -173,10 +173,11 @@ sum_over_ranks.defvjp(_sum_over_ranks_fwd, _sum_over_ranks_bwd)
 
 
 def is_covered(shard: Shard, tokens: Tokens, columns: Array | None) -> Array:
-    """Which of the `local_tokens` have their target in exactly one shard; where ranks were given other ids, none may.
+    """Which of the `local_tokens` have their target in exactly one shard; none may, where ranks were given different
+    ids.
 
-    No token is covered where some ranks ignore one that others do not: the rows that they send may be those of other
-    tokens.
+    Where some ranks ignore a token that others do not, no token is covered: the rows that ranks send may then belong to
+    different tokens.
     """
     width = shard.columns if columns is None else columns
     is_mine = (tokens.target_ids >= 0) & (tokens.target_ids < width)
@@ -198,7 +199,7 @@ def local_tokens(tokens: Tokens, position: ShardPosition) -> Tokens:
 
 
 def hidden_for_gradient(shard: Shard, hidden: Array) -> Array:
-    """hidden with the type that its gradient is given in: the same on every rank, or a part of each rank's own."""
+    """hidden, typed as its gradient will be: the same on every rank, or a part of its own on each rank."""
     if not shard.reduce_hidden_grad:
         return varying_like(hidden, lax.axis_index(shard.axis))
     if set(axis_names(shard.axis)) & varying_axes(hidden):

@@ -34,8 +34,8 @@ def shard_bounds(vocab_size: int, n: int) -> list[tuple[int, int]]:
     """The columns `[start, end)` of each of `n` shards, cut where the softmax's groups end.
 
     With 1, 2, 4 or 8 shards every one owns whole groups, and results keep their bits from one number to another. With
-    any other number they are equally wide, a multiple of 64, and no bits are promised. The last ones may be short or
-    empty. ValueError unless both arguments are positive integers.
+    any other number, shards are equally wide, a multiple of 64, and no bits are promised. The last shards may be short
+    or empty. Raises ValueError unless both arguments are positive integers.
     """
     require_positive_integer("vocab_size", vocab_size)
     require_positive_integer("n", n)
@@ -51,7 +51,7 @@ def pad_lm_head(
 ) -> Array:
     """A head, or its bias `[V]`, with zeros behind it, so that `n` equal shards end at `shard_bounds(V, n)`.
 
-    Pass `global_vocab_size=V` along with it: the zeros then count as logits of −inf. ValueError for what
+    Pass `global_vocab_size=V` along with it: the zeros then count as logits of −inf. Raises ValueError for what
     `shard_bounds` refuses, and for an array that is neither a head nor a bias.
     """
     check_head_or_bias(weight, weight_layout)
@@ -154,7 +154,7 @@ def _run(
     options: HeadOptions,
 ) -> Array | LinearLogp:
     """linear_logp on whole arrays, laid out as `layout` says once they are known to fit."""
-    # Values are read here, or not at all: on each device they are tracers.
+    # Values are read before the program runs, or not at all: inside it they are tracers.
     static = replace(options, validate=None)
 
     def traced_layout(inputs: HeadInputs, config: HeadConfig) -> _CallLayout:
@@ -179,6 +179,7 @@ def _laid_out(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(layout: _CallLayout, options: HeadOptions, inputs: HeadInputs) -> Array | LinearLogp:
+    """linear_logp inside a shard_map over the layout's mesh."""
     head = layout.head
     if head.axes:
         options = replace(options, axis_name=head.axes, global_vocab_size=head.real_vocab_size)

@@ -33,32 +33,6 @@ def processes(*tasks: str, count: int) -> list[Finished]:
     return run_together(list(ranks), timeout_s=LIMIT_S)
 
 
-@pytest.fixture(scope="module")
-def four_processes() -> list[Finished]:
-    """Four processes that make no mistake, and do both tasks."""
-    return processes("none", "cut tokens", count=4)
-
-
-def test_processes_have_the_bits_of_one(four_processes):
-    expected = rank.hashes(
-        helpers.make(rank.CASE, jax.numpy.bfloat16), Mesh(np.asarray(jax.devices("cpu")[:1]), ("tp",))
-    )
-    for process in four_processes:
-        assert process.code == 0, process.stderr
-        printed = dict(line.split() for line in process.stdout.splitlines() if line.split()[0] in expected)
-        assert printed == expected
-
-
-def test_tokens_that_lie_over_processes(four_processes):
-    """Ids are cut and temperatures are whole: each process checks the tokens that it holds."""
-    p = helpers.make(rank.CASE, jax.numpy.bfloat16)
-    options = {"temperature": rank.TEMPERATURES, "implementation": "deterministic"}
-    logp = np.asarray(linear_logp(p.hidden, p.weight, p.target_ids, **options))
-    for process in four_processes:
-        assert process.code == 0, process.stderr
-        assert f"cut {hashlib.sha256(logp.tobytes()).hexdigest()}" in process.stdout
-
-
 MISTAKES = {
     "bad target": "ValueError: target_ids out of range: expected [0, 999], got [",
     "wrong bias": "ValueError: bias must have V=1024 elements, got shape (960,)",
@@ -78,12 +52,48 @@ MISTAKES = {
     "bare, implementation": "ValueError: implementation must be one of ",
 }
 """Tasks of tests/support/rank.py in which one process makes a mistake, and the message that all processes raise."""
+RIGHT = ("none", "cut tokens")
+"""Tasks in which no process makes a mistake."""
 
 
 @pytest.fixture(scope="module")
 def two_processes() -> list[Finished]:
-    """Two processes that go from one mistake to the next: after each one, both have left the call that raised."""
-    return processes(*MISTAKES, count=2)
+    """Two processes that go from one mistake to the next: after each one, both have left the call that raised. Then
+    both do the tasks without a mistake.
+    """
+    return processes(*MISTAKES, *RIGHT, count=2)
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> list[Finished]:
+    """Four processes that do the tasks without a mistake."""
+    return processes(*RIGHT, count=4)
+
+
+# Two processes catch in `make test` what is wrong with processes; degrees of 4 and 8 have test_vocab_parallel.py.
+FINISHED = ["two_processes", pytest.param("four_processes", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("finished", FINISHED)
+def test_processes_have_the_bits_of_one(finished, request):
+    expected = rank.hashes(
+        helpers.make(rank.CASE, jax.numpy.bfloat16), Mesh(np.asarray(jax.devices("cpu")[:1]), ("tp",))
+    )
+    for process in request.getfixturevalue(finished):
+        assert process.code == 0, process.stderr
+        printed = dict(line.split() for line in process.stdout.splitlines() if line.split()[0] in expected)
+        assert printed == expected
+
+
+@pytest.mark.parametrize("finished", FINISHED)
+def test_tokens_that_lie_over_processes(finished, request):
+    """Ids are cut and temperatures are whole: each process checks the tokens that it holds."""
+    p = helpers.make(rank.CASE, jax.numpy.bfloat16)
+    options = {"temperature": rank.TEMPERATURES, "implementation": "deterministic"}
+    logp = np.asarray(linear_logp(p.hidden, p.weight, p.target_ids, **options))
+    for process in request.getfixturevalue(finished):
+        assert process.code == 0, process.stderr
+        assert f"cut {hashlib.sha256(logp.tobytes()).hexdigest()}" in process.stdout
 
 
 @pytest.mark.parametrize("task", MISTAKES)

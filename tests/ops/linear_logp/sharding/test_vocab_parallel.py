@@ -50,7 +50,7 @@ def whole_call(case: Case, problem: Problem, mesh: Mesh, implementation: str, **
 
 
 def gradients_of_a_sum(problem: Problem) -> tuple[jax.Array, jax.Array]:
-    """Of hidden and a whole head, on one device."""
+    """The gradients of hidden and a whole head, on one device."""
     logp = functools.partial(linear_logp, target_ids=problem.target_ids)
     return jax.grad(lambda h, w: logp(h, w).sum(), (0, 1))(problem.hidden, problem.weight)
 
@@ -60,7 +60,7 @@ def operands_of(problem: Problem) -> tuple[jax.Array, ...]:
 
 
 def values_and_gradients(call, problem: Problem) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Of `call(problem)`, which gives all outputs; gradients of hidden, weight and bias."""
+    """What `call(problem)` gives, all outputs, and the gradients of hidden, weight and bias."""
 
     def loss(operands):
         values = call(problem._replace(**dict(zip(("hidden", "weight", "bias"), operands, strict=False))))
@@ -79,17 +79,24 @@ def assert_gold(case: Case, problem: Problem, call) -> None:
 
 
 GOLD_CASES = (
-    (Case("gpt2", (8,), 12, 50257), {"tp": 4}, {}),
-    (Case("qwen3", (6,), 8, 151936, bias=True), {"tp": 8}, {}),
     (SMALL, {"data": 2, "tp": 3}, {}),
+    (Case("qwen3", (6,), 8, 151936, bias=True), {"tp": 8}, {}),
+    (Case("gpt2", (8,), 12, 50257), {"tp": 4}, {}),
     (SMALL, {"data": 2, "tp": 4}, {"weight_layout": "dv"}),
     (Case("mostly padding", (5,), 8, 10, bias=True), {"tp": 8}, {}),
     (Case("no tokens", (0,), 8, 40, bias=True), {"data": 2, "tp": 2}, {}),
 )
 
 
-@pytest.mark.parametrize("implementation", PARALLEL)
-@pytest.mark.parametrize(("case", "axes", "options"), GOLD_CASES, ids=str)
+# In full every case by both: what an implementation does on a shard, its own tests and those of bits below catch.
+ALSO_GOLD = [pytest.param(*GOLD_CASES[i], name, marks=pytest.mark.full) for i, name in enumerate(PARALLEL * 3)]
+
+
+@pytest.mark.parametrize(
+    ("case", "axes", "options", "implementation"),
+    [*((*x, PARALLEL[1 - i % 2]) for i, x in enumerate(GOLD_CASES)), *ALSO_GOLD],
+    ids=str,
+)
 def test_values_and_gradients(implementation, case, axes, options):
     mesh = mesh_of("auto", **axes)
     call = functools.partial(
@@ -98,8 +105,16 @@ def test_values_and_gradients(implementation, case, axes, options):
     assert_gold(case, helpers.make(case, jnp.float32), call)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("implementation", PARALLEL)
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [
+        ("explicit", "xla"),
+        ("auto", "deterministic"),
+        # The kind of the axes and the implementation meet in no code: the two above have each of them.
+        pytest.param("auto", "xla", marks=pytest.mark.full),
+        pytest.param("explicit", "deterministic", marks=pytest.mark.full),
+    ],
+)
 def test_transformations(kind, implementation):
     """Gradients come back as their inputs lie, through remat and scan, over Auto and Explicit axes."""
     case, mesh = SMALL, mesh_of(kind, data=2, tp=4)
@@ -135,20 +150,24 @@ def test_transformations(kind, implementation):
         assert_within_contract(actual, e, "linear_logp", jnp.float32, "gradient")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("2048", (20,), 16, 2048, bias=True),
-        Case("gpt2", (3,), 4, 50257, temperature=0.7),
-        SMALL,
-    ],
-    ids=str,
+BITS_CASES = (
+    (Case("2048", (20,), 16, 2048, bias=True), 8),
+    (Case("gpt2", (3,), 4, 50257, temperature=0.7), 4),
+    (SMALL, 2),
 )
-def test_same_bits_at_every_degree(case):
+# All degrees in full: in `make test` each degree but 1 has a case, and one shard has
+# test_one_shard_is_the_whole_head_with_any_edge.
+EVERY_DEGREE = [pytest.param(case, (1, 2, 4, 8), marks=pytest.mark.full) for case, _ in BITS_CASES]
+
+
+@pytest.mark.parametrize(
+    ("case", "degrees"), [*((case, (degree,)) for case, degree in BITS_CASES), *EVERY_DEGREE], ids=str
+)
+def test_same_bits_at_every_degree(case, degrees):
     """logp, lse, entropy, dW, db, and dH by the canonical reduction: as without a mesh."""
     problem = helpers.make(case, jnp.bfloat16)
     expected = (tuple(problem.call(case, "deterministic")), problem.gradients(case, "deterministic"))
-    for degree in (1, 2, 4, 8):
+    for degree in degrees:
         mesh = mesh_of("auto", tp=degree)
         call = functools.partial(
             lambda p, mesh: whole_call(case, p, mesh, "deterministic", reduction="canonical"), mesh=mesh
@@ -161,12 +180,10 @@ def ranks(case: Case, problem: Problem, *, degree: int, check_vma: bool = True, 
     """linear_logp inside shard_map, with all outputs; `order` says which shard each rank holds."""
     mesh = mesh_of("auto", tp=degree)
     width = case.vocab // degree
-    order = list(range(degree)) if order is None else order
+    held = jnp.arange(degree) if order is None else jnp.asarray(order)
 
-    def on_rank(hidden, weight, bias, target_ids):
-        start = None
-        if order != list(range(degree)):
-            start = jnp.asarray(order)[jax.lax.axis_index("tp")] * width
+    def on_rank(hidden, weight, bias, target_ids, held):
+        start = None if order is None else held[jax.lax.axis_index("tp")] * width
         return linear_logp(
             hidden,
             weight,
@@ -181,17 +198,27 @@ def ranks(case: Case, problem: Problem, *, degree: int, check_vma: bool = True, 
         )
 
     def shuffled(x):
-        return jnp.concatenate([x[i * width : (i + 1) * width] for i in order])
+        if order is None:
+            return x
+        return x.reshape(-1, width, *x.shape[1:])[held].reshape(degree * width, *x.shape[1:])
 
-    specs = (P(), P("tp"), P("tp"), P())
+    specs = (P(), P("tp"), P("tp"), P(), P())
     sharded = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-    return sharded(problem.hidden, shuffled(problem.weight), shuffled(problem.bias), problem.target_ids)
+    return sharded(problem.hidden, shuffled(problem.weight), shuffled(problem.bias), problem.target_ids, held)
 
 
 POWER = Case("power of two", (13,), 24, 1024, bias=True)
 
 
-@pytest.mark.parametrize(("check_vma", "degree", "order"), [(True, 2, None), (False, 8, None), (True, 4, [2, 0, 3, 1])])
+@pytest.mark.parametrize(
+    ("check_vma", "degree", "order"),
+    [
+        (False, 8, None),
+        (True, 4, [2, 0, 3, 1]),
+        # What check_vma=True and a degree of 2 could break, the other order and test_same_bits_at_every_degree catch.
+        pytest.param(True, 2, None, marks=pytest.mark.full),
+    ],
+)
 def test_inside_shard_map(check_vma, degree, order):
     problem = helpers.make(POWER, jnp.float32)
     call = functools.partial(ranks, POWER, degree=degree, check_vma=check_vma, order=order)
@@ -199,7 +226,11 @@ def test_inside_shard_map(check_vma, degree, order):
     assert_same_bits(values_and_gradients(call, problem), expected)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    # In `make test` the sum under check_vma=True is that of test_bfloat16_hidden_gradients_are_summed_in_float32.
+    "check_vma",
+    [pytest.param(True, marks=pytest.mark.full), False],
+)
 def test_sum_of_hidden_gradients(check_vma):
     problem = helpers.make(POWER, jnp.float32)
     assert_gold(POWER, problem, functools.partial(ranks, POWER, degree=8, check_vma=check_vma, reduction="sum"))
@@ -234,10 +265,16 @@ def test_sequence_parallel_hidden(check_vma):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "reduction", "check_vma"), [("xla", "sum", True), ("deterministic", "canonical", False)]
+    ("implementation", "reduction", "check_vma"),
+    [
+        ("xla", "sum", True),
+        # vmap batches the carrier of hidden's gradient for both reductions alike, and the case above catches it; the
+        # canonical order itself is caught by test_inside_shard_map.
+        pytest.param("deterministic", "canonical", False, marks=pytest.mark.full),
+    ],
 )
 def test_vmap_inside_shard_map(implementation, reduction, check_vma):
-    """Of values and of all gradients, each example's own."""
+    """Values and all gradients are each example's own."""
     problem = helpers.make(Case("vmapped", (3, 5), 24, 1024), jnp.float32)
     mesh = mesh_of("auto", tp=4)
 
@@ -273,31 +310,39 @@ def test_ids_that_differ_between_ranks_are_nan_and_say_so():
 
     specs = (P(), P("tp"), P())
     call = jax.shard_map(on_rank, mesh=mesh_of("auto", tp=4), in_specs=specs, out_specs=P("tp"), check_vma=False)
-    values = np.asarray(call(problem.hidden, problem.weight, problem.target_ids))
+    values = np.asarray(jax.jit(call)(problem.hidden, problem.weight, problem.target_ids))
     assert (np.isnan(values) == (np.arange(13) == 5)).all()
     error, _ = checkify.checkify(jax.jit(call))(problem.hidden, problem.weight, problem.target_ids)
     assert "target_ids must be covered by exactly one TP vocab shard" in error.get()
 
 
-@pytest.mark.parametrize("implementation", ["xla", "deterministic"])
-@pytest.mark.parametrize("bad_rank", [0, 1, 3])
-def test_a_token_that_one_rank_ignores_makes_all_nan_and_says_so(implementation, bad_rank):
+@pytest.mark.parametrize("implementation", PARALLEL)
+def test_a_token_that_one_rank_ignores_makes_all_nan_and_says_so(implementation):
     """That rank may send what belongs to other tokens. Token 3's target is of rank 1."""
     problem = helpers.make(POWER, jnp.float32)
     target_ids = problem.target_ids.at[3].set(300)
 
-    def on_rank(hidden, weight, target_ids):
+    def on_rank(hidden, weight, target_ids, bad_rank):
         is_ignored = (jax.lax.axis_index("tp") == bad_rank) & (jnp.arange(13) == 3)
         ids = jnp.where(is_ignored, -100, target_ids)
         return linear_logp(hidden, weight, ids, axis_name="tp", ignore_index=-100, implementation=implementation)[None]
 
-    specs = (P(), P("tp"), P())
+    specs = (P(), P("tp"), P(), P())
     call = jax.shard_map(on_rank, mesh=mesh_of("auto", tp=4), in_specs=specs, out_specs=P("tp"), check_vma=False)
-    assert np.isnan(np.asarray(call(problem.hidden, problem.weight, target_ids))).all()
-    gradients = jax.grad(lambda *x: call(*x, target_ids).sum(), (0, 1))(problem.hidden, problem.weight)
-    assert np.isnan(np.asarray(gradients[0])).all() and np.isnan(np.asarray(gradients[1])).any()
-    error, _ = checkify.checkify(jax.jit(call))(problem.hidden, problem.weight, target_ids)
-    assert "target_ids must be covered by exactly one TP vocab shard" in error.get()
+
+    def loss(hidden, weight, *others):
+        logp = call(hidden, weight, *others)
+        return logp.sum(), logp
+
+    gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    checked = checkify.checkify(jax.jit(call))
+    for bad_rank in (0, 1, 3):
+        arguments = (problem.hidden, problem.weight, target_ids, jnp.int32(bad_rank))
+        (d_hidden, d_weight), logp = gradients(*arguments)
+        assert np.isnan(np.asarray(logp)).all()
+        assert np.isnan(np.asarray(d_hidden)).all() and np.isnan(np.asarray(d_weight)).any()
+        error, _ = checked(*arguments)
+        assert "target_ids must be covered by exactly one TP vocab shard" in error.get()
 
 
 def test_a_scalar_lead():
@@ -326,18 +371,29 @@ def test_bare_calls_off_the_edges_are_refused_if_strict(monkeypatch):
         call(jnp.ones((3, 8)), weight, jnp.arange(3))
 
 
-@pytest.mark.parametrize("order", [[0, 0, 1, 2], [1, 2, 3, 4], [0, 1, 2, 5]])
-def test_shards_that_are_no_partition_give_nan_and_say_so(order):
+def test_shards_that_are_no_partition_give_nan_and_say_so():
+    """One program, which is given each set of starts."""
     problem = helpers.make(POWER, jnp.float32)
     padded = problem._replace(
         weight=jnp.tile(problem.weight, (2, 1)), bias=jnp.tile(problem.bias, 2), target_ids=problem.target_ids
     )
-    call = functools.partial(ranks, POWER, degree=4, order=order, reduction="sum")
-    for value in call(padded):
-        assert np.isnan(value).all()
-    assert np.isnan(values_and_gradients(call, padded)[1][0]).all()
-    error, _ = checkify.checkify(jax.jit(call))(padded)
-    assert "TP vocab shards must form a contiguous [0, 1024) partition" in error.get()
+
+    @jax.jit
+    def values_and_gradient(padded, order):
+        def loss(hidden):
+            values = ranks(POWER, padded._replace(hidden=hidden), degree=4, order=order, reduction="sum")
+            return weighted(values, padded.upstream), tuple(values)
+
+        return jax.grad(loss, has_aux=True)(padded.hidden)
+
+    checked = checkify.checkify(
+        jax.jit(lambda padded, order: ranks(POWER, padded, degree=4, order=order, reduction="sum"))
+    )
+    for order in ([0, 0, 1, 2], [1, 2, 3, 4], [0, 1, 2, 5]):
+        d_hidden, values = values_and_gradient(padded, jnp.asarray(order))
+        assert all(np.isnan(x).all() for x in (*values, d_hidden))
+        error, _ = checked(padded, jnp.asarray(order))
+        assert "TP vocab shards must form a contiguous [0, 1024) partition" in error.get()
 
 
 def test_a_bad_target_on_one_rank_is_nan_on_every_rank():
@@ -348,8 +404,9 @@ def test_a_bad_target_on_one_rank_is_nan_on_every_rank():
         bad = jnp.where((jax.lax.axis_index("tp") == 2) & (jnp.arange(13) == 5), -1, target_ids)
         return linear_logp(hidden, weight, bad, axis_name="tp", implementation="xla")[None]
 
-    call = jax.shard_map(on_rank, mesh=mesh, in_specs=(P(), P("tp"), P()), out_specs=P("tp"), check_vma=False)
-    values = np.asarray(call(problem.hidden, problem.weight, problem.target_ids))
+    specs = (P(), P("tp"), P())
+    call = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=False)
+    values = np.asarray(jax.jit(call)(problem.hidden, problem.weight, problem.target_ids))
     assert (np.isnan(values) == (np.arange(13) == 5)).all()
 
 
@@ -453,7 +510,8 @@ def test_meshes_of_both_kinds_of_axes_name_vocab_parallel():
         linear_logp(hidden, jnp.ones((64, 8)), jnp.zeros(4, int))
 
 
-@pytest.mark.parametrize("kinds", ["EA", "AE"])
+# In `make test` a mesh whose axis of the head is Explicit and whole has the tests of explicit axes.
+@pytest.mark.parametrize("kinds", ["EA", pytest.param("AE", marks=pytest.mark.full)])
 def test_vocab_parallel_takes_axes_of_both_kinds(kinds):
     kind_of = {"E": jax.sharding.AxisType.Explicit, "A": jax.sharding.AxisType.Auto}
     mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=tuple(map(kind_of.get, kinds)), devices=jax.devices("cpu"))
@@ -474,7 +532,8 @@ def test_vocab_parallel_takes_axes_of_both_kinds(kinds):
         assert_within_contract(found, gold, "linear_logp", jnp.float32, "gradient")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+# What check_vma=False could break, test_inside_shard_map and test_sum_of_hidden_gradients catch in `make test`.
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_shard_map_that_is_manual_over_the_head_s_axis_alone(check_vma):
     """On a mesh whose other axis is Explicit; all gradients."""
     problem, mesh = helpers.make(Case("partly manual", (8,), 16, 1024), jnp.float32), mesh_of("explicit", data=2, tp=4)
@@ -529,14 +588,18 @@ def test_other_edges_are_said_once_and_refused_if_strict(monkeypatch, caplog):
     call = functools.partial(whole_call, SMALL, problem, mesh_of("auto", tp=3), "deterministic")
     log_once.cache_clear()
     for entropy in (True, False):
-        call(return_entropy=entropy)
+        jax.eval_shape(functools.partial(call, return_entropy=entropy))
     assert sum("pad_lm_head makes shards that keep them" in r.message for r in caplog.records) == 1
     monkeypatch.setenv("RLK_STRICT", "1")
     with pytest.raises(ValueError, match="RLK_STRICT=1: 3 shards of 384 columns"):
         call(return_lse=False)
 
 
-@pytest.mark.parametrize("columns", [97, 105, 600])
+@pytest.mark.parametrize(
+    # A few columns of padding, or none, are in the groups that much padding fills: 600 catches them in `make test`.
+    "columns",
+    [pytest.param(97, marks=pytest.mark.full), pytest.param(105, marks=pytest.mark.full), 600],
+)
 def test_one_shard_is_the_whole_head_with_any_edge(monkeypatch, columns):
     monkeypatch.setenv("RLK_STRICT", "1")
     hidden, weight, ids = jnp.ones((4, 8)), jax.random.normal(jax.random.key(0), (columns, 8)), jnp.arange(4)
@@ -597,8 +660,22 @@ def test_gathered_sizes():
     assert gathered_sizes(hlo) == [64 * 128, 8 * 2, 16 * 2]
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("auto", "vd"), ("explicit", "dv")])
-@pytest.mark.parametrize("name", BARE)
+AUTO, EXPLICIT = ("auto", "vd"), ("explicit", "dv")
+BARE_CALLS = [
+    ("vocab-sharded", *AUTO),
+    ("hidden-sharded", *EXPLICIT),
+    ("both", *AUTO),
+    ("fsdp", *EXPLICIT),
+    ("replicated", *AUTO),
+]
+# HeadLayout cuts a head over both kinds of axes, so that in `make test` each way to lie has one kind. A head whose
+# vocabulary lies over Explicit axes has test_a_variable_s_head_over_explicit_axes and test_transformations there.
+OTHER_BARE_CALLS = [
+    pytest.param(name, *(EXPLICIT if kind == "auto" else AUTO), marks=pytest.mark.full) for name, kind, _ in BARE_CALLS
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "layout"), [*BARE_CALLS, *OTHER_BARE_CALLS])
 def test_bare_calls_on_sharded_heads(name, kind, layout):
     """Right, with gradients that lie as their operands, and no collective as large as the weight's gather."""
     weight_spec, rows, vocab = BARE[name]

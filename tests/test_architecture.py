@@ -1,0 +1,291 @@
+"""The laws of the tree (docs/architecture.md): who imports whom, what a name means, how far an addition reaches."""
+
+import ast
+import collections
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from rlk_jax.core import dispatch
+from rlk_jax.ops import OPS
+from rlk_jax.ops.linear_logp.options import HeadOptions
+from tests.support import promises
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
+SOURCES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+PLUGIN = "rlk_jax.checker.plugins"
+"""The one module of rlk_jax that may reach torch_bridge."""
+
+MAY_IMPORT = {
+    "core": set(),
+    "losses": {"core"},
+    "ops": {"core", "losses"},
+    "doors": {"core", "ops"},
+    "nn": {"core", "losses", "ops"},
+    "grpo": {"core", "losses", "ops", "doors", "nn"},
+    "clients": {"core", "losses", "ops", "doors", "nn"},
+    "checker": {"core", "losses", "ops", "doors", "nn", "grpo", "clients"},
+    "commands": {"core", "losses", "ops", "doors", "nn", "grpo", "clients", "checker"},
+}
+"""The rooms of rlk_jax that each room may import beside itself."""
+
+DOORS = {"rlk_jax", "rlk_jax.dispatch", "rlk_jax.vocab_parallel"}
+"""Public import paths at the top that re-export what stands in a room."""
+
+ROLES = {
+    "ROWS",
+    "TYPICAL",
+    "Array",
+    "DETERMINISTIC",
+    "REFERENCE",
+    "TRITON",
+    "XLA",
+    "check_call",
+    "cuda",
+    "definition",
+    "describe",
+    "mosaic",
+    "add_parser",
+    "run",
+}
+"""Names with one role that several modules play: those of an op's files, and of the commands."""
+
+
+def room_of(module: str) -> str:
+    """The room of a module of rlk_jax."""
+    if module in DOORS:
+        return "doors"
+    room = module.split(".")[1]
+    return "commands" if room == "cli" else room
+
+
+def _module_named(name: str, attribute: str | None = None) -> str | None:
+    """The module of this project that an import of `attribute` from `name` reads."""
+    for candidate in (f"{name}.{attribute}", name):
+        if candidate in SOURCES:
+            return candidate
+    return None
+
+
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
+    """All modules of this project that a module imports anywhere: late, under TYPE_CHECKING, or by import_module."""
+    found: set[str | None] = set()
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {_module_named(x.name) for x in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            found |= {_module_named(node.module or "", x.name) for x in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # A full name in a string may be given to import_module.
+            found |= {node.value if node.value in SOURCES and "." in node.value else None}
+    return frozenset(x for x in found if x is not None and x != module)
+
+
+def test_rooms_import_one_way():
+    for module in SOURCES:
+        package = module.split(".")[0]
+        for imported in imports_of(module):
+            other = imported.split(".")[0]
+            if package == "pallas_kernels":
+                assert other == "pallas_kernels", f"{module} imports {imported}"
+            elif package == "torch_bridge":
+                assert other != "pallas_kernels", f"{module} imports {imported}"
+            elif other == "torch_bridge":
+                assert room_of(module) == "checker", f"{module} imports {imported}"
+            elif other == "rlk_jax":
+                allowed = MAY_IMPORT[room_of(module)] | {room_of(module)}
+                assert room_of(imported) in allowed, f"{module} imports {imported}"
+
+
+def test_an_op_imports_no_other_op_unless_it_is_composed():
+    for module in SOURCES:
+        parts = module.split(".")
+        if parts[:2] != ["rlk_jax", "ops"] or len(parts) < 4:
+            continue
+        for imported in imports_of(module):
+            if imported.startswith("rlk_jax.ops"):
+                assert imported.split(".")[2:3] == parts[2:3], f"{module} imports {imported}"
+
+
+def test_rlk_jax_reaches_torch_bridge_at_one_place():
+    """Only the plug-in lookup of the checker may import a module whose name it is given."""
+    for module, path in SOURCES.items():
+        text = path.read_text()
+        if module.startswith("rlk_jax") and module != PLUGIN:
+            assert not re.search(r"^\s*(import|from) (torch_bridge|torch)\b", text, re.MULTILINE), module
+            assert not re.search(r"import_module\([^)]*torch", text), module
+    assert "import_module(module)" in SOURCES[PLUGIN].read_text()
+
+
+def test_no_imports_go_in_a_circle():
+    """The checker names modules of torch_bridge for its plug-in lookup; that edge alone is left out."""
+    edges = {
+        module: {x for x in imports_of(module) if module.startswith("torch_bridge") or not x.startswith("torch_bridge")}
+        for module in SOURCES
+    }
+    # A module that is in no circle can be taken away once all that it imports are.
+    left = dict(edges)
+    while done := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in done:
+            del left[module]
+    assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
+def test_core_names_no_op_and_ops_are_listed_once():
+    folders = [path.name for path in (ROOT / "rlk_jax/ops").iterdir() if (path / "api.py").exists()]
+    assert set(folders) == {"linear_logp", "logits", "det_gemm"}
+    for module, path in SOURCES.items():
+        if module.startswith("rlk_jax.core"):
+            assert not re.search(rf"\brlk_jax\.ops\.|\"({'|'.join(OPS)})\"", path.read_text()), module
+    # Beside the table, only what is composed of an op, its layers, its bridge and its public door import a folder.
+    for folder in folders:
+        importing = {
+            module
+            for module in SOURCES
+            for imported in imports_of(module)
+            if imported.startswith(f"rlk_jax.ops.{folder}.")
+            and not module.startswith(f"rlk_jax.ops.{folder}")
+            and imported.split(".")[3] in ("implementations", "hopper", "triton", "xla", "deterministic", "reference")
+        }
+        assert importing == {"rlk_jax.ops"}, folder
+
+
+def test_how_far_a_new_op_reaches():
+    """These existing files name an op where it joins them; callers of its public function do not count."""
+    joins = (
+        "rlk_jax/ops/__init__.py",
+        "rlk_jax/__init__.py",
+        "rlk_jax/checker/specs.py",
+        "rlk_jax/checker/gold.py",
+        "rlk_jax/checker/contract.json",
+        "rlk_jax/checker/rl_kernel.json",
+    )
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert len(joins) <= 6 and all(f"`{name}`" in page for name in joins)
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in [*SOURCES.values(), *(ROOT / "rlk_jax").rglob("*.json")]
+        if "ratio_kl" in path.read_text()
+        and "ops/logits" not in str(path)
+        and path.parent.name != "torch_bridge"
+        and "pallas_kernels" not in str(path)
+    }
+    assert naming <= set(joins), naming - set(joins)
+
+
+def test_how_far_a_new_option_reaches():
+    """An option is a field of HeadOptions; outside the op, its kernels and its bridge few files may name it."""
+    may_name = {
+        "rlk_jax/checker/specs.py",
+        "rlk_jax/checker/gold.py",
+        "rlk_jax/checker/contract.json",
+        "rlk_jax/ops/linear_grpo_loss.py",
+        "torch_bridge/linear_logp.py",
+    }
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in [*SOURCES.values(), *(ROOT / "rlk_jax").rglob("*.json")]
+        if "reduce_hidden_grad" in path.read_text() and "ops/linear_logp/" not in str(path)
+    }
+    # How a rank stands in its group is the bridge's own matter, and verl's seam is a caller.
+    callers = {"torch_bridge/_tensor_parallel.py", "torch_bridge/clients/verl.py"}
+    assert naming - callers <= may_name, naming
+    names = {x.name for x in dataclasses.fields(HeadOptions)}
+    assert "reduce_hidden_grad" in names
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "benchmarks"])
+def test_files_stay_short(package):
+    for path in (ROOT / package).rglob("*.py"):
+        lines = len(path.read_text().splitlines())
+        assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines"
+
+
+def test_a_name_means_one_thing():
+    """Functions, classes and constants of modules that are not private."""
+    defined = collections.defaultdict(set)
+    for module, path in SOURCES.items():
+        if not module.startswith("rlk_jax"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [x.id for x in node.targets if isinstance(x, ast.Name)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            for name in names:
+                if not name.startswith("_"):
+                    defined[name].add(module)
+    # The whole-array form of linear_logp is public under the same name, and Tunix's adapter has a Head of its own.
+    public = {"linear_logp": {"rlk_jax.ops.linear_logp.api", "rlk_jax.ops.linear_logp.sharding.vocab_parallel"}}
+    twice = {
+        name: modules
+        for name, modules in defined.items()
+        if len(modules) > 1 and name not in ROLES and modules != public.get(name)
+    }
+    assert not twice, twice
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "tests"])
+def test_no_sentence_begins_with_of(folder):
+    pattern = re.compile(r'^\s*("""|#|//) ?Of ', re.MULTILINE)
+    for path in (ROOT / folder).rglob("*"):
+        if path.suffix in (".py", ".cu", ".cuh", ".cc"):
+            assert not pattern.search(path.read_text()), path.relative_to(ROOT)
+
+
+PUBLIC = {
+    "rlk_jax": "GrpoLoss LinearLogp RatioKl det_gemm explain grpo_loss linear_grpo_loss linear_logp logp "
+    "numerics_version ratio_kl vocab_parallel dispatch nn",
+    "rlk_jax.vocab_parallel": "linear_logp pad_lm_head shard_bounds",
+    "rlk_jax.dispatch": "IMPLEMENTATIONS TABLE Decision Device Implementation explain numerics_version promising",
+    "rlk_jax.nn": "BLOCK DetDense LMHead attention det_dot_general embed isolated ordered_sum rms_norm rotary softmax",
+    "rlk_jax.grpo": "GrpoConfig LossOptions PolicyLoss expand_advantages group_advantages k1_kl k2_kl k3_kl "
+    "loss_denominator masked_mean policy_loss",
+    "rlk_jax.checker": "Sizes assert_op relative_norm tolerance",
+    "rlk_jax.cli": "main",
+    "torch_bridge": "CacheInfo FusedLMHead GrpoLoss LinearLogp RatioKl cache_info det_gemm grpo_loss install "
+    "linear_logp logp ratio_kl uninstall",
+}
+"""The import paths that README.md and docs/ named before the rooms were built."""
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_import_paths_stay(module):
+    if module == "torch_bridge":
+        pytest.importorskip("torch")
+    found = importlib.import_module(module)
+    if module == "rlk_jax":
+        importlib.import_module("rlk_jax.nn")
+    for name in PUBLIC[module].split():
+        assert getattr(found, name) is not None, name
+
+
+def test_paths_of_other_environments_stay():
+    """Tunix has a venv of its own; the command that starts local processes names its module."""
+    for name in ("rlk_jax.clients.tunix", "rlk_jax.checker.check_tp"):
+        assert importlib.util.find_spec(name) is not None
+
+
+def test_tables_of_promises_are_those_of_dispatch():
+    """python -m tests.support.promises writes them."""
+    found = set()
+    for page in promises.DOCS.glob("*.md"):
+        text = page.read_text()
+        found |= {op for op, _ in promises.TABLES.findall(text)}
+        assert promises.with_tables(text) == text, page.name
+    assert found == set(dispatch.TABLE)
