@@ -101,16 +101,18 @@ def test_rollouts_of_mixed_lengths_record_the_bits_of_training(model, prompt_ids
     helpers.assert_same_bits(rollout.logps, trained_on(model, prompt_ids, PADDING, rollout.completion_ids))
 
 
-@pytest.mark.parametrize("rows", [pytest.param(slice(3, 4), marks=pytest.mark.full), slice(2, 9)])
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(2, 9)])
 def test_training_in_another_batch_has_the_bits_of_the_rollout(model, prompt_ids, rollout, rows):
-    """`make test` has one other batch; a rollout of one row alone is tested below."""
+    """In `make test`, test_sequences.py trains on the same sequences in other rows, and compares their bits."""
     ids = rollout.completion_ids[rows]
     helpers.assert_same_bits(rollout.logps[rows], trained_on(model, prompt_ids[rows], PADDING[rows], ids))
 
 
-@pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.full), 5])
+@pytest.mark.full
+@pytest.mark.parametrize("padding", [0, 5])
 def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, rollout, padding):
-    """The prompt stands alone in its batch, with more padding than before; `make test-full` also has it without."""
+    """A prompt stands alone in its batch. In `make test`, the test below has smaller batches with less padding."""
     row = 4
     prompt = np.pad(prompt_ids[row : row + 1, PADDING[row] :], ((0, 0), (padding, 0)))
     alone = roll_out(model, prompt, np.array([padding], np.int32), keys=KEYS[row : row + 1])
@@ -118,8 +120,10 @@ def test_a_rollout_of_another_batch_and_padding_is_the_same(model, prompt_ids, r
     helpers.assert_same_bits(alone.logps[0], rollout.logps[row])
 
 
-def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout):
-    helpers.assert_same_bits(roll_out(model, prompt_ids, PADDING, buckets=4), rollout)
+@pytest.mark.parametrize("buckets", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout, buckets):
+    """`make test` has two widths; four go the same way."""
+    helpers.assert_same_bits(roll_out(model, prompt_ids, PADDING, buckets=buckets), rollout)
 
 
 def test_stock_layers_record_other_bits_than_training(prompt_ids):

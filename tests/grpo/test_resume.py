@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.grpo import run_folder, trainer
 from rlk_jax.grpo.config import GrpoConfig
@@ -213,7 +213,8 @@ def stand_in_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         return {"sampled": params["weight"].mean(), "greedy": params["weight"].max()}
 
     functions = initial_state, start_grpo, warmup_step, grpo_step, heldout_rewards
-    return TrainingSteps(*(jax.jit(x) for x in functions))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return TrainingSteps(*(jax.jit(x, out_shardings=everywhere) for x in functions))
 
 
 @pytest.mark.parametrize("build", [stand_in_steps, pytest.param(build_steps, marks=pytest.mark.full)])
