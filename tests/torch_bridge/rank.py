@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
 from rlk_jax import cli
+from rlk_jax.checker.processes import free_port
 from rlk_jax.vocab_parallel import shard_bounds
 from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
@@ -245,14 +246,25 @@ def mistakes(rank: int, count: int) -> None:
     assert torch.isfinite(torch_bridge.linear_logp(**good, tp_group=dist.group.WORLD)).all()
 
 
-def checks_itself(rank: int, count: int, port: int) -> None:
+def agreed_ports() -> list[Any]:
+    """A port for each of the two runs of `checks_itself`.
+
+    A rank that left a group early would find the store of that group, which is about to close, on a port used twice.
+    """
+    ports: list[Any] = [free_port(), free_port()]
+    dist.broadcast_object_list(ports)
+    return ports
+
+
+def checks_itself(rank: int, count: int, ports: list[Any]) -> None:
     """`rlk check-tp --bridge` in processes that have what torchrun would give them."""
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(x) for name, x in given.items()}
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
     command = ["check-tp", "--bridge", "--uneven-shards", "--no-bias"]
     command += ["--tokens", "16", "--hidden-size", "16", "--vocab-size", "100"]
     stress = ["--run-stress", "--stress-tokens", "16", "--stress-hidden-size", "16", "--stress-vocab-size", "100"]
-    for options, status, result in ((stress, 0, "PASS"), (["--atol", "0", "--rtol", "0"], 1, "FAIL")):
+    runs = ((stress, 0, "PASS"), (["--atol", "0", "--rtol", "0"], 1, "FAIL"))
+    for port, (options, status, result) in zip(ports, runs, strict=True):
+        os.environ |= {name: str(x) for name, x in given.items()} | {"MASTER_PORT": str(port)}
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             assert cli.main([*command, *options]) == status
@@ -277,9 +289,10 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     sums_what_it_is_asked_to(rank, count)
     waits_for_collectives(rank, count)
     refuses_second_derivatives(rank, count)
+    ports = agreed_ports()
     dist.destroy_process_group()
     if device == "cpu" and not torch.cuda.is_available():  # The command would take a GPU.
-        checks_itself(rank, count, port)
+        checks_itself(rank, count, ports)
 
 
 if __name__ == "__main__":
