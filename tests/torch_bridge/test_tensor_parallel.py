@@ -16,7 +16,7 @@ from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 from tests.torch_bridge.rank import UNEVEN
 from tests.torch_bridge.tensors import head
 
-LIMIT_S = 900
+LIMIT_S = 300
 
 
 def messages(count: int, device: str) -> dict[str, str]:

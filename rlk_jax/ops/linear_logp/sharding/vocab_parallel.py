@@ -5,7 +5,7 @@ Inside shard_map, `rlk_jax.linear_logp(..., axis_name=...)` is the same op on on
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,9 @@ from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions,
 from rlk_jax.ops.linear_logp.sharding.agreement import agreed_on_mesh, mesh_of_array
 from rlk_jax.ops.linear_logp.sharding.partition import HeadLayout, head_layout
 from rlk_jax.ops.linear_logp.sharding.shard import shard_width
+
+_OPTIONS = {field.name for field in fields(HeadOptions)} - {"axis_name", "reduce_hidden_grad"}
+"""The options that a call of whole arrays has: the mesh says the rest."""
 
 
 def shard_bounds(vocab_size: int, n: int) -> list[tuple[int, int]]:
@@ -115,11 +118,13 @@ def linear_logp(
     Same bits: what `rlk_jax.linear_logp` with `axis_name` promises.
     """
     check_outside_shard_map("vocab_parallel.linear_logp", mesh)
-    if unknown := {"axis_name", "reduce_hidden_grad"} & options.keys():
-        raise TypeError(f"vocab_parallel.linear_logp() takes no {' and no '.join(sorted(unknown))}")
     inputs = HeadInputs(hidden, lm_head_weight, target_ids, bias, temperature)
+    known = {name: x for name, x in options.items() if name in _OPTIONS}
 
     def layout(inputs: HeadInputs, config: HeadConfig) -> _CallLayout:
+        # The processes agree on what this raises, so that none waits for one that has raised alone.
+        if unknown := sorted(options.keys() - known.keys()):
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
         lead = token_axes
         if not isinstance(lead, PartitionSpec):
             lead = PartitionSpec() if lead is None else PartitionSpec(lead)
@@ -127,7 +132,7 @@ def linear_logp(
         sizes = (config.vocab_size, config.real_vocab_size, config.weight_layout)
         return _CallLayout(HeadLayout(mesh, axis_names(vocab_axis), (), *sizes), lead)
 
-    return _run(mesh, layout, inputs, HeadOptions(**options))
+    return _run(mesh, layout, inputs, HeadOptions(**known))
 
 
 def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | LinearLogp:

@@ -23,7 +23,7 @@ from rlk_jax.checker import processes as checker_processes
 from rlk_jax.checker.processes import Finished, free_port, run_together
 from tests.support import helpers, rank
 
-LIMIT_S = 900
+LIMIT_S = 300
 """Processes that have not ended by then hang."""
 
 
