@@ -9,7 +9,7 @@ import pytest
 
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.steps import TrainingSteps, TrainState, make_head, make_mesh
+from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState, make_head, make_mesh
 from rlk_jax.grpo.tasks import load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests.grpo import tiny
@@ -21,7 +21,7 @@ STORED = 128
 
 
 class Run(NamedTuple):
-    """The head, the last state, and what all GRPO steps measured."""
+    """The head, the last state, and what the last phase measured."""
 
     head: MeshHead
     final: TrainState
@@ -46,23 +46,37 @@ def warm() -> TrainState:
     return jax.device_get(state)
 
 
-def train(warm: TrainState, **changes) -> Run:
-    """A few steps of the warm start, then GRPO."""
+def warm_longer(warm: TrainState, **changes) -> Run:
+    """A few more steps of the warm start."""
     head, steps = build(**changes)
     state, rows = jax.jit(head.shard, out_shardings=head.shardings(warm))(warm), []
     for step in range(WARMUP, WARMUP + MORE_WARMUP):
-        state, _ = steps.warmup_step(state, step)
-    state = steps.start_grpo(state)
+        state, metrics = steps.warmup_step(state, step)
+        rows.append(metrics)
+    return Run(head, state, stacked(rows))
+
+
+def train(warm: TrainState, **changes) -> Run:
+    """A few more steps of the warm start, then GRPO, whose metrics are returned."""
+    head, steps = build(**changes)
+    state, rows = steps.start_grpo(warm_longer(warm, **changes).final), []
     for step in range(WARMUP + MORE_WARMUP, WARMUP + MORE_WARMUP + GRPO):
         state, metrics = steps.grpo_step(state, step)
         rows.append(metrics)
-    return Run(head, state, {name: np.array([row[name] for row in rows]) for name in rows[0]})
+    return Run(head, state, stacked(rows))
+
+
+def stacked(rows: list[Metrics]) -> dict[str, np.ndarray]:
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+
+SHARDED = {"mesh": "data=1,tensor=2", "implementation": "deterministic"}
+"""Two shards of a head that promises bits."""
 
 
 @pytest.fixture(scope="module")
 def sharded(warm) -> Run:
-    """A run with two shards of a head that promises bits."""
-    return train(warm, mesh="data=1,tensor=2", implementation="deterministic")
+    return warm_longer(warm, **SHARDED)
 
 
 def assert_policy_acts(run: Run) -> None:
@@ -72,11 +86,25 @@ def assert_policy_acts(run: Run) -> None:
     assert run.measured["clip_fraction"].max() > 0
 
 
-def test_deterministic_training_has_the_bits_of_the_unsharded_run(warm, sharded):
-    plain = train(warm, implementation="deterministic")
-    assert_policy_acts(plain)
+def assert_same_bits(sharded: Run, plain: Run) -> None:
     helpers.assert_same_bits(sharded.measured, plain.measured)
     helpers.assert_same_bits(sharded.head.unshard(sharded.final), plain.final)
+
+
+def test_a_deterministic_warm_start_has_the_bits_of_the_unsharded_one(warm, sharded):
+    """Log-probs, their gradients, the clipped norm and the optimizer: all that a sharded head takes part in."""
+    plain = warm_longer(warm, implementation="deterministic")
+    assert np.all(plain.measured["loss"] > 0)
+    assert_same_bits(sharded, plain)
+
+
+@pytest.mark.full
+def test_deterministic_training_has_the_bits_of_the_unsharded_run(warm):
+    """In `make test`, the test above has the warm start. GRPO adds rollouts by whole heads, and another loss."""
+    sharded, plain = train(warm, **SHARDED), train(warm, implementation="deterministic")
+    assert_policy_acts(plain)
+    assert_same_bits(sharded, plain)
+    assert_sharded(sharded)
 
 
 @pytest.mark.full
@@ -94,10 +122,10 @@ def test_training_stays_near_the_unsharded_run(warm):
         )
 
 
-def test_each_device_holds_its_own_columns_of_head_and_moments(sharded):
+def assert_sharded(run: Run) -> None:
     """Heads are sharded in parameters, reference and both moments; all else is whole on every device."""
     heads = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(sharded.final):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run.final):
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         if "lm_head" not in jax.tree_util.keystr(path):
             assert all(shard.shape == leaf.shape for shard in shards)
@@ -107,6 +135,10 @@ def test_each_device_holds_its_own_columns_of_head_and_moments(sharded):
         assert np.any(shards[0][:, : VOCAB_SIZE - STORED // 2] != shards[1][:, : VOCAB_SIZE - STORED // 2])
         assert not np.any(shards[1][:, VOCAB_SIZE - STORED // 2 :]), "padding is never trained"
     assert heads == 4
+
+
+def test_each_device_holds_its_own_columns_of_head_and_moments(sharded):
+    assert_sharded(sharded)
 
 
 def test_sharded_heads_are_whole_again_and_one_without_shards_is_left_alone():
