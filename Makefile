@@ -22,11 +22,16 @@ PARALLEL := tests/ops/linear_logp/sharding tests/checker/test_check_tp.py
 CHECK := tests/checker/test_checker.py::test_everything_is_green_and_its_page_stands_alone
 OPS := tests/core tests/losses tests/ops/logits tests/ops/det_gemm tests/ops/test_linear_grpo_loss.py tests/checker tests/commands \
 	$(wildcard tests/test_*.py)
-NEWEST := $(addprefix tests/,ops/linear_logp/test_transforms.py core/test_dispatch.py commands/test_cli.py \
-	ops/linear_logp/test_bits.py::test_run_to_run \
+# With FULL, whole files.
+NEWEST := $(addprefix tests/,core/test_dispatch.py ops/linear_logp/test_bits.py::test_run_to_run \
+	$(if $(FULL),ops/linear_logp/test_transforms.py commands/test_cli.py, \
+	$(addprefix ops/linear_logp/test_transforms.py::test_,vmap gradients_through_transformations shard_map_over_tokens \
+	strict_jax_modes x64 eager_calls_compile_once frozen_sides_cost_no_gemm) \
+	$(addprefix commands/test_cli.py::test_doctor_,prints_tables survives_a_backend_that_does_not_start)) \
 	$(addprefix pallas_kernels/mosaic/,test_interpreter.py::test_a_missing_wait_is_seen \
-	test_interpreter.py::test_kept_exponentials[600-400000-kernels1] test_gemm.py::test_sums_in_parts \
-	test_logits.py::test_two_policies test_shard_map.py))
+	test_interpreter.py::test_kept_exponentials[600-400000-kernels1] test_logits.py::test_two_policies \
+	$(if $(FULL),test_gemm.py::test_sums_in_parts test_shard_map.py, \
+	test_gemm.py::test_swapped_operands test_shard_map.py::test_lowers_in_several_slices)))
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 

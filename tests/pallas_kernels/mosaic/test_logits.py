@@ -32,6 +32,12 @@ CASES = (
     Case("steps by shared memory", (8,), 3 * 4096 + 45, {"logit_softcap": 3.0}, "per token"),
     Case("lines of two rows", (4,), 1084),
 )
+IN_MAKE_TEST = (CASES[0], *CASES[3:7], CASES[8])
+"""Few columns, one piece of them and several steps, in rows that fill whole lines and in rows that do not."""
+
+
+def full_unless(in_make_test, *values):
+    return pytest.param(*values, marks=() if in_make_test else pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)
@@ -47,24 +53,31 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        *((case, jnp.bfloat16) for case in CASES),
+        *(full_unless(case in IN_MAKE_TEST, case, jnp.bfloat16) for case in CASES),
         # In float32 lines have other lengths. float16 differs from bfloat16 in nothing that the kernel sees.
-        *((case, jnp.float32) for case in CASES if "line" in case.name or case.name == "tiny"),
-        (CASES[2], jnp.float16),
+        *(full_unless(x is CASES[9], x, jnp.float32) for x in CASES if "line" in x.name or x.name == "tiny"),
+        pytest.param(CASES[2], jnp.float16, marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_against_float64(case, dtype):
+    """The other cases repeat the paths of those in make test with other options."""
     ops.check_against_gold(case, dtype, "mosaic")
 
 
-@pytest.mark.parametrize("case", [CASES[3], *CASES[6:]], ids=str)
+# The other cases have lines of other numbers of rows.
+@pytest.mark.parametrize(
+    "case",
+    [CASES[3], CASES[6], *(pytest.param(x, marks=pytest.mark.full) for x in CASES[7:])],
+    ids=str,
+)
 def test_in_place_has_the_same_bits(case):
     p = ops.make(case, jnp.bfloat16)
     assert_same_bits(p.gradient(case, "mosaic", donate_logits=True), p.gradient(case, "mosaic"))
 
 
-@pytest.mark.parametrize("vocab", [700, 1101])
+# Lines of 700 columns have another number of rows.
+@pytest.mark.parametrize("vocab", [pytest.param(700, marks=pytest.mark.full), 1101])
 def test_masked_rows_leak_nothing_and_get_zeros(vocab):
     case = Case("masked", (8,), vocab, {"ignore_index": -100})
     p = ops.make(case, jnp.bfloat16)

@@ -10,17 +10,35 @@ from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.steps import make_mesh
 from tests.support import shards
 
+LOWERED = [
+    (vocab, check_vma, *rest)
+    for vocab in (16384, 16000)
+    for check_vma in (True, False)
+    for rest in ((0, "sum"), (300, "sum"), (300, "canonical"))
+]
+LOWERED_IN_MAKE_TEST = (
+    (16384, True, 300, "sum"),
+    (16000, False, 300, "sum"),
+    (16000, True, 300, "canonical"),
+    (16384, False, 300, "canonical"),
+    (16384, False, 0, "sum"),
+)
+
 
 @pytest.fixture
 def for_h200(monkeypatch):
     monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
 
 
-@pytest.mark.parametrize(("tokens", "reduction"), [(0, "sum"), (300, "sum"), (300, "canonical")])
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("vocab", [16384, 16000])
-def test_lowers_in_several_slices(vocab, check_vma, reduction, tokens, for_h200):
-    """Slices of whole chunks are read in place, others are copied; the types of what kernels write have to agree."""
+@pytest.mark.parametrize(
+    ("vocab", "check_vma", "tokens", "reduction"),
+    [pytest.param(*x, marks=() if x in LOWERED_IN_MAKE_TEST else pytest.mark.full) for x in LOWERED],
+)
+def test_lowers_in_several_slices(vocab, check_vma, tokens, reduction, for_h200):
+    """Slices of whole chunks are read in place, others are copied; the types of what kernels write have to agree.
+
+    In make test every pair of a vocabulary, a check and a reduction occurs.
+    """
     program = shards.lowered("mosaic", vocab, check_vma=check_vma, reduction=reduction, tokens=tokens)
     assert ("mosaic_gpu" in program) == (tokens > 0)
 
