@@ -65,17 +65,28 @@ def test_linear_logp_with_every_option():
     )
 
 
-def check_options(ours: Any, theirs: Any, tensor: Tensor, upstream: list[Tensor], options: dict[str, Any]) -> None:
-    """`check` with these options, each of which changes an output."""
-    arrays = {k: array(v) if isinstance(v, Tensor) else v for k, v in options.items()}
-    check(lambda x: ours(x, **options), lambda x: theirs(x, **arrays), [tensor], upstream)
-    whole = ours(tensor, **options)
-    for name in options:
-        fewer = ours(tensor, **{k: v for k, v in options.items() if k != name})
-        assert not all(map(same_bits, whole, fewer)), name
+@pytest.fixture(
+    # That each option counts is a check of the test: a bridge that loses one gives other bits than the JAX op in
+    # `make test`.
+    params=["bits", pytest.param("each option counts", marks=pytest.mark.full)]
+)
+def check_options(request):
+    """`check` with options, or that each of them changes an output."""
+
+    def run(ours: Any, theirs: Any, tensor: Tensor, upstream: list[Tensor], options: dict[str, Any]) -> None:
+        if request.param == "bits":
+            arrays = {k: array(v) if isinstance(v, Tensor) else v for k, v in options.items()}
+            check(lambda x: ours(x, **options), lambda x: theirs(x, **arrays), [tensor], upstream)
+            return
+        whole = ours(tensor, **options)
+        for name in options:
+            fewer = ours(tensor, **{k: v for k, v in options.items() if k != name})
+            assert not all(map(same_bits, whole, fewer)), name
+
+    return run
 
 
-def test_logp_with_every_option():
+def test_logp_with_every_option(check_options):
     logits, ids = randn(2, 7, 70, scale=3.0).requires_grad_(), randint(66, 2, 7)
     ids[0, 3] = ids[1, 0] = -100
     common = {"return_lse": True, "return_entropy": True, "validate": False, "implementation": "deterministic"}
@@ -94,7 +105,7 @@ def test_logp_with_every_option():
 
 
 @pytest.mark.parametrize("temperature", [0.6, randn(2, 7).abs() + 0.5], ids=["number", "per token"])
-def test_ratio_kl_with_every_option(temperature):
+def test_ratio_kl_with_every_option(temperature, check_options):
     policy, *others = policies((2, 7))
     check_options(
         lambda x, **options: torch_bridge.ratio_kl(x, *others, implementation="deterministic", **options),
@@ -105,7 +116,7 @@ def test_ratio_kl_with_every_option(temperature):
     )
 
 
-def test_grpo_loss_with_every_option():
+def test_grpo_loss_with_every_option(check_options):
     policy, ref, ids, mask, old = policies((6, 7))
     tensors, groups = (ref, ids, old, randn(6), mask), {"samples_per_prompt": 3, "implementation": "deterministic"}
     check_options(
