@@ -3,7 +3,7 @@
 try:
     import torch as _torch  # noqa: F401
 except ImportError as missing:
-    raise ImportError("torch_bridge needs PyTorch: pip install 'rlk-jax[torch]'.") from missing
+    raise ImportError("torch_bridge needs PyTorch, which comes with rlk-jax's extra `torch`.") from missing
 
 from torch_bridge._memory import share_gpu_memory as _share_gpu_memory
 

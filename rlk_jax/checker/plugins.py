@@ -19,5 +19,5 @@ def has_torch() -> bool:
 def bridge(module: str = "torch_bridge") -> ModuleType:
     """The package torch_bridge, or the module of it with this full name. Raises `Unusable` where PyTorch is missing."""
     if not has_torch():
-        raise Unusable("PyTorch is not installed: pip install 'rlk-jax[torch]'")
+        raise Unusable("PyTorch is not installed: it comes with rlk-jax's extra `torch`")
     return importlib.import_module(module)

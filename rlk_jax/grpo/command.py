@@ -60,7 +60,7 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
             raise
-        raise BadInput(f"{error.name} is not installed: pip install 'rlk-jax[grpo]'") from error
+        raise BadInput(f"{error.name} is not installed: it comes with rlk-jax's extra `grpo`") from error
 
     task = load_task(config)
     steps = build_steps(config, task, make_mesh(config))

@@ -313,7 +313,7 @@ def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch, pac
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 2
-    assert "is not installed: pip install 'rlk-jax[grpo]'\n" in capsys.readouterr().err
+    assert "is not installed: it comes with rlk-jax's extra `grpo`\n" in capsys.readouterr().err
 
 
 def test_losses_and_help_need_no_flax():

@@ -187,7 +187,9 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_without_torch():
     found = run("import sys; sys.modules['torch'] = None; import torch_bridge")
-    assert found.stderr.strip().endswith("ImportError: torch_bridge needs PyTorch: pip install 'rlk-jax[torch]'.")
+    assert found.stderr.strip().endswith(
+        "ImportError: torch_bridge needs PyTorch, which comes with rlk-jax's extra `torch`."
+    )
 
 
 IMPORT_FIRST = "import {}, torch_bridge, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
