@@ -18,6 +18,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 import types
@@ -28,6 +29,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import torch
+from jax._src import xla_bridge
 from jax.experimental import buffer_callback
 from torch import Tensor
 
@@ -64,6 +66,7 @@ def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
 
     It also restores torch's current GPU, because JAX makes another GPU the current one when it starts or runs there.
     """
+    check_not_forked()
     device = next(x for x in tensors if x is not None).device
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -79,6 +82,27 @@ def launching(tensors: Iterable[Tensor | None]) -> Iterator[None]:
             raise
         finally:
             _launch.lent.clear()
+
+
+_is_forked = False
+"""Whether JAX ran in a process of which this one is a fork, which has none of JAX's threads."""
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = _is_forked or xla_bridge.backends_are_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_not_forked() -> None:
+    """Raise where JAX was running before this process was forked: whatever it is given here never ends."""
+    if _is_forked:
+        raise RuntimeError(
+            "torch_bridge: this process was forked after JAX had started, and JAX cannot run in it: start processes "
+            "with multiprocessing's 'spawn' or 'forkserver', for a DataLoader by multiprocessing_context='spawn'."
+        )
 
 
 def check_not_captured() -> None:

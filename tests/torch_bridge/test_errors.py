@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import rlk_jax
 import torch_bridge
+from tests.torch_bridge import forked
 from tests.torch_bridge.tensors import array, head, policies, randint, randn
 from torch_bridge import _calls, _exchange, _memory
 
@@ -190,6 +191,18 @@ def test_without_torch():
     assert found.stderr.strip().endswith(
         "ImportError: torch_bridge needs PyTorch, which comes with rlk-jax's extra `torch`."
     )
+
+
+def test_a_fork_of_a_process_in_which_jax_runs_raises_at_once():
+    """A fork made before JAX starts may start it."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.torch_bridge.forked"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    first, *others = found.stdout.splitlines()
+    assert first == "before logp ran"
+    assert [line.split()[1] for line in others] == [*forked.OPS, "backward"]
+    for line in others:
+        assert " RuntimeError: torch_bridge: this process was forked after JAX had started" in line
+        assert "'spawn' or 'forkserver'" in line
 
 
 IMPORT_FIRST = "import {}, torch_bridge, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
