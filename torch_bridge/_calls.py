@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlk_jax.core.tokens import checked_tokens, counted
-from torch_bridge import _exchange, _inputs, _programs
+from torch_bridge import _exchange, _flops, _inputs, _programs
 from torch_bridge._options import OptionFields
 from torch_bridge._programs import Arrays, Op, Options, Program
 
@@ -254,7 +254,13 @@ def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _is_watched() -> bool:
+    """Whether torch traces this call, or a dispatch mode such as FlopCounterMode sees it: both need the custom op."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 _call_bwd_op = _custom_op("pull_back", _call_bwd)
+_flops.register("pull_back", _flops.gradient_flops, of_shapes=False)
 
 
 @_call_bwd_op.register_fake
@@ -294,17 +300,19 @@ def as_torch_op(
     options: OptionFields | None = None,
     constants: Sequence[int] = (),
     saved: Callable[[Sequence[bool]], Sequence[bool]] = lambda needs: [True] * len(needs),
+    flops: Callable[..., int] = lambda *_, **__: 0,
 ) -> Callable[..., Any]:
     """`kernel` as a custom op that torch.compile takes whole, with gradients of the arguments at these positions.
 
     The kernel's last argument says which of these gradients are needed. The kernel returns what `Call.forward` returns,
     and `fake` returns tensors of the same shapes. With `options`, the kernel's parameter of this name is a dataclass;
     the custom op has an argument for each of its fields instead. Outputs at the positions `constants` carry no
-    gradient. `saved` says which tensors a backward may read, given which gradients are needed. The custom op checks its
-    arguments by the names of its parameters, which are those of `rlk_jax.<name>`.
+    gradient. `saved` says which tensors a backward may read, given which gradients are needed. `flops` counts the
+    operations of a forward by its arguments' shapes, for FlopCounterMode. The custom op checks its arguments by the
+    names of its parameters, which are those of `rlk_jax.<name>`.
 
-    Outside torch.compile the same functions run without torch's dispatcher, which costs as much as all else that a call
-    does, and without these checks: the caller has made them.
+    Where nothing watches the call (`_is_watched`) the same functions run without torch's dispatcher, which costs as
+    much as all else that a call does, and without these checks: the caller has made them.
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -335,6 +343,7 @@ def as_torch_op(
 
     flat_kernel, flat_fake = (x if options is None else options.flattened(x) for x in (kernel, fake))
     op = _custom_op(name, _checked(name, flat_kernel))
+    _flops.register(name, flops)
     op.register_fake(flat_fake)
     op.register_autograd(backward, setup_context=setup_context)
 
@@ -347,15 +356,14 @@ def as_torch_op(
         return output
 
     def eager_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        # Compiled autograd traces this function, and then needs the custom op.
-        call_bwd = _call_bwd_op if torch.compiler.is_compiling() else _call_bwd
+        call_bwd = _call_bwd_op if _is_watched() else _call_bwd
         return None, *gradients(call_bwd, ctx, upstream)
 
     members = {"forward": staticmethod(eager_forward), "backward": staticmethod(eager_backward)}
     eager: Any = type(name, (torch.autograd.Function,), members)
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_watched():
             return op(*inputs) if options is None else op(*options.spread(inputs))
         return eager.apply(inputs, *[inputs[i] for i in positions])
 

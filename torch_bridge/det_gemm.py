@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rlk_jax
-from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge import _calls, _exchange, _flops, _inputs
 from torch_bridge._programs import Op
 
 
@@ -104,4 +104,11 @@ def _fake(
 
 
 # The gradient of a or b is a product with the other one, so a backward reads a for dB and b for dA.
-_det_gemm = _calls.as_torch_op("det_gemm", _kernel, _fake, [0, 1, 2], saved=lambda needs: [needs[1], needs[0], False])
+_det_gemm = _calls.as_torch_op(
+    "det_gemm",
+    _kernel,
+    _fake,
+    [0, 1, 2],
+    saved=lambda needs: [needs[1], needs[0], False],
+    flops=_flops.product_flops,
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rlk_jax
 from rlk_jax.ops.linear_logp.options import HeadOptions
-from torch_bridge import _calls, _exchange, _inputs, _options, _tensor_parallel
+from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _tensor_parallel
 from torch_bridge._programs import Arrays, Op
 
 
@@ -196,4 +196,6 @@ def _fake(
     return _calls.fake(shapes(target_ids.shape, options.return_lse, options.return_entropy), hidden.device)
 
 
-_linear_logp = _calls.as_torch_op("linear_logp", _kernel, _fake, [0, 1, 2], options=_OPTIONS)
+_linear_logp = _calls.as_torch_op(
+    "linear_logp", _kernel, _fake, [0, 1, 2], options=_OPTIONS, flops=_flops.product_flops
+)

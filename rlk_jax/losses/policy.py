@@ -41,7 +41,7 @@ class PolicyLoss(NamedTuple):
     ratio_min: Float[Array, ""]
     ratio_max: Float[Array, ""]
     entropy: Float[Array, ""] | None
-    """The mean entropy; None where no entropy was given."""
+    """The mean entropy, without a gradient: adding it to a loss changes no step. None where no entropy was given."""
     importance_weight_mean: Float[Array, ""] | None
     """The mean of the importance weights; None without rollout_logps."""
     importance_capped_fraction: Float[Array, ""] | None

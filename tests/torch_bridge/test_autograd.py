@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_bridge
 from tests.support import helpers
@@ -490,3 +491,45 @@ def test_torch_compile_with_a_varying_batch():
         found = torch.autograd.grad(compiled(hidden, weight, ids).sum(), (hidden, weight))
         expected = torch.autograd.grad(torch_bridge.linear_logp(hidden, weight, ids).sum(), (hidden, weight))
         assert all(map(torch.equal, found, expected))
+
+
+def product(rows, matrix, bias):
+    """torch's own product, with the sum over log-probabilities that `linear_logp` of ids 0 has."""
+    return (torch.nn.functional.linear(rows, matrix, bias).log_softmax(-1)[..., 0]).sum()
+
+
+FLOPS = {
+    "linear_logp": (
+        product,
+        lambda x, w, b: torch_bridge.linear_logp(x, w, torch.zeros(x.shape[:-1], dtype=torch.long), b).sum(),
+    ),
+    "det_gemm": (
+        product,
+        lambda x, w, b: torch_bridge.det_gemm(x.bfloat16(), w.bfloat16(), transpose_b=True).float().sum(),
+    ),
+    "logp": (
+        lambda x, w, b: x.log_softmax(-1)[..., 0].sum(),
+        lambda x, w, b: torch_bridge.logp(x, torch.zeros(x.shape[:-1], dtype=torch.long)).sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", FLOPS)
+@pytest.mark.parametrize("frozen", [None, 0, 1], ids=["all", "frozen hidden", "frozen weight"])
+def test_flops_are_those_of_torch_s_own_ops(op, frozen):
+    """A forward and the gradients that are needed, in FlopCounterMode; under a checkpoint, the forward twice."""
+
+    def count(function, is_checkpointed):
+        tensors = [randn(3, 4, 8), randn(16, 8), randn(16)]
+        for i, x in enumerate(tensors):
+            x.requires_grad_(i != frozen)
+        with FlopCounterMode(display=False) as counter:
+            out = checkpoint(function, *tensors, use_reentrant=False) if is_checkpointed else function(*tensors)
+            if out.requires_grad:
+                out.backward()
+        return counter.get_total_flops()
+
+    theirs, ours = FLOPS[op]
+    for is_checkpointed in (False, True):
+        assert count(ours, is_checkpointed) == count(theirs, is_checkpointed)
+    assert count(ours, False) > 0 or op == "logp"
