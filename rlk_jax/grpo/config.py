@@ -66,6 +66,11 @@ class GrpoConfig:
     learning_rate: float = _option(3e-4, "learning rate of GRPO", above=0)
     clip_eps: float = _option(0.2, "clip range of the probability ratio", above=0)
     beta: float = _option(0.01, "weight of the KL to the reference", minimum=0)
+    log_ratio_bound: float | None = _option(
+        None,
+        "bound of log-ratios in the loss and its KL, so that no token makes them infinite (default: none)",
+        above=0,
+    )
     width: int = _option(64, "model width", minimum=1)
     layers: int = _option(2, "decoder layers", minimum=1)
     heads: int = _option(4, "attention heads", minimum=1)
@@ -128,7 +133,7 @@ class GrpoConfig:
     def loss_options(self) -> LossOptions:
         """The options of the loss of GRPO's updates. Raises BadInput for numbers that it does not take."""
         try:
-            return LossOptions(clip_eps=self.clip_eps, beta=self.beta)
+            return LossOptions(clip_eps=self.clip_eps, beta=self.beta, log_ratio_bound=self.log_ratio_bound)
         except ValueError as error:
             raise BadInput(str(error)) from error
 
@@ -139,6 +144,8 @@ class GrpoConfig:
 
 
 def _check_bounds(name: str, value: Any, bounds: Bounds) -> None:
+    if value is None:
+        return
     minimum, above, below = bounds
     if isinstance(value, numbers.Real) and not math.isfinite(value):
         raise BadInput(f"{name} must be finite, got {value}")

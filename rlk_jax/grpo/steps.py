@@ -39,7 +39,7 @@ ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would st
 EVALUATION_SAMPLES = 8
 """Completions sampled for each held-out prompt."""
 _EVALUATION_STEP = 2**31 - 1  # Evaluation folds this into the seed where training folds in its step.
-_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
+_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max", "log_ratio_bounded_fraction")
 _FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
 """Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
 
@@ -249,7 +249,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
             grads, logp = accumulated_gradients(loss_fn, carry[0], scored, **micro_batching)
             whole = loss_and_metrics(logp, scored, denominator)
-            metrics = {name: getattr(whole, name) for name in _LOSS_METRICS}
+            metrics = {name: x for name in _LOSS_METRICS if (x := getattr(whole, name)) is not None}
             metrics["mismatch"] = jnp.abs(logp - scored.old_logps).max()
             return _apply_gradients(grpo_optimizer, grads, *carry), metrics
 

@@ -35,6 +35,11 @@ def check_dual_clip(x: float | None, upper: float) -> None:
     )
 
 
+def check_log_ratio_bound(x: float | None) -> None:
+    """exp of the bound is finite in float32, with room for a sum over tokens."""
+    require(x is None or x <= 80, f"log_ratio_bound must be at most 80, whose exp is still finite, got {x}.")
+
+
 def check_constant_length(normaliser: str, max_completion_length: Any) -> None:
     """max_completion_length is given with the constant normaliser, which counts it, and with no other."""
     require(

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rlk_jax.core import checks
-from rlk_jax.losses.checks import check_constant_length, check_dual_clip, check_unused_option
+from rlk_jax.losses.checks import (
+    check_constant_length,
+    check_dual_clip,
+    check_log_ratio_bound,
+    check_unused_option,
+)
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo"]
 Normaliser = Literal["tokens", "sequence_mean", "constant"]
@@ -20,6 +25,14 @@ _NORMALISERS: dict[LossType, Normaliser] = {
     "sapo": "sequence_mean",
 }
 
+_POSITIVE = (
+    "dual_clip",
+    "cispo_ratio_cap",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "log_ratio_bound",
+    "importance_cap",
+)
 _CLIPPED: tuple[LossType, ...] = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")
 _USED_BY: dict[str, tuple[LossType, ...]] = {
     "clip_eps": _CLIPPED,
@@ -44,6 +57,9 @@ class LossOptions:
       sapo_temperature_pos, sapo_temperature_neg: temperatures of sapo's gate, for positive advantages and all others.
       beta: weight of the KL to the reference; above 0 it requires `ref_logps`.
       kl_estimator: which estimate of that KL is used: `k1_kl`, `k2_kl` or `k3_kl`.
+      log_ratio_bound: log-ratios (policy to old, to reference, and old to rollout) count as at most this and at least
+        its negative before exp or KL is taken of them; None for no bound. The bound is a constant, so a token beyond it
+        has no gradient from that ratio or KL, and is not pulled back by it.
       importance_cap: truncates the importance weights exp(old − rollout); given together with `rollout_logps`.
       normaliser: "tokens" (mean over active tokens of the batch), "sequence_mean" (mean over sequences of their mean
         over tokens) or "constant" (sum over tokens / (sequences · max_completion_length)).
@@ -61,6 +77,7 @@ class LossOptions:
     sapo_temperature_neg: float = 1.05
     beta: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    log_ratio_bound: float | None = None
     importance_cap: float | None = None
     normaliser: Normaliser | None = None
     max_completion_length: int | None = None
@@ -72,9 +89,10 @@ class LossOptions:
         for name in ("clip_eps", "clip_eps_high", "beta"):
             if (value := getattr(self, name)) is not None:
                 checks.require_not_negative(name, value)
-        for name in ("dual_clip", "cispo_ratio_cap", "sapo_temperature_pos", "sapo_temperature_neg", "importance_cap"):
+        for name in _POSITIVE:
             if (value := getattr(self, name)) is not None:
                 checks.require_positive(name, value)
+        check_log_ratio_bound(self.log_ratio_bound)
         for name, users in _USED_BY.items():
             if self.loss_type not in users:
                 check_unused_option(self.loss_type, name, getattr(self, name), getattr(LossOptions, name))

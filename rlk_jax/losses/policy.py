@@ -46,6 +46,8 @@ class PolicyLoss(NamedTuple):
     """The mean of the importance weights; None without rollout_logps."""
     importance_capped_fraction: Float[Array, ""] | None
     """The fraction of tokens whose importance weight is capped; None without rollout_logps."""
+    log_ratio_bounded_fraction: Float[Array, ""] | None
+    """The fraction of tokens with a log-ratio beyond options.log_ratio_bound; None without one."""
 
 
 def loss_denominator(
@@ -86,7 +88,9 @@ def policy_loss(
 
         J = min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
 
-    w = min(exp(old − rollout), importance_cap) is a constant, for every active token; 1 without `rollout_logps`.
+    w = min(exp(old − rollout), importance_cap) is a constant, for every active token; 1 without `rollout_logps`. With
+    `options.log_ratio_bound` b, the log-ratios of ρ, w and KL are clamped to [−b, b]: the loss is finite even where a
+    probability is 0, formulas are exact where b does not bind, and there the gradient keeps its bits.
 
     `denominator` replaces `loss_denominator(completion_mask, options=options)`. Where it is the sum of those over
     micro-batches or ranks, losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the plain
@@ -134,11 +138,14 @@ def _policy_loss(
     log_ratio = logp - old_logps
     if options.loss_type == "gspo":
         log_ratio = active_values(pairwise_spread(sequence_means(log_ratio, mask), mask.shape[1]), mask)
+    log_ratio, is_beyond = _bounded(log_ratio, options.log_ratio_bound)
     lower, upper = _ratio_range(advantages, options)
     objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
     weights = is_capped = None
     if options.importance_cap is not None:
-        weights = blockwise_exp(old_logps - rollout_logps)
+        log_weights, is_weight_beyond = _bounded(old_logps - rollout_logps, options.log_ratio_bound)
+        is_beyond |= is_weight_beyond
+        weights = blockwise_exp(log_weights)
         is_capped = weights > options.importance_cap
         weights = jnp.minimum(weights, options.importance_cap)
         objective *= weights
@@ -149,10 +156,9 @@ def _policy_loss(
     loss = policy = masked_sum(-objective, mask, options.normalised_by) / divisor
     kl = jnp.zeros((), jnp.float32)
     if ref_logps is not None:
-        kl = (
-            masked_sum(KL_ESTIMATORS[options.kl_estimator](logp_of_kl, ref_logps), mask, options.normalised_by)
-            / divisor
-        )
+        token_kl, is_kl_beyond = _bounded_kl(logp_of_kl, ref_logps, options)
+        is_beyond |= is_kl_beyond
+        kl = masked_sum(token_kl, mask, options.normalised_by) / divisor
     if options.beta:
         loss = policy + jax.lax.optimization_barrier(options.beta * kl)
 
@@ -169,6 +175,7 @@ def _policy_loss(
         "entropy": entropy,
         "importance_weight_mean": weights,
         "importance_capped_fraction": is_capped,
+        "log_ratio_bounded_fraction": None if options.log_ratio_bound is None else is_beyond,
     }
     metrics = PolicyLoss(
         loss=loss,
@@ -180,6 +187,24 @@ def _policy_loss(
         **masked_means(averaged, mask),
     )
     return jax.lax.stop_gradient(metrics)._replace(loss=loss)
+
+
+def _bounded(log_ratio: Array, bound: float | None) -> tuple[Array, Array]:
+    """The log-ratio, a constant ±bound where it is beyond the bound; and a mask of where it is."""
+    if bound is None:
+        return log_ratio, jnp.zeros(log_ratio.shape, bool)
+    is_beyond = jnp.abs(log_ratio) > bound
+    return jnp.where(is_beyond, jnp.sign(jax.lax.stop_gradient(log_ratio)) * bound, log_ratio), is_beyond
+
+
+def _bounded_kl(logp: Array, ref_logps: Array, options: LossOptions) -> tuple[Array, Array]:
+    """The KL estimate of each token with its log-ratio bounded, and a mask of where the bound binds."""
+    if options.log_ratio_bound is None:
+        return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), jnp.zeros(logp.shape, bool)
+    difference, is_beyond = _bounded(ref_logps - logp, options.log_ratio_bound)
+    # Beyond the bound, a policy of −difference beside a reference of 0 has this log-ratio exactly.
+    logp, ref_logps = jnp.where(is_beyond, -difference, logp), jnp.where(is_beyond, 0.0, ref_logps)
+    return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), is_beyond
 
 
 def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float, Array | float]:

@@ -133,8 +133,18 @@ def gold_objective(loss_type: str, ratio: float, logp: float, a: float, clip: di
     return j, 0.0 if cut else a, 0.0, cut
 
 
-def gold_loss(tokens: Tokens, loss_type: str, normaliser: str, clip: dict, kl: str, beta: float, cap: float | None):
+def gold_loss(
+    tokens: Tokens,
+    loss_type: str,
+    normaliser: str,
+    clip: dict,
+    kl: str,
+    beta: float,
+    cap: float | None,
+    bound: float | None = None,
+):
     """All outputs, and the gradient of loss by hand, one token at a time, in float64."""
+    limit = np.inf if bound is None else bound
     x, o, r, roll = (np.asarray(v, np.float64) for v in (tokens.logp, tokens.old, tokens.ref, tokens.rollout))
     mask = np.asarray(tokens.mask)
     advantages = np.asarray(tokens.advantages, np.float64)
@@ -142,22 +152,26 @@ def gold_loss(tokens: Tokens, loss_type: str, normaliser: str, clip: dict, kl: s
     lengths, sequences = mask.sum(axis=1), int(mask.any(axis=1).sum())
     denominator = {"tokens": mask.sum(), "sequence_mean": sequences, "constant": sequences * 16}[normaliser]
     policy = kl_sum = 0.0
-    gradient, ratios, cuts, weights = np.zeros(x.shape), [], [], []
+    gradient, ratios, cuts, weights, beyond = np.zeros(x.shape), [], [], [], []
     for b, t in active:
         share = 1 / denominator / (lengths[b] if normaliser == "sequence_mean" else 1)
         a = advantages[b] if advantages.ndim == 1 else advantages[b, t]
         here = mask[b] if loss_type == "gspo" else np.arange(x.shape[1]) == t
-        ratio = np.exp(np.mean((x - o)[b, here]))
+        log_ratio, log_weight = np.mean((x - o)[b, here]), o[b, t] - roll[b, t]
+        ratio = np.exp(np.clip(log_ratio, -limit, limit))
         j, by_ratio, by_logp, cut = gold_objective(loss_type, ratio, x[b, t], a, clip, (1.0, 1.05), 1.3)
-        weight = 1.0 if cap is None else min(np.exp(o[b, t] - roll[b, t]), cap)
+        by_ratio *= abs(log_ratio) <= limit
+        weight = 1.0 if cap is None else min(np.exp(np.clip(log_weight, -limit, limit)), cap)
         policy -= share * weight * j
         gradient[b, here] -= share * weight * by_ratio * ratio / here.sum()
         gradient[b, t] -= share * weight * by_logp
-        d = r[b, t] - x[b, t]
+        difference = r[b, t] - x[b, t]
+        d = np.clip(difference, -limit, limit)
         value, slope = {"k1": (-d, 1.0), "k2": (d * d / 2, -d), "k3": (np.exp(d) - 1 - d, 1 - np.exp(d))}[kl]
         kl_sum += share * value
-        gradient[b, t] += share * beta * slope
+        gradient[b, t] += share * beta * slope * (abs(difference) <= limit)
         ratios.append(ratio), cuts.append(cut), weights.append((weight, weight == cap))
+        beyond.append(max(abs(log_ratio), abs(difference), abs(log_weight) * (cap is not None)) > limit)
     fraction = {name: np.mean([cut == name for cut in cuts]) for name in ("low", "high", "dual")}
     return PolicyLoss(
         loss=policy + beta * kl_sum,
@@ -174,13 +188,21 @@ def gold_loss(tokens: Tokens, loss_type: str, normaliser: str, clip: dict, kl: s
         entropy=np.mean(np.asarray(tokens.entropy, np.float64)[mask]),
         importance_weight_mean=None if cap is None else np.mean([w for w, _ in weights]),
         importance_capped_fraction=None if cap is None else np.mean([c for _, c in weights]),
+        log_ratio_bounded_fraction=None if bound is None else np.mean(beyond),
     ), gradient
 
 
 def assert_equals_gold(tokens: Tokens, options: LossOptions, clip: dict, normaliser: str) -> None:
     value, gradient = tokens.value_and_grad(options)
     gold, gold_gradient = gold_loss(
-        tokens, options.loss_type, normaliser, clip, options.kl_estimator, options.beta, options.importance_cap
+        tokens,
+        options.loss_type,
+        normaliser,
+        clip,
+        options.kl_estimator,
+        options.beta,
+        options.importance_cap,
+        options.log_ratio_bound,
     )
     assert jax.tree.structure(value) == jax.tree.structure(gold)
     for actual, expected in zip(jax.tree.leaves(value), jax.tree.leaves(gold), strict=True):
@@ -227,7 +249,47 @@ def test_advantages_may_differ_from_token_to_token(loss_type):
     assert_equals_gold(tokens._replace(advantages=advantages), options, CLIPS["dual"], DEFAULT_NORMALISERS[loss_type])
 
 
+BOUND = 0.4
+"""A bound of log-ratios that some tokens meet, and others do not."""
+
+
+@pytest.mark.parametrize(("loss_type", "kl"), [("dapo", "k3"), ("gspo", "k2"), ("cispo", "k1"), ("sapo", "k3")])
+def test_a_bound_of_log_ratios_is_a_constant_beyond_it(loss_type, kl):
+    options = options_of(loss_type, beta=0.3, kl_estimator=kl, importance_cap=1.2, log_ratio_bound=BOUND)
+    assert_equals_gold(make_tokens(), options, CLIPS["symmetric"], DEFAULT_NORMALISERS[loss_type])
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo", "sapo"])
+@pytest.mark.parametrize("bad", [-120.0, -np.inf])
+def test_one_impossible_token_ends_no_run_that_has_a_bound(loss_type, kl, bad):
+    """Without a bound its KL, or its sequence's, is infinite; with one, the other tokens keep their bits."""
+    tokens, options = make_tokens(), options_of(loss_type, beta=0.04, kl_estimator=kl, log_ratio_bound=20.0)
+    row, column = np.argwhere(tokens.mask)[0]
+    logp = tokens.logp.copy()
+    logp[row, column] = bad
+    value, gradient = tokens._replace(logp=logp).value_and_grad(options)
+    assert all(np.isfinite(x) for x in jax.tree.leaves(value)) and np.isfinite(gradient).all()
+    assert value.log_ratio_bounded_fraction > 0 and gradient[row, column] == 0
+    unbounded = options_of(loss_type, beta=0.04, kl_estimator=kl)
+    others = np.arange(len(tokens.mask)) != row
+    helpers.assert_same_bits(
+        np.asarray(gradient)[others], np.asarray(tokens._replace(logp=logp).value_and_grad(unbounded)[1])[others]
+    )
+
+
+def test_a_bound_that_does_not_bind_changes_no_bit():
+    for options in (options_of("dapo", beta=0.3, importance_cap=1.2), options_of("gspo", beta=0.3)):
+        bounded = dataclasses.replace(options, log_ratio_bound=20.0)
+        (value, gradient), (same, same_gradient) = (make_tokens().value_and_grad(x) for x in (options, bounded))
+        assert same.log_ratio_bounded_fraction == 0
+        helpers.assert_same_bits(same._replace(log_ratio_bounded_fraction=None), value)
+        helpers.assert_same_bits(same_gradient, gradient)
+
+
 def test_the_data_meets_every_bound():
+    bounded, _ = gold_loss(make_tokens(), "dapo", "tokens", CLIPS["dual"], "k3", 0.3, 1.2, BOUND)
+    assert 0 < bounded.log_ratio_bounded_fraction < 1
     value, _ = gold_loss(make_tokens(), "dapo", "tokens", CLIPS["dual"], "k3", 0.3, 1.2)
     assert min(value.clip_fraction_low, value.clip_fraction_high, value.clip_fraction_dual) > 0
     assert 0 < value.importance_capped_fraction < 1
@@ -351,14 +413,14 @@ def test_a_batch_without_active_tokens_is_zero_with_zero_gradient(loss_type, sha
     full = make_tokens()
     tokens = Tokens(*(x[: shape[0], : shape[1]] if x.ndim == 2 else x[: shape[0]] for x in full))
     tokens = tokens._replace(mask=np.zeros(shape, bool))
-    value, gradient = tokens.value_and_grad(options_of(loss_type, beta=0.3, importance_cap=1.2))
+    value, gradient = tokens.value_and_grad(options_of(loss_type, beta=0.3, importance_cap=1.2, log_ratio_bound=BOUND))
     for x in value:
         helpers.assert_same_bits(x, np.float32(0))
     helpers.assert_same_bits(gradient, np.zeros(shape, np.float32))
 
 
 def test_only_logp_gets_a_gradient_and_only_through_loss():
-    tokens, options = make_tokens(), options_of("gspo", beta=0.3, importance_cap=1.2)
+    tokens, options = make_tokens(), options_of("gspo", beta=0.3, importance_cap=1.2, log_ratio_bound=BOUND)
     others = {name: x for name, x in tokens._asdict().items() if name not in ("logp", "mask")}
     gradients = jax.grad(lambda x: tokens.call(options, **x).loss)(others)
     metrics = jax.grad(lambda x: sum(tokens.call(options, logp=x)[1:]))(tokens.logp)
@@ -664,6 +726,8 @@ def test_bad_rewards_raise(rewards, message):
         ({"cispo_ratio_cap": 0}, "cispo_ratio_cap must be a positive finite number, got 0"),
         ({"sapo_temperature_pos": -1.0}, "sapo_temperature_pos must be a positive finite number"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be a positive finite number"),
+        ({"log_ratio_bound": 0}, "log_ratio_bound must be a positive finite number, got 0"),
+        ({"log_ratio_bound": 81.0}, "log_ratio_bound must be at most 80, whose exp is still finite, got 81.0"),
         ({"importance_cap": 1e60}, "importance_cap must be a positive finite number"),
         ({"loss_type": "dr_grpo"}, "max_completion_length must be given with normaliser='constant'"),
         (
