@@ -1,11 +1,9 @@
-"""Meshes as every op sees them: the names of axes, how arrays lie over them, and programs that XLA partitions."""
+"""Meshes as every op sees them: the names of axes, and how arrays lie over them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.transforms import varying_axes
@@ -49,23 +47,3 @@ def mesh_of_processes(arrays: Any) -> Mesh | None:
 def is_checked(axis: AxisName) -> bool:
     """Whether the surrounding shard_map tracks over which axes values vary (check_vma=True)."""
     return bool(varying_axes(lax.axis_index(axis)))
-
-
-def partitioned_by_xla(
-    function: Callable[..., Any], rule: str, partition: Callable[[Mesh, Any, Any], Any], *arguments: Any
-) -> Any:
-    """`function(*arguments)`, which XLA partitions over the devices of a program.
-
-    `rule` is Shardy's sharding rule of all arrays in arguments and results; `partition` is the callback of this name
-    that `jax.experimental.custom_partitioning` takes.
-    """
-    call = custom_partitioning(function)
-    call.def_partition(partition, sharding_rule=rule)
-    return call(*arguments)
-
-
-def without_effects(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the references inside it hidden: XLA's partitioning callback takes no program with effects."""
-    call = custom_partitioning(function)
-    call.def_partition(None)
-    return call

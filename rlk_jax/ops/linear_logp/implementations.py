@@ -13,6 +13,7 @@ from rlk_jax.core.devices import (
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.deterministic import DETERMINISTIC
+from rlk_jax.ops.linear_logp.options import HeadFunctions
 from rlk_jax.ops.linear_logp.reference import REFERENCE
 from rlk_jax.ops.linear_logp.sharding.partition import partitioned
 from rlk_jax.ops.linear_logp.sharding.shard import check_edges
@@ -85,7 +86,7 @@ ROWS = (
     ),
     Implementation(
         "reference",
-        partitioned(REFERENCE),
+        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE),  # XLA lays it out as any other products.
         _reference_obstacles,
         by_name_only="holds [N, V] logits: the gold of the tests",
     ),

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from rlk_jax.core.mesh import axis_names, partitioned_by_xla, without_effects
+from rlk_jax.core.dispatch import log_once
+from rlk_jax.core.mesh import axis_names
+from rlk_jax.core.partitioning import partitioned_by_xla, without_effects
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import (
     Gather,
@@ -195,7 +197,8 @@ def _forward(
         return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))[:2]
 
     programs = _Programs(on_one_device, with_whole_head, with_shard)
-    values, residual, kept = _cut_by_xla(config, programs, operands, tokens)
+    name = f"forward of {functions} {check} {gather}"
+    values, residual, kept = _cut_by_xla(name, config, programs, operands, tokens)
     return values, residual, kept.tree
 
 
@@ -234,7 +237,8 @@ def _gradients(
         )
 
     programs = _Programs(on_one_device, with_whole_head, with_shard)
-    return _cut_by_xla(config, programs, operands, tokens, residual, upstream, _KeptOnOneDevice(kept))
+    name = f"gradients of {functions} {needs}"
+    return _cut_by_xla(name, config, programs, operands, tokens, residual, upstream, _KeptOnOneDevice(kept))
 
 
 def _is_cut_already(config: HeadConfig) -> bool:
@@ -260,8 +264,8 @@ arguments and results.
 """
 
 
-def _cut_by_xla(config: HeadConfig, programs: _Programs, *arguments: Any) -> Any:
-    """`on_one_device(*arguments)`; where XLA finds the call spread over devices, each of them runs
+def _cut_by_xla(name: str, config: HeadConfig, programs: _Programs, *arguments: Any) -> Any:
+    """`on_one_device(*arguments)`, of what `name` says; where XLA finds the call spread over devices, each of them runs
     `with_whole_head(*arguments)` or `with_shard(layout, *arguments)`.
 
     The first argument is the Operands. Each other argument, and each result, is a tree of rows `[N, ...]`, Gradients,
@@ -269,13 +273,12 @@ def _cut_by_xla(config: HeadConfig, programs: _Programs, *arguments: Any) -> Any
     """
     results = jax.eval_shape(programs.on_one_device, *arguments)
 
-    def partition(mesh: Mesh, shapes: tuple[Any, ...], _: Any) -> Any:
+    def partition(mesh: Mesh, shapes: tuple[Any, ...]) -> Any:
         operands = shapes[0]
         layout = head_layout(
             mesh, operands.weight.sharding.spec, operands.weight.shape, config.real_vocab_size, config.weight_layout
         )
-        rows = tuple(name for name in axis_names(operands.hidden.sharding.spec[0]) if name not in layout.axes)
-        rows = rows if operands.hidden.shape[0] % layout.devices_along(rows) == 0 else ()
+        rows = _axes_of_rows(layout, operands.hidden)
 
         def shardings(tree: Any) -> Any:
             specs = {
@@ -297,7 +300,22 @@ def _cut_by_xla(config: HeadConfig, programs: _Programs, *arguments: Any) -> Any
 
     labels = _labels(arguments), _labels(results)
     rule = " -> ".join(", ".join(jax.tree.leaves(tree)) for tree in labels)
-    return partitioned_by_xla(programs.on_one_device, rule, partition, *arguments)
+    return partitioned_by_xla(programs.on_one_device, rule, partition, f"{name} {config}", *arguments)
+
+
+def _axes_of_rows(layout: HeadLayout, hidden: Any) -> tuple[str, ...]:
+    """The axes over which tokens stay spread: those that they lie over, without the head's own and evenly."""
+    spec = hidden.sharding.spec
+    given = tuple(name for name in (axis_names(spec[0]) if spec else ()) if name not in layout.axes)
+    rows = given
+    while hidden.shape[0] % layout.devices_along(rows):
+        rows = rows[:-1]
+    if rows != given:
+        log_once(
+            f"{hidden.shape[0]} tokens of a bare linear_logp do not divide by the {layout.devices_along(given)} devices"
+            f" that they are spread over: {layout.devices_along(rows)} share them, and the others compute the same."
+        )
+    return rows
 
 
 def _labels(tree: Any) -> Any:

@@ -1,0 +1,177 @@
+"""Programs over Auto mesh axes that XLA partitions: a function that is told how XLA has laid its arguments out.
+
+JAX's own `custom_partitioning` names its callback by an address in this process, so that a program with one never has
+the same text twice: the compilation cache misses at every start. It also knows no layout over a part of a mesh axis,
+which slices and reshapes of a sharded batch have. Both are mended here, on JAX's lowering.
+"""
+
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import custom_partitioning as jax_partitioning
+from jax._src import dispatch as jax_dispatch
+from jax._src import sharding_impls
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlk_jax.core.dispatch import log_once
+
+Partition = Callable[[Mesh, Any], tuple[Mesh, Callable[..., Any], Any, Any]]
+"""From a mesh, and arguments as ShapeDtypeStructs that lie over it, the mesh, what each device runs, and the shardings
+of results and arguments.
+"""
+
+
+def partitioned_by_xla(
+    function: Callable[..., Any], rule: str, partition: Partition, name: str, *arguments: Any
+) -> Any:
+    """`function(*arguments)`, which XLA partitions over the devices of a program.
+
+    `rule` is Shardy's sharding rule of all arrays in arguments and results. `name` is a text that differs wherever
+    `partition` would do something else for arguments of the same shapes, and that is the same in every process.
+    """
+    leaves, arguments_tree = jax.tree.flatten(arguments)
+    call, results = jax.make_jaxpr(lambda *flat: function(*arguments_tree.unflatten(flat)), return_shape=True)(*leaves)
+    found = _partitioned.bind(
+        *leaves,
+        call=call,
+        partition=functools.partial(_with_named_axes, partition),
+        rule=rule,
+        name=name,
+        arguments_tree=arguments_tree,
+        results_tree=jax.tree.structure(results),
+    )
+    return jax.tree.unflatten(jax.tree.structure(results), found)
+
+
+def without_effects(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the references inside it hidden: XLA's partitioning callback takes no program with effects."""
+    call = custom_partitioning(function)
+    call.def_partition(None)
+    return call
+
+
+def _with_named_axes(partition: Partition, mesh: Mesh, arguments: Any, _: Any) -> Any:
+    """`partition` of arguments whose layouts are named by axes of the mesh, or by parts of these axes."""
+    leaves, tree = jax.tree.flatten(arguments)
+    for candidate in (mesh, _of_prime_axes(mesh)):
+        specs = [_spec(x.sharding, candidate) for x in leaves]
+        if None not in specs:
+            break
+    else:
+        log_once(f"XLA lays arrays of a call out as no axes of {dict(mesh.shape)} do: they are gathered.")
+    named = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(candidate, spec or PartitionSpec()))
+        for x, spec in zip(leaves, specs, strict=True)
+    )
+    return partition(candidate, tree.unflatten(named))
+
+
+def _of_prime_axes(mesh: Mesh) -> Mesh:
+    """The mesh with each axis cut into axes of prime sizes, the most significant first: XLA may use a part of one."""
+    cut = {name: list(_primes(size)) for name, size in mesh.shape.items()}
+    names = [f"{name}:{i}" if len(primes) > 1 else name for name, primes in cut.items() for i in range(len(primes))]
+    return Mesh(mesh.devices.reshape([p for primes in cut.values() for p in primes]), names)
+
+
+def _primes(n: int) -> Iterator[int]:
+    """The prime factors of n; 1 for 1."""
+    for p in range(2, math.isqrt(n) + 1):
+        if n % p == 0:
+            yield p
+            yield from _primes(n // p)
+            return
+    yield n
+
+
+def _spec(sharding: Any, mesh: Mesh) -> PartitionSpec | None:
+    """How an array lies over the mesh, with an entry for each of its axes; None where XLA's layout is none over it."""
+    if sharding is None:
+        return PartitionSpec()
+    layout = sharding._to_xla_hlo_sharding(0)
+    try:
+        return sharding_impls.parse_flatten_op_sharding(layout, mesh)[0]
+    except (AssertionError, KeyError, NotImplementedError, StopIteration, ValueError):
+        return None
+
+
+_partitioned = Primitive("partitioned_by_xla")
+_partitioned.multiple_results = True
+# JAX would otherwise not tell the lowering which devices the program runs on.
+jax_dispatch.prim_requires_devices_during_lowering.add(_partitioned)
+
+
+@_partitioned.def_abstract_eval
+def _result_types(*_: Any, call: Any, **__: Any) -> Any:
+    return call.out_avals
+
+
+@_partitioned.def_impl
+def _run(*arguments: Any, call: Any, **_: Any) -> Any:
+    return jaxpr_as_fun(call)(*arguments)
+
+
+_callbacks: dict[bytes, Any] = {}
+"""What XLA calls back for each program, by content: as many as there are programs, and kept as their jaxprs are."""
+
+
+def _lowering(
+    context: Any, *values: Any, call: Any, partition: Any, rule: str, name: str, arguments_tree: Any, results_tree: Any
+) -> Any:
+    """JAX's lowering, with the callback under a name that depends on nothing but what it does."""
+    kept = context.module_context.keepalives
+    before = len(kept)
+    results = jax_partitioning._custom_partitioning_lowering_rule(
+        context,
+        *values,
+        call=call,
+        in_tree=arguments_tree,
+        out_tree=results_tree,
+        propagate_user_sharding=None,
+        partition=partition,
+        infer_sharding_from_operands=None,
+        decode_shardings=False,
+        sharding_rule=jax_partitioning.str_to_sdy_sharding_rule(rule),
+        static_args=(),
+    )
+    if len(kept) == before:  # On one device nothing is partitioned.
+        return results
+    info = kept.pop()
+    info.module_context = SimpleNamespace(platforms=info.module_context.platforms, backend=info.module_context.backend)
+    key = _content(name, info.mesh, call, rule)
+    jax_partitioning._sharding_callbacks[key] = _callbacks.setdefault(key, info)
+    results[0].owner.attributes["backend_config"] = ir.StringAttr.get(key.decode())
+    return results
+
+
+mlir.register_lowering(_partitioned, _lowering)
+
+
+def _content(name: str, mesh: Mesh, call: Any, rule: str) -> bytes:
+    """A name of a callback that is the same in every process in which it does the same."""
+    settings = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, jax.config.jax_numpy_dtype_promotion
+    devices = [(x.id, x.device_kind) for x in np.ravel(mesh.devices)]
+    facts = (_source(), name, tuple(mesh.shape.items()), devices, call.in_avals, call.out_avals, rule, settings)
+    text = re.sub(" at 0x[0-9a-f]+", "", repr(facts))
+    return f"rlk_jax {hashlib.sha256(text.encode()).hexdigest()}".encode()
+
+
+@functools.cache
+def _source() -> str:
+    """A hash of this library's sources, which say what a callback does."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for package in (folder, folder.with_name("pallas_kernels")):
+        for path in sorted(package.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

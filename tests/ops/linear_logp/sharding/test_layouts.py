@@ -1,0 +1,203 @@
+"""Bare calls, however XLA has laid their arrays out: right where the naive loss compiles, and cached like it."""
+
+import functools
+import itertools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rlk_jax import linear_logp
+from rlk_jax.core.dispatch import log_once
+from tests.support.helpers import assert_within_contract
+
+B, T, D, V = 8, 12, 16, 512
+MESHES = {"4": ((4,), ("data",)), "2 x 4": ((2, 4), ("data", "tp")), "8": ((8,), ("data",)), "6": ((6,), ("data",))}
+BATCHES = [P("data"), P(None, "data"), P(), P(("data",), None)]
+HEADS = [P(), P("data"), P(None, "data"), P("tp"), P(None, "tp"), P("tp", "data")]
+
+
+def micro_batches(k, loss, hidden, ids):
+    return lax.map(lambda x: loss(*x), (hidden.reshape(k, B // k, T, D), ids.reshape(k, B // k, T))).sum()
+
+
+def groups(k, loss, hidden, ids):
+    return jax.vmap(loss)(hidden.reshape(k, B // k, T, D), ids.reshape(k, B // k, T)).sum()
+
+
+def groups_by_map_and_vmap(k, loss, hidden, ids):
+    return micro_batches(k, lambda h, i: jax.vmap(loss)(h, i).sum(), hidden, ids)
+
+
+def a_slice(k, loss, hidden, ids):
+    return loss(hidden[:k], ids[:k])
+
+
+def rotated(k, loss, hidden, ids):
+    return loss(*(jnp.concatenate([x[k:], x[:k]]) for x in (hidden, ids)))
+
+
+def leftover(k, loss, hidden, ids):
+    return loss(hidden.reshape(-1, D)[k + 1 :], ids.reshape(-1)[k + 1 :])
+
+
+def columns(k, loss, hidden, ids):
+    return loss(hidden[:, k:], ids[:, k:])
+
+
+def accumulated(k, loss, hidden, ids):
+    parts = hidden.reshape(k, B // k, T, D), ids.reshape(k, B // k, T)
+    return lax.scan(lambda total, x: (total + jax.checkpoint(loss)(*x), None), jnp.float32(0), parts)[0]
+
+
+VIEWS = [micro_batches, groups, groups_by_map_and_vmap, a_slice, rotated, leftover, columns, accumulated]
+
+
+def put(x, mesh, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def fused(weight, hidden, ids):
+    return linear_logp(hidden, weight, ids).sum()
+
+
+def naive(weight, hidden, ids):
+    logits = jnp.matmul(hidden, weight.T, precision=lax.Precision.HIGHEST)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], -1).sum()
+
+
+def program(loss, view, k):
+    """Value, and gradients of the head and hidden states, of a loss on a view of a batch."""
+    return jax.jit(
+        jax.value_and_grad(lambda weight, hidden, ids: view(k, functools.partial(loss, weight), hidden, ids), (0, 1))
+    )
+
+
+@functools.cache
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    weight, hidden = jax.random.normal(keys[0], (V, D)), jax.random.normal(keys[1], (B, T, D))
+    return weight, hidden, jax.random.randint(keys[2], (B, T), 0, V)
+
+
+def mesh_named(name, kind):
+    shape, names = MESHES[name]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def fits(mesh, spec, shape):
+    axes = [() if x is None else x if isinstance(x, tuple) else (x,) for x in spec]
+    return all(
+        set(names) <= set(mesh.axis_names) and size % np.prod([mesh.shape[n] for n in names], dtype=int) == 0
+        for names, size in zip(axes, shape, strict=False)
+    )
+
+
+def check(mesh, head, batch, view, k):
+    """The fused loss and its gradients are those of the naive loss on one device; False where naive has no program."""
+    whole = arrays()
+    lying = tuple(put(x, mesh, spec) for x, spec in zip(whole, (head, batch, batch), strict=True))
+    try:
+        program(naive, view, k).lower(*lying)
+    except Exception:
+        return False
+    expected_value, expected = program(naive, view, k)(*whole)
+    value, gradients = program(fused, view, k)(*lying)
+    assert_within_contract(value, expected_value, "linear_logp", jnp.float32, "gradient")
+    for actual, e in zip(gradients, expected, strict=True):
+        assert_within_contract(actual, e, "linear_logp", jnp.float32, "gradient")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("view", "k", "expected"),
+    [(micro_batches, 2, -96 * np.log(512)), (a_slice, 2, -24 * np.log(512))],
+    ids=["micro-batches", "a slice"],
+)
+def test_the_part_of_an_axis_that_users_found(view, k, expected):
+    mesh = mesh_named("4", AxisType.Auto)
+    weight, hidden = put(jnp.ones((V, D)), mesh, P()), put(jnp.ones((B, T, D)), mesh, P("data"))
+    value, _ = program(fused, view, k)(weight, hidden, put(jnp.zeros((B, T), int), mesh, P("data")))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+# Every view with another mesh, head and batch: the layouts that XLA gives are those of the view.
+CASES = list(zip(VIEWS, itertools.cycle(["4", "2 x 4", "8"]), itertools.cycle(HEADS), strict=False))
+
+
+@pytest.mark.parametrize(("view", "mesh", "head"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_views_of_a_sharded_batch(view, mesh, head):
+    mesh = mesh_named(mesh, AxisType.Auto)
+    head = head if fits(mesh, head, (V, D)) else P()
+    assert check(mesh, head, P("data"), view, 2)
+
+
+@pytest.mark.full
+@settings(max_examples=60, deadline=None)
+@given(
+    mesh=st.sampled_from(list(MESHES)),
+    kind=st.sampled_from([AxisType.Auto, AxisType.Explicit]),
+    head=st.sampled_from(HEADS),
+    batch=st.sampled_from(BATCHES),
+    view=st.sampled_from(VIEWS),
+    k=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_layout_that_naive_compiles_for(mesh, kind, head, batch, view, k):
+    """In `make test`, test_views_of_a_sharded_batch has each view once."""
+    # JAX's vmap over a dimension that lies over an Explicit axis hides that axis from the op.
+    is_known = kind == AxisType.Auto or view not in (groups, groups_by_map_and_vmap)
+    mesh = mesh_named(mesh, kind)
+    if is_known and fits(mesh, head, (V, D)) and fits(mesh, batch, (B, T)):
+        check(mesh, head, batch, view, k)
+
+
+def test_tokens_that_do_not_divide_are_said_once(caplog):
+    log_once.cache_clear()
+    assert check(mesh_named("4", AxisType.Auto), P(), P("data"), leftover, 1)
+    said = [x.message for x in caplog.records if "tokens of a bare linear_logp do not divide by" in x.message]
+    assert said and len(set(said)) == len(said)
+
+
+START = """
+import json, os, sys, hashlib
+import jax
+jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from tests.ops.linear_logp.sharding import test_layouts as tests
+mesh = jax.make_mesh((int(sys.argv[1]),), ("data",), axis_types=(AxisType.Auto,))
+found = {}
+for name, head in (("whole", P()), ("vocabulary", P("data")), ("hidden", P(None, "data"))):
+    arrays = [tests.put(x, mesh, s) for x, s in zip(tests.arrays(), (head, P("data"), P("data")))]
+    value, gradients = tests.program(tests.fused, tests.a_slice, tests.B)(*arrays)
+    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in (value, *gradients))).hexdigest()
+    found[name] = digest, len([x for x in os.listdir(sys.argv[2]) if x.endswith("-cache")])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    "devices", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 8))], ids="{} devices".format
+)
+def test_another_start_finds_its_programs_in_the_cache(devices, tmp_path):
+    """The number of entries and the bits stay what they were, for whole heads and for cut ones."""
+    command = [sys.executable, "-c", START, str(devices), str(tmp_path)]
+    starts = [
+        json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        for _ in range(2)
+    ]
+    last = {name: (digest, starts[0]["hidden"][1]) for name, (digest, _) in starts[0].items()}
+    assert {name: tuple(x) for name, x in starts[1].items()} == last
