@@ -42,7 +42,8 @@ def partitioned_by_xla(
     `partition` would do something else for arguments of the same shapes, and that is the same in every process.
     """
     leaves, arguments_tree = jax.tree.flatten(arguments)
-    call, results = jax.make_jaxpr(lambda *flat: function(*arguments_tree.unflatten(flat)), return_shape=True)(*leaves)
+    of_leaves = lambda *flat: function(*jax.tree.unflatten(arguments_tree, flat))  # noqa: E731
+    call, results = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
     found = _partitioned.bind(
         *leaves,
         call=call,
@@ -75,7 +76,7 @@ def _with_named_axes(partition: Partition, mesh: Mesh, arguments: Any, _: Any) -
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(candidate, spec or PartitionSpec()))
         for x, spec in zip(leaves, specs, strict=True)
     )
-    return partition(candidate, tree.unflatten(named))
+    return partition(candidate, jax.tree.unflatten(tree, named))
 
 
 def _of_prime_axes(mesh: Mesh) -> Mesh:
