@@ -5,13 +5,14 @@ the same text twice: the compilation cache misses at every start. It also knows 
 which slices and reshapes of a sharded batch have. Both are mended here, on JAX's lowering.
 """
 
+import dataclasses
 import functools
 import hashlib
 import math
 import re
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,12 +35,12 @@ of results and arguments.
 
 
 def partitioned_by_xla(
-    function: Callable[..., Any], rule: str, partition: Partition, name: str, *arguments: Any
+    function: Callable[..., Any], rule: str, partition: Partition, depends_on: Any, *arguments: Any
 ) -> Any:
     """`function(*arguments)`, which XLA partitions over the devices of a program.
 
-    `rule` is Shardy's sharding rule of all arrays in arguments and results. `name` is a text that differs wherever
-    `partition` would do something else for arguments of the same shapes, and that is the same in every process.
+    `rule` is Shardy's sharding rule of all arrays in arguments and results. `depends_on` holds all that `partition`
+    depends on beside the arguments' shapes: functions of modules, partial applications of them, and static values.
     """
     leaves, arguments_tree = jax.tree.flatten(arguments)
     of_leaves = lambda *flat: function(*jax.tree.unflatten(arguments_tree, flat))  # noqa: E731
@@ -49,7 +50,7 @@ def partitioned_by_xla(
         call=call,
         partition=functools.partial(_with_named_axes, partition),
         rule=rule,
-        name=name,
+        depends_on=described(depends_on),
         arguments_tree=arguments_tree,
         results_tree=jax.tree.structure(results),
     )
@@ -128,7 +129,14 @@ _callbacks: dict[bytes, Any] = {}
 
 
 def _lowering(
-    context: Any, *values: Any, call: Any, partition: Any, rule: str, name: str, arguments_tree: Any, results_tree: Any
+    context: Any,
+    *values: Any,
+    call: Any,
+    partition: Any,
+    rule: str,
+    depends_on: str,
+    arguments_tree: Any,
+    results_tree: Any,
 ) -> Any:
     """JAX's lowering, with the callback under a name that depends on nothing but what it does."""
     kept = context.module_context.keepalives
@@ -149,8 +157,10 @@ def _lowering(
     if len(kept) == before:  # On one device nothing is partitioned.
         return results
     info = kept.pop()
-    info.module_context = SimpleNamespace(platforms=info.module_context.platforms, backend=info.module_context.backend)
-    key = _content(name, info.mesh, call, rule)
+    info.module_context = types.SimpleNamespace(
+        platforms=info.module_context.platforms, backend=info.module_context.backend
+    )
+    key = _content(depends_on, info.mesh, call, rule)
     jax_partitioning._sharding_callbacks[key] = _callbacks.setdefault(key, info)
     results[0].owner.attributes["backend_config"] = ir.StringAttr.get(key.decode())
     return results
@@ -159,13 +169,32 @@ def _lowering(
 mlir.register_lowering(_partitioned, _lowering)
 
 
-def _content(name: str, mesh: Mesh, call: Any, rule: str) -> bytes:
-    """A name of a callback that is the same in every process in which it does the same."""
+def _content(depends_on: str, mesh: Mesh, call: Any, rule: str) -> bytes:
+    """A name of a callback that is the same in every process in which it does the same, and nowhere else."""
     settings = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, jax.config.jax_numpy_dtype_promotion
     devices = [(x.id, x.device_kind) for x in np.ravel(mesh.devices)]
-    facts = (_source(), name, tuple(mesh.shape.items()), devices, call.in_avals, call.out_avals, rule, settings)
-    text = re.sub(" at 0x[0-9a-f]+", "", repr(facts))
-    return f"rlk_jax {hashlib.sha256(text.encode()).hexdigest()}".encode()
+    facts = (_source(), depends_on, tuple(mesh.shape.items()), devices, rule, settings, str(call))
+    return f"rlk_jax {hashlib.sha256(_without_addresses(repr(facts)).encode()).hexdigest()}".encode()
+
+
+def described(x: Any) -> str:
+    """A text of a function or a static value that is the same in every process, and differs where the value does."""
+    if isinstance(x, functools.partial):
+        return f"{described(x.func)} of {described(x.args)} {described(sorted(x.keywords.items()))}"
+    if isinstance(x, types.FunctionType):
+        return f"{x.__module__}.{x.__qualname__} of {described([x.cell_contents for x in x.__closure__ or ()])}"
+    if isinstance(x, types.MethodType):
+        return f"{described(x.__func__)} of {described(x.__self__)}"
+    if isinstance(x, tuple | list):
+        return f"{type(x).__qualname__}({', '.join(map(described, x))})"
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = ((field.name, getattr(x, field.name)) for field in dataclasses.fields(x))
+        return f"{type(x).__module__}.{type(x).__qualname__}{described(list(fields))}"
+    return _without_addresses(repr(x))
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(" at 0x[0-9a-f]+", "", text)
 
 
 @functools.cache

@@ -197,8 +197,8 @@ def _forward(
         return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))[:2]
 
     programs = _Programs(on_one_device, with_whole_head, with_shard)
-    name = f"forward of {functions} {check} {gather}"
-    values, residual, kept = _cut_by_xla(name, config, programs, operands, tokens)
+    depends_on = ("forward", functions, check, gather, config)
+    values, residual, kept = _cut_by_xla(depends_on, config, programs, operands, tokens)
     return values, residual, kept.tree
 
 
@@ -237,8 +237,8 @@ def _gradients(
         )
 
     programs = _Programs(on_one_device, with_whole_head, with_shard)
-    name = f"gradients of {functions} {needs}"
-    return _cut_by_xla(name, config, programs, operands, tokens, residual, upstream, _KeptOnOneDevice(kept))
+    depends_on = ("gradients", functions, needs, config)
+    return _cut_by_xla(depends_on, config, programs, operands, tokens, residual, upstream, _KeptOnOneDevice(kept))
 
 
 def _is_cut_already(config: HeadConfig) -> bool:
@@ -264,12 +264,13 @@ arguments and results.
 """
 
 
-def _cut_by_xla(name: str, config: HeadConfig, programs: _Programs, *arguments: Any) -> Any:
-    """`on_one_device(*arguments)`, of what `name` says; where XLA finds the call spread over devices, each of them runs
+def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *arguments: Any) -> Any:
+    """`on_one_device(*arguments)`; where XLA finds the call spread over devices, each of them runs
     `with_whole_head(*arguments)` or `with_shard(layout, *arguments)`.
 
     The first argument is the Operands. Each other argument, and each result, is a tree of rows `[N, ...]`, Gradients,
-    or _KeptOnOneDevice; among results only `on_one_device` gives the last.
+    or _KeptOnOneDevice; among results only `on_one_device` gives the last. `depends_on` holds all that the programs
+    depend on.
     """
     results = jax.eval_shape(programs.on_one_device, *arguments)
 
@@ -300,7 +301,7 @@ def _cut_by_xla(name: str, config: HeadConfig, programs: _Programs, *arguments: 
 
     labels = _labels(arguments), _labels(results)
     rule = " -> ".join(", ".join(jax.tree.leaves(tree)) for tree in labels)
-    return partitioned_by_xla(programs.on_one_device, rule, partition, f"{name} {config}", *arguments)
+    return partitioned_by_xla(programs.on_one_device, rule, partition, depends_on, *arguments)
 
 
 def _axes_of_rows(layout: HeadLayout, hidden: Any) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rlk_jax import linear_logp
+from rlk_jax.core import dispatch
 from rlk_jax.core.dispatch import log_once
-from tests.support.helpers import assert_within_contract
+from rlk_jax.core.partitioning import described
+from tests.support.helpers import assert_same_bits, assert_within_contract
 
 B, T, D, V = 8, 12, 16, 512
 MESHES = {"4": ((4,), ("data",)), "2 x 4": ((2, 4), ("data", "tp")), "8": ((8,), ("data",)), "6": ((6,), ("data",))}
@@ -165,6 +167,29 @@ def test_tokens_that_do_not_divide_are_said_once(caplog):
     assert check(mesh_named("4", AxisType.Auto), P(), P("data"), leftover, 1)
     said = [x.message for x in caplog.records if "tokens of a bare linear_logp do not divide by" in x.message]
     assert said and len(set(said)) == len(said)
+
+
+def test_each_implementation_has_programs_of_its_own():
+    """XLA finds a program by what it depends on, and the shapes of all implementations are the same."""
+    texts = [described(row.functions.on_device) for row in dispatch.TABLE["linear_logp"]]
+    assert len(set(texts)) == len(texts) and not any("0x" in text for text in texts)
+    weight, hidden, ids = arrays()
+    mesh = mesh_named("4", AxisType.Auto)
+    lying = put(hidden, mesh, P("data")), put(weight, mesh, P("data")), put(ids, mesh, P("data"))
+    for name in ("xla", "deterministic", "reference"):
+        call = jax.jit(functools.partial(linear_logp, implementation=name))
+        found, whole = call(*lying), call(hidden, weight, ids)
+        if name == "deterministic":
+            assert_same_bits(found, whole)
+        assert_within_contract(found, whole, "linear_logp", jnp.float32, "forward")
+
+
+def test_a_description_holds_what_a_function_does():
+    def power(n):
+        return lambda x: x**n
+
+    texts = [described(x) for x in (power(2), power(3), functools.partial(power, 2), functools.partial(power, n=2))]
+    assert len(set(texts)) == 4 and described(power(2)) == texts[0]
 
 
 START = """
