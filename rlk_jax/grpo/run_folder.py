@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import sys
@@ -200,10 +201,35 @@ def open_checkpoints(folder: RunFolder) -> Iterator[ocp.CheckpointManager]:
 def save_checkpoint(checkpoints: ocp.CheckpointManager, step: int, state: Any) -> None:
     """Write the state after `step` steps. Raises BadInput naming the checkpoint when it cannot be written."""
     try:
-        checkpoints.save(step, args=ocp.args.StandardSave(state))
+        with _quiet_failures():
+            checkpoints.save(step, args=ocp.args.StandardSave(state))
     except (OSError, ValueError) as error:  # Orbax raises ValueError where a file cannot be written.
         reason = str(error).partition("\n")[0]
         raise BadInput(f"cannot write checkpoint {checkpoints.directory / str(step)}: {reason}") from error
+
+
+@contextmanager
+def _quiet_failures() -> Iterator[None]:
+    """Keep from stderr what Orbax's threads say of a checkpoint that cannot be written: the command says it in a line.
+
+    Orbax raises the first failure, and stops waiting for the other writes. They then find its event loop closed, and
+    say so whenever they end; for that reason it stays quiet after a failure.
+    """
+    log, say = logging.getLogger("absl"), sys.unraisablehook
+
+    def say_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            say(unraisable)
+
+    log.addFilter(_nothing)
+    sys.unraisablehook = say_others
+    yield
+    log.removeFilter(_nothing)
+    sys.unraisablehook = say
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def restore_latest_checkpoint[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:
