@@ -8,7 +8,10 @@ from torch_bridge.linear_logp import LinearLogp, linear_logp
 
 
 class FusedLMHead(nn.Linear):
-    """An `nn.Linear` from hidden states to the vocabulary whose forward takes target ids, too, and holds no logits.
+    """An `nn.Linear` from hidden states to the vocabulary that takes target ids, too, and then holds no logits.
+
+    Without target ids it is an `nn.Linear`: as a Hugging Face model's head it leaves `generate` and `labels=` as they
+    were.
 
     Its weight is `[V, D]`, as Hugging Face's. Its state dict is that of an `nn.Linear`, so that either module loads the
     other's. `head.weight = embedding.weight` ties an embedding to the head.
@@ -25,20 +28,32 @@ class FusedLMHead(nn.Linear):
         forward or weight is not that of an `nn.Linear`.
         """
         if not isinstance(linear, nn.Linear):
-            raise ValueError(f"FusedLMHead.of takes an nn.Linear, got {type(linear).__name__}.")
+            raise ValueError(f"FusedLMHead.of takes an nn.Linear, got {_name(linear)}.")
         if getattr(linear.forward, "__func__", None) not in (nn.Linear.forward, cls.forward):
-            raise ValueError(f"FusedLMHead.of would leave out what the forward of this {type(linear).__name__} does.")
+            raise ValueError(f"FusedLMHead.of would leave out what the forward of this {_name(linear)} does.")
         if not isinstance(linear.weight, nn.Parameter) or nn.parameter.is_lazy(linear.weight):
-            raise ValueError(f"FusedLMHead.of shares a weight, but this {type(linear).__name__} has none of its own.")
+            raise ValueError(f"FusedLMHead.of shares a weight, but this {_name(linear)} has none of its own.")
         bias = linear.bias is not None
         head = cls(linear.in_features, linear.out_features, bias=bias, device="meta", dtype=linear.weight.dtype)
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
-    def forward(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp:  # type: ignore[override]
-        """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`."""
-        return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
+    def forward(self, hidden: Tensor, target_ids: Tensor | None = None, **options: Any) -> Tensor | LinearLogp:
+        """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`.
+
+        Without target ids, the logits. Raises ValueError for options beside them, which only log-probabilities have.
+        """
+        if target_ids is not None:
+            return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
+        if options:
+            raise ValueError(f"FusedLMHead gives logits without target_ids, which have no {', '.join(options)}.")
+        return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits `[*lead, V]` that an `nn.Linear` returns, for sampling."""
         return super().forward(hidden)
+
+
+def _name(module: Any) -> str:
+    """The class of a module, with the Python module that it is defined in: many libraries have a `Linear`."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"

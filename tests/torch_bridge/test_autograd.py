@@ -337,7 +337,7 @@ def test_fused_lm_head():
     hidden, _, ids, _ = head((5,))
     found = lm_head(hidden, ids, return_entropy=True)
     assert torch.equal(found.logp, torch_bridge.linear_logp(hidden, linear.weight, ids, linear.bias))
-    assert torch.equal(lm_head.logits(hidden), linear(hidden))
+    assert torch.equal(lm_head.logits(hidden), linear(hidden)) and torch.equal(lm_head(hidden), linear(hidden))
     torch_bridge.FusedLMHead(16, 70).load_state_dict(linear.state_dict())
     assert lm_head.training and not torch_bridge.FusedLMHead.of(linear.eval()).training
 

@@ -121,21 +121,27 @@ def test_constants_that_require_a_gradient():
 
 
 def test_a_head_of_another_layer():
-    with pytest.raises(ValueError, match=r"FusedLMHead\.of takes an nn\.Linear, got Conv1d"):
+    with pytest.raises(ValueError, match=r"FusedLMHead\.of takes an nn\.Linear, got torch\.nn\.modules\.conv\.Conv1d"):
         torch_bridge.FusedLMHead.of(torch.nn.Conv1d(2, 2, 1))
 
     class Scaled(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    with pytest.raises(ValueError, match="would leave out what the forward of this Scaled does"):
+    with pytest.raises(ValueError, match=r"would leave out what the forward of this tests\..*\.Scaled does"):
         torch_bridge.FusedLMHead.of(Scaled(2, 3))
     patched = torch.nn.Linear(2, 3)
     patched.forward = lambda x: x
-    with pytest.raises(ValueError, match="would leave out what the forward of this Linear does"):
+    with pytest.raises(ValueError, match=r"would leave out what the forward of this torch\..*\.Linear does"):
         torch_bridge.FusedLMHead.of(patched)
-    with pytest.raises(ValueError, match="this LazyLinear has none of its own"):
+    with pytest.raises(ValueError, match=r"this torch\..*\.LazyLinear has none of its own"):
         torch_bridge.FusedLMHead.of(torch.nn.LazyLinear(3))
+
+
+def test_a_head_without_ids_takes_no_options():
+    lm_head = torch_bridge.FusedLMHead(8, 16)
+    with pytest.raises(ValueError, match=r"gives logits without target_ids, which have no temperature, return_lse\."):
+        lm_head(randn(2, 8), temperature=2.0, return_lse=True)
 
 
 def test_a_temperature_that_is_no_number():
