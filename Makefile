@@ -20,7 +20,7 @@ marked = $(if $(1),$(if $(FULL),-m "$(1)",-m "$(1) and not full"),$(if $(FULL),,
 HEAD := $(wildcard tests/ops/linear_logp/test_*.py)
 PARALLEL := tests/ops/linear_logp/sharding tests/checker/test_check_tp.py
 CHECK := tests/checker/test_checker.py::test_everything_is_green_and_its_page_stands_alone
-OPS := tests/core tests/losses tests/ops/logits tests/ops/det_gemm tests/ops/test_linear_grpo_loss.py tests/checker tests/commands \
+OPS := tests/core tests/losses $(filter-out tests/ops/linear_logp tests/ops/__%,$(wildcard tests/ops/*)) tests/checker tests/commands \
 	$(wildcard tests/test_*.py)
 # With FULL, whole files.
 NEWEST := $(addprefix tests/,core/test_dispatch.py ops/linear_logp/test_bits.py::test_run_to_run \

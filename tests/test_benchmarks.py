@@ -134,8 +134,8 @@ def moments_after_a_grpo_update(candidate, mesh):
     ],
 )
 def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh(on_one_device, on_mesh):
-    """The case of "xla" on a mesh runs in full only: in `make test`,
-    tests/grpo/test_sharded.py::test_training_stays_near_the_unsharded_run catches a wrong update there.
+    """The case of "xla" on a mesh runs in full only: in `make test`, "linear_grpo_loss xla" takes the same mesh, and
+    tests/grpo/test_sharded.py::test_a_deterministic_warm_start_has_the_bits_of_the_unsharded_one a wrong update there.
     """
     both = "data=2,tensor=2"
     expected = moments_after_a_grpo_update("naive", grpo.ONE_DEVICE)

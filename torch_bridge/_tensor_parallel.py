@@ -153,9 +153,11 @@ def _call_text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
         "target_ids": described(ids),
         "temperature": described(temperature),
     }
-    facts |= {"device": device, "hidden needs a gradient": needed, "reduce_hidden_grad": rank.reduce_hidden_grad}
-    compared_options = {name: x for name, x in vars(options).items() if name != "global_vocab_size"}
-    return ", ".join(f"{name}={text}" for name, text in {**facts, **compared_options}.items())
+    facts |= {"device": device, "hidden needs a gradient": needed}
+    # This option is the rank's, and stands in its HeadOptions at its default.
+    compared_options = vars(options) | {"reduce_hidden_grad": rank.reduce_hidden_grad}
+    del compared_options["global_vocab_size"]
+    return ", ".join(f"{name}={text}" for name, text in (facts | compared_options).items())
 
 
 def _agreed_steps(

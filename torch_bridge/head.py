@@ -38,7 +38,9 @@ class FusedLMHead(nn.Linear):
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
-    def forward(self, hidden: Tensor, target_ids: Tensor | None = None, **options: Any) -> Tensor | LinearLogp:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, target_ids: Tensor | None = None, **options: Any
+    ) -> Tensor | LinearLogp:
         """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`.
 
         Without target ids, the logits. Raises ValueError for options beside them, which only log-probabilities have.

@@ -106,12 +106,12 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
 
 
 def runnable(spec: OpSpec, problem: Problem) -> list[str]:
-    """The names of candidates that can run this problem here: implementations, and the bridge where torch is there."""
+    """The names of candidates that can run this problem here: implementations, and the bridge where it has the op."""
     if spec.op not in TABLE:
         return []
     decision = rlk_jax.explain(spec.op, *abstract(problem), **problem.options)
     names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
-    return names + (["bridge"] if plugins.has_torch() else [])
+    return names + (["bridge"] if plugins.has_torch() and hasattr(plugins.bridge(), spec.op) else [])
 
 
 def abstract(problem: Problem) -> list[Any]:

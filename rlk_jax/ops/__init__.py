@@ -20,8 +20,10 @@ class Op:
 
     function: Callable[..., Any]
     describe: Callable[[Mapping[str, Any]], tuple[dispatch.CallFacts, str | None]]
-    numerics_version: int
-    """A number that rises when the bits of an implementation that promises bits change."""
+    numerics_version: int | None = None
+    """A number that rises when the bits of an implementation that promises bits change; None for an op that is composed
+    of another, whose number counts.
+    """
     rows: Sequence[dispatch.Implementation] = ()
     """The implementations, fastest first; empty for an op that is composed of another and runs on that one's."""
     typical: dispatch.TypicalCall | None = None
@@ -38,12 +40,12 @@ OPS = {
     "logp": Op(logits.logp, logits.describe_logp, 2, _LOGITS, _TYPICAL["logp"]),
     "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS, _TYPICAL["ratio_kl"]),
     "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS, _TYPICAL["grpo_loss"]),
-    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, 4),
+    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe),
 }
 
 dispatch.TABLE.update({name: op.rows for name, op in OPS.items() if op.rows})
 
-numerics_version = {name: op.numerics_version for name, op in OPS.items() if op.rows}
+numerics_version = {name: op.numerics_version for name, op in OPS.items() if op.numerics_version is not None}
 """A number per op that rises when the bits of an implementation that promises bits change."""
 
 
@@ -59,7 +61,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
     """
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; the ops are {tuple(OPS)}.")
-    return dispatch.decide(op, *_described(op, *args, **kwargs), OPS[op].numerics_version)
+    facts, implementation = _described(op, *args, **kwargs)
+    return dispatch.decide(op, facts, implementation, numerics_version[facts.op])
 
 
 def promising(op: str, *args: Any, **kwargs: Any) -> str:

@@ -98,8 +98,8 @@ def run_interrupted(command: list[str], environment: dict[str, str], folder: Run
 
 @pytest.mark.full
 def test_processes_interrupted_in_both_phases_and_resumed_equal_the_unbroken_one(tmp_path):
-    """In `make test` the test above does this in its own process, and `test_another_process_goes_on_with_the_bits...`
-    resumes in another one.
+    """In `make test` the test above does this in its own process, and
+    test_another_process_goes_on_with_the_bits_of_the_first resumes in another one.
     """
     environment = tiny.environment(tmp_path / "cache")
     unbroken, broken = RunFolder(tmp_path / "unbroken"), RunFolder(tmp_path / "broken")

@@ -2,8 +2,8 @@
 
 python -m tests.support.rank COORDINATOR COUNT INDEX TASK...
 
-A single task ends the process as it ends itself. Of several tasks each one is tried: its error is a line of JSON on
-stdout, {task: "Type: message"}, and the process goes on.
+A single task ends the process as it ends itself. Several tasks are tried one after the other: the error of each is a
+line of JSON on stdout, {task: "Type: message"}, and the process goes on.
 """
 
 import functools

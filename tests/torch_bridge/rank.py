@@ -226,6 +226,7 @@ def mistakes(rank: int, count: int) -> None:
         "other tokens": {"target_ids": ids[:3], "hidden": hidden[:3]},
         "other options": {"temperature": 2.0},
         "other validate": {"validate": False},
+        "other reduction": {"reduce_hidden_grad": False},
         "other dtype": {"lm_head_weight": weight[start:end].bfloat16()},
         "no tensor": {"hidden": hidden.cpu().numpy()},
         "other implementation": {"implementation": "deterministic"},

@@ -35,6 +35,7 @@ def messages(count: int, device: str) -> dict[str, str]:
         "other tokens": differently,
         "other options": differently,
         "other validate": differently,
+        "other reduction": differently,
         "other dtype": differently,
         "no tensor": "hidden must be a torch.Tensor, got numpy.ndarray",
         "other implementation": differently,

@@ -104,7 +104,7 @@ def _checked_shard(options: HeadOptions, columns: int, vocab_start_index: Any) -
     _check_reduction(options.reduction)
     require(
         options.reduce_hidden_grad or options.reduction == "sum",
-        "reduction='canonical' is of a sum that reduce_hidden_grad=False leaves to the caller.",
+        "reduction='canonical' orders a sum that reduce_hidden_grad=False leaves to the caller.",
     )
     manual = jax.sharding.get_abstract_mesh().manual_axes
     require(
