@@ -143,7 +143,7 @@ $(UV):
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-triton
 	version=$$(sed -n 's/^jaxlib==//p' constraints.txt); \
 	$(UV) pip install --quiet --python .venv-triton/bin/python --constraint constraints.txt --editable . \
-	"jax-triton==0.4.1" "triton>=3.7" "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
+	"jax-triton==0.4.1" "triton>=3.7" pytest "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	@touch $@
 
 # verl pins much that its fused forwards do not need.

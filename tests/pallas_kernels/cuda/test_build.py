@@ -338,6 +338,7 @@ def test_a_library_that_cannot_be_loaded(registered, tmp_path, monkeypatch):
 
 def test_the_command_says_where_and_what(shipped, registered, capfd, monkeypatch):
     monkeypatch.setattr(build, "library", lambda report: shipped)
+    monkeypatch.setenv("COLUMNS", "2000")  # The names of kernels are long, and would be wrapped.
     assert cli.main(["build-cuda"]) == 0
     where, how, *table = capfd.readouterr().out.splitlines()
     assert where == str(shipped) and f"nvcc {build.nvcc_version(shipped)}, jaxlib {jaxlib.__version__}" in how
