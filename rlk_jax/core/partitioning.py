@@ -28,19 +28,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once
 
-Partition = Callable[[Mesh, Any], tuple[Mesh, Callable[..., Any], Any, Any]]
-"""From a mesh, and arguments as ShapeDtypeStructs that lie over it, the mesh, what each device runs, and the shardings
-of results and arguments.
+Rule = Callable[[Any], str]
+"""From the results as ShapeDtypeStructs, Shardy's sharding rule of all arrays in arguments and results."""
+Partition = Callable[[Mesh, Any, Any], tuple[Mesh, Callable[..., Any], Any, Any]]
+"""From a mesh, arguments as ShapeDtypeStructs that lie over it, and results as ShapeDtypeStructs, the mesh, what each
+device runs, and the shardings of results and arguments.
 """
 
 
 def partitioned_by_xla(
-    function: Callable[..., Any], rule: str, partition: Partition, depends_on: Any, *arguments: Any
+    function: Callable[..., Any], rule: Rule, partition: Partition, depends_on: Any, *arguments: Any
 ) -> Any:
     """`function(*arguments)`, which XLA partitions over the devices of a program.
 
-    `rule` is Shardy's sharding rule of all arrays in arguments and results. `depends_on` holds all that `partition`
-    depends on beside the arguments' shapes: functions of modules, partial applications of them, and static values.
+    `depends_on` holds all that `partition` depends on beside shapes and layouts: functions of modules, partial
+    applications of them, and static values.
     """
     leaves, arguments_tree = jax.tree.flatten(arguments)
     of_leaves = lambda *flat: function(*jax.tree.unflatten(arguments_tree, flat))  # noqa: E731
@@ -49,7 +51,7 @@ def partitioned_by_xla(
         *leaves,
         call=call,
         partition=functools.partial(_with_named_axes, partition),
-        rule=rule,
+        rule=rule(results),
         depends_on=described(depends_on),
         arguments_tree=arguments_tree,
         results_tree=jax.tree.structure(results),
@@ -64,7 +66,7 @@ def without_effects(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_named_axes(partition: Partition, mesh: Mesh, arguments: Any, _: Any) -> Any:
+def _with_named_axes(partition: Partition, mesh: Mesh, arguments: Any, results: Any) -> Any:
     """`partition` of arguments whose layouts are named by axes of the mesh, or by parts of these axes."""
     leaves, tree = jax.tree.flatten(arguments)
     for candidate in (mesh, _of_prime_axes(mesh)):
@@ -77,7 +79,7 @@ def _with_named_axes(partition: Partition, mesh: Mesh, arguments: Any, _: Any) -
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(candidate, spec or PartitionSpec()))
         for x, spec in zip(leaves, specs, strict=True)
     )
-    return partition(candidate, jax.tree.unflatten(tree, named))
+    return partition(candidate, jax.tree.unflatten(tree, named), results)
 
 
 def _of_prime_axes(mesh: Mesh) -> Mesh:
@@ -182,7 +184,10 @@ def described(x: Any) -> str:
     if isinstance(x, functools.partial):
         return f"{described(x.func)} of {described(x.args)} {described(sorted(x.keywords.items()))}"
     if isinstance(x, types.FunctionType):
-        return f"{x.__module__}.{x.__qualname__} of {described([x.cell_contents for x in x.__closure__ or ()])}"
+        holds = [*(cell.cell_contents for cell in x.__closure__ or ()), x.__defaults__, x.__kwdefaults__]
+        return f"{x.__module__}.{x.__qualname__} of {described(holds)}"
+    if hasattr(x, "__wrapped__"):  # What jax.jit gives does not say the module of its function.
+        return f"{type(x).__qualname__} of {described(x.__wrapped__)}"
     if isinstance(x, types.MethodType):
         return f"{described(x.__func__)} of {described(x.__self__)}"
     if isinstance(x, tuple | list):

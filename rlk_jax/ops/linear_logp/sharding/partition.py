@@ -272,9 +272,11 @@ def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *argum
     or _KeptOnOneDevice; among results only `on_one_device` gives the last. `depends_on` holds all that the programs
     depend on.
     """
-    results = jax.eval_shape(programs.on_one_device, *arguments)
 
-    def partition(mesh: Mesh, shapes: tuple[Any, ...]) -> Any:
+    def rule(results: Any) -> str:
+        return " -> ".join(", ".join(jax.tree.leaves(_labels(tree))) for tree in (arguments, results))
+
+    def partition(mesh: Mesh, shapes: tuple[Any, ...], results: Any) -> Any:
         operands = shapes[0]
         layout = head_layout(
             mesh, operands.weight.sharding.spec, operands.weight.shape, config.real_vocab_size, config.weight_layout
@@ -282,13 +284,14 @@ def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *argum
         rows = _axes_of_rows(layout, operands.hidden)
 
         def shardings(tree: Any) -> Any:
+            """How the arrays of arguments or results lie."""
             specs = {
                 "i h": PartitionSpec(rows, None),
                 "v k": layout.weight_spec,
                 "b": layout.bias_spec,
                 "i": PartitionSpec(rows),
             }
-            return jax.tree.map(lambda label: NamedSharding(mesh, specs.get(label, PartitionSpec())), tree)
+            return jax.tree.map(lambda label: NamedSharding(mesh, specs.get(label, PartitionSpec())), _labels(tree))
 
         def lower(*own: Any) -> Any:
             done = programs.with_shard(layout, *own) if layout.axes else programs.with_whole_head(*own)
@@ -297,10 +300,8 @@ def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *argum
             # Every device saw its own tokens, so dW and db are summed over the devices.
             return Gradients(done.hidden, *lax.psum(done[1:], rows)) if rows else done
 
-        return mesh, without_effects(lower), shardings(labels[1]), shardings(labels[0])
+        return mesh, without_effects(lower), shardings(results), shardings(shapes)
 
-    labels = _labels(arguments), _labels(results)
-    rule = " -> ".join(", ".join(jax.tree.leaves(tree)) for tree in labels)
     return partitioned_by_xla(programs.on_one_device, rule, partition, depends_on, *arguments)
 
 

@@ -112,7 +112,8 @@ def linear_logp(
     docs/vocab_parallel.md.
 
     Raises ValueError for what does not fit, on every process together where several share the mesh and call it
-    outside jit, and for calls that differ from one process to another; TypeError for an option that does not exist.
+    outside jit, and for calls that differ from one process to another; TypeError for an option that does not exist,
+    or ValueError with its text where several processes share the mesh.
     Values are checked outside jit only; ids that differ from one rank to another give NaN.
 
     Same bits: what `rlk_jax.linear_logp` with `axis_name` promises.
