@@ -98,7 +98,10 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
         return Candidate(name, fn, choice, no_bits=_no_bits(spec, choice))
     if known == "bridge":
         choice, library = _choice(spec, problem, None), torch_arrays()
-        fn = functools.partial(getattr(plugins.bridge(), spec.op), **spec.unchecked)
+        op = getattr(plugins.bridge(), spec.op, None)
+        if op is None:
+            raise Unusable(f"torch_bridge has no {spec.op}")
+        fn = functools.partial(op, **spec.unchecked)
         return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
         return of_function(load(name), name, arrays)
