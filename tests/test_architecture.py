@@ -261,6 +261,38 @@ def test_no_sentence_begins_with_of(folder):
             assert not pattern.search(path.read_text()), path.relative_to(ROOT)
 
 
+def described_with(path: pathlib.Path) -> dict[str, str]:
+    """The head of each statement of a file, by its place: a function's decorators, signature and docstring, or all of
+    another statement. The comment above it belongs to it, and the string below an assignment.
+    """
+    lines, found = path.read_text().split("\n"), {}
+    body = ast.parse(path.read_text()).body
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        start = min(x.lineno for x in (node, *getattr(node, "decorator_list", [])))
+        end = node.end_lineno
+        if isinstance(node, ast.FunctionDef):
+            end = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno
+        elif isinstance(node, ast.Assign) and isinstance(following, ast.Expr):
+            end = following.end_lineno
+        while lines[start - 2].startswith("#"):
+            start -= 1
+        found[f"{path.relative_to(ROOT)}:{start}"] = "\n".join(lines[start - 1 : end])
+    return found
+
+
+def test_what_runs_in_full_only_names_what_catches_its_bug_in_make_test():
+    """Each test and list of parameters that is marked `full` says so, and the tests that it names exist."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" not in path.parts]
+    names = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in files)))
+    for path in files:
+        for place, text in described_with(path).items():
+            if "mark.full" not in text:
+                continue
+            assert re.search(r"make\s+(#\s+)?test\b", text), place
+            named = re.findall(r"\btest_\w+\b(?!\.py)", text)
+            assert set(named) <= names, (place, set(named) - names)
+
+
 PUBLIC = {
     "rlk_jax": "GrpoLoss LinearLogp RatioKl det_gemm explain grpo_loss linear_grpo_loss linear_logp logp "
     "numerics_version ratio_kl vocab_parallel dispatch nn",

@@ -26,7 +26,7 @@ BATCH = 8
 
 @functools.cache
 def model(build=Decoder):
-    return build(VOCAB, width=32, layers=2, heads=4, groups=2, rngs=nnx.Rngs(0))
+    return build(VOCAB, width=32, layers=1, heads=4, groups=2, rngs=nnx.Rngs(0))
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> jax.Array:
@@ -44,7 +44,11 @@ def alone(decoder, ids):
     return everything(decoder, ids[None], jnp.zeros(1, jnp.int32))
 
 
+@pytest.mark.full
 def test_a_sequence_in_a_batch_has_its_own_bits():
+    """In `make test`, test_padding_changes_no_bits catches bits that depend on a neighbour or on a row's place: it has
+    more than one block of 64 rows too.
+    """
     batch = tokens(BATCH, LENGTH)
     together = everything(model(), batch, jnp.zeros(BATCH, jnp.int32))
     for row in (0, 3, BATCH - 1):
@@ -68,11 +72,10 @@ def test_padding_changes_no_bits(side, pad):
 
 @helpers.cover("prompt", [(1,), (4,)], lambda prompt: prompt == 4)  # a prompt, and then token by token
 def test_decoding_through_the_cache_has_the_bits_of_the_full_forward(prompt):
-    batch = tokens(BATCH, LENGTH)
-    padding = jnp.arange(BATCH, dtype=jnp.int32) % 3
+    batch, padding = tokens(2, LENGTH + 64), jnp.array([0, 2], jnp.int32)  # as in the test above
     whole = everything(model(), batch, padding)[0]
-    step_by_step = decode(model(), batch, padding, prompt=prompt, slots=LENGTH + 6)
-    real = np.arange(LENGTH) >= np.asarray(padding)[:, None]
+    step_by_step = decode(model(), batch, padding, prompt=prompt, slots=batch.shape[1] + 6)
+    real = np.arange(batch.shape[1]) >= np.asarray(padding)[:, None]
     assert_same_bits(np.asarray(step_by_step)[real], np.asarray(whole)[real])
 
 
@@ -80,7 +83,7 @@ def test_decoding_through_the_cache_has_the_bits_of_the_full_forward(prompt):
 def test_stock_layers_differ():
     """The same model on nnx's own layers gives other bits in a batch, or decoding, which is what these layers are for.
 
-    This is a control of the comparisons above; no change to rlk_jax can make it fail.
+    This is a control of the comparisons above: no change to rlk_jax can make it fail, so `make test` goes without.
     """
     decoder = model(stock)
     batch = tokens(64, LENGTH)
@@ -110,7 +113,7 @@ def test_ordered_sum_ignores_a_few_zeros_behind(length, more):
     check_zeros_behind(length, more)
 
 
-@pytest.mark.full  # each example compiles programs: the first three stand above
+@pytest.mark.full  # In `make test`, test_ordered_sum_ignores_a_few_zeros_behind has the first three examples.
 @settings(max_examples=10)
 @given(st.integers(0, 200), st.integers(0, 200))
 def test_ordered_sum_ignores_zeros_behind(length, more):
@@ -149,11 +152,19 @@ def test_ordered_sum_takes_no_part_in_what_surrounds_it(length):
     assert nn.ordered_sum(y.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
+attention = jax.jit(nn.attention)
+
+
+def queries_keys_values(slots: int = 9, heads: int = 4) -> list[jax.Array]:
+    shapes = (2, 9, heads, 16), (2, slots, 2, 16), (2, slots, 2, 16)
+    return [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+
+
 def test_a_later_value_that_is_not_finite_reaches_no_earlier_token():
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, 8, 2, 16), jnp.bfloat16) for i in range(3))
-    clean = nn.attention(q, k, v)
+    q, k, v = queries_keys_values()
+    clean = attention(q, k, v)
     for bad in (jnp.nan, jnp.inf):
-        found = nn.attention(q, k, v.at[:, 6].set(bad))
+        found = attention(q, k, v.at[:, 6].set(bad))
         assert_same_bits(found[:, :6], clean[:, :6])
         assert np.isnan(found[:, 6:]).all()
 
@@ -239,29 +250,28 @@ def test_sequences_that_share_a_row_have_the_bits_of_being_alone():
     shape, first, end = (1, 192, 4, 16), 64, 192
     q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
     padding = jnp.where(jnp.arange(end) < first, 0, first)[None]
-    alone = [nn.attention(q[:, part], k[:, part], v[:, part]) for part in (slice(0, first), slice(first, end))]
-    assert_same_bits(nn.attention(q, k, v, padding=padding), jnp.concatenate(alone, axis=1))
-    spoilt = nn.attention(q, k.at[:, 3].set(jnp.nan), v.at[:, 5].set(jnp.inf), padding=padding)
+    alone = [attention(q[:, part], k[:, part], v[:, part]) for part in (slice(0, first), slice(first, end))]
+    assert_same_bits(attention(q, k, v, padding=padding), jnp.concatenate(alone, axis=1))
+    spoilt = attention(q, k.at[:, 3].set(jnp.nan), v.at[:, 5].set(jnp.inf), padding=padding)
     assert_same_bits(spoilt[:, first:], alone[1])
     assert not np.isfinite(spoilt[:, first - 1]).any()
 
 
 def test_unused_slots_may_hold_anything():
-    shape = (1, 8, 2, 8)
-    q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(3))
-    full = nn.attention(q[:, :5], k[:, :5], v[:, :5])
-    unused = jnp.arange(8)[:, None, None] >= 5
-    dirty = nn.attention(q[:, :5], jnp.where(unused, jnp.nan, k), jnp.where(unused, jnp.nan, v))
+    """And calls inside and outside jit have the same bits."""
+    q, k, v = queries_keys_values(slots=12)
+    full = attention(q, k[:, :9], v[:, :9])
+    unused = jnp.arange(12)[:, None, None] >= 9
+    dirty = nn.attention(q, jnp.where(unused, jnp.nan, k), jnp.where(unused, jnp.nan, v))
     assert_same_bits(dirty, full)
 
 
 @helpers.cover("heads", [(2,), (4,)], lambda heads: heads == 4)  # heads that share keys
 def test_attention_is_jax_s(heads):
-    q = jax.random.normal(jax.random.key(0), (2, 9, heads, 16), jnp.bfloat16)
-    k, v = (jax.random.normal(jax.random.key(i), (2, 9, 2, 16), jnp.bfloat16) for i in (1, 2))
+    q, k, v = queries_keys_values(heads=heads)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    expected = jax.nn.dot_product_attention(*wide, is_causal=True)
-    assert_within_contract(nn.attention(q, k, v), expected, "invariant_layers", jnp.bfloat16, "forward")
+    expected = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True))(*wide)
+    assert_within_contract(attention(q, k, v), expected, "invariant_layers", jnp.bfloat16, "forward")
 
 
 def test_drop_in_for_nnx_linear():
@@ -278,8 +288,11 @@ def test_other_contractions_are_refused(numbers):
         nn.det_dot_general(jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 4), jnp.bfloat16), numbers)
 
 
+sum_rows = jax.jit(sum_rows_by_id, static_argnums=2)
+
+
 @settings(max_examples=10)
-@given(st.lists(st.integers(-9, 9), max_size=40))
+@given(st.sampled_from([0, 1, 40]).flatmap(lambda n: st.lists(st.integers(-9, 9), min_size=n, max_size=n)))
 def test_rows_are_added_up_by_id(ids):
     """Ids below 0 count from the end of the table's 7, and those beyond it are dropped, as in jnp.take."""
     rows = np.random.default_rng(0).integers(-9, 9, (len(ids), 3)).astype(np.float32)  # whose sums are exact
@@ -287,15 +300,15 @@ def test_rows_are_added_up_by_id(ids):
     for i, row in zip(ids, rows, strict=True):
         if -7 <= i < 7:
             expected[i] += row
-    np.testing.assert_array_equal(sum_rows_by_id(jnp.array(ids, jnp.int32), rows, 7), expected)
+    np.testing.assert_array_equal(sum_rows(jnp.array(ids, jnp.int32), rows, 7), expected)
 
 
 def test_a_sum_of_rows_has_its_bits_whatever_others_there_are():
     rng = np.random.default_rng(0)
     ids, rows = jnp.asarray(rng.integers(0, 20, 500)), rng.normal(size=(500, 3)).astype(np.float32)
     own = np.flatnonzero(ids == 7)
-    alone = sum_rows_by_id(ids[own], rows[own], 20)
-    assert_same_bits(sum_rows_by_id(ids, rows, 20)[7], alone[7])
+    alone = sum_rows(ids[own], rows[own], 20)
+    assert_same_bits(sum_rows(ids, rows, 20)[7], alone[7])
 
 
 @pytest.fixture(params=["in order of ids", "as on GPUs"])
@@ -312,7 +325,7 @@ def lookup_gradient(lookup, table, ids):
 take = functools.partial(jnp.take, axis=0)
 
 
-# One that cannot count the table, and one that has no negative ids.
+# `make test` has a dtype that cannot count the table, and one that has no negative ids; the others add nothing to them.
 @pytest.mark.parametrize(
     "ids_dtype",
     [

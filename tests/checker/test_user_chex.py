@@ -9,6 +9,7 @@ import rlk_jax
 from rlk_jax.checker import tolerance
 
 
+@jax.jit
 def log_probs(hidden, weight, target_ids, temperature):
     """Log-probabilities as a trainer computes them without rlk_jax, from all the logits."""
     logits = (hidden @ weight.T) / temperature

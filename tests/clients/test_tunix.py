@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import re
@@ -99,6 +100,8 @@ def calls(monkeypatch):
     return shapes
 
 
+# Tunix computes the loss of gspo itself. In `make test`, the case of grpo catches log-probabilities that are wrong in
+# training, and test_every_model_of_tunix what is wrong where ratios are not 1, as in later steps on one rollout.
 @pytest.mark.parametrize("config", ["grpo", pytest.param("gspo", marks=pytest.mark.full)])
 def test_three_steps(calls, config):
     losses, moved = train("grpo", **TRAININGS[config])
@@ -186,29 +189,36 @@ def assert_same(model: Any, loss: str = "grpo", dtype: str = "float32", wrt: Any
     assert np.linalg.norm(stock[1]) > 0
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in ("llama3", "gemma2") else pytest.mark.full) for x in MODELS]
-)
+# In `make test`, test_losses_and_packed_sequences has llama3, and test_three_steps the toy.
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "gemma2" else pytest.mark.full) for x in MODELS])
 def test_every_model_of_tunix(calls, name):
     assert_same(MODELS[name](), dtype="bfloat16" if name.endswith("bfloat16") else "float32")
     assert calls == [(4, 6)]
 
 
+IN_FULL = [("toy", *x) for x in itertools.product(("ppo", "grpo"), (True, False))]
+
+
+# In `make test`, packed sequences with the loss "ppo" catch what is wrong with either, test_every_model_of_tunix has
+# "grpo" without them, and test_three_steps has the toy.
 @pytest.mark.parametrize(
-    ("loss", "is_packed"),
-    [
-        ("ppo", True),
-        *(pytest.param(*x, marks=pytest.mark.full) for x in (("ppo", False), ("grpo", True), ("grpo", False))),
-    ],
+    ("name", "loss", "is_packed"),
+    [("llama3", "ppo", True), *(pytest.param(*x, marks=pytest.mark.full) for x in IN_FULL)],
 )
-def test_losses_and_packed_sequences(loss, is_packed):
-    assert_same(toy(), loss, is_packed=is_packed)
+def test_losses_and_packed_sequences(calls, name, loss, is_packed):
+    assert_same(MODELS[name](), loss, is_packed=is_packed)
+    assert len(calls) == 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama3", "gemma2"])
 def test_a_head_over_the_mesh(name):
-    """The head is sharded along both axes, as Tunix lays heads; the stock loss runs on one device."""
+    """The head is sharded along both axes, as Tunix lays heads; the stock loss runs on one device.
+
+    In `make test`, test_bare_calls_on_sharded_heads (test_vocab_parallel.py) catches wrong results of linear_logp on
+    such a head, and test_three_steps trains over a mesh with a whole head. What Tunix's own layout of a model breaks in
+    the client is left to `make test-full` alone.
+    """
     model, given = MODELS[name](), example()
     stock = called("grpo", model, CONFIGS["grpo"], given)
     client.register_policy_loss("ours")
@@ -222,6 +232,9 @@ def test_a_head_over_the_mesh(name):
 
 @pytest.mark.full
 def test_lora_beside_the_head():
+    """In `make test`, test_every_model_of_tunix catches wrong gradients of what lies before the head. That the client
+    refuses a model because LoRA adapts other layers is left to `make test-full` alone.
+    """
     assert_same(toys.get_lora_model(toy()), wrt=nnx.LoRAParam)
 
 
@@ -246,6 +259,9 @@ def test_no_logits_of_the_whole_batch():
 
 @pytest.mark.full
 def test_registering_again_and_in_the_place_of_the_stock_loss(calls):
+    """In `make test`, test_every_model_of_tunix and test_losses_and_packed_sequences register one name again and catch
+    a loss that stays the first one. A copy that takes the name of its stock loss is left to `make test-full` alone.
+    """
     stock = function_registry.get_policy_loss_fn("grpo")
     expected = called("grpo", toy(), CONFIGS["grpo"], example())
     try:

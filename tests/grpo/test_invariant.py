@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.grpo.head import MeshHead
-from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
+from rlk_jax.grpo.layers import INVARIANT
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import Rollout, sample_completions, sample_in_length_buckets
 from rlk_jax.grpo.sequences import join_completions
@@ -18,23 +18,18 @@ from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
 from tests.grpo import prompts, tiny
 from tests.support import helpers
 
-WIDTH, HEADS, LAYERS = 16, 2, 2
 PROMPT_WIDTH, LENGTH, BATCH = 6, 7, 12
 PADDING = np.arange(BATCH, dtype=np.int32) % PROMPT_WIDTH
 HEAD = MeshHead(make_mesh(tiny.config()), VOCAB_SIZE, "deterministic", jnp.bfloat16)
 
 
-def decoder(kind: Layers) -> Decoder:
+@pytest.fixture(scope="module")
+def model() -> Decoder:
     """Random weights, changed so that completions end soon."""
-    model = Decoder(VOCAB_SIZE, WIDTH, LAYERS, HEADS, kind=kind, rngs=nnx.Rngs(0))
+    model = tiny.decoder(INVARIANT)
     kernel = model.lm_head.kernel[...]
     model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))
     return model
-
-
-@pytest.fixture(scope="module")
-def model() -> Decoder:
-    return decoder(INVARIANT)
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +48,16 @@ def roll_out(
     padding: np.ndarray,
     *,
     keys: jax.Array = KEYS,
-    head: MeshHead = HEAD,
     buckets=1,
 ) -> Rollout:
-    sharding = NamedSharding(head.mesh, PartitionSpec(None, "data"))
+    sharding = NamedSharding(HEAD.mesh, PartitionSpec(None, "data"))
 
     @nnx.jit
     def sample(model: Decoder) -> Rollout:
         kernel = model.lm_head.kernel[...]
 
         def score(hidden: jax.Array, logits: jax.Array, token_ids: jax.Array) -> jax.Array:
-            return head.logps(hidden, kernel, token_ids)
+            return HEAD.logps(hidden, kernel, token_ids)
 
         def of(examples: Examples, keys: jax.Array) -> Rollout:
             return sample_completions(model, examples.prompt_ids, examples.padding, keys, score, length=LENGTH)
@@ -74,15 +68,13 @@ def roll_out(
     return sample(model)
 
 
-def trained_on(
-    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, ids: jax.Array, head: MeshHead = HEAD
-) -> jax.Array:
+def trained_on(model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, ids: jax.Array) -> jax.Array:
     """The log-probs of a training pass, with forward and backward in one program."""
     graph, params = nnx.split(model)
 
     def loss(params: nnx.State) -> tuple[jax.Array, jax.Array]:
         logps = target_logps(
-            nnx.merge(graph, params), join_completions(prompt_ids, padding, ids, completion_mask(ids)), head
+            nnx.merge(graph, params), join_completions(prompt_ids, padding, ids, completion_mask(ids)), HEAD
         )
         return logps.sum(), logps
 
@@ -94,7 +86,11 @@ def rollout(model, prompt_ids) -> Rollout:
     return roll_out(model, prompt_ids, PADDING)
 
 
+@pytest.mark.full
 def test_rollouts_of_mixed_lengths_record_the_bits_of_training(model, prompt_ids, rollout):
+    """Rollout and training are two programs. In `make test`, test_steps_start_at_ratio_one catches other bits: its
+    rollouts have mixed lengths, and its steps both in one program.
+    """
     mask = np.asarray(completion_mask(rollout.completion_ids))
     assert len(set(mask.sum(axis=1).tolist())) > 2
     assert np.all(np.asarray(rollout.logps)[mask] < 0) and not np.any(np.asarray(rollout.logps)[~mask])
@@ -126,18 +122,10 @@ def test_a_rollout_by_length_is_the_same(model, prompt_ids, rollout):
     helpers.assert_same_bits(roll_out(model, prompt_ids, PADDING, buckets=4), rollout)
 
 
-def test_stock_layers_record_other_bits_than_training(prompt_ids):
-    model, head = decoder(STOCK), MeshHead(HEAD.mesh, VOCAB_SIZE, None)
-    rollout = roll_out(model, prompt_ids, PADDING, head=head)
-    trained = trained_on(model, prompt_ids, PADDING, rollout.completion_ids, head)
-    assert np.any(helpers.bits(rollout.logps) != helpers.bits(trained))
-    helpers.assert_within_contract(rollout.logps, trained, "decoder_cache", jnp.float32, "forward")
-
-
 @pytest.fixture
 def warm_programs():
-    """The warm start of stock layers has the same parameters, and is faster. test_sharded.py shares its program."""
-    config = tiny.config(**tiny.LEARNING, implementation="deterministic")
+    """The warm start of stock layers has the same parameters, and is faster. test_steps.py shares its program."""
+    config = tiny.config(**tiny.MIXED)
     return tiny.shared_steps(config, load_task(config), make_mesh(config))
 
 
@@ -155,19 +143,17 @@ RICH = {"mesh": "data=2,tensor=2", "micro_batches": 2, "packing": True, "rollout
 def test_steps_start_at_ratio_one(updates, changes, tmp_path, warm_programs):
     """Ratios are exactly 1 at the first update on a rollout, on weights that move, and at later updates no longer.
 
-    `make test` has rows of one sequence on one device. There, `test_packed_sequences_have_the_bits_of_their_own_rows`
-    in test_sequences.py has packed rows, and test_sharded.py a sharded head.
+    Prompts have mixed lengths. `make test` has rows of one sequence on one device. There,
+    `test_packed_sequences_have_the_bits_of_their_own_rows` in test_sequences.py has packed rows and two layers, and
+    test_sharded.py a sharded head.
     """
     if "packing" in changes:
         changes = {**changes, "prompts": prompts.write(tmp_path / "mixed.jsonl", longest=150)}
     config = tiny.config(
+        **{**tiny.MIXED, "learning_rate": 5e-3, **changes},
         invariant=True,
         compute_dtype="bfloat16",
         updates_per_rollout=updates,
-        demonstration_errors=0.0,
-        warmup_learning_rate=1e-2,
-        learning_rate=5e-3,
-        **changes,
     )
     steps = build_steps(config, load_task(config), make_mesh(config))
     warm, rows = steps if changes else warm_programs, []

@@ -5,6 +5,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -17,6 +18,15 @@ from tests.grpo import tiny
 
 CONTROL = "--shuffle-advantages"
 MOST_BEFORE, LEAST_GAIN, MOST_CONTROL_GAIN = 0.6, 0.25, 0.05
+
+SMALL: dict[str, Any] = {
+    "layers": 1,
+    "max_operand": 29,
+    "warmup_steps": 600,
+    "grpo_steps": 50,
+    "warmup_learning_rate": 4e-3,
+    "learning_rate": 5e-4,
+}
 
 Summary = dict[str, dict[str, float]]
 
@@ -42,8 +52,10 @@ def assert_learns_if_it_should(flag: str, seed: int, summary: Summary) -> None:
 
 @pytest.mark.learning
 def test_grpo_learns_and_its_shuffled_control_does_not():
-    """Both go on from one warm start, for as many GRPO steps as reach the bar with room to spare."""
-    configs = {flag: GrpoConfig(grpo_steps=60, shuffle_advantages=flag == CONTROL) for flag in ("", CONTROL)}
+    """Both go on from one warm start, for as many GRPO steps as reach the bar with room to spare: a small policy learns
+    sums of small numbers.
+    """
+    configs = {flag: GrpoConfig(**SMALL, shuffle_advantages=flag == CONTROL) for flag in ("", CONTROL)}
     programs = {flag: build_steps(config, load_task(config), make_mesh(config)) for flag, config in configs.items()}
     config, started = configs[""], time.monotonic()
     state = programs[""].initial_state()
@@ -64,7 +76,9 @@ def test_grpo_learns_and_its_shuffled_control_does_not():
 @pytest.mark.full
 @pytest.mark.learning
 def test_the_command_learns_with_every_seed_and_its_shuffled_controls_do_not(tmp_path):
-    """In `make test`, the test above has one seed."""
+    """In `make test`, the test above catches steps that do not learn, or that learn from nothing, with one seed and a
+    small policy, and test_resume.py runs the command.
+    """
     environment = tiny.environment(tmp_path / "cache")
 
     def train(job: tuple[str, int]) -> Summary:

@@ -1,5 +1,6 @@
 """The decoder against a float64 definition, its KV cache, and rollouts."""
 
+import functools
 from dataclasses import replace
 
 import chex
@@ -18,9 +19,10 @@ from rlk_jax.grpo.sequences import join_completions
 from rlk_jax.grpo.steps import target_logps
 from rlk_jax.grpo.tasks import completion_mask
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
+from tests.grpo import tiny
+from tests.grpo.tiny import HEADS, WIDTH
 from tests.support import helpers
 
-WIDTH, HEADS = 16, 2
 PROMPT_WIDTH, LENGTH = 6, 5
 PADDING = np.array([0, 3, 5, 1], np.int32)
 MESH = jax.make_mesh((1, 1), ("data", "tensor"))
@@ -28,7 +30,7 @@ MESH = jax.make_mesh((1, 1), ("data", "tensor"))
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, rngs=nnx.Rngs(0))
+    return tiny.decoder(STOCK)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,12 @@ def prompt_ids() -> np.ndarray:
 @pytest.fixture(scope="module")
 def completion_ids() -> np.ndarray:
     return np.random.default_rng(1).integers(EOS + 1, VOCAB_SIZE, (len(PADDING), LENGTH), np.int32)
+
+
+@pytest.fixture(scope="module")
+def tokens(prompt_ids, completion_ids) -> np.ndarray:
+    """What a training pass reads; in this shape, tests share the programs of single operations."""
+    return np.concatenate([prompt_ids, completion_ids[:, :-1]], axis=1)
 
 
 def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
@@ -87,8 +95,7 @@ def test_target_logps_equal_the_definition_whatever_the_padding(model, prompt_id
 def test_bfloat16_is_near_the_definition_and_its_gradients_are_float32(
     prompt_ids, completion_ids, kind, implementation
 ):
-    model = Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, kind=kind, rngs=nnx.Rngs(0))
-    head = MeshHead(MESH, VOCAB_SIZE, implementation, kind.dtype)
+    model, head = tiny.decoder(kind), MeshHead(MESH, VOCAB_SIZE, implementation, kind.dtype)
     error = assert_is_the_definition(model, prompt_ids, completion_ids, head)
     assert error > tolerance("grpo_decoder", jnp.float32, "forward"), "computed in float32"
 
@@ -115,8 +122,9 @@ def assert_is_the_definition(
     return relative_norm(actual, gold)
 
 
+@functools.partial(nnx.jit, static_argnames=("length", "greedy"))
 def rolled_out(
-    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, *, length=LENGTH, seed=0, greedy=False
+    model: Decoder, prompt_ids: np.ndarray, padding: np.ndarray, seed: int, *, length=LENGTH, greedy=False
 ) -> jax.Array:
     """The tokens of completions."""
     keys = jax.random.split(jax.random.key(seed), len(prompt_ids))
@@ -124,9 +132,8 @@ def rolled_out(
 
 
 @pytest.mark.parametrize("cut", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
-def test_decoding_with_the_cache_equals_the_full_forward(model, prompt_ids, completion_ids, cut):
+def test_decoding_with_the_cache_equals_the_full_forward(model, tokens, cut):
     """`make test` has one of three lengths of the prompt."""
-    tokens = np.concatenate([prompt_ids, completion_ids], axis=1)
     extend = nnx.jit(Decoder.extend)
     hidden, cache = extend(model, tokens[:, :cut], PADDING, model.empty_cache(*tokens.shape), 0)
     pieces = [hidden]
@@ -138,48 +145,51 @@ def test_decoding_with_the_cache_equals_the_full_forward(model, prompt_ids, comp
     helpers.assert_within_contract(cached, full, "decoder_cache", jnp.float32, "forward")
 
 
-def test_padding_slots_hold_nothing(model, prompt_ids):
-    real = np.arange(PROMPT_WIDTH) >= PADDING[:, None]
-    other = np.where(real, prompt_ids, 7)
-    chex.assert_trees_all_equal(model(prompt_ids, PADDING)[real], model(other, PADDING)[real])
+def test_padding_slots_hold_nothing(model, tokens):
+    real = np.arange(tokens.shape[1]) >= PADDING[:, None]
+    hidden, same = (np.asarray(model(x, PADDING))[real] for x in (tokens, np.where(real, tokens, 7)))
+    chex.assert_trees_all_equal(hidden, same)
 
 
 def test_greedy_rollout_takes_the_most_likely_token_of_the_full_forward(model, prompt_ids):
-    ids = rolled_out(model, prompt_ids, PADDING, greedy=True)
+    ids = rolled_out(model, prompt_ids, PADDING, 0, greedy=True)
     tokens = jnp.concatenate([prompt_ids, ids], axis=1)
     likely = jnp.argmax(model.lm_head(model(tokens[:, :-1], PADDING)[:, PROMPT_WIDTH - 1 :]), axis=-1)
     mask = completion_mask(ids)
     chex.assert_trees_all_equal(jnp.where(mask, ids, PAD), jnp.where(mask, likely, PAD))
 
 
-def test_rollout_samples_from_the_policy(model, prompt_ids):
+def test_rollout_samples_from_the_policy(model, prompt_ids, tokens):
     """Token frequencies lie within Hoeffding's bound of the probabilities, for all tokens together, at odds of 1e-9."""
     count = 4096
-    ids = rolled_out(model, np.repeat(prompt_ids[1:2], count, axis=0), np.repeat(PADDING[1:2], count), length=1)
+    prompts = np.repeat(prompt_ids[1:2], count, axis=0), np.repeat(PADDING[1:2], count)
+    ids = np.asarray(rolled_out(model, *prompts, 0, length=1))
     frequencies = np.bincount(ids[:, 0], minlength=VOCAB_SIZE) / count
-    probabilities = jax.nn.softmax(model.lm_head(model(prompt_ids[1:2], PADDING[1:2])[:, -1]))[0]
+    probabilities = jax.nn.softmax(model.lm_head(model(tokens, PADDING)[:, PROMPT_WIDTH - 1 :]))[1, 0]
     assert np.abs(frequencies - probabilities).max() <= np.sqrt(np.log(2 * VOCAB_SIZE / 1e-9) / (2 * count))
 
 
+COUNT = 64
+"""Rows of the rollouts that share a program."""
+
+
 def test_rollout_stops_at_eos_and_pads_the_rest(prompt_ids):
-    model = Decoder(VOCAB_SIZE, WIDTH, 1, HEADS, rngs=nnx.Rngs(1))
+    model = tiny.decoder(STOCK)
     kernel = model.lm_head.kernel[...]
     model.lm_head.kernel[...] = kernel.at[:, EOS].add(kernel[:, 10:40].sum(axis=1))  # EOS comes early and often.
-    ids = np.asarray(rolled_out(model, np.tile(prompt_ids, (64, 1)), np.tile(PADDING, 64), length=8))
+    ids = np.asarray(rolled_out(model, np.resize(prompt_ids, (COUNT, PROMPT_WIDTH)), np.resize(PADDING, COUNT), 0))
     ends = np.where((ids == EOS).any(axis=1), (ids == EOS).argmax(axis=1), ids.shape[1])
     assert len(set(ends.tolist())) > 2
     assert np.all(ids[np.arange(ids.shape[1]) > ends[:, None]] == PAD)
 
 
 def test_rollout_depends_on_key_and_nothing_else(model, prompt_ids):
-    def sample(seed):
-        return rolled_out(model, prompt_ids, PADDING, seed=seed)
-
-    chex.assert_trees_all_equal(sample(0), sample(0))
-    assert np.any(sample(0) != sample(1))
+    prompts = np.resize(prompt_ids, (COUNT, PROMPT_WIDTH)), np.resize(PADDING, COUNT)
+    ids, again, other = (np.asarray(rolled_out(model, *prompts, seed)) for seed in (0, 0, 1))
+    chex.assert_trees_all_equal(ids, again)
+    assert np.any(ids != other)
 
 
 def test_rows_draw_from_keys_of_their_own(model, prompt_ids):
-    count = 64
-    ids = rolled_out(model, np.repeat(prompt_ids[:1], count, axis=0), np.repeat(PADDING[:1], count))
-    assert len({tuple(row) for row in np.asarray(ids).tolist()}) > count // 2
+    ids = rolled_out(model, np.repeat(prompt_ids[:1], COUNT, axis=0), np.repeat(PADDING[:1], COUNT), 0)
+    assert len({tuple(row) for row in np.asarray(ids).tolist()}) > COUNT // 2

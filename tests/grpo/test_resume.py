@@ -159,7 +159,11 @@ def test_another_process_goes_on_with_the_bits_of_the_first(finished, prompts, t
     helpers.assert_same_bits(states[0][0], states[1][0])
 
 
+@pytest.mark.full
 def test_a_run_that_is_packed_and_sharded_ends_with_its_bits_after_a_resume(tmp_path):
+    """In `make test`, the test above catches other bits after a resume in another process, and
+    test_interrupted_in_both_phases_and_resumed_equals_the_unbroken_run after one in the same process.
+    """
     tiny.assert_resumes(RunFolder(tmp_path / "out"), tiny.run_here, **tiny.RICH)
 
 
@@ -173,8 +177,8 @@ def test_a_run_that_is_packed_and_sharded_ends_with_its_bits_after_a_resume(tmp_
     ids=str,
 )
 def test_runs_of_every_kind_end_with_their_bits_after_a_resume(tmp_path, changes):
-    """In `make test` the test above resumes a run whose head is sharded; a checkpoint of invariant layers holds no more
-    than another.
+    """In `make test`, test_another_process_goes_on_with_the_bits_of_the_first catches other bits after a resume; a
+    checkpoint of invariant layers holds no more than another.
     """
     if "packing" in changes:
         changes = {**changes, "prompts": write_prompts(tmp_path / "mixed.jsonl", longest=20)}

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.head import IGNORED, MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.sequences import Sequences, first_fit, join_completions, pack
 from rlk_jax.grpo.steps import make_mesh, target_logps
 from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE
@@ -24,6 +23,8 @@ from tests.support import helpers
 
 packed_once = jax.jit(pack, static_argnames=("shards", "multiple"))
 placed_once = jax.jit(first_fit, static_argnames=("width", "multiple"))
+target_logps_once = nnx.jit(target_logps, static_argnames="head")
+policy_loss_once = jax.jit(policy_loss, static_argnames="options")
 PROMPT_WIDTH, LENGTH = 120, 12
 PADDING = np.array([110, 0, 80, 118, 60, 119, 100, 115], np.int32)
 SAID = np.array([3, 12, 0, 1, 12, 7, 5, 9])
@@ -39,22 +40,17 @@ def rows() -> Sequences:
     return join_completions(prompts, PADDING, completions, np.arange(LENGTH) < SAID[:, None])
 
 
-def decoder(kind: Layers) -> Decoder:
-    return Decoder(VOCAB_SIZE, 16, 2, 2, kind=kind, rngs=nnx.Rngs(0))
-
-
 def head_for(kind: Layers) -> MeshHead:
     implementation = "deterministic" if kind is INVARIANT else None
     return MeshHead(make_mesh(tiny.config()), VOCAB_SIZE, implementation, kind.dtype)
 
 
 def logps_of(kind: Layers, rows: Sequences) -> jax.Array:
-    model, head = decoder(kind), head_for(kind)
-    return nnx.jit(lambda model: target_logps(model, rows, head))(model)
+    return target_logps_once(tiny.decoder(kind), rows, head=head_for(kind))
 
 
 def test_packed_sequences_have_the_bits_of_their_own_rows(rows):
-    packed, expected = pack(rows, logps_of(INVARIANT, rows), shards=1, multiple=INVARIANT.alignment)
+    packed, expected = packed_once(rows, logps_of(INVARIANT, rows), shards=1, multiple=INVARIANT.alignment)
     first = np.unique(np.asarray(packed.padding)[np.asarray(packed.mask)])
     assert len(first) > 1 and not np.any(first % INVARIANT.alignment), "several share a row"
     assert np.any(np.asarray(expected))
@@ -62,7 +58,7 @@ def test_packed_sequences_have_the_bits_of_their_own_rows(rows):
 
 
 def test_packed_sequences_of_stock_layers_are_those_of_their_own_rows(rows):
-    packed, expected = pack(rows, logps_of(STOCK, rows), shards=1, multiple=1)
+    packed, expected = packed_once(rows, logps_of(STOCK, rows), shards=1, multiple=1)
     helpers.assert_within_contract(logps_of(STOCK, packed), expected, "decoder_cache", jnp.float32, "forward")
 
 
@@ -70,58 +66,51 @@ def test_neighbours_in_a_row_are_not_seen(rows):
     """Other tokens in half of the sequences leave the bits of the other half. The shapes stay, so GEMMs round alike."""
     other = rows._replace(token_ids=jnp.where((jnp.arange(len(PADDING)) % 2 == 0)[:, None], EOS + 1, rows.token_ids))
     is_same = jnp.broadcast_to((jnp.arange(len(PADDING)) % 2 == 1)[:, None], rows.mask.shape)
-    packed, same = pack(rows, is_same, shards=1, multiple=1)
-    changed, _ = pack(other, is_same, shards=1, multiple=1)
+    packed, same = packed_once(rows, is_same, shards=1, multiple=1)
+    changed, _ = packed_once(other, is_same, shards=1, multiple=1)
     before, after = (np.asarray(logps_of(STOCK, x))[np.asarray(same)] for x in (packed, changed))
     helpers.assert_same_bits(before, after)
 
 
-@pytest.mark.parametrize("beta", [pytest.param(0.0, marks=pytest.mark.full), 0.1])
-def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(rows, beta):
-    """`make test` has the loss with a KL, whose gradient is added to that of the loss without."""
-    rng, model, head = np.random.default_rng(1), decoder(STOCK), head_for(STOCK)
+@helpers.cover("beta, parts", [(0.1, 8), (0.0, 8), (0.1, 1), (0.0, 1)], lambda *x: x == (0.1, 8))
+def test_losses_and_gradients_of_packed_sequences_are_those_of_their_own_rows(rows, beta, parts):
+    """The gradients of so many micro-batches; empty ones are skipped.
+
+    In `make test`, the case of a loss with a KL, in parts, catches bugs of all four: the gradient of the KL is added to
+    that of the loss without, and the parts make up the whole.
+    """
+    rng, (graph, params), head = np.random.default_rng(1), nnx.split(tiny.decoder(STOCK)), head_for(STOCK)
+    options = LossOptions(beta=beta)
     near = np.asarray(logps_of(STOCK, rows)) + rng.normal(size=(2, *rows.mask.shape)).astype(np.float32) / 4
     advantages = np.broadcast_to(rng.normal(size=(len(PADDING), 1)).astype(np.float32), rows.mask.shape)
     given = tuple(jnp.where(rows.mask, x, 0) for x in (*near, advantages))
 
-    def loss_and_gradients(rows: Sequences, given: Any) -> Any:
-        old_logps, ref_logps, advantages = given
+    def loss_and_gradients(rows: Sequences, given: Any, parts: int) -> Any:
+        def loss_of(logp: jax.Array, rows: Sequences, given: Any, denominator: jax.Array | None = None) -> Any:
+            old_logps, ref_logps, advantages = given
+            more = {"ref_logps": ref_logps, "denominator": denominator, "options": options}
+            return policy_loss_once(logp, old_logps, advantages, rows.mask, **more)
 
-        def loss(model: Decoder) -> Any:
-            logp = target_logps(model, rows, head)
-            options = LossOptions(beta=beta)
-            found = policy_loss(logp, old_logps, advantages, rows.mask, ref_logps=ref_logps, options=options)
-            return found.loss, found
-
-        (_, found), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)
-        return found, nnx.state(gradients)
-
-    def accumulated(rows: Sequences, given: Any) -> Any:
-        """Gradients of eight micro-batches; empty ones are skipped."""
-        graph, params = nnx.split(model)
-        denominator = loss_denominator(rows.mask, options=LossOptions())
+        denominator = loss_denominator(rows.mask, options=options)
 
         def loss(params: nnx.State, micro_batch: Any) -> Any:
-            rows, (old_logps, ref_logps, advantages) = micro_batch
-            logp = target_logps(nnx.merge(graph, params), rows, head)
-            options = {"ref_logps": ref_logps, "denominator": denominator, "options": LossOptions(beta=beta)}
-            return policy_loss(logp, old_logps, advantages, rows.mask, **options).loss, logp
+            logp = target_logps(nnx.merge(graph, params), micro_batch[0], head)
+            return loss_of(logp, *micro_batch, denominator).loss, logp
 
         def is_active(micro_batch: Any) -> jax.Array:
             return micro_batch[0].mask.any()
 
-        gradients = functools.partial(accumulated_gradients, loss, micro_batches=8, mesh=head.mesh, is_active=is_active)
-        return jax.jit(gradients)(params, (rows, given))
+        how = {"micro_batches": parts, "mesh": head.mesh, "is_active": is_active}
+        gradients, logp = jax.jit(functools.partial(accumulated_gradients, loss, **how))(params, (rows, given))
+        return loss_of(logp, rows, given), gradients
 
-    packed = pack(rows, given, shards=1, multiple=1)
-    expected, actual = loss_and_gradients(rows, given), loss_and_gradients(*packed)
+    packed = packed_once(rows, given, shards=1, multiple=1)
+    expected, actual = loss_and_gradients(rows, given, 1), loss_and_gradients(*packed, parts)
     assert expected[0].clip_fraction > 0
     for (a, b), kind in zip(zip(actual, expected, strict=True), ("forward", "gradient"), strict=True):
         flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (a, b)]
         helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, kind)
     assert packed[0].mask.any(axis=1).sum() < len(PADDING), "micro-batches are skipped"
-    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (accumulated(*packed)[0], expected[1])]
-    helpers.assert_within_contract(*flat, "grpo_accumulation", jnp.float32, "gradient")
 
 
 def first_fit_decreasing(lengths: list[int], width: int, multiple: int) -> list[tuple[int, int]]:

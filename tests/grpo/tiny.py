@@ -1,6 +1,7 @@
 """A job that is small enough for a test, and ways to run it."""
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
@@ -12,14 +13,18 @@ from typing import Any
 from unittest import mock
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from rlk_jax.grpo import steps as steps_module
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.layers import Layers
+from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_mesh
 from rlk_jax.grpo.tasks import Task, load_task
+from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests.support import helpers
 
 COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
@@ -59,6 +64,15 @@ LEARNING: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 """Changes by which a policy has learnt enough to be right now and then when GRPO begins."""
+
+
+WIDTH, HEADS = 16, 2
+
+
+@functools.partial(nnx.jit, static_argnums=0)
+def decoder(kind: Layers) -> Decoder:
+    """Two layers of random weights, which one program draws."""
+    return Decoder(VOCAB_SIZE, WIDTH, 2, HEADS, kind=kind, rngs=nnx.Rngs(0))
 
 
 def _values(**changes: Any) -> dict[str, Any]:

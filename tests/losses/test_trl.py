@@ -122,9 +122,15 @@ EXTRAS = {
 @helpers.cover(
     "case, extra",
     itertools.product(CASES, EXTRAS),
-    lambda case, extra: list(CASES).index(case) % 2 == list(EXTRAS).index(extra),
+    lambda case, extra: (
+        case in ("bnpo", "gspo", "cispo", "two-sided") and list(CASES).index(case) % 2 == list(EXTRAS).index(extra)
+    ),
 )
 def test_loss_gradient_and_metrics_are_those_of_trl(case, extra):
+    """TRL's code stays the same where ours changes. In `make test`,
+    tests/losses/test_losses.py::test_loss_gradient_and_metrics_equal_the_definition catches a loss that changes; it has
+    every loss but bnpo.
+    """
     tokens = make_tokens()
     (theirs, mine), (theirs_too, mine_too) = CASES[case], EXTRAS[extra]
     loss, gradient, metrics = trl_loss(tokens, theirs | theirs_too)

@@ -29,11 +29,13 @@ def snippets_of(page: pathlib.Path) -> dict[int, str]:
     return {text[: block.start(1)].count("\n") + 1: block[1] for block in blocks}
 
 
-def owns_its_process(code: str) -> bool:
-    """Whether a snippet must start its process: it configures JAX, sets the environment, or imports torch_bridge, which
-    does.
+def configuration(code: str) -> str:
+    """How a snippet configures its process: by jax.config, by the environment, and by torch_bridge, whose import does.
+
+    Snippets may share a process only where this is the same.
     """
-    return re.search(r"jax\.config|os\.environ|\btorch_bridge\b", code) is not None
+    found = re.findall(r"(?:jax\.config|os\.environ)[^#\n]*|\btorch_bridge\b", code)
+    return "; ".join(sorted({x.strip() for x in found}))
 
 
 def run(snippets: Iterable[Snippet], folder: pathlib.Path) -> dict[Snippet, str]:

@@ -1,7 +1,7 @@
-"""Calls every op in a fork made before JAX starts, then uses one, and calls all in a fork made after:
-python -m tests.torch_bridge.forked.
+"""Calls an op in a fork made before JAX starts, then uses one, and calls all in a fork made after.
 
-A line of stdout is the fork, the op, and what it said.
+The first line of stdout is what the import of torch_bridge has made of XLA_PYTHON_CLIENT_PREALLOCATE. Each of the
+others is the fork, the op, and what it said.
 """
 
 import os
@@ -40,7 +40,8 @@ def in_a_fork(name: str, calls: dict[str, Callable[[], object]]) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    print(os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"], flush=True)
     in_a_fork("before", {"logp": OPS["logp"]})
     logits = LOGITS.clone().requires_grad_()
     found = torch_bridge.logp(logits, IDS).sum()

@@ -5,9 +5,11 @@ they print.
 """
 
 import contextlib
+import functools
 import io
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import torch_bridge
@@ -28,7 +31,7 @@ from torch_bridge import _calls, _exchange
 UNEVEN = {2: [0, 7, 16], 4: [0, 3, 7, 12, 16]}
 """Where the shards of 16 columns begin and end, by their number."""
 EVERYTHING = {"return_lse": True, "return_entropy": True}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 PROMISES = {
     "cpu": {"deterministic": torch.float32},
     "cuda": {"deterministic": torch.float32, "mosaic": torch.bfloat16},
@@ -58,6 +61,13 @@ def whole(problem: list[Any], **options: Any) -> tuple[Any, list[torch.Tensor]]:
     return found, torch.autograd.grad(found, (hidden, weight, bias), [randn(*ids.shape, seed=i) for i in range(3)])
 
 
+def of_rank_0(rank: int, function: Callable[[], Any]) -> Any:
+    """What the function returns on rank 0: the other ranks need not compile the programs of a whole head."""
+    found = [tree_map(lambda x: x.detach().cpu(), function()) if rank == 0 else None]
+    dist.broadcast_object_list(found)
+    return tree_map(lambda x: x.to(torch.get_default_device()), found[0])
+
+
 def gathered(part: torch.Tensor) -> torch.Tensor:
     """The parts of all ranks as one: the norm of a rank's three numbers says little of their rounding."""
     parts: list[Any] = [None] * dist.get_world_size()
@@ -66,7 +76,10 @@ def gathered(part: torch.Tensor) -> torch.Tensor:
 
 
 def agrees_with_float64(rank: int, count: int) -> None:
-    for dtype in DTYPES:
+    # Two processes on a CPU are what `make test` has. There, `ignores_padding` and `sums_what_it_is_asked_to` catch
+    # what is wrong in float32, and test_autocast (test_autograd.py) what is wrong with gradients in float16.
+    of_make_test = count == 2 and torch.get_default_device().type == "cpu"
+    for dtype in DTYPES[:1] if of_make_test else DTYPES:
         problem = head((8, 25), dim=32, vocab=16, dtype=dtype)
         problem[2][0, 1] = -100
         double = [x.detach().double().requires_grad_() for x in (problem[0], problem[1], problem[3])]
@@ -89,7 +102,7 @@ def keeps_the_bits_of_one_rank(rank: int, count: int) -> None:
     halves = [dist.new_group(list(range(i, i + half))) for i in range(0, count, half)]
     for implementation, dtype in PROMISES[torch.get_default_device().type].items():
         problem, options = head((33,), dim=24, vocab=1000, dtype=dtype), {"implementation": implementation}
-        expected = whole(problem, **options)
+        expected = of_rank_0(rank, functools.partial(whole, problem, **options))
         for bounds, place, group in (
             (cut(1000, count), rank, dist.group.WORLD),
             (cut(1000, count), count - 1 - rank, dist.group.WORLD),
@@ -107,13 +120,13 @@ def assert_same_bits_here(found: Any, expected: Any, here: slice) -> None:
 
 def ignores_padding(rank: int, count: int) -> None:
     """The vocabulary's last shard holds nothing else."""
-    problem = head((33,), dim=24, vocab=1000)
-    expected = whole(problem)[0].logp.double()
-    padded = [torch.cat([x.detach(), x.detach()[:536] * torch.nan]) for x in (problem[1], problem[3])]
+    problem = [x.detach() for x in head((33,), dim=24, vocab=1000)]
+    expected, *_ = reference(*problem)
+    padded = [torch.cat([x, x[:536] * torch.nan]) for x in (problem[1], problem[3])]
     hidden, weight, ids, bias = problem[0], padded[0], problem[2], padded[1]
     start, end = [0, *(512, 1000)[: count - 2], 1024, 1536][rank:][:2]
     options = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 1000}
-    found = torch_bridge.linear_logp(hidden.detach(), weight[start:end], ids, bias[start:end], **options)
+    found = torch_bridge.linear_logp(hidden, weight[start:end], ids, bias[start:end], **options)
     assert_close(found, expected, "linear_logp", "forward")
 
 
@@ -134,7 +147,7 @@ def trains_as_one_rank(rank: int, count: int) -> None:
         return [found, *torch.autograd.grad(found.sum(), own)]
 
     parts = gradients(weight[start:end].t(), bias[start:end], tp_group=dist.group.WORLD, vocab_start_index=start)
-    found, d_hidden, d_weight, d_bias = gradients(weight.t(), bias)
+    found, d_hidden, d_weight, d_bias = of_rank_0(rank, lambda: gradients(weight.t(), bias))
     assert same_bits(parts[0], found) and same_bits(parts[2], d_weight[:, start:end])
     assert same_bits(parts[3], d_bias[start:end])
     # dH is rounded to autocast's dtype, whose contract is wider than of hidden's.
@@ -168,12 +181,10 @@ def sums_what_it_is_asked_to(rank: int, count: int) -> None:
     hidden, weight, ids, bias = (x.detach() for x in problem)
     here = slice(bounds[rank], bounds[rank + 1])
     options = {"tp_group": dist.group.WORLD, "vocab_start_index": bounds[rank]}
-    d_weight = []
-    for body in (hidden, hidden.clone().requires_grad_()):
-        own_rows = weight[here].clone().requires_grad_()
-        torch_bridge.linear_logp(body, own_rows, ids, bias[here], **options).sum().backward()
-        d_weight.append(own_rows.grad)
-    assert same_bits(*d_weight)
+    own_rows = weight[here].clone().requires_grad_()
+    found = torch_bridge.linear_logp(hidden, own_rows, ids, bias[here], **options, **EVERYTHING)
+    (d_weight,) = torch.autograd.grad(found, own_rows, [randn(6, seed=i) for i in range(3)])
+    assert same_bits(d_weight, summed[1])
     nothing = hidden[:0].requires_grad_()
     torch_bridge.linear_logp(nothing, weight[here], ids[:0], bias[here], **options).sum().backward()
     assert nothing.grad.shape == (0, 8)
@@ -194,11 +205,12 @@ def waits_for_collectives(rank: int, count: int) -> None:
 
 
 def refuses_second_derivatives(rank: int, count: int) -> None:
-    hidden, weight, ids, _ = head((6,), dim=8, vocab=1000)
+    """With the programs of `spread`, which differentiates the same operands and outputs."""
+    hidden, weight, ids, bias = head((6,), dim=8, vocab=1000)
     start, end = cut(1000, count)[rank : rank + 2]
-    own, options = weight.detach()[start:end], {"tp_group": dist.group.WORLD, "vocab_start_index": start}
-    found = torch_bridge.linear_logp(hidden, own, ids, **options).sum()
-    (gradient,) = torch.autograd.grad(found, hidden, create_graph=True)
+    options = {"tp_group": dist.group.WORLD, "vocab_start_index": start}
+    found = torch_bridge.linear_logp(hidden, weight[start:end], ids, bias[start:end], **options, **EVERYTHING)
+    (gradient,) = torch.autograd.grad(sum(x.sum() for x in found), hidden, create_graph=True)
     try:
         gradient.pow(2).sum().backward()
     except RuntimeError as error:

@@ -199,11 +199,17 @@ def test_without_torch():
     )
 
 
-def test_a_fork_of_a_process_in_which_jax_runs_raises_at_once():
+@pytest.fixture(scope="module")
+def lines_of_forks():
+    """What forked.py prints in a process of its own that has imported JAX before."""
+    found = run("import jax; from tests.torch_bridge import forked; forked.main()")
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def test_a_fork_of_a_process_in_which_jax_runs_raises_at_once(lines_of_forks):
     """A fork made before JAX starts may start it."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.torch_bridge.forked"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    first, *others = found.stdout.splitlines()
+    _, first, *others = lines_of_forks
     assert first == "before logp ran"
     assert [line.split()[1] for line in others] == [*forked.OPS, "backward"]
     for line in others:
@@ -211,11 +217,11 @@ def test_a_fork_of_a_process_in_which_jax_runs_raises_at_once():
         assert "'spawn' or 'forkserver'" in line
 
 
+def test_an_import_sets_what_jax_has_not_read_yet(lines_of_forks):
+    assert lines_of_forks[0] == "false"
+
+
 IMPORT_FIRST = "import {}, torch_bridge, os; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
-
-
-def test_an_import_sets_what_jax_has_not_read_yet():
-    assert run(IMPORT_FIRST.format("jax")).stdout.strip() == "false"
 
 
 @pytest.mark.full

@@ -26,13 +26,17 @@ def fresh(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    # 4096 rows are cut into buckets by the same rule: test_buckets counts them, and 64 catch the rest in `make test`.
-    ("largest", "count"),
-    [(64, 12), pytest.param(4096, 24, marks=pytest.mark.full)],
+    # 4096 rows are cut into buckets by the same rule: test_buckets counts them, and 16 catch the rest in `make test`.
+    ("largest", "count", "calls"),
+    [
+        (16, 8, 600),
+        pytest.param(64, 12, 2000, marks=pytest.mark.full),
+        pytest.param(4096, 24, 2000, marks=pytest.mark.full),
+    ],
 )
-def test_a_varying_batch_compiles_a_handful(fresh, largest, count):
+def test_a_varying_batch_compiles_a_handful(fresh, largest, count, calls):
     weight = randn(48, 8).requires_grad_()
-    sizes = randint(largest, 2000).add(1).tolist()
+    sizes = randint(largest, calls).add(1).tolist()
     sizes[:count] = sorted({_programs.bucket(n) for n in range(1, largest + 1)})
 
     def call(n: int) -> None:
@@ -44,9 +48,9 @@ def test_a_varying_batch_compiles_a_handful(fresh, largest, count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for n in sizes[200:]:
         call(n)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 18 * (calls - 200)  # KiB
     info = torch_bridge.cache_info()
-    assert info.size == info.misses == info.forward == info.backward == count and info.hits == 2000 - count
+    assert info.size == info.misses == info.forward == info.backward == count and info.hits == calls - count
 
 
 def test_a_temperature_schedule_needs_one_program(fresh):

@@ -182,7 +182,8 @@ def test_ignored_tokens_are_not_out_of_range():
     assert linear_logp(GOOD["hidden"], GOOD["lm_head_weight"], ids, ignore_index=-100)[2] == 0
 
 
-# Its gradient is jitted in any case, and both jit and remat call the rules of the plain op.
+# In `make test`, the plain case has a jitted gradient, and test_checkify_reports_bad_temperatures a jitted call: both
+# catch an error that jit loses. Remat calls the same rules; an error that it alone loses is left to `make test-full`.
 @pytest.mark.parametrize(
     "transform",
     [

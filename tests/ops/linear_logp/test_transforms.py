@@ -57,7 +57,10 @@ class Variants(chex.TestCase):
 
 @pytest.mark.full
 class VariantsOfTheOthers(Variants):
-    """The other implementations are called by the same rules, and test_bits.py compares `deterministic` without jit."""
+    """The other implementations are called by the same rules, whose bug `Variants` catches in `make test`. There,
+    test_with_and_without_the_other_outputs (test_bits.py) calls `deterministic` without jit, and
+    test_bare_calls_on_sharded_heads (test_vocab_parallel.py) the reference.
+    """
 
     implementations = ("deterministic", "reference")
 
@@ -95,7 +98,6 @@ def test_vmap(problem, implementation):
     h, w, t = problem.hidden, problem.weight, problem.target_ids
     whole = logp(h, w, t)
     h3, t3 = h.reshape(3, 4, -1), t.reshape(3, 4)
-    chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(h, w, t), whole)
     chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(h3, w, t3).reshape(-1), whole)
     nested = jax.vmap(jax.vmap(logp, (0, None, 0)), (0, None, 0))(h3, w, t3)
     chex.assert_trees_all_equal(nested.reshape(-1), whole)
@@ -109,6 +111,15 @@ def test_vmap(problem, implementation):
     assert_equal_up_to_rounding(of_sum[1], expected[1])
     per_example = jax.vmap(jax.grad(lambda h, w, t: logp(h, w, t).sum(), (0, 1)), (0, None, 0))(h3, w, t3)
     assert_equal_up_to_rounding((per_example[0].reshape(h.shape), per_example[1].sum(0)), expected)
+
+
+@pytest.mark.full
+@helpers.implementations()
+def test_vmap_over_single_tokens(problem, implementation):
+    """In `make test`, test_vmap catches a call of one token that is mapped: its nested vmap has such calls."""
+    logp = functools.partial(linear_logp, implementation=implementation)
+    arguments = problem.hidden, problem.weight, problem.target_ids
+    chex.assert_trees_all_equal(jax.vmap(logp, (0, None, 0))(*arguments), logp(*arguments))
 
 
 # Each is jitted as well; what remat saves is one program more of the same rules.
@@ -216,7 +227,8 @@ def count_dots(function, *arguments) -> int:
     return count(entry)
 
 
-# Products of a program under jit are those of the plain one; remat repeats the forward besides.
+# In `make test`, the plain case catches a product too many: it is compiled too, and jit calls the same rules. What
+# remat alone repeats too often is left to `make test-full`.
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -322,5 +334,6 @@ def test_any_budget_gives_the_same_answer(budget, monkeypatch):
     if budget:
         given = problem.call(case, "xla", memory_budget=budget)
         assert_equal_up_to_rounding(tuple(given), gold.values, "forward")
-    assert_equal_up_to_rounding(tuple(problem.call(case, "xla")), gold.values, "forward")
-    assert_equal_up_to_rounding(problem.gradients(case, "xla"), gold.gradients)
+    values, gradients = problem.values_and_gradients(case, "xla")
+    assert_equal_up_to_rounding(tuple(values), gold.values, "forward")
+    assert_equal_up_to_rounding(gradients, gold.gradients)

@@ -36,12 +36,12 @@ def check_against_gold(case: Case, dtype, implementation: str) -> None:
 
 
 def is_option_of_make_test(case, dtype, implementation):
-    if case.name == "everything":
-        return dtype == jnp.float32 or implementation == "xla"
-    return dtype == jnp.float32 and (case.name, implementation) in (("plain", "xla"), ("bias", "xla"))
+    return case.name == "everything" and (dtype == jnp.float32 or (dtype, implementation) == (jnp.bfloat16, "xla"))
 
 
-# Options one by one are caught by all of them at once, and by the random options below.
+# Options one by one are caught by all of them at once, and by the random options below; no option at all by
+# `test_peaked_and_large_logits`, and float16 by `rlk check` (test_everything_is_green_and_its_page_stands_alone in
+# tests/checker/test_checker.py).
 @helpers.cover(
     "case, dtype, implementation",
     [(*pair, x) for pair in helpers.in_dtypes(helpers.OPTION_CASES) for x in helpers.IMPLEMENTATIONS],
@@ -88,11 +88,11 @@ PEAKED = (
 )
 
 
-# The formulas are those of core/softmax.py for all; `deterministic` sums these modes in `rlk check`.
+# The formulas are those of core/softmax.py for all. `rlk check` has these modes in float16, of `deterministic` too.
 @helpers.cover(
     "case, dtype, implementation",
     itertools.product(PEAKED, helpers.DTYPES, helpers.IMPLEMENTATIONS),
-    lambda case, dtype, implementation: implementation == "xla" and dtype != jnp.bfloat16,
+    lambda case, dtype, implementation: implementation == "xla" and dtype == jnp.float32,
 )
 def test_peaked_and_large_logits(case, dtype, implementation):
     problem = helpers.make(case, dtype)
@@ -191,15 +191,14 @@ def test_ignored_tokens_contribute_exactly_nothing(implementation):
         hidden=jnp.where(ignored[:, None], jnp.nan, problem.hidden),
         target_ids=jnp.where(ignored, -100, problem.target_ids),
     )
-    values = masked.call(case, implementation, ignore_index=-100)
-    for value, expected in zip(values, problem.call(case, implementation), strict=True):
+    kept = problem._replace(upstream=tuple(jnp.where(ignored, 0, g) for g in problem.upstream))
+    gold = helpers.gold(case, kept)
+    values, gradients = masked.values_and_gradients(case, implementation, ignore_index=-100)
+    for value, expected in zip(values, gold.values, strict=True):
         chex.assert_trees_all_equal(value[ignored], jnp.zeros(int(ignored.sum())))
         assert_within_contract(value[~ignored], expected[~ignored], "linear_logp", jnp.float32, "forward")
-    kept = problem._replace(upstream=tuple(jnp.where(ignored, 0, g) for g in problem.upstream))
-    expected = helpers.gold(case, kept).gradients
-    d_hidden, d_weight, d_bias = masked.gradients(case, implementation, ignore_index=-100)
-    np.testing.assert_array_equal(d_hidden[ignored], 0)
-    for a, b in zip((d_hidden, d_weight, d_bias), expected, strict=True):
+    np.testing.assert_array_equal(gradients[0][ignored], 0)
+    for a, b in zip(gradients, gold.gradients, strict=True):
         assert_within_contract(a, b, "linear_logp", jnp.float32, "gradient")
 
 
@@ -228,11 +227,12 @@ def test_unvalidated_bad_ids_give_nan(implementation, bad):
     case = helpers.OPTION_CASES[1]
     problem = helpers.make(case, jnp.float32)
     poisoned = problem._replace(target_ids=problem.target_ids.at[3].set(bad))
-    clean, values = (p.call(case, implementation, validate=False) for p in (problem, poisoned))
+    clean, _ = problem.values_and_gradients(case, implementation, validate=False)
+    values, gradients = poisoned.values_and_gradients(case, implementation, validate=False)
     is_row_3 = jnp.arange(40) == 3
     np.testing.assert_array_equal(jnp.isnan(values.logp), is_row_3)
     assert_within_contract(values.logp[~is_row_3], clean.logp[~is_row_3], "linear_logp", jnp.float32, "forward")
-    d_hidden, d_weight, d_bias = poisoned.gradients(case, implementation)
+    d_hidden, d_weight, d_bias = gradients
     np.testing.assert_array_equal(jnp.isnan(d_hidden).all(axis=1), is_row_3)
     np.testing.assert_array_equal(jnp.isnan(d_hidden).any(axis=1), is_row_3)
     assert jnp.isnan(d_weight).all() and jnp.isnan(d_bias).all()
@@ -268,7 +268,9 @@ def test_impossible_tokens(implementation):
 
 @pytest.mark.full
 def test_tied_embeddings_sum_their_gradients():
-    """In `make test` the example in test_pjit_example.py has tied embeddings."""
+    """In `make test`, test_three_steps_on_a_mesh_are_those_of_one_device (test_pjit_example.py) trains a model whose
+    head is its embedding.
+    """
     case = Case("tied", (12,), 16, 50)
     problem = helpers.make(case, jnp.float32)
     inputs = jnp.arange(12)
@@ -312,7 +314,9 @@ def test_a_few_shapes_and_options_against_float64(**drawn):
     check_any(**drawn)
 
 
-@pytest.mark.full  # each example compiles a program: the first two stand above
+# Each example compiles a program. In `make test`, test_a_few_shapes_and_options_against_float64 has two of them, and
+# test_options_against_float64 all options at once. A shape that only other examples draw is left to `make test-full`.
+@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @any_shape_and_options
 def test_any_shape_and_options_against_float64(**drawn):
@@ -344,9 +348,8 @@ def test_padding_of_the_head_may_hold_anything(implementation, layout):
     problem = helpers.make(case, jnp.float32)
     zeros = problem._replace(weight=problem.weight.at[63:].set(0), bias=problem.bias.at[63:].set(0))
     garbage = problem._replace(weight=problem.weight.at[63:].set(jnp.nan), bias=problem.bias.at[63:].set(jnp.nan))
-    chex.assert_trees_all_equal(garbage.call(case, implementation), zeros.call(case, implementation))
-    gradients = garbage.gradients(case, implementation)
-    chex.assert_trees_all_equal(gradients, zeros.gradients(case, implementation))
+    values, gradients = garbage.values_and_gradients(case, implementation)
+    chex.assert_trees_all_equal((values, gradients), zeros.values_and_gradients(case, implementation))
     chex.assert_tree_all_finite(gradients)
     np.testing.assert_array_equal(gradients[1][63:], 0)
 
@@ -357,9 +360,9 @@ def test_the_temperature_of_an_ignored_token_is_not_looked_at(implementation):
     problem = helpers.make(case, jnp.float32)
     ids, temperature = problem.target_ids.at[2, 1].set(-100), problem.temperature.at[2, 1].set(0)
     ignored = problem._replace(target_ids=ids, temperature=temperature)
-    values = ignored.call(case, implementation, ignore_index=-100)
+    values, gradients = ignored.values_and_gradients(case, implementation, ignore_index=-100)
     assert values.logp[2, 1] == 0
-    chex.assert_tree_all_finite((values, ignored.gradients(case, implementation, ignore_index=-100)))
+    chex.assert_tree_all_finite((values, gradients))
 
 
 def test_nnx_variables_and_numpy_scalars():

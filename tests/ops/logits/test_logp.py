@@ -26,9 +26,9 @@ in_core = helpers.implementations("xla")
 BITS = Case("bits", (140,), 700, {"logit_softcap": 4.0}, "per token")
 
 
-def outputs(p, case, **changes):
-    """What `deterministic` gives, all by the program of the gradient."""
-    values, gradient = p.values_and_gradient(case, "deterministic", **changes)
+def outputs(p, case, implementation="deterministic", **changes):
+    """The values and the gradient, all by the program of the gradient."""
+    values, gradient = p.values_and_gradient(case, implementation, **changes)
     return (*values, gradient)
 
 
@@ -83,7 +83,9 @@ def test_rows_do_not_depend_on_the_batch(dtype, count):
         assert_same_bits(outputs(p.rows(rows), BITS), tuple(x[rows] for x in whole))
 
 
-@pytest.mark.full  # each example compiles programs: rows from anywhere are selected above, too
+# Each example compiles programs. In `make test`, test_rows_do_not_depend_on_the_batch selects rows from anywhere, some
+# of them twice; other numbers of rows than 1 and 65 are left to `make test-full` alone.
+@pytest.mark.full
 @settings(max_examples=6)
 @given(data=st.data())
 def test_any_rows_at_any_place(data):
@@ -139,12 +141,12 @@ def test_ignored_rows_leak_nothing(implementation, poison):
     p = ops.make(case, jnp.float32)
     ignored = np.arange(12) % 3 == 1
     p = p._replace(token_ids=jnp.where(ignored, -100, p.token_ids))
-    expected = p.outputs(case, implementation)
+    expected = outputs(p, case, implementation)
     poisoned = p._replace(logits=jnp.where(ignored[:, None], poison, p.logits))
-    assert_same_bits(poisoned.outputs(case, implementation), expected)
+    assert_same_bits(outputs(poisoned, case, implementation), expected)
     assert not any(np.any(np.asarray(x)[ignored]) for x in expected)
-    alone = p.rows(np.flatnonzero(~ignored)).outputs(case, implementation)
     if implementation == "deterministic":
+        alone = outputs(p.rows(np.flatnonzero(~ignored)), case)
         assert_same_bits(alone, tuple(x[~ignored] for x in expected))
 
 
@@ -196,18 +198,17 @@ def test_a_token_that_cannot_be_taken(implementation):
 def test_listed_rows(implementation):
     case = Case("listed", (3, 4), 50)
     p = ops.make(case, jnp.float32)
-    whole, rows = p.call(case, implementation), jnp.array([7, 0, 7, 11])
+    (whole, whole_gradient), rows = p.values_and_gradient(case, implementation), jnp.array([7, 0, 7, 11])
     listed = np.zeros(12, bool)
     listed[np.asarray(rows)] = True
     listed = listed.reshape(3, 4)
-    found = p.call(case, implementation, row_indices=rows)
+    found, gradient = p.values_and_gradient(case, implementation, row_indices=rows)
     assert_same_bits(found, tuple(jnp.where(listed, x, 0) for x in whole))
     initial = jnp.arange(12.0).reshape(3, 4)
     assert_same_bits(
         p.call(case, implementation, row_indices=rows, initial=initial).logp, jnp.where(listed, whole.logp, initial)
     )
-    gradient = p.gradient(case, implementation, row_indices=rows)
-    assert_same_bits(gradient, jnp.where(listed[..., None], p.gradient(case, implementation), 0))
+    assert_same_bits(gradient, jnp.where(listed[..., None], whole_gradient, 0))
     nothing = p.call(case, implementation, row_indices=jnp.zeros(0, int), initial=initial)
     assert_same_bits(nothing.logp, initial)
 
@@ -277,10 +278,10 @@ TRANSFORMATIONS = {
 def test_transformations(name, implementation):
     case = Case("transformed", (6, 5), 80)
     p = ops.make(case, jnp.float32)
-    whole = p.outputs(case, implementation)
+    whole = outputs(p, case, implementation)
 
     def of_row(logits, ids, *upstream):
-        return ops.Problem(logits, ids, 1.0, upstream).outputs(case, implementation)
+        return outputs(ops.Problem(logits, ids, 1.0, upstream), case, implementation)
 
     found = TRANSFORMATIONS[name](of_row)(p.logits, p.token_ids, *p.upstream)
     for x, expected in zip(found, whole, strict=True):
@@ -303,14 +304,21 @@ def test_remat_and_shard_map_keep_the_bits(check_vma):
     case = Case("spread", (8,), 70)
     p = ops.make(case, jnp.float32)
     f = lambda x, ids: logp(x, ids, implementation="deterministic")  # noqa: E731
-    expected = f(p.logits, p.token_ids), jax.grad(lambda x: f(x, p.token_ids).sum())(p.logits)
-    again = jax.grad(lambda x: jax.checkpoint(f)(x, p.token_ids).sum())(p.logits)
-    assert_same_bits(again, expected[1])
+
+    def value_and_gradient(f):
+        def loss(x):
+            value = f(x, p.token_ids)
+            return value.sum(), value
+
+        gradient, value = jax.jit(jax.grad(loss, has_aux=True))(p.logits)
+        return value, gradient
+
+    expected = value_and_gradient(f)
+    assert_same_bits(value_and_gradient(jax.checkpoint(f)), expected)
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = PartitionSpec("data")
     spread = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
-    assert_same_bits(spread(p.logits, p.token_ids), expected[0])
-    assert_same_bits(jax.grad(lambda x: spread(x, p.token_ids).sum())(p.logits), expected[1])
+    assert_same_bits(value_and_gradient(spread), expected)
 
 
 def test_derivatives_that_do_not_exist():

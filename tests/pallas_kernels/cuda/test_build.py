@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.cuda import build
 from rlk_jax import cli
-from tests.pallas_kernels.cuda.conftest import REAL, built_library
+from tests.pallas_kernels.cuda.conftest import AS_SHIPPED, REAL, built_library
 
 HERE = pathlib.Path(__file__).parent
 PRETENDS = """#!/bin/sh
@@ -289,11 +289,22 @@ def assert_well_built(library: pathlib.Path, targets: tuple[str, ...], metadata)
 
 @pytest.mark.full
 def test_a_tiny_library(tiny, metadata):
-    """In make test the shipped library, which has the same parts, passes the same checks."""
+    """In make test, test_the_shipped_sources (here) makes the same checks of a library with the same parts."""
     assert_well_built(tiny, ("rlk_tiny",), metadata)
 
 
+def test_the_shipped_sources(quick, metadata):
+    """Every source compiles and links, and every handler is there; the kernels of `AS_SHIPPED` do not spill."""
+    assert_well_built(quick, build.TARGETS, metadata)
+    report = build.ptxas_report(quick)
+    assert all(f"== {name}\nptxas info" in report for name in AS_SHIPPED)
+
+
+@pytest.mark.full
 def test_the_shipped_library(shipped, metadata):
+    """In make test, test_the_shipped_sources (here) catches what is wrong with a source, with a handler, and with the
+    registers of two sources; in the other sources ptxas's spills and warnings are seen here alone.
+    """
     assert_well_built(shipped, build.TARGETS, metadata)
 
 
@@ -303,10 +314,10 @@ def test_spills_are_read(tmp_path):
 
 
 @pytest.fixture
-def registered(shipped, monkeypatch):
+def registered(quick, monkeypatch):
     """The list of targets that register() hands to JAX."""
     found = []
-    monkeypatch.setattr(build, "library", lambda: shipped)
+    monkeypatch.setattr(build, "library", lambda: quick)
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *a, **options: found.append((a[0], options)))
     return found
 
@@ -336,12 +347,12 @@ def test_a_library_that_cannot_be_loaded(registered, tmp_path, monkeypatch):
     assert not registered
 
 
-def test_the_command_says_where_and_what(shipped, registered, capfd, monkeypatch):
-    monkeypatch.setattr(build, "library", lambda report: shipped)
+def test_the_command_says_where_and_what(quick, registered, capfd, monkeypatch):
+    monkeypatch.setattr(build, "library", lambda report: quick)
     monkeypatch.setenv("COLUMNS", "2000")  # The names of kernels are long, and would be wrapped.
     assert cli.main(["build-cuda"]) == 0
     where, how, *table = capfd.readouterr().out.splitlines()
-    assert where == str(shipped) and f"nvcc {build.nvcc_version(shipped)}, jaxlib {jaxlib.__version__}" in how
+    assert where == str(quick) and f"nvcc {build.nvcc_version(quick)}, jaxlib {jaxlib.__version__}" in how
     assert any("column_sums" in line and " 0 " in line for line in table)
 
 

@@ -11,14 +11,14 @@ from pallas_kernels.cuda import build
 
 
 @pytest.fixture(scope="module")
-def programs(shipped, tmp_path_factory):
+def programs(quick, tmp_path_factory):
     if "RLK_SM90_PLUGINS" not in os.environ:
         pytest.skip("needs jax's CUDA plugins, whose folder RLK_SM90_PLUGINS names")
     folder = tmp_path_factory.mktemp("dump")
     done = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.cuda.h200", folder],
         env=os.environ
-        | {"RLK_CACHE_DIR": str(shipped.parent.parent), "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
+        | {"RLK_CACHE_DIR": str(quick.parent.parent), "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
         capture_output=True,
         text=True,
         check=False,

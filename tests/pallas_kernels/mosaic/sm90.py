@@ -3,8 +3,9 @@
 With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
 serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
-scan, and bare calls over one and two H200s. It needs ptxas, and jax's CUDA plugins of its version in the folder of
-$RLK_SM90_PLUGINS, and takes a process per core.
+scan, and bare calls over one and two H200s; without --all, only gradients in a scan and one bare call. It needs ptxas,
+and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and
+without it one process, because `make test` keeps the other cores busy.
 """
 
 import concurrent.futures
@@ -18,7 +19,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -287,7 +288,10 @@ class Gemm:
         # The sizes of C matter to the kernel by the tile alone.
         options = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("m", "n")}
         dtypes = {name: jnp.dtype(options[name]).name for name in ("dtype", "out_dtype")}
-        return Configuration({"kernel": "gemm", "plan": self.plan, **options, **dtypes}, run, arguments)
+        tile = self.plan.tile
+        sizes = {"tile_rows": tile.rows, "tile_columns": tile.columns, "stages": tile.stages, "cluster": tile.cluster}
+        plan = {**sizes, "swapped": self.plan.swapped}
+        return Configuration({"kernel": "gemm", **plan, **options, **dtypes}, run, arguments)
 
 
 def gemms() -> Iterator[Gemm]:
@@ -426,8 +430,10 @@ def trace_for_h200() -> None:
     dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
 
 
-def scanned() -> Iterator[tuple[str, str]]:
-    """The compiled text of ops under lax.map, on operands and results that are slices of stacked ones."""
+def scanned(every: bool) -> Iterator[tuple[str, bool]]:
+    """Whether ops under lax.map write slices of stacked results in place, and linear_logp's gradients alone take kept
+    exponentials. Unless every op is asked for, only gradients are compiled, which have the kernels of the values too.
+    """
     trace_for_h200()
     # There are more than 64 tokens, so that exponentials are kept.
     a, b, c = ((4, 96, 512), jnp.bfloat16), ((4, 512, 4096), jnp.bfloat16), ((4, 96, 4096), jnp.bfloat16)
@@ -449,17 +455,29 @@ def scanned() -> Iterator[tuple[str, str]]:
         "linear_logp's gradients": (logp_gradients, (a, b, ids)),
     }
     for name, (op, stacked) in programs.items():
+        if not every and not name.endswith("gradients"):
+            continue
         arguments = tuple(jax.ShapeDtypeStruct(*x, sharding=h200()) for x in stacked)
         traced = jax.jit(functools.partial(lax.map, op)).trace(arguments)
-        yield name, traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        keeps = "linear_logp_dlogits_from_kept_exponentials" in text
+        # In such a fusion XLA forgets that the kernel writes in place, and all results are lost.
+        yield f"{name} in a scan", "dynamic-slice-fusion" not in text and keeps == (op is logp_gradients)
 
 
-def bare() -> Iterator[tuple[str, bool]]:
+BARE = ((1, ()), (2, ("x", None)), (2, (None, "x")))
+"""The number of H200s, and how a head lies over them.
+
+Without --all the first is left to `scanned`, whose gradients are on one H200 too, and the last to Triton's aot.
+"""
+
+
+def bare(layouts: tuple[Any, ...]) -> Iterator[tuple[str, bool]]:
     """Whether bare calls' gradients keep exponentials on one H200, and never gather a head that is spread over two."""
     trace_for_h200()
     shape = jax.ShapeDtypeStruct
     loss = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
-    for devices, spec in ((1, ()), (2, ("x", None)), (2, (None, "x"))):
+    for devices, spec in layouts:
         whole = h200(devices)
         operands = (
             shape((256, 512), jnp.bfloat16, sharding=whole),
@@ -476,20 +494,21 @@ def bare() -> Iterator[tuple[str, bool]]:
         )
 
 
-def main() -> int:
-    options = [configuration.options for configuration in configurations()]
-    numbers = range(len(options)) if "--all" in sys.argv else cover(options)
-    failed = 0
+def verdicts(numbers: Sequence[int], every: bool) -> Iterator[tuple[bool, str]]:
+    if not every:
+        yield from map(compile_one, numbers)
+        return
     with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for ok, line in pool.map(compile_one, numbers):
-            failed += not ok
-            print(line, flush=True)
-    for name, text in scanned():
-        # In such a fusion XLA forgets that the kernel writes in place, and all results are lost.
-        is_fused = "dynamic-slice-fusion" in text
-        failed += is_fused
-        print(f"{'FAIL' if is_fused else 'ok  '} {name} in a scan", flush=True)
-    for name, ok in bare():
+        yield from pool.map(compile_one, numbers)
+
+
+def main() -> int:
+    options, every, failed = [configuration.options for configuration in configurations()], "--all" in sys.argv, 0
+    numbers = range(len(options)) if every else cover(options)
+    for ok, line in verdicts(numbers, every):
+        failed += not ok
+        print(line, flush=True)
+    for name, ok in itertools.chain(scanned(every), bare(BARE if every else BARE[1:2])):
         failed += not ok
         print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
     count = f"{len(numbers)} of {len(options)} configurations"

@@ -44,11 +44,15 @@ TILES = (
 )
 LAYOUTS = ((False, False), (False, True), (True, False), (True, True))
 """Whether A and B are transposed."""
+STARTS = (False, True, True, False)
+"""Whether sums start from C, in float32, or from 0, in bfloat16."""
 PAIRS = [
-    *zip(TILES, LAYOUTS, strict=True),
-    # In make test each tile and each layout occurs once, and sm90 compiles tiles with several layouts.
-    *(pytest.param(*x, marks=pytest.mark.full) for x in zip(TILES, LAYOUTS[::-1], strict=True)),
+    pytest.param(tile, layout, accumulates, marks=() if is_first and accumulates == start else pytest.mark.full)
+    for is_first in (True, False)
+    for tile, layout, start in zip(TILES, LAYOUTS if is_first else LAYOUTS[::-1], STARTS, strict=True)
+    for accumulates in (False, True)
 ]
+"""In make test each tile and each layout occurs once, with one start; the script sm90 compiles tiles with several."""
 BITS = Case("bits", 150, 72, 130, integers=True)
 SUM = Case("sum", 140, 140, 40, integers=True)
 
@@ -89,17 +93,17 @@ def with_plan(monkeypatch, plan):
     monkeypatch.setattr(kernel, "gemm_plan", lambda *sizes, **layout: plan)
 
 
-@pytest.mark.parametrize(("tile", "layout"), PAIRS, ids=str)
-def test_every_tile_and_every_layout(tile, layout, monkeypatch):
+@pytest.mark.parametrize(("tile", "layout", "accumulates"), PAIRS, ids=str)
+def test_every_tile_and_every_layout(tile, layout, accumulates, monkeypatch):
     """Every tile gives the same bits in every layout, at sizes that are no multiples of anything."""
     p = gemm.make(replace(BITS, accumulates=True), jnp.bfloat16)
     a, b = p.a.T if layout[0] else p.a, p.b.T if layout[1] else p.b
     options = {"a_transposed": layout[0], "b_transposed": layout[1], "machine": MACHINE}
     expected = np.asarray(p.a, np.float32) @ np.asarray(p.b, np.float32)
     with_plan(monkeypatch, GemmPlan(tile))
-    for start, dtype in ((None, jnp.bfloat16), (p.start, jnp.float32)):
-        actual = jax.jit(functools.partial(kernel.gemm, out_dtype=dtype, **options))(a, b, start)
-        assert_same_bits(actual, jnp.asarray(expected + (0 if start is None else np.asarray(start)), dtype))
+    start, dtype = (p.start, jnp.float32) if accumulates else (None, jnp.bfloat16)
+    actual = jax.jit(functools.partial(kernel.gemm, out_dtype=dtype, **options))(a, b, start)
+    assert_same_bits(actual, jnp.asarray(expected + (np.asarray(start) if accumulates else 0), dtype))
 
 
 SWAPPED = [
@@ -118,6 +122,7 @@ SWAPPED_IN_MAKE_TEST = (SWAPPED[0], SWAPPED[6], SWAPPED[10], SWAPPED[11])
     ids=str,
 )
 def test_swapped_operands(size, kind, monkeypatch):
+    """`make test` has each kind and each number of columns with one case; `SWAPPED_IN_MAKE_TEST` says which."""
     (m, columns), (rows, transpose_b, dtype) = size, kind
     case = Case("swapped", m, 72, 200, transpose_b, integers=True)
     p = gemm.make(case, jnp.float16)
@@ -127,20 +132,27 @@ def test_swapped_operands(size, kind, monkeypatch):
 
 
 # 65 rows take the tiles of the whole, while 7 rows take others, with swapped operands.
-@pytest.mark.parametrize(("transpose_b", "size"), [(False, 7), pytest.param(True, 65, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("transpose_b", "size"), [(False, 7), (True, 65)])
 def test_rows_do_not_depend_on_the_batch(transpose_b, size):
+    """In make test, test_every_tile_and_every_layout and test_swapped_operands (here) catch a row with other terms: the
+    sums are exact, and each tile, swapped or not, has to give their bits.
+    """
     gemm.check_rows(replace(BITS, transpose_b=transpose_b), jnp.bfloat16, "mosaic", (size,))
 
 
-# What is transposed changes loads alone: `test_every_tile_and_every_layout`.
-@pytest.mark.parametrize("transpose_b", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("transpose_b", [False, True])
 def test_sums_in_parts(transpose_b):
+    """In make test, test_every_tile_and_every_layout (here) compares exact sums that start from C with their bits, and
+    test_against_float64 (here) accumulates into C through the op.
+    """
     gemm.check_cuts(replace(SUM, transpose_b=transpose_b), jnp.bfloat16, "mosaic", (64,))
 
 
 @pytest.mark.full
 def test_zero_rows_appended_leave_the_gradient_of_b():
-    """In make test `test_sums_in_parts` has the sums over rows."""
+    """In make test, test_against_float64 (here) has sums over numbers of rows that fill no tile."""
     gemm.check_appended_zero_rows(Case("appended", 70, 40, 50, integers=True), jnp.bfloat16, "mosaic", (1, 100))
 
 

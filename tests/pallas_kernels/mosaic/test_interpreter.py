@@ -1,6 +1,7 @@
 """linear_logp's Mosaic kernels in Pallas' interpreter, with race detection, at tiny odd shapes, against float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import head_kernels
+from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
 from tests.support import helpers, policy_losses, shards
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch
 
+MACHINE = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
+"""Two multiprocessors, and so clusters of two blocks."""
 SOFTCAP, DV = {"logit_softcap": 2.0}, {"weight_layout": "dv"}
 TWO_ROW_TILES = Case("two row tiles, softcap, dv", (140,), 72, 512, options=SOFTCAP | DV, temperature="per token")
 """A cluster of two blocks, chunks without padding."""
@@ -41,9 +45,8 @@ CASES = (
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreted():
-    """Make `mosaic` run in the interpreter, on two multiprocessors and so with a cluster of two blocks."""
-    machine = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
-    functions = hopper.mosaic(machine)
+    """Make `mosaic` run in the interpreter, on `MACHINE`."""
+    functions = hopper.mosaic(MACHINE)
     before = dispatch.TABLE["linear_logp"]
     dispatch.TABLE["linear_logp"] = (dispatch.Implementation("mosaic", functions), *before[1:])
     with pytest.MonkeyPatch.context() as patch:
@@ -54,13 +57,15 @@ def interpreted():
 
 
 def test_a_missing_wait_is_seen(monkeypatch, capsys):
+    """The wait is missing in the store that every kernel with a product shares, in one that has little else."""
     wait = plgpu.wait_smem_to_gmem
     at_the_end = lambda n, wait_read_only=False: None if wait_read_only else wait(n)  # noqa: E731
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", at_the_end)
-    case = Case("no wait", (10,), 64, 600)
+    options = {"a_transposed": False, "b_transposed": False, "out_dtype": jnp.float32, "machine": MACHINE}
+    product = jax.jit(functools.partial(gemm, start=None, **options))
     raised = ""
     try:
-        jax.block_until_ready(helpers.make(case, jnp.bfloat16).gradients(case, "mosaic"))
+        jax.block_until_ready(product(jnp.ones((70, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)))
     except jax.errors.JaxRuntimeError as error:
         raised = str(error)  # jax 0.12 raises what 0.11 prints
     assert "RACE DETECTED" in raised + capsys.readouterr().out
@@ -78,10 +83,15 @@ def test_a_missing_wait_is_seen(monkeypatch, capsys):
     ids=lambda x: str(x) if isinstance(x, Case) else np.dtype(x).name,
 )
 def test_against_float64(case, dtype):
-    """The cases in make test have the kernels and options of all; `CASES` have them one by one and at other edges."""
+    """The cases in make test have the kernels and options of all; `CASES` have them one by one and at other edges.
+
+    Padding of the head holds NaN.
+    """
     problem = helpers.make(case, dtype)
     gold = helpers.gold(case, problem)
-    values, gradients = problem.values_and_gradients(case, "mosaic")
+    padding = slice(case.options.get("global_vocab_size", case.vocab), None)
+    garbage = problem._replace(weight=problem.weight.at[padding].set(jnp.nan))
+    values, gradients = garbage.values_and_gradients(case, "mosaic")
     for value, expected in zip(values, gold.values, strict=True):
         assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
     for gradient, expected in zip(gradients, gold.gradients, strict=True):
@@ -117,7 +127,7 @@ def test_extreme_biases():
 def test_garbage_in_padding_rows(budget):
     """The last chunk is empty and the one before it is short, so that more than one slice meets the padding.
 
-    In make test the shards' padding holds NaN.
+    In make test, test_against_float64 (here) has a head whose padding holds NaN.
     """
     case = Case("padding", (40,), 64, 2112, options={"global_vocab_size": 2049, "memory_budget": budget})
     problem = helpers.make(case, jnp.bfloat16)
@@ -186,14 +196,16 @@ def seen(monkeypatch):
     [
         pytest.param(600, None, {"dlogits_from_kept_exponentials"}, marks=pytest.mark.full, id="all are kept"),
         (600, 400_000, {"dlogits_from_kept_exponentials", "dlogits"}),
-        (601, 600_000, {"dlogits_from_kept_exponentials", "dlogits"}),
+        pytest.param(601, 600_000, {"dlogits_from_kept_exponentials", "dlogits"}, marks=pytest.mark.full),
     ],
 )
 def test_kept_exponentials(seen, vocab_size, budget, kernels):
     """Gradients from kept exponentials are right where rows are ignored and others take their places, where only the
     backward leaves rows out, where gradients take the exponentials' memory, and where the head is copied.
 
-    A budget that keeps all of them takes no kernel that one of the others does not take.
+    A budget that keeps all of them takes no kernel that one of the others does not take. In make test,
+    test_against_float64 (here) has copies of the head; that gradients from kept exponentials go to memory of their own
+    where the head is copied runs in full alone, and the script sm90 compiles that kernel.
     """
     case = Case("kept", (80,), 64, vocab_size, bias=True, options={"ignore_index": -1, "memory_budget": budget})
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
@@ -315,12 +327,18 @@ def test_no_row_at_all():
 
 
 @pytest.mark.parametrize(
-    ("columns", "layout"),
+    ("columns", "layout", "has_bits"),
     [
-        pytest.param(512, "vd", id="on group edges"),
-        pytest.param(640, "dv", marks=pytest.mark.full, id="off them"),
+        pytest.param(512, "vd", False, id="on group edges"),
+        pytest.param(512, "vd", True, marks=pytest.mark.full, id="on group edges, with the bits of the whole"),
+        pytest.param(640, "dv", True, marks=pytest.mark.full, id="off them"),
     ],
 )
-def test_shards_of_a_padded_head(columns, layout):
-    """Off group edges a shard has its own groups. In make test tests/ops/linear_logp/sharding has these on a CPU."""
-    shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma")
+def test_shards_of_a_padded_head(columns, layout, has_bits):
+    """Off group edges a shard has its own groups.
+
+    In make test, test_same_bits_at_every_degree (tests/ops/linear_logp/sharding/test_vocab_parallel.py) has the bits of
+    the whole, without these kernels, and test_shards_of_a_padded_head (triton/test_linear_logp.py) has shards off the
+    edges.
+    """
+    shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma", has_bits=has_bits)

@@ -19,7 +19,6 @@ from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.logits import Case
 
 MACHINE = Machine(4, plgpu.InterpretGPUParams(detect_races=True))
-every_dtype = pytest.mark.parametrize("dtype", ops.DTYPES, ids=lambda d: np.dtype(d).name)
 CASES = (
     Case("tiny", (3,), 5, temperature="per token"),
     Case("one thread's columns each", (3,), 128),
@@ -37,17 +36,19 @@ IN_MAKE_TEST = (CASES[0], *CASES[3:7], CASES[8])
 
 
 def full_unless(in_make_test, *values):
+    """A case of `make test`, or one of `make test-full` alone."""
     return pytest.param(*values, marks=() if in_make_test else pytest.mark.full)
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Make `mosaic` run in the interpreter, and new memory hold NaN."""
-    jax.clear_caches()
+@pytest.fixture(autouse=True, scope="module")
+def interpreted():
+    """Make `mosaic` run in the interpreter, and new memory hold NaN. Tests of one case share its programs."""
     entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
-    for op in ("logp", "ratio_kl", "grpo_loss"):
-        monkeypatch.setitem(dispatch.TABLE, op, (entry, *dispatch.TABLE[op][1:]))
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        for op in ("logp", "ratio_kl", "grpo_loss"):
+            patch.setitem(dispatch.TABLE, op, (entry, *dispatch.TABLE[op][1:]))
+        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_against_float64(case, dtype):
     ops.check_against_gold(case, dtype, "mosaic")
 
 
-# The other cases have lines of other numbers of rows.
+# In `make test`, one case has whole lines and one has none; the others have lines of other numbers of rows.
 @pytest.mark.parametrize(
     "case",
     [CASES[3], CASES[6], *(pytest.param(x, marks=pytest.mark.full) for x in CASES[7:])],
@@ -76,7 +77,7 @@ def test_in_place_has_the_same_bits(case):
     assert_same_bits(p.gradient(case, "mosaic", donate_logits=True), p.gradient(case, "mosaic"))
 
 
-# Lines of 700 columns have another number of rows.
+# In `make test`, the case of 1101 columns catches a masked row that leaks; lines of 700 columns have other rows.
 @pytest.mark.parametrize("vocab", [pytest.param(700, marks=pytest.mark.full), 1101])
 def test_masked_rows_leak_nothing_and_get_zeros(vocab):
     case = Case("masked", (8,), vocab, {"ignore_index": -100})
@@ -97,7 +98,10 @@ def test_bad_rows_are_nan():
         np.testing.assert_array_equal(is_nan, [False, True, True, False])
 
 
-@every_dtype
+# In make test, float32 (here) has the lowest number of all; the kernel computes in float32 whatever the dtype.
+@pytest.mark.parametrize(
+    "dtype", [full_unless(x == jnp.float32, x) for x in ops.DTYPES], ids=lambda d: np.dtype(d).name
+)
 def test_rows_of_the_lowest_number(dtype):
     ops.check_lowest(dtype, "mosaic")
 

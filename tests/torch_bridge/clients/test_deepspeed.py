@@ -24,7 +24,7 @@ def assert_trains_like_stock(ranks, case: str) -> None:
 
 
 def test_a_sharded_policy():
-    """The smoke test of `make test`; there, test_fsdp2.py has the other policy."""
+    """The smoke test of `make test`; there, test_trl.py has calls of the other policy's head."""
     case = "FusedLMHead 3"
     assert_trains_like_stock(on_processes(MODULE, case), case)
 

@@ -68,7 +68,11 @@ def test_fused_forward():
 
 @pytest.mark.full
 def test_a_bfloat16_call():
-    """The result is compared with that of verl's torch function on the same numbers in float32."""
+    """The result is compared with that of verl's torch function on the same numbers in float32.
+
+    In `make test`, test_fused_forward catches a wrong call of the op, and test_linear_logp_agrees_with_torch_in_float64
+    (tests/torch_bridge/test_autograd.py) what is wrong in bfloat16.
+    """
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 5, 16).bfloat16().requires_grad_(), torch.randn(70, 16).bfloat16().requires_grad_()
     labels = torch.randint(0, 70, (2, 5))
@@ -86,6 +90,10 @@ def test_a_bfloat16_call():
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_head_between_ranks(count):
+    """In `make test`, test_two_processes (tests/torch_bridge/test_tensor_parallel.py) catches wrong values and
+    gradients of linear_logp between ranks. A wrong start or group that the client passes is left to `make test-full`
+    alone.
+    """
     port = free_port()
     ranks = (["-m", "tests.torch_bridge.clients.verl_rank", str(port), str(count), str(i)] for i in range(count))
     for process in run_together(list(ranks), timeout_s=LIMIT_S):
@@ -94,6 +102,9 @@ def test_a_head_between_ranks(count):
 
 @pytest.mark.full
 def test_what_cannot_be_supplied_raises():
+    """In `make test`, test_fused_forward has the reduction that verl asks for. Another one that is taken without an
+    error is left to `make test-full` alone.
+    """
     message = "reduction must be 'none', the one that verl asks for, got 'mean'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         entry.linear_cross_entropy(torch.randn(3, 8), torch.randn(5, 8), torch.arange(3), 1.0, "mean", None)
@@ -101,6 +112,9 @@ def test_what_cannot_be_supplied_raises():
 
 @pytest.mark.full
 def test_uninstalled_it_is_verl_s_again():
+    """In `make test`, test_uninstall_restores_the_object (test_install.py) catches what is not restored, on a stand-in
+    for verl.
+    """
     ours = entry.linear_cross_entropy
     torch_bridge.uninstall("verl")
     assert entry.linear_cross_entropy is not ours
