@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import torch_bridge
 from rlk_jax import cli
 from rlk_jax.checker import Sizes, assert_op, contract, gold
 from rlk_jax.checker.candidates import Candidate, of_function
@@ -25,6 +26,7 @@ from rlk_jax.checker.op_spec import OpSpec, Output
 from rlk_jax.checker.options import DTYPES
 from rlk_jax.checker.runner import Checks, compare, run_operator_suite
 from rlk_jax.checker.specs import SPECS
+from rlk_jax.core.dispatch import TABLE
 from tests.support import helpers, planted
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -409,7 +411,7 @@ BAD = {
     ("--arch-key", "sm1"): "argument --arch-key: invalid choice: 'sm1'",
     ("--contract", "none"): "argument --contract: invalid choice: 'none'",
     ("--all", "--op", "det_gemm", "--dtype", "fp32", "--report", "/dev/null"): "det_gemm takes bf16, fp16, not fp32",
-    ("--all", "--candidate", "mosaic", "--device", "cpu"): "det_gemm cannot run 'mosaic' here: ",
+    ("--all", "--candidate", "mosaic", "--device", "cpu"): f"{[*SPECS][-1]} cannot run 'mosaic' here: ",
     ("--seed", "-1"): "argument --seed: must be at least 0, got -1",
     ("--grad-seed", "-1"): "argument --grad-seed: must be at least 0, got -1",
     ("--constant-value", "nan"): "the constant value nan is not finite in float32",
@@ -569,7 +571,8 @@ def test_everything_is_green_and_its_page_stands_alone(dtype, tmp_path, capsys):
     for op, spec in SPECS.items():
         rows = [line for line in printed.splitlines() if re.match(rf"\W*{op} ", line)]
         dtypes = 1 if dtype in DTYPES else len(spec.dtypes)
-        assert len(rows) == (3 if op == "det_gemm" else 4) * dtypes
+        on_cpus = {row.name for row in TABLE[op]} & {"reference", "xla", "deterministic"}
+        assert len(rows) == (len(on_cpus) + hasattr(torch_bridge, op)) * dtypes
         assert all("PASS" in row for row in rows)
         assert sum(" checked " in row for row in rows) >= dtypes
     last = printed.splitlines()[-1]
