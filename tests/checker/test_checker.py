@@ -548,6 +548,12 @@ def test_adding_an_op_as_the_docs_say(monkeypatch, capsys):
     assert cli.main(["check", "--list"]) == 0 and "square_sum" in capsys.readouterr().out
 
 
+def test_an_op_that_the_bridge_lacks(monkeypatch, capsys):
+    monkeypatch.delattr(torch_bridge, "logp")
+    assert cli.main(["check", "--op", "logp", "--candidate", "bridge"]) == 2
+    assert "torch_bridge has no logp" in capsys.readouterr().err
+
+
 def test_list(capsys):
     assert cli.main(["check", "--list"]) == 0
     assert "  candidates: xla, deterministic, reference, bridge" in capsys.readouterr().out.splitlines()

@@ -132,6 +132,13 @@ class Problem(NamedTuple):
         return values_and_gradients(self, names, case, implementation, changes)
 
 
+def with_padding(case: Case, problem: Problem, value: float = np.nan) -> Problem:
+    """The problem with this value in the head's padding, which must not change a result."""
+    padding = slice(case.options.get("global_vocab_size", case.vocab), None)
+    bias = None if problem.bias is None else problem.bias.at[padding].set(value)
+    return problem._replace(weight=problem.weight.at[padding].set(value), bias=bias)
+
+
 def values_and_gradients(
     problem: Any, names: tuple[str, ...], case: Any, implementation: str | None, changes: dict[str, Any]
 ) -> Any:

@@ -346,8 +346,7 @@ def test_padding_of_the_head_may_hold_anything(implementation, layout):
         "garbage", (12,), 16, 70, True, {"global_vocab_size": 63, "logit_softcap": 3.0, "weight_layout": layout}
     )
     problem = helpers.make(case, jnp.float32)
-    zeros = problem._replace(weight=problem.weight.at[63:].set(0), bias=problem.bias.at[63:].set(0))
-    garbage = problem._replace(weight=problem.weight.at[63:].set(jnp.nan), bias=problem.bias.at[63:].set(jnp.nan))
+    zeros, garbage = (helpers.with_padding(case, problem, value) for value in (0, np.nan))
     values, gradients = garbage.values_and_gradients(case, implementation)
     chex.assert_trees_all_equal((values, gradients), zeros.values_and_gradients(case, implementation))
     chex.assert_tree_all_finite(gradients)

@@ -8,12 +8,10 @@ and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With -
 without it one process, because `make test` keeps the other cores busy.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
-import multiprocessing
 import os
 import pathlib
 import re
@@ -50,7 +48,8 @@ from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import det_gemm, linear_logp
 from rlk_jax.core import dispatch
 from rlk_jax.core.fixed_order import column_groups
-from tests.support.pairwise import cover
+from tests.support import verdicts
+from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
 
 MACHINE = Machine()
 
@@ -430,7 +429,7 @@ def trace_for_h200() -> None:
     dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
 
 
-def scanned(every: bool) -> Iterator[tuple[str, bool]]:
+def scanned(every: bool) -> Iterator[Verdict]:
     """Whether ops under lax.map write slices of stacked results in place, and linear_logp's gradients alone take kept
     exponentials. Unless every op is asked for, only gradients are compiled, which have the kernels of the values too.
     """
@@ -462,17 +461,11 @@ def scanned(every: bool) -> Iterator[tuple[str, bool]]:
         text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
         keeps = "linear_logp_dlogits_from_kept_exponentials" in text
         # In such a fusion XLA forgets that the kernel writes in place, and all results are lost.
-        yield f"{name} in a scan", "dynamic-slice-fusion" not in text and keeps == (op is logp_gradients)
+        is_ok = "dynamic-slice-fusion" not in text and keeps == (op is logp_gradients)
+        yield verdicts.named(f"{name} in a scan", is_ok)
 
 
-BARE = ((1, ()), (2, ("x", None)), (2, (None, "x")))
-"""The number of H200s, and how a head lies over them.
-
-Without --all the first is left to `scanned`, whose gradients are on one H200 too, and the last to Triton's aot.
-"""
-
-
-def bare(layouts: tuple[Any, ...]) -> Iterator[tuple[str, bool]]:
+def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
     """Whether bare calls' gradients keep exponentials on one H200, and never gather a head that is spread over two."""
     trace_for_h200()
     shape = jax.ShapeDtypeStruct
@@ -488,29 +481,16 @@ def bare(layouts: tuple[Any, ...]) -> Iterator[tuple[str, bool]]:
         text = jax.jit(loss).trace(*operands).lower(lowering_platforms=("cuda",)).compile().as_text()
         gathers = [x for x in text.splitlines() if " all-gather(" in x or " all-gather-start(" in x]
         holds_head = any("[32768," in x.split(" all-gather")[0] for x in gathers)
-        yield (
-            f"a bare call over {devices}, the head {spec}",
-            not holds_head and (("linear_logp_dlogits_from_kept_exponentials" in text) == (devices == 1)),
-        )
-
-
-def verdicts(numbers: Sequence[int], every: bool) -> Iterator[tuple[bool, str]]:
-    if not every:
-        yield from map(compile_one, numbers)
-        return
-    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(compile_one, numbers)
+        is_ok = not holds_head and (("linear_logp_dlogits_from_kept_exponentials" in text) == (devices == 1))
+        yield verdicts.named(f"a bare call over {devices}, the head {spec}", is_ok)
 
 
 def main() -> int:
-    options, every, failed = [configuration.options for configuration in configurations()], "--all" in sys.argv, 0
-    numbers = range(len(options)) if every else cover(options)
-    for ok, line in verdicts(numbers, every):
-        failed += not ok
-        print(line, flush=True)
-    for name, ok in itertools.chain(scanned(every), bare(BARE if every else BARE[1:2])):
-        failed += not ok
-        print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
+    options, every = [configuration.options for configuration in configurations()], "--all" in sys.argv
+    numbers, compiled = verdicts.of_configurations(options, compile_one, every=every)
+    # Without --all, one H200 is left to `scanned`, whose gradients are on one too, and the last layout to Triton's aot.
+    layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
+    failed = verdicts.count_failed(itertools.chain(compiled, scanned(every), bare(layouts)))
     count = f"{len(numbers)} of {len(options)} configurations"
     print(f"{count}: {f'{failed} failed' if failed else 'no spills, no serialised wgmma'}")
     return 1 if failed else 0

@@ -9,11 +9,9 @@ without --all only the one that needs most memory. It needs jax-triton and jax's
 it takes a process per core, and without it one process, because `make test` keeps the other cores busy.
 """
 
-import concurrent.futures
 import contextlib
 import functools
 import itertools
-import multiprocessing
 import os
 import pathlib
 import re
@@ -38,8 +36,8 @@ from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.triton import call, linear_logp, rows
 from rlk_jax import linear_logp as linear_logp_op
 from rlk_jax.core import dispatch
-from tests.support import shards
-from tests.support.pairwise import cover
+from tests.support import shards, verdicts
+from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
 
 TARGETS = (80, 90)
 SHARED_MEMORY = 163 * 1024
@@ -179,15 +177,7 @@ def compile_one(index: int) -> tuple[bool, str]:
     return is_ok, f"{'ok  ' if is_ok else 'FAIL'} {program}: {'; '.join(map(str, kernels)) or 'as before'}"
 
 
-BARE = ((1, ()), (2, ("x", None)), (2, (None, "x")))
-"""The number of H200s, and how a head lies over them.
-
-Without --all only the last is compiled, whose memory is nearest to what is allowed. In `make test` Mosaic's sm90
-compiles a head that lies as the second says.
-"""
-
-
-def bare(layouts: tuple[Any, ...]) -> Iterator[tuple[str, bool]]:
+def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
     """Compile bare calls for one and two H200s: temporary memory is bounded, and a head over two is never gathered."""
     target = (pathlib.Path(__file__).parent.parent / "mosaic/h200.txtpb").read_text()
     n, dim, vocab = 4096, 2048, 131072
@@ -209,23 +199,15 @@ def bare(layouts: tuple[Any, ...]) -> Iterator[tuple[str, bool]]:
         temporary = compiled.memory_analysis().temp_size_in_bytes
         allowed = 512 * 2**20 + 4 * n * dim + n * vocab * 4 * 2 // 100
         name = f"a bare call over {devices}, the head {spec}: {temporary / 2**20:.0f} MiB of {allowed / 2**20:.0f}"
-        yield name, not holds_head and temporary <= allowed
+        yield verdicts.named(name, not holds_head and temporary <= allowed)
 
 
-def sharded() -> Iterator[tuple[str, bool]]:
+def sharded() -> Iterator[Verdict]:
     """Lower programs inside shard_map, where the types of what kernels write have to agree."""
     for check_vma, reduction in itertools.product((True, False), ("sum", "canonical")):
         with programs_for(90):
             program = shards.lowered("triton", 16384, check_vma=check_vma, reduction=reduction, tokens=300)
-        yield f"shard_map check_vma={check_vma} reduction={reduction}", "triton_kernel_call" in program
-
-
-def verdicts(numbers: Sequence[int], every: bool) -> Iterator[tuple[bool, str]]:
-    if not every:
-        yield from map(compile_one, numbers)
-        return
-    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(compile_one, numbers)
+        yield verdicts.named(f"shard_map check_vma={check_vma} reduction={reduction}", "triton_kernel_call" in program)
 
 
 def main() -> int:
@@ -234,14 +216,12 @@ def main() -> int:
         f"{call.pair()}; tile {linear_logp.TILE_ROWS} x {linear_logp.TILE_COLUMNS} x {linear_logp.TILE_DEPTH}",
         flush=True,
     )
-    options, every, failed = [program.options for program in programs()], "--all" in sys.argv, 0
-    numbers = range(len(options)) if every else cover(options)
-    for ok, line in verdicts(numbers, every):
-        failed += not ok
-        print(line, flush=True)
-    for name, ok in itertools.chain(sharded(), bare(BARE if every else BARE[2:])):
-        failed += not ok
-        print(f"{'ok  ' if ok else 'FAIL'} {name}", flush=True)
+    options, every = [program.options for program in programs()], "--all" in sys.argv
+    numbers, compiled = verdicts.of_configurations(options, compile_one, every=every)
+    # Without --all, the last layout alone is compiled, whose memory is nearest to what is allowed. In `make test`,
+    # Mosaic's sm90 compiles a head that lies as the second says.
+    layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[2:]
+    failed = verdicts.count_failed(itertools.chain(compiled, sharded(), bare(layouts)))
     verdict = f"{failed} failed" if failed else "no spills, at most 163 KiB of shared memory"
     count = f"{len(numbers)} of {len(options)} programs"
     print(f"{count} for sm_80 or sm_90 in {time.monotonic() - began:.0f} s: {verdict}")

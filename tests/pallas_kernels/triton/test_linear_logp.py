@@ -31,12 +31,6 @@ CASES = (
 )
 
 
-def with_garbage(case, problem):
-    padding = slice(case.options.get("global_vocab_size", case.vocab), None)
-    bias = None if problem.bias is None else problem.bias.at[padding].set(jnp.nan)
-    return problem._replace(weight=problem.weight.at[padding].set(jnp.nan), bias=bias)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def on_this_cpu():
     before = dispatch.TABLE["linear_logp"]
@@ -62,7 +56,7 @@ def test_against_float64(case):
     """
     problem = helpers.make(case, jnp.float16)
     gold = helpers.gold(case, problem)
-    values, gradients = with_garbage(case, problem).values_and_gradients(case, "triton")
+    values, gradients = helpers.with_padding(case, problem).values_and_gradients(case, "triton")
     for value, expected in zip(values, gold.values, strict=True):
         assert_within_contract(value, expected, "linear_logp", jnp.float16, "forward")
     for gradient, expected in zip(gradients, gold.gradients, strict=True):
@@ -104,7 +98,8 @@ def test_garbage_in_padding_rows():
     case = Case("padding", (40,), 64, 2112, bias=True, options={"global_vocab_size": 2049, "memory_budget": 60000})
     problem = helpers.make(case, jnp.float16)
     gold = helpers.gold(case, problem)
-    for gradient, expected in zip(with_garbage(case, problem).gradients(case, "triton"), gold.gradients, strict=True):
+    garbage = helpers.with_padding(case, problem)
+    for gradient, expected in zip(garbage.gradients(case, "triton"), gold.gradients, strict=True):
         assert_within_contract(gradient, expected, "linear_logp", jnp.float16, "gradient")
 
 
