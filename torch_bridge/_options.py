@@ -21,11 +21,11 @@ class OptionFields:
         self._types = {x.name: _schema_type(hints[x.name]) for x in fields(kind) if x.name not in without}
 
     def static(self, options: Any) -> Options:
-        """The options that a program is compiled for. `validate` is none: values are checked before the program."""
+        """The options that a program is compiled for: all but `validate`, because values are checked before it runs."""
         return tuple([(name, getattr(options, name)) for name in self._types if name != "validate"])
 
     def spread(self, arguments: Sequence[Any]) -> list[Any]:
-        """A kernel's arguments, with the fields of its options (the last argument but one) in their place."""
+        """A kernel's arguments with its options, the last argument but one, replaced by their fields."""
         *tensors, options, needs = arguments
         return [*tensors, *[getattr(options, name) for name in self._types], needs]
 

@@ -46,7 +46,7 @@ class _Operand:
         return self.array.shape[0 if self.depth_first else 1]
 
     def readable(self) -> Array:
-        """The array with zeros behind it, in a shape that TMA can read."""
+        """The array, padded with zeros to a shape that TMA can read."""
         shape = _stored_shape(*self.array.shape)
         return jnp.pad(self.array, [(0, to - size) for to, size in zip(shape, self.array.shape, strict=True)])
 
@@ -72,10 +72,12 @@ class _Result:
 
     @property
     def width(self) -> int:
+        """Columns of C in one strip."""
         return min(self.plan.tile.columns, 128 // jnp.dtype(self.dtype).itemsize)
 
     @property
     def strip(self) -> tuple[int, int]:
+        """The shape of what is staged in shared memory and stored at once."""
         if self.plan.swapped:
             return self.plan.tile.columns, WARPGROUP_ROWS
         return WARPGROUP_ROWS, self.width

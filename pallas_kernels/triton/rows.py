@@ -15,7 +15,7 @@ Array = jax.Array
 _ROW_WARPS = 4
 _LANES = 1024
 _LANE_COLUMNS = 8
-"""Columns that each lane takes at a time. One maximum and one rescaling serve them all."""
+"""Columns that each lane takes at a time; they share one update of the maximum and one rescaling."""
 _GRADIENT_WIDTH = 4096
 
 

@@ -15,7 +15,7 @@ from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
 from rlk_jax.grpo.config import BadInput
 
 IGNORED = -100
-"""Target id of a token that counts for nothing: its log-prob is 0 and it has no gradient."""
+"""Target id of a token that does not count: its log-prob is 0 and it has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class MeshHead:
         return jax.lax.optimization_barrier(tree) if self.keeps_bits else tree
 
     def with_fusion_barriers[T, R](self, function: Callable[[T], R]) -> Callable[[T], R]:
-        """The same function with a `fusion_barrier` between its forward and backward pass, which XLA would fuse in
-        other ways on several devices than on one.
+        """The same function with a `fusion_barrier` between its forward and backward pass. Without it, XLA fuses the
+        two differently on several devices than on one.
         """
         if not self.keeps_bits:
             return function
@@ -91,7 +91,8 @@ class MeshHead:
         sharded over "data".
         """
         op: Any = linear_logp
-        if self.mesh.size > 1:  # Also over "data" alone: shard_map leaves the residuals of the forward where they are.
+        if self.mesh.size > 1:
+            # A mesh that spreads "data" alone needs shard_map too: it keeps the forward's residuals where they are.
             op = functools.partial(
                 vocab_parallel.linear_logp,
                 mesh=self.mesh,

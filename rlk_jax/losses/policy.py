@@ -88,11 +88,11 @@ def policy_loss(
 
         J = min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
 
-    w = min(exp(old − rollout), importance_cap) is a constant, for every active token; 1 without `rollout_logps`. With
-    `options.log_ratio_bound` b, the log-ratios of ρ, w and KL are clamped to [−b, b]: the loss is finite even where a
-    probability is 0, formulas are exact where b does not bind, and there the gradient keeps its bits.
+    w = min(exp(old − rollout), importance_cap) is the importance weight of a token, a constant; without `rollout_logps`
+    it is 1. With `options.log_ratio_bound` b, the log-ratios of ρ, w and KL are clamped to [−b, b]. The loss is then
+    finite even where a probability is 0, and a token on which b does not bind keeps the bits of its gradient.
 
-    `denominator` replaces `loss_denominator(completion_mask, options=options)`. Where it is the sum of those over
+    `denominator` replaces `loss_denominator(completion_mask, options=options)`. With the sum of that over all
     micro-batches or ranks, losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the plain
     sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1; a traced one below 0 gives NaN.
 
@@ -133,7 +133,7 @@ def _policy_loss(
     old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
     advantages = expand_advantages(advantages, mask)
 
-    # Policy and KL have a logp each, behind barriers, so that no product is fused into the sum of their gradients.
+    # Policy and KL each read logp through a barrier, so that XLA fuses no product into the sum of their gradients.
     logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
     log_ratio = logp - old_logps
     if options.loss_type == "gspo":
@@ -202,13 +202,13 @@ def _bounded_kl(logp: Array, ref_logps: Array, options: LossOptions) -> tuple[Ar
     if options.log_ratio_bound is None:
         return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), jnp.zeros(logp.shape, bool)
     difference, is_beyond = _bounded(ref_logps - logp, options.log_ratio_bound)
-    # Beyond the bound, a policy of −difference beside a reference of 0 has this log-ratio exactly.
+    # Beyond the bound, the estimator takes −difference and 0 for the two: their log-ratio is the bound exactly.
     logp, ref_logps = jnp.where(is_beyond, -difference, logp), jnp.where(is_beyond, 0.0, ref_logps)
     return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), is_beyond
 
 
 def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float, Array | float]:
-    """The ratios between which the objective still follows the ratio."""
+    """The lowest and the highest ratio at which the objective still depends on the ratio."""
     if options.loss_type == "cispo":
         return 0.0, options.cispo_ratio_cap
     if options.loss_type == "sapo":

@@ -71,7 +71,7 @@ def det_gemm(
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
+    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     given = dict(arguments)
     implementation = given.pop("implementation")
     inputs = GemmInputs(*(given.pop(name) for name in GemmInputs._fields))

@@ -146,7 +146,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
+    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     given = dict(arguments)
     inputs = HeadInputs(*(given.pop(name) for name in HeadInputs._fields))
     start = given.pop("vocab_start_index")

@@ -80,9 +80,9 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
         read. It must lie outside the vocabulary.
       global_vocab_size: true vocabulary size where the last columns are padding: they count as −inf.
       row_indices: numbers of the rows to compute, `[K]`, counting tokens of all lead dimensions from 0, in any order.
-        Rows that it does not list are treated as ignored, but for `initial`.
-      initial: float32 `[*lead]`: logp of the rows that `row_indices` does not list; 0 without it. Updated in place
-        where it is donated to jit.
+        Rows that it does not list are treated as ignored.
+      initial: float32 `[*lead]`: what logp is for the rows that `row_indices` does not list, instead of 0. Updated in
+        place where it is donated to jit.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
       donate_logits: the gradient may be written where the logits are. This is for logits that nothing else uses,
         computed in the same program or donated to jit. Where that does not hold, XLA copies them first, and the result
@@ -131,7 +131,7 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
 
 
 def _tokens_of_rows(inputs: LogpInputs, config: SoftmaxConfig, options: LogitsOptions) -> tuple[Tokens, Array | None]:
-    """Flat tokens, of which those that count are active; and which rows keep what `initial` has, `[*lead]`."""
+    """The flat tokens, active where they count; and a mask `[*lead]` of the rows that keep their value of `initial`."""
     ids, kept, temperature = inputs.token_ids, None, inputs.temperature
     is_counted = counted(ids, options.ignore_index)
     if inputs.row_indices is not None:
@@ -152,7 +152,7 @@ def _tokens_of_rows(inputs: LogpInputs, config: SoftmaxConfig, options: LogitsOp
 
 
 def describe_logp(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
+    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     given = dict(arguments)
     inputs = LogpInputs(*(given.pop(name) for name in LogpInputs._fields))
     options = LogitsOptions(**given)
@@ -243,7 +243,7 @@ def _policies_of(arguments: Mapping[str, Any]) -> RatioKlInputs:
 
 
 def describe_ratio_kl(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
+    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     options = LogitsOptions(validate=arguments["validate"])
     facts = _facts_of_policies("ratio_kl", *check_policies(_policies_of(arguments), options))
     return facts, arguments["implementation"]
@@ -332,7 +332,7 @@ def _loss_options(clip_eps: float, clip_eps_high: float | None, beta: float, eps
 
 
 def describe_grpo_loss(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """Checks a call's arguments by name; the facts by which dispatch decides it, and the implementation it names."""
+    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     inputs, config = check_policies(_policies_of(arguments), LogitsOptions(validate=arguments["validate"]))
     chosen = ("rewards", "advantages", "samples_per_prompt", "group_boundaries")
     check_rewards_or_advantages(inputs.completion_mask, *(arguments[name] for name in chosen))
