@@ -1,6 +1,7 @@
 """Log-probabilities of the LM head for RL post-training: fused, differentiable, with the same bits for every batch."""
 
 from rlk_jax import vocab_parallel
+from rlk_jax.core.exports import export_checks
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops import explain, numerics_version
 from rlk_jax.ops.det_gemm.api import det_gemm
@@ -15,6 +16,7 @@ __all__ = [
     "RatioKl",
     "det_gemm",
     "explain",
+    "export_checks",
     "grpo_loss",
     "linear_grpo_loss",
     "linear_logp",

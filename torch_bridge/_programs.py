@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from torch_bridge import _exchange
@@ -98,7 +98,7 @@ class Program:
         self._borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
         self.borrows = frozenset(i for i in self._borrowed if i is not None)
         kept = [*range(len(outputs)), *(len(outputs) + i for i, x in enumerate(self._borrowed) if x is None)]
-        run = jaxpr_as_fun(_without_checks(traced.jaxpr))
+        run = jaxpr_as_fun(traced.jaxpr)
 
         def forward(*arrays: jax.Array) -> list[jax.Array]:
             found = run(*arrays)
@@ -157,14 +157,6 @@ def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> A
         return jax.jit(program).lower(*specs).compile()
 
 
-def _without_checks(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without debug checks, which only checkify reads; their effect would keep it off JAX's fast path."""
-    jaxpr = program.jaxpr
-    equations = [x for x in jaxpr.eqns if x.primitive.name != "check"]
-    effects = frozenset().union(*(x.effects for x in equations))
-    return ClosedJaxpr(jaxpr.replace(eqns=equations, effects=effects), program.consts)
-
-
 def _spec(x: jax.Array | None) -> Any:
     return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
@@ -216,7 +208,7 @@ def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[C
     with jax.default_device(device):
         traced = jax.jit(function).trace(*specs)
     _count[kind] += 1
-    compiled = _compiled(jaxpr_as_fun(_without_checks(traced.jaxpr)), device, *jax.tree.leaves(specs))
+    compiled = _compiled(jaxpr_as_fun(traced.jaxpr), device, *jax.tree.leaves(specs))
     return compiled, jax.tree.structure(traced.out_info)
 
 

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental import checkify
 
 from rlk_jax.core.checks import BAD_TEMPERATURE, INT32, SMALLEST, is_concrete, require
+from rlk_jax.core.exports import exportable
+from rlk_jax.core.reports import reported
 
 Array = jax.Array
 _IDS_OUT_OF_RANGE = (
@@ -25,6 +26,7 @@ _ACTIONS_OUT_OF_RANGE = (
 _ROWS_OUT_OF_RANGE = "row_indices contains an out-of-range row: expected [0, {last}], got [{low}, {high}]."
 
 
+@exportable
 class LinearLogp(NamedTuple):
     """What `linear_logp` and `logp` return, float32 `[*lead]`: each token's log-probability, and ln Σ exp z and entropy
     of its row of logits z; None for what was not asked for.
@@ -129,7 +131,7 @@ def checked_tokens(
 
     A row with a bad id or temperature gets temperature NaN, which poisons everything that the row reaches.
     validate=True reads the values back once and raises ValueError for a bad one; None does so where they can be read.
-    Otherwise bad rows are only marked, and `checkify.debug_check` reports them to a program under `checkify.checkify`.
+    Otherwise bad rows are only marked, and reported to a program under `checkify.checkify`.
     """
     found = _inspect(as_int32(ids), counted, temperature, vocab_size=vocab_size)
     out_of_range = _ACTIONS_OUT_OF_RANGE if name == "action_ids" else _IDS_OUT_OF_RANGE.replace("{name}", name)
@@ -137,8 +139,8 @@ def checked_tokens(
         (found.ids, out_of_range.replace("{last}", str(vocab_size - 1))),
         (found.temperatures, BAD_TEMPERATURE),
     )
-    _report(checks, validate, f"{name} and temperature")
-    return found.tokens
+    target_ids = _checked(found.tokens.target_ids, checks, validate, f"{name} and temperature")
+    return found.tokens._replace(target_ids=target_ids)
 
 
 def listed_rows(row_indices: Any, count: int, validate: bool | None) -> tuple[Array, Array]:
@@ -156,12 +158,12 @@ def rows_in_range(row_indices: Any, count: int, validate: bool | None) -> tuple[
     indices = as_int32(row_indices)
     is_good = (indices >= 0) & (indices < count)
     fit = _fit(indices, is_good, jnp.ones((), bool), (INT32.min, INT32.max))
-    _report(((fit, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),), validate, "row_indices")
-    return indices, is_good
+    checks = ((fit, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
+    return _checked(indices, checks, validate, "row_indices"), is_good
 
 
-def _report(checks: Sequence[tuple[Array, str]], validate: bool | None, names: str) -> None:
-    """Raises ValueError for the first check that fails, where the values can be read; otherwise marks it for checkify.
+def _checked(x: Array, checks: Sequence[tuple[Array, str]], validate: bool | None, names: str) -> Array:
+    """x. Raises ValueError for the first check that fails, where values can be read; otherwise reports it to checkify.
 
     Each check is what `_fit` gives, and a message.
     """
@@ -173,4 +175,5 @@ def _report(checks: Sequence[tuple[Array, str]], validate: bool | None, names: s
         if must_raise:
             require(fits, message.format(low=low, high=high))
         else:
-            checkify.debug_check(fits != 0, message, low=low, high=high)
+            x = reported(x, fits != 0, message, low=low, high=high)
+    return x

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Num
 
+from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
@@ -18,6 +19,7 @@ from rlk_jax.losses.masked import active_values, masked_count, masked_means, mas
 from rlk_jax.losses.options import LossOptions, check_loss_options
 
 
+@exportable
 class PolicyLoss(NamedTuple):
     """What `policy_loss` returns: fp32 scalars, of which only `loss` carries gradients.
 

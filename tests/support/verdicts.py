@@ -6,7 +6,12 @@ A verdict is whether something is well, and the line that says so.
 import concurrent.futures
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import jax
+import jax.export
+
+import rlk_jax
 from tests.support.pairwise import cover
 
 type Verdict = tuple[bool, str]
@@ -18,6 +23,13 @@ HEAD_LAYOUTS: tuple[HeadLayout, ...] = ((1, ()), (2, ("x", None)), (2, (None, "x
 
 def named(name: str, is_ok: bool) -> Verdict:
     return is_ok, f"{'ok  ' if is_ok else 'FAIL'} {name}"
+
+
+def exported(function: Callable[..., Any], operands: Sequence[Any]) -> Verdict:
+    """Whether jax.export takes a program for GPUs once it skips the checks that rlk_jax names."""
+    checks = rlk_jax.export_checks()
+    program = jax.export.export(jax.jit(function), platforms=("cuda",), disabled_checks=checks)(*operands)
+    return named("an exported program", program.platforms == ("cuda",))
 
 
 def of_configurations(

@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 
 from rlk_jax.core.checks import require_positive, require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
+from rlk_jax.core.exports import exportable
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens, active_mask, checked_tokens, counted, listed_rows
 from rlk_jax.losses import LossOptions, group_advantages, policy_loss
@@ -17,6 +18,7 @@ from rlk_jax.ops.logits.checks import check_logp, check_policies, check_rewards_
 from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs, RatioKlInputs, TakenTokens
 
 
+@exportable
 class GrpoLoss(NamedTuple):
     """What `grpo_loss` returns: float32 scalars, of which only `loss` carries a gradient."""
 

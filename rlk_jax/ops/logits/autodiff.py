@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Float32
 
 from rlk_jax.core import transforms
+from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import blockwise_exp, rounded_product
 from rlk_jax.core.softmax import SoftmaxConfig, values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
@@ -20,6 +21,7 @@ Array = jax.Array
 _NO_SECOND_DERIVATIVE = "the gradient of log-probabilities of logits cannot be differentiated again."
 
 
+@exportable
 class RatioKl(NamedTuple):
     """What `ratio_kl` returns: float32 `[*lead]`, 1 and 0 at masked tokens."""
 

@@ -1,8 +1,9 @@
 """Compiles linear_logp and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
 
 `python -m tests.pallas_kernels.cuda.h200 FOLDER` prints a dictionary that has for each program `calls`, its custom
-calls, and `thunks`, the kinds of its outermost thunks, which are what XLA runs. It needs jax's CUDA plugins in the
-folder of $RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps the text of its programs into FOLDER.
+calls, `thunks`, the kinds of its outermost thunks, which are what XLA runs, and `exports`, whether jax.export takes it.
+It needs jax's CUDA plugins in the folder of $RLK_SM90_PLUGINS, and XLA_FLAGS by which XLA dumps the text of its
+programs into FOLDER.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from rlk_jax import det_gemm, dispatch, linear_logp
 from tests.pallas_kernels.mosaic import sm90
+from tests.support import verdicts
 
 FOLDER = pathlib.Path(sys.argv[1])
 
@@ -76,6 +78,7 @@ def main() -> None:
         (thunks,) = FOLDER.glob(f"*jit_{name}.thunk_sequence_after_thunk_passes.txt")
         found[name] = {
             "calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', text))),
+            "exports": verdicts.exported(function, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands])[0],
             "thunks": re.findall(r"^\d+: (\w+)", thunks.read_text(), re.MULTILINE),
         }
     print(json.dumps(found))

@@ -42,3 +42,4 @@ def test_value_and_gradients_are_our_kernels_alone_in_one_cuda_graph(program, ke
     found = programs[program]
     assert set(found["calls"]) - {"AllocateBuffer"} == kernels
     assert found["thunks"] == ["kCommandBuffer"]
+    assert found["exports"]

@@ -485,12 +485,20 @@ def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
         yield verdicts.named(f"a bare call over {devices}, the head {spec}", is_ok)
 
 
+def exported() -> Iterator[Verdict]:
+    """Whether jax.export takes a program with Mosaic's kernels."""
+    trace_for_h200()
+    loss = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
+    shapes = ((256, 512), jnp.bfloat16), ((4096, 512), jnp.bfloat16), ((256,), jnp.int32)
+    yield verdicts.exported(loss, [jax.ShapeDtypeStruct(*x) for x in shapes])
+
+
 def main() -> int:
     options, every = [configuration.options for configuration in configurations()], "--all" in sys.argv
     numbers, compiled = verdicts.of_configurations(options, compile_one, every=every)
     # Without --all, one H200 is left to `scanned`, whose gradients are on one too, and the last layout to Triton's aot.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
-    failed = verdicts.count_failed(itertools.chain(compiled, scanned(every), bare(layouts)))
+    failed = verdicts.count_failed(itertools.chain(compiled, scanned(every), bare(layouts), exported()))
     count = f"{len(numbers)} of {len(options)} configurations"
     print(f"{count}: {f'{failed} failed' if failed else 'no spills, no serialised wgmma'}")
     return 1 if failed else 0

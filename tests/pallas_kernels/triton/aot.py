@@ -210,6 +210,14 @@ def sharded() -> Iterator[Verdict]:
         yield verdicts.named(f"shard_map check_vma={check_vma} reduction={reduction}", "triton_kernel_call" in program)
 
 
+def exported() -> Iterator[Verdict]:
+    """Whether jax.export takes a program with Triton's kernels."""
+    loss = jax.grad(lambda *x: linear_logp_op(*x, implementation="triton").sum(), (0, 1))
+    operands = shape((256, 512), jnp.bfloat16), shape((4096, 512), jnp.bfloat16), shape((256,), jnp.int32)
+    with programs_for(90):
+        yield verdicts.exported(loss, operands)
+
+
 def main() -> int:
     began = time.monotonic()
     print(
@@ -221,7 +229,7 @@ def main() -> int:
     # Without --all, the last layout alone is compiled, whose memory is nearest to what is allowed. In `make test`,
     # Mosaic's sm90 compiles a head that lies as the second says.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[2:]
-    failed = verdicts.count_failed(itertools.chain(compiled, sharded(), bare(layouts)))
+    failed = verdicts.count_failed(itertools.chain(compiled, sharded(), bare(layouts), exported()))
     verdict = f"{failed} failed" if failed else "no spills, at most 163 KiB of shared memory"
     count = f"{len(numbers)} of {len(options)} programs"
     print(f"{count} for sm_80 or sm_90 in {time.monotonic() - began:.0f} s: {verdict}")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import checkify
 from jax.sharding import AxisType
 
 from rlk_jax.core.dispatch import refuse_if_strict
 from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, ascending_sum, column_groups
 from rlk_jax.core.mesh import AxisName, axis_names, is_checked
+from rlk_jax.core.reports import reported
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import equally_varying, varying_axes, varying_like
 from rlk_jax.ops.linear_logp.options import HeadConfig, Reduction
@@ -123,7 +123,8 @@ def shard_position(shard: Shard, vocab_start_index: Any) -> ShardPosition:
     wanted = jnp.arange(shard.count, dtype=jnp.int32) * shard.columns
     covers = jnp.where(wanted < shard.vocab_size, starts[order] == wanted, starts[order] >= shard.vocab_size)
     is_partition = jnp.all(covers)
-    checkify.debug_check(
+    start = reported(
+        start,
         is_partition,
         f"TP vocab shards must form a contiguous [0, {shard.vocab_size}) partition; "
         f"got starts={{starts}} of {shard.columns} columns each.",
@@ -183,11 +184,11 @@ def is_covered(shard: Shard, tokens: Tokens, columns: Array | None) -> Array:
     is_mine = (tokens.target_ids >= 0) & (tokens.target_ids < width)
     owners, active = lax.psum(jnp.stack([is_mine, tokens.active]).astype(jnp.int32), shard.axis)
     covered = (owners == 1) & jnp.all((active == 0) | (active == shard.count))
-    checkify.debug_check(
+    return reported(
+        covered,
         jnp.all(covered),
         "target_ids must be covered by exactly one TP vocab shard; check vocab_start_index and global_vocab_size.",
     )
-    return covered
 
 
 def local_tokens(tokens: Tokens, position: ShardPosition) -> Tokens:

@@ -1,0 +1,58 @@
+"""jax.export: every op is serialised, and gives the same bits in a process that only loads it."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import rlk_jax
+from rlk_jax.ops import OPS
+from tests.support import exported
+
+CALLS = exported.calls()
+IMPLEMENTATIONS = ("reference", "xla", "deterministic")
+
+
+def test_every_op_has_a_call_here():
+    assert set(CALLS) == set(OPS)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return exported.in_another_process(IMPLEMENTATIONS, tmp_path_factory.mktemp("exported"))
+
+
+@pytest.mark.parametrize(("op", "name"), exported.programs(*IMPLEMENTATIONS))
+def test_same_bits_in_another_process(op, name, loaded):
+    assert loaded[f"{op}-{name}"] == CALLS[op].hashes(name)
+
+
+def test_the_gradient_of_an_exported_program_has_the_same_bits():
+    call = CALLS["linear_logp"]
+
+    def logp(h, w, b):
+        return rlk_jax.linear_logp(h, w, call.arguments[3], b, implementation="deterministic")
+
+    program = jax.export.export(jax.jit(logp))(*call.arguments[:3])
+    loaded = jax.export.deserialize(program.serialize(vjp_order=1))
+
+    def gradients(function):
+        return jax.tree.leaves(jax.jit(jax.grad(lambda *x: function(*x).sum(), argnums=(0, 1, 2)))(*call.arguments[:3]))
+
+    for found, right in zip(gradients(loaded.call), gradients(logp), strict=True):
+        np.testing.assert_array_equal(found, right)
+
+
+def test_an_exported_program_marks_bad_values_and_reports_none():
+    ids = jnp.array([0, 99])
+    function = jax.jit(lambda logits: rlk_jax.logp(logits, ids))
+    program = jax.export.export(function)(jnp.zeros((2, 5)))
+    assert not program.ordered_effects and not program.unordered_effects
+    found = program.call(jnp.zeros((2, 5)))
+    assert np.isfinite(found[0]) and np.isnan(found[1])
+    error, _ = checkify.checkify(program.call)(jnp.zeros((2, 5)))
+    error.throw()
+    with pytest.raises(checkify.JaxRuntimeError, match="token_ids out of range"):
+        checkify.checkify(function)(jnp.zeros((2, 5)))[0].throw()
