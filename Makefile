@@ -20,8 +20,9 @@ marked = $(if $(1),$(if $(FULL),-m "$(1)",-m "$(1) and not full"),$(if $(FULL),,
 HEAD := $(wildcard tests/ops/linear_logp/test_*.py)
 PARALLEL := tests/ops/linear_logp/sharding tests/checker/test_check_tp.py
 CHECK := tests/checker/test_checker.py::test_everything_is_green_and_its_page_stands_alone
-OPS := tests/core tests/losses $(filter-out tests/ops/linear_logp tests/ops/__%,$(wildcard tests/ops/*)) tests/checker tests/commands \
-	$(filter-out tests/test_docs.py,$(wildcard tests/test_*.py))
+# All that no other leg has; tests/gpu is collected and skipped.
+OPS := $(filter-out tests/ops/linear_logp tests/ops/__%,$(wildcard tests/ops/*)) \
+	$(filter-out $(addprefix tests/,__% clients conftest.py grpo ops pallas_kernels support test_docs.py torch_bridge),$(wildcard tests/*))
 # With FULL, whole files.
 NEWEST := $(addprefix tests/,core/test_dispatch.py ops/linear_logp/test_bits.py::test_run_to_run \
 	$(if $(FULL),ops/linear_logp/test_transforms.py commands/test_cli.py, \

@@ -1,7 +1,12 @@
-"""What the kernels over materialised logits `[N, V]` take and return for each row, in Mosaic and in Triton alike."""
+"""What the kernels over materialised logits `[N, V]` take and return for each row, in Mosaic and in Triton alike; and
+the constants by which all kernels exchange e and 2.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)

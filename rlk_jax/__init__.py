@@ -1,6 +1,6 @@
 """Log-probabilities of the LM head for RL post-training: fused, differentiable, with the same bits for every batch."""
 
-from rlk_jax import vocab_parallel
+from rlk_jax import dispatch, grpo, vocab_parallel
 from rlk_jax.core.exports import export_checks
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops import explain, numerics_version
@@ -15,8 +15,10 @@ __all__ = [
     "LinearLogp",
     "RatioKl",
     "det_gemm",
+    "dispatch",
     "explain",
     "export_checks",
+    "grpo",
     "grpo_loss",
     "linear_grpo_loss",
     "linear_logp",

@@ -6,8 +6,12 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,7 +34,7 @@ MAY_IMPORT = {
     "core": set(),
     "losses": {"core"},
     "ops": {"core", "losses"},
-    "doors": {"core", "ops"},
+    "doors": {"core", "losses", "ops", "grpo"},
     "nn": {"core", "losses", "ops"},
     "grpo": {"core", "losses", "ops", "doors", "nn"},
     "clients": {"core", "losses", "ops", "doors", "nn"},
@@ -39,8 +43,8 @@ MAY_IMPORT = {
 }
 """The rooms of rlk_jax that each room may import beside itself."""
 
-DOORS = {"rlk_jax", "rlk_jax.dispatch", "rlk_jax.vocab_parallel"}
-"""Public import paths at the top that re-export what stands in a room."""
+DOORS = {"rlk_jax", "rlk_jax.dispatch", "rlk_jax.grpo", "rlk_jax.vocab_parallel"}
+"""Public import paths at the top that re-export what stands in rooms."""
 
 ROLES = {
     "ROWS",
@@ -57,6 +61,19 @@ ROLES = {
     "mosaic",
     "add_parser",
     "run",
+    "_DESCRIPTION",
+    "_NO_SECOND_DERIVATIVE",
+    "_columns",
+    "_forward",
+    "_gradient",
+    "_gradients",
+    "_kernels",
+    "_merge",
+    "_partials",
+    "_values",
+    "_values_bwd",
+    "_values_fwd",
+    "__all__",
 }
 """Names with one role that several modules play: those of an op's files, and of the commands."""
 
@@ -77,6 +94,19 @@ def _module_named(name: str, attribute: str | None = None) -> str | None:
     return None
 
 
+def _given_name(node: ast.AST) -> ast.expr | None:
+    """The name that a node gives to import_module or __import__, or None where it is no such call."""
+    is_import = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORTERS
+    return node.args[0] if is_import else None
+
+
+def _constant(name: ast.expr) -> str | None:
+    return name.value if isinstance(name, ast.Constant) else None
+
+
+IMPORTERS = ("import_module", "__import__")
+
+
 @functools.cache
 def imports_of(module: str) -> frozenset[str]:
     """All modules of this project that a module imports anywhere: late, under TYPE_CHECKING, or by import_module."""
@@ -90,6 +120,9 @@ def imports_of(module: str) -> frozenset[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             # A full name in a string may be given to import_module.
             found |= {node.value if node.value in SOURCES and "." in node.value else None}
+        elif (name := _given_name(node)) and (given := _constant(name)):
+            assert not given.startswith("."), f"{module} imports relatively"
+            found.add(_module_named(given))
     return frozenset(x for x in found if x is not None and x != module)
 
 
@@ -102,8 +135,6 @@ def test_rooms_import_one_way():
                 assert other == "pallas_kernels", f"{module} imports {imported}"
             elif package == "torch_bridge":
                 assert other != "pallas_kernels", f"{module} imports {imported}"
-            elif other == "torch_bridge":
-                assert room_of(module) == "checker", f"{module} imports {imported}"
             elif other == "rlk_jax":
                 allowed = MAY_IMPORT[room_of(module)] | {room_of(module)}
                 assert room_of(imported) in allowed, f"{module} imports {imported}"
@@ -122,32 +153,38 @@ def test_an_op_imports_no_other_op_unless_it_is_composed():
 COMPOSED = ("rlk_jax.ops.linear_grpo_loss",)
 """Ops that are composed of another op, and import it."""
 GIVEN_NAMES = {
-    PLUGIN: "importlib.import_module(module)",
-    "rlk_jax.checker.candidates": "importlib.import_module(module_name)",
-    "torch_bridge.clients._patch_point": "import_module(self.module)",
+    PLUGIN: """f'torch_bridge.{part}' if part else 'torch_bridge'""",
+    "rlk_jax.checker.candidates": "module_name",
+    "torch_bridge.clients._patch_point": "self.module",
 }
-"""Modules that import what they are given a name of, and how: the plug-in lookup, a user's function, a client."""
+"""Modules that import by a name that they are given, and that name: the plug-in lookup, a user's function, a client."""
+
+
+def test_modules_are_imported_by_names_that_stand_there():
+    """Only the plug-in lookup of the checker may make up the name of a module of this project."""
+    for module, path in SOURCES.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [name for node in nodes if (name := _given_name(node))]
+        made_up = [ast.unparse(name) for name in names if _constant(name) is None]
+        assert made_up == ([GIVEN_NAMES[module]] if module in GIVEN_NAMES else []), module
+        # An importer under another name, or as a value, would not be seen.
+        mentioned = [ast.unparse(x) for x in nodes if isinstance(x, ast.Name | ast.Attribute)]
+        assert len([x for x in mentioned if x.split(".")[-1] in IMPORTERS]) == len(names), module
+        assert not [x for x in nodes if isinstance(x, ast.alias) and x.name in IMPORTERS and x.asname], module
+        assert not [x for x in nodes if isinstance(x, ast.Constant) and x.value in IMPORTERS], module
 
 
 def test_rlk_jax_reaches_torch_bridge_at_one_place():
-    """Only the plug-in lookup of the checker may import a module of this project whose name it is given."""
-    for module, path in SOURCES.items():
-        calls = re.findall(r"(?:importlib\.)?import_module\([^\"].*?\)|__import__\(.*?\)", path.read_text())
-        assert calls == [GIVEN_NAMES[module]] if module in GIVEN_NAMES else not calls, module
-        text = path.read_text()
+    for module in SOURCES:
         if module.startswith("rlk_jax") and module != PLUGIN:
-            assert not re.search(r"^\s*(import|from) (torch_bridge|torch)\b", text, re.MULTILINE), module
-            assert not re.search(r"import_module\([^)]*torch", text), module
-    assert "import_module(module)" in SOURCES[PLUGIN].read_text()
+            assert not [x for x in imports_of(module) if x.startswith("torch_bridge")], module
+            text = SOURCES[module].read_text()
+            assert not re.search(r"^\s*(import|from) torch\b", text, re.MULTILINE), module
 
 
 def test_no_imports_go_in_a_circle():
-    """The checker names modules of torch_bridge for its plug-in lookup; these edges alone are left out."""
-
-    def is_plugin(module: str, imported: str) -> bool:
-        return module.startswith("rlk_jax.checker.") and imported.startswith("torch_bridge")
-
-    edges = {module: {x for x in imports_of(module) if not is_plugin(module, x)} for module in SOURCES}
+    """The plug-in lookup makes up the name of torch_bridge, so its edge is the only one that is not counted."""
+    edges = {module: set(imports_of(module)) for module in SOURCES}
     # A module that is in no circle can be taken away once all that it imports are.
     left = dict(edges)
     while done := [module for module, imported in left.items() if not imported & left.keys()]:
@@ -226,24 +263,26 @@ def test_files_stay_short(package):
         assert lines <= 400, f"{path.relative_to(ROOT)} has {lines} lines"
 
 
+def names_in(body: list[ast.stmt]) -> Iterator[str]:
+    """The names of the functions, classes and constants of a module, those under `if`, `try` and `with` too."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.TypeAlias):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None) or node.name]
+            yield from (x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from names_in([*node.body, *getattr(node, "orelse", [])])
+
+
 def test_a_name_means_one_thing():
-    """Functions, classes and constants of modules that are not private."""
     defined = collections.defaultdict(set)
     for module, path in SOURCES.items():
         if not module.startswith("rlk_jax"):
             continue
-        for node in ast.parse(path.read_text()).body:
-            names = []
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names = [node.name]
-            elif isinstance(node, ast.Assign):
-                names = [x.id for x in node.targets if isinstance(x, ast.Name)]
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names = [node.target.id]
-            for name in names:
-                if not name.startswith("_"):
-                    defined[name].add(module)
-    # The whole-array form of linear_logp is public under the same name, and Tunix's adapter has a Head of its own.
+        for name in names_in(ast.parse(path.read_text()).body):
+            defined[name].add(module)
+    # The whole-array form of linear_logp is public under the same name.
     public = {"linear_logp": {"rlk_jax.ops.linear_logp.api", "rlk_jax.ops.linear_logp.sharding.vocab_parallel"}}
     twice = {
         name: modules
@@ -280,22 +319,29 @@ def described_with(path: pathlib.Path) -> dict[str, str]:
     return found
 
 
+MAKE_TEST = r"make\s+(#\s+)?test\b(?!-)"
+
+
 def test_what_runs_in_full_only_names_what_catches_its_bug_in_make_test():
-    """Each test and list of parameters that is marked `full` says so, and the tests that it names exist."""
+    """Each test and list of parameters that is marked `full` says what is left, and the tests that it names exist."""
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" not in path.parts]
     names = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in files)))
     for path in files:
         for place, text in described_with(path).items():
+            if re.search(r"helpers\.(cover|implementations)\(", text):
+                # Other parameters of the test run in make test; a comment says why these are enough.
+                assert "#" in text or re.search(MAKE_TEST, text), place
+                continue
             if "mark.full" not in text:
                 continue
-            assert re.search(r"make\s+(#\s+)?test\b", text), place
+            assert re.search(MAKE_TEST, text), place
             named = re.findall(r"\btest_\w+\b(?!\.py)", text)
             assert set(named) <= names, (place, set(named) - names)
 
 
 PUBLIC = {
     "rlk_jax": "GrpoLoss LinearLogp RatioKl det_gemm explain grpo_loss linear_grpo_loss linear_logp logp "
-    "numerics_version ratio_kl vocab_parallel dispatch nn",
+    "numerics_version ratio_kl vocab_parallel dispatch grpo",
     "rlk_jax.vocab_parallel": "linear_logp pad_lm_head shard_bounds",
     "rlk_jax.dispatch": "IMPLEMENTATIONS TABLE Decision Device Implementation explain numerics_version promising",
     "rlk_jax.nn": "BLOCK DetDense LMHead attention det_dot_general embed isolated ordered_sum rms_norm rotary softmax",
@@ -311,13 +357,28 @@ PUBLIC = {
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_import_paths_stay(module):
+    """Each in a new process, in which nothing else has been imported: rlk_jax.nn alone needs flax and an import."""
     if module == "torch_bridge":
         pytest.importorskip("torch")
-    found = importlib.import_module(module)
-    if module == "rlk_jax":
-        importlib.import_module("rlk_jax.nn")
-    for name in PUBLIC[module].split():
-        assert getattr(found, name) is not None, name
+    code = f"import sys, {module}; print([x for x in sys.argv[1:] if not hasattr({module}, x)])"
+    command = [sys.executable, "-c", code, *PUBLIC[module].split()]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout == "[]\n"
+
+
+def test_the_readme_is_short():
+    words = (ROOT / "README.md").read_text().partition("\n| ")[0].split()
+    assert 300 < len(words) <= 800
+
+
+def test_make_test_leaves_no_test_out():
+    """Each folder and file of tests is given to a leg, by its own name or by that of a folder it is in."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-n", "test", "JOBS=1"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    given = {ROOT / x for x in re.findall(r"(?<= )tests(?:/[\w.]+)*", found.stdout)}
+    left = {path for path in (ROOT / "tests").rglob("test_*.py") if not given & {path, *path.parents}}
+    assert not left
 
 
 def test_paths_of_other_environments_stay():

@@ -259,8 +259,8 @@ def _is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-_call_bwd_op = _custom_op("pull_back", _call_bwd)
-_flops.register("pull_back", _flops.gradient_flops, of_shapes=False)
+_call_bwd_op = _custom_op("call_bwd", _call_bwd)
+_flops.register("call_bwd", _flops.gradient_flops, of_shapes=False)
 
 
 @_call_bwd_op.register_fake

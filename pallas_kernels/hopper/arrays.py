@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.hopper.vocabulary import HeadAccess
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-
 
 @dataclass(frozen=True)
 class LogitsConfig:

@@ -19,8 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import (
-    LN_2,
-    LOG2_E,
     Coefficients,
     GradientRows,
     KeptExponentials,
@@ -30,6 +28,7 @@ from pallas_kernels.hopper.arrays import (
 )
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
+from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,

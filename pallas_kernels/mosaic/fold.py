@@ -8,8 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LN_2, Partials, Softmax
+from pallas_kernels.hopper.arrays import Partials, Softmax
 from pallas_kernels.hopper.tiles import THREADS, Machine
+from pallas_kernels.logits import LN_2
 from pallas_kernels.mosaic.launch import launch
 
 Array = jax.Array

@@ -17,9 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LOG2_E
 from pallas_kernels.hopper.tiles import THREADS, Machine
-from pallas_kernels.logits import RowCoefficients, RowConfig, RowStatistics
+from pallas_kernels.logits import LOG2_E, RowCoefficients, RowConfig, RowStatistics
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.statistics import softcapped
 

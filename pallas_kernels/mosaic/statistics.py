@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LOG2_E, LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.main_loop import (
     COLUMN,
     STRIP,

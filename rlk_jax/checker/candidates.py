@@ -84,7 +84,7 @@ class Candidate:
 
 def torch_arrays() -> ArrayLibrary:
     """Torch tensors, as torch_bridge handles them. Raises `Unusable` where PyTorch is not installed."""
-    return plugins.bridge("torch_bridge.check").TORCH
+    return plugins.bridge("check").TORCH
 
 
 def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None) -> Candidate:

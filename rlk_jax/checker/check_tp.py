@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     if options.bridge:
         if options.processes or options.coordinator or options.devices or options.reduction != "sum":
             return _usage_error("--bridge goes without --processes, --coordinator, --devices and --reduction")
-        return plugins.bridge("torch_bridge.check_tp").run(options)
+        return plugins.bridge("check_tp").run(options)
     joined = (options.coordinator, options.process_count, options.process_id)
     if None in joined and any(x is not None for x in joined):
         return _usage_error("--coordinator, --process-count and --process-id go together")

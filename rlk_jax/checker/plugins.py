@@ -16,8 +16,8 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def bridge(module: str = "torch_bridge") -> ModuleType:
-    """The package torch_bridge, or the module of it with this full name. Raises `Unusable` where PyTorch is missing."""
+def bridge(part: str = "") -> ModuleType:
+    """The package torch_bridge, or the module of this name in it. Raises `Unusable` where PyTorch is missing."""
     if not has_torch():
         raise Unusable("PyTorch is not installed: it comes with rlk-jax's extra `torch`")
-    return importlib.import_module(module)
+    return importlib.import_module(f"torch_bridge.{part}" if part else "torch_bridge")

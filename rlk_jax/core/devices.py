@@ -1,5 +1,7 @@
 """What a device lacks for each kind of kernels, and which devices a kind is meant for."""
 
+from collections.abc import Callable
+
 import jax
 
 from pallas_kernels.cuda import build
@@ -40,10 +42,19 @@ def hopper_obstacles(facts: CallFacts) -> list[str]:
     )
 
 
-def cuda_library_obstacles() -> list[str]:
-    """Why the compiled CUDA kernels cannot be loaded on this machine. It starts a process to look for a compiler."""
-    missing = build.why_missing() or build.driver_too_old()
-    return [missing] if missing else []
+def with_cuda_library(obstacles: Callable[[CallFacts], list[str]]) -> Callable[[CallFacts], list[str]]:
+    """`obstacles`, and why the compiled CUDA kernels cannot be loaded on this machine where it finds none.
+
+    Looking for a compiler starts a process, so it comes last.
+    """
+
+    def found(facts: CallFacts) -> list[str]:
+        if reasons := obstacles(facts):
+            return reasons
+        missing = build.why_missing() or build.driver_too_old()
+        return [missing] if missing else []
+
+    return found
 
 
 def triton_obstacles(facts: CallFacts) -> list[str]:

@@ -68,7 +68,7 @@ TABLE: dict[str, Sequence[Implementation]] = {}
 
 @dataclass(frozen=True)
 class TypicalCall:
-    """A call of one op as models in use make it, of which `rlk doctor` tells what would run it."""
+    """A call of one op as models in use make it. `rlk doctor` tells which implementation would run it."""
 
     text: str
     """The call in a few words."""

@@ -122,7 +122,7 @@ def _result_types(*_: Any, call: Any, **__: Any) -> Any:
 
 
 @_partitioned.def_impl
-def _run(*arguments: Any, call: Any, **_: Any) -> Any:
+def _run_whole(*arguments: Any, call: Any, **_: Any) -> Any:
     return jaxpr_as_fun(call)(*arguments)
 
 

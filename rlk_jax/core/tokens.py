@@ -28,8 +28,8 @@ _ROWS_OUT_OF_RANGE = "row_indices contains an out-of-range row: expected [0, {la
 
 @exportable
 class LinearLogp(NamedTuple):
-    """What `linear_logp` and `logp` return, float32 `[*lead]`: each token's log-probability, and ln Σ exp z and entropy
-    of its row of logits z; None for what was not asked for.
+    """Each token's log-probability, and ln Σ exp z and entropy of its row of logits z, float32 `[*lead]`; None for what
+    was not asked for. Ops on rows of logits return it.
     """
 
     logp: Array

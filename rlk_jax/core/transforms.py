@@ -50,9 +50,9 @@ def vmap_folds_rows(function: Callable[[Any, Any], Any], *, outputs_are_rows: bo
 
 
 def with_vmap_rule[Result](function: Callable[..., Result], batched: Callable[..., Result]) -> Callable[..., Result]:
-    """`function`, which under vmap is replaced by the vmap of `batched`: for results that only one batch can have.
+    """`function`, which vmap replaces by the vmap of `batched`. Functions need this whose results cannot be batched.
 
-    Both give the same tree; where `batched` cannot give an array, it gives an empty one.
+    Both return the same tree. Where `batched` cannot give an array, it gives an empty one in its place.
     """
     call = jax.custom_batching.custom_vmap(function)
 
@@ -71,7 +71,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def equally_varying[Tree](tree: Tree) -> Tree:
-    """The tree, with every leaf made to vary over each mesh axis of a surrounding shard_map that any leaf varies over.
+    """The tree with all leaves varying over the same mesh axes of a surrounding shard_map: those of any of its leaves.
 
     Called outside the custom_vjp, it lets JAX sum the gradient of a replicated operand over the axes that the operand
     was made to vary over.

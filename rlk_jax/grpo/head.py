@@ -68,15 +68,15 @@ class MeshHead:
         if not self.keeps_bits:
             return function
 
-        def forward(argument: T) -> tuple[R, Callable[[R], tuple[T]]]:
+        def function_fwd(argument: T) -> tuple[R, Callable[[R], tuple[T]]]:
             value, vjp = jax.vjp(function, argument)
             return self.fusion_barrier((value, vjp))
 
-        def backward(vjp: Callable[[R], tuple[T]], upstream: R) -> tuple[T]:
+        def function_bwd(vjp: Callable[[R], tuple[T]], upstream: R) -> tuple[T]:
             return vjp(self.fusion_barrier(upstream))
 
         with_barriers = jax.custom_vjp(function)
-        with_barriers.defvjp(forward, backward)
+        with_barriers.defvjp(function_fwd, function_bwd)
         return with_barriers
 
     def shardings(self, tree: Any) -> Any:

@@ -32,14 +32,14 @@ class Op:
 
 _HEAD = (head_implementations.ROWS, head_implementations.TYPICAL)
 _GEMM = (gemm_implementations.ROWS, gemm_implementations.TYPICAL)
-_LOGITS, _TYPICAL = logits_implementations.ROWS, logits_implementations.TYPICAL
+_LOGITS_ROWS, _TYPICAL = logits_implementations.ROWS, logits_implementations.TYPICAL
 
 OPS = {
     "linear_logp": Op(head.linear_logp, head.describe, 4, *_HEAD),
     "det_gemm": Op(gemm.det_gemm, gemm.describe, 1, *_GEMM),
-    "logp": Op(logits.logp, logits.describe_logp, 2, _LOGITS, _TYPICAL["logp"]),
-    "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS, _TYPICAL["ratio_kl"]),
-    "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS, _TYPICAL["grpo_loss"]),
+    "logp": Op(logits.logp, logits.describe_logp, 2, _LOGITS_ROWS, _TYPICAL["logp"]),
+    "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS_ROWS, _TYPICAL["ratio_kl"]),
+    "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS_ROWS, _TYPICAL["grpo_loss"]),
     "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe),
 }
 

@@ -226,6 +226,7 @@ def is_in_make_test(loss_type, clip, kl):
     }
 
 
+# `is_in_make_test` says what these are enough for.
 @helpers.cover("loss_type, clip, kl", [(*loss, kl) for loss in LOSSES for kl in ("k1", "k2", "k3")], is_in_make_test)
 def test_loss_gradient_and_metrics_equal_the_definition(loss_type, clip, kl):
     changes = CLIPS[clip] if loss_type in CLIPPED else {}

@@ -46,15 +46,15 @@ def _cuda_kernel() -> GemmKernel:
 
 def mosaic(machine: Machine | None = None) -> Gemm:
     """The implementation by a Pallas Mosaic GPU kernel, for one machine; None for the GPU that JAX sees."""
-    return functools.partial(_product, _mosaic_kernel, machine)
+    return functools.partial(_by_kernel, _mosaic_kernel, machine)
 
 
 def cuda(machine: Machine | None = None) -> Gemm:
     """The implementation by a CUDA C++ kernel, for one machine; None for the GPU that JAX sees."""
-    return functools.partial(_product, _cuda_kernel, machine)
+    return functools.partial(_by_kernel, _cuda_kernel, machine)
 
 
-def _product(
+def _by_kernel(
     kernel: Callable[[], GemmKernel],
     machine: Machine | None,
     layout: GemmLayout,

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.devices import (
-    cuda_library_obstacles,
     hopper_obstacles,
     is_hopper,
     is_meant_for_triton,
     triton_obstacles,
+    with_cuda_library,
 )
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.ops.linear_logp import hopper
@@ -36,11 +36,6 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     return hopper_obstacles(facts) + _operand_obstacles(facts)
 
 
-def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    """Why the CUDA kernels cannot run. A compiler, which takes long to find, is looked for only where all else fits."""
-    return _mosaic_obstacles(facts) or cuda_library_obstacles()
-
-
 def _triton_obstacles(facts: CallFacts) -> list[str]:
     return triton_obstacles(facts) + _operand_obstacles(facts)
 
@@ -64,7 +59,7 @@ ROWS = (
     Implementation(
         "cuda",
         partitioned(hopper.cuda(), check_edges),
-        _cuda_obstacles,
+        with_cuda_library(_mosaic_obstacles),
         by_name_only="mosaic is as fast and needs no compiler",
         promises_bits=True,
     ),

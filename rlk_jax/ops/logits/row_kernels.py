@@ -1,6 +1,5 @@
 """The ops over logits by kernels that stream rows: what they take for each token, and what is made of their results."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.logits import RowCoefficients, RowConfig, RowStatistics
+from pallas_kernels.logits import LN_2, LOG2_E, RowCoefficients, RowConfig, RowStatistics
 from rlk_jax.core.fixed_order import rounded_product
 from rlk_jax.core.softmax import SoftmaxConfig, Statistics, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -16,8 +15,6 @@ from rlk_jax.core.transforms import as_replicated, fusion_barrier
 from rlk_jax.ops.logits.options import LogitsFunctions
 
 Array = jax.Array
-LN_2 = math.log(2)
-LOG2_E = 1 / LN_2
 
 
 class StatisticsKernel(Protocol):

@@ -151,7 +151,7 @@ def test_ignored_rows_leak_nothing(implementation, poison):
         assert_same_bits(alone, tuple(x[~ignored] for x in expected))
 
 
-@helpers.implementations("xla", "deterministic")
+@helpers.implementations("xla", "deterministic")  # the reference leaves no rows out
 def test_rows_without_an_upstream_gradient_get_none(implementation):
     case = Case("masked", (8,), 60)
     p = ops.make(case, jnp.bfloat16)
@@ -164,7 +164,7 @@ def test_rows_without_an_upstream_gradient_get_none(implementation):
     assert not np.any(gradient[:4]) and np.all(np.isfinite(gradient)) and np.any(gradient[4:])
 
 
-@helpers.implementations("xla", "deterministic")
+@helpers.implementations("xla", "deterministic")  # the reference is what the others are compared with
 def test_only_the_row_of_impossible_tokens_is_nan(implementation):
     case = Case("no finite logit", (4,), 30)
     p = ops.make(case, jnp.float32)

@@ -118,8 +118,8 @@ def agreed_on_mesh[T](
 def _own_pieces(ids: Any, temperature: Any, *, must_read: bool) -> list[tuple[Any, Any]]:
     """What this process holds of ids and temperatures, piece by piece, where they may lie over several processes.
 
-    A temperature that is cut otherwise than ids is not looked at (a bad one still gives NaN), and where it must be read
-    it is refused.
+    A temperature whose pieces are not those of the ids is refused where it must be read. Elsewhere it is not looked at;
+    a bad one still gives NaN.
     """
     pieces_of_ids, pieces = _pieces(ids), _pieces(temperature)
     if pieces_of_ids is None and pieces is None:

@@ -133,7 +133,7 @@ def linear_logp(
         sizes = (config.vocab_size, config.real_vocab_size, config.weight_layout)
         return _CallLayout(HeadLayout(mesh, axis_names(vocab_axis), (), *sizes), lead)
 
-    return _run(mesh, layout, inputs, HeadOptions(**known))
+    return _logp_of_mesh(mesh, layout, inputs, HeadOptions(**known))
 
 
 def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | LinearLogp:
@@ -149,11 +149,11 @@ def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | Line
         lead = (tuple(name for name in axis_names(axes) if name not in head.axes) for axes in given)
         return _CallLayout(head, PartitionSpec(*(axes or None for axes in lead)))
 
-    values = _run(mesh, layout, inputs, options)
+    values = _logp_of_mesh(mesh, layout, inputs, options)
     return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, given)), values)
 
 
-def _run(
+def _logp_of_mesh(
     mesh: Mesh | AbstractMesh,
     layout: Callable[[HeadInputs, HeadConfig], _CallLayout],
     inputs: HeadInputs,

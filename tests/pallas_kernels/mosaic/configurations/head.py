@@ -1,0 +1,240 @@
+"""linear_logp's kernels."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.arrays import (
+    Coefficients,
+    GradientRows,
+    HiddenGradient,
+    KeptExponentials,
+    KeptRowMap,
+    LogitsConfig,
+    Partials,
+    VocabSlice,
+)
+from pallas_kernels.hopper.tiles import COLUMNS
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+from pallas_kernels.mosaic import gradients, statistics
+from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
+from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+from rlk_jax.core.fixed_order import column_groups
+from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One configuration of linear_logp's kernels.
+
+    The number of rows picks the tile, and the size of the vocabulary decides whether chunks are ragged. A copied head
+    is always "vd".
+    """
+
+    rows: int = 512
+    dim: int = 512
+    vocab: int = 131072
+    layout: Any = "vd"
+    copied: bool = False
+    dtype: Any = jnp.bfloat16
+    softcap: float | None = None
+    bias: bool = False
+    lse: bool = False
+    entropy: bool = False
+    slice_chunks: int = 16
+    keeps: bool = False
+    """Whether the forward keeps exponentials of its first chunks, which the backward reads."""
+    shard: bool = False
+    """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
+
+    def options(self, kernel: str) -> dict[str, Any]:
+        """All fields, and the kernel's name."""
+        return {"kernel": kernel, **dataclasses.asdict(self), "dtype": jnp.dtype(self.dtype).name}
+
+    @property
+    def vector_rows(self) -> int:
+        return max(self.rows, 128)
+
+    @property
+    def head(self) -> HeadAccess:
+        whole = column_groups(self.vocab)
+        groups = 1 if self.shard else whole.count
+        vocabulary = Vocabulary(whole.width - 1 if self.shard else self.vocab, groups, whole.width)
+        return HeadAccess(vocabulary, self.layout, self.copied)
+
+    @property
+    def weight(self) -> jax.ShapeDtypeStruct:
+        columns = column_groups(self.vocab).width if self.shard else self.vocab
+        rows = self.slice_chunks * COLUMNS if self.copied else columns
+        return jax.ShapeDtypeStruct((rows, self.dim) if self.layout == "vd" else (self.dim, rows), self.dtype)
+
+    def vector(self, wanted: bool = True, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct | None:
+        return jax.ShapeDtypeStruct((self.vector_rows,), dtype) if wanted else None
+
+    def common(self) -> dict[str, Any]:
+        scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
+        bias = jax.ShapeDtypeStruct((self.slice_chunks * COLUMNS,), jnp.float32) if self.bias else None
+        return {
+            "where": VocabSlice(scalar, scalar, scalar, scalar if self.shard else None),
+            "hidden": jax.ShapeDtypeStruct((self.rows, self.dim), self.dtype),
+            "weight": self.weight,
+            "bias": bias,
+        }
+
+    def coefficients(self) -> Coefficients:
+        ids, row = self.vector(dtype=jnp.int32), self.vector()
+        return Coefficients(ids, row, row, row, row if self.entropy else None, row)
+
+    def dlogits_array(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.slice_chunks * COLUMNS), self.dtype)
+
+
+def forward(p: Problem) -> Configuration:
+    def run(where, hidden, weight, bias, target_ids, holds_target, temperature):
+        shape = (p.head.vocabulary.chunks, p.vector_rows)
+        new = [jax.new_ref(lax.empty(shape, jnp.float32)) if i < 3 or p.entropy else None for i in range(4)]
+        out = Partials(*new)
+        kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
+        logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
+        statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept)
+        return jax.tree.map(jax.freeze, out)
+
+    holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
+    vectors = {"target_ids": p.vector(dtype=jnp.int32), "holds_target": holds, "temperature": p.vector()}
+    return Configuration(p.options("forward"), run, {**p.common(), **vectors})
+
+
+def folds(p: Problem) -> Configuration:
+    """Both folds. They depend on the numbers of chunks and groups and on an entropy, not on what made the partials."""
+
+    def run(partials, active):
+        groups = fold_chunks(partials, p.head.vocabulary.groups, active, MACHINE)
+        return fold_groups(groups, active, MACHINE)
+
+    row = jax.ShapeDtypeStruct((p.head.vocabulary.chunks, p.vector_rows), jnp.float32)
+    partials = Partials(row, row, row, row if p.entropy else None)
+    active = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return Configuration(p.options("folds"), run, {"partials": partials, "active": active})
+
+
+def logit_gradients(p: Problem) -> Configuration:
+    def run(where, hidden, weight, bias, rows):
+        out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+        dlogits(LogitsConfig(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
+        return jax.freeze(out)
+
+    return Configuration(p.options("dlogits"), run, {**p.common(), "rows": p.coefficients()})
+
+
+def row_coefficients(p: Problem) -> Configuration:
+    def run(rows):
+        return coefficients(rows, MACHINE)
+
+    wanted = {"gap": p.entropy, "g_lse": p.lse, "g_entropy": p.entropy, "scale": p.dtype == jnp.float16}
+    rows = GradientRows(
+        *(
+            p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32)
+            for name in GradientRows._fields
+        )
+    )
+    return Configuration(p.options("coefficients"), run, {"rows": rows})
+
+
+def logit_gradients_from_kept_exponentials(p: Problem, *, in_place: bool) -> Configuration:
+    def run(where, kept, source, rows):
+        if in_place:
+            out, kept = jax.new_ref(kept.exponentials), kept._replace(exponentials=None)
+        else:
+            out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+        dlogits_from_kept_exponentials(p.head.vocabulary, MACHINE, where, kept, source, rows, out)
+        return jax.freeze(out)
+
+    where = p.common()["where"]
+    shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
+    arguments = {"where": where, "kept": KeptExponentials(p.dlogits_array(), shift)}
+    arguments |= {"source": KeptRowMap(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
+    options = p.options("dlogits from kept exponentials") | {"in_place": in_place}
+    return Configuration(options, run, arguments)
+
+
+def hidden_gradient(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, weight, unscale):
+        shape = (p.vector_rows, -(-p.dim // COLUMNS) * COLUMNS)
+        rounded = None if p.shard else jax.new_ref(lax.empty(shape, p.dtype))
+        out = HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded)
+        chain = range(p.head.vocabulary.chunks)
+        gradients.add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, chain, out)
+        return jax.tree.map(jax.freeze, out)
+
+    arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "weight": p.weight}
+    return Configuration(p.options("d_hidden"), run, {**arguments, "unscale": p.vector(p.dtype == jnp.float16)})
+
+
+def weight_gradient(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, hidden, unscale):
+        out = jax.new_ref(lax.empty(p.weight.shape, p.dtype))
+        gradients.store_weight_gradient(p.head, MACHINE, where, slice_dlogits, hidden, unscale, out)
+        return jax.freeze(out)
+
+    unscale = jax.ShapeDtypeStruct((1,), jnp.float32) if p.dtype == jnp.float16 else None
+    common = p.common()
+    arguments = {"where": common["where"], "slice_dlogits": p.dlogits_array(), "hidden": common["hidden"]}
+    return Configuration(p.options("d_weight"), run, {**arguments, "unscale": unscale})
+
+
+def bias_gradient(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, row_unscale):
+        return gradients.column_sums(where, slice_dlogits, row_unscale, MACHINE)
+
+    row_unscale = p.vector(p.dtype == jnp.float16)
+    arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "row_unscale": row_unscale}
+    return Configuration(p.options("d_bias"), run, arguments)
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every tile with every set of options that reaches a kernel, with whole and ragged chunks, all layouts and copies.
+
+    Softcaps above 64 are left out. They take one more branch, and with an entropy and without a bias their dlogits
+    spill 20 to 32 bytes.
+    """
+    heads = (
+        {},
+        {"vocab": 151936},
+        {"layout": "dv"},
+        {"copied": True, "vocab": 50257},
+        {"shard": True},
+        {"shard": True, "layout": "dv"},
+        {"shard": True, "copied": True, "vocab": 50257},
+    )
+    both = (False, True)
+    for rows, bias, softcap, entropy in itertools.product((64, 128, 512), both, (None, 30.0), both):
+        options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
+        for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}, {"shard": True}):
+            yield forward(Problem(**head, **options))
+            if softcap is None and rows > 64:
+                yield forward(Problem(keeps=True, **head, **options))
+        for vocab, dtype in itertools.product((131072, 151936), (jnp.bfloat16, jnp.float16)):
+            yield logit_gradients(Problem(vocab=vocab, dtype=dtype, **options))
+    for head, dtype in itertools.product(heads, (jnp.bfloat16, jnp.float16)):
+        yield forward(Problem(dtype=dtype, **head))
+        yield logit_gradients(Problem(dtype=dtype, **head))
+        for rows in (64, 512):
+            yield hidden_gradient(Problem(rows=rows, dtype=dtype, **head))
+            yield weight_gradient(Problem(rows=rows, dtype=dtype, **head))
+    yield weight_gradient(Problem(dim=64, layout="dv"))
+    for head in heads:
+        yield forward(Problem(keeps=True, **head))
+        yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=True)
+        yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=False)
+    for entropy, head in itertools.product(both, ({}, {"vocab": 151936}, {"vocab": 131584}, {"vocab": 50257})):
+        yield folds(Problem(entropy=entropy, **head))
+        yield folds(Problem(entropy=entropy, shard=True, **head))
+    for dtype, lse, entropy in itertools.product((jnp.bfloat16, jnp.float16), both, both):
+        yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        yield bias_gradient(Problem(dtype=dtype))

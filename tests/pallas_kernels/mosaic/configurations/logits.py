@@ -1,0 +1,44 @@
+"""The kernels over materialised logits."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.logits import RowCoefficients, RowConfig
+from pallas_kernels.mosaic import logits
+from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
+
+
+def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) -> Iterator[Configuration]:
+    """The kernels of statistics and gradients over materialised logits of `size` columns."""
+    config, count = RowConfig(size, softcap, entropy), 64
+
+    def vector(dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count,), dtype)
+
+    ids, row = vector(jnp.int32), vector()
+    options = {"size": size, "dtype": jnp.dtype(dtype).name, "softcap": softcap, "entropy": entropy}
+    common = {"logits": jax.ShapeDtypeStruct((count, size), dtype), "target_ids": ids, "active": ids}
+    statistics = functools.partial(logits.statistics, config, machine=MACHINE)
+    arguments = {**common, "temperature": row}
+    yield Configuration({"kernel": "logits statistics", **options}, lambda **x: statistics(**x), arguments)
+    rows = RowCoefficients(row, row, row, row, row if entropy else None, row)
+    for in_place in (False, True):
+        gradients = functools.partial(logits.gradients, config, in_place=in_place, machine=MACHINE)
+        changed = {"kernel": "logits gradients", **options, "in_place": in_place}
+        yield Configuration(changed, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows})
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every dtype with whole, ragged and unaligned rows, with and without a softcap and an entropy."""
+    for dtype, size, softcap, entropy in itertools.product(
+        (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 151936, 50257, 50258), (None, 30.0), (False, True)
+    ):
+        if dtype == jnp.bfloat16 or size in (131072, 50257):
+            yield from logits_kernels(size, dtype, softcap, entropy)
+    yield from logits_kernels(1000, jnp.bfloat16, None, True)
+    yield from logits_kernels(5, jnp.bfloat16, None, True)
