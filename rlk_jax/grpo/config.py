@@ -71,6 +71,9 @@ class GrpoConfig:
         "bound of log-ratios in the loss and its KL, so that no token makes them infinite (default: none)",
         above=0,
     )
+    skip_nonfinite: bool = _option(
+        False, "skip an update whose loss or gradient is not finite, instead of ending the run"
+    )
     width: int = _option(64, "model width", minimum=1)
     layers: int = _option(2, "decoder layers", minimum=1)
     heads: int = _option(4, "attention heads", minimum=1)

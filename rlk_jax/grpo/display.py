@@ -21,7 +21,9 @@ _SHOWN = {
     "clip_fraction": "clip {:.3f}",
     "ratio_max": "ratio {:.2f}",
     "mismatch": "mismatch {:.1g}",
+    "nonfinite_updates": "skipped {:.0f}",
 }
+"""How metrics are shown. A count of 0 is not."""
 
 
 class ShowStep(Protocol):
@@ -39,7 +41,7 @@ def progress(console: Console, start: int, total: int, throughput: Throughput) -
 
     def show(done: int, phase: str, metrics: Mapping[str, float]) -> None:
         throughput.add(phase, metrics["tokens"], time.monotonic())
-        shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
+        shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if _is_shown(name, metrics)]
         numbers = " ".join(shown + _usage_texts(throughput, phase))
         bar.update(task, completed=done, description=f"{phase} {numbers}")
         if not console.is_terminal and (done % PLAIN_LINE_EVERY == 0 or done in (start + 1, total)):
@@ -48,6 +50,10 @@ def progress(console: Console, start: int, total: int, throughput: Throughput) -
     with bar:
         task = bar.add_task("compiling", total=total, completed=start)
         yield show
+
+
+def _is_shown(name: str, metrics: Mapping[str, float]) -> bool:
+    return name in metrics and (name != "nonfinite_updates" or metrics[name] > 0)
 
 
 def _usage_texts(throughput: Throughput, phase: str) -> list[str]:

@@ -21,7 +21,7 @@ def plot_report(metrics: Path, picture: Path) -> None:
     steps = np.array([row["step"] for row in rows])
     figure, axes = plt.subplots(len(_PANELS), 1, sharex=True, figsize=(8, 8), layout="constrained")
     for axis, (name, label) in zip(axes, _PANELS.items(), strict=True):
-        values = np.array([row[name] for row in rows])
+        values = np.array([row[name] for row in rows], float)  # None becomes NaN, which is a gap
         window = min(_WINDOW, len(values))
         axis.plot(steps, values, color="tab:blue", alpha=0.3)
         axis.plot(steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid"), color="tab:blue")

@@ -12,8 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from rlk_jax.grpo import faults
 from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
 from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Decoder
@@ -43,13 +45,13 @@ _LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "rat
 _FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
 """Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
 
-Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
-
 
 class ScoredRollout(NamedTuple):
     """The sequences of a rollout, with all that the loss needs for their targets except the policy's log-probs."""
 
     sequences: Sequences
+    numbers: Int[Array, "R T"]
+    """Which target of the rollout stands where; packing moves them."""
     old_logps: Float[Array, "R T"]
     ref_logps: Float[Array, "R T"]
     advantages: Float[Array, "R T"]
@@ -130,6 +132,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     graph = nnx.graphdef(nnx.eval_shape(new_model))
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
     rows_per_step = config.prompts_per_step * config.samples_per_prompt
+    length = task.train.answer_ids.shape[1]
     warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
     grpo_optimizer = _optimizer(config.learning_rate, head)
     loss_options = config.loss_options()
@@ -189,6 +192,10 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         blocks = jax.tree.map(lambda x: x[rows].reshape(-1, rows_per_step, *x.shape[1:]), (examples, keys))
         return jax.lax.map(is_right, blocks).reshape(-1)[:count].mean()
 
+    def apply(optimizer: optax.GradientTransformation, grads: nnx.State, carry: tuple, found: Metrics) -> tuple:
+        applied = _apply_gradients(optimizer, grads, *carry)
+        return faults.kept_if_finite(found, applied, carry) if config.skip_nonfinite else applied
+
     def initial_state() -> TrainState:
         params = head.shard(nnx.state(new_model()))
         return TrainState(params, params, warmup_optimizer.init(params))
@@ -202,16 +209,17 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (rows_per_step, 1))
         answer_ids = jnp.where(wrong, draw(train, other_key, rows_per_step).answer_ids, examples.answer_ids)
         rows = join_completions(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
-        rows, _ = packed(rows, ())
+        rows, numbers = packed(rows, faults.number_targets(rows.mask))
 
         def loss_fn(params: nnx.State, micro_batch: Sequences) -> tuple[Array, Array]:
             logp, mask = logps(params, micro_batch), micro_batch.mask
             return -masked_mean(logp, mask) * (mask.sum() / rows.mask.sum()), logp
 
         grads, logp = accumulated_gradients(loss_fn, state.params, rows, **micro_batching)
-        params, opt_state = _apply_gradients(warmup_optimizer, grads, state.params, state.opt_state)
-        metrics = {"loss": -masked_mean(logp, rows.mask), "tokens": rows.mask.sum()}
-        return state._replace(params=params, opt_state=opt_state), metrics
+        loss = -masked_mean(logp, rows.mask)
+        found = faults.fault_metrics((loss, grads), lambda: rows.mask & ~jnp.isfinite(logp), numbers, length)
+        params, opt_state = apply(warmup_optimizer, grads, (state.params, state.opt_state), found)
+        return state._replace(params=params, opt_state=opt_state), {"loss": loss, "tokens": rows.mask.sum(), **found}
 
     def loss_and_metrics(logp: Array, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
         given = scored.old_logps, scored.advantages, scored.mask
@@ -222,13 +230,14 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     ) -> ScoredRollout:
         mask = completion_mask(rollout.completion_ids)
         rows = join_completions(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
-        rows, (old_logps, advantages) = packed(rows, (rollout.logps, expand_advantages(advantages, mask)))
+        values = rollout.logps, expand_advantages(advantages, mask), faults.number_targets(mask)
+        rows, (old_logps, advantages, numbers) = packed(rows, values)
 
         def reference_logps(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
             return carry, logps(state.reference, micro_batch)
 
         _, ref_logps = scan_micro_batches(reference_logps, None, rows, **micro_batching)
-        return ScoredRollout(rows, old_logps, ref_logps, advantages)
+        return ScoredRollout(rows, numbers, old_logps, ref_logps, advantages)
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
@@ -251,14 +260,21 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
             whole = loss_and_metrics(logp, scored, denominator)
             metrics = {name: x for name in _LOSS_METRICS if (x := getattr(whole, name)) is not None}
             metrics["mismatch"] = jnp.abs(logp - scored.old_logps).max()
-            return _apply_gradients(grpo_optimizer, grads, *carry), metrics
+
+            def is_bad() -> Array:
+                slope = jax.grad(lambda logp: loss_and_metrics(logp, scored, denominator).loss)(logp)
+                return scored.mask & ~jnp.isfinite(logp + slope)
+
+            found = faults.fault_metrics((whole.loss, grads), is_bad, scored.numbers, length)
+            return apply(grpo_optimizer, grads, carry, found), metrics | found
 
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
         last = jax.tree.map(lambda values: values[-1], metrics)
         rollout_metrics = {"reward": rewards.mean(), "tokens": scored.mask.sum(), "mismatch": metrics["mismatch"][0]}
         rollout_metrics |= {f"first_{name}": metrics[name][0] for name in _FIRST_UPDATE_METRICS}
-        return TrainState(params, state.reference, opt_state), last | rollout_metrics
+        found = last | rollout_metrics | faults.of_step(metrics)
+        return TrainState(params, state.reference, opt_state), found
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)

@@ -1,13 +1,13 @@
 """Runs a job from its start, or from its last checkpoint, to its report: phases, checkpoints and interruption."""
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from rich.console import Console
 
+from rlk_jax.grpo import faults
 from rlk_jax.grpo.config import Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.report import plot_report
@@ -45,7 +45,7 @@ def run_steps(
     """Run both phases from the newest checkpoint on, until the last step or a request to stop. Returns the last state,
     which is saved, and the number of steps done.
 
-    Raises Diverged for a number that is not finite; it is neither logged nor saved.
+    Raises Diverged for an update that is not finite, unless the run skips those; it is neither logged nor saved.
     """
     with open_checkpoints(folder) as checkpoints:
         state, done = restore_latest_checkpoint(checkpoints, steps.initial_state())
@@ -57,10 +57,8 @@ def run_steps(
                 program = steps.warmup_step if phase == "warmup" else steps.grpo_step
                 state, measured = program(state, done)
                 metrics = to_floats(measured)
-                for name, value in metrics.items():
-                    if not math.isfinite(value):
-                        raise Diverged(f"training diverged: {name} is {value} at step {done} ({phase})")
-                log.write(json.dumps({"step": done, "phase": phase, **metrics}) + "\n")
+                line = faults.logged(metrics, done, phase, skips=config.skip_nonfinite)
+                log.write(json.dumps({"step": done, "phase": phase, **line}) + "\n")
                 log.flush()
                 done += 1
                 show(done, phase, metrics)

@@ -459,8 +459,12 @@ def test_signal_during_the_evaluation_is_answered_and_resume_finishes(tmp_path, 
 
 
 DIVERGENCES = {
-    "grpo": ({"learning_rate": 1e300}, r"kl is (nan|inf) at step 3 \(grpo\)", 3),
-    "warmup": ({"warmup_learning_rate": 1e300}, r"loss is (nan|inf) at step 1 \(warmup\)", 1),
+    "grpo": ({"learning_rate": 1e300}, r"loss is (nan|inf) at step 3 \(grpo\), first at token 0 of sequence 0\n", 3),
+    "warmup": (
+        {"warmup_learning_rate": 1e300},
+        r"loss is (nan|inf) at step 1 \(warmup\), first at token 0 of sequence 0\n",
+        1,
+    ),
     "parameters": (
         {"warmup_steps": 0, "grpo_steps": 1, "updates_per_rollout": 1, "learning_rate": 1e300},
         "parameters",
@@ -491,8 +495,9 @@ def diverging(kind: str):
 
     def build(*arguments):
         steps = tiny.shared_steps(*arguments)
-        warmup = after_step(steps.warmup_step, 1, lambda state, metrics: (state, {**metrics, "loss": jnp.inf}))
-        grpo = after_step(steps.grpo_step, 3, lambda state, metrics: (state, {**metrics, "kl": jnp.nan}))
+        fault = {"loss": jnp.inf, "nonfinite_updates": 1, "nonfinite_sequence": 0, "nonfinite_token": 0}
+        warmup = after_step(steps.warmup_step, 1, lambda state, metrics: (state, {**metrics, **fault}))
+        grpo = after_step(steps.grpo_step, 3, lambda state, metrics: (state, {**metrics, **fault}))
         changed = {"warmup_step": warmup} if kind == "warmup" else {"grpo_step": grpo}
         if kind == "parameters":
             changed = {"grpo_step": after_step(steps.grpo_step, 0, nan_parameters)}

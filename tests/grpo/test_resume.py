@@ -200,6 +200,7 @@ def stand_in_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     """Programs that are compiled in no time, for a test that is about where they are kept."""
     zeros = {"weight": jnp.zeros(4)}
     names = ("loss", "reward", "kl", "clip_fraction", "tokens")
+    well = {"nonfinite_updates": 0, "nonfinite_sequence": -1, "nonfinite_token": -1}
 
     def initial_state() -> TrainState:
         return TrainState(zeros, zeros, zeros)
@@ -209,7 +210,7 @@ def stand_in_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
 
     def grpo_step(state: TrainState, step: jax.Array) -> tuple[TrainState, Metrics]:
         params = jax.tree.map(lambda x: jnp.cos(x + step), state.params)
-        return state._replace(params=params), dict.fromkeys(names, params["weight"].sum())
+        return state._replace(params=params), {**dict.fromkeys(names, params["weight"].sum()), **well}
 
     def warmup_step(state: TrainState, step: jax.Array) -> tuple[TrainState, Metrics]:
         return grpo_step(state, step + config.seed)
