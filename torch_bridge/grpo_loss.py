@@ -39,6 +39,7 @@ def grpo_loss(
     clip_eps: float = 0.2,
     clip_eps_high: float | None = None,
     beta: float = 0.0,
+    log_ratio_bound: float | None = None,
     temperature: float | Tensor = 1.0,
     validate: bool | None = None,
     implementation: str | None = None,
@@ -60,6 +61,7 @@ def grpo_loss(
       eps: the least standard deviation that rewards are divided by.
       clip_eps, clip_eps_high: the clip range below and above 1; clip_eps_high=None means clip_eps.
       beta: weight of the KL penalty.
+      log_ratio_bound: log-ratios count as at most this, and at least its negative; None for no bound.
       temperature, validate, implementation: as in `logp`.
 
     Returns:
@@ -84,7 +86,7 @@ def grpo_loss(
     _inputs.check_constants("grpo_loss", **constants)
     boundaries = _as_tuples(group_boundaries)
     groups = {"samples_per_prompt": samples_per_prompt, "group_boundaries": boundaries, "eps": eps}
-    clipping = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "beta": beta}
+    clipping = {"clip_eps": clip_eps, "clip_eps_high": clip_eps_high, "beta": beta, "log_ratio_bound": log_ratio_bound}
     _inputs.check_static(
         "grpo_loss",
         tensors,
@@ -108,6 +110,7 @@ def grpo_loss(
         clip_eps,
         clip_eps_high,
         beta,
+        log_ratio_bound,
         per_token,
         number,
         _inputs.should_validate(validate, policy_logits),
@@ -154,6 +157,7 @@ def _kernel(
     clip_eps: float,
     clip_eps_high: float | None,
     beta: float,
+    log_ratio_bound: float | None,
     per_token: Tensor | None,
     temperature: float,
     validate: bool,
@@ -186,6 +190,7 @@ def _kernel(
         ("clip_eps", clip_eps),
         ("clip_eps_high", clip_eps_high),
         ("beta", beta),
+        ("log_ratio_bound", log_ratio_bound),
         ("implementation", implementation),
     )
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), _exchange.lend)

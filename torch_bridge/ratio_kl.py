@@ -27,6 +27,7 @@ def ratio_kl(
     old_logps: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    log_ratio_bound: float | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
 ) -> RatioKl:
@@ -39,6 +40,7 @@ def ratio_kl(
       action_ids: `[*lead]`, any integer dtype; at masked tokens they may be anything.
       completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
       old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
+      log_ratio_bound: log-ratios count as at most this, and at least its negative; None for no bound.
       temperature, validate, implementation: as in `logp`.
 
     Returns:
@@ -58,7 +60,14 @@ def ratio_kl(
     tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
     _inputs.check_tensors(**tensors)
     _inputs.check_constants("ratio_kl", ref_logits=ref_logits, old_logps=old_logps, temperature=per_token)
-    _inputs.check_static("ratio_kl", tensors, temperature=number, validate=validate, implementation=implementation)
+    _inputs.check_static(
+        "ratio_kl",
+        tensors,
+        temperature=number,
+        log_ratio_bound=log_ratio_bound,
+        validate=validate,
+        implementation=implementation,
+    )
     ratio, kl, _ = _ratio_kl(
         policy_logits,
         ref_logits,
@@ -67,6 +76,7 @@ def ratio_kl(
         old_logps,
         per_token,
         number,
+        log_ratio_bound,
         _inputs.should_validate(validate, policy_logits),
         implementation,
         _inputs.needs(policy_logits),
@@ -122,6 +132,7 @@ def _kernel(
     old_logps: Tensor,
     per_token: Tensor | None,
     temperature: float,
+    log_ratio_bound: float | None,
     validate: bool,
     implementation: str | None,
     needs: Sequence[bool],
@@ -134,7 +145,7 @@ def _kernel(
         vocab_size = policy_logits.shape[-1] if validate else None
         return tokens(padding, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
 
-    options = (("implementation", implementation),)
+    options = (("log_ratio_bound", log_ratio_bound), ("implementation", implementation))
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), padding.rows)
     ratio, kl, handle = call.forward([policy_logits], other_inputs, needs, [lead, lead])
     return ratio, kl, handle

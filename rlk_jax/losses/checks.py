@@ -18,6 +18,7 @@ from rlk_jax.core.checks import (
     is_number,
     require,
     require_not_negative,
+    require_positive,
     require_positive_integer,
 )
 
@@ -36,8 +37,10 @@ def check_dual_clip(x: float | None, upper: float) -> None:
 
 
 def check_log_ratio_bound(x: float | None) -> None:
-    """exp of the bound is finite in float32, with room for a sum over tokens."""
-    require(x is None or x <= 80, f"log_ratio_bound must be at most 80, whose exp is still finite, got {x}.")
+    """A bound is positive, and its exp is finite in float32, with room for a sum over tokens."""
+    if x is not None:
+        require_positive("log_ratio_bound", x)
+        require(x <= 80, f"log_ratio_bound must be at most 80, whose exp is still finite, got {x}.")
 
 
 def check_constant_length(normaliser: str, max_completion_length: Any) -> None:

@@ -30,7 +30,6 @@ _POSITIVE = (
     "cispo_ratio_cap",
     "sapo_temperature_pos",
     "sapo_temperature_neg",
-    "log_ratio_bound",
     "importance_cap",
 )
 _CLIPPED: tuple[LossType, ...] = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")

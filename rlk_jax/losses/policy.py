@@ -13,6 +13,7 @@ from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
 from rlk_jax.losses.advantages import expand_advantages
+from rlk_jax.losses.bounds import bounded, bounded_operands
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
 from rlk_jax.losses.kl import KL_ESTIMATORS
 from rlk_jax.losses.masked import active_values, masked_count, masked_means, masked_sum, sequence_means
@@ -140,12 +141,12 @@ def _policy_loss(
     log_ratio = logp - old_logps
     if options.loss_type == "gspo":
         log_ratio = active_values(pairwise_spread(sequence_means(log_ratio, mask), mask.shape[1]), mask)
-    log_ratio, is_beyond = _bounded(log_ratio, options.log_ratio_bound)
+    log_ratio, is_beyond = bounded(log_ratio, options.log_ratio_bound)
     lower, upper = _ratio_range(advantages, options)
     objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
     weights = is_capped = None
     if options.importance_cap is not None:
-        log_weights, is_weight_beyond = _bounded(old_logps - rollout_logps, options.log_ratio_bound)
+        log_weights, is_weight_beyond = bounded(old_logps - rollout_logps, options.log_ratio_bound)
         is_beyond |= is_weight_beyond
         weights = blockwise_exp(log_weights)
         is_capped = weights > options.importance_cap
@@ -158,9 +159,9 @@ def _policy_loss(
     loss = policy = masked_sum(-objective, mask, options.normalised_by) / divisor
     kl = jnp.zeros((), jnp.float32)
     if ref_logps is not None:
-        token_kl, is_kl_beyond = _bounded_kl(logp_of_kl, ref_logps, options)
+        *operands, is_kl_beyond = bounded_operands(logp_of_kl, ref_logps, options.log_ratio_bound)
         is_beyond |= is_kl_beyond
-        kl = masked_sum(token_kl, mask, options.normalised_by) / divisor
+        kl = masked_sum(KL_ESTIMATORS[options.kl_estimator](*operands), mask, options.normalised_by) / divisor
     if options.beta:
         loss = policy + jax.lax.optimization_barrier(options.beta * kl)
 
@@ -189,24 +190,6 @@ def _policy_loss(
         **masked_means(averaged, mask),
     )
     return jax.lax.stop_gradient(metrics)._replace(loss=loss)
-
-
-def _bounded(log_ratio: Array, bound: float | None) -> tuple[Array, Array]:
-    """The log-ratio, a constant ±bound where it is beyond the bound; and a mask of where it is."""
-    if bound is None:
-        return log_ratio, jnp.zeros(log_ratio.shape, bool)
-    is_beyond = jnp.abs(log_ratio) > bound
-    return jnp.where(is_beyond, jnp.sign(jax.lax.stop_gradient(log_ratio)) * bound, log_ratio), is_beyond
-
-
-def _bounded_kl(logp: Array, ref_logps: Array, options: LossOptions) -> tuple[Array, Array]:
-    """The KL estimate of each token with its log-ratio bounded, and a mask of where the bound binds."""
-    if options.log_ratio_bound is None:
-        return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), jnp.zeros(logp.shape, bool)
-    difference, is_beyond = _bounded(ref_logps - logp, options.log_ratio_bound)
-    # Beyond the bound, the estimator takes −difference and 0 for the two: their log-ratio is the bound exactly.
-    logp, ref_logps = jnp.where(is_beyond, -difference, logp), jnp.where(is_beyond, 0.0, ref_logps)
-    return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps), is_beyond
 
 
 def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float, Array | float]:

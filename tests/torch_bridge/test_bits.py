@@ -120,7 +120,7 @@ def test_ratio_kl_with_every_option(temperature, check_options):
         lambda x, **options: rlk_jax.ratio_kl(x, *map(array, others), implementation="deterministic", **options),
         policy,
         [randn(2, 7), randn(2, 7, seed=1)],
-        {"temperature": temperature},
+        {"temperature": temperature, "log_ratio_bound": 0.5},
     )
 
 
@@ -132,7 +132,14 @@ def test_grpo_loss_with_every_option(check_options):
         lambda x, **options: rlk_jax.grpo_loss(x, *map(array, tensors), **groups, **options)[:1],
         policy,
         [torch.tensor(1.5)],
-        {"eps": 3.0, "clip_eps": 0.5, "clip_eps_high": 0.9, "beta": 0.1, "temperature": randn(6, 7).abs() + 0.5},
+        {
+            "eps": 3.0,
+            "clip_eps": 0.5,
+            "clip_eps_high": 0.9,
+            "beta": 0.1,
+            "log_ratio_bound": 0.5,
+            "temperature": randn(6, 7).abs() + 0.5,
+        },
     )
 
 

@@ -13,6 +13,7 @@ from rlk_jax.core.exports import exportable
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens, active_mask, checked_tokens, counted, listed_rows
 from rlk_jax.losses import LossOptions, group_advantages, policy_loss
+from rlk_jax.losses.checks import check_log_ratio_bound
 from rlk_jax.ops.logits.autodiff import RatioKl, ratio_and_kl, values_of_tokens
 from rlk_jax.ops.logits.checks import check_logp, check_policies, check_rewards_or_advantages
 from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs, RatioKlInputs, TakenTokens
@@ -170,6 +171,7 @@ def ratio_kl(
     old_logps: Float[Array, "*lead"],
     *,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    log_ratio_bound: float | None = None,
     donate_logits: bool = False,
     validate: bool | None = None,
     implementation: str | None = None,
@@ -187,6 +189,8 @@ def ratio_kl(
       completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
       old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
       temperature: positive; a scalar or one per token. Not differentiated.
+      log_ratio_bound: log-ratios count as at most this, and at least its negative, before exp and KL are taken of them;
+        a token beyond it has no gradient from that. At most 80; None for no bound.
       donate_logits: the gradient may be written where policy_logits are, as in `logp`.
       validate: as in `logp`; an active id that is out of range and not checked gives NaN, never another token's values.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
@@ -208,8 +212,9 @@ def ratio_kl(
     """
     given = RatioKlInputs(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
     options = LogitsOptions(donate_logits=donate_logits, validate=validate, implementation=implementation)
+    check_log_ratio_bound(log_ratio_bound)
     taken = _taken_tokens("ratio_kl", *check_policies(given, options), options)
-    return ratio_and_kl(taken.logp, taken.ref_logps, taken.old_logps)
+    return ratio_and_kl(taken.logp, taken.ref_logps, taken.old_logps, log_ratio_bound)
 
 
 def _taken_tokens(op: str, inputs: RatioKlInputs, config: SoftmaxConfig, options: LogitsOptions) -> TakenTokens:
@@ -247,6 +252,7 @@ def _policies_of(arguments: Mapping[str, Any]) -> RatioKlInputs:
 def describe_ratio_kl(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     options = LogitsOptions(validate=arguments["validate"])
+    check_log_ratio_bound(arguments["log_ratio_bound"])
     facts = _facts_of_policies("ratio_kl", *check_policies(_policies_of(arguments), options))
     return facts, arguments["implementation"]
 
@@ -266,6 +272,7 @@ def grpo_loss(
     clip_eps: float = 0.2,
     clip_eps_high: float | None = None,
     beta: float = 0.0,
+    log_ratio_bound: float | None = None,
     temperature: float | Float[ArrayLike, "B T"] = 1.0,
     donate_logits: bool = False,
     validate: bool | None = None,
@@ -291,7 +298,7 @@ def grpo_loss(
       eps: the least standard deviation that rewards are divided by.
       clip_eps, clip_eps_high: the clip range [1 − clip_eps, 1 + clip_eps_high]; clip_eps_high None is clip_eps.
       beta: weight of the KL.
-      temperature, donate_logits, validate: as in `ratio_kl`.
+      log_ratio_bound, temperature, donate_logits, validate: as in `ratio_kl`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
     Returns:
@@ -314,7 +321,7 @@ def grpo_loss(
     inputs, config = check_policies(given, options)
     require_values(inputs)
     check_rewards_or_advantages(inputs.completion_mask, rewards, advantages, samples_per_prompt, group_boundaries)
-    loss_options = _loss_options(clip_eps, clip_eps_high, beta, eps)
+    loss_options = _loss_options(clip_eps, clip_eps_high, beta, log_ratio_bound, eps)
     if rewards is not None:
         advantages = group_advantages(
             rewards, samples_per_prompt=samples_per_prompt, group_boundaries=group_boundaries, eps=eps
@@ -327,10 +334,12 @@ def grpo_loss(
     return GrpoLoss(found.loss, found.policy_loss, found.kl)
 
 
-def _loss_options(clip_eps: float, clip_eps_high: float | None, beta: float, eps: float) -> LossOptions:
+def _loss_options(
+    clip_eps: float, clip_eps_high: float | None, beta: float, log_ratio_bound: float | None, eps: float
+) -> LossOptions:
     """The options of the loss; eps is checked even where there are no rewards for it."""
     require_positive("eps", eps)
-    return LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta)
+    return LossOptions(clip_eps=clip_eps, clip_eps_high=clip_eps_high, beta=beta, log_ratio_bound=log_ratio_bound)
 
 
 def describe_grpo_loss(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
@@ -338,5 +347,5 @@ def describe_grpo_loss(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | N
     inputs, config = check_policies(_policies_of(arguments), LogitsOptions(validate=arguments["validate"]))
     chosen = ("rewards", "advantages", "samples_per_prompt", "group_boundaries")
     check_rewards_or_advantages(inputs.completion_mask, *(arguments[name] for name in chosen))
-    _loss_options(*(arguments[name] for name in ("clip_eps", "clip_eps_high", "beta", "eps")))
+    _loss_options(*(arguments[name] for name in ("clip_eps", "clip_eps_high", "beta", "log_ratio_bound", "eps")))
     return _facts_of_policies("grpo_loss", inputs, config), arguments["implementation"]

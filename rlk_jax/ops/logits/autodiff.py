@@ -14,6 +14,7 @@ from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import blockwise_exp, rounded_product
 from rlk_jax.core.softmax import SoftmaxConfig, values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
+from rlk_jax.losses.bounds import bounded, bounded_operands
 from rlk_jax.losses.kl import k3_kl, k3_slope
 from rlk_jax.ops.logits.options import LogitsFunctions
 
@@ -95,28 +96,42 @@ def _values_bwd(
 _values.defvjp(_values_fwd, _values_bwd, symbolic_zeros=True)
 
 
-@jax.custom_vjp
-def ratio_and_kl(logp: Array, ref_logps: Array, old_logps: Array) -> RatioKl:
-    """exp(logp − old) and the KL estimate k3 of each token; gradients flow to logp only."""
-    return RatioKl(blockwise_exp(logp - old_logps), k3_kl(logp, ref_logps))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ratio_and_kl(logp: Array, ref_logps: Array, old_logps: Array, bound: float | None) -> RatioKl:
+    """exp(logp − old) and the KL estimate k3 of each token, of bounded log-ratios; gradients flow to logp only."""
+    return _ratio_and_kl_fwd(logp, ref_logps, old_logps, bound)[0]
 
 
-def _ratio_and_kl_fwd(logp: Array, ref_logps: Array, old_logps: Array) -> tuple[RatioKl, tuple[Array, Array, Array]]:
-    found = ratio_and_kl(logp, ref_logps, old_logps)
-    return found, (found.ratio, logp, ref_logps)
+class _Slopes(NamedTuple):
+    """What the backward of `ratio_and_kl` multiplies: the ratio, and operands of the KL; and where they are bounded."""
+
+    ratio: Array
+    logp: Array
+    ref_logps: Array
+    is_ratio_bounded: Array | None
+    is_kl_bounded: Array | None
 
 
-def _ratio_and_kl_bwd(saved: tuple[Array, Array, Array], upstream: RatioKl) -> tuple[Array, None, None]:
-    """g_ratio·ratio + g_kl·(1 − exp d), with products that are rounded in every program.
+def _ratio_and_kl_fwd(logp: Array, ref_logps: Array, old_logps: Array, bound: float | None) -> tuple[RatioKl, _Slopes]:
+    log_ratio, is_ratio_bounded = bounded(logp - old_logps, bound)
+    logp, ref_logps, is_kl_bounded = bounded_operands(logp, ref_logps, bound)
+    found = RatioKl(blockwise_exp(log_ratio), k3_kl(logp, ref_logps))
+    masks = (None, None) if bound is None else (is_ratio_bounded, is_kl_bounded)
+    return found, _Slopes(found.ratio, logp, ref_logps, *masks)
+
+
+def _ratio_and_kl_bwd(bound: float | None, saved: _Slopes, upstream: RatioKl) -> tuple[Array, None, None]:
+    """g_ratio·ratio + g_kl·(1 − exp d), with products that are rounded in every program; 0 beyond the bound.
 
     An output without an upstream gradient contributes nothing, even where the output is not finite.
     """
-    ratio, logp, ref_logps = saved
 
-    def scaled(g: Array, slope: Array) -> Array:
-        return rounded_product(g, jnp.where(g == 0, 0, slope))
+    def scaled(g: Array, slope: Array, is_bounded: Array | None) -> Array:
+        is_constant = g == 0 if is_bounded is None else (g == 0) | is_bounded
+        return rounded_product(g, jnp.where(is_constant, 0, slope))
 
-    return scaled(upstream.ratio, ratio) + scaled(upstream.kl, k3_slope(logp, ref_logps)), None, None
+    d_ratio = scaled(upstream.ratio, saved.ratio, saved.is_ratio_bounded)
+    return d_ratio + scaled(upstream.kl, k3_slope(saved.logp, saved.ref_logps), saved.is_kl_bounded), None, None
 
 
 ratio_and_kl.defvjp(_ratio_and_kl_fwd, _ratio_and_kl_bwd)

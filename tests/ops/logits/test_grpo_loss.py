@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlk_jax import grpo_loss
+from rlk_jax import grpo_loss, logp
 from rlk_jax.checker import gold
-from rlk_jax.grpo import group_advantages
+from rlk_jax.grpo import LossOptions, group_advantages, policy_loss
 from tests.support import helpers
 from tests.support import logits as ops
 from tests.support.helpers import IN_FEW_DTYPES, assert_same_bits, assert_within_contract
@@ -60,6 +60,23 @@ def test_ready_advantages_take_the_place_of_rewards(implementation):
     assert_same_bits(p.grpo_loss(None, implementation, advantages=advantages), expected)
     per_token = jnp.broadcast_to(advantages[:, None], p.action_ids.shape)
     assert_same_bits(p.grpo_loss(None, implementation, advantages=per_token), expected)
+
+
+def test_a_bound_is_that_of_policy_loss():
+    """Beside a reference that is far away, the loss is finite, and the one that `policy_loss` has on log-probs."""
+    p, rewards = policies(), jnp.asarray(REWARDS)
+    p = p._replace(ref_logits=p.ref_logits * 400)
+    options = {"beta": 0.04, "log_ratio_bound": 3.0}
+    found = p.grpo_loss(rewards, "xla", samples_per_prompt=len(REWARDS), **options)
+    policy, ref = (logp(x, jnp.where(p.completion_mask, p.action_ids, 0), implementation="xla") for x in p[:2])
+    advantages = group_advantages(rewards, samples_per_prompt=len(REWARDS))
+    expected = policy_loss(
+        policy, p.old_logps, advantages, p.completion_mask, ref_logps=ref, options=LossOptions(**options)
+    )
+    assert np.isfinite(found.loss) and found.kl > 1
+    np.testing.assert_allclose(found, (expected.loss, expected.policy_loss, expected.kl), rtol=1e-6)
+    with pytest.raises(ValueError, match="log_ratio_bound must be"):
+        p.grpo_loss(rewards, "xla", samples_per_prompt=len(REWARDS), log_ratio_bound=0)
 
 
 @in_core

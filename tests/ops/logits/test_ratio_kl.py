@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rlk_jax
 from rlk_jax import logp, ratio_kl
 from tests.support import helpers
 from tests.support import logits as ops
@@ -121,6 +122,44 @@ def test_tokens_that_a_sampler_left_out(implementation):
         policy
     )
     assert np.all(np.isfinite(d_policy)) and np.any(d_policy[0]) and not np.any(d_policy[1:])
+
+
+@in_core
+def test_a_bound_keeps_ratio_and_kl_finite_and_is_exact_where_it_does_not_bind(implementation):
+    """Tokens at −120 nats, impossible ones, and one that only the reference cannot take, beside ordinary tokens."""
+    policy = jnp.zeros((6, 5)).at[1, 2].set(-120.0).at[2, 2].set(-jnp.inf)
+    ref = jnp.zeros((6, 5)).at[3, 2].set(-jnp.inf)
+    ids, old, bound = jnp.full(6, 2), jnp.array([-1.6, -1.6, -1.6, -1.6, 99.0, -99.0]), 4.0
+
+    def call(x, **options):
+        return ratio_kl(x, ref, ids, jnp.ones(6, bool), old, implementation=implementation, **options)
+
+    free, held = call(policy), call(policy, log_ratio_bound=bound)
+    assert not np.all(np.isfinite(free.kl)) and np.all(np.isfinite(held.ratio)) and np.all(np.isfinite(held.kl))
+    ratios = np.exp(np.array([-bound, -bound, -bound, bound]))
+    np.testing.assert_allclose(held.ratio[np.array([1, 2, 4, 5])], ratios, rtol=1e-6)
+    kls = np.expm1([bound, bound, -bound]) - np.array([bound, bound, -bound])
+    np.testing.assert_allclose(held.kl[1:4], kls, rtol=1e-6)
+    assert_same_bits(
+        (held.ratio[np.array([0, 3])], held.kl[np.array([0, 4, 5])]),
+        (free.ratio[np.array([0, 3])], free.kl[np.array([0, 4, 5])]),
+    )
+
+    def gradients(**options):
+        return [jax.grad(lambda x, k=k: call(x, **options)[k].sum())(policy) for k in (0, 1)]
+
+    (free_ratio, free_kl), (held_ratio, held_kl) = gradients(), gradients(log_ratio_bound=bound)
+    assert not np.any(held_ratio[np.array([1, 2, 4, 5])]) and not np.any(held_kl[1:4])
+    assert_same_bits((held_ratio[0], held_ratio[3], held_kl[0]), (free_ratio[0], free_ratio[3], free_kl[0]))
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, 81, float("nan")])
+def test_a_bound_that_cannot_work_is_refused(bound):
+    p = ops.make_policies(jnp.float32)
+    with pytest.raises(ValueError, match="log_ratio_bound must be"):
+        p.ratio_kl(None, log_ratio_bound=bound)
+    with pytest.raises(ValueError, match="log_ratio_bound must be"):
+        rlk_jax.explain("ratio_kl", *p, log_ratio_bound=bound)
 
 
 @in_core
