@@ -4,6 +4,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.losses import (
     LossOptions,
     PolicyLoss,
+    entropy_threshold,
     expand_advantages,
     group_advantages,
     k1_kl,
@@ -18,6 +19,7 @@ __all__ = [
     "GrpoConfig",
     "LossOptions",
     "PolicyLoss",
+    "entropy_threshold",
     "expand_advantages",
     "group_advantages",
     "k1_kl",

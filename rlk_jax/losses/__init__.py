@@ -6,6 +6,7 @@ included.
 """
 
 from rlk_jax.losses.advantages import expand_advantages, group_advantages
+from rlk_jax.losses.entropy import entropy_threshold
 from rlk_jax.losses.kl import k1_kl, k2_kl, k3_kl
 from rlk_jax.losses.masked import masked_mean
 from rlk_jax.losses.options import LossOptions
@@ -14,6 +15,7 @@ from rlk_jax.losses.policy import PolicyLoss, loss_denominator, policy_loss
 __all__ = [
     "LossOptions",
     "PolicyLoss",
+    "entropy_threshold",
     "expand_advantages",
     "group_advantages",
     "k1_kl",

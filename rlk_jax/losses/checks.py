@@ -36,6 +36,19 @@ def check_dual_clip(x: float | None, upper: float) -> None:
     )
 
 
+def check_importance(options: Any) -> None:
+    """What shapes importance weights comes with their cap, and the floor is below it. VESPO takes weights of tokens."""
+    cap, floor = options.importance_cap, options.importance_floor
+    for name, default in (("importance_floor", None), ("importance_level", "token"), ("importance_beyond", "truncate")):
+        require(cap is not None or getattr(options, name) == default, f"{name} has no meaning without importance_cap.")
+    require(floor is None or floor < cap, f"importance_floor must be below importance_cap={cap}, got {floor}.")
+    is_vespo = options.loss_type == "vespo"
+    require(
+        not (is_vespo and options.importance_level == "sequence"),
+        "importance_level must be 'token' for loss_type='vespo', which multiplies the weights of a sequence itself.",
+    )
+
+
 def check_log_ratio_bound(x: float | None) -> None:
     """A bound is positive, and its exp is finite in float32, with room for a sum over tokens."""
     if x is not None:
@@ -114,7 +127,7 @@ def check_advantages(x: Any, mask: Any) -> None:
 
 
 def check_policy_loss(
-    per_token: dict[str, Any], mask: Any, denominator: Any, *, beta: float, importance_cap: float | None
+    per_token: dict[str, Any], mask: Any, denominator: Any, entropy_threshold: Any, options: Any, *, has_reference: bool
 ) -> None:
     """Every array of `policy_loss` fits the mask, and what the options ask for is there."""
     shape = check_completion_mask(mask)
@@ -123,13 +136,25 @@ def check_policy_loss(
             x = as_array(name, x)
             require(x.shape == shape, f"{name} shape {x.shape} does not match completion_mask shape {shape}.")
             require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
-    require(beta == 0 or per_token["ref_logps"] is not None, f"beta={beta} requires ref_logps.")
+    require(options.beta == 0 or has_reference, f"beta={options.beta} requires ref_logps.")
     require(
-        (per_token["rollout_logps"] is None) == (importance_cap is None),
+        (per_token["rollout_logps"] is None) == (options.importance_cap is None),
         "rollout_logps and importance_cap must be given together.",
     )
-    if is_number(denominator):
-        require_not_negative("denominator", denominator)
-    elif denominator is not None:
-        denominator = as_array("denominator", denominator)
-        require(denominator.ndim == 0, f"denominator must be a scalar, got shape {denominator.shape}.")
+    for name, x in (("denominator", denominator), ("entropy_threshold", entropy_threshold)):
+        if is_number(x):
+            require_not_negative(name, x)
+        elif x is not None:
+            require(as_array(name, x).ndim == 0, f"{name} must be a scalar, got shape {x.shape}.")
+
+
+def check_entropy(has_entropy: bool, entropy_threshold: Any, entropy_coef: float) -> None:
+    """A bonus and a threshold are of entropies that are given."""
+    require(has_entropy or entropy_coef == 0, f"entropy_coef={entropy_coef} requires entropy.")
+    require(has_entropy or entropy_threshold is None, "entropy_threshold requires entropy.")
+
+
+def check_top_share(x: Any) -> None:
+    """A share of tokens is a number above 0 and at most 1."""
+    require_positive("top_share", x)
+    require(x <= 1, f"top_share must be at most 1, got {x}.")

@@ -7,13 +7,17 @@ from rlk_jax.core import checks
 from rlk_jax.losses.checks import (
     check_constant_length,
     check_dual_clip,
+    check_importance,
     check_log_ratio_bound,
     check_unused_option,
 )
 
-LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo"]
-Normaliser = Literal["tokens", "sequence_mean", "constant"]
-KlEstimator = Literal["k1", "k2", "k3"]
+LossType = Literal["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "luspo", "cispo", "sapo", "vespo"]
+Normaliser = Literal["tokens", "sequence_mean", "sequence_sum", "constant"]
+KlEstimator = Literal["k1", "k2", "k3", "ratio_k3"]
+
+ImportanceLevel = Literal["token", "sequence"]
+ImportanceBeyond = Literal["truncate", "mask"]
 
 _NORMALISERS: dict[LossType, Normaliser] = {
     "dapo": "tokens",
@@ -21,8 +25,10 @@ _NORMALISERS: dict[LossType, Normaliser] = {
     "dr_grpo": "constant",
     "bnpo": "tokens",
     "gspo": "sequence_mean",
+    "luspo": "sequence_sum",
     "cispo": "tokens",
     "sapo": "sequence_mean",
+    "vespo": "tokens",
 }
 
 _POSITIVE = (
@@ -31,8 +37,13 @@ _POSITIVE = (
     "sapo_temperature_pos",
     "sapo_temperature_neg",
     "importance_cap",
+    "importance_floor",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
 )
-_CLIPPED: tuple[LossType, ...] = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")
+_CLIPPED: tuple[LossType, ...] = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo", "luspo")
 _USED_BY: dict[str, tuple[LossType, ...]] = {
     "clip_eps": _CLIPPED,
     "clip_eps_high": _CLIPPED,
@@ -40,6 +51,10 @@ _USED_BY: dict[str, tuple[LossType, ...]] = {
     "cispo_ratio_cap": ("cispo",),
     "sapo_temperature_pos": ("sapo",),
     "sapo_temperature_neg": ("sapo",),
+    "vespo_k_pos": ("vespo",),
+    "vespo_lambda_pos": ("vespo",),
+    "vespo_k_neg": ("vespo",),
+    "vespo_lambda_neg": ("vespo",),
 }
 """The options that not every loss type uses, each with the loss types that use it."""
 
@@ -54,14 +69,22 @@ class LossOptions:
       dual_clip: where the advantage is negative, the ratio counts as at most this; None for no bound.
       cispo_ratio_cap: the largest ratio by which cispo weighs a token (the ratio itself, not its excess over 1).
       sapo_temperature_pos, sapo_temperature_neg: temperatures of sapo's gate, for positive advantages and all others.
+      vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: the shape of vespo's weights, where advantages are
+        not negative and elsewhere.
       beta: weight of the KL to the reference; above 0 it requires `ref_logps`.
-      kl_estimator: which estimate of that KL is used: `k1_kl`, `k2_kl` or `k3_kl`.
+      kl_estimator: which estimate of that KL is used: `k1_kl`, `k2_kl`, `k3_kl`, or "ratio_k3", which is k3 times the
+        ratio that the loss has: its mean over old samples is the KL, and its gradient the KL's.
+      entropy_coef: weight of an entropy bonus, which is subtracted from the loss; above 0 it requires `entropy`.
       log_ratio_bound: log-ratios (policy to old, to reference, and old to rollout) count as at most this and at least
         its negative before exp or KL is taken of them; None for no bound. The bound is a constant, so a token beyond it
         has no gradient from that ratio or KL, and is not pulled back by it.
-      importance_cap: truncates the importance weights exp(old − rollout); given together with `rollout_logps`.
+      importance_cap: the largest importance weight exp(old − rollout); given together with `rollout_logps`.
+      importance_floor: the smallest importance weight; None for none.
+      importance_level: whether a token's weight is its own ("token") or the product over its sequence ("sequence").
+      importance_beyond: whether a weight beyond cap or floor is cut to it ("truncate") or is 0 ("mask").
       normaliser: "tokens" (mean over active tokens of the batch), "sequence_mean" (mean over sequences of their mean
-        over tokens) or "constant" (sum over tokens / (sequences · max_completion_length)).
+        over tokens), "sequence_sum" (mean over sequences of their sum over tokens) or "constant" (sum over tokens /
+        (sequences · max_completion_length)).
       max_completion_length: the length that the "constant" normaliser counts.
 
     Raises ValueError for a value that cannot work, and for a changed option that the loss type does not use.
@@ -74,10 +97,18 @@ class LossOptions:
     cispo_ratio_cap: float = 5.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     beta: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
     log_ratio_bound: float | None = None
     importance_cap: float | None = None
+    importance_floor: float | None = None
+    importance_level: ImportanceLevel = "token"
+    importance_beyond: ImportanceBeyond = "truncate"
     normaliser: Normaliser | None = None
     max_completion_length: int | None = None
 
@@ -85,7 +116,9 @@ class LossOptions:
         checks.require_one_of("loss_type", self.loss_type, get_args(LossType))
         checks.require_one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         checks.require_one_of("normaliser", self.normaliser, (None, *get_args(Normaliser)))
-        for name in ("clip_eps", "clip_eps_high", "beta"):
+        checks.require_one_of("importance_level", self.importance_level, get_args(ImportanceLevel))
+        checks.require_one_of("importance_beyond", self.importance_beyond, get_args(ImportanceBeyond))
+        for name in ("clip_eps", "clip_eps_high", "beta", "entropy_coef"):
             if (value := getattr(self, name)) is not None:
                 checks.require_not_negative(name, value)
         for name in _POSITIVE:
@@ -96,6 +129,7 @@ class LossOptions:
             if self.loss_type not in users:
                 check_unused_option(self.loss_type, name, getattr(self, name), getattr(LossOptions, name))
         check_dual_clip(self.dual_clip, self.upper_clip)
+        check_importance(self)
         check_constant_length(self.normalised_by, self.max_completion_length)
 
     @property

@@ -14,8 +14,9 @@ from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
 from rlk_jax.losses.advantages import expand_advantages
 from rlk_jax.losses.bounds import bounded, bounded_operands
-from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
-from rlk_jax.losses.kl import KL_ESTIMATORS
+from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_entropy, check_policy_loss
+from rlk_jax.losses.importance import gamma_weights, importance_weights
+from rlk_jax.losses.kl import KL_ESTIMATORS, k3_kl
 from rlk_jax.losses.masked import active_values, masked_count, masked_means, masked_sum, sequence_means
 from rlk_jax.losses.options import LossOptions, check_loss_options
 
@@ -29,7 +30,7 @@ class PolicyLoss(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    """policy_loss + beta · kl."""
+    """policy_loss + beta · kl − entropy_coef · entropy_bonus."""
     policy_loss: Float[Array, ""]
     kl: Float[Array, ""]
     """The KL, normalised as the loss is; 0 without ref_logps."""
@@ -45,10 +46,12 @@ class PolicyLoss(NamedTuple):
     ratio_max: Float[Array, ""]
     entropy: Float[Array, ""] | None
     """The mean entropy, without a gradient: adding it to a loss changes no step. None where no entropy was given."""
+    entropy_bonus: Float[Array, ""] | None
+    """The entropy, normalised as the loss is, of tokens at or above the threshold; None where entropy_coef is 0."""
     importance_weight_mean: Float[Array, ""] | None
     """The mean of the importance weights; None without rollout_logps."""
     importance_capped_fraction: Float[Array, ""] | None
-    """The fraction of tokens whose importance weight is capped; None without rollout_logps."""
+    """The fraction of tokens whose importance weight is beyond cap or floor; None without rollout_logps."""
     log_ratio_bounded_fraction: Float[Array, ""] | None
     """The fraction of tokens with a log-ratio beyond options.log_ratio_bound; None without one."""
 
@@ -61,7 +64,7 @@ def loss_denominator(
     | normaliser | count |
     | --- | --- |
     | "tokens" | active tokens |
-    | "sequence_mean" | sequences with an active token |
+    | "sequence_mean", "sequence_sum" | sequences with an active token |
     | "constant" | sequences with an active token · max_completion_length |
 
     Counts of micro-batches, or of data-parallel ranks, add up to that of the whole batch. Raises ValueError for options
@@ -82,39 +85,49 @@ def policy_loss(
     ref_logps: Float[Array, "B T"] | None = None,
     rollout_logps: Float[Array, "B T"] | None = None,
     entropy: Float[Array, "B T"] | None = None,
+    entropy_threshold: Float[Array, ""] | float | None = None,
     denominator: Float[Array, ""] | float | None = None,
     options: LossOptions = LossOptions(),
 ) -> PolicyLoss:
-    """`loss = Σ(−w·J + beta·KL) / denominator` over active tokens; under "sequence_mean" Σ runs over sequences' means.
+    """`loss = Σ(−w·J + beta·KL − entropy_coef·H) / denominator` over active tokens; under "sequence_mean" Σ runs over
+    sequences' means.
 
     J is the objective of `options.loss_type` (docs/losses.md), ρ = exp(logp − old); for the clipped losses
 
         J = min(ρ·A, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)
 
     w = min(exp(old − rollout), importance_cap) is the importance weight of a token, a constant; without `rollout_logps`
-    it is 1. With `options.log_ratio_bound` b, the log-ratios of ρ, w and KL are clamped to [−b, b]. The loss is then
-    finite even where a probability is 0, and a token on which b does not bind keeps the bits of its gradient.
+    it is 1. The other options named importance_… change it. H is the `entropy` of a token.
+
+    With `options.log_ratio_bound` b, the log-ratios of ρ, w and KL are clamped to [−b, b]. The loss is then finite even
+    where a probability is 0, and a token on which b does not bind keeps the bits of its gradient.
+
+    With `entropy_threshold`, J and H of a token whose entropy is below it count as 0; KL and denominator are those of
+    all tokens. `rlk_jax.grpo.entropy_threshold` computes it for a share of the batch's tokens.
 
     `denominator` replaces `loss_denominator(completion_mask, options=options)`. With the sum of that over all
     micro-batches or ranks, losses and gradients of the parts add up to the whole batch's. With 1, `loss` is the plain
     sum, to be divided later by the sum of the parts' `denominator`s. 0 counts as 1; a traced one below 0 gives NaN.
 
-    All computing is fp32. Gradients go to `logp` only; at ρ = 1 and with ρ exactly on a bound of its range the gradient
-    is that of the unclipped objective. A batch without active tokens, or without tokens, has loss 0 and zero gradients.
-    Appended masked rows or columns change no bit of any output.
+    All computing is fp32. Gradients go to `logp`, and to `entropy` where options.entropy_coef is above 0. At ρ = 1 and
+    with ρ exactly on a bound of its range the gradient is that of the unclipped objective. A batch without active
+    tokens, or without tokens, has loss 0 and zero gradients. Appended masked rows or columns change no bit of any
+    output.
 
     Raises ValueError for options that are not `LossOptions`, shapes that differ, dtypes other than bf16, fp16 and fp32,
-    a denominator below 0, beta > 0 without `ref_logps`, and one of `rollout_logps` and `options.importance_cap` without
-    the other.
+    a denominator or threshold below 0, beta > 0 without `ref_logps`, an entropy_coef or threshold without `entropy`,
+    and one of `rollout_logps` and `options.importance_cap` without the other.
     """
     check_loss_options(options)
     tokens = _PerToken(logp, old_logps, ref_logps, rollout_logps, entropy)
     tokens, advantages, completion_mask = whole_on_every_device((tokens, advantages, completion_mask))
+    has_reference = ref_logps is not None
     check_policy_loss(
-        tokens._asdict(), completion_mask, denominator, beta=options.beta, importance_cap=options.importance_cap
+        tokens._asdict(), completion_mask, denominator, entropy_threshold, options, has_reference=has_reference
     )
+    check_entropy(entropy is not None, entropy_threshold, options.entropy_coef)
     check_advantages(advantages, completion_mask)
-    return _policy_loss(tokens, advantages, active_mask(completion_mask), denominator, options)
+    return _policy_loss(tokens, advantages, active_mask(completion_mask), denominator, entropy_threshold, options)
 
 
 class _PerToken(NamedTuple):
@@ -129,29 +142,38 @@ class _PerToken(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="options")
 def _policy_loss(
-    tokens: _PerToken, advantages: Array, mask: Array, denominator: Array | None, options: LossOptions
+    tokens: _PerToken,
+    advantages: Array,
+    mask: Array,
+    denominator: Array | None,
+    threshold: Array | None,
+    options: LossOptions,
 ) -> PolicyLoss:
     """`policy_loss` of arrays that have been checked."""
-    logp, *constants = jax.tree.map(lambda x: active_values(x, mask), tokens)
-    old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient(constants)
+    logp, *constants, bonus = jax.tree.map(lambda x: active_values(x, mask), tokens)
+    old_logps, ref_logps, rollout_logps, entropy = jax.lax.stop_gradient((*constants, bonus))
     advantages = expand_advantages(advantages, mask)
 
     # Policy and KL each read logp through a barrier, so that XLA fuses no product into the sum of their gradients.
     logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
     log_ratio = logp - old_logps
-    if options.loss_type == "gspo":
+    if options.loss_type in ("gspo", "luspo"):
         log_ratio = active_values(pairwise_spread(sequence_means(log_ratio, mask), mask.shape[1]), mask)
     log_ratio, is_beyond = bounded(log_ratio, options.log_ratio_bound)
-    lower, upper = _ratio_range(advantages, options)
-    objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
-    weights = is_capped = None
+    weights = is_cut = None
     if options.importance_cap is not None:
-        log_weights, is_weight_beyond = bounded(old_logps - rollout_logps, options.log_ratio_bound)
+        weights, is_cut, is_weight_beyond = importance_weights(old_logps, rollout_logps, mask, options)
         is_beyond |= is_weight_beyond
-        weights = blockwise_exp(log_weights)
-        is_capped = weights > options.importance_cap
-        weights = jnp.minimum(weights, options.importance_cap)
-        objective *= weights
+    lower, upper = _ratio_range(advantages, options)
+    if options.loss_type == "vespo":
+        gamma = gamma_weights(log_ratio, weights, advantages, mask, options)
+        objective = jax.lax.stop_gradient(gamma) * advantages * logp
+    else:
+        objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
+        objective = objective if weights is None else objective * weights
+    if threshold is not None:
+        is_below = entropy < threshold
+        objective, bonus = jnp.where(is_below, 0.0, objective), jnp.where(is_below, 0.0, bonus)
 
     own_denominator = loss_denominator(mask, options=options)
     divisor = own_denominator if denominator is None else jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
@@ -159,11 +181,16 @@ def _policy_loss(
     loss = policy = masked_sum(-objective, mask, options.normalised_by) / divisor
     kl = jnp.zeros((), jnp.float32)
     if ref_logps is not None:
-        *operands, is_kl_beyond = bounded_operands(logp_of_kl, ref_logps, options.log_ratio_bound)
+        policy_logps, ref_logps, is_kl_beyond = bounded_operands(logp_of_kl, ref_logps, options.log_ratio_bound)
         is_beyond |= is_kl_beyond
-        kl = masked_sum(KL_ESTIMATORS[options.kl_estimator](*operands), mask, options.normalised_by) / divisor
+        token_kl = _kl(policy_logps, ref_logps, log_ratio, options)
+        kl = masked_sum(token_kl, mask, options.normalised_by) / divisor
     if options.beta:
         loss = policy + jax.lax.optimization_barrier(options.beta * kl)
+    entropy_bonus = None
+    if options.entropy_coef:
+        entropy_bonus = masked_sum(bonus, mask, options.normalised_by) / divisor
+        loss -= jax.lax.optimization_barrier(options.entropy_coef * entropy_bonus)
 
     ratio = blockwise_exp(log_ratio)
     below, above = (advantages != 0) & (ratio < lower), (advantages != 0) & (ratio > upper)
@@ -177,13 +204,14 @@ def _policy_loss(
         "ratio_mean": ratio,
         "entropy": entropy,
         "importance_weight_mean": weights,
-        "importance_capped_fraction": is_capped,
+        "importance_capped_fraction": is_cut,
         "log_ratio_bounded_fraction": None if options.log_ratio_bound is None else is_beyond,
     }
     metrics = PolicyLoss(
         loss=loss,
         policy_loss=policy,
         kl=kl,
+        entropy_bonus=entropy_bonus,
         denominator=own_denominator,
         ratio_min=jnp.where(mask.any(), jnp.min(ratio, where=mask, initial=jnp.inf), 0.0),
         ratio_max=jnp.max(ratio, where=mask, initial=0.0),
@@ -196,8 +224,8 @@ def _ratio_range(advantages: Array, options: LossOptions) -> tuple[Array | float
     """The lowest and the highest ratio at which the objective still depends on the ratio."""
     if options.loss_type == "cispo":
         return 0.0, options.cispo_ratio_cap
-    if options.loss_type == "sapo":
-        return 0.0, float(np.finfo(np.float32).max)  # an infinite ratio would make the flat gate's gradient NaN
+    if options.loss_type in ("sapo", "vespo"):
+        return 0.0, float(np.finfo(np.float32).max)  # an infinite ratio would make sapo's flat gate's gradient NaN
     negative = advantages < 0
     dual_clip = jnp.inf if options.dual_clip is None else options.dual_clip
     return jnp.where(negative, 1.0 - options.clip_eps, 0.0), jnp.where(negative, dual_clip, options.upper_clip)
@@ -209,6 +237,13 @@ def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> 
     beyond = (ratio < lower) | (ratio > upper)
     # A cut token's own log-ratio may overflow, and 0 · inf would be NaN: the exp under the gradient takes 0 there.
     return jnp.where(beyond, jnp.clip(ratio, lower, upper), blockwise_exp(jnp.where(beyond, 0.0, log_ratio)))
+
+
+def _kl(logp: Array, ref_logps: Array, log_ratio: Array, options: LossOptions) -> Array:
+    """The estimate of the KL of each token."""
+    if options.kl_estimator == "ratio_k3":
+        return blockwise_exp(log_ratio) * k3_kl(logp, ref_logps)
+    return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps)
 
 
 def _objective(logp: Array, ratio: Array, advantages: Array, options: LossOptions) -> Array:

@@ -35,6 +35,7 @@ def linear_grpo_loss(
     ref_hidden: Float[Array, "B T E"] | None = None,
     ref_weight: Float[Array, "V E"] | Float[Array, "E V"] | None = None,
     rollout_logps: Float[Array, "B T"] | None = None,
+    entropy_threshold: Float[Array, ""] | float | None = None,
     denominator: Float[Array, ""] | float | None = None,
     return_entropy: bool = False,
     options: LossOptions = LossOptions(),
@@ -57,8 +58,9 @@ def linear_grpo_loss(
       completion_mask: `[B, T]`, bool, integer or float: a token is active where it is not 0.
       ref_hidden, ref_weight: hidden states and head of a frozen reference model, instead of ref_logps. That head has no
         bias, and the same layout, temperature and softcap.
-      rollout_logps, denominator, options: as in `policy_loss`.
-      return_entropy: whether the metrics have the mean entropy, which carries no gradient.
+      rollout_logps, entropy_threshold, denominator, options: as in `policy_loss`.
+      return_entropy: whether the metrics have the mean entropy, which carries no gradient. They have it in any case
+        where the loss needs entropies: with options.entropy_coef, which differentiates them, or an entropy_threshold.
       **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, logit_softcap,
         weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on.
 
@@ -85,6 +87,7 @@ def linear_grpo_loss(
         completion_mask=completion_mask,
         ref_hidden=ref_hidden,
         ref_weight=ref_weight,
+        entropy_threshold=entropy_threshold,
         denominator=denominator,
         options=options,
         head=head,
@@ -103,7 +106,7 @@ def linear_grpo_loss(
         ids,
         bias,
         return_lse=True,  # so that it is a LinearLogp, also without the entropy
-        return_entropy=return_entropy,
+        return_entropy=_needs_entropy(return_entropy, entropy_threshold, options),
         **head,
     )
     if ref_hidden is not None and ref_weight is not None:
@@ -118,6 +121,7 @@ def linear_grpo_loss(
         ref_logps=ref_logps,
         rollout_logps=rollout_logps,
         entropy=found.entropy,
+        entropy_threshold=entropy_threshold,
         denominator=denominator,
         options=options,
     )
@@ -132,6 +136,7 @@ def _check(
     completion_mask: Any,
     ref_hidden: Any,
     ref_weight: Any,
+    entropy_threshold: Any,
     denominator: Any,
     options: Any,
     head: Any,
@@ -143,9 +148,13 @@ def _check(
     reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
     _check_reference(logps["ref_logps"], ref_hidden, ref_weight, **reference)
     _check_targets(target_ids, completion_mask, head.get("ignore_index"))
-    beta = options.beta if ref_hidden is None else 0.0  # the reference's log-probs are not computed yet
-    check_policy_loss(logps, completion_mask, denominator, beta=beta, importance_cap=options.importance_cap)
+    has_reference = logps["ref_logps"] is not None or ref_hidden is not None
+    check_policy_loss(logps, completion_mask, denominator, entropy_threshold, options, has_reference=has_reference)
     check_advantages(advantages, completion_mask)
+
+
+def _needs_entropy(return_entropy: bool, entropy_threshold: Any, options: LossOptions) -> bool:
+    return return_entropy or entropy_threshold is not None or options.entropy_coef > 0
 
 
 def _check_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> None:
@@ -189,6 +198,7 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     given = dict(arguments)
     hidden, return_entropy = given.pop("hidden"), given.pop("return_entropy")
     _check(**given)
+    return_entropy = _needs_entropy(return_entropy, given["entropy_threshold"], given["options"])
     operands = {name: given[name] for name in ("lm_head_weight", "target_ids", "bias")}
     asked = {"ignore_index": _MASKED, "return_entropy": return_entropy, **given["head"]}
     return describe_linear_logp(bound_arguments(linear_logp, hidden=hidden, **operands, **asked))

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlk_jax.grpo import (
     LossOptions,
     PolicyLoss,
+    entropy_threshold,
     expand_advantages,
     group_advantages,
     k1_kl,
@@ -33,10 +34,12 @@ DEFAULT_NORMALISERS = {
     "dr_grpo": "constant",
     "bnpo": "tokens",
     "gspo": "sequence_mean",
+    "luspo": "sequence_sum",
     "cispo": "tokens",
     "sapo": "sequence_mean",
+    "vespo": "tokens",
 }
-CLIPPED = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo")
+CLIPPED = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo", "luspo")
 CLIPS = {
     "symmetric": {"clip_eps": 0.2},
     "asymmetric": {"clip_eps": 0.1, "clip_eps_high": 0.28},
@@ -116,94 +119,119 @@ def one_sign(tokens: Tokens) -> Tokens:
     return tokens._replace(advantages=-np.abs(tokens.advantages))
 
 
-def gold_objective(loss_type: str, ratio: float, logp: float, a: float, clip: dict, taus: tuple, cap: float):
+def gold_objective(ratio: float, logp: float, a: float, gamma: float, o: LossOptions):
     """(J, dJ/d ratio, dJ/d logp at a fixed ratio, which bound cuts it)."""
-    if loss_type == "cispo":
+    if o.loss_type == "vespo":
+        return gamma * a * logp, 0.0, gamma * a, None
+    if o.loss_type == "cispo":
+        cap = o.cispo_ratio_cap
         return min(ratio, cap) * a * logp, 0.0, min(ratio, cap) * a, "high" if ratio > cap else None
-    if loss_type == "sapo":
-        tau = taus[0] if a > 0 else taus[1]
+    if o.loss_type == "sapo":
+        tau = o.sapo_temperature_pos if a > 0 else o.sapo_temperature_neg
         gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
         return 4 / tau * gate * a, 4 * gate * (1 - gate) * a, 0.0, None
-    low, high = 1 - clip["clip_eps"], 1 + clip.get("clip_eps_high", clip["clip_eps"])
+    low, high = 1 - o.clip_eps, 1 + (o.clip_eps if o.clip_eps_high is None else o.clip_eps_high)
     plain, limited = ratio * a, min(max(ratio, low), high) * a
     j, cut = (plain, None) if plain <= limited else (limited, "low" if ratio < low else "high")
-    dual = clip.get("dual_clip")
-    if dual is not None and a < 0 and j < dual * a:
-        j, cut = dual * a, "dual"
+    if o.dual_clip is not None and a < 0 and j < o.dual_clip * a:
+        j, cut = o.dual_clip * a, "dual"
     return j, 0.0 if cut else a, 0.0, cut
 
 
-def gold_loss(
-    tokens: Tokens,
-    loss_type: str,
-    normaliser: str,
-    clip: dict,
-    kl: str,
-    beta: float,
-    cap: float | None,
-    bound: float | None = None,
-):
-    """All outputs, and the gradient of loss by hand, one token at a time, in float64."""
-    limit = np.inf if bound is None else bound
-    x, o, r, roll = (np.asarray(v, np.float64) for v in (tokens.logp, tokens.old, tokens.ref, tokens.rollout))
+def gold_gamma(log_w: float, a: float, o: LossOptions) -> float:
+    """VESPO's weight of a sequence, whose ratio counts as at least 1e-8 and at most exp 20."""
+    log_w = np.clip(log_w, np.log(1e-8), 20)
+    k, scale = (o.vespo_k_pos, o.vespo_lambda_pos) if a >= 0 else (o.vespo_k_neg, o.vespo_lambda_neg)
+    return np.exp(scale + k * log_w - scale * np.exp(log_w))
+
+
+def gold_loss(tokens: Tokens, o: LossOptions, threshold: float | None = None):
+    """All outputs, and the gradients of loss by logp and entropy by hand, one token at a time, in float64."""
+    limit = np.inf if o.log_ratio_bound is None else o.log_ratio_bound
+    x, old, r, roll, h = (
+        np.asarray(v, np.float64) for v in (tokens.logp, tokens.old, tokens.ref, tokens.rollout, tokens.entropy)
+    )
     mask = np.asarray(tokens.mask)
     advantages = np.asarray(tokens.advantages, np.float64)
-    active = list(zip(*np.nonzero(mask), strict=True))
+    normaliser = o.normaliser or DEFAULT_NORMALISERS[o.loss_type]
     lengths, sequences = mask.sum(axis=1), int(mask.any(axis=1).sum())
-    denominator = {"tokens": mask.sum(), "sequence_mean": sequences, "constant": sequences * 16}[normaliser]
-    policy = kl_sum = 0.0
-    gradient, ratios, cuts, weights, beyond = np.zeros(x.shape), [], [], [], []
-    for b, t in active:
+    denominator = {
+        "tokens": mask.sum(),
+        "sequence_mean": sequences,
+        "sequence_sum": sequences,
+        "constant": sequences * 16,
+    }[normaliser]
+    whole_sequence = o.loss_type in ("gspo", "luspo")
+    log_weights = (old - roll) * mask
+    if o.importance_level == "sequence":
+        log_weights = np.broadcast_to(log_weights.sum(axis=1, keepdims=True), mask.shape)
+    weights = np.exp(np.clip(log_weights, -limit, limit)) if o.importance_cap is not None else np.ones(mask.shape)
+    cap, floor = o.importance_cap or np.inf, o.importance_floor or 0.0
+    is_cut = (weights > cap) | (weights < floor)
+    weights = np.where(is_cut, 0 if o.importance_beyond == "mask" else np.clip(weights, floor, cap), weights)
+
+    policy = kl_sum = bonus = 0.0
+    gradient, entropy_gradient, ratios, cuts, beyond = np.zeros(x.shape), np.zeros(x.shape), [], [], []
+    for b, t in zip(*np.nonzero(mask), strict=True):
         share = 1 / denominator / (lengths[b] if normaliser == "sequence_mean" else 1)
         a = advantages[b] if advantages.ndim == 1 else advantages[b, t]
-        here = mask[b] if loss_type == "gspo" else np.arange(x.shape[1]) == t
-        log_ratio, log_weight = np.mean((x - o)[b, here]), o[b, t] - roll[b, t]
+        here = mask[b] if whole_sequence else np.arange(x.shape[1]) == t
+        log_ratio = np.mean((x - old)[b, here])
+        by_log_ratio = abs(log_ratio) <= limit
         ratio = np.exp(np.clip(log_ratio, -limit, limit))
-        j, by_ratio, by_logp, cut = gold_objective(loss_type, ratio, x[b, t], a, clip, (1.0, 1.05), 1.3)
-        by_ratio *= abs(log_ratio) <= limit
-        weight = 1.0 if cap is None else min(np.exp(np.clip(log_weight, -limit, limit)), cap)
-        policy -= share * weight * j
-        gradient[b, here] -= share * weight * by_ratio * ratio / here.sum()
-        gradient[b, t] -= share * weight * by_logp
+        of_sequence = np.clip((x - old)[b], -limit, limit) + np.log(np.maximum(weights[b], 1e-8))
+        gamma = gold_gamma(of_sequence[mask[b]].sum(), a, o)
+        j, by_ratio, by_logp, cut = gold_objective(ratio, x[b, t], a, gamma, o)
+        counts = threshold is None or h[b, t] >= threshold
+        factor = share * counts * (1.0 if o.loss_type == "vespo" else weights[b, t])
+        policy -= factor * j
+        gradient[b, here] -= factor * by_ratio * by_log_ratio * ratio / here.sum()
+        gradient[b, t] -= factor * by_logp
         difference = r[b, t] - x[b, t]
         d = np.clip(difference, -limit, limit)
-        value, slope = {"k1": (-d, 1.0), "k2": (d * d / 2, -d), "k3": (np.exp(d) - 1 - d, 1 - np.exp(d))}[kl]
+        k3 = np.exp(d) - 1 - d
+        value, slope, by_kl_ratio = {
+            "k1": (-d, 1.0, 0.0),
+            "k2": (d * d / 2, -d, 0.0),
+            "k3": (k3, 1 - np.exp(d), 0.0),
+            "ratio_k3": (ratio * k3, ratio * (1 - np.exp(d)), ratio * k3),
+        }[o.kl_estimator]
         kl_sum += share * value
-        gradient[b, t] += share * beta * slope * (abs(difference) <= limit)
-        ratios.append(ratio), cuts.append(cut), weights.append((weight, weight == cap))
-        beyond.append(max(abs(log_ratio), abs(difference), abs(log_weight) * (cap is not None)) > limit)
+        gradient[b, t] += share * o.beta * slope * (abs(difference) <= limit)
+        gradient[b, here] += share * o.beta * by_kl_ratio * by_log_ratio / here.sum()
+        bonus += share * counts * h[b, t]
+        entropy_gradient[b, t] -= share * counts * o.entropy_coef
+        ratios.append(ratio), cuts.append(cut)
+        is_weighted = o.importance_cap is not None
+        beyond.append(max(abs(log_ratio), abs(difference), abs(log_weights[b, t]) * is_weighted) > limit)
     fraction = {name: np.mean([cut == name for cut in cuts]) for name in ("low", "high", "dual")}
-    return PolicyLoss(
-        loss=policy + beta * kl_sum,
-        policy_loss=policy,
-        kl=kl_sum,
-        denominator=denominator,
-        clip_fraction=sum(fraction.values()),
-        clip_fraction_low=fraction["low"],
-        clip_fraction_high=fraction["high"],
-        clip_fraction_dual=fraction["dual"],
-        ratio_mean=np.mean(ratios),
-        ratio_min=np.min(ratios),
-        ratio_max=np.max(ratios),
-        entropy=np.mean(np.asarray(tokens.entropy, np.float64)[mask]),
-        importance_weight_mean=None if cap is None else np.mean([w for w, _ in weights]),
-        importance_capped_fraction=None if cap is None else np.mean([c for _, c in weights]),
-        log_ratio_bounded_fraction=None if bound is None else np.mean(beyond),
-    ), gradient
-
-
-def assert_equals_gold(tokens: Tokens, options: LossOptions, clip: dict, normaliser: str) -> None:
-    value, gradient = tokens.value_and_grad(options)
-    gold, gold_gradient = gold_loss(
-        tokens,
-        options.loss_type,
-        normaliser,
-        clip,
-        options.kl_estimator,
-        options.beta,
-        options.importance_cap,
-        options.log_ratio_bound,
+    return (
+        PolicyLoss(
+            loss=policy + o.beta * kl_sum - o.entropy_coef * bonus,
+            policy_loss=policy,
+            kl=kl_sum,
+            denominator=denominator,
+            clip_fraction=sum(fraction.values()),
+            clip_fraction_low=fraction["low"],
+            clip_fraction_high=fraction["high"],
+            clip_fraction_dual=fraction["dual"],
+            ratio_mean=np.mean(ratios),
+            ratio_min=np.min(ratios),
+            ratio_max=np.max(ratios),
+            entropy=np.mean(h[mask]),
+            entropy_bonus=bonus if o.entropy_coef else None,
+            importance_weight_mean=None if o.importance_cap is None else np.mean(weights[mask]),
+            importance_capped_fraction=None if o.importance_cap is None else np.mean(is_cut[mask]),
+            log_ratio_bounded_fraction=None if o.log_ratio_bound is None else np.mean(beyond),
+        ),
+        gradient,
+        entropy_gradient,
     )
+
+
+def assert_equals_gold(tokens: Tokens, options: LossOptions) -> None:
+    value, gradient = tokens.value_and_grad(options)
+    gold, gold_gradient, _ = gold_loss(tokens, options)
     assert jax.tree.structure(value) == jax.tree.structure(gold)
     for actual, expected in zip(jax.tree.leaves(value), jax.tree.leaves(gold), strict=True):
         chex.assert_type(actual, jnp.float32)
@@ -211,7 +239,10 @@ def assert_equals_gold(tokens: Tokens, options: LossOptions, clip: dict, normali
     helpers.assert_within_contract(gradient, gold_gradient, "grpo_losses", jnp.float32, "gradient")
 
 
-LOSSES = [(name, clip) for name in CLIPPED for clip in CLIPS] + [("cispo", "symmetric"), ("sapo", "symmetric")]
+LOSSES = [
+    *((name, clip) for name in CLIPPED for clip in CLIPS),
+    *((name, "symmetric") for name in ("cispo", "sapo", "vespo")),
+]
 
 
 def is_in_make_test(loss_type, clip, kl):
@@ -223,15 +254,18 @@ def is_in_make_test(loss_type, clip, kl):
     return (loss_type, clip, kl) in {
         *(("dapo", "symmetric", "k3"), ("gspo", "dual", "k3"), ("grpo", "dual", "k1")),
         *(("dr_grpo", "asymmetric", "k1"), ("cispo", "symmetric", "k3"), ("sapo", "symmetric", "k2")),
+        *(("luspo", "dual", "ratio_k3"), ("vespo", "symmetric", "ratio_k3")),
     }
 
 
 # `is_in_make_test` says what these are enough for.
-@helpers.cover("loss_type, clip, kl", [(*loss, kl) for loss in LOSSES for kl in ("k1", "k2", "k3")], is_in_make_test)
+@helpers.cover(
+    "loss_type, clip, kl", [(*loss, kl) for loss in LOSSES for kl in ("k1", "k2", "k3", "ratio_k3")], is_in_make_test
+)
 def test_loss_gradient_and_metrics_equal_the_definition(loss_type, clip, kl):
     changes = CLIPS[clip] if loss_type in CLIPPED else {}
     options = options_of(loss_type, beta=0.3, kl_estimator=kl, importance_cap=1.2, **changes)
-    assert_equals_gold(make_tokens(), options, CLIPS[clip], DEFAULT_NORMALISERS[loss_type])
+    assert_equals_gold(make_tokens(), options)
 
 
 # Each normaliser with an objective whose own it is not. dapo with "constant" is dr_grpo, and with "sequence_mean" grpo:
@@ -243,7 +277,7 @@ def test_loss_gradient_and_metrics_equal_the_definition(loss_type, clip, kl):
 )
 def test_every_normaliser_goes_with_every_objective(loss_type, normaliser):
     options = options_of(loss_type, normaliser=normaliser)
-    assert_equals_gold(one_sign(make_tokens(1)), options, CLIPS["symmetric"], normaliser)
+    assert_equals_gold(one_sign(make_tokens(1)), options)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
@@ -251,7 +285,96 @@ def test_advantages_may_differ_from_token_to_token(loss_type):
     tokens = make_tokens(2)
     advantages = np.random.default_rng(3).normal(size=tokens.mask.shape).astype(np.float32)
     options = options_of(loss_type, **CLIPS["dual"])
-    assert_equals_gold(tokens._replace(advantages=advantages), options, CLIPS["dual"], DEFAULT_NORMALISERS[loss_type])
+    assert_equals_gold(tokens._replace(advantages=advantages), options)
+
+
+WEIGHTS = [
+    {"importance_floor": 0.8},
+    {"importance_beyond": "mask", "importance_floor": 0.8},
+    {"importance_level": "sequence"},
+    {"importance_level": "sequence", "importance_beyond": "mask", "importance_floor": 0.5},
+]
+
+
+# A weight is a factor of any J, but for vespo's. In `make test`, each option is there once, and both levels.
+@helpers.cover(
+    "loss_type, weights",
+    [(name, i) for name in ("dapo", "gspo", "vespo") for i in range(len(WEIGHTS)) if name != "vespo" or i < 2],
+    lambda name, i: (name, i) in (("dapo", 3), ("gspo", 0), ("vespo", 1)),
+)
+def test_importance_weights_of_tokens_and_sequences_cut_or_masked(loss_type, weights):
+    options = options_of(loss_type, importance_cap=1.2, **WEIGHTS[weights])
+    tokens = one_sign(make_tokens(4))
+    assert_equals_gold(tokens, options)
+    value, *_ = gold_loss(tokens, options)
+    assert 0 < value.importance_capped_fraction < 1
+
+
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_an_entropy_bonus_is_differentiated_and_may_be_that_of_the_top_share(share):
+    tokens, options = make_tokens(), options_of("gspo", beta=0.3, entropy_coef=0.05)
+    threshold = None if share is None else entropy_threshold(tokens.entropy, tokens.mask, top_share=share)
+
+    def loss(logp: Any, entropy: Any) -> tuple[Any, PolicyLoss]:
+        value = policy_loss(
+            logp, *tokens[1:4], ref_logps=tokens.ref, entropy=entropy, entropy_threshold=threshold, options=options
+        )
+        return value.loss, value
+
+    (_, value), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(tokens.logp, tokens.entropy)
+    gold, *gold_gradients = gold_loss(tokens, options, threshold)
+    for actual, expected in zip(jax.tree.leaves(value), jax.tree.leaves(gold), strict=True):
+        helpers.assert_within_contract(actual, expected, "grpo_losses", jnp.float32, "forward")
+    for actual, expected in zip(gradients, gold_gradients, strict=True):
+        helpers.assert_within_contract(actual, expected, "grpo_losses", jnp.float32, "gradient")
+    counted = np.asarray(gradients[1]) != 0
+    assert np.all(counted == (tokens.mask if share is None else tokens.mask & (tokens.entropy >= threshold)))
+
+
+def test_the_metric_entropy_has_no_gradient():
+    """It is easy to trust: a loss that subtracts it learns nothing from it."""
+    tokens = make_tokens()
+    gradient = jax.grad(lambda h: tokens.call(options_of("dapo", beta=0.3), entropy=h).entropy)(tokens.entropy)
+    assert not np.any(gradient)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), share=st.sampled_from([0.05, 0.2, 0.5, 1.0]))
+def test_the_threshold_is_the_quantile_of_the_active_tokens(seed, share):
+    tokens = make_tokens(seed)
+    active = tokens.entropy[tokens.mask]
+    found = entropy_threshold(tokens.entropy, tokens.mask, top_share=share)
+    np.testing.assert_allclose(found, np.quantile(active.astype(np.float64), 1 - share), rtol=1e-5)
+    padded = tokens.padded(3, 2, np.nan)
+    helpers.assert_same_bits(entropy_threshold(padded.entropy, padded.mask, top_share=share), found)
+
+
+def test_a_threshold_of_the_whole_batch_serves_its_parts():
+    tokens, options = make_tokens(), options_of("dapo", beta=0.3, entropy_coef=0.05)
+    threshold = entropy_threshold(tokens.entropy, tokens.mask, top_share=0.4)
+    denominator = loss_denominator(tokens.mask, options=options)
+    parts = [
+        policy_loss(
+            *part[:4],
+            ref_logps=part.ref,
+            entropy=part.entropy,
+            entropy_threshold=threshold,
+            denominator=denominator,
+            options=options,
+        ).loss
+        for part in (tokens.rows(slice(0, 2)), tokens.rows(slice(2, 6)))
+    ]
+    gold, *_ = gold_loss(tokens, options, float(threshold))
+    np.testing.assert_allclose(sum(parts), gold.loss, rtol=1e-5)
+    nothing = np.zeros_like(tokens.mask)
+    assert entropy_threshold(tokens.entropy, nothing, top_share=0.4) == 0
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_raises(share):
+    tokens = make_tokens()
+    with pytest.raises(ValueError, match="top_share must be"):
+        entropy_threshold(tokens.entropy, tokens.mask, top_share=share)
 
 
 BOUND = 0.4
@@ -264,7 +387,7 @@ BOUND = 0.4
 )
 def test_a_bound_of_log_ratios_is_a_constant_beyond_it(loss_type, kl):
     options = options_of(loss_type, beta=0.3, kl_estimator=kl, importance_cap=1.2, log_ratio_bound=BOUND)
-    assert_equals_gold(make_tokens(), options, CLIPS["symmetric"], DEFAULT_NORMALISERS[loss_type])
+    assert_equals_gold(make_tokens(), options)
 
 
 # The ratio of a loss and its KL are bounded apart from each other.
@@ -305,9 +428,10 @@ def test_a_bound_that_does_not_bind_changes_no_bit():
 
 
 def test_the_data_meets_every_bound():
-    bounded, _ = gold_loss(make_tokens(), "dapo", "tokens", CLIPS["dual"], "k3", 0.3, 1.2, BOUND)
+    options = options_of("dapo", beta=0.3, importance_cap=1.2, **CLIPS["dual"])
+    bounded, *_ = gold_loss(make_tokens(), dataclasses.replace(options, log_ratio_bound=BOUND))
     assert 0 < bounded.log_ratio_bounded_fraction < 1
-    value, _ = gold_loss(make_tokens(), "dapo", "tokens", CLIPS["dual"], "k3", 0.3, 1.2)
+    value, *_ = gold_loss(make_tokens(), options)
     assert min(value.clip_fraction_low, value.clip_fraction_high, value.clip_fraction_dual) > 0
     assert 0 < value.importance_capped_fraction < 1
 
@@ -318,7 +442,7 @@ def test_random_batches_equal_the_definition(seed):
     options = options_of("dapo", beta=0.3, importance_cap=1.2)
     tokens = make_tokens(seed)
     _, gradient = tokens.value_and_grad(options)
-    _, gold = gold_loss(tokens, "dapo", "tokens", CLIPS["symmetric"], "k3", 0.3, 1.2)
+    _, gold, _ = gold_loss(tokens, options)
     helpers.assert_within_contract(gradient, gold, "grpo_losses", jnp.float32, "gradient")
 
 
@@ -434,7 +558,8 @@ def test_a_batch_without_active_tokens_is_zero_with_zero_gradient(loss_type, sha
     full = make_tokens()
     tokens = Tokens(*(x[: shape[0], : shape[1]] if x.ndim == 2 else x[: shape[0]] for x in full))
     tokens = tokens._replace(mask=np.zeros(shape, bool))
-    value, gradient = tokens.value_and_grad(options_of(loss_type, beta=0.3, importance_cap=1.2, log_ratio_bound=BOUND))
+    options = options_of(loss_type, beta=0.3, importance_cap=1.2, log_ratio_bound=BOUND, entropy_coef=0.1)
+    value, gradient = tokens.value_and_grad(options)
     for x in value:
         helpers.assert_same_bits(x, np.float32(0))
     helpers.assert_same_bits(gradient, np.zeros(shape, np.float32))
@@ -447,7 +572,7 @@ def test_only_logp_gets_a_gradient_and_only_through_loss():
     @jax.jit
     def gradients(logp, others):
         by_others = jax.grad(lambda x: tokens.call(options, **x).loss)(others)
-        return by_others, jax.grad(lambda x: sum(tokens.call(options, logp=x)[1:]))(logp)
+        return by_others, jax.grad(lambda x: sum(jax.tree.leaves(tokens.call(options, logp=x)[1:])))(logp)
 
     found = gradients(tokens.logp, others)
     chex.assert_trees_all_equal(found, jax.tree.map(np.zeros_like, (others, tokens.logp)))
@@ -756,6 +881,23 @@ def test_bad_rewards_raise(rewards, message):
         ({"log_ratio_bound": 0}, "log_ratio_bound must be a positive finite number, got 0"),
         ({"log_ratio_bound": 81.0}, "log_ratio_bound must be at most 80, whose exp is still finite, got 81.0"),
         ({"importance_cap": 1e60}, "importance_cap must be a positive finite number"),
+        ({"importance_floor": 0.5}, "importance_floor has no meaning without importance_cap"),
+        ({"importance_level": "sequence"}, "importance_level has no meaning without importance_cap"),
+        ({"importance_beyond": "mask"}, "importance_beyond has no meaning without importance_cap"),
+        (
+            {"importance_cap": 2.0, "importance_floor": 2.0},
+            "importance_floor must be below importance_cap=2.0, got 2.0",
+        ),
+        ({"importance_cap": 2.0, "importance_level": "row"}, "importance_level must be one of .* got 'row'"),
+        ({"importance_cap": 2.0, "importance_beyond": "drop"}, "importance_beyond must be one of .* got 'drop'"),
+        (
+            {"loss_type": "vespo", "importance_cap": 2.0, "importance_level": "sequence"},
+            "importance_level must be 'token' for loss_type='vespo'",
+        ),
+        ({"vespo_k_pos": 3.0}, "vespo_k_pos has no meaning for loss_type='dapo'"),
+        ({"loss_type": "vespo", "vespo_lambda_neg": 0}, "vespo_lambda_neg must be a positive finite number, got 0"),
+        ({"loss_type": "vespo", "clip_eps": 0.1}, "clip_eps has no meaning for loss_type='vespo'"),
+        ({"entropy_coef": -1.0}, "entropy_coef must be 0 or a positive finite number, got -1.0"),
         ({"loss_type": "dr_grpo"}, "max_completion_length must be given with normaliser='constant'"),
         (
             {"max_completion_length": 5},
@@ -782,6 +924,7 @@ def test_bad_options_raise(changes, message):
         ({"ref": 0.0}, {}, "ref_logps must be a JAX or NumPy array, got builtins.float"),
         ({"ref": None}, {"beta": 0.1}, "beta=0.1 requires ref_logps"),
         ({"rollout": None}, {"importance_cap": 2.0}, "rollout_logps and importance_cap must be given together"),
+        ({"entropy": None}, {"entropy_coef": 0.1}, "entropy_coef=0.1 requires entropy"),
         ({"advantages": np.zeros(5)}, {}, r"advantages must be \[B\] or \[B, T\] of completion_mask shape \(6, 5\)"),
         ({"advantages": np.zeros(6, np.complex64)}, {}, "advantages must be bool or real numbers, got complex64"),
     ],
@@ -816,6 +959,21 @@ def test_rollout_logps_without_a_cap_raise():
 def test_bad_denominators_raise(denominator, message):
     with pytest.raises(ValueError, match=message):
         policy_loss(*make_tokens()[:4], denominator=denominator)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [
+        (-1, "entropy_threshold must be 0 or a positive finite number, got -1"),
+        (np.ones(3), r"entropy_threshold must be a scalar, got shape \(3,\)"),
+    ],
+)
+def test_bad_thresholds_raise(threshold, message):
+    tokens = make_tokens()
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*tokens[:4], entropy=tokens.entropy, entropy_threshold=threshold)
+    with pytest.raises(ValueError, match="entropy_threshold requires entropy"):
+        policy_loss(*tokens[:4], entropy_threshold=0.5)
 
 
 def test_a_denominator_that_only_the_device_knows():

@@ -3,14 +3,14 @@
 import itertools
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlk_jax.grpo import LossOptions, PolicyLoss, group_advantages, loss_denominator, policy_loss
+from rlk_jax.grpo import LossOptions, PolicyLoss, entropy_threshold, group_advantages, loss_denominator, policy_loss
 from tests.support import helpers, tiny_trl
 from tests.support.tiny_trl import GRPOTrainer, torch
 
@@ -27,17 +27,30 @@ def make_tokens(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in arrays.items()} | {"mask": mask}
 
 
-def trl_loss(tokens: dict[str, np.ndarray], config: dict[str, Any]) -> tuple[float, np.ndarray, dict[str, float]]:
+class TrlLoss(NamedTuple):
+    """What TRL's own method gives for a batch."""
+
+    loss: float
+    gradient: np.ndarray
+    metrics: dict[str, float]
+    entropy_gradient: np.ndarray | None
+
+
+def trl_loss(tokens: dict[str, np.ndarray], config: dict[str, Any]) -> TrlLoss:
     """Loss, its gradient and the logged metrics of GRPOTrainer's own method, called on a stand-in for the trainer."""
     x = {name: torch.from_numpy(array) for name, array in tokens.items()}
-    logp = x["logp"].clone().requires_grad_()
+    logp, entropy = (x[name].clone().requires_grad_() for name in ("logp", "entropy"))
     mask = x["mask"].int()
     ids = torch.zeros_like(mask)
     args = SimpleNamespace(
         delta=config.get("delta"),
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
-        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+        use_bias_correction_kl=config.get("use_bias_correction_kl", False),
         steps_per_generation=1,
     )
     metrics: dict[str, list[float]] = defaultdict(list)
@@ -53,13 +66,23 @@ def trl_loss(tokens: dict[str, np.ndarray], config: dict[str, Any]) -> tuple[flo
         max_completion_length=16,
         current_gradient_accumulation_steps=1,
         aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=config.get("top_entropy_quantile", 1.0),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        get_high_entropy_mask=lambda *given: GRPOTrainer.get_high_entropy_mask(trainer, *given),
         off_policy_mask_threshold=None,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled="entropy_coef" in config,
+        entropy_coef=config.get("entropy_coef", 0.0),
+        use_adaptive_entropy=False,
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, reduce=lambda value, reduction: value, gather=lambda value: value),
+        accelerator=SimpleNamespace(
+            num_processes=1,
+            sync_gradients=False,
+            reduce=lambda value, reduction: value,
+            gather=lambda value: value,
+            pad_across_processes=lambda value, **_: value,
+        ),
         _metrics={"train": metrics},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, x["entropy"], None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy, None),
     )
     inputs = {
         "prompt_ids": ids,
@@ -69,12 +92,14 @@ def trl_loss(tokens: dict[str, np.ndarray], config: dict[str, Any]) -> tuple[flo
         "advantages": x["advantages"],
         "old_per_token_logps": x["old"],
         "ref_per_token_logps": x["ref"],
-        "importance_sampling_ratio": torch.clamp(torch.exp(x["old"] - x["rollout"]), max=CAP),
         "num_items_in_batch": mask.sum(),
     }
+    if trainer.use_vllm:
+        inputs["importance_sampling_ratio"] = torch.clamp(torch.exp((x["old"] - x["rollout"]) * mask), max=CAP)
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     loss.backward()
-    return loss.item(), logp.grad.numpy(), {name: values[0] for name, values in metrics.items()}
+    logged = {name: values[0] for name, values in metrics.items()}
+    return TrlLoss(loss.item(), logp.grad.numpy(), logged, None if entropy.grad is None else entropy.grad.numpy())
 
 
 @jax.jit(static_argnames="options")
@@ -106,6 +131,11 @@ CASES = {
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, {"loss_type": "cispo", "cispo_ratio_cap": 1.3}),
     "sapo": ({"loss_type": "sapo"}, {"loss_type": "sapo"}),
+    "vespo": ({"loss_type": "vespo"}, {"loss_type": "vespo"}),
+    "luspo": (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "luspo", **CLIPPED},
+    ),
     "two-sided": ({"loss_type": "dapo", "delta": 1.6}, {"loss_type": "dapo", "dual_clip": 1.6, **CLIPPED}),
     "two-sided gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.4},
@@ -115,17 +145,16 @@ CASES = {
 EXTRAS = {
     "plain": ({}, {}),
     "kl and truncated importance sampling": ({"beta": 0.3, "truncated": True}, {"beta": 0.3, "importance_cap": CAP}),
+    "kl under a ratio": ({"beta": 0.3, "use_bias_correction_kl": True}, {"beta": 0.3, "kl_estimator": "ratio_k3"}),
+}
+IN_MAKE_TEST = {
+    *(("bnpo", "plain"), ("gspo", "kl and truncated importance sampling"), ("cispo", "plain"), ("two-sided", "plain")),
+    *(("vespo", "kl and truncated importance sampling"), ("luspo", "kl under a ratio")),
 }
 
 
-# The extras are the same factor and term of every loss: each loss has one of both.
-@helpers.cover(
-    "case, extra",
-    itertools.product(CASES, EXTRAS),
-    lambda case, extra: (
-        case in ("bnpo", "gspo", "cispo", "two-sided") and list(CASES).index(case) % 2 == list(EXTRAS).index(extra)
-    ),
-)
+# The extras are the same factor and term of every loss: each loss has one of them.
+@helpers.cover("case, extra", itertools.product(CASES, EXTRAS), lambda *x: x in IN_MAKE_TEST)
 def test_loss_gradient_and_metrics_are_those_of_trl(case, extra):
     """TRL's code stays the same where ours changes. In `make test`,
     tests/losses/test_losses.py::test_loss_gradient_and_metrics_equal_the_definition catches a loss that changes; it has
@@ -133,7 +162,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, extra):
     """
     tokens = make_tokens()
     (theirs, mine), (theirs_too, mine_too) = CASES[case], EXTRAS[extra]
-    loss, gradient, metrics = trl_loss(tokens, theirs | theirs_too)
+    loss, gradient, metrics, _ = trl_loss(tokens, theirs | theirs_too)
     value, our_gradient = ours(tokens, LossOptions(**mine | mine_too))
     pairs = [(value.loss, loss), (value.entropy, metrics["entropy"])]
     if "beta" in theirs_too and value.denominator == tokens["mask"].sum():  # TRL logs the mean over tokens in any case
@@ -143,13 +172,32 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, extra):
         # TRL's leaves out A < 0, whose weight is capped, too.
         assert 0 < metrics["cispo_clip_ratio"] < value.clip_fraction_high
         pairs.append((value.clip_fraction_high, capped[tokens["mask"]].mean()))
-    elif theirs["loss_type"] != "sapo" and theirs.get("importance_sampling_level") != "sequence":
+    elif theirs["loss_type"] not in ("sapo", "vespo") and theirs.get("importance_sampling_level") != "sequence":
         # At the sequence level TRL logs the mean over sequences.
         pairs += [(value.clip_fraction_low, metrics["clip_ratio/low_mean"])]
         pairs += [(value.clip_fraction_high, metrics["clip_ratio/high_mean"])]
     for actual, expected in pairs:
         helpers.assert_within_contract(actual, expected, "grpo_losses", jnp.float32, "forward")
     helpers.assert_within_contract(our_gradient, gradient, "grpo_losses", jnp.float32, "gradient")
+
+
+def test_the_top_share_and_its_bonus_are_those_of_trl():
+    """TRL's bonus is a mean over the top share alone; ours has the loss's denominator, so its weight is another one."""
+    tokens = make_tokens()
+    config = {"loss_type": "dapo", "top_entropy_quantile": 0.4, "entropy_coef": 0.05}
+    expected = trl_loss(tokens, config)
+    threshold = entropy_threshold(tokens["entropy"], tokens["mask"], top_share=0.4)
+    top = tokens["mask"] & (tokens["entropy"] >= np.asarray(threshold))
+    options = LossOptions(entropy_coef=float(0.05 * tokens["mask"].sum() / top.sum()), **CLIPPED)
+
+    def loss(logp: Any, entropy: Any) -> jax.Array:
+        given = tokens["old"], tokens["advantages"], tokens["mask"]
+        return policy_loss(logp, *given, entropy=entropy, entropy_threshold=threshold, options=options).loss
+
+    value, (by_logp, by_entropy) = jax.value_and_grad(loss, (0, 1))(tokens["logp"], tokens["entropy"])
+    helpers.assert_within_contract(value, expected.loss, "grpo_losses", jnp.float32, "forward")
+    helpers.assert_within_contract(by_logp, expected.gradient, "grpo_losses", jnp.float32, "gradient")
+    helpers.assert_within_contract(by_entropy, expected.entropy_gradient, "grpo_losses", jnp.float32, "gradient")
 
 
 def test_the_data_meets_every_bound():

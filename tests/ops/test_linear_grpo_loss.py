@@ -32,6 +32,8 @@ LOSSES = {
     "gspo": LossOptions(loss_type="gspo", beta=BETA, kl_estimator="k2"),
     "cispo": LossOptions(loss_type="cispo", cispo_ratio_cap=1.1),
     "sapo": LossOptions(loss_type="sapo"),
+    "luspo": LossOptions(loss_type="luspo"),
+    "vespo": LossOptions(loss_type="vespo", beta=BETA, kl_estimator="ratio_k3", entropy_coef=0.02),
 }
 
 
@@ -127,11 +129,12 @@ def test_explicit_mesh_axes(name, reference):
 
 
 # The losses are policy_loss's own; whether a program keeps them apart from the head shows with every loss and
-# implementation. In `make test`, the case of gspo and "xla" catches one that does not.
+# implementation. In `make test`, the case of gspo and "xla" catches one that does not, and that of vespo an entropy
+# bonus that reaches the head otherwise.
 @helpers.cover(
     "name, implementation",
     [(x, "xla") for x in LOSSES] + [("dapo", x) for x in IMPLEMENTATIONS if x != "xla"],
-    lambda *x: x == ("gspo", "xla"),
+    lambda *x: x in (("gspo", "xla"), ("vespo", "xla")),
 )
 def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
     b, options = batch(), LOSSES[name]
@@ -139,8 +142,19 @@ def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
     temperature = jnp.linspace(0.5, 2, 24).reshape(LEAD)
     head: Any = {"temperature": temperature, "logit_softcap": 5.0, "implementation": implementation}
     head |= {"options": options, "return_entropy": True}
+    if options.entropy_coef:
+        head["entropy_threshold"] = 4.0
     one, two = (gradients_of_batch(calls, b, **head) for calls in (Batch.loss, Batch.in_two_calls))
     assert_same_bits(one, two)
+
+
+def test_a_loss_that_needs_entropies_has_them_unasked():
+    b, options = batch(), LossOptions(entropy_coef=0.1)
+    found, asked = b.loss(options=options), b.loss(options=options, return_entropy=True)
+    assert found.entropy_bonus > 0
+    assert_same_bits(found, asked)
+    assert b.loss(entropy_threshold=1.0).entropy is not None and b.loss().entropy is None
+    assert rlk_jax.explain("linear_grpo_loss", *b, options=options).choice == "xla"
 
 
 # Masks are made bool first; a loss over tokens and one over sequences.
@@ -283,6 +297,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ignore_index": ({}, {"ignore_index": 0}, "completion_mask says which tokens count: ignore_index must be None."),
     "hidden": ({"hidden": jnp.zeros((4, 6, 7))}, {}, "hidden"),
     "no options": ({}, {"options": {"beta": 0.1}}, "options must be LossOptions, got dict."),
+    "threshold": (
+        {},
+        {"entropy_threshold": -1.0},
+        "entropy_threshold must be 0 or a positive finite number, got -1.0.",
+    ),
     "cap": ({}, {"options": LossOptions(importance_cap=2.0)}, "rollout_logps and importance_cap must be given"),
 }
 

@@ -31,12 +31,15 @@ class Batch(NamedTuple):
     def loss(self, **changes: Any) -> PolicyLoss:
         return linear_grpo_loss(*self, **changes)
 
-    def in_two_calls(self, *, options: LossOptions = LossOptions(), **head: Any) -> PolicyLoss:
+    def in_two_calls(
+        self, *, options: LossOptions = LossOptions(), entropy_threshold: float | None = None, **head: Any
+    ) -> PolicyLoss:
         """`linear_logp`, then `policy_loss`."""
         ids = jnp.where(self.mask, self.target_ids, -100)
         found = linear_logp(self.hidden, self.weight, ids, self.bias, ignore_index=-100, return_lse=True, **head)
         tokens = found.logp, self.old_logps, self.advantages, self.mask
-        return policy_loss(*tokens, ref_logps=self.ref_logps, entropy=found.entropy, options=options)
+        values = {"ref_logps": self.ref_logps, "entropy": found.entropy, "entropy_threshold": entropy_threshold}
+        return policy_loss(*tokens, **values, options=options)
 
 
 def batch(lead: tuple[int, int], dim: int, vocab_size: int, dtype: Any = jnp.float32) -> Batch:
