@@ -107,11 +107,9 @@ def test_mismatch_of_all_kinds(tmp_path):
 
 
 def kill_first_child():
-    for _ in range(1000):
-        if children := multiprocessing.active_children():
-            children[0].kill()
-            return
+    while not (children := multiprocessing.active_children()):
         time.sleep(0.01)
+    children[0].kill()
 
 
 def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch, compiled_quickly):
