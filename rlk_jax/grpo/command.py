@@ -3,12 +3,13 @@
 import argparse
 import sys
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
+from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
 from rlk_jax.grpo.tasks import load_task
 
@@ -62,16 +63,19 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
             raise
         raise BadInput(f"{error.name} is not installed: it comes with rlk-jax's extra `grpo`") from error
 
-    task = load_task(config)
-    steps = build_steps(config, task, make_mesh(config))
-    folder, console = RunFolder(arguments.out), Console()
+    task, folder, console = load_task(config), RunFolder(arguments.out), Console()
+    config = replace(config, vocab_size=task.vocab_size)  # The folder keeps the number, whatever the default becomes.
+    with shortage_is_bad_input(task.longest):
+        steps = build_steps(config, task, make_mesh(config))
+    if task.dropped:
+        console.print(f"left out prompts of more than {config.max_prompt_tokens} tokens: {task.dropped}")
     if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.
         return say_stopped(console, stop.signal, is_saved=arguments.resume)
     if arguments.resume:
         opened = folder.resume(config, task.digest)
     else:
         opened = folder.start(config, task.digest, overwrite=arguments.overwrite)
-    with opened, folder.keep_programs():
+    with opened, folder.keep_programs(), shortage_is_bad_input(task.longest):
         return train(config, steps, folder, console, stop)
 
 

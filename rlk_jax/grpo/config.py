@@ -77,14 +77,20 @@ class GrpoConfig:
     width: int = _option(64, "model width", minimum=1)
     layers: int = _option(2, "decoder layers", minimum=1)
     heads: int = _option(4, "attention heads", minimum=1)
-    vocab_size: int = _option(
-        VOCAB_SIZE, "tokens of the policy; those beyond the characters mean nothing", minimum=VOCAB_SIZE, below=2**31
+    vocab_size: int | None = _option(
+        None,
+        "tokens of the policy; those beyond the characters mean nothing (default: as many as the characters need)",
+        minimum=VOCAB_SIZE,
+        below=2**31,
     )
     max_operand: int = _option(69, "largest operand of the arithmetic prompts", minimum=4, below=1000)
     demonstration_errors: float = _option(
         0.5, "share of arithmetic warm-start answers that are another prompt's, for GRPO to correct", minimum=0, below=1
     )
     prompts: str | None = _option(None, "JSONL file of prompt/answer pairs, instead of arithmetic")
+    max_prompt_tokens: int | None = _option(
+        None, "leave out prompts of the file that have more tokens (default: none)", minimum=1
+    )
     mesh: str = _option(
         "data=1,tensor=1", "devices along each mesh axis: batches are sharded over data, the LM head over tensor"
     )
@@ -108,6 +114,8 @@ class GrpoConfig:
         for name in _ARITHMETIC_FIELDS:
             if self.prompts is not None and name in changed:
                 raise BadInput(f"{name} is of the arithmetic prompts: it has no meaning beside prompts")
+        if self.max_prompt_tokens is not None and self.prompts is None:
+            raise BadInput("max_prompt_tokens is of a prompts file: it has no meaning without prompts")
         self.loss_options()
         if self.width % self.heads or self.width // self.heads % 2:
             raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")

@@ -90,11 +90,11 @@ def make_mesh(config: GrpoConfig) -> Mesh:
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
 
 
-def make_head(config: GrpoConfig, mesh: Mesh) -> MeshHead:
+def make_head(config: GrpoConfig, task: Task, mesh: Mesh) -> MeshHead:
     """The LM head of a run. Raises BadInput when linear_logp cannot run on it, or cannot promise the bits that
     `invariant` asks for.
     """
-    head = MeshHead(mesh, config.vocab_size, config.implementation, make_layers(config).dtype)
+    head = MeshHead(mesh, task.vocab_size, config.implementation, make_layers(config).dtype)
     head.check(config.width)
     return head.with_promised_bits(config.width) if config.invariant else head
 
@@ -120,13 +120,13 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     All randomness of step k comes from (seed, k), so a run can stop after any step and go on later without changing a
     bit. Raises BadInput when linear_logp cannot run as the config says.
     """
-    head = make_head(config, mesh)
+    head = make_head(config, task, mesh)
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     train, heldout = jax.device_put((task.train, task.heldout), replicated)
     run_key = jax.random.key(config.seed)
 
     def new_model() -> Decoder:
-        sizes = config.vocab_size, config.width, config.layers, config.heads
+        sizes = task.vocab_size, config.width, config.layers, config.heads
         return Decoder(*sizes, kind=make_layers(config), rngs=nnx.Rngs(config.seed))
 
     graph = nnx.graphdef(nnx.eval_shape(new_model))

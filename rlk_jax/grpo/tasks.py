@@ -2,19 +2,33 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
-from rlk_jax.grpo.vocabulary import EOS, PAD, encode
+from rlk_jax.grpo.shortage import Longest, shortage_is_bad_input
+from rlk_jax.grpo.vocabulary import EOS, PAD, Characters
 
 HELDOUT_FRACTION = 0.2
 _SPLIT_SEED = 0
+_LINE = '{"prompt": "2+2=", "answer": "4"}'
+_ARRAY = "a JSON array, where each line must hold one object of its own"
+_KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
+"""What JSON calls a value, by its type in Python."""
 
 
 class Pair(NamedTuple):
@@ -42,6 +56,11 @@ class Task:
     heldout: Examples
     digest: str
     """A hash of all pairs, by which a resumed run notices that its prompts have changed."""
+    vocab_size: int
+    """How many tokens the policy has."""
+    longest: Longest
+    dropped: int = 0
+    """How many lines of a prompts file were left out, because their prompts are too long."""
 
 
 def completion_mask(completion_ids: Int[Array, "*B C"]) -> Bool[Array, "*B C"]:
@@ -56,8 +75,19 @@ def exact_answer_reward(completion_ids: Int[Array, "B C"], answer_ids: Int[Array
 
 
 def load_task(config: GrpoConfig) -> Task:
-    """The task that a configuration names. Raises BadInput for a prompts file that `load_prompts` refuses."""
-    return arithmetic_task(config.max_operand) if config.prompts is None else load_prompts(Path(config.prompts))
+    """The task that a configuration names. Raises BadInput for a prompts file that `load_prompts` refuses, and for a
+    vocabulary that is too small for its characters.
+    """
+    if config.prompts is None:
+        task = arithmetic_task(config.max_operand)
+    else:
+        task = load_prompts(Path(config.prompts), config.max_prompt_tokens)
+    if config.vocab_size is None:
+        return task
+    if config.vocab_size < task.vocab_size:
+        needed = f"{task.vocab_size} for the characters of {config.prompts}"
+        raise BadInput(f"vocab_size must be at least {needed}, got {config.vocab_size}")
+    return replace(task, vocab_size=config.vocab_size)
 
 
 def arithmetic_task(max_operand: int) -> Task:
@@ -67,44 +97,66 @@ def arithmetic_task(max_operand: int) -> Task:
     return _split([[Pair(f"{a}+{b}=", str(a + b)) for a, b in question] for question in questions])
 
 
-def load_prompts(path: Path) -> Task:
-    """Task from a JSONL file of `{"prompt": ..., "answer": ...}` lines; other keys and blank lines are ignored.
+def load_prompts(path: Path, max_prompt_tokens: int | None = None) -> Task:
+    """Task from a JSONL file of `{"prompt": ..., "answer": ...}` lines; other keys and blank lines are ignored, and so
+    are longer prompts than `max_prompt_tokens`.
 
     Equal prompts are all in train or all held out. Raises BadInput naming the file and line.
     """
+    pairs = _read_pairs(path)
+    kept = [pair for pair in pairs if max_prompt_tokens is None or len(pair.prompt) <= max_prompt_tokens]
+    questions: dict[str, list[Pair]] = {}
+    for pair in kept:
+        questions.setdefault(pair.prompt, []).append(pair)
+    if len(questions) < 2:
+        which = "" if max_prompt_tokens is None else f" of at most {max_prompt_tokens} tokens"
+        raise BadInput(f"{path}: needs at least 2 different prompts{which} to hold one out, found {len(questions)}")
+    return replace(_split(list(questions.values())), dropped=len(pairs) - len(kept))
+
+
+def _read_pairs(path: Path) -> list[Pair]:
     try:
         # splitlines would also cut at characters that JSON strings may hold, such as U+2028.
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"cannot read prompts file {path}: {error}") from error
-    questions: dict[str, list[Pair]] = {}
+    pairs = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            pair = _parse_pair(line.removesuffix("\r"))
+            pairs.append(_parse_pair(line.removesuffix("\r")))
         except ValueError as error:
-            raise BadInput(f"{path}, line {number}: {error}") from error
-        questions.setdefault(pair.prompt, []).append(pair)
-    if len(questions) < 2:
-        raise BadInput(f"{path}: needs at least 2 different prompts to hold one out, found {len(questions)}")
-    return _split(list(questions.values()))
+            raise BadInput(f"{path}, line {number}: {error}; a line reads {_LINE}") from error
+    return pairs
 
 
 def _parse_pair(line: str) -> Pair:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}") from error
+        raise ValueError(_ARRAY if line.lstrip().startswith("[") else f"not JSON: {error.msg}") from error
     except RecursionError as error:
         raise ValueError("not JSON: nested too deep") from error
+    if isinstance(entry, list):
+        raise ValueError(_ARRAY)
     if not isinstance(entry, dict):
-        raise ValueError('expected an object {"prompt": ..., "answer": ...}')
-    for key in Pair._fields:
-        if not isinstance(entry.get(key), str) or not entry[key]:
-            raise ValueError(f'"{key}" must be a non-empty string')
-        encode(entry[key])
-    return Pair(entry["prompt"], entry["answer"])
+        raise ValueError(f"expected an object, got {_KINDS[type(entry)]}")
+    return Pair(*(_text_of(entry, key) for key in Pair._fields))
+
+
+def _text_of(entry: dict[str, Any], key: str) -> str:
+    """The text that an object of a prompts file has under a key. Raises ValueError where it has none."""
+    if key not in entry:
+        raise ValueError(f'"{key}" is missing')
+    text = entry[key]
+    if not isinstance(text, str):
+        raise ValueError(f'"{key}" must be a string, got {_KINDS[type(text)]}')
+    if not text:
+        raise ValueError(f'"{key}" must not be empty')
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f'"{key}" holds {half.group()!r}, a lone surrogate, which is no character')
+    return text
 
 
 def _split(questions: list[list[Pair]]) -> Task:
@@ -113,20 +165,25 @@ def _split(questions: list[list[Pair]]) -> Task:
     held = max(1, round(HELDOUT_FRACTION * len(questions)))
     heldout = [pair for index in order[:held] for pair in questions[index]]
     train = [pair for index in order[held:] for pair in questions[index]]
-    prompt_width = max(len(pair.prompt) for pair in train + heldout)
-    answer_width = max(len(pair.answer) for pair in train + heldout) + 1
-    return Task(
-        train=_encode_pairs(train, prompt_width, answer_width),
-        heldout=_encode_pairs(heldout, prompt_width, answer_width),
-        digest=hashlib.sha256(json.dumps([train, heldout]).encode()).hexdigest(),
-    )
+    prompts, answers = zip(*train, *heldout, strict=True)
+    characters = Characters.of(prompts + answers)
+    longest = Longest(max(prompts, key=len), max(answers, key=len))
+    with shortage_is_bad_input(longest):
+        return Task(
+            train=_encode_pairs(train, characters, longest),
+            heldout=_encode_pairs(heldout, characters, longest),
+            digest=hashlib.sha256(json.dumps([train, heldout]).encode()).hexdigest(),
+            vocab_size=characters.size,
+            longest=longest,
+        )
 
 
-def _encode_pairs(pairs: list[Pair], prompt_width: int, answer_width: int) -> Examples:
+def _encode_pairs(pairs: list[Pair], characters: Characters, longest: Longest) -> Examples:
+    prompt_width, answer_width = len(longest.prompt), len(longest.answer) + 1
     prompt_ids = np.full((len(pairs), prompt_width), PAD, np.int32)
     answer_ids = np.full((len(pairs), answer_width), PAD, np.int32)
     for row, pair in enumerate(pairs):
-        prompt_ids[row, prompt_width - len(pair.prompt) :] = encode(pair.prompt)
-        answer_ids[row, : len(pair.answer) + 1] = [*encode(pair.answer), EOS]
+        prompt_ids[row, prompt_width - len(pair.prompt) :] = characters.encode(pair.prompt)
+        answer_ids[row, : len(pair.answer) + 1] = [*characters.encode(pair.answer), EOS]
     padding = (prompt_ids == PAD).sum(axis=1, dtype=np.int32)
     return Examples(jnp.asarray(prompt_ids), jnp.asarray(padding), jnp.asarray(answer_ids))

@@ -64,7 +64,7 @@ def two_steps(warm: Warm, mesh: str = ONE, **changes: Any) -> Run:
     """From these weights."""
     chosen = config(mesh=mesh, prompts=warm.file, **changes)
     devices = make_mesh(chosen)
-    head, steps = make_head(chosen, devices), build(chosen)
+    head, steps = make_head(chosen, load_task(chosen), devices), build(chosen)
     whole = jax.device_put(warm.state, NamedSharding(devices, PartitionSpec()))
     state = steps.start_grpo(jax.jit(head.shard, out_shardings=head.shardings(warm.state))(whole))
     state, first = steps.grpo_step(state, WARMUP)

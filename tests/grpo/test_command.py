@@ -26,7 +26,7 @@ import pytest
 from rlk_jax.grpo import trainer
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.tasks import arithmetic_task
+from rlk_jax.grpo.tasks import load_task
 from tests.grpo import tiny
 
 
@@ -115,6 +115,8 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"max_operand": 3}, "max_operand must be at least 4, got 3"),
         ({"max_operand": 1000}, "max_operand must be less than 1000, got 1000"),
+        ({"max_prompt_tokens": 9}, "max_prompt_tokens is of a prompts file: it has no meaning without prompts"),
+        ({"prompts": "absent.jsonl", "max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1, got 0"),
         ({"vocab_size": 96}, "vocab_size must be at least 97, got 96"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
@@ -187,8 +189,8 @@ def make_strange(folder: Path, kind: str) -> None:
 
 def started(folder: Path) -> AbstractContextManager[None]:
     """A folder that a command has started and locked, before its first checkpoint."""
-    digest = arithmetic_task(tiny.config().max_operand).digest
-    return RunFolder(folder).start(tiny.config(), digest, overwrite=False)
+    task = load_task(tiny.config())
+    return RunFolder(folder).start(tiny.config(vocab_size=task.vocab_size), task.digest, overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +490,11 @@ def diverging(kind: str):
     """A function like `tiny.shared_steps` whose programs return NaN where runs of this kind do."""
 
     def after_step(program, at: int, change):
-        return lambda state, step: change(*program(state, step)) if step == at else program(state, step)
+        def changed(state, step):
+            return change(*program(state, step)) if step == at else program(state, step)
+
+        changed.lower = program.lower
+        return changed
 
     def nan_parameters(state, metrics):
         return state._replace(params=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.params)), metrics

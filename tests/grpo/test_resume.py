@@ -9,20 +9,15 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.grpo import run_folder, trainer
-from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState, build_steps
+from rlk_jax.grpo.steps import build_steps
 from rlk_jax.grpo.stopping import stop_on_signal
-from rlk_jax.grpo.tasks import Task
 from tests.grpo import tiny
 from tests.grpo.prompts import write as write_prompts
 from tests.support import helpers
@@ -196,34 +191,7 @@ def tuned(monkeypatch):
     compilation_cache.reset_cache()
 
 
-def stand_in_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
-    """Programs that are compiled in no time, for a test that is about where they are kept."""
-    zeros = {"weight": jnp.zeros(4)}
-    names = ("loss", "reward", "kl", "clip_fraction", "tokens")
-    well = {"nonfinite_updates": 0, "nonfinite_sequence": -1, "nonfinite_token": -1}
-
-    def initial_state() -> TrainState:
-        return TrainState(zeros, zeros, zeros)
-
-    def start_grpo(state: TrainState) -> TrainState:
-        return state._replace(reference=state.params)
-
-    def grpo_step(state: TrainState, step: jax.Array) -> tuple[TrainState, Metrics]:
-        params = jax.tree.map(lambda x: jnp.cos(x + step), state.params)
-        return state._replace(params=params), {**dict.fromkeys(names, params["weight"].sum()), **well}
-
-    def warmup_step(state: TrainState, step: jax.Array) -> tuple[TrainState, Metrics]:
-        return grpo_step(state, step + config.seed)
-
-    def heldout_rewards(params: Any) -> Metrics:
-        return {"sampled": params["weight"].mean(), "greedy": params["weight"].max()}
-
-    functions = initial_state, start_grpo, warmup_step, grpo_step, heldout_rewards
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return TrainingSteps(*(jax.jit(x, out_shardings=everywhere) for x in functions))
-
-
-@pytest.mark.parametrize("build", [stand_in_steps, pytest.param(build_steps, marks=pytest.mark.full)])
+@pytest.mark.parametrize("build", [tiny.stand_in_steps, pytest.param(build_steps, marks=pytest.mark.full)])
 def test_each_run_of_a_process_keeps_its_programs_and_resumes_with_them(tmp_path, capsys, tuned, build):
     """With the programs of a run in `make test-full`, and in `make test` with others of the same names."""
     command, folders = tiny.options(checkpoint_every=2), [RunFolder(tmp_path / name) for name in "ab"]

@@ -30,8 +30,8 @@ class Run(NamedTuple):
 
 def build(**changes) -> tuple[MeshHead, TrainingSteps]:
     config = tiny.config(**tiny.LEARNING, **changes)
-    mesh = make_mesh(config)
-    return make_head(config, mesh), tiny.shared_steps(config, load_task(config), mesh)
+    task, mesh = load_task(config), make_mesh(config)
+    return make_head(config, task, mesh), tiny.shared_steps(config, task, mesh)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,10 @@ def run(trained: TrainState, **changes) -> Run:
     changes = {"learning_rate": 5e-3, **changes}
     steps, config = build(**changes), tiny.config(**changes)
     mesh = make_mesh(config)
-    head, whole = make_head(config, mesh), jax.device_put(trained, NamedSharding(mesh, PartitionSpec()))
+    head, whole = (
+        make_head(config, load_task(config), mesh),
+        jax.device_put(trained, NamedSharding(mesh, PartitionSpec())),
+    )
     state, rows = jax.jit(head.shard, out_shardings=head.shardings(trained))(whole), []
     for step in range(WARMUP):
         state, metrics = steps.warmup_step(state, step)
@@ -118,9 +121,10 @@ def test_grpo_acts_in_these_tests(plain):
 def logps(plain) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs of sampled tokens under the weights before GRPO: of a rollout, and of a training pass."""
     config = tiny.config(**tiny.MIXED)
-    examples, head = load_task(config).train, make_head(config, make_mesh(config))
-    examples = jax.tree.map(lambda x: np.repeat(x, config.samples_per_prompt, axis=0), examples)
-    sizes = config.vocab_size, config.width, config.layers, config.heads
+    task = load_task(config)
+    head = make_head(config, task, make_mesh(config))
+    examples = jax.tree.map(lambda x: np.repeat(x, config.samples_per_prompt, axis=0), task.train)
+    sizes = task.vocab_size, config.width, config.layers, config.heads
     graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(*sizes, rngs=nnx.Rngs(0))))
 
     @jax.jit

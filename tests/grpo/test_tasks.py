@@ -2,30 +2,63 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlk_jax.grpo import tasks
 from rlk_jax.grpo.config import BadInput
-from rlk_jax.grpo.tasks import Examples, arithmetic_task, completion_mask, exact_answer_reward, load_prompts
-from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE, decode, encode
+from rlk_jax.grpo.tasks import (
+    Examples,
+    arithmetic_task,
+    completion_mask,
+    exact_answer_reward,
+    load_prompts,
+    load_task,
+)
+from rlk_jax.grpo.vocabulary import EOS, PAD, VOCAB_SIZE, Characters
+from tests.grpo import tiny
+
+FORM = '; a line reads {"prompt": "2+2=", "answer": "4"}'
+STRANGE = [("Zeile\n\tzwei\x00?", "ja\n"), ("日本の首都", "東京"), ("e\u0301 or é", "🦄"), ("plain", "text\u2028")]
+"""Prompts and answers with line ends, control characters and characters of one to four bytes."""
 
 
-def texts(examples: Examples) -> list[tuple[str, str]]:
+ASCII = Characters()
+
+
+def texts(examples: Examples, characters: Characters = ASCII) -> list[tuple[str, str]]:
     rows = zip(np.asarray(examples.prompt_ids), np.asarray(examples.answer_ids), strict=True)
-    return [(decode(prompt), decode(answer)) for prompt, answer in rows]
+    return [(characters.decode(prompt), characters.decode(answer)) for prompt, answer in rows]
 
 
 def write_lines(path, lines) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
-@given(st.text(st.characters(min_codepoint=32, max_codepoint=126)))
-def test_every_printable_text_survives_encoding(text):
-    ids = encode(text)
-    assert all(EOS < i < VOCAB_SIZE for i in ids)
-    assert decode([PAD, *ids, EOS, 5, 6]) == text
+def write_pairs(path, pairs) -> None:
+    write_lines(path, [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in pairs])
+
+
+@given(st.lists(st.text()))
+def test_every_text_survives_encoding(some):
+    characters = Characters.of(some)
+    for text in some:
+        ids = characters.encode(text)
+        assert all(EOS < i < characters.size for i in ids)
+        assert characters.decode([PAD, *ids, EOS, 5, 6]) == text
+
+
+def test_other_characters_have_ids_behind_those_of_printable_ascii():
+    """Ids of printable ASCII must not change: the bits of arithmetic runs depend on them."""
+    characters = Characters.of(["é\n", "日é~", " "])
+    assert VOCAB_SIZE == 97
+    assert characters.encode(" 0~\né日") == [2, 18, 96, 97, 98, 99]
+    assert characters.size == 100
+    assert characters == Characters.of("日\né")
+    assert Characters.of(["2+2=", "4"]).size == arithmetic_task(4).vocab_size == VOCAB_SIZE
 
 
 def test_arithmetic_answers_are_right_and_complete():
@@ -102,11 +135,22 @@ def test_prompt_file_as_editors_write_it(tmp_path, bom, end, note):
     [
         ("{", "not JSON: "),
         ("[" * 100_000, "not JSON: nested too deep"),
-        ("[1]", 'expected an object {"prompt": ..., "answer": ...}'),
-        ('{"prompt": "a"}', '"answer" must be a non-empty string'),
-        ('{"prompt": "", "answer": "b"}', '"prompt" must be a non-empty string'),
-        ('{"prompt": "a", "answer": 3}', '"answer" must be a non-empty string'),
-        ('{"prompt": "\\u00e9", "answer": "b"}', "character 'é' is not printable ASCII"),
+        ("[1]", "a JSON array, where each line must hold one object of its own"),
+        ('"a"', "expected an object, got a string"),
+        ("7", "expected an object, got a number"),
+        ('{"prompt": "a"}', '"answer" is missing'),
+        ('{"answer": "a"}', '"prompt" is missing'),
+        ('{"prompt": "", "answer": "b"}', '"prompt" must not be empty'),
+        ('{"prompt": "a", "answer": ""}', '"answer" must not be empty'),
+        ('{"prompt": "a", "answer": 3}', '"answer" must be a string, got a number'),
+        ('{"prompt": ["a"], "answer": "b"}', '"prompt" must be a string, got an array'),
+        ('{"prompt": "a", "answer": {}}', '"answer" must be a string, got an object'),
+        ('{"prompt": "a", "answer": true}', '"answer" must be a string, got a boolean'),
+        ('{"prompt": "a", "answer": null}', '"answer" must be a string, got null'),
+        (
+            '{"prompt": "a\\ud83d", "answer": "b"}',
+            "\"prompt\" holds '\\ud83d', a lone surrogate, which is no character",
+        ),
     ],
 )
 def test_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
@@ -115,6 +159,76 @@ def test_bad_line_is_named_with_its_file_and_number(tmp_path, line, message):
     with pytest.raises(BadInput) as error:
         load_prompts(path)
     assert str(error.value).startswith(f"{path}, line 2: {message}")
+    assert str(error.value).endswith(FORM)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_named_at_its_first_line(tmp_path, indent):
+    path = tmp_path / "array.jsonl"
+    path.write_text(json.dumps([{"prompt": name, "answer": name} for name in "ab"], indent=indent))
+    with pytest.raises(BadInput) as error:
+        load_prompts(path)
+    assert str(error.value) == f"{path}, line 1: a JSON array, where each line must hold one object of its own{FORM}"
+
+
+@pytest.mark.parametrize("is_ascii", [False, True])
+def test_prompts_of_any_characters_are_taken(tmp_path, is_ascii):
+    path = tmp_path / "strange.jsonl"
+    lines = [json.dumps({"prompt": p, "answer": a}, ensure_ascii=is_ascii) for p, a in STRANGE]
+    path.write_bytes("\n".join(lines).encode())
+    task, characters = load_prompts(path), Characters.of(text for pair in STRANGE for text in pair)
+    assert sorted(texts(task.train, characters) + texts(task.heldout, characters)) == sorted(STRANGE)
+    assert task.vocab_size == characters.size == VOCAB_SIZE + len("\n\t\x00日本の首都東京\u0301é🦄\u2028")
+    steps = tiny.build_steps(config := tiny.config(prompts=str(path)), task, tiny.make_mesh(config))
+    params = jax.eval_shape(steps.initial_state).params
+    assert params["embed"]["embedding"].shape[0] == params["lm_head"]["kernel"].shape[1] == task.vocab_size
+
+
+def test_the_digest_tells_other_characters_apart(tmp_path):
+    digests, path = set(), tmp_path / "pairs.jsonl"
+    answers = ["é", "è", "e\u0301", "\\u00e9", "\n", "\\n"]
+    for answer in answers:
+        write_pairs(path, [("a", answer), ("b", "b")])
+        digests.add(load_prompts(path).digest)
+    assert len(digests) == len(answers)
+
+
+def test_vocab_size_must_hold_the_characters_of_the_file(tmp_path):
+    path = tmp_path / "strange.jsonl"
+    write_pairs(path, [("é", "a"), ("b", "b")])
+    with pytest.raises(BadInput) as error:
+        load_task(tiny.config(prompts=str(path), vocab_size=97))
+    assert str(error.value) == f"vocab_size must be at least 98 for the characters of {path}, got 97"
+    for given_size, size in ((None, 98), (98, 98), (300, 300)):
+        assert load_task(tiny.config(prompts=str(path), vocab_size=given_size)).vocab_size == size
+
+
+def test_longer_prompts_are_left_out(tmp_path):
+    path = tmp_path / "long.jsonl"
+    short = [("ab", "x"), ("cd", "y" * 9), ("e", "z")]
+    write_pairs(path, [*short, ("é" * 3, "1"), ("é" * 3, "2")])
+    task = load_prompts(path, max_prompt_tokens=2)
+    assert sorted(texts(task.train) + texts(task.heldout)) == sorted(short)
+    assert (task.dropped, task.longest, task.vocab_size) == (2, ("ab", "y" * 9), VOCAB_SIZE)
+    assert task.train.prompt_ids.shape[1] == 2
+    assert load_prompts(path, max_prompt_tokens=3).dropped == load_prompts(path).dropped == 0
+    with pytest.raises(BadInput, match="needs at least 2 different prompts of at most 1 tokens to hold one out, found"):
+        load_prompts(path, max_prompt_tokens=1)
+
+
+def test_prompts_that_do_not_fit_into_memory_are_one_line(tmp_path, monkeypatch):
+    def full(shape, *_):
+        raise MemoryError(f"Unable to allocate 32. TiB for an array with shape {shape}")
+
+    path = tmp_path / "long.jsonl"
+    write_pairs(path, [("\n" * 2000, "a"), ("b", "b")])
+    monkeypatch.setattr(tasks.np, "full", full)
+    with pytest.raises(BadInput) as error:
+        load_prompts(path)
+    reason, longest, _ = str(error.value).split("; ")
+    assert reason == "out of memory: Unable to allocate 32. TiB for an array with shape (1, 2000)"
+    assert longest.startswith("the longest prompt has 2000 tokens ('" + "\\n" * 20 + "'…)")
     assert "\n" not in str(error.value)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.grpo import steps as steps_module
 from rlk_jax.grpo.command import add_parser
@@ -22,7 +23,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.layers import Layers
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint
-from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_mesh
+from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState, build_steps, make_mesh
 from rlk_jax.grpo.tasks import Task, load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests.support import helpers
@@ -98,7 +99,8 @@ _shared: dict[tuple[GrpoConfig, str], TrainingSteps] = {}
 
 def shared_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     """`build_steps`, but runs of this process that differ in their numbers of steps only share compiled programs."""
-    programs = replace(config, warmup_steps=0, grpo_steps=1, checkpoint_every=1, prompts=None), task.digest
+    ran = {"warmup_steps": 0, "grpo_steps": 1, "checkpoint_every": 1, "prompts": None, "max_prompt_tokens": None}
+    programs = replace(config, **ran, vocab_size=task.vocab_size), task.digest
     if programs not in _shared:
         _shared[programs] = build_steps(config, task, mesh)
     return _shared[programs]
@@ -118,6 +120,33 @@ def run_here(*arguments: str | Path, build: Callable[..., TrainingSteps] = share
     parsed = parser.parse_args(["grpo", *map(str, arguments)])
     with mock.patch.object(steps_module, "build_steps", build):
         return parsed.run(parsed)
+
+
+def stand_in_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
+    """Programs that are compiled in no time, for a test that is not about what they compute."""
+    zeros = {"weight": jnp.zeros(4)}
+    names = ("loss", "reward", "kl", "clip_fraction", "tokens")
+    well = {"nonfinite_updates": 0, "nonfinite_sequence": -1, "nonfinite_token": -1}
+
+    def initial_state() -> TrainState:
+        return TrainState(zeros, zeros, zeros)
+
+    def start_grpo(state: TrainState) -> TrainState:
+        return state._replace(reference=state.params)
+
+    def grpo_step(state: TrainState, step: jax.Array) -> tuple[TrainState, Metrics]:
+        params = jax.tree.map(lambda x: jnp.cos(x + step), state.params)
+        return state._replace(params=params), {**dict.fromkeys(names, params["weight"].sum()), **well}
+
+    def warmup_step(state: TrainState, step: jax.Array) -> tuple[TrainState, Metrics]:
+        return grpo_step(state, step + config.seed)
+
+    def heldout_rewards(params: Any) -> Metrics:
+        return {"sampled": params["weight"].mean(), "greedy": params["weight"].max()}
+
+    functions = initial_state, start_grpo, warmup_step, grpo_step, heldout_rewards
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return TrainingSteps(*(jax.jit(x, out_shardings=everywhere) for x in functions))
 
 
 def lose_the_end(folder: RunFolder, steps: int) -> None:
