@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.grpo.usage import Throughput, peak_memory
+from rlk_jax.grpo.usage import Throughput, gib, peak_memory
 
 PLAIN_LINE_EVERY = 50
 _SHOWN = {
@@ -62,7 +62,7 @@ def _usage_texts(throughput: Throughput, phase: str) -> list[str]:
     if phase in throughput.per_second:
         texts.append(f"{throughput.per_second[phase]:.0f} tokens/s")
     if (memory := peak_memory(jax.local_devices())) is not None:
-        texts.append(f"peak {_gib(memory)}")
+        texts.append(f"peak {gib(memory)}")
     return texts
 
 
@@ -75,11 +75,7 @@ def print_usage(console: Console, throughput: Throughput) -> None:
         table.add_row(phase, f"{speed:.0f}")
     console.print(table)
     if (memory := peak_memory(jax.local_devices())) is not None:
-        console.print(f"peak memory of a device: {_gib(memory)}", highlight=False)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+        console.print(f"peak memory of a device: {gib(memory)}", highlight=False)
 
 
 def final_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:

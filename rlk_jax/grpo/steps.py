@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +70,23 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
+class Jitted[**Arguments, Result](Protocol):
+    """A jitted function. What `lower` and `compile` have compiled serves its calls, too."""
+
+    def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result: ...
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered: ...
+
+
 @dataclass(frozen=True)
 class TrainingSteps:
-    """The jitted programs of one run. `warmup_step` and `grpo_step` donate their state: it is updated in place."""
+    """The programs of one run. `warmup_step` and `grpo_step` donate their state: it is updated in place."""
 
-    initial_state: Callable[[], TrainState]
-    start_grpo: Callable[[TrainState], TrainState]
-    warmup_step: Callable[[TrainState, int], tuple[TrainState, Metrics]]
-    grpo_step: Callable[[TrainState, int], tuple[TrainState, Metrics]]
-    heldout_rewards: Callable[[nnx.State], Metrics]
+    initial_state: Jitted[[], TrainState]
+    start_grpo: Jitted[[TrainState], TrainState]
+    warmup_step: Jitted[[TrainState, int], tuple[TrainState, Metrics]]
+    grpo_step: Jitted[[TrainState, int], tuple[TrainState, Metrics]]
+    heldout_rewards: Jitted[[nnx.State], Metrics]
 
 
 def make_mesh(config: GrpoConfig) -> Mesh:

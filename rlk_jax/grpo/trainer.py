@@ -10,6 +10,7 @@ from rich.console import Console
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.config import Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
+from rlk_jax.grpo.memory import check_memory
 from rlk_jax.grpo.report import plot_report
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint, save_checkpoint, write_json
 from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState
@@ -45,9 +46,12 @@ def run_steps(
     """Run both phases from the newest checkpoint on, until the last step or a request to stop. Returns the last state,
     which is saved, and the number of steps done.
 
-    Raises Diverged for an update that is not finite, unless the run skips those; it is neither logged nor saved.
+    Raises MemoryError, before the first step, where a program needs more memory than there is. Raises Diverged for an
+    update that is not finite, unless the run skips those; it is neither logged nor saved.
     """
     with open_checkpoints(folder) as checkpoints:
+        with console.status("compiling"):
+            check_memory(config, steps, checkpoints.latest_step() or 0, stop)
         state, done = restore_latest_checkpoint(checkpoints, steps.initial_state())
         with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:

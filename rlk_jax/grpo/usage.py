@@ -26,6 +26,11 @@ class Throughput:
         self.per_second[phase] = self._tokens[phase] / (now - self._started[phase])
 
 
+def gib(size: int) -> str:
+    """Bytes as text, in GiB."""
+    return f"{size / 2**30:.2f} GiB"
+
+
 def peak_memory(devices: Iterable[jax.Device]) -> int | None:
     """The most bytes that one of the devices has held at a time; None where the backend does not count them, as on a
     CPU.
