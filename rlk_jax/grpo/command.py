@@ -40,8 +40,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(arguments: argparse.Namespace) -> int:
     """Train as the parsed arguments say.
 
-    Returns the exit status: 0 when done, 1 when diverged, 2 for bad input or files that cannot be written, 128 + signal
-    when interrupted.
+    Returns the exit status: 0 when done, 1 when diverged, 2 for bad input, too little memory or files that cannot be
+    written, 128 + signal when interrupted.
     """
     with stop_on_signal() as stop:
         try:
