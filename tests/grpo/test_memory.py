@@ -110,8 +110,9 @@ def test_what_is_unknown_is_said_once_and_not_checked(monkeypatch, capsys, is_an
 
 
 @pytest.mark.parametrize("build", [tiny.stand_in_steps, pytest.param(tiny.build_steps, marks=pytest.mark.full)])
-def test_a_run_compiles_nothing_again(caplog, compiled_anew, build):
+def test_a_run_compiles_nothing_again(caplog, monkeypatch, compiled_anew, build):
     """The state lies on four devices. Its head is cut in `make test-full` only; `make test` has small programs."""
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1024 * GIB)
     compiled_anew()
     config = tiny.config(**tiny.RICH)
     steps = build(config, load_task(config), make_mesh(config))
@@ -180,6 +181,15 @@ def test_running_out_of_memory_is_one_line_and_status_2(tmp_path, capsys, field,
     build = failing(field, EXHAUSTED + "\nTraceback of XLA", compiles=compiles)
     assert tiny.run_here(*command, "--out", out, build=build) == 2
     assert capsys.readouterr().err == f"rlk grpo: error: out of memory: {EXHAUSTED}{ADVICE}"
+
+
+def test_prompts_that_do_not_fit_on_a_device_are_one_line(tmp_path, capsys):
+    def build(*_: Any) -> TrainingSteps:
+        raise jax.errors.JaxRuntimeError(EXHAUSTED)
+
+    assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out", build=build) == 2
+    assert capsys.readouterr().err == f"rlk grpo: error: out of memory: {EXHAUSTED}{ADVICE}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_whose_evaluation_ran_out_of_memory_resumes(tmp_path):
