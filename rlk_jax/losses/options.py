@@ -97,20 +97,20 @@ class LossOptions:
     cispo_ratio_cap: float = 5.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    beta: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    log_ratio_bound: float | None = None
+    importance_cap: float | None = None
+    normaliser: Normaliser | None = None
+    max_completion_length: int | None = None
+    entropy_coef: float = 0.0
+    importance_floor: float | None = None
+    importance_level: ImportanceLevel = "token"
+    importance_beyond: ImportanceBeyond = "truncate"
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    beta: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    entropy_coef: float = 0.0
-    log_ratio_bound: float | None = None
-    importance_cap: float | None = None
-    importance_floor: float | None = None
-    importance_level: ImportanceLevel = "token"
-    importance_beyond: ImportanceBeyond = "truncate"
-    normaliser: Normaliser | None = None
-    max_completion_length: int | None = None
 
     def __post_init__(self) -> None:
         checks.require_one_of("loss_type", self.loss_type, get_args(LossType))

@@ -46,14 +46,14 @@ class PolicyLoss(NamedTuple):
     ratio_max: Float[Array, ""]
     entropy: Float[Array, ""] | None
     """The mean entropy, without a gradient: adding it to a loss changes no step. None where no entropy was given."""
-    entropy_bonus: Float[Array, ""] | None
-    """The entropy, normalised as the loss is, of tokens at or above the threshold; None where entropy_coef is 0."""
     importance_weight_mean: Float[Array, ""] | None
     """The mean of the importance weights; None without rollout_logps."""
     importance_capped_fraction: Float[Array, ""] | None
     """The fraction of tokens whose importance weight is beyond cap or floor; None without rollout_logps."""
     log_ratio_bounded_fraction: Float[Array, ""] | None
     """The fraction of tokens with a log-ratio beyond options.log_ratio_bound; None without one."""
+    entropy_bonus: Float[Array, ""] | None
+    """The entropy, normalised as the loss is, of tokens at or above the threshold; None where entropy_coef is 0."""
 
 
 def loss_denominator(
