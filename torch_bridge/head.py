@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from torch_bridge.linear_logp import LinearLogp, linear_logp
 
@@ -19,6 +20,9 @@ class FusedLMHead(nn.Linear):
     Args:
       in_features, out_features, bias, device, dtype: as in `nn.Linear`; in_features is D, and out_features is V.
     """
+
+    _adapter: nn.Module | None = None
+    """What wraps this head as its base layer, as peft's adapters do."""
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "FusedLMHead":
@@ -43,9 +47,11 @@ class FusedLMHead(nn.Linear):
     ) -> Tensor | LinearLogp:
         """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`.
 
-        Without target ids, the logits. Raises ValueError for options beside them, which only log-probabilities have.
+        Without target ids, the logits. Raises ValueError for options beside them, which only log-probabilities have,
+        and for target ids where an adapter (peft) would add its logits to log-probabilities.
         """
         if target_ids is not None:
+            _check_adapter(self._adapter)
             return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
         if options:
             raise ValueError(f"FusedLMHead gives logits without target_ids, which have no {', '.join(options)}.")
@@ -54,6 +60,25 @@ class FusedLMHead(nn.Linear):
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits `[*lead, V]` that an `nn.Linear` returns, for sampling."""
         return super().forward(hidden)
+
+
+def _remember_adapter(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Note on a head what wraps it as its base layer, as peft's adapters do, until it is put in another place."""
+    if isinstance(part, FusedLMHead):
+        vars(part)["_adapter"] = module if name == "base_layer" else None  # torch would make it a part of the head
+
+
+register_module_module_registration_hook(_remember_adapter)
+
+
+def _check_adapter(adapter: Any) -> None:
+    """An adapter around a head is merged into its weight, or turned off."""
+    if adapter is None or getattr(adapter, "merged", False) or getattr(adapter, "disable_adapters", False):
+        return
+    raise ValueError(
+        f"FusedLMHead has no log-probabilities under {_name(adapter)}, which adds logits to them: merge the adapter "
+        "(merge_adapter), turn it off, or leave the head out of target_modules. Without target_ids it gives logits."
+    )
 
 
 def _name(module: Any) -> str:
