@@ -384,7 +384,9 @@ BOUND = 0.4
 
 # sapo has the ratio of dapo, which is bounded before the two differ: in `make test`, the case of dapo catches its bugs.
 @helpers.cover(
-    "loss_type, kl", [("dapo", "k3"), ("gspo", "k2"), ("cispo", "k1"), ("sapo", "k3")], lambda name, kl: name != "sapo"
+    "loss_type, kl",
+    [("dapo", "k3"), ("gspo", "k2"), ("cispo", "k1"), ("sapo", "k3"), ("luspo", "ratio_k3"), ("vespo", "k3")],
+    lambda name, kl: name != "sapo",
 )
 def test_a_bound_of_log_ratios_is_a_constant_beyond_it(loss_type, kl):
     options = options_of(loss_type, beta=0.3, kl_estimator=kl, importance_cap=1.2, log_ratio_bound=BOUND)
