@@ -63,17 +63,28 @@ class FusedLMHead(nn.Linear):
 
 
 def _remember_adapter(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    """Note on a head what wraps it as its base layer, as peft's adapters do, until it is put in another place."""
-    if isinstance(part, FusedLMHead):
-        vars(part)["_adapter"] = module if name == "base_layer" else None  # torch would make it a part of the head
+    """Note on a head what wraps it, or what it is in, as its base layer, as peft's adapters do, until it takes the
+    adapter's place.
+    """
+    if part is None:
+        return
+    before = module._modules.get(name)
+    for head in (x for x in part.modules() if isinstance(x, FusedLMHead)):
+        if name == "base_layer":
+            vars(head)["_adapter"] = module  # torch would make it a part of the head
+        elif before is not None and before is head._adapter:
+            vars(head)["_adapter"] = None
 
 
 register_module_module_registration_hook(_remember_adapter)
 
 
 def _check_adapter(adapter: Any) -> None:
-    """An adapter around a head is merged into its weight, or turned off."""
+    """An adapter around a head is merged into its weight, or turned off, or has no active layers on it."""
     if adapter is None or getattr(adapter, "merged", False) or getattr(adapter, "disable_adapters", False):
+        return
+    layers = [getattr(adapter, name, ()) for name in getattr(adapter, "adapter_layer_names", ())]
+    if layers and not any(name in layer for layer in layers for name in adapter.active_adapters):
         return
     raise ValueError(
         f"FusedLMHead has no log-probabilities under {_name(adapter)}, which adds logits to them: merge the adapter "

@@ -65,18 +65,14 @@ def logged(metrics: dict[str, float], done: int, phase: str, *, skips: bool) -> 
     Raises Diverged for an update that is not finite, unless the run skips those.
     """
     if metrics[_COUNT] and not skips:
-        what, where = _first_nonfinite(metrics), _described_place(*(int(metrics[name]) for name in _PLACE))
+        what, where = _what_is_not_finite(metrics["loss"]), _described_place(*(int(metrics[name]) for name in _PLACE))
         raise Diverged(f"training diverged: {what} at step {done} ({phase}){where}")
     shown = metrics if metrics[_COUNT] else {name: x for name, x in metrics.items() if name not in _PLACE}
     return {name: value if math.isfinite(value) else None for name, value in shown.items()}
 
 
-def _first_nonfinite(metrics: dict[str, float]) -> str:
-    """The first metric that is not finite; the loss is the first of all."""
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            return f"{name} is {value}"
-    return "the gradient is not finite"
+def _what_is_not_finite(loss: float) -> str:
+    return "the gradient is not finite" if math.isfinite(loss) else f"loss is {loss}"
 
 
 def _described_place(sequence: int, token: int) -> str:

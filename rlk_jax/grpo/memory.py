@@ -82,4 +82,5 @@ def _available_ram() -> int | None:
     if not _MEMINFO.exists():
         return None
     lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-    return int(lines["MemAvailable"].removesuffix("kB")) * 1024
+    available = lines.get("MemAvailable")
+    return None if available is None else int(available.removesuffix("kB")) * 1024

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +19,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 
 KEPT_CHECKPOINTS = 2
+_MAY_CHANGE = ("prompts", "skip_nonfinite")
+"""Fields in which a resumed run may differ: its prompts file may have moved, and it may skip what had ended it."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,10 @@ class RunFolder:
 
     def _check_resumable(self, now: dict[str, Any]) -> None:
         before = self._read_config()
+        # A run of an older version had what is now the default.
+        before = {option.name: option.default for option in fields(GrpoConfig)} | before
         for field in now | before:
-            if field != "prompts" and before.get(field) != now.get(field):
+            if field not in _MAY_CHANGE and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
         with open_checkpoints(self) as checkpoints:
             if checkpoints.latest_step() is None:

@@ -27,7 +27,7 @@ def shortage_is_bad_input(longest: Longest) -> Iterator[None]:
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise BadInput(_shortage(str(error), longest)) from error
+        raise BadInput(_shortage(str(error) or "the host has no more", longest)) from error
 
 
 def _shortage(reason: str, longest: Longest) -> str:

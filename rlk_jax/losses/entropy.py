@@ -14,8 +14,8 @@ def entropy_threshold(
     """The quantile 1 − top_share of the active tokens' entropies: tokens at or above it are the top share.
 
     Give it the whole batch, and its result to `policy_loss` for every micro-batch and rank. Between two entropies the
-    quantile is interpolated, as by torch.quantile. Without active tokens it is 0. Appended masked rows or columns
-    change no bit of it.
+    quantile is interpolated, as by torch.quantile. Without active tokens it is 0, and NaN where an active entropy is.
+    Appended masked rows or columns change no bit of it.
 
     Raises ValueError for a mask that is not [B, T] and a share that is not above 0 and at most 1.
 
@@ -24,9 +24,12 @@ def entropy_threshold(
     check_completion_mask(completion_mask)
     check_top_share(top_share)
     entropy, mask = whole_on_every_device((entropy, active_mask(completion_mask)))
+    if mask.size == 0:
+        return jnp.zeros((), jnp.float32)
     ordered = jnp.sort(jnp.where(mask, entropy.astype(jnp.float32), jnp.inf), axis=None)
     last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
     place = last.astype(jnp.float32) * (1.0 - top_share)
     below = jnp.floor(place).astype(jnp.int32)
     low, high = ordered[below], ordered[jnp.minimum(below + 1, last)]
-    return jnp.where(mask.any(), low + (place - below) * (high - low), 0.0)
+    found = jnp.where(mask.any(), low + (place - below) * (high - low), 0.0)
+    return jnp.where((mask & jnp.isnan(entropy)).any(), jnp.nan, found)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread, pairwise_sum
-from rlk_jax.losses.bounds import bounded
+from rlk_jax.losses.bounds import bounded, log_ratio_of
 from rlk_jax.losses.masked import active_values
 from rlk_jax.losses.options import LossOptions
 
@@ -28,7 +28,7 @@ def importance_weights(old_logps: Array, rollout_logps: Array, mask: Array, opti
     """w = exp(old − rollout) of each token, or of its whole sequence: a product over its active tokens. What lies
     outside [importance_floor, importance_cap] is cut to it, or is 0.
     """
-    difference = old_logps - rollout_logps
+    difference = log_ratio_of(old_logps, rollout_logps, options.log_ratio_bound)
     if options.importance_level == "sequence":
         difference = over_sequence(difference, mask)
     difference, is_bounded = bounded(difference, options.log_ratio_bound)

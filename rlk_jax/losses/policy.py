@@ -13,12 +13,15 @@ from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
 from rlk_jax.losses.advantages import expand_advantages
-from rlk_jax.losses.bounds import bounded, bounded_operands
+from rlk_jax.losses.bounds import bounded, bounded_operands, log_ratio_of
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_entropy, check_policy_loss
 from rlk_jax.losses.importance import gamma_weights, importance_weights
 from rlk_jax.losses.kl import KL_ESTIMATORS, k3_kl
 from rlk_jax.losses.masked import active_values, masked_count, masked_means, masked_sum, sequence_means
 from rlk_jax.losses.options import LossOptions, check_loss_options
+
+_FAR = 20.0
+"""A log-ratio to the reference from which on k3 is near its exponential."""
 
 
 @exportable
@@ -100,7 +103,8 @@ def policy_loss(
     it is 1. The other options named importance_… change it. H is the `entropy` of a token.
 
     With `options.log_ratio_bound` b, the log-ratios of ρ, w and KL are clamped to [−b, b]. The loss is then finite even
-    where a probability is 0, and a token on which b does not bind keeps the bits of its gradient.
+    where a probability is 0 (but for cispo and vespo, whose J is a multiple of logp), and a token on which b does not
+    bind keeps the bits of its gradient.
 
     With `entropy_threshold`, J and H of a token whose entropy is below it count as 0; KL and denominator are those of
     all tokens. `rlk_jax.grpo.entropy_threshold` computes it for a share of the batch's tokens.
@@ -156,7 +160,7 @@ def _policy_loss(
 
     # Policy and KL each read logp through a barrier, so that XLA fuses no product into the sum of their gradients.
     logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
-    log_ratio = logp - old_logps
+    log_ratio = log_ratio_of(logp, old_logps, options.log_ratio_bound)
     if options.loss_type in ("gspo", "luspo"):
         log_ratio = active_values(pairwise_spread(sequence_means(log_ratio, mask), mask.shape[1]), mask)
     log_ratio, is_beyond = bounded(log_ratio, options.log_ratio_bound)
@@ -164,16 +168,21 @@ def _policy_loss(
     if options.importance_cap is not None:
         weights, is_cut, is_weight_beyond = importance_weights(old_logps, rollout_logps, mask, options)
         is_beyond |= is_weight_beyond
+    dropped = _dropped(entropy, threshold, weights, options)
+    of_objective = (
+        (logp, log_ratio) if dropped is None else jax.tree.map(lambda x: jnp.where(dropped, 0.0, x), (logp, log_ratio))
+    )
     lower, upper = _ratio_range(advantages, options)
     if options.loss_type == "vespo":
         gamma = gamma_weights(log_ratio, weights, advantages, mask, options)
-        objective = jax.lax.stop_gradient(gamma) * advantages * logp
+        objective = jax.lax.stop_gradient(gamma) * advantages * of_objective[0]
     else:
-        objective = _objective(logp, _cut_ratio(log_ratio, lower, upper), advantages, options)
+        objective = _objective(of_objective[0], _cut_ratio(of_objective[1], lower, upper), advantages, options)
         objective = objective if weights is None else objective * weights
+    if dropped is not None:
+        objective = jnp.where(dropped, 0.0, objective)
     if threshold is not None:
-        is_below = entropy < threshold
-        objective, bonus = jnp.where(is_below, 0.0, objective), jnp.where(is_below, 0.0, bonus)
+        bonus = jnp.where(entropy < threshold, 0.0, bonus)
 
     own_denominator = loss_denominator(mask, options=options)
     divisor = own_denominator if denominator is None else jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
@@ -242,8 +251,29 @@ def _cut_ratio(log_ratio: Array, lower: Array | float, upper: Array | float) -> 
 def _kl(logp: Array, ref_logps: Array, log_ratio: Array, options: LossOptions) -> Array:
     """The estimate of the KL of each token."""
     if options.kl_estimator == "ratio_k3":
-        return blockwise_exp(log_ratio) * k3_kl(logp, ref_logps)
+        return _ratio_k3(logp, ref_logps, log_ratio)
     return KL_ESTIMATORS[options.kl_estimator](logp, ref_logps)
+
+
+def _ratio_k3(logp: Array, ref_logps: Array, log_ratio: Array) -> Array:
+    """exp(log_ratio)·k3. A token far below its reference has a ratio near 0 and a k3 near infinity: their product is
+    taken in the exponent.
+    """
+    difference = ref_logps - logp
+    is_far = (difference > _FAR) & (difference < jnp.inf)
+    near = blockwise_exp(log_ratio) * k3_kl(jnp.where(is_far, ref_logps, logp), ref_logps)
+    distance, log_ratio = jnp.where(is_far, difference, 0.0), jnp.where(is_far, log_ratio, 0.0)
+    far = blockwise_exp(log_ratio + distance) - blockwise_exp(log_ratio) * (1.0 + distance)
+    return jnp.where(is_far, far, near)
+
+
+def _dropped(entropy: Array, threshold: Array | None, weights: Array | None, options: LossOptions) -> Array | None:
+    """Where a token's objective counts as 0 whatever it is, infinite or not; None where that cannot be."""
+    is_below = None if threshold is None else entropy < threshold
+    is_masked = weights == 0 if weights is not None and options.importance_beyond == "mask" else None
+    if options.loss_type == "vespo" or is_masked is None:
+        return is_below
+    return is_masked if is_below is None else is_below | is_masked
 
 
 def _objective(logp: Array, ratio: Array, advantages: Array, options: LossOptions) -> Array:

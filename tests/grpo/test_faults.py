@@ -53,11 +53,14 @@ def test_messages_name_the_first_number_and_its_token():
         return str(caught.value)
 
     place = {"nonfinite_updates": 2.0, "nonfinite_sequence": 3.0, "nonfinite_token": 5.0}
-    assert message(reward=0.5, loss=float("inf"), **place) == (
+    assert message(kl=float("nan"), loss=float("inf"), **place) == (
         "training diverged: loss is inf at step 7 (grpo), first at token 5 of sequence 3"
     )
     nowhere = {**place, "nonfinite_sequence": -1.0, "nonfinite_token": -1.0}
-    assert message(loss=0.5, **nowhere) == "training diverged: the gradient is not finite at step 7 (grpo)"
+    assert (
+        message(first_ratio_max=float("inf"), loss=0.5, **nowhere)
+        == "training diverged: the gradient is not finite at step 7 (grpo)"
+    )
 
 
 def test_a_log_has_no_number_that_json_lacks():

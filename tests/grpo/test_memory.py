@@ -47,6 +47,8 @@ def test_devices_of_a_cpu_share_its_free_ram(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("".join(line + "\n" for line in lines))
     assert free_memory([CPU]) == 8000 * 1024
     assert free_memory([CPU, CPU]) == 4000 * 1024
+    (tmp_path / "meminfo").write_text(lines[0] + "\n")
+    assert free_memory([CPU]) is None
 
 
 def program(*, results: int = 0, aliased: int = 0, temporary: int = 0, code: int = 0) -> Any:
@@ -210,3 +212,12 @@ def test_the_folder_keeps_the_number_of_tokens(tmp_path):
     assert tiny.run_here(*command, build=tiny.stand_in_steps) == 0
     assert json.loads(out.config.read_text())["vocab_size"] == 97
     assert tiny.run_here(*command, "--resume", build=tiny.stand_in_steps) == 0
+
+
+def test_a_run_of_an_older_version_resumes_and_may_begin_to_skip(tmp_path):
+    out, command = RunFolder(tmp_path / "out"), [*tiny.options(), "--out", tmp_path / "out"]
+    assert tiny.run_here(*command, build=tiny.stand_in_steps) == 0
+    written = json.loads(out.config.read_text())
+    out.config.write_text(json.dumps({name: x for name, x in written.items() if name != "log_ratio_bound"}))
+    assert tiny.run_here(*command, "--resume", "--skip-nonfinite", build=tiny.stand_in_steps) == 0
+    assert tiny.run_here(*command, "--resume", "--log-ratio-bound=3", build=tiny.stand_in_steps) == 2

@@ -350,6 +350,61 @@ def test_the_threshold_is_the_quantile_of_the_active_tokens(seed, share):
     helpers.assert_same_bits(entropy_threshold(padded.entropy, padded.mask, top_share=share), found)
 
 
+@pytest.mark.parametrize("low", [-90.0, -120.0])
+def test_k3_under_a_ratio_is_finite_where_k3_alone_is_not(low):
+    tokens = one_sign(make_tokens())
+    row, column = np.argwhere(tokens.mask)[0]
+    tokens.logp[row, column] = low
+    options = options_of("dapo", beta=0.3, kl_estimator="ratio_k3")
+    value, gradient = tokens.value_and_grad(options)
+    gold, gold_gradient, _ = gold_loss(tokens, options)
+    for actual, expected in ((value.loss, gold.loss), (value.kl, gold.kl)):
+        helpers.assert_within_contract(actual, expected, "grpo_losses", jnp.float32, "forward")
+    helpers.assert_within_contract(gradient, gold_gradient, "grpo_losses", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize("dropped_by", ["mask", "threshold"])
+def test_a_dropped_token_poisons_nothing(dropped_by):
+    """Its ratio overflows, and its advantage is negative; the other tokens keep their gradients."""
+    tokens = one_sign(make_tokens())
+    row, column = np.argwhere(tokens.mask)[0]
+    tokens.old[row, column], tokens.entropy[row, column] = -120.0, 0.0
+    options = options_of(
+        "dapo", **({"importance_cap": 1.2, "importance_beyond": "mask"} if dropped_by == "mask" else {})
+    )
+    threshold = 1e-6 if dropped_by == "threshold" else None
+
+    def loss(logp: Any) -> Any:
+        rollout = None if options.importance_cap is None else tokens.rollout
+        given = {"entropy": tokens.entropy, "entropy_threshold": threshold, "rollout_logps": rollout}
+        return policy_loss(logp, *tokens[1:4], **given, options=options).loss
+
+    tokens.rollout[row, column] = -1.0  # a weight of exp(−119), far below no floor
+    if dropped_by == "mask":
+        options = dataclasses.replace(options, importance_floor=0.5)
+    value, gradient = jax.value_and_grad(loss)(tokens.logp)
+    gold, gold_gradient, _ = gold_loss(tokens, options, threshold)
+    helpers.assert_within_contract(value, gold.loss, "grpo_losses", jnp.float32, "forward")
+    helpers.assert_within_contract(gradient, gold_gradient, "grpo_losses", jnp.float32, "gradient")
+    assert gradient[row, column] == 0
+
+
+def test_a_token_that_was_impossible_twice_is_no_difference_under_a_bound():
+    tokens = make_tokens()
+    row, column = np.argwhere(tokens.mask)[0]
+    tokens.logp[row, column] = tokens.old[row, column] = tokens.ref[row, column] = -np.inf
+    value, gradient = tokens.value_and_grad(options_of("dapo", beta=0.3, log_ratio_bound=20.0))
+    assert np.isfinite(value.loss) and np.isfinite(gradient).all() and gradient[row, column] == 0
+
+
+def test_a_threshold_without_tokens_is_0_and_of_a_nan_is_nan():
+    tokens = make_tokens()
+    assert entropy_threshold(np.zeros((0, 4), np.float32), np.zeros((0, 4), bool), top_share=0.2) == 0
+    assert entropy_threshold(np.zeros((3, 0), np.float32), np.zeros((3, 0), bool), top_share=0.2) == 0
+    poisoned = np.where(np.arange(30).reshape(6, 5) == np.argmax(tokens.mask), np.nan, tokens.entropy)
+    assert np.isnan(entropy_threshold(poisoned.astype(np.float32), tokens.mask, top_share=0.2))
+
+
 def test_a_threshold_of_the_whole_batch_serves_its_parts():
     tokens, options = make_tokens(), options_of("dapo", beta=0.3, entropy_coef=0.05)
     threshold = entropy_threshold(tokens.entropy, tokens.mask, top_share=0.4)

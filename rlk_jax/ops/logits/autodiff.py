@@ -14,7 +14,7 @@ from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import blockwise_exp, rounded_product
 from rlk_jax.core.softmax import SoftmaxConfig, values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
-from rlk_jax.losses.bounds import bounded, bounded_operands
+from rlk_jax.losses.bounds import bounded, bounded_operands, log_ratio_of
 from rlk_jax.losses.kl import k3_kl, k3_slope
 from rlk_jax.ops.logits.options import LogitsFunctions
 
@@ -113,7 +113,7 @@ class _Slopes(NamedTuple):
 
 
 def _ratio_and_kl_fwd(logp: Array, ref_logps: Array, old_logps: Array, bound: float | None) -> tuple[RatioKl, _Slopes]:
-    log_ratio, is_ratio_bounded = bounded(logp - old_logps, bound)
+    log_ratio, is_ratio_bounded = bounded(log_ratio_of(logp, old_logps, bound), bound)
     logp, ref_logps, is_kl_bounded = bounded_operands(logp, ref_logps, bound)
     found = RatioKl(blockwise_exp(log_ratio), k3_kl(logp, ref_logps))
     masks = (None, None) if bound is None else (is_ratio_bounded, is_kl_bounded)

@@ -61,6 +61,26 @@ def test_target_ids_under_an_adapter_raise_by_its_name(options):
             same(HIDDEN, IDS)
 
 
+def test_a_head_that_is_held_elsewhere_too_still_raises():
+    """Another module may hold the base layer, and a wrapper may take its place."""
+    _, fused = policies()
+    base = fused.lm_head.base_layer
+    holders = torch.nn.ModuleList([base]), torch.nn.Sequential(base)
+    fused.lm_head.base_layer = Policy(base)
+    assert len(holders) == 2
+    with pytest.raises(ValueError, match="merge the adapter"):
+        fused(HIDDEN, IDS)
+
+
+def test_an_adapter_that_has_nothing_on_the_head_gives_log_probs():
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(D, D), "lm_head": torch_bridge.FusedLMHead(D, V)})
+    policy = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    policy.add_adapter("other", peft.LoraConfig(r=4, target_modules=["layer"]))
+    policy.set_adapter("other")
+    head = policy.base_model.model["lm_head"]
+    torch.testing.assert_close(head(HIDDEN, IDS), logps(head(HIDDEN)))
+
+
 def saved_and_loaded(policy):
     file = io.BytesIO()
     torch.save(policy, file)
