@@ -66,13 +66,13 @@ def _remember_adapter(module: nn.Module, name: str, part: nn.Module | None) -> N
     """Note on a head what wraps it, or what it is in, as its base layer, as peft's adapters do, until it takes the
     adapter's place.
     """
-    if part is None:
-        return
     before = module._modules.get(name)
+    if part is None or (name != "base_layer" and before is None):  # As almost always: nothing is walked then.
+        return
     for head in (x for x in part.modules() if isinstance(x, FusedLMHead)):
         if name == "base_layer":
             vars(head)["_adapter"] = module  # torch would make it a part of the head
-        elif before is not None and before is head._adapter:
+        elif before is head._adapter:
             vars(head)["_adapter"] = None
 
 

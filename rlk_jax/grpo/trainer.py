@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from rich.console import Console
 
@@ -77,7 +76,7 @@ def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState
     """Save a state if its parameters are finite, else raise Diverged. Metrics do not show it: they are those before the
     last update.
     """
-    if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)):
+    if not faults.is_finite(state.params):
         raise Diverged(f"training diverged: parameters are not finite after step {done - 1}")
     save_checkpoint(checkpoints, done, state)
 

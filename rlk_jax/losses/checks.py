@@ -126,6 +126,13 @@ def check_advantages(x: Any, mask: Any) -> None:
     _require_real("advantages", x)
 
 
+def check_per_token(name: str, x: Any, shape: tuple[int, int]) -> None:
+    """An array per token is of floats, and of the mask's shape."""
+    x = as_array(name, x)
+    require(x.shape == shape, f"{name} shape {x.shape} does not match completion_mask shape {shape}.")
+    require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+
+
 def check_policy_loss(
     per_token: dict[str, Any], mask: Any, denominator: Any, entropy_threshold: Any, options: Any, *, has_reference: bool
 ) -> None:
@@ -133,9 +140,7 @@ def check_policy_loss(
     shape = check_completion_mask(mask)
     for name, x in per_token.items():
         if x is not None or name in ("logp", "old_logps"):
-            x = as_array(name, x)
-            require(x.shape == shape, f"{name} shape {x.shape} does not match completion_mask shape {shape}.")
-            require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+            check_per_token(name, x, shape)
     require(options.beta == 0 or has_reference, f"beta={options.beta} requires ref_logps.")
     require(
         (per_token["rollout_logps"] is None) == (options.importance_cap is None),

@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
-from rlk_jax.losses.checks import check_completion_mask, check_top_share
+from rlk_jax.losses.checks import check_completion_mask, check_per_token, check_top_share
 
 
 def entropy_threshold(
@@ -17,11 +17,12 @@ def entropy_threshold(
     quantile is interpolated, as by torch.quantile. Without active tokens it is 0, and NaN where an active entropy is.
     Appended masked rows or columns change no bit of it.
 
-    Raises ValueError for a mask that is not [B, T] and a share that is not above 0 and at most 1.
+    Raises ValueError for a mask that is not [B, T], an entropy of another shape or no floats, and a share that is not
+    above 0 and at most 1.
 
     Source: "Beyond the 80/20 rule", arXiv 2506.01939, whose share is 0.2.
     """
-    check_completion_mask(completion_mask)
+    check_per_token("entropy", entropy, check_completion_mask(completion_mask))
     check_top_share(top_share)
     entropy, mask = whole_on_every_device((entropy, active_mask(completion_mask)))
     if mask.size == 0:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread, pairwise_sum
+from rlk_jax.core.fixed_order import blockwise_exp, pairwise_sum
 from rlk_jax.losses.bounds import bounded, log_ratio_of
-from rlk_jax.losses.masked import active_values
+from rlk_jax.losses.masked import active_values, spread_to_tokens
 from rlk_jax.losses.options import LossOptions
 
 _LEAST_WEIGHT, _LARGEST_LOG_WEIGHT = 1e-8, 20.0
@@ -41,7 +41,7 @@ def importance_weights(old_logps: Array, rollout_logps: Array, mask: Array, opti
 
 def over_sequence(values: Array, mask: Array) -> Array:
     """For every token `[B, T]`, the sum over its sequence's active tokens; 0 where masked."""
-    return active_values(pairwise_spread(pairwise_sum(active_values(values, mask)), mask.shape[1]), mask)
+    return spread_to_tokens(pairwise_sum(active_values(values, mask)), mask)
 
 
 def gamma_weights(log_ratio: Array, weights: Array | None, advantages: Array, mask: Array, o: LossOptions) -> Array:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
-from rlk_jax.core.fixed_order import pairwise_sum
+from rlk_jax.core.fixed_order import pairwise_spread, pairwise_sum
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
 from rlk_jax.losses.options import Normaliser
@@ -40,6 +40,11 @@ def sequence_means(values: Array, mask: Array) -> Array:
     """The mean of each sequence over its active tokens `[B]`; 0 for a sequence that has none."""
     counts = jnp.sum(mask, axis=1, dtype=jnp.int32).astype(jnp.float32)
     return pairwise_sum(active_values(values, mask)) / jnp.maximum(counts, 1.0)
+
+
+def spread_to_tokens(per_sequence: Array, mask: Array) -> Array:
+    """A number `[B]` of each sequence at each of its active tokens `[B, T]`; 0 where masked."""
+    return active_values(pairwise_spread(per_sequence, mask.shape[1]), mask)
 
 
 def masked_sum(values: Array, mask: Array, normaliser: Normaliser) -> Array:

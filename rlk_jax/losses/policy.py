@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Num
 
 from rlk_jax.core.exports import exportable
-from rlk_jax.core.fixed_order import blockwise_exp, pairwise_spread
+from rlk_jax.core.fixed_order import blockwise_exp
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import active_mask
 from rlk_jax.losses.advantages import expand_advantages
@@ -17,7 +17,14 @@ from rlk_jax.losses.bounds import bounded, bounded_operands, log_ratio_of
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_entropy, check_policy_loss
 from rlk_jax.losses.importance import gamma_weights, importance_weights
 from rlk_jax.losses.kl import KL_ESTIMATORS, k3_kl
-from rlk_jax.losses.masked import active_values, masked_count, masked_means, masked_sum, sequence_means
+from rlk_jax.losses.masked import (
+    active_values,
+    masked_count,
+    masked_means,
+    masked_sum,
+    sequence_means,
+    spread_to_tokens,
+)
 from rlk_jax.losses.options import LossOptions, check_loss_options
 
 _FAR = 20.0
@@ -162,27 +169,24 @@ def _policy_loss(
     logp, logp_of_kl = jax.lax.optimization_barrier(logp), jax.lax.optimization_barrier(logp)
     log_ratio = log_ratio_of(logp, old_logps, options.log_ratio_bound)
     if options.loss_type in ("gspo", "luspo"):
-        log_ratio = active_values(pairwise_spread(sequence_means(log_ratio, mask), mask.shape[1]), mask)
+        log_ratio = spread_to_tokens(sequence_means(log_ratio, mask), mask)
     log_ratio, is_beyond = bounded(log_ratio, options.log_ratio_bound)
     weights = is_cut = None
     if options.importance_cap is not None:
         weights, is_cut, is_weight_beyond = importance_weights(old_logps, rollout_logps, mask, options)
         is_beyond |= is_weight_beyond
-    dropped = _dropped(entropy, threshold, weights, options)
-    of_objective = (
-        (logp, log_ratio) if dropped is None else jax.tree.map(lambda x: jnp.where(dropped, 0.0, x), (logp, log_ratio))
-    )
+    is_below = None if threshold is None else entropy < threshold
+    is_dropped = _dropped(is_below, weights, options)
     lower, upper = _ratio_range(advantages, options)
+    kept_logp = _zero_where(is_dropped, logp)
     if options.loss_type == "vespo":
         gamma = gamma_weights(log_ratio, weights, advantages, mask, options)
-        objective = jax.lax.stop_gradient(gamma) * advantages * of_objective[0]
+        objective = jax.lax.stop_gradient(gamma) * advantages * kept_logp
     else:
-        objective = _objective(of_objective[0], _cut_ratio(of_objective[1], lower, upper), advantages, options)
+        ratio_of_objective = _cut_ratio(_zero_where(is_dropped, log_ratio), lower, upper)
+        objective = _objective(kept_logp, ratio_of_objective, advantages, options)
         objective = objective if weights is None else objective * weights
-    if dropped is not None:
-        objective = jnp.where(dropped, 0.0, objective)
-    if threshold is not None:
-        bonus = jnp.where(entropy < threshold, 0.0, bonus)
+    objective, bonus = _zero_where(is_dropped, objective), _zero_where(is_below, bonus)
 
     own_denominator = loss_denominator(mask, options=options)
     divisor = own_denominator if denominator is None else jax.lax.stop_gradient(jnp.asarray(denominator, jnp.float32))
@@ -267,9 +271,13 @@ def _ratio_k3(logp: Array, ref_logps: Array, log_ratio: Array) -> Array:
     return jnp.where(is_far, far, near)
 
 
-def _dropped(entropy: Array, threshold: Array | None, weights: Array | None, options: LossOptions) -> Array | None:
+def _zero_where(condition: Array | None, x: Array) -> Array:
+    """x with 0 where the condition holds; x itself without a condition."""
+    return x if condition is None else jnp.where(condition, 0.0, x)
+
+
+def _dropped(is_below: Array | None, weights: Array | None, options: LossOptions) -> Array | None:
     """Where a token's objective counts as 0 whatever it is, infinite or not; None where that cannot be."""
-    is_below = None if threshold is None else entropy < threshold
     is_masked = weights == 0 if weights is not None and options.importance_beyond == "mask" else None
     if options.loss_type == "vespo" or is_masked is None:
         return is_below

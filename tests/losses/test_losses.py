@@ -426,6 +426,14 @@ def test_a_threshold_of_the_whole_batch_serves_its_parts():
     assert entropy_threshold(tokens.entropy, nothing, top_share=0.4) == 0
 
 
+def test_an_entropy_that_does_not_fit_the_mask_raises():
+    tokens = make_tokens()
+    with pytest.raises(ValueError, match=r"entropy shape \(5,\) does not match completion_mask shape \(6, 5\)"):
+        entropy_threshold(tokens.entropy[0], tokens.mask, top_share=0.2)
+    with pytest.raises(ValueError, match="entropy must be bfloat16, float16 or float32, got int32"):
+        entropy_threshold(tokens.entropy.astype(np.int32), tokens.mask, top_share=0.2)
+
+
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, float("nan")])
 def test_a_share_that_is_none_raises(share):
     tokens = make_tokens()
