@@ -145,8 +145,12 @@ def _is_cut(x: Any) -> bool:
 
 
 def _whole(x: Any) -> Any:
-    """The value of an x that this process holds all of."""
-    return np.asarray(x.addressable_shards[0].data) if _is_concrete_array(x) and not x.is_fully_addressable else x
+    """The value of an x that this process holds all of, on the host where it lies over a mesh: under `jax.set_mesh`
+    JAX refuses to mix arrays that lie over Explicit axes with others.
+    """
+    if not _is_concrete_array(x) or len(x.sharding.device_set) == 1:
+        return x
+    return np.asarray(x if x.is_fully_addressable else x.addressable_shards[0].data)
 
 
 def _is_concrete_array(x: Any) -> bool:

@@ -371,6 +371,34 @@ def test_a_variable_s_head_over_explicit_axes():
     assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
 
 
+def test_calls_outside_jit_over_explicit_axes():
+    """Values are checked on arrays that JAX does not mix with others, and gradients come back as arrays lie."""
+    mesh = mesh_of("explicit", data=2, tp=2)
+    rng = np.random.default_rng(0)
+    arrays = (
+        rng.normal(size=(4, 6, 8)),
+        rng.normal(size=(64, 8)),
+        rng.integers(0, 64, (4, 6)),
+        rng.uniform(1, 2, (4, 6)),
+    )
+    hidden, weight, ids, temperature = (
+        jnp.asarray(x, jnp.int32 if i == 2 else jnp.float32) for i, x in enumerate(arrays)
+    )
+    expected = linear_logp(hidden, weight, ids, temperature=temperature)
+    laid = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (hidden, ids, temperature)]
+    cut = jax.device_put(weight, NamedSharding(mesh, P("tp")))
+    with jax.set_mesh(mesh):
+        call = functools.partial(vocab_parallel.linear_logp, mesh=mesh, vocab_axis="tp", token_axes="data")
+        for op in (linear_logp, call):
+            for scale in (laid[2], temperature):
+                actual = op(laid[0], cut, laid[1], temperature=scale, validate=True)
+                assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
+            with pytest.raises(ValueError, match="target_ids"):
+                op(laid[0], cut, laid[1] + 64)
+        gradient = jax.grad(lambda hidden: linear_logp(hidden, cut, laid[1], ignore_index=-100).sum())(laid[0])
+    assert gradient.sharding.is_equivalent_to(laid[0].sharding, 3)
+
+
 def test_bare_calls_off_the_edges_are_refused_if_strict(monkeypatch):
     monkeypatch.setenv("RLK_STRICT", "1")
     mesh = mesh_of("auto", tp=8)
