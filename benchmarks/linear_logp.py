@@ -27,6 +27,8 @@ from rlk_jax import linear_logp
 SHAPES = "4096,2048,131072;4096,4096,131072;8192,4096,151936;16384,2048,32768"
 SMOKE_SHAPES = "64,32,1000"
 IGNORED = -100
+LOW_RANKS = 16, 64
+"""Ranks of an adapter of the head."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
 
@@ -79,6 +81,13 @@ class Inputs:
         tokens = self.hidden.shape[0]
         return jnp.arange(tokens) >= tokens - round(self.density * tokens)
 
+    def low_rank(self, rank: int) -> tuple[jax.Array, jax.Array]:
+        """A `[r, D]` and B `[V, r]` of an adapter."""
+        (vocab, dim), dtype = self.weight.shape, self.weight.dtype
+        keys = jax.random.split(jax.random.key(rank))
+        b = jax.random.normal(keys[1], (vocab, rank)) / dim
+        return (jax.random.normal(keys[0], (rank, dim)) / dim**0.5).astype(dtype), b.astype(dtype)
+
 
 def make_inputs(shape: str, dtype: str, density: float) -> Inputs:
     """Random inputs for a shape "N,D,V"."""
@@ -123,6 +132,16 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
             "forward, bias": compiled_candidate(logp, *operands, inputs.bias),
             "forward, softcap": compiled_candidate(lambda h, w, t: logp(h, w, t, logit_softcap=30.0), *operands),
         }
+        for rank in LOW_RANKS:
+            a, b = inputs.low_rank(rank)
+            found[f"forward, rank {rank}"] = compiled_candidate(
+                lambda h, w, t, a, b: logp(h, w, t, low_rank=(a, b, 2.0)), *operands, a, b
+            )
+            found[f"frozen head, rank {rank}"] = compiled_candidate(
+                jax.grad(lambda h, w, t, a, b, g: jnp.vdot(logp(h, w, t, low_rank=(a, b, 2.0)), g), (0, 3, 4)),
+                *(*operands, a, b, g),
+                work=2,
+            )
     return found
 
 

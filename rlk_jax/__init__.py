@@ -7,12 +7,14 @@ from rlk_jax.ops import explain, numerics_version
 from rlk_jax.ops.det_gemm.api import det_gemm
 from rlk_jax.ops.linear_grpo_loss import linear_grpo_loss
 from rlk_jax.ops.linear_logp.api import linear_logp
+from rlk_jax.ops.linear_logp.options import LowRank
 from rlk_jax.ops.logits.api import GrpoLoss, grpo_loss, logp, ratio_kl
 from rlk_jax.ops.logits.autodiff import RatioKl
 
 __all__ = [
     "GrpoLoss",
     "LinearLogp",
+    "LowRank",
     "RatioKl",
     "det_gemm",
     "dispatch",

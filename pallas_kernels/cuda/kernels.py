@@ -19,6 +19,7 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
+    LowRankTerm,
     Partials,
     Softmax,
     VocabSlice,
@@ -77,6 +78,7 @@ def partials(
     temperature: Array,
     out: Partials,
     kept: Ref | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> None:
     """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
@@ -144,6 +146,7 @@ def dlogits(
     bias: Array | None,
     rows: Coefficients,
     out: Ref,
+    low_rank: LowRankTerm | None = None,
 ) -> None:
     """Write the gradients of one slice's logits into the reference `out [rows, chunks · 256]`.
 

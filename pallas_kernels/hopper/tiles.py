@@ -62,9 +62,16 @@ def statistics_tile(rows: int) -> Tile:
     return Tile(cluster=1) if rows <= 128 else Tile()
 
 
-def gemm_tile(rows: int) -> Tile:
-    """The tile for the products that give dH or dW, whose result has `rows` rows."""
-    return Tile(cluster=1) if rows <= 128 else Tile()
+def gemm_tile(rows: int, columns: int = COLUMNS) -> Tile:
+    """The tile for the products that give dH, dW and the gradients of a low-rank term, whose result has `rows` rows and
+    `columns` columns.
+
+    With up to 128 columns the time is that of reading the gradients of logits, for which many loads are in flight.
+    """
+    if rows <= 64:
+        return Tile(rows=64, cluster=1)
+    cluster = 1 if rows <= 128 else 2
+    return Tile(cluster=cluster) if columns > 128 else _deep(128, padded(columns, 64), cluster)
 
 
 @dataclass(frozen=True)

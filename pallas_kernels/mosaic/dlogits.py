@@ -24,6 +24,7 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
+    LowRankTerm,
     VocabSlice,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
@@ -69,6 +70,7 @@ class _DlogitsArguments(NamedTuple):
     bias_gmem: Ref | None
     rows_gmem: Coefficients
     out_gmem: Ref
+    low_rank_gmem: LowRankTerm | None
 
 
 def _minus_expm1(x: Array) -> Array:
@@ -202,10 +204,12 @@ def dlogits(
     bias: Array | None,
     rows: Coefficients,
     out: Ref,
+    low_rank: LowRankTerm | None = None,
 ) -> None:
     """Write the gradients of one slice's logits into the reference `out [rows, chunks · 256]`.
 
-    Places that hold no column become 0. hidden is `[rows, D]`; weight and bias are those that `partials` takes.
+    Places that hold no column become 0. hidden is `[rows, D]`; weight, bias and low_rank are those that `partials`
+    takes.
     """
     head = logits.head
 
@@ -253,8 +257,8 @@ def dlogits(
         store_through(staging_smem, block.warpgroup, machine, strip_of, store)
 
     tile, chunks = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS
-    product = product_with_head("linear_logp_dlogits", head, tile, hidden, chunks, finish, out.dtype)
-    multiply(product, machine, _DlogitsArguments(where, hidden, weight, bias, rows, out))
+    product = product_with_head("linear_logp_dlogits", head, tile, hidden, low_rank, chunks, finish, out.dtype)
+    multiply(product, machine, _DlogitsArguments(where, hidden, weight, bias, rows, out, low_rank))
 
 
 def dlogits_from_kept_exponentials(

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import DEPTH, GemmPlan, Machine, gemm_plan, padded
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, multiply, store_through
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply, store_through
 
 Array = jax.Array
 Ref = Any
@@ -142,6 +142,15 @@ def gemm(
             so_far = plgpu.load(refs.start_gmem.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
         result.store(refs.out_gmem, block, product(so_far), staging_smem, machine)
 
+    def steps(refs: _GemmArguments) -> Array:
+        return jnp.int32(-(-rows.depth // DEPTH))
+
+    def load_a(refs: _GemmArguments, block: Block, k: Array) -> Ref:
+        return rows.tile(refs.rows_gmem, block.row, tile.rows, k)
+
+    def load_b(refs: _GemmArguments, block: Block, k: Array) -> Ref:
+        return columns.tile(refs.columns_gmem, block.column_block * tile.columns, tile.columns, k)
+
     product = Product(
         name="det_gemm",
         tile=tile,
@@ -150,11 +159,7 @@ def gemm(
         b_transposed=not columns.depth_first,
         max_blocks=blocks,
         blocks=lambda refs: blocks,
-        steps=lambda refs: jnp.int32(-(-rows.depth // DEPTH)),
-        load_a=lambda refs, block, k: rows.tile(refs.rows_gmem, block.row, tile.rows, k),
-        load_b=lambda refs, block, k: columns.tile(
-            refs.columns_gmem, block.column_block * tile.columns, tile.columns, k
-        ),
+        stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
         store_dtype=out_dtype,
         strip=result.strip,

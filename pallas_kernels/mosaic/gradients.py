@@ -17,6 +17,7 @@ from pallas_kernels.mosaic.main_loop import (
     WARPGROUP_ROWS,
     Block,
     Product,
+    Stretch,
     multiply,
     over_columns,
     row_vector,
@@ -52,13 +53,16 @@ def add_hidden_gradient(
 ) -> None:
     """Add dlogits·W over one slice to `out.chain`, in place. `chain` is the range of chunks that are summed up there.
 
+    The weight is the head's, or that of a low-rank term, for which the sums are the gradient of its columns of hidden.
+
     Each element's float32 sum goes on from where the slice before left it, so that slices change no bits. The first
     slice starts it from 0, whatever `out` holds. The last slice multiplies each row of the complete sum by unscale,
     float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.chain` where `rounded` is None.
     """
     vocabulary = head.vocabulary
-    n, columns = out.chain.shape
-    tile = gemm_tile(n)
+    n, dim = out.chain.shape[0], weight.shape[1 if head.layout == "vd" else 0]
+    tile = gemm_tile(n, dim)
+    column_blocks = -(-dim // tile.columns)
 
     def first_step(refs: _HiddenGradientArguments) -> Array:
         return vocabulary.steps_before(refs.where_gmem.first_chunk[0])
@@ -79,11 +83,11 @@ def add_hidden_gradient(
     def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
         chunk, offset = place_of_step(refs, k)
         depth = pl.ds(head.row(refs.where_gmem.first_chunk[0], chunk) + offset, DEPTH)
-        wide = pl.ds(block.column_block * COLUMNS, COLUMNS)
+        wide = pl.ds(block.column_block * tile.columns, tile.columns)
         return refs.weight_gmem.at[depth, wide] if head.layout == "vd" else refs.weight_gmem.at[wide, depth]
 
     def finish(refs: _HiddenGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
-        there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * COLUMNS, COLUMNS)
+        there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * tile.columns, tile.columns)
         where_gmem, out_gmem = refs.where_gmem, refs.out_gmem
         # The sums are loaded even where they start from 0: a branch around the load would make ptxas serialise the
         # wgmmas.
@@ -99,7 +103,11 @@ def add_hidden_gradient(
         @pl.when(is_last)
         def _() -> None:
             unscale_gmem = refs.unscale_gmem
-            done = values if unscale_gmem is None else values * over_columns(row_vector(unscale_gmem, block.row))
+            done = (
+                values
+                if unscale_gmem is None
+                else values * over_columns(row_vector(unscale_gmem, block.row), tile.columns)
+            )
             complete_gmem = out_gmem.chain if out_gmem.rounded is None else out_gmem.rounded
             complete_gmem[there] = done.astype(complete_gmem.dtype)
 
@@ -110,11 +118,9 @@ def add_hidden_gradient(
         dtype=dlogits.dtype,
         a_transposed=False,
         b_transposed=head.layout == "dv",
-        max_blocks=(row_blocks, columns // COLUMNS),
-        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), columns // COLUMNS),
-        steps=steps,
-        load_a=load_a,
-        load_b=load_b,
+        max_blocks=(row_blocks, column_blocks),
+        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), column_blocks),
+        stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
     )
     multiply(product, machine, _HiddenGradientArguments(where, dlogits, weight, unscale, out))
@@ -141,14 +147,14 @@ def store_weight_gradient(
 ) -> None:
     """Write one slice's rows of dW = dlogitsᵀ·H (columns of its transpose for "dv") into the reference `out`, complete.
 
-    hidden `[rows, D]` is zero from row `where.rows` on. Sums are multiplied by unscale, float32 `[1]` or None, and
-    rounded once to out's dtype.
+    hidden `[rows, D]`, or `[rows, r]` for a low-rank term, is zero from row `where.rows` on. Sums are multiplied by
+    unscale, float32 `[1]` or None, and rounded once to out's dtype.
     """
     dim = hidden.shape[1]
     vocabulary = head.vocabulary
     slice_columns = dlogits.shape[1]
     vocabulary_is_rows = head.layout == "vd"
-    tile = gemm_tile(slice_columns if vocabulary_is_rows else dim)
+    tile = gemm_tile(slice_columns, dim) if vocabulary_is_rows else gemm_tile(dim)
 
     def load(ref: Ref, k: Array, start: Array, width: int) -> Ref:
         return ref.at[pl.ds(k * DEPTH, DEPTH), pl.ds(start, width)]
@@ -181,7 +187,7 @@ def store_weight_gradient(
                 to = refs.out_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), pl.ds(there + start, STRIP)]
                 copy(strip_smem, to, start < width)
                 return
-            columns = pl.ds(block.column_block * COLUMNS + start, STRIP)
+            columns = pl.ds(block.column_block * tile.columns + start, STRIP)
             whole = row_in_chunk + WARPGROUP_ROWS <= width
             copy(strip_smem, refs.out_gmem.at[pl.ds(there, WARPGROUP_ROWS), columns], whole)
 
@@ -194,20 +200,23 @@ def store_weight_gradient(
         def strip_of(strip: int) -> Array:
             return values[:, strip * STRIP : (strip + 1) * STRIP].astype(out.dtype)
 
-        store_through(staging_smem, block.warpgroup, machine, strip_of, store)
+        store_through(staging_smem, block.warpgroup, machine, strip_of, store, tile.columns // STRIP)
 
     def blocks(refs: _WeightGradientArguments) -> tuple[Any, Any]:
         chunks = refs.where_gmem.chunks[0]
         if vocabulary_is_rows:
-            return row_clusters(chunks * COLUMNS, tile.cluster_rows), padded(dim, COLUMNS) // COLUMNS
+            return row_clusters(chunks * COLUMNS, tile.cluster_rows), -(-dim // tile.columns)
         return padded(dim, tile.cluster_rows) // tile.cluster_rows, chunks
+
+    def steps(refs: _WeightGradientArguments) -> Array:
+        return row_clusters(refs.where_gmem.rows[0], DEPTH)
 
     def load_a(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
         return load(refs.dlogits_gmem if vocabulary_is_rows else refs.hidden_gmem, k, block.row, tile.rows)
 
     def load_b(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
         ref = refs.hidden_gmem if vocabulary_is_rows else refs.dlogits_gmem
-        return load(ref, k, block.column_block * COLUMNS, COLUMNS)
+        return load(ref, k, block.column_block * tile.columns, tile.columns)
 
     output_rows, output_columns = (slice_columns, dim) if vocabulary_is_rows else (dim, slice_columns)
     product = Product(
@@ -218,12 +227,10 @@ def store_weight_gradient(
         b_transposed=False,
         max_blocks=(
             padded(output_rows, tile.cluster_rows) // tile.cluster_rows,
-            padded(output_columns, COLUMNS) // COLUMNS,
+            -(-output_columns // tile.columns),
         ),
         blocks=blocks,
-        steps=lambda refs: row_clusters(refs.where_gmem.rows[0], DEPTH),
-        load_a=load_a,
-        load_b=load_b,
+        stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
         store_dtype=out.dtype,
     )

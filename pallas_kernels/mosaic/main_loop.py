@@ -5,6 +5,8 @@ from the ring with wgmma. The grid is persistent and the ring never drains betwe
 stages of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +48,18 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A part of K along which both operands of a tile lie in one array each. `refs` are references to the arguments."""
+
+    steps: Callable[[Any], Any]
+    """`steps(refs)` returns how many steps of 64 along K there are."""
+    load_a: Callable[[Any, Block, Array], Ref]
+    """`load_a(refs, block, k)` returns the part of A that step k of a tile multiplies."""
+    load_b: Callable[[Any, Block, Array], Ref]
+    """`load_b(refs, block, k)` returns the part of B that step k of a tile multiplies."""
+
+
+@dataclass(frozen=True)
 class Product:
     """A kernel: which parts of A and B each tile multiplies, and an epilogue. `refs` are references to its arguments.
 
@@ -62,12 +76,8 @@ class Product:
     """The largest numbers of row blocks (one per cluster) and column blocks that `blocks` can return."""
     blocks: Callable[[Any], tuple[Any, Any]]
     """`blocks(refs)` returns how many row blocks (one per cluster) and column blocks there are."""
-    steps: Callable[[Any], Any]
-    """`steps(refs)` returns how many steps of 64 along K a tile takes."""
-    load_a: Callable[[Any, Block, Array], Ref]
-    """`load_a(refs, block, k)` returns the part of A that step k of a tile multiplies."""
-    load_b: Callable[[Any, Block, Array], Ref]
-    """`load_b(refs, block, k)` returns the part of B that step k of a tile multiplies."""
+    stretches: tuple[Stretch, ...]
+    """The whole of K, in the order in which it is summed up."""
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
     """The epilogue `finish(refs, block, product, staging_smem)`. It loads what it needs, calls `product(start=None)`
     once for the float32 tile `[64, columns]`, and then stores."""
@@ -226,12 +236,10 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             plgpu.set_max_registers(40, action="decrease")
 
             def visit(block: Block, count: Array) -> Array:
-                return ring.load(
-                    count,
-                    product.steps(refs),
-                    lambda k: product.load_a(refs, block, k),
-                    lambda k: product.load_b(refs, block, k),
-                )
+                for stretch in product.stretches:
+                    load_a, load_b = (functools.partial(x, refs, block) for x in (stretch.load_a, stretch.load_b))
+                    count = ring.load(count, stretch.steps(refs), load_a, load_b)
+                return count
 
             ring.drain(over_tiles(visit))
 
@@ -240,7 +248,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             plgpu.set_max_registers(232, action="increase")
 
             def visit(block: Block, count: Array) -> Array:
-                steps = product.steps(refs)
+                steps = functools.reduce(operator.add, (stretch.steps(refs) for stretch in product.stretches))
 
                 def tile_of(start: Array | None = None) -> Array:
                     def accumulate(acc: Ref) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ which the entropy follows. Rescaling a partial is exact because k is an integer.
 rounded to bfloat16, so that the backward need not compute them again.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.arrays import LogitsConfig, LowRankTerm, Partials, VocabSlice
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import LOG2_E
@@ -26,6 +27,7 @@ from pallas_kernels.mosaic.main_loop import (
     WARPGROUP_ROWS,
     Block,
     Product,
+    Stretch,
     column_numbers,
     multiply,
     over_columns,
@@ -52,6 +54,7 @@ class _PartialsArguments(NamedTuple):
     temperature_gmem: Ref
     out_gmem: Partials
     kept_gmem: Ref | None
+    low_rank_gmem: LowRankTerm | None
 
 
 class ExponentScaling(NamedTuple):
@@ -153,18 +156,39 @@ def row_clusters(rows: Array, cluster_rows: int) -> Array:
 
 
 def product_with_head(
-    name: str, head: HeadAccess, tile: Tile, hidden: Array, slice_chunks: int, finish: Any, store_dtype: Any = None
+    name: str,
+    head: HeadAccess,
+    tile: Tile,
+    hidden: Array,
+    low_rank: LowRankTerm | None,
+    slice_chunks: int,
+    finish: Any,
+    store_dtype: Any = None,
 ) -> Product:
     """The product hidden·Wᵀ over one slice of chunks, for a kernel whose epilogue is `finish`.
 
-    The kernel's references have the fields `where_gmem`, `hidden_gmem` and `weight_gmem`.
+    The product of a low-rank term goes on with its sums. The kernel's references have the fields `where_gmem`,
+    `hidden_gmem`, `weight_gmem` and `low_rank_gmem`.
     """
-    rows, dim = hidden.shape
+    rows = hidden.shape[0]
 
-    def load_b(refs: Any, block: Block, k: Array) -> Ref:
-        columns = pl.ds(head.row(refs.where_gmem.first_chunk[0], block.column_block), COLUMNS)
-        depth = pl.ds(k * DEPTH, DEPTH)
-        return refs.weight_gmem.at[columns, depth] if head.layout == "vd" else refs.weight_gmem.at[depth, columns]
+    def stretch(dim: int, pair_of: Callable[[Any], tuple[Ref, Ref]]) -> Stretch:
+        """K over `dim` columns of the two references, which are of rows and of the head."""
+
+        def load_a(refs: Any, block: Block, k: Array) -> Ref:
+            return pair_of(refs)[0].at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)]
+
+        def load_b(refs: Any, block: Block, k: Array) -> Ref:
+            columns = pl.ds(head.row(refs.where_gmem.first_chunk[0], block.column_block), COLUMNS)
+            depth = pl.ds(k * DEPTH, DEPTH)
+            weight_gmem = pair_of(refs)[1]
+            return weight_gmem.at[columns, depth] if head.layout == "vd" else weight_gmem.at[depth, columns]
+
+        return Stretch(lambda refs: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
+
+    stretches = [stretch(hidden.shape[1], lambda refs: (refs.hidden_gmem, refs.weight_gmem))]
+    if low_rank is not None:
+        stretches.append(stretch(low_rank.hidden.shape[1], lambda refs: refs.low_rank_gmem))
 
     return Product(
         name=name,
@@ -174,9 +198,7 @@ def product_with_head(
         b_transposed=head.layout == "vd",
         max_blocks=(padded(rows, tile.cluster_rows) // tile.cluster_rows, slice_chunks),
         blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), refs.where_gmem.chunks[0]),
-        steps=lambda refs: jnp.int32(-(-dim // DEPTH)),
-        load_a=lambda refs, block, k: refs.hidden_gmem.at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)],
-        load_b=load_b,
+        stretches=tuple(stretches),
         finish=finish,
         store_dtype=store_dtype,
     )
@@ -194,6 +216,7 @@ def partials(
     temperature: Array,
     out: Partials,
     kept: Ref | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> None:
     """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
@@ -201,7 +224,7 @@ def partials(
     `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
     `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
     searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
-    room for.
+    room for. low_rank is a term of the head, or None.
     """
     head = logits.head
 
@@ -252,6 +275,6 @@ def partials(
 
     tile, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
     store_dtype = None if kept is None else kept.dtype
-    product = product_with_head("linear_logp_statistics", head, tile, hidden, chunks, finish, store_dtype)
-    arguments = _PartialsArguments(where, hidden, weight, bias, target_ids, holds_target, temperature, out, kept)
-    multiply(product, machine, arguments)
+    product = product_with_head("linear_logp_statistics", head, tile, hidden, low_rank, chunks, finish, store_dtype)
+    per_row = (target_ids, holds_target, temperature)
+    multiply(product, machine, _PartialsArguments(where, hidden, weight, bias, *per_row, out, kept, low_rank))

@@ -1,10 +1,11 @@
 """Meshes as every op sees them: the names of axes, and how arrays lie over them."""
 
+import math
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.transforms import varying_axes
 
@@ -15,6 +16,13 @@ AxisName = str | tuple[str, ...]
 def axis_names(axes: Any) -> tuple[str, ...]:
     """The axes that one entry of a PartitionSpec names."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def evenly_spread(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The first of these axes, as many as `size` elements can be spread over evenly."""
+    while size % math.prod(mesh.shape[name] for name in axes):
+        axes = axes[:-1]
+    return axes
 
 
 def explicit_spec(x: Any) -> PartitionSpec | None:

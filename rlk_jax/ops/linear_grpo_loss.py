@@ -62,7 +62,8 @@ def linear_grpo_loss(
       return_entropy: whether the metrics have the mean entropy, which carries no gradient. They have it in any case
         where the loss needs entropies: with options.entropy_coef, which differentiates them, or an entropy_threshold.
       **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, logit_softcap,
-        weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on.
+        weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on. A `low_rank` term is the
+        policy's alone.
 
     Returns:
       `PolicyLoss`: the loss and its metrics, float32 scalars, of which only `loss` carries gradients.
@@ -112,7 +113,7 @@ def linear_grpo_loss(
     if ref_hidden is not None and ref_weight is not None:
         # As constants they get no backward, for which their forward would keep exponentials.
         frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
-        ref_logps = linear_logp(*frozen, ids, **head)
+        ref_logps = linear_logp(*frozen, ids, **{**head, "low_rank": None})
     return policy_loss(
         found.logp,
         old_logps,

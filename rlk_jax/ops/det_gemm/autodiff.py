@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from rlk_jax.core import transforms
-from rlk_jax.core.gemm import GemmLayout
-from rlk_jax.ops.det_gemm.options import Gemm
+from rlk_jax.core.gemm import Gemm, GemmLayout
 
 Array = jax.Array
 

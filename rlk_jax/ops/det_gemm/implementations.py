@@ -5,9 +5,8 @@ import jax.numpy as jnp
 
 from rlk_jax.core.devices import hopper_obstacles, is_hopper, with_cuda_library
 from rlk_jax.core.dispatch import Implementation, TypicalCall
+from rlk_jax.core.gemm import fixed_order_gemm, plain_gemm
 from rlk_jax.ops.det_gemm import hopper
-from rlk_jax.ops.det_gemm.deterministic import deterministic
-from rlk_jax.ops.det_gemm.reference import reference
 
 ROWS = (
     Implementation("mosaic", hopper.mosaic(), hopper_obstacles, meant_for=is_hopper, promises_bits=True),
@@ -18,8 +17,8 @@ ROWS = (
         by_name_only="mosaic is as fast and needs no compiler",
         promises_bits=True,
     ),
-    Implementation("deterministic", deterministic, promises_bits=True),
-    Implementation("reference", reference, by_name_only="promises no bits: the gold of the tests"),
+    Implementation("deterministic", fixed_order_gemm, promises_bits=True),
+    Implementation("reference", plain_gemm, by_name_only="promises no bits: the gold of the tests"),
 )
 """The implementations of det_gemm, fastest first."""
 

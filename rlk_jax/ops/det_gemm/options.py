@@ -1,12 +1,6 @@
-"""What a call of det_gemm carries, and what every implementation takes and gives."""
+"""What a call of det_gemm carries."""
 
-from typing import Any, NamedTuple, Protocol
-
-import jax
-
-from rlk_jax.core.gemm import GemmLayout
-
-Array = jax.Array
+from typing import Any, NamedTuple
 
 
 class GemmInputs(NamedTuple):
@@ -15,12 +9,3 @@ class GemmInputs(NamedTuple):
     a: Any
     b: Any
     accumulate_into: Any
-
-
-class Gemm(Protocol):
-    """One implementation: start + A·B `[M, N]` in the layout's dtype.
-
-    start is float32 `[M, N]` or None. No dimension is 0.
-    """
-
-    def __call__(self, layout: GemmLayout, a: Array, b: Array, start: Array | None, /) -> Array: ...

@@ -10,8 +10,8 @@ from rlk_jax.core.dispatch import CallFacts
 from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
-from rlk_jax.ops.linear_logp.checks import check_call, no_axis_options
-from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.checks import check_call, head_inputs, no_axis_options
+from rlk_jax.ops.linear_logp.options import HeadOptions, LowRank, Reduction, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agree
 from rlk_jax.ops.linear_logp.sharding.vocab_parallel import over_explicit_axes
 
@@ -49,6 +49,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     bias: Float[Array, " V"] | None = None,
     *,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    low_rank: LowRank | tuple[Any, ...] | None = None,
     logit_softcap: float | None = None,
     ignore_index: int | None = None,
     global_vocab_size: int | None = None,
@@ -65,7 +66,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
 ) -> Float[Array, "*lead"] | LinearLogp:
     """Log-probability of each target token under the LM head.
 
-        z = softcap(hidden·Wᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
+        z = softcap(hidden·(W + s·B·A)ᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
         logp = z[target] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
 
     Args:
@@ -75,6 +76,11 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
       target_ids: `[*lead]`, any integer dtype.
       bias: `[V]` or None.
       temperature: positive; a scalar or one per token. Not differentiated.
+      low_rank: a low-rank adapter of the head (LoRA), `(A, B, scale)` or `rlk_jax.LowRank`, or None. A is `[r, D]` and
+        B `[V, r]`, or `[D, r]` and `[r, V]` with `weight_layout="dv"`. Neither B·A nor a sum with W is made:
+        scale·hidden·Aᵀ is rounded once to hidden's dtype, and its products with B go on with the sums of hidden·Wᵀ. A
+        and B are rounded to the dtypes of hidden and the weight. With `axis_name`, B is this rank's shard, and A is the
+        same on every rank.
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
@@ -111,7 +117,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
       ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
       TypeError: JAX's own, for forward-mode differentiation.
 
-    Gradients flow to hidden, lm_head_weight and bias, in their dtypes. An operand that needs none costs no work.
+    Gradients flow to hidden, lm_head_weight, bias, A and B, in their dtypes. An operand that needs none costs no work.
     A row whose upstream gradients are all 0 costs none either: it contributes exactly 0, even if it holds NaN.
 
     Same bits: the implementations that promise bits (docs/linear_logp.md lists them and has the whole contract) give a
@@ -121,7 +127,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     Source: RL-Kernel's linear_logp; the pair (max, ln Σ) as in online softmax (Milakov and Gimelshein,
     arXiv 1805.02867).
     """
-    inputs = HeadInputs(hidden, lm_head_weight, target_ids, bias, temperature)
+    inputs = head_inputs(hidden, lm_head_weight, target_ids, bias, temperature, low_rank)
     options = HeadOptions(
         logit_softcap=logit_softcap,
         ignore_index=ignore_index,
@@ -148,7 +154,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     given = dict(arguments)
-    inputs = HeadInputs(*(given.pop(name) for name in HeadInputs._fields))
+    arrays = ("hidden", "lm_head_weight", "target_ids", "bias", "temperature", "low_rank")
+    inputs = head_inputs(*(given.pop(name) for name in arrays))
     start = given.pop("vocab_start_index")
     options = HeadOptions(**given)
     inputs, config, _ = check_call(inputs, options, start)

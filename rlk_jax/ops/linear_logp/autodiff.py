@@ -120,7 +120,7 @@ def _values_fwd(
     functions: HeadFunctions, config: HeadConfig, shard: Shard | None, *primals: Any
 ) -> tuple[LinearLogp, Any]:
     carrier, operands = primals[:2]
-    targets = (operands.hidden if carrier is None else carrier, operands.weight, operands.bias)
+    targets = (operands.hidden if carrier is None else carrier, *operands[1:4])
     operands, tokens, ranks = transforms.primal_values(primals[1:])
     values, residual, kept = _forward(functions, replace(config, keeps=True), shard, operands, tokens, ranks)
     if ranks is not None:
@@ -146,7 +146,7 @@ def _values_bwd(
         return transforms.varying_like(found, hidden)
 
     def batches(kept: Any, shared: Any, rows: Any) -> Gradients:
-        outputs_are_rows = not (config.is_shard or needs.weight or needs.bias)
+        outputs_are_rows = not (config.is_shard or any((needs.weight, needs.bias, needs.low_rank)))
         folding = transforms.vmap_folds_rows(functools.partial(one_batch, None), outputs_are_rows=outputs_are_rows)
         return folding(shared, rows)
 

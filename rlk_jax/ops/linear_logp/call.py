@@ -11,7 +11,8 @@ from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.tokens import LinearLogp, Tokens, checked_tokens, counted
 from rlk_jax.ops.linear_logp.autodiff import flat_values
 from rlk_jax.ops.linear_logp.checks import check_call
-from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, Operands
+from rlk_jax.ops.linear_logp.low_rank import LowRankProducts, with_low_rank_columns
+from rlk_jax.ops.linear_logp.options import HeadConfig, HeadFunctions, HeadInputs, HeadOptions, Operands
 from rlk_jax.ops.linear_logp.sharding.shard import check_edges
 
 
@@ -27,6 +28,12 @@ def on_device(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any =
     rows = jnp.asarray(inputs.hidden).reshape(math.prod(lead), dim)
     weight = jnp.asarray(inputs.lm_head_weight)
     operands = Operands(rows, weight, None if inputs.bias is None else jnp.asarray(inputs.bias))
+    if config.rank:
+        # Kernels in Pallas' interpreter are no HeadFunctions, and have effects that XLA cannot spread.
+        is_spread = isinstance(chosen.functions, HeadFunctions)
+        products = LowRankProducts(chosen.functions.gemm, config.weight_layout, is_spread)
+        rows = with_low_rank_columns(products, inputs, rows)
+        operands = operands._replace(hidden=rows, low_rank=jnp.asarray(inputs.low_rank_b).astype(weight.dtype))
     values = flat_values(chosen.functions, config, shard, operands, tokens, vocab_start_index)
     values = jax.tree.map(lambda x: x.reshape(lead), values)
     return values if options.return_lse or options.return_entropy else values.logp

@@ -21,6 +21,7 @@ from rlk_jax.core.checks import (
     check_validate,
     check_vocabulary_options,
     checked_temperature,
+    is_number,
     is_static,
     require,
     require_one_of,
@@ -28,9 +29,24 @@ from rlk_jax.core.checks import (
 )
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.mesh import AxisName, axis_names
-from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 from rlk_jax.ops.linear_logp.sharding.shard import Shard
+
+
+def head_inputs(
+    hidden: Any, lm_head_weight: Any, target_ids: Any, bias: Any, temperature: Any, low_rank: Any
+) -> HeadInputs:
+    """The inputs of a call. A low-rank term is None, a LowRank, or a tuple of its first two to four fields."""
+    inputs = HeadInputs(hidden, lm_head_weight, target_ids, bias, temperature)
+    if low_rank is None:
+        return inputs
+    require(
+        isinstance(low_rank, tuple) and 2 <= len(low_rank) <= 4,
+        f"low_rank must be (A, B, scale) or a rlk_jax.LowRank, got {type_name(low_rank)}.",
+    )
+    a, b, scale, own_inputs = LowRank(*low_rank)
+    return inputs._replace(low_rank_a=a, low_rank_b=b, low_rank_scale=scale, low_rank_inputs=own_inputs)
 
 
 def check_call(
@@ -45,8 +61,10 @@ def check_call(
         target_ids=as_array("target_ids", inputs.target_ids),
         bias=None if inputs.bias is None else as_array("bias", inputs.bias),
         temperature=checked_temperature(inputs.temperature),
+        **_checked_low_rank(inputs),
     )
     _check_shapes(inputs, options.weight_layout)
+    rank = _checked_rank(inputs, options.weight_layout)
     check_dtypes(inputs, integers=("target_ids",))
     vocab_size = inputs.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
     shard = _checked_shard(options, vocab_size, vocab_start_index)
@@ -65,6 +83,7 @@ def check_call(
         return_entropy=options.return_entropy,
         may_ignore=options.ignore_index is not None,
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
+        rank=rank,
     )
     return inputs, config if shard is None else shard.config(config), shard
 
@@ -74,7 +93,7 @@ def _check_layout(weight_layout: WeightLayout) -> None:
 
 
 def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
-    hidden, weight, target_ids, bias, temperature = inputs
+    hidden, weight, target_ids, bias, temperature = inputs[:5]
     require(hidden.ndim >= 1, "hidden must be [*lead, D], got a scalar.")
     require(weight.ndim == 2, f"lm_head_weight must be 2-D, got shape {weight.shape}.")
     vocab_size, dim = weight.shape if layout == "vd" else weight.shape[::-1]
@@ -88,6 +107,44 @@ def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
     if bias is not None:
         require(bias.shape == (vocab_size,), f"bias must have V={vocab_size} elements, got shape {bias.shape}.")
     check_temperature_shape(temperature, "target_ids", target_ids)
+
+
+def _checked_low_rank(inputs: HeadInputs) -> dict[str, Any]:
+    """The fields of a low-rank term as arrays. Its scale is a finite number, or a scalar array."""
+    if inputs.low_rank_a is None and inputs.low_rank_b is None:
+        return {}
+    scale = inputs.low_rank_scale
+    if is_number(scale):
+        require(math.isfinite(scale), f"low_rank's scale must be finite, got {scale}.")
+        scale = np.float32(scale)
+    own = inputs.low_rank_inputs
+    return {
+        "low_rank_a": as_array("low_rank's A", inputs.low_rank_a),
+        "low_rank_b": as_array("low_rank's B", inputs.low_rank_b),
+        "low_rank_scale": as_array("low_rank's scale", scale),
+        "low_rank_inputs": None if own is None else as_array("low_rank's inputs", own),
+    }
+
+
+def _checked_rank(inputs: HeadInputs, layout: WeightLayout) -> int:
+    """The rank of the low-rank term, whose shapes fit the head; 0 without one."""
+    a, b, scale, own = inputs.low_rank_a, inputs.low_rank_b, inputs.low_rank_scale, inputs.low_rank_inputs
+    if a is None:
+        return 0
+    vocab_size, dim = inputs.lm_head_weight.shape if layout == "vd" else inputs.lm_head_weight.shape[::-1]
+    rank = a.shape[0 if layout == "vd" else -1] if a.ndim == 2 else 0
+    shapes = ((rank, dim), (vocab_size, rank)) if layout == "vd" else ((dim, rank), (rank, vocab_size))
+    require(
+        rank > 0 and (a.shape, b.shape) == shapes,
+        f"low_rank's A and B must be {'[r, D] and [V, r]' if layout == 'vd' else '[D, r] and [r, V]'} with r >= 1 for "
+        f"lm_head_weight shape {inputs.lm_head_weight.shape}, got shapes {a.shape} and {b.shape}.",
+    )
+    require(scale.shape == (), f"low_rank's scale must be a number or a scalar, got shape {scale.shape}.")
+    require(
+        own is None or own.shape == inputs.hidden.shape,
+        f"low_rank's inputs must have hidden's shape {inputs.hidden.shape}, got {getattr(own, 'shape', None)}.",
+    )
+    return rank
 
 
 def _check_reduction(reduction: Reduction) -> None:

@@ -21,6 +21,7 @@ from rlk_jax.core.fixed_order import (
     ascending_sum,
     fma_chain,
 )
+from rlk_jax.core.gemm import fixed_order_gemm
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
@@ -41,6 +42,7 @@ from rlk_jax.ops.linear_logp.options import (
     LinearLogpFunctions,
     Needs,
     Operands,
+    head_dim,
     real_columns,
 )
 
@@ -48,7 +50,9 @@ Array = jax.Array
 
 
 class _Chunk(NamedTuple):
-    """256 columns from `start` on: ids and bias `[1, 256]`, weight `[256, D]`, and which of them are one group's."""
+    """256 columns from `start` on: ids and bias `[1, 256]`, weight `[256, D]` or, with B of a low-rank term behind it,
+    `[256, D + r]`, and which of them are one group's.
+    """
 
     start: Array
     columns: Array
@@ -57,9 +61,24 @@ class _Chunk(NamedTuple):
     bias: Array
 
 
-def _padded_columns(x: Array) -> Array:
-    """float32 `[·, D]` with zeros up to a multiple of 64 columns; zeros at the end of a chain change no bits."""
-    return jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % DEPTH_MULTIPLE)))
+def _padded_columns(*parts: Array) -> Array:
+    """float32 arrays `[·, K]` side by side, each with zeros up to a multiple of 64 columns, which change no bits of a
+    chain over them.
+    """
+    padded = [jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % DEPTH_MULTIPLE))) for x in parts]
+    return jnp.concatenate(padded, axis=1)
+
+
+def _padded_hidden(config: HeadConfig, operands: Operands, block: Block) -> Array:
+    """A block's rows of hidden, its D columns and those of a low-rank term padded each."""
+    rows, dim = block.take_hidden(operands.hidden), head_dim(config, operands)
+    return _padded_columns(rows[:, :dim], *([rows[:, dim:]] if config.rank else []))
+
+
+def _without_padding(config: HeadConfig, dim: int, x: Array) -> Array:
+    """`[..., D + r]` from `[..., padded]`."""
+    first = dim + -dim % DEPTH_MULTIPLE
+    return jnp.concatenate([x[..., :dim], x[..., first : first + config.rank]], axis=-1)
 
 
 def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -> _Chunk:
@@ -69,13 +88,14 @@ def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -
     columns = start + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32)
     valid = columns < jnp.minimum((group + 1) * width, real)
     index = jnp.clip(columns, 0, jnp.maximum(real - 1, 0))
-    weight = operands.weight[index] if config.weight_layout == "vd" else operands.weight[:, index].T
+    weights = [x for x in (operands.weight, operands.low_rank) if x is not None]
+    weights = [x[index] if config.weight_layout == "vd" else x[:, index].T for x in weights]
     bias = jnp.zeros(BLOCK_COLUMNS, jnp.float32) if operands.bias is None else operands.bias[index].astype(jnp.float32)
     return _Chunk(
         start,
         columns[None],
         valid[None],
-        _padded_columns(jnp.where(valid[:, None], weight, 0)),
+        _padded_columns(*(jnp.where(valid[:, None], x, 0) for x in weights)),
         jnp.where(valid, bias, 0)[None],
     )
 
@@ -117,7 +137,7 @@ def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[P
     """The partials of every group, `[groups, N]`, and which tokens are active."""
 
     def partials(block: Block) -> Partial:
-        hidden = _padded_columns(block.take_hidden(operands.hidden))
+        hidden = _padded_hidden(config, operands, block)
         return _rows_first(_block_partials(config, operands, hidden, block.take_tokens(tokens)))
 
     many = jnp.zeros((tokens.active.shape[0], config.groups.count), jnp.float32)
@@ -144,9 +164,9 @@ def _gradients(
 ) -> Gradients:
     """dH is summed over the vocabulary by the softmax's tree; dW and db are one chain over ascending active tokens.
 
-    Gradients of logits stay float32.
+    Gradients of logits stay float32. The loops have dW and dB side by side.
     """
-    dim, n, groups = operands.hidden.shape[1], tokens.active.shape[0], config.groups.count
+    dim, n, groups = head_dim(config, operands), tokens.active.shape[0], config.groups.count
     real = real_columns(config, operands)
 
     def of_chunk(group: Array, index: Array, hidden: Array, own: tuple, so_far: Gradients) -> Gradients:
@@ -154,7 +174,7 @@ def _gradients(
         products = _block_products(hidden, chunk)
         gradient = product_gradients(config, products, chunk.bias, own[0], chunk.columns, real, *own[1:])
         gradient = jnp.where(chunk.valid, gradient, 0)
-        d_hidden, d_weight, d_bias = so_far
+        d_hidden, d_weight, d_bias, _ = so_far
         if d_hidden is not None:
             d_hidden += fma_chain(gradient.T, chunk.weight, jnp.zeros_like(hidden))
         if d_weight is not None:
@@ -167,7 +187,7 @@ def _gradients(
         return Gradients(d_hidden, d_weight, d_bias)
 
     def step(block: Block, so_far: Gradients) -> Gradients:
-        hidden = _padded_columns(block.take_hidden(operands.hidden))
+        hidden = _padded_hidden(config, operands, block)
         own = (block.take_tokens(tokens), *block.take((statistics, upstream)))
 
         def of_group(so_far: Gradients, group: Array) -> tuple[Gradients, Array | None]:
@@ -182,26 +202,30 @@ def _gradients(
             return done
         if not config.sums_by_group:
             of_groups = ascending_sum(of_groups)[None]
-        rows = jnp.swapaxes(of_groups[..., :dim], 0, 1)
+        rows = jnp.swapaxes(_without_padding(config, dim, of_groups), 0, 1)
         return done._replace(hidden=block.store(so_far.hidden, rows))
 
     # A chunk writes 256 rows, of which those outside its group are zero: the last chunk needs room for them.
     padded_vocab = max(groups * config.groups.width + BLOCK_COLUMNS, config.vocab_size)
-    padded_dim = dim + -dim % DEPTH_MULTIPLE
+    padded_dim = sum(x + -x % DEPTH_MULTIPLE for x in (dim, config.rank))
     parts = config.hidden_gradient_parts
     start = Gradients(
-        jnp.zeros((n, parts, dim), jnp.float32 if config.is_shard else operands.hidden.dtype) if needs.hidden else None,
-        jnp.zeros((padded_vocab, padded_dim), jnp.float32) if needs.weight else None,
+        jnp.zeros((n, parts, dim + config.rank), jnp.float32 if config.is_shard else operands.hidden.dtype)
+        if needs.hidden
+        else None,
+        jnp.zeros((padded_vocab, padded_dim), jnp.float32) if needs.weight or needs.low_rank else None,
         jnp.zeros((padded_vocab, 1), jnp.float32) if needs.bias else None,
     )
-    d_hidden, d_weight, d_bias = fold_blocks(tokens.active, BLOCK_ROWS, step, start)
+    d_hidden, d_weight, d_bias, d_low_rank = fold_blocks(tokens.active, BLOCK_ROWS, step, start)
     if d_hidden is not None:
         d_hidden = jnp.swapaxes(d_hidden, 0, 1) if config.is_shard else d_hidden[:, 0]
     if d_weight is not None:
-        d_weight = d_weight[: config.vocab_size, :dim]
-        d_weight = d_weight if config.weight_layout == "vd" else d_weight.T
+        both = _without_padding(config, dim, d_weight[: config.vocab_size])
+        both = both if config.weight_layout == "vd" else both.T
+        d_weight, d_low_rank = jnp.split(both, [dim], axis=1 if config.weight_layout == "vd" else 0)
+        d_weight, d_low_rank = d_weight if needs.weight else None, d_low_rank if needs.low_rank else None
     d_bias = None if d_bias is None else d_bias[: config.vocab_size, 0]
-    return Gradients(d_hidden, d_weight, d_bias).like(config, operands)
+    return Gradients(d_hidden, d_weight, d_bias, d_low_rank).like(config, operands)
 
 
-DETERMINISTIC = LinearLogpFunctions(_partials, _merge, _gradients)
+DETERMINISTIC = LinearLogpFunctions(_partials, _merge, _gradients, fixed_order_gemm)

@@ -26,6 +26,7 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
+    LowRankTerm,
     Partials,
     Softmax,
     VocabSlice,
@@ -33,6 +34,7 @@ from pallas_kernels.hopper.arrays import (
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, padded
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from rlk_jax.core.devices import default_machine
+from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import fp16_scale, gradient_bound
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -53,6 +55,8 @@ from rlk_jax.ops.linear_logp.options import (
     LinearLogpFunctions,
     Needs,
     Operands,
+    WeightLayout,
+    head_dim,
     real_columns,
 )
 
@@ -89,6 +93,7 @@ def _functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> L
         functools.partial(_partials, kernels, machine),
         functools.partial(_merge, kernels, machine),
         functools.partial(_gradients, kernels, machine),
+        functools.partial(by_kernel, lambda: kernels().gemm, machine),
     )
 
 
@@ -100,6 +105,8 @@ class _HeadSlice:
     head: HeadAccess
     weight: Array
     bias: Array | None
+    low_rank: Array | None
+    """B of a low-rank term, cut as the weight is."""
     columns: Array
     """The column of each place `[slice's chunks · 256]`; V where a place holds none."""
 
@@ -115,17 +122,22 @@ def _slice(plan: HopperPlan, chunks: ChunkRange, index: Any, operands: Operands,
     holds = (place < vocabulary.width(chunk, real)) & (chunk < chunks.end)
     columns = jnp.where(holds, vocabulary.start(chunk) + place, config.vocab_size).reshape(-1)
     there = jnp.minimum(columns, jnp.maximum(real - 1, 0))
-    weight, bias = operands.weight, None
-    if chunks.copied:
+    bias = None
+
+    def of_slice(weight: Array) -> Array:
+        if not chunks.copied:
+            return weight
         taken = weight[there] if config.weight_layout == "vd" else weight[:, there].T
         taken = jnp.where(holds.reshape(-1, 1), taken, 0)
-        weight = jnp.pad(taken, ((0, 0), (0, -plan.dim % DEPTH)))
+        return jnp.pad(taken, ((0, 0), (0, -taken.shape[1] % DEPTH)))
+
+    low_rank = None if operands.low_rank is None else of_slice(_whole_steps(operands.low_rank, config.weight_layout))
     if operands.bias is not None:
         bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
     known = operands.real_columns
     where = VocabSlice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
     head = HeadAccess(vocabulary, "vd" if chunks.copied else config.weight_layout, chunks.copied)
-    return _HeadSlice(where, head, weight, bias, columns)
+    return _HeadSlice(where, head, of_slice(operands.weight), bias, low_rank, columns)
 
 
 def _over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> None:
@@ -137,9 +149,28 @@ def _over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> N
             lax.fori_loop(0, chunks.slices, lambda i, _, chunks=chunks: step(chunks, i), None)
 
 
+def _whole_steps(low_rank: Array, layout: WeightLayout) -> Array:
+    """B of a low-rank term with zeros up to a rank that is a multiple of 64."""
+    rank_axis = 1 if layout == "vd" else 0
+    padding = [(0, 0), (0, 0)]
+    padding[rank_axis] = (0, -low_rank.shape[rank_axis] % DEPTH)
+    return jnp.pad(low_rank, padding)
+
+
 def _matrix(plan: HopperPlan, rows: Compacted, hidden: Array) -> Array:
-    """The compacted hidden rows, followed by zeros, up to a hidden dim that is a multiple of 64."""
-    return fusion_barrier(jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -plan.dim % DEPTH))))
+    """The compacted rows of some columns of hidden, followed by zeros, up to a multiple of 64 columns."""
+    return fusion_barrier(jnp.pad(rows.take(hidden)[: plan.matrix_rows], ((0, 0), (0, -hidden.shape[1] % DEPTH))))
+
+
+def _matrices(plan: HopperPlan, rows: Compacted, hidden: Array) -> tuple[Array, Array | None]:
+    """hidden's own columns, and those of a low-rank term, as two matrices."""
+    dim = plan.dim
+    return _matrix(plan, rows, hidden[:, :dim]), _matrix(plan, rows, hidden[:, dim:]) if plan.config.rank else None
+
+
+def _term(low_rank_hidden: Array | None, part: _HeadSlice) -> LowRankTerm | None:
+    """What a low-rank term adds to a product with a slice of the head."""
+    return None if low_rank_hidden is None else LowRankTerm(low_rank_hidden, part.low_rank)
 
 
 def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
@@ -172,13 +203,13 @@ def _partials(
 ) -> tuple[Partials, tuple[Compacted, _KeptForBackward | None]]:
     """The partials of every group by row of the kernels; which token is in which row, and what is kept."""
     use, machine = kernels(), machine or default_machine()
-    n, dim = operands.hidden.shape
+    n, dim = operands.hidden.shape[0], head_dim(config, operands)
     typed = operands.hidden
     operands, tokens = fusion_barrier(as_replicated((operands, tokens)))
     keeping = kept_chunks(config, dim, n, operands.hidden.dtype)
     plan, vocabulary = forward_plan(config, dim, n, keeping), vocabulary_of(config)
     rows = compact(tokens.active, plan.rows, all_active=not config.may_ignore)
-    hidden = _matrix(plan, rows, operands.hidden)
+    hidden, low_rank_hidden = _matrices(plan, rows, operands.hidden)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
 
     holds_target = _holds_target(plan, target_ids)
@@ -193,7 +224,8 @@ def _partials(
         part = _slice(plan, chunks, index, operands, rows)
         logits = LogitsConfig(part.head, config.logit_softcap)
         per_token = (target_ids, holds_target, temperature)
-        use.partials(logits, machine, part.where, hidden, part.weight, part.bias, *per_token, out, exponentials)
+        head = (part.where, hidden, part.weight, part.bias)
+        use.partials(logits, machine, *head, *per_token, out, exponentials, _term(low_rank_hidden, part))
 
     _over_slices(plan, step)
     of_chunks = jax.tree.map(jax.freeze, out)
@@ -232,7 +264,7 @@ def _gradients(
 ) -> Gradients:
     """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db."""
     use, machine = kernels(), machine or default_machine()
-    n, dim = operands.hidden.shape
+    n, dim = operands.hidden.shape[0], head_dim(config, operands)
     dtype = operands.hidden.dtype
     if upstream.entropy is not None:
         # The entropy's gradient needs logits more exactly than rounded exponentials tell them.
@@ -244,27 +276,28 @@ def _gradients(
     plan = backward_plan(config, dim, n, needs=needs, dtype=dtype, kept=keeping)
     rows = compact(tokens.active, plan.rows)
     stored = None if kept is None else (kept.exponentials, _kept_row_map(plan, rows, kept.place))
-    hidden = _matrix(plan, rows, operands.hidden)
+    hidden, low_rank_hidden = _matrices(plan, rows, operands.hidden)
     row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
     row_coefficients = use.coefficients(row_facts, machine)
-    common, weight_hidden, row_unscale = None, hidden, None
+    common, weight_hidden, row_unscale = None, (hidden, low_rank_hidden), None
     if row_facts.scale is not None:
         row_unscale = 1 / row_facts.scale
         # dW sums rows of different scales, so hidden is rescaled to the smallest; the row that has it stays exact.
         common = jnp.min(jnp.where(jnp.arange(plan.rows) < rows.count, row_facts.scale, jnp.inf))
         factor = (common / row_facts.scale)[: plan.matrix_rows, None]
-        weight_hidden = (hidden * factor).astype(dtype)
+        weight_hidden = jax.tree.map(lambda x: (x * factor).astype(dtype), weight_hidden)
 
-    d_weight = d_bias = None
-    d_hidden = []
+    d_weight = d_bias = d_low_rank = None
+    d_hidden, d_columns = [], []
     if needs.hidden:
-        shape = (plan.rows, padded(dim, COLUMNS))
-        rounded = None if config.is_shard else jax.new_ref(lax.empty(shape, dtype))
-        parts = range(config.hidden_gradient_parts)
-        d_hidden = [HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in parts]
+        d_hidden = _new_sums(plan, dim, dtype)
+        d_columns = _new_sums(plan, config.rank, dtype) if config.rank else []
+    new_gradient = jnp.zeros if config.real_vocab_size < config.vocab_size else lax.empty
     if needs.weight:
-        is_padded = config.real_vocab_size < config.vocab_size
-        d_weight = jax.new_ref((jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype))
+        d_weight = jax.new_ref(new_gradient(operands.weight.shape, dtype))
+    if needs.low_rank:
+        shape = jax.eval_shape(lambda x: _whole_steps(x, config.weight_layout), operands.low_rank).shape
+        d_low_rank = jax.new_ref(new_gradient(shape, dtype))
     if needs.bias:
         d_bias = jax.new_ref(jnp.zeros(config.vocab_size, jnp.float32))
 
@@ -282,35 +315,50 @@ def _gradients(
             )
         else:
             buffer = jax.new_ref(written)
-            use.dlogits(logits, machine, part.where, hidden, part.weight, part.bias, row_coefficients, buffer)
+            head = (part.where, hidden, part.weight, part.bias)
+            use.dlogits(logits, machine, *head, row_coefficients, buffer, _term(low_rank_hidden, part))
         slice_dlogits = jax.freeze(buffer)
-        if d_hidden:
-            out = d_hidden[chunks.chain.start // len(chunks.chain)]
-            use.add_hidden_gradient(
-                part.head, machine, part.where, slice_dlogits, part.weight, row_unscale, chunks.chain, out
-            )
-        if d_weight is not None:
+        of_slice = (part.head, machine, part.where, slice_dlogits)
+        for parts, weight in ((d_hidden, part.weight), (d_columns, part.low_rank)):
+            if parts and weight is not None:
+                out = parts[chunks.chain.start // len(chunks.chain)]
+                use.add_hidden_gradient(*of_slice, weight, row_unscale, chunks.chain, out)
+        for gradient, of_rows in zip((d_weight, d_low_rank), weight_hidden, strict=True):
+            if gradient is None or of_rows is None:
+                continue
             unscale = None if common is None else (1 / common).reshape(1)
-            store = functools.partial(
-                use.store_weight_gradient, part.head, machine, part.where, slice_dlogits, weight_hidden, unscale
-            )
+            store = functools.partial(use.store_weight_gradient, *of_slice, of_rows, unscale)
             if chunks.copied:
-                rows_of_slice = jax.new_ref(lax.empty(part.weight.shape, dtype))
+                rows_of_slice = jax.new_ref(lax.empty((part.columns.size, of_rows.shape[1]), dtype))
                 store(rows_of_slice)
-                d_weight[...] = _stored(d_weight[...], jax.freeze(rows_of_slice)[:, :dim], part.columns, config)
+                gradient[...] = _stored(gradient[...], jax.freeze(rows_of_slice), part.columns, config)
             else:
-                store(d_weight)
+                store(gradient)
         if d_bias is not None:
             sums = use.column_sums(part.where, slice_dlogits, row_unscale, machine)
             d_bias[...] = d_bias[...].at[part.columns].set(sums, mode="drop")
 
     _over_slices(plan, step)
-    complete = [x.chain if x.rounded is None else x.rounded for x in d_hidden], d_weight, d_bias
+    sums = [[x.chain if x.rounded is None else x.rounded for x in part] for part in (d_hidden, d_columns)]
     # The barrier has dW, which needs hidden, complete before dH's rows are spread: hidden is not held beside them.
-    sums, *of_head = fusion_barrier(jax.tree.map(jax.freeze, complete))
-    sums = [rows.spread(x[:, :dim]) for x in sums]
-    hidden_gradient = (jnp.stack(sums) if config.is_shard else sums[0]) if needs.hidden else None
-    return fusion_barrier(Gradients(hidden_gradient, *of_head).like(config, operands))
+    complete = fusion_barrier(jax.tree.map(jax.freeze, (*sums, d_weight, d_bias, d_low_rank)))
+    of_hidden, of_columns, d_weight, d_bias, d_low_rank = complete
+    spread = [rows.spread(x[:, :dim]) for x in of_hidden]
+    if of_columns:
+        columns = (rows.spread(x[:, : config.rank]) for x in of_columns)
+        spread = [jnp.concatenate(pair, axis=1) for pair in zip(spread, columns, strict=True)]
+    hidden_gradient = (jnp.stack(spread) if config.is_shard else spread[0]) if needs.hidden else None
+    if d_low_rank is not None:
+        d_low_rank = d_low_rank[:, : config.rank] if config.weight_layout == "vd" else d_low_rank[: config.rank]
+    return fusion_barrier(Gradients(hidden_gradient, d_weight, d_bias, d_low_rank).like(config, operands))
+
+
+def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> list[HiddenGradient]:
+    """Memory for the sums over the vocabulary that give the gradient of some columns of hidden, one for each part."""
+    shape = (plan.rows, padded(columns, COLUMNS))
+    rounded = None if plan.config.is_shard else jax.new_ref(lax.empty(shape, dtype))
+    parts = range(plan.config.hidden_gradient_parts)
+    return [HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in parts]
 
 
 def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: LinearLogp, dtype: Any) -> GradientRows:
@@ -342,7 +390,8 @@ def _kept_row_map(plan: HopperPlan, rows: Compacted, place: Array) -> KeptRowMap
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, config: HeadConfig) -> Array:
-    """`d_weight` with the rows of one slice `[places, D]` where their columns are."""
+    """`d_weight` with the rows of one slice `[places, at least D]` where their columns are."""
+    rows_of_slice = rows_of_slice[:, : d_weight.shape[1 if config.weight_layout == "vd" else 0]]
     if config.weight_layout == "vd":
         return d_weight.at[columns].set(rows_of_slice, mode="drop")
     return d_weight.at[:, columns].set(rows_of_slice.T, mode="drop")

@@ -11,12 +11,14 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
+    LowRankTerm,
     Partials,
     Softmax,
     VocabSlice,
 )
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+from rlk_jax.core.gemm import GemmKernel
 
 Array = jax.Array
 Ref = Any
@@ -26,6 +28,9 @@ class HeadKernels(Protocol):
     """The kernels of linear_logp for Hopper, as `pallas_kernels.mosaic.head_kernels` and `pallas_kernels.cuda.kernels`
     have them; their docstrings say what each computes.
     """
+
+    @property
+    def gemm(self) -> GemmKernel: ...
 
     def partials(
         self,
@@ -40,6 +45,7 @@ class HeadKernels(Protocol):
         temperature: Array,
         out: Partials,
         kept: Ref | None = None,
+        low_rank: LowRankTerm | None = None,
         /,
     ) -> None: ...
 
@@ -59,6 +65,7 @@ class HeadKernels(Protocol):
         bias: Array | None,
         rows: Coefficients,
         out: Ref,
+        low_rank: LowRankTerm | None = None,
         /,
     ) -> None: ...
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from rlk_jax.core.fixed_order import ColumnGroups
+from rlk_jax.core.gemm import Gemm
 from rlk_jax.core.mesh import AxisName
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -44,14 +45,35 @@ class HeadOptions:
     implementation: str | None = None
 
 
+class LowRank(NamedTuple):
+    """A low-rank term of the head (LoRA): logits are those of W + scale·B·A.
+
+    a is `[r, D]` and b `[V, r]` beside a head `[V, D]`, and `[D, r]` and `[r, V]` beside a head `[D, V]`; scale is a
+    number or a scalar array, and is not differentiated. `inputs`, `[*lead, D]`, is what A is applied to where that is
+    not hidden, as under dropout.
+    """
+
+    a: Any
+    b: Any
+    scale: Any = 1.0
+    inputs: Any = None
+
+
 class HeadInputs(NamedTuple):
-    """One call's arrays as the user shaped them; hidden `[*lead, D]`, ids `[*lead]`, temperature `[]` or `[*lead]`."""
+    """One call's arrays as the user shaped them; hidden `[*lead, D]`, ids `[*lead]`, temperature `[]` or `[*lead]`.
+
+    Those of a low-rank term are None where there is none.
+    """
 
     hidden: Any
     lm_head_weight: Any
     target_ids: Any
     bias: Any
     temperature: Any
+    low_rank_a: Any = None
+    low_rank_b: Any = None
+    low_rank_scale: Any = None
+    low_rank_inputs: Any = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +92,8 @@ class HeadConfig(SoftmaxConfig):
     """Whether a shard gives one sum of dH for each of its groups, as reduction="canonical" needs, not one for all."""
     keeps: bool = False
     """Whether a backward will follow, for which the forward may keep some of what it computes."""
+    rank: int = 0
+    """The rank of the head's low-rank term; 0 without one."""
 
     @property
     def hidden_gradient_parts(self) -> int:
@@ -78,11 +102,16 @@ class HeadConfig(SoftmaxConfig):
 
 
 class Operands(NamedTuple):
-    """hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None."""
+    """hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None.
+
+    With a low-rank term, hidden has r more columns, scale·hidden·Aᵀ, whose factors are those of low_rank: B `[V, r]`
+    ("vd") or `[r, V]` ("dv"). A product is then one sum over D and r, in this order.
+    """
 
     hidden: Array
     weight: Array
     bias: Array | None
+    low_rank: Array | None = None
     real_columns: Array | None = None
     """int32 scalar: how many columns are no padding, where only the device knows (a shard of a padded head)."""
 
@@ -94,6 +123,7 @@ class Needs:
     hidden: bool
     weight: bool
     bias: bool
+    low_rank: bool = False
 
 
 class Gradients(NamedTuple):
@@ -102,6 +132,7 @@ class Gradients(NamedTuple):
     hidden: Array | None
     weight: Array | None
     bias: Array | None
+    low_rank: Array | None = None
 
     def like(self, config: HeadConfig, operands: Operands) -> "Gradients":
         """The gradients rounded to their operands' dtypes; a shard's dH stays float32."""
@@ -120,12 +151,14 @@ class LinearLogpFunctions:
 
     `partials` gives partial softmaxes `[groups, rows]` and a state. `merge` is given the groups of all devices and that
     state; it gives values, a residual with a row `[N]` per token, and what else is kept for `gradients` of the same
-    tokens, or None. `gradients` is given both the residual and what was kept.
+    tokens, or None. `gradients` is given both the residual and what was kept. `gemm` multiplies the matrices of a
+    low-rank term, and keeps the bits of its rows as the others do; it is None where there are no kernels for that term.
     """
 
     partials: Callable[[HeadConfig, Operands, Tokens], tuple[Any, Any]]
     merge: Callable[[HeadConfig, Any, Any], tuple[LinearLogp, Any, Any]]
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
+    gemm: Gemm | None = None
 
     def forward(
         self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather
@@ -143,6 +176,16 @@ class HeadFunctions:
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
     on_device: LinearLogpFunctions
     """The functions of one device, for callers that shard the head and gather by other means than a mesh axis."""
+
+    @property
+    def gemm(self) -> Gemm | None:
+        """What multiplies the matrices of a low-rank term, on one device."""
+        return self.on_device.gemm
+
+
+def head_dim(config: HeadConfig, operands: Operands) -> int:
+    """D: how many of hidden's columns are multiplied by the weight."""
+    return operands.hidden.shape[1] - config.rank
 
 
 def real_columns(config: HeadConfig, operands: Operands) -> Any:

@@ -5,6 +5,7 @@
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.gemm import plain_gemm
 from rlk_jax.core.reference import values_of_logits
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, LinearLogpFunctions, Needs, Operands
@@ -15,6 +16,9 @@ def definition(config: HeadConfig, operands: Operands, tokens: Tokens) -> Linear
     is_padding = jnp.arange(config.vocab_size)[None] >= config.real_vocab_size
     weight = operands.weight.T if config.weight_layout == "vd" else operands.weight
     weight = jnp.where(is_padding, 0, weight.astype(jnp.float32))
+    if operands.low_rank is not None:
+        low_rank = operands.low_rank.T if config.weight_layout == "vd" else operands.low_rank
+        weight = jnp.concatenate([weight, jnp.where(is_padding, 0, low_rank.astype(jnp.float32))])
     logits = jnp.matmul(operands.hidden.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
     if operands.bias is not None:
         logits = logits + jnp.where(is_padding, 0, operands.bias.astype(jnp.float32)[None])
@@ -54,7 +58,8 @@ def _gradients(
         hidden=gradients.hidden if needs.hidden else None,
         weight=gradients.weight if needs.weight else None,
         bias=gradients.bias if needs.bias else None,
+        low_rank=gradients.low_rank if needs.low_rank else None,
     )
 
 
-REFERENCE = LinearLogpFunctions(_partials, _merge, _gradients)
+REFERENCE = LinearLogpFunctions(_partials, _merge, _gradients, plain_gemm)

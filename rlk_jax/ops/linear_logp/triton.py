@@ -147,7 +147,7 @@ def _gradients(
                 *(head, of_kernels, target_ids, temperature, own.max, own.log_sum, row_coefficients, where),
                 chain.width,
             )
-            d_hidden, d_weight, d_bias = so_far
+            d_hidden, d_weight, d_bias, _ = so_far
             if d_hidden is not None:
                 d_hidden = kernels.add_hidden_gradient(head, of_kernels, of_logits, where, d_hidden)
             if d_weight is not None:
@@ -160,7 +160,7 @@ def _gradients(
 
         new = jnp.zeros if chain.slices == 0 else lax.empty
         start = Gradients(new((rows.size, dim), jnp.float32) if needs.hidden else None, d_weight, d_bias)
-        d_hidden, d_weight, d_bias = lax.fori_loop(0, chain.slices, step, start)
+        d_hidden, d_weight, d_bias, _ = lax.fori_loop(0, chain.slices, step, start)
         if d_hidden is not None:
             sums.append(rows.spread(d_hidden * (1 / scale)[:, None]))
     d_hidden = None

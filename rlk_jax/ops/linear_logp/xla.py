@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlk_jax.core.gemm import GemmLayout
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
@@ -27,6 +28,7 @@ from rlk_jax.ops.linear_logp.options import (
     LinearLogpFunctions,
     Needs,
     Operands,
+    head_dim,
     real_columns,
 )
 
@@ -69,9 +71,17 @@ def _matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     )
 
 
-def _products(config: HeadConfig, hidden: Array, weight: Array) -> Array:
-    """hidden·Wᵀ, whichever way the weight is stored."""
-    return _matmul(hidden, weight, (1, 1 if config.weight_layout == "vd" else 0))
+def _gemm(layout: GemmLayout, a: Array, b: Array, start: Array | None) -> Array:
+    """The product of a low-rank term's matrices."""
+    product = _matmul(a, b, (0 if layout.a_transposed else 1, 1 if layout.b_transposed else 0))
+    return (product if start is None else start + product).astype(layout.out_dtype)
+
+
+def _products(config: HeadConfig, hidden: Array, operands: Operands) -> Array:
+    """hidden·Wᵀ, whichever way the weight is stored, and the product of the low-rank term."""
+    dim, contract = head_dim(config, operands), (1, 1 if config.weight_layout == "vd" else 0)
+    products = _matmul(hidden[:, :dim], operands.weight, contract)
+    return products if operands.low_rank is None else products + _matmul(hidden[:, dim:], operands.low_rank, contract)
 
 
 def _bias(operands: Operands) -> Array:
@@ -84,13 +94,17 @@ def _columns(config: HeadConfig) -> Array:
 
 
 def _hidden_gradient(config: HeadConfig, gradient: Array, operands: Operands) -> Array:
-    """gradient·W over the true vocabulary: padding rows may hold anything, and 0·NaN is NaN."""
-    weight, axis = operands.weight, 0 if config.weight_layout == "vd" else 1
-    if operands.real_columns is not None:
-        is_real = jnp.arange(config.vocab_size, dtype=jnp.int32) < operands.real_columns
-        return _matmul(gradient, jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0), (1, axis))
-    real = config.real_vocab_size
-    return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
+    """gradient·W over the true vocabulary, and gradient·B: padding rows may hold anything, and 0·NaN is NaN."""
+    axis, real = 0 if config.weight_layout == "vd" else 1, config.real_vocab_size
+
+    def times(weight: Array) -> Array:
+        if operands.real_columns is not None:
+            is_real = jnp.arange(config.vocab_size, dtype=jnp.int32) < operands.real_columns
+            return _matmul(gradient, jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0), (1, axis))
+        return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
+
+    parts = [times(x) for x in (operands.weight, operands.low_rank) if x is not None]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -> Partial:
@@ -99,7 +113,7 @@ def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -
     bias, columns = _bias(operands), _columns(config)
 
     def of_block(block: Block) -> Partial:
-        products = _products(config, block.take_hidden(operands.hidden), operands.weight)
+        products = _products(config, block.take_hidden(operands.hidden), operands)
         target_ids, temperature, _ = block.take_tokens(tokens)
         logits = logits_of(config, products, bias, temperature, columns, real)
         place = jnp.clip(target_ids, 0, config.vocab_size - 1)
@@ -142,33 +156,40 @@ def _gradients(
 ) -> Gradients:
     """Gradients of logits are rounded to the operands' dtype; dW and db are summed over chunks in float32."""
     bias, columns, real = _bias(operands), _columns(config), real_columns(config, operands)
-    dtype = _common_dtype(operands.hidden, operands.weight)
+    dtype, dim = _common_dtype(operands.hidden, operands.weight), head_dim(config, operands)
 
     def step(block: Block, so_far: Gradients) -> Gradients:
         hidden, own = block.take_hidden(operands.hidden), block.take_tokens(tokens)
         own_statistics, own_upstream = block.take((statistics, upstream))
-        products = _products(config, hidden, operands.weight)
+        products = _products(config, hidden, operands)
         exact = product_gradients(config, products, bias, own, columns, real, own_statistics, own_upstream)
         scale = _rounding_scale(dtype, own, own_upstream)
         rounded = (exact * scale).astype(dtype)
-        d_hidden, d_weight, d_bias = so_far
+        d_hidden, d_weight, d_bias, d_low_rank = so_far
+
+        def of_columns(rows: Array) -> Array:
+            """The sum over this block's rows of gradients times `rows`, as the weight is stored."""
+            return _matmul(*((rounded, rows) if config.weight_layout == "vd" else (rows, rounded)), (0, 0)) / scale
+
         if d_hidden is not None:
             d_hidden = block.store(d_hidden, _hidden_gradient(config, rounded, operands) / scale)
         if d_weight is not None:
-            pair = (rounded, hidden) if config.weight_layout == "vd" else (hidden, rounded)
-            d_weight += _matmul(*pair, (0, 0)) / scale
+            d_weight += of_columns(hidden[:, :dim])
+        if d_low_rank is not None:
+            d_low_rank += of_columns(hidden[:, dim:])
         if d_bias is not None:
             d_bias += exact.sum(axis=0)
-        return Gradients(d_hidden, d_weight, d_bias)
+        return Gradients(d_hidden, d_weight, d_bias, d_low_rank)
 
     start = Gradients(
         jnp.zeros_like(operands.hidden, jnp.float32 if config.is_shard else None) if needs.hidden else None,
         jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
         jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None,
+        jnp.zeros(operands.low_rank.shape, jnp.float32) if operands.low_rank is not None and needs.low_rank else None,
     )
     rows = chunk_rows(config.vocab_size, tokens.active.shape[0], memory_budget(config, operands.weight))
     done = fold_blocks(tokens.active, rows, step, start).like(config, operands)
     return done._replace(hidden=done.hidden[None]) if config.is_shard and done.hidden is not None else done
 
 
-XLA = LinearLogpFunctions(_partials, _merge, _gradients)
+XLA = LinearLogpFunctions(_partials, _merge, _gradients, _gemm)

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic import head_kernels
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
-from tests.support import helpers, policy_losses, shards
+from tests.support import helpers, low_rank, policy_losses, shards
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch
 
@@ -340,3 +340,20 @@ def test_shards_of_a_padded_head(columns, layout, has_bits):
     edges.
     """
     shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma", has_bits=has_bits)
+
+
+@helpers.cover(
+    "case, dtype",
+    [
+        (low_rank.Case(140, 72, 512, 16, DV), jnp.bfloat16),
+        (low_rank.Case(70, 80, 301, 70), jnp.float16),
+        (low_rank.Case(100, 64, 600, 5, {"global_vocab_size": 599, "memory_budget": 400_000}), jnp.bfloat16),
+    ],
+    lambda case, dtype: case.rank == 5,
+)
+def test_a_low_rank_term(case, dtype):
+    """The term's products go on with those of the head. In `make test`, the case with kept exponentials and others has
+    both kernels that compute logits; layouts and copied heads differ from it as they do without the term.
+    """
+    x = low_rank.make(case, dtype)
+    low_rank.assert_is_definition(case, x, low_rank.outputs(case, x, "mosaic"))

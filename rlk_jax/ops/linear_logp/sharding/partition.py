@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once
-from rlk_jax.core.mesh import axis_names
+from rlk_jax.core.mesh import axis_names, evenly_spread
 from rlk_jax.core.partitioning import partitioned_by_xla, without_effects
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import (
@@ -103,18 +103,29 @@ class HeadLayout:
             lax.all_to_all(columns, self.of_dim, split_axis=d, concat_axis=v, tiled=True), v, back=True
         )
 
-    def own_bias(self, bias: Array) -> Array:
-        """The bias of this device's columns, from the part that it holds."""
-        if not self.of_dim:
-            return bias
-        start = lax.axis_index(self.axes) * self.columns
-        return lax.dynamic_slice_in_dim(self._resized(bias, 0), start, self.columns)
+    @property
+    def low_rank_spec(self) -> PartitionSpec:
+        """How B of a low-rank term lies: its columns lie as the bias does."""
+        columns = self.bias_spec[0]
+        return PartitionSpec(columns, None) if self.weight_layout == "vd" else PartitionSpec(None, columns)
 
-    def bias_gradient(self, columns: Array) -> Array:
-        """The transpose of `own_bias`, the same on every device."""
+    def own_columns(self, x: Array) -> Array:
+        """This device's columns of a bias, or of B of a low-rank term, from the part that it holds."""
+        if not self.of_dim:
+            return x
+        start, axis = lax.axis_index(self.axes) * self.columns, self._columns_of(x)
+        return lax.dynamic_slice_in_dim(self._resized(x, axis), start, self.columns, axis=axis)
+
+    def columns_gradient(self, columns: Array) -> Array:
+        """The transpose of `own_columns`, the same on every device."""
         if not self.of_dim:
             return columns
-        return self._resized(lax.all_gather(columns, self.axes, tiled=True), 0, back=True)
+        axis = self._columns_of(columns)
+        return self._resized(lax.all_gather(columns, self.axes, axis=axis, tiled=True), axis, back=True)
+
+    def _columns_of(self, x: Array) -> int:
+        """The axis of the vocabulary in a bias or in B of a low-rank term."""
+        return x.ndim - 1 if self.weight_layout == "dv" else 0
 
     def _resized(self, x: Array, axis: int, *, back: bool = False) -> Array:
         """`[V, ...]` as whole shards `[count · columns, ...]`, or back; what is cut off or added is padding."""
@@ -229,11 +240,13 @@ def _gradients(
     ) -> Gradients:
         dtype = operands.hidden.dtype
         shard, own, operands, tokens = _own_part(layout, config, operands, tokens)
-        d_hidden, d_weight, d_bias = functions.gradients(own, needs, operands, tokens, residual, None, upstream)
+        found = functions.gradients(own, needs, operands, tokens, residual, None, upstream)
+        d_hidden, d_weight, d_bias, d_low_rank = found
         return Gradients(
             None if d_hidden is None else reduce_hidden_gradient(shard, d_hidden, None, dtype),
             None if d_weight is None else layout.weight_gradient(d_weight),
-            None if d_bias is None else layout.bias_gradient(d_bias),
+            None if d_bias is None else layout.columns_gradient(d_bias),
+            None if d_low_rank is None else layout.columns_gradient(d_low_rank),
         )
 
     programs = _Programs(on_one_device, with_whole_head, with_shard)
@@ -252,13 +265,13 @@ def _own_part(
     """One device's part of the call: its shard, and config, operands and tokens for it."""
     shard = Shard(layout.axes, layout.count, layout.columns, layout.real_vocab_size, "sum", reduce_hidden_grad=True)
     position = shard_position(shard, None)
-    bias = None if operands.bias is None else layout.own_bias(operands.bias)
+    bias, low_rank = (None if x is None else layout.own_columns(x) for x in (operands.bias, operands.low_rank))
     real = real_columns_of_shard(shard, position.start)
-    own = Operands(operands.hidden, layout.own_weight(operands.weight), bias, real)
+    own = Operands(operands.hidden, layout.own_weight(operands.weight), bias, low_rank, real)
     return shard, shard.config(config), own, local_tokens(tokens, position)
 
 
-_LABELS = ("i h", "v k", "b")
+_LABELS = ("i h", "v k", "b", "c r")
 """Names of the dimensions of operands and of their gradients, for Shardy. Only `i`, the tokens, is shared between
 arguments and results.
 """
@@ -289,6 +302,7 @@ def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *argum
                 "i h": PartitionSpec(rows, None),
                 "v k": layout.weight_spec,
                 "b": layout.bias_spec,
+                "c r": layout.low_rank_spec,
                 "i": PartitionSpec(rows),
             }
             return jax.tree.map(lambda label: NamedSharding(mesh, specs.get(label, PartitionSpec())), _labels(tree))
@@ -309,9 +323,7 @@ def _axes_of_rows(layout: HeadLayout, hidden: Any) -> tuple[str, ...]:
     """The axes over which tokens stay spread: those that they lie over, without the head's own and evenly."""
     spec = hidden.sharding.spec
     given = tuple(name for name in (axis_names(spec[0]) if spec else ()) if name not in layout.axes)
-    rows = given
-    while hidden.shape[0] % layout.devices_along(rows):
-        rows = rows[:-1]
+    rows = evenly_spread(layout.mesh, given, hidden.shape[0])
     if rows != given:
         log_once(
             f"{hidden.shape[0]} tokens of a bare linear_logp do not divide by the {layout.devices_along(given)} devices"

@@ -22,9 +22,10 @@ from rlk_jax.ops.linear_logp.checks import (
     check_head_or_bias,
     check_mesh_axes,
     check_outside_shard_map,
+    head_inputs,
     no_auto_axes,
 )
-from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, WeightLayout
+from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, LowRank, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agreed_on_mesh, mesh_of_array
 from rlk_jax.ops.linear_logp.sharding.partition import HeadLayout, head_layout
 from rlk_jax.ops.linear_logp.sharding.shard import shard_width
@@ -79,9 +80,17 @@ class _CallLayout:
 
     def specs(self, inputs: HeadInputs) -> HeadInputs:
         """A PartitionSpec for each array."""
-        temperature = self.lead if np.ndim(inputs.temperature) else PartitionSpec()
+        hidden, whole = PartitionSpec(*self.lead, None), PartitionSpec()
         return HeadInputs(
-            PartitionSpec(*self.lead, None), self.head.weight_spec, self.lead, self.head.bias_spec, temperature
+            hidden=hidden,
+            lm_head_weight=self.head.weight_spec,
+            target_ids=self.lead,
+            bias=self.head.bias_spec,
+            temperature=self.lead if np.ndim(inputs.temperature) else whole,
+            low_rank_a=whole,
+            low_rank_b=self.head.low_rank_spec,
+            low_rank_scale=whole,
+            low_rank_inputs=hidden,
         )
 
 
@@ -95,6 +104,7 @@ def linear_logp(
     vocab_axis: AxisName,
     token_axes: AxisName | PartitionSpec | None = None,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    low_rank: LowRank | tuple[Any, ...] | None = None,
     **options: Any,
 ) -> Float[Array, "*lead"] | LinearLogp:
     """`rlk_jax.linear_logp` with the head sharded along the vocabulary: each device computes its own columns.
@@ -103,6 +113,7 @@ def linear_logp(
       hidden, target_ids, temperature: whole arrays, spread over `token_axes`.
       lm_head_weight, bias: whole arrays, spread over `vocab_axis` along V, which must divide evenly (`pad_lm_head`).
       mesh: the mesh; its axes may be Auto or Explicit.
+      low_rank: as in `rlk_jax.linear_logp`; A is whole on every device, and B is spread over `vocab_axis` as V is.
       vocab_axis: the axis, or axes, over which V is spread.
       token_axes: the axis or axes over which the first lead dimension is spread, or a PartitionSpec for all of them.
       options: the other options of `rlk_jax.linear_logp`, but axis_name, vocab_start_index and reduce_hidden_grad.
@@ -119,7 +130,7 @@ def linear_logp(
     Same bits: what `rlk_jax.linear_logp` with `axis_name` promises.
     """
     check_outside_shard_map("vocab_parallel.linear_logp", mesh)
-    inputs = HeadInputs(hidden, lm_head_weight, target_ids, bias, temperature)
+    inputs = head_inputs(hidden, lm_head_weight, target_ids, bias, temperature, low_rank)
     known = {name: x for name, x in options.items() if name in _OPTIONS}
 
     def layout(inputs: HeadInputs, config: HeadConfig) -> _CallLayout:
@@ -191,8 +202,9 @@ def _on_mesh(layout: _CallLayout, options: HeadOptions, inputs: HeadInputs) -> A
         options = replace(options, axis_name=head.axes, global_vocab_size=head.real_vocab_size)
 
     def with_shard(own: HeadInputs) -> Array | LinearLogp:
-        bias = None if own.bias is None else head.own_bias(own.bias)
-        return on_device(own._replace(lm_head_weight=head.own_weight(own.lm_head_weight), bias=bias), options)
+        bias, low_rank_b = (None if x is None else head.own_columns(x) for x in (own.bias, own.low_rank_b))
+        weight = head.own_weight(own.lm_head_weight)
+        return on_device(own._replace(lm_head_weight=weight, bias=bias, low_rank_b=low_rank_b), options)
 
     specs = layout.specs(inputs)
     if AxisType.Explicit in head.mesh.axis_types:

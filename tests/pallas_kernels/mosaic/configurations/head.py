@@ -16,6 +16,7 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
+    LowRankTerm,
     Partials,
     VocabSlice,
 )
@@ -49,6 +50,8 @@ class Problem:
     slice_chunks: int = 16
     keeps: bool = False
     """Whether the forward keeps exponentials of its first chunks, which the backward reads."""
+    rank: int = 0
+    """The rank of a low-rank term; 0 for none."""
     shard: bool = False
     """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
 
@@ -69,9 +72,12 @@ class Problem:
 
     @property
     def weight(self) -> jax.ShapeDtypeStruct:
+        return self.weight_of(self.dim)
+
+    def weight_of(self, dim: int) -> jax.ShapeDtypeStruct:
         columns = column_groups(self.vocab).width if self.shard else self.vocab
         rows = self.slice_chunks * COLUMNS if self.copied else columns
-        return jax.ShapeDtypeStruct((rows, self.dim) if self.layout == "vd" else (self.dim, rows), self.dtype)
+        return jax.ShapeDtypeStruct((rows, dim) if self.layout == "vd" else (dim, rows), self.dtype)
 
     def vector(self, wanted: bool = True, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct((self.vector_rows,), dtype) if wanted else None
@@ -84,7 +90,14 @@ class Problem:
             "hidden": jax.ShapeDtypeStruct((self.rows, self.dim), self.dtype),
             "weight": self.weight,
             "bias": bias,
+            "low_rank": self.low_rank,
         }
+
+    @property
+    def low_rank(self) -> LowRankTerm | None:
+        if not self.rank:
+            return None
+        return LowRankTerm(jax.ShapeDtypeStruct((self.rows, self.rank), self.dtype), self.weight_of(self.rank))
 
     def coefficients(self) -> Coefficients:
         ids, row = self.vector(dtype=jnp.int32), self.vector()
@@ -95,13 +108,13 @@ class Problem:
 
 
 def forward(p: Problem) -> Configuration:
-    def run(where, hidden, weight, bias, target_ids, holds_target, temperature):
+    def run(where, hidden, weight, bias, low_rank, target_ids, holds_target, temperature):
         shape = (p.head.vocabulary.chunks, p.vector_rows)
         new = [jax.new_ref(lax.empty(shape, jnp.float32)) if i < 3 or p.entropy else None for i in range(4)]
         out = Partials(*new)
         kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
         logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
-        statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept)
+        statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank)
         return jax.tree.map(jax.freeze, out)
 
     holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
@@ -123,9 +136,9 @@ def folds(p: Problem) -> Configuration:
 
 
 def logit_gradients(p: Problem) -> Configuration:
-    def run(where, hidden, weight, bias, rows):
+    def run(where, hidden, weight, bias, low_rank, rows):
         out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
-        dlogits(LogitsConfig(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out)
+        dlogits(LogitsConfig(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out, low_rank)
         return jax.freeze(out)
 
     return Configuration(p.options("dlogits"), run, {**p.common(), "rows": p.coefficients()})
@@ -226,7 +239,17 @@ def configurations() -> Iterator[Configuration]:
         for rows in (64, 512):
             yield hidden_gradient(Problem(rows=rows, dtype=dtype, **head))
             yield weight_gradient(Problem(rows=rows, dtype=dtype, **head))
-    yield weight_gradient(Problem(dim=64, layout="dv"))
+    for rank, head in itertools.product((64, 128), ({}, {"layout": "dv"}, {"copied": True, "vocab": 50257})):
+        for rows in (64, 512):
+            # Products with A of a low-rank term are those with a head of so many dimensions.
+            yield hidden_gradient(Problem(rows=rows, dim=rank, **head))
+            yield weight_gradient(Problem(rows=rows, dim=rank, **head))
+    for head, keeps in itertools.product(({"entropy": True}, {"layout": "dv"}, {"dtype": jnp.float16}), both):
+        yield logit_gradients(Problem(rank=64, **head))
+        yield forward(Problem(rank=64, keeps=keeps and "dtype" not in head, **head))
+    for rows in (64, 128):
+        yield logit_gradients(Problem(rows=rows, rank=64, bias=True, softcap=30.0))
+        yield forward(Problem(rows=rows, rank=64, bias=True, softcap=30.0))
     for head in heads:
         yield forward(Problem(keeps=True, **head))
         yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=True)
