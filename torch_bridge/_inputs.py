@@ -89,10 +89,10 @@ def check_static(op: str, tensors: Mapping[str, Tensor | None], **options: Hasha
         _check_static.__wrapped__(*key)
 
 
-def check_options(op: str, tensors: Mapping[str, Tensor | None], options: Any, temperature: float) -> None:
-    """`check_static` with the fields of a dataclass of options."""
+def check_options(op: str, tensors: Mapping[str, Tensor | None], options: Any, **scalars: float) -> None:
+    """`check_static` with the fields of a dataclass of options, and options that are numbers."""
     if not torch.compiler.is_compiling():  # torch.compile takes no vars() of a dataclass.
-        check_static(op, tensors, **vars(options), temperature=temperature)
+        check_static(op, tensors, **vars(options), **scalars)
 
 
 def _types(option: Any) -> Any:
@@ -119,13 +119,15 @@ def _hashable(option: Any) -> Hashable:
     return tuple(option) if isinstance(option, list) else option
 
 
-def check_head(tensors: dict[str, Any], scale: Any, options: HeadOptions) -> tuple[Tensor | None, float]:
+def check_head(
+    tensors: dict[str, Any], scale: Any, options: HeadOptions, low_rank_scale: float = 1.0
+) -> tuple[Tensor | None, float]:
     """Run all checks of linear_logp that read no values, and return `temperature(scale)`."""
     per_token, number = temperature(scale)
     tensors = {**tensors, "temperature": per_token}
     check_tensors(**tensors)
     check_constants("linear_logp", temperature=per_token)
-    check_options("linear_logp", tensors, options, number)
+    check_options("linear_logp", tensors, options, temperature=number, low_rank_scale=low_rank_scale)
     return per_token, number
 
 
@@ -143,7 +145,15 @@ def _check_static(op: str, device: torch.device, tensors: Any, options: Options,
         else:
             arguments.setdefault(name, None)
     with jax.default_device(_exchange.jax_device(device)):
-        rlk_jax.explain(op, **arguments)
+        rlk_jax.explain(op, **_with_low_rank(arguments))
+
+
+def _with_low_rank(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `rlk_jax.<op>`, whose low-rank term is one of them; a custom op takes its parts."""
+    parts = {
+        name: arguments.pop(name, None) for name in ("low_rank_a", "low_rank_b", "low_rank_scale", "low_rank_inputs")
+    }
+    return arguments if parts["low_rank_a"] is None else {**arguments, "low_rank": tuple(parts.values())}
 
 
 def check_out(out: Tensor, shape: torch.Size, needs_gradient: bool) -> None:

@@ -1,5 +1,6 @@
 """FusedLMHead: an LM head whose forward returns log-probabilities of target ids."""
 
+import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,15 +48,20 @@ class FusedLMHead(nn.Linear):
     ) -> Tensor | LinearLogp:
         """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`.
 
-        Without target ids, the logits. Raises ValueError for options beside them, which only log-probabilities have,
-        and for target ids where an adapter (peft) would add its logits to log-probabilities.
+        Without target ids, the logits. Under LoRA (peft) log-probabilities are those of the adapted head
+        (`torch_bridge.clients.peft`). Raises ValueError for options beside logits, which only log-probabilities have,
+        and for target ids where another adapter would add its logits to log-probabilities.
         """
         if target_ids is not None:
             _check_adapter(self._adapter)
-            return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
+            return self.log_probs(hidden, target_ids, **options)
         if options:
             raise ValueError(f"FusedLMHead gives logits without target_ids, which have no {', '.join(options)}.")
         return self.logits(hidden)
+
+    def log_probs(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp:
+        """`linear_logp` with this head's own weight and bias, whatever adapter is around it."""
+        return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits `[*lead, V]` that an `nn.Linear` returns, for sampling."""
@@ -74,6 +80,16 @@ def _remember_adapter(module: nn.Module, name: str, part: nn.Module | None) -> N
             vars(head)["_adapter"] = module  # torch would make it a part of the head
         elif before is head._adapter:
             vars(head)["_adapter"] = None
+    if name == "base_layer" and isinstance(part, FusedLMHead) and _is_lora(module):
+        from torch_bridge.clients.peft import LoraHead
+
+        module.__class__ = LoraHead
+
+
+def _is_lora(module: nn.Module) -> bool:
+    """Whether a module is peft's LoRA layer around a linear layer; peft is not imported for it."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    return layers is not None and type(module) is layers.Linear
 
 
 register_module_module_registration_hook(_remember_adapter)

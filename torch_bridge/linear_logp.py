@@ -1,5 +1,6 @@
 """linear_logp for tensors: log-probabilities of the taken tokens from hidden states and the LM head."""
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,7 @@ def linear_logp(
     bias: Tensor | None = None,
     *,
     temperature: float | Tensor = 1.0,
+    low_rank: tuple[Tensor | float | None, ...] | None = None,
     logit_softcap: float | None = None,
     ignore_index: int | None = None,
     global_vocab_size: int | None = None,
@@ -44,7 +46,7 @@ def linear_logp(
 ) -> Tensor | LinearLogp:
     """Log-probability of each target token under the LM head; `rlk_jax.linear_logp` for tensors.
 
-        z = softcap(hidden·Wᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
+        z = softcap(hidden·(W + s·B·A)ᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
         logp = z[target] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
 
     Args:
@@ -55,6 +57,10 @@ def linear_logp(
       target_ids: `[*lead]`, any integer dtype.
       bias: `[V]` or None.
       temperature: positive; a number, a tensor of one number, or a tensor `[*lead]`. It is not differentiated.
+      low_rank: a low-rank adapter of the head (LoRA), `(A, B, scale)`, or `(A, B, scale, inputs)` where A is applied to
+        `inputs [*lead, D]`, hidden after a dropout. A is `[r, D]` and B `[V, r]`, as peft has them, or `[D, r]` and
+        `[r, V]` with `weight_layout="dv"`; scale is a number. Neither B·A nor a sum with the weight is made. A and B
+        are rounded to the dtypes of hidden and the weight. It cannot be given beside other ranks of a tp_group.
       logit_softcap: c > 0 (Gemma), or None. It is not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
@@ -82,7 +88,8 @@ def linear_logp(
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
       RuntimeError: for second derivatives. Torch's own errors pass through.
 
-    Gradients flow to hidden, lm_head_weight and bias, in their dtypes; a gradient that is not needed costs no work.
+    Gradients flow to hidden, lm_head_weight, bias, A, B and inputs, in their dtypes; one that is not needed costs
+    no work.
     Between forward and backward autograd holds these tensors, and JAX a few numbers per token and what `memory_budget`
     lets `mosaic` and `cuda` keep.
 
@@ -100,19 +107,55 @@ def linear_logp(
         validate=validate,
         implementation=implementation,
     )
+    term = _low_rank_term(low_rank)
     if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
+        if low_rank is not None:
+            raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
         rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
         shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
         logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
         return values(logp, lse, entropy, return_lse, return_entropy)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
-    per_token, number = _inputs.check_head(tensors, temperature, options)
-    hidden, lm_head_weight, bias = _inputs.autocast(hidden, lm_head_weight, bias)
-    lm_head_weight, weight_layout = _inputs.without_transpose(lm_head_weight, weight_layout)
-    checked = replace(options, weight_layout=weight_layout, validate=_inputs.should_validate(validate, hidden))
-    needs = _inputs.needs(hidden, lm_head_weight, bias)
-    logp, lse, entropy, _ = _linear_logp(hidden, lm_head_weight, bias, target_ids, per_token, number, checked, needs)
+    per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
+    hidden, lm_head_weight, bias, a, b, inputs = _inputs.autocast(
+        hidden, lm_head_weight, bias, term.a, term.b, term.inputs
+    )
+    lm_head_weight, layout = _inputs.without_transpose(lm_head_weight, weight_layout)
+    if a is not None and b is not None and layout != weight_layout:
+        a, b = a.t(), b.t()
+    checked = replace(options, weight_layout=layout, validate=_inputs.should_validate(validate, hidden))
+    floats = (hidden, lm_head_weight, bias, a, b, inputs)
+    others = (target_ids, per_token, number, term.scale)
+    logp, lse, entropy, _ = _linear_logp(*floats, *others, checked, _inputs.needs(*floats))
     return values(logp, lse, entropy, return_lse, return_entropy)
+
+
+class _LowRankTerm(NamedTuple):
+    """The parts of `low_rank`; None without one."""
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    inputs: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The tensors that are given, by the names that checks know them by."""
+        if self.a is None and self.b is None:
+            return {}
+        given = {"low_rank_a": self.a, "low_rank_b": self.b}
+        return given if self.inputs is None else {**given, "low_rank_inputs": self.inputs}
+
+
+def _low_rank_term(low_rank: Any) -> _LowRankTerm:
+    if low_rank is None:
+        return _LowRankTerm()
+    if not isinstance(low_rank, tuple) or not 2 <= len(low_rank) <= 4:
+        raise ValueError(f"low_rank must be (A, B, scale) or (A, B, scale, inputs), got {type(low_rank).__name__}.")
+    term = _LowRankTerm(*low_rank)
+    if not isinstance(term.scale, numbers.Real):
+        raise ValueError(f"low_rank's scale must be a number, got {type(term.scale).__name__}.")
+    return term._replace(scale=float(term.scale))
 
 
 def values(
@@ -139,19 +182,25 @@ def _run(
     hidden: Any,
     weight: Any,
     bias: Any,
+    a: Any,
+    b: Any,
+    inputs: Any,
     ids: Any,
     count: Any,
     temperature: Any,
+    scale: Any,
     *,
     ignore_index: int | None,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
     ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
     token_options = {"temperature": temperature, "ignore_index": _calls.ignored(ignore_index)}
-    return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **token_options, validate=False, **options))
+    low_rank = None if a is None else (a, b, scale, inputs)
+    call = {"low_rank": low_rank, "validate": False, **token_options, **options}
+    return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **call))
 
 
-_OP = Op("linear_logp", _run, differentiable=3)
+_OP = Op("linear_logp", _run, differentiable=6)
 _OPTIONS = _options.OptionFields(HeadOptions, without=("axis_name", "reduction", "reduce_hidden_grad"))
 
 
@@ -159,9 +208,13 @@ def _kernel(
     hidden: Tensor,
     lm_head_weight: Tensor,
     bias: Tensor | None,
+    low_rank_a: Tensor | None,
+    low_rank_b: Tensor | None,
+    low_rank_inputs: Tensor | None,
     target_ids: Tensor,
     per_token: Tensor | None,
     temperature: float,
+    low_rank_scale: float,
     options: HeadOptions,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,12 +226,19 @@ def _kernel(
         vocab_size = lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         checked_against = (options.global_vocab_size or vocab_size) if options.validate else None
         scale = (per_token, temperature)
-        return padding.tokens(target_ids, scale, options.ignore_index, "target_ids", checked_against)
+        tokens = padding.tokens(target_ids, scale, options.ignore_index, "target_ids", checked_against)
+        return *tokens, None if low_rank_a is None else _exchange.scalar(low_rank_scale, target_ids.device)
 
-    lend = (lambda x: padding.rows(x, columns=1), _exchange.lend, _exchange.lend)
+    def rows(x: Tensor) -> jax.Array:
+        return padding.rows(x, columns=1)
+
+    lend = (rows, _exchange.lend, _exchange.lend, _exchange.lend, _exchange.lend, rows)
     call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
     logp, lse, entropy, handle = call.forward(
-        [hidden, lm_head_weight, bias], tokens, needs, shapes(lead, options.return_lse, options.return_entropy)
+        [hidden, lm_head_weight, bias, low_rank_a, low_rank_b, low_rank_inputs],
+        tokens,
+        needs,
+        shapes(lead, options.return_lse, options.return_entropy),
     )
     return logp, lse, entropy, handle
 
@@ -187,9 +247,13 @@ def _fake(
     hidden: Tensor,
     lm_head_weight: Tensor,
     bias: Tensor | None,
+    low_rank_a: Tensor | None,
+    low_rank_b: Tensor | None,
+    low_rank_inputs: Tensor | None,
     target_ids: Tensor,
     per_token: Tensor | None,
     temperature: float,
+    low_rank_scale: float,
     options: HeadOptions,
     needs: Sequence[bool],
 ) -> Any:
@@ -197,5 +261,5 @@ def _fake(
 
 
 _linear_logp = _calls.as_torch_op(
-    "linear_logp", _kernel, _fake, [0, 1, 2], options=_OPTIONS, flops=_flops.product_flops
+    "linear_logp", _kernel, _fake, [0, 1, 2, 3, 4, 5], options=_OPTIONS, flops=_flops.product_flops
 )

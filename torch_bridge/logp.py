@@ -76,7 +76,7 @@ def logp(
     tensors = {"logits": logits, "token_ids": token_ids, "temperature": per_token, "row_indices": row_indices}
     _inputs.check_tensors(**tensors, out=out)
     _inputs.check_constants("logp", temperature=per_token)
-    _inputs.check_options("logp", tensors, options, number)
+    _inputs.check_options("logp", tensors, options, temperature=number)
     needs = _inputs.needs(logits)
     if out is not None:
         _inputs.check_out(out, token_ids.shape, any(needs))

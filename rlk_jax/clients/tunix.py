@@ -17,7 +17,7 @@ from tunix.rl import common, function_registry
 
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops.linear_logp.api import linear_logp
-from rlk_jax.ops.linear_logp.options import WeightLayout
+from rlk_jax.ops.linear_logp.options import LowRank, WeightLayout
 
 __all__ = [
     "Head",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Head(NamedTuple):
-    """How a model's logits come from its last hidden states: softcap(hidden·Wᵀ + bias), as in `linear_logp`."""
+    """How logits come from a model's last hidden states: softcap(hidden·(W + s·B·A)ᵀ + bias), as in `linear_logp`."""
 
     weight: Float[Array, "V D"] | Float[Array, "D V"]
     weight_layout: WeightLayout = "vd"
@@ -38,20 +38,39 @@ class Head(NamedTuple):
     logit_softcap: float | None = None
     dtype: Any = None
     """The dtype of the product; None for the one that hidden, weight and bias promote to."""
+    low_rank: LowRank | None = None
+    """What LoRA adds to the weight; None for nothing."""
 
 
-def head_of(model: Any) -> Head:
+def head_of(model: Any, lora_scale: float | None = None) -> Head:
     """The head of a model that comes with Tunix: llama3, qwen2, qwen3, gemma, gemma3, gemma4, and its tests' toy.
 
+    Args:
+      model: the model.
+      lora_scale: alpha / rank of the LoRA rule that adapts the lm_head, which Qwix does not keep in the model; its
+        dropout must be 0. None where LoRA does not adapt the head.
+
     Raises:
-      ValueError: for any other model, and for a head that LoRA adapts or that is quantized.
+      ValueError: for any other model, for a head that LoRA adapts without a lora_scale or that is an embedding, and for
+        a quantized head.
     """
     if not any(c.__module__.partition(".")[0] == "tunix" for c in type(model).__mro__):
         raise _not_understood(model, "it is no model of Tunix's")
     owner, name = _head_attribute(model)
     module = model.lm_head if name == "lm_head" else owner
-    if jax.tree.leaves(nnx.state(module, nnx.LoRAParam)):
-        raise _not_understood(model, "LoRA adapts it")
+    is_adapted = bool(jax.tree.leaves(nnx.state(module, nnx.LoRAParam)))
+    if is_adapted and (lora_scale is None or name == "decode"):
+        raise _not_understood(
+            model, "LoRA adapts it" + ("" if name == "decode" else ", and its lora_scale is not given")
+        )
+
+    def low_rank(weight: str) -> LowRank | None:
+        """What LoRA adds to a weight `[D, V]`, by the names that Qwix gives its factors."""
+        if not is_adapted:
+            return None
+        a, b = (_array_of(model, getattr(module, f"{weight}_lora_{factor}")) for factor in ("a", "b"))
+        return LowRank(a, b, lora_scale)
+
     dtype = getattr(module, "dtype", None)
     softcap = getattr(getattr(model, "config", None), "final_logit_softcap", None)
     if name == "decode":
@@ -59,9 +78,9 @@ def head_of(model: Any) -> Head:
         return Head(_array_of(model, module.input_embedding), logit_softcap=softcap, dtype=dtype)
     if isinstance(module, nnx.Linear):
         bias = None if module.bias is None else _array_of(model, module.bias)
-        return Head(_array_of(model, module.kernel), "dv", bias, softcap, dtype)
+        return Head(_array_of(model, module.kernel), "dv", bias, softcap, dtype, low_rank("kernel"))
     if getattr(module, "einsum_str", None) == "BTD,DV->BTV":
-        return Head(_array_of(model, module.w), "dv", None, softcap, dtype)
+        return Head(_array_of(model, module.w), "dv", None, softcap, dtype, low_rank("w"))
     raise _not_understood(model, f"its lm_head is {type(module).__module__}.{type(module).__name__}")
 
 
@@ -201,6 +220,7 @@ def _logps_on_head(
         target_ids,
         None if head.bias is None else head.bias.astype(dtype),
         weight_layout=head.weight_layout,
+        low_rank=head.low_rank,
         logit_softcap=head.logit_softcap,
         # After a greedy rollout Tunix passes a temperature of 0 and does not divide the logits.
         temperature=temperature or 1.0,

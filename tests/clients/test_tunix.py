@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -180,9 +181,16 @@ def called(loss: str, model: Any, config: Any, given: Any, wrt: Any = nnx.Param)
     return ravel_pytree((value, metrics))[0], ravel_pytree(gradients)[0]
 
 
-def assert_same(model: Any, loss: str = "grpo", dtype: str = "float32", wrt: Any = nnx.Param, **given: Any) -> None:
+def assert_same(
+    model: Any,
+    loss: str = "grpo",
+    dtype: str = "float32",
+    wrt: Any = nnx.Param,
+    head: Any = client.head_of,
+    **given: Any,
+) -> None:
     config, data = CONFIGS[loss], example(**given)
-    client.register_policy_loss("ours", loss=loss)
+    client.register_policy_loss("ours", loss=loss, head=head)
     ours, stock = (called(name, model, config, data, wrt) for name in ("ours", loss))
     helpers.assert_within_contract(ours[0], stock[0], "tunix_calls", dtype, "forward")
     helpers.assert_within_contract(ours[1], stock[1], "tunix_calls", dtype, "gradient")
@@ -236,6 +244,14 @@ def test_lora_beside_the_head():
     refuses a model because LoRA adapts other layers is left to `make test-full` alone.
     """
     assert_same(toys.get_lora_model(toy()), wrt=nnx.LoRAParam)
+
+
+def test_lora_on_the_head():
+    """B is not 0, so that the adapter acts; its alpha / rank is what toys.get_lora_model asks for."""
+    model = lora_head()
+    kernel_lora_b = model.lm_head.kernel_lora_b
+    kernel_lora_b.set_value(jax.random.normal(jax.random.key(5), kernel_lora_b.get_value().shape))
+    assert_same(model, wrt=nnx.LoRAParam, head=functools.partial(client.head_of, lora_scale=2.0 / 4))
 
 
 def test_no_logits_of_the_whole_batch():
@@ -378,7 +394,7 @@ def no_head() -> Any:
     ("model", "reason"),
     [
         (Foreign, "the head of Foreign is not understood: it is no model of Tunix's"),
-        (lora_head, "LoRA adapts it"),
+        (lora_head, "LoRA adapts it, and its lora_scale is not given"),
         (other_head, r"its lm_head is flax\.[\w.]*LinearGeneral"),
         (quantized_head, "it holds a dict where an array was expected"),
         (no_head, "it has neither an lm_head nor an embedder that decodes"),

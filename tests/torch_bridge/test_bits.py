@@ -69,6 +69,28 @@ def test_linear_logp_with_every_option():
     )
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_linear_logp_with_a_low_rank_term(is_transposed):
+    """A in float32 beside a bfloat16 head, rows of its own, rows that are padded, and a head that is a transposed view,
+    whose term is turned with it.
+    """
+    hidden, weight, ids, bias = head((5,), dtype=torch.bfloat16)
+    (vocab, dim), options = weight.shape, {"ignore_index": -100, "implementation": "deterministic"}
+    a, b = randn(3, dim), randn(vocab, 3, seed=1).to(torch.bfloat16)
+    tensors = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias, a, b, hidden * 0.5)]
+
+    def ours(h, w, bias, a, b, x):
+        w = w.t().contiguous().t() if is_transposed else w
+        return [torch_bridge.linear_logp(h, w, ids, bias, low_rank=(a, b, 0.5, x), **options)]
+
+    def theirs(h, w, bias, a, b, x):
+        w, a, b, layout = (w.T, a.T, b.T, "dv") if is_transposed else (w, a, b, "vd")
+        term = rlk_jax.LowRank(a, b, 0.5, x)
+        return [rlk_jax.linear_logp(h, w, array(ids), bias, low_rank=term, weight_layout=layout, **options)]
+
+    check(ours, theirs, tensors, [randn(5, seed=2)])
+
+
 @pytest.fixture(
     # That each option counts is a check of the test: a bridge that loses one gives other bits than the JAX op in
     # `make test`.

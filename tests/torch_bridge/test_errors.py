@@ -173,6 +173,27 @@ def test_out():
         torch_bridge.logp(logits.requires_grad_(), ids, out=out)
 
 
+LOW_RANK = torch.ones(3, 16), torch.ones(70, 3)
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ([*LOW_RANK, 1.0], r"low_rank must be \(A, B, scale\) or \(A, B, scale, inputs\), got list"),
+        ((*LOW_RANK, torch.ones(())), "low_rank's scale must be a number, got Tensor"),
+        ((*LOW_RANK, float("inf")), "low_rank's scale must be finite, got inf"),
+        ((*LOW_RANK[::-1], 1.0), r"low_rank's A and B must be \[r, D\] and \[V, r\]"),
+        ((LOW_RANK[0], None, 1.0), "low_rank_b must be a torch.Tensor, got builtins.NoneType"),
+        ((LOW_RANK[0].double(), LOW_RANK[1], 1.0), "low_rank_a must be bfloat16, float16 or float32, got float64"),
+        ((*LOW_RANK, 1.0, torch.ones(4, 16)), r"low_rank's inputs must have hidden's shape \(5, 16\), got \(4, 16\)"),
+    ],
+)
+def test_low_rank_terms_that_do_not_fit(term, message):
+    hidden, weight, ids, _ = head((5,))
+    with pytest.raises(ValueError, match=message):
+        torch_bridge.linear_logp(hidden, weight, ids, low_rank=term)
+
+
 @pytest.mark.parametrize("bad", [-(2**31), -(2**40), 70, 2**40])
 def test_a_bad_id_is_never_ignored(bad):
     """Neither the sentinel of padding nor what becomes of it in 32 bits."""
