@@ -343,7 +343,7 @@ def _linear_logp_bwd(
     with _exchange.launching(upstream):
         lent_upstream = tuple(None if g is None else call.padding.rows(g) for g in upstream)
         arrays = (*call.operands(hidden, weight, bias), lent_upstream, state)
-        d_hidden, d_weight, d_bias = _programs.run("backward", _gradients, arrays, **static)
+        d_hidden, d_weight, d_bias, _ = _programs.run("backward", _gradients, arrays, **static)
         return [
             None if d_hidden is None else call.summed(d_hidden, hidden),
             None if d_weight is None else _exchange.to_torch(d_weight),

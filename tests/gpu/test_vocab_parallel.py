@@ -86,7 +86,7 @@ def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, imp
     whole = tokens_of(inputs, case.vocab, options)
 
     def here(hidden, weight, bias, start):
-        operands = Operands(hidden, weight, bias, None, sharding.real_columns_of_shard(shard, start))
+        operands = Operands(hidden, weight, bias, real_columns=sharding.real_columns_of_shard(shard, start))
         return operands, sharding.local_tokens(whole, sharding.ShardPosition(start, None, None))
 
     # One program for all ranks.

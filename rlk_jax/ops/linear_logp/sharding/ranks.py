@@ -82,11 +82,11 @@ class RankSteps:
     columns: RankColumns
     rank: int
 
-    def operands(self, hidden: Array, weight: Array, bias: Array | None, low_rank: Array | None = None) -> Operands:
+    def operands(self, hidden: Array, weight: Array, bias: Array | None) -> Operands:
         """The operands of this rank's shard."""
         real = self.columns.real_columns(self.rank)
         is_padded = real < self.config.vocab_size
-        return Operands(hidden, weight, bias, low_rank, jnp.int32(real) if is_padded else None)
+        return Operands(hidden, weight, bias, real_columns=jnp.int32(real) if is_padded else None)
 
     def partials(self, operands: Operands, tokens: Tokens) -> tuple[Any, Array, RankState]:
         """The softmax over the rank's groups `[groups, rows]`, which tokens' targets it holds `[N]`, and a state.
