@@ -69,14 +69,21 @@ class Optional {
   Optional(ffi::RemainingArgs buffers, int64_t given) : buffers_(buffers), given_(given) {}
   template <typename T>
   T* next() {
-    const bool is_given = given_ & 1;
-    given_ >>= 1;
-    if (!is_given) return nullptr;
-    const auto buffer = buffers_.get<AnyBuffer>(index_++);
-    return buffer.has_value() ? data<T>(*buffer) : nullptr;
+    return of_next<T*>([](const AnyBuffer& buffer) { return data<T>(buffer); });
   }
+  Matrix next_matrix() { return of_next<Matrix>(matrix); }
 
  private:
+  // of(the next operand), or a T of zeros where it is not given.
+  template <typename T, class Of>
+  T of_next(Of of) {
+    const bool is_given = given_ & 1;
+    given_ >>= 1;
+    if (!is_given) return T{};
+    const auto buffer = buffers_.get<AnyBuffer>(index_++);
+    return buffer.has_value() ? of(*buffer) : T{};
+  }
+
   ffi::RemainingArgs buffers_;
   int64_t given_;
   size_t index_ = 0;
@@ -112,11 +119,13 @@ Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuff
               const AnyBuffer& weight, Optional& optional, Numbers of_head, Numbers of_tile, double softcap) {
   const VocabSlice where = slice(rows, first_chunk, chunks, optional);
   const float inverse = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
-  return {head(of_head, weight), where, matrix(hidden), optional.next<const float>(), static_cast<float>(softcap),
-          inverse, dtype(hidden), tile(of_tile)};
+  const float* bias = optional.next<const float>();
+  const Operands low_rank = {optional.next_matrix(), optional.next_matrix()};
+  return {head(of_head, weight), where, matrix(hidden), low_rank, bias, static_cast<float>(softcap), inverse,
+          dtype(hidden), tile(of_tile)};
 }
 
-// Optional: columns, bias, holds_target. Results: shift, total, target, then gap and kept where they are asked for.
+// Optional: columns, bias, the operands of a low-rank term, holds_target. Results: shift, total, target, then gap and kept where they are asked for.
 ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                       AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
@@ -205,7 +214,7 @@ Coefficients coefficients_of(const AnyBuffer& target_ids, const AnyBuffer& tempe
           data<const float>(constant), slope, data<const float>(at_target)};
 }
 
-// Optional: columns, bias, slope.
+// Optional: columns, bias, the operands of a low-rank term, slope.
 ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                    AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
                    AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,
