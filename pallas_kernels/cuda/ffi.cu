@@ -71,7 +71,7 @@ class Optional {
   T* next() {
     return of_next<T*>([](const AnyBuffer& buffer) { return data<T>(buffer); });
   }
-  Matrix next_matrix() { return of_next<Matrix>(matrix); }
+  Operands next_operands() { return {of_next<Matrix>(matrix), of_next<Matrix>(matrix)}; }
 
  private:
   // of(the next operand), or a T of zeros where it is not given.
@@ -119,13 +119,12 @@ Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuff
               const AnyBuffer& weight, Optional& optional, Numbers of_head, Numbers of_tile, double softcap) {
   const VocabSlice where = slice(rows, first_chunk, chunks, optional);
   const float inverse = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
-  const float* bias = optional.next<const float>();
-  const Operands low_rank = {optional.next_matrix(), optional.next_matrix()};
-  return {head(of_head, weight), where, matrix(hidden), low_rank, bias, static_cast<float>(softcap), inverse,
-          dtype(hidden), tile(of_tile)};
+  return {head(of_head, weight), where, matrix(hidden), optional.next<const float>(), static_cast<float>(softcap),
+          inverse, dtype(hidden), tile(of_tile)};
 }
 
-// Optional: columns, bias, the operands of a low-rank term, holds_target. Results: shift, total, target, then gap and kept where they are asked for.
+// Optional: columns, bias, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap and
+// kept where they are asked for.
 ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                       AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
@@ -136,6 +135,7 @@ ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBu
   s.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
   s.target_ids = data<const int>(target_ids);
   s.holds_target = optional.next<const int>();
+  s.logits.low_rank = optional.next_operands();
   s.temperature = data<const float>(temperature);
   s.chunks = size(*shift, 0);
   s.rows = size(*shift, 1);
@@ -214,7 +214,7 @@ Coefficients coefficients_of(const AnyBuffer& target_ids, const AnyBuffer& tempe
           data<const float>(constant), slope, data<const float>(at_target)};
 }
 
-// Optional: columns, bias, the operands of a low-rank term, slope.
+// Optional: columns, bias, slope, the operands of a low-rank term.
 ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                    AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
                    AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,
@@ -223,6 +223,7 @@ ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffe
   Dlogits d = {};
   d.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
   d.rows = coefficients_of(target_ids, temperature, shift, constant, at_target, optional.next<const float>());
+  d.logits.low_rank = optional.next_operands();
   d.out = data<void>(out);
   d.chunks = size(*out, 1) / kChunk;
   return run("rlk_dlogits", stream, device, d);

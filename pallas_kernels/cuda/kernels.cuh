@@ -80,12 +80,12 @@ struct Logits {
   Head head;
   VocabSlice where;
   Matrix hidden;
-  Operands low_rank;  // further columns of hidden, and what multiplies them, stored as the weight is; or without data
   const float* bias;  // [slice's chunks · 256], or null
   float softcap;      // 0 for none
   float inverse_softcap;
   Dtype type;
   Tile tile;
+  Operands low_rank;  // further columns of hidden, and what multiplies them, stored as the weight is; or without data
 };
 
 struct Statistics {

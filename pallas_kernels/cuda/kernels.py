@@ -87,14 +87,14 @@ def partials(
     `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
     `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
     searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
-    room for. The products go on over low_rank where that is given.
+    room for. low_rank is a term of the head, or None: the chain of a product goes on over its r columns.
     """
     references = [x for x in (*out, kept) if x is not None]
     found = _call(
         "rlk_statistics",
         [x[...] for x in references],
         (*where[:3], hidden, weight, target_ids, temperature),
-        (where.columns, bias, *(low_rank or _NO_TERM), holds_target),
+        (where.columns, bias, holds_target, *(low_rank or _NO_TERM)),
         head=_head(logits.head),
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
@@ -158,7 +158,7 @@ def dlogits(
         "rlk_dlogits",
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], hidden, weight, *_coefficient_operands(rows)),
-        (where.columns, bias, *(low_rank or _NO_TERM), rows.slope),
+        (where.columns, bias, rows.slope, *(low_rank or _NO_TERM)),
         head=_head(logits.head),
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
