@@ -152,6 +152,8 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
   const int rank = cluster_rank();
   const int stage_bytes = (tile.rows + Op::kColumns) * kStepBytes;
   const uint16_t everyone = static_cast<uint16_t>((1 << tile.cluster) - 1);
+  // Each block of a cluster loads a part of B for all blocks: some of its columns, or of the 64 rows of its only box.
+  const int part = Op::kColumns / tile.cluster, first = rank * part;
   int steps[Op::kStretches];
 #pragma unroll
   for (int stretch = 0; stretch < Op::kStretches; ++stretch) steps[stretch] = op.steps(stretch);
@@ -173,7 +175,6 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
         } else {
           load_box(a, a_map, a_depth, row, full);
         }
-        // Each block of a cluster loads a part of B for all blocks.
         auto load_b = [&](int offset, int inner, int outer) {
           if (tile.cluster > 1) {
             load_box(b + offset, b_map, inner, outer, full, everyone);
@@ -181,18 +182,12 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
             load_box(b + offset, b_map, inner, outer, full);
           }
         };
-        if constexpr (Op::kTransposeB) {
-          constexpr int kBoxes = Op::kColumns / 64;
-          if constexpr (kBoxes == 1) {
-            const int share = rank * (64 / tile.cluster);
-            load_b(share * kStepBytes, column, b_depth + share);
-          } else {
-            const int each = kBoxes / tile.cluster;
-            for (int i = rank * each; i < (rank + 1) * each; ++i) load_b(i * kBlockBytes, column + 64 * i, b_depth);
-          }
+        if constexpr (!Op::kTransposeB) {
+          load_b(first * kStepBytes, b_depth, column + first);
+        } else if constexpr (Op::kColumns == 64) {
+          load_b(first * kStepBytes, column, b_depth + first);
         } else {
-          const int share = rank * (Op::kColumns / tile.cluster);
-          load_b(share * kStepBytes, b_depth, column + share);
+          for (int i = first; i < first + part; i += 64) load_b(i * kStepBytes, column + i, b_depth);
         }
       }
     }
