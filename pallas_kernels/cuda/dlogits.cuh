@@ -134,7 +134,7 @@ cudaError_t launch_dlogits(cudaStream_t stream, const Dlogits& d) {
   return with_flags(
       [&](auto is_bfloat16, auto is_dv, auto entropy) {
         return launch_product<DlogitsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy>>(
-            stream, logits.hidden, logits.head.weight, logits.tile, blocks, d);
+            stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, d);
       },
       logits.type == Dtype::kBfloat16, logits.head.is_dv, d.rows.slope != nullptr);
 }

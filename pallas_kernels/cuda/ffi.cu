@@ -69,14 +69,21 @@ class Optional {
   Optional(ffi::RemainingArgs buffers, int64_t given) : buffers_(buffers), given_(given) {}
   template <typename T>
   T* next() {
-    const bool is_given = given_ & 1;
-    given_ >>= 1;
-    if (!is_given) return nullptr;
-    const auto buffer = buffers_.get<AnyBuffer>(index_++);
-    return buffer.has_value() ? data<T>(*buffer) : nullptr;
+    return of_next<T*>([](const AnyBuffer& buffer) { return data<T>(buffer); });
   }
+  Operands next_operands() { return {of_next<Matrix>(matrix), of_next<Matrix>(matrix)}; }
 
  private:
+  // of(the next operand), or a T of zeros where it is not given.
+  template <typename T, class Of>
+  T of_next(Of of) {
+    const bool is_given = given_ & 1;
+    given_ >>= 1;
+    if (!is_given) return T{};
+    const auto buffer = buffers_.get<AnyBuffer>(index_++);
+    return buffer.has_value() ? of(*buffer) : T{};
+  }
+
   ffi::RemainingArgs buffers_;
   int64_t given_;
   size_t index_ = 0;
@@ -116,7 +123,8 @@ Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuff
           inverse, dtype(hidden), tile(of_tile)};
 }
 
-// Optional: columns, bias, holds_target. Results: shift, total, target, then gap and kept where they are asked for.
+// Optional: columns, bias, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap and
+// kept where they are asked for.
 ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                       AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
@@ -127,6 +135,7 @@ ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBu
   s.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
   s.target_ids = data<const int>(target_ids);
   s.holds_target = optional.next<const int>();
+  s.logits.low_rank = optional.next_operands();
   s.temperature = data<const float>(temperature);
   s.chunks = size(*shift, 0);
   s.rows = size(*shift, 1);
@@ -205,7 +214,7 @@ Coefficients coefficients_of(const AnyBuffer& target_ids, const AnyBuffer& tempe
           data<const float>(constant), slope, data<const float>(at_target)};
 }
 
-// Optional: columns, bias, slope.
+// Optional: columns, bias, slope, the operands of a low-rank term.
 ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                    AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
                    AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,
@@ -214,6 +223,7 @@ ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffe
   Dlogits d = {};
   d.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
   d.rows = coefficients_of(target_ids, temperature, shift, constant, at_target, optional.next<const float>());
+  d.logits.low_rank = optional.next_operands();
   d.out = data<void>(out);
   d.chunks = size(*out, 1) / kChunk;
   return run("rlk_dlogits", stream, device, d);

@@ -8,7 +8,7 @@ template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bo
 struct GemmOp : AscendingK {
   using Type = T;
   using Arguments = Gemm;
-  static constexpr int kColumns = kTileColumns;
+  static constexpr int kColumns = kTileColumns, kStretches = 1;
   static constexpr bool kTransposeA = kTransposedA, kTransposeB = kTransposedB, kStartsFromSums = true;
 
   const Gemm& g;
@@ -18,7 +18,7 @@ struct GemmOp : AscendingK {
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
     return {blocks_of(g.rows, cluster_rows(tile)), blocks_of(g.columns, kColumns)};
   }
-  __device__ __forceinline__ int steps() const { return blocks_of(static_cast<int>(g.depth), kDepth); }
+  __device__ __forceinline__ int steps(int) const { return blocks_of(static_cast<int>(g.depth), kDepth); }
   __device__ __forceinline__ int b_column(int block) const { return block * kColumns; }
 
   // Whether the copy engine can write C; if not, the threads store it.
@@ -91,8 +91,8 @@ struct GemmOp : AscendingK {
 template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bool kSwapped>
 cudaError_t launch_op(cudaStream_t stream, const Gemm& g) {
   const int64_t blocks = int64_t{blocks_of(g.columns, kTileColumns)} * blocks_of(g.rows, cluster_rows(g.tile));
-  return launch_product<GemmOp<T, kTransposedA, kTransposedB, kTileColumns, kSwapped>>(stream, g.a, g.b, g.tile, blocks,
-                                                                                      g);
+  return launch_product<GemmOp<T, kTransposedA, kTransposedB, kTileColumns, kSwapped>>(stream, {{g.a, g.b}}, g.tile,
+                                                                                      blocks, g);
 }
 
 template <typename T, bool kTransposedA, bool kTransposedB>

@@ -14,7 +14,7 @@ template <typename T, bool kIsDv>
 struct HiddenGradientOp {
   using Type = T;
   using Arguments = HiddenGradient;
-  static constexpr int kColumns = kChunk;
+  static constexpr int kColumns = kChunk, kStretches = 1;
   static constexpr bool kTransposeA = false, kTransposeB = !kIsDv, kStartsFromSums = true;
 
   const HiddenGradient& h;
@@ -37,7 +37,7 @@ struct HiddenGradientOp {
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
     return {blocks_of(*h.where.rows, cluster_rows(tile)), h.columns / kChunk};
   }
-  __device__ __forceinline__ int steps() const { return steps_before(first_chunk + chunks) - first_step; }
+  __device__ __forceinline__ int steps(int) const { return steps_before(first_chunk + chunks) - first_step; }
   // The slice's chunk that a step reads, and the step's first column in it.
   __device__ __forceinline__ int2 place_of_step(int k) const {
     const int2 place = group_steps.divide(first_step + k);
@@ -100,7 +100,7 @@ template <typename T, bool kIsDv>
 struct WeightGradientOp : AscendingK {
   using Type = T;
   using Arguments = WeightGradient;
-  static constexpr int kColumns = kChunk;
+  static constexpr int kColumns = kChunk, kStretches = 1;
   static constexpr bool kTransposeA = true, kTransposeB = true, kStartsFromSums = true;
 
   const WeightGradient& w;
@@ -113,7 +113,7 @@ struct WeightGradientOp : AscendingK {
     const int rows = kIsDv ? dim : chunks * kChunk, columns = kIsDv ? chunks : blocks_of(dim, kChunk);
     return {blocks_of(rows, cluster_rows(tile)), columns};
   }
-  __device__ __forceinline__ int steps() const { return blocks_of(*w.where.rows, kDepth); }
+  __device__ __forceinline__ int steps(int) const { return blocks_of(*w.where.rows, kDepth); }
   __device__ __forceinline__ int b_column(int block) const { return block * kChunk; }
 
   static Matrix stored(const Arguments& w) { return {w.out, w.head.weight.rows, w.head.weight.columns}; }
@@ -163,8 +163,8 @@ cudaError_t launch(cudaStream_t stream, const HiddenGradient& h) {
   const int64_t blocks = int64_t{h.columns / kChunk} * blocks_of(h.rows, cluster_rows(h.tile));
   return with_flags(
       [&](auto is_bfloat16, auto is_dv) {
-        return launch_product<HiddenGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(stream, h.dlogits, h.head.weight,
-                                                                                      h.tile, blocks, h);
+        return launch_product<HiddenGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(
+            stream, {{h.dlogits, h.head.weight}}, h.tile, blocks, h);
       },
       h.type == Dtype::kBfloat16, h.head.is_dv);
 }
@@ -174,7 +174,8 @@ cudaError_t launch(cudaStream_t stream, const WeightGradient& w) {
   const int64_t blocks = int64_t{blocks_of(b.columns, kChunk)} * blocks_of(a.columns, cluster_rows(w.tile));
   return with_flags(
       [&](auto is_bfloat16, auto is_dv) {
-        return launch_product<WeightGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(stream, a, b, w.tile, blocks, w);
+        return launch_product<WeightGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(stream, {{a, b}}, w.tile, blocks,
+                                                                                      w);
       },
       w.type == Dtype::kBfloat16, w.head.is_dv);
 }

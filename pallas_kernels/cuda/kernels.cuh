@@ -46,6 +46,11 @@ struct Matrix {
   int64_t columns;
 };
 
+// The operands of a product along one stretch of its K. They have no data where the stretch has no steps.
+struct Operands {
+  Matrix a, b;
+};
+
 // How the softmax's fixed tree cuts the columns: into groups, and each group into chunks of 256.
 struct Vocabulary {
   int size;  // columns of the true vocabulary, unless the slice's `columns` gives them
@@ -70,7 +75,7 @@ struct Head {
   Matrix weight;
 };
 
-// One slice's product hidden·Wᵀ, and how it becomes logits.
+// One slice's product hidden·Wᵀ, which goes on over a low-rank term, and how it becomes logits.
 struct Logits {
   Head head;
   VocabSlice where;
@@ -80,6 +85,7 @@ struct Logits {
   float inverse_softcap;
   Dtype type;
   Tile tile;
+  Operands low_rank;  // further columns of hidden, and what multiplies them, stored as the weight is; or without data
 };
 
 struct Statistics {

@@ -29,6 +29,7 @@ from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 
 Array = jax.Array
 Ref = Any
+_NO_TERM = LowRankTerm(None, None)
 
 
 def _call(
@@ -86,14 +87,14 @@ def partials(
     `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
     `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
     searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
-    room for.
+    room for. low_rank is a term of the head, or None: the chain of a product goes on over its r columns.
     """
     references = [x for x in (*out, kept) if x is not None]
     found = _call(
         "rlk_statistics",
         [x[...] for x in references],
         (*where[:3], hidden, weight, target_ids, temperature),
-        (where.columns, bias, holds_target),
+        (where.columns, bias, holds_target, *(low_rank or _NO_TERM)),
         head=_head(logits.head),
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
@@ -150,13 +151,14 @@ def dlogits(
 ) -> None:
     """Write the gradients of one slice's logits into the reference `out [rows, chunks · 256]`.
 
-    Places that hold no column become 0. hidden is `[rows, D]`; weight and bias are those that `partials` takes.
+    Places that hold no column become 0. hidden is `[rows, D]`; weight, bias and low_rank are those that `partials`
+    takes.
     """
     (out[...],) = _call(
         "rlk_dlogits",
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], hidden, weight, *_coefficient_operands(rows)),
-        (where.columns, bias, rows.slope),
+        (where.columns, bias, rows.slope, *(low_rank or _NO_TERM)),
         head=_head(logits.head),
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
@@ -200,6 +202,8 @@ def add_hidden_gradient(
 ) -> None:
     """Add dlogits·W over one slice to `out.chain`, in place. `chain` is the range of chunks that are summed up there.
 
+    The weight is the head's, or that of a low-rank term, for which the sums are the gradient of its columns of hidden.
+
     Each element's float32 sum goes on from where the slice before left it, so that slices change no bits. The first
     slice starts it from 0, whatever `out` holds. The last slice multiplies each row of the complete sum by unscale,
     float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.chain` where `rounded` is None.
@@ -230,8 +234,8 @@ def store_weight_gradient(
 ) -> None:
     """Write one slice's rows of dW = dlogitsᵀ·H (columns of its transpose for "dv") into the reference `out`, complete.
 
-    hidden `[rows, D]` is zero from row `where.rows` on. Sums are multiplied by unscale, float32 `[1]` or None, and
-    rounded once to out's dtype.
+    hidden `[rows, D]`, or `[rows, r]` for a low-rank term, is zero from row `where.rows` on. Sums are multiplied by
+    unscale, float32 `[1]` or None, and rounded once to out's dtype.
     """
     rows = dlogits.shape[1] if head.layout == "vd" else hidden.shape[1]
     (out[...],) = _call(

@@ -26,8 +26,10 @@ inline cudaError_t find_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
   return cudaSuccess;
 }
 
-// The tensor map of a matrix that is copied in boxes of `outer` rows of `inner` columns.
+// The tensor map of a matrix that is copied in boxes of `outer` rows of `inner` columns; it stays as it is for a matrix
+// without data.
 inline cudaError_t tensor_map(CUtensorMap* map, const Matrix& matrix, int inner, int outer) {
+  if (matrix.data == nullptr) return cudaSuccess;
   decltype(&cuTensorMapEncodeTiled) encode;
   if (const cudaError_t error = find_encoder(&encode); error != cudaSuccess) return error;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.columns), static_cast<cuuint64_t>(matrix.rows)};
@@ -47,16 +49,18 @@ constexpr int kMostSharedBytes = 227 * 1024 - 1024;
 
 // Launches `Op` over at most `most_blocks` blocks of rows (of a cluster) times columns.
 template <class Op>
-cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b, const Tile& tile, int64_t most_blocks,
-                           const typename Op::Arguments& arguments) {
-  CUtensorMap a_map, b_map, out_map = {};
-  cudaError_t error = Op::kTransposeA ? tensor_map(&a_map, a, 64, 64) : tensor_map(&a_map, a, 64, tile.rows);
+cudaError_t launch_product(cudaStream_t stream, const Operands (&operands)[Op::kStretches], const Tile& tile,
+                           int64_t most_blocks, const typename Op::Arguments& arguments) {
+  // Each block of a cluster loads whole boxes of B, or its share of the only one.
+  const int a_outer = Op::kTransposeA ? 64 : tile.rows;
+  const int b_outer = Op::kTransposeB && Op::kColumns > 64 ? 64 : Op::kColumns / tile.cluster;
+  Maps<Op> maps = {};
+  cudaError_t error = tensor_map(&maps.out, Op::stored(arguments), 64, 16);
+  for (int stretch = 0; stretch < Op::kStretches && error == cudaSuccess; ++stretch) {
+    error = tensor_map(&maps.a[stretch], operands[stretch].a, 64, a_outer);
+    if (error == cudaSuccess) error = tensor_map(&maps.b[stretch], operands[stretch].b, 64, b_outer);
+  }
   if (error != cudaSuccess) return error;
-  error = Op::kTransposeB ? tensor_map(&b_map, b, 64, Op::kColumns == 64 ? 64 / tile.cluster : 64)
-                          : tensor_map(&b_map, b, 64, Op::kColumns / tile.cluster);
-  if (error != cudaSuccess) return error;
-  const Matrix out = Op::stored(arguments);
-  if (out.data != nullptr && (error = tensor_map(&out_map, out, 64, 16)) != cudaSuccess) return error;
   error = cudaFuncSetAttribute(product_kernel<Op>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
   if (error != cudaSuccess) return error;
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(tile.processors / tile.cluster, most_blocks));
@@ -71,7 +75,7 @@ cudaError_t launch_product(cudaStream_t stream, const Matrix& a, const Matrix& b
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, product_kernel<Op>, a_map, b_map, out_map, tile, arguments);
+  return cudaLaunchKernelEx(&config, product_kernel<Op>, maps, tile, arguments);
 }
 
 // Calls launch(…) with each flag as a type, so that a kernel is compiled for either value of the flag.

@@ -51,7 +51,7 @@ __device__ __forceinline__ int target_place(int target, const Columns& columns) 
 template <typename T, bool kIsDv>
 struct ProductWithHead : AscendingK {
   using Type = T;
-  static constexpr int kColumns = kChunk;
+  static constexpr int kColumns = kChunk, kStretches = 2;
   // The sums do not start from 0, so that a sum of nothing but −0 is −0, which is the same logit.
   static constexpr bool kTransposeA = false, kTransposeB = kIsDv, kStartsFromSums = false;
 
@@ -65,7 +65,10 @@ struct ProductWithHead : AscendingK {
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
     return {blocks_of(*logits.where.rows, cluster_rows(tile)), *logits.where.chunks};
   }
-  __device__ __forceinline__ int steps() const { return blocks_of(static_cast<int>(logits.hidden.columns), kDepth); }
+  __device__ __forceinline__ int steps(int stretch) const {
+    const Matrix& hidden = stretch == 0 ? logits.hidden : logits.low_rank.a;
+    return blocks_of(static_cast<int>(hidden.columns), kDepth);
+  }
   __device__ __forceinline__ int b_column(int block) const { return head_row(logits.head, *logits.where.first_chunk, block); }
 };
 

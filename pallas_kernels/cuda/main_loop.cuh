@@ -9,8 +9,9 @@
 //   kTransposeA, kTransposeB      whether K does not run along the rows of A, of B in memory
 //   Arguments, Op(arguments)      the kernel's arguments, from which the op is made
 //   blocks(tile)                  how many row blocks (one per cluster) and column blocks there are
-//   steps()                       how many steps of 64 along K every tile takes
-//   a_depth(k), b_depth(k)        where along K step k begins in A and in B
+//   kStretches                    the stretches of K, along each of which A lies in one matrix and B in one
+//   steps(stretch)                how many steps of 64 along a stretch every tile takes
+//   a_depth(k), b_depth(k)        where step k of a stretch begins in its A and in its B
 //   b_column(block)               where a column block begins in B
 //   load(place)                   loads what the epilogue needs while the last products run, which hides its latency
 //   kStartsFromSums               whether start(place, products) sets what the sums start from; else the first products do
@@ -84,6 +85,21 @@ struct AscendingK {
   __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
 };
 
+// How many steps every tile takes along all stretches.
+template <class Op>
+__device__ __forceinline__ int steps_of_tile(const Op& op) {
+  int steps = 0;
+#pragma unroll
+  for (int stretch = 0; stretch < Op::kStretches; ++stretch) steps += op.steps(stretch);
+  return steps;
+}
+
+// The tensor maps of the operands along each stretch, and of what is stored.
+template <class Op>
+struct Maps {
+  CUtensorMap a[Op::kStretches], b[Op::kStretches], out;
+};
+
 // How many blocks of size `width` hold `size` elements.
 __host__ __device__ constexpr int blocks_of(int size, int width) { return (size + width - 1) / width; }
 
@@ -132,45 +148,47 @@ struct Step {
 // The producer: loads the steps of all tiles of this block.
 template <class Op>
 __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const SharedMemory<Op>& memory, const Order& order,
-                                        const CUtensorMap* a_map, const CUtensorMap* b_map) {
-  const int rank = cluster_rank(), steps = op.steps();
+                                        const Maps<Op>& maps) {
+  const int rank = cluster_rank();
   const int stage_bytes = (tile.rows + Op::kColumns) * kStepBytes;
   const uint16_t everyone = static_cast<uint16_t>((1 << tile.cluster) - 1);
+  // Each block of a cluster loads a part of B for all blocks: some of its columns, or of the 64 rows of its only box.
+  const int part = Op::kColumns / tile.cluster, first = rank * part;
+  int steps[Op::kStretches];
+#pragma unroll
+  for (int stretch = 0; stretch < Op::kStretches; ++stretch) steps[stretch] = op.steps(stretch);
   Step step;
   for (int index = blockIdx.x / tile.cluster; index < order.tiles(); index += gridDim.x / tile.cluster) {
     const int2 block = order.block(index, tile);
     const int row = (block.x * tile.cluster + rank) * tile.rows, column = op.b_column(block.y);
-    for (int k = 0; k < steps; ++k, step.next(tile)) {
-      const int stage = step.stage(tile);
-      const uint32_t full = memory.full(stage), a = memory.a(stage), b = memory.b(stage);
-      barrier_wait(memory.empty(stage), step.parity(tile) ^ 1);
-      barrier_expect(full, stage_bytes);
-      const int a_depth = op.a_depth(k), b_depth = op.b_depth(k);
-      if constexpr (Op::kTransposeA) {
-        for (int i = 0; i < tile.rows / 64; ++i) load_box(a + i * kBlockBytes, a_map, row + 64 * i, a_depth, full);
-      } else {
-        load_box(a, a_map, a_depth, row, full);
-      }
-      // Each block of a cluster loads a part of B for all blocks.
-      auto load_b = [&](int offset, int inner, int outer) {
-        if (tile.cluster > 1) {
-          load_box(b + offset, b_map, inner, outer, full, everyone);
+#pragma unroll
+    for (int stretch = 0; stretch < Op::kStretches; ++stretch) {
+      const CUtensorMap *a_map = &maps.a[stretch], *b_map = &maps.b[stretch];
+      for (int k = 0; k < steps[stretch]; ++k, step.next(tile)) {
+        const int stage = step.stage(tile);
+        const uint32_t full = memory.full(stage), a = memory.a(stage), b = memory.b(stage);
+        barrier_wait(memory.empty(stage), step.parity(tile) ^ 1);
+        barrier_expect(full, stage_bytes);
+        const int a_depth = op.a_depth(k), b_depth = op.b_depth(k);
+        if constexpr (Op::kTransposeA) {
+          for (int i = 0; i < tile.rows / 64; ++i) load_box(a + i * kBlockBytes, a_map, row + 64 * i, a_depth, full);
         } else {
-          load_box(b + offset, b_map, inner, outer, full);
+          load_box(a, a_map, a_depth, row, full);
         }
-      };
-      if constexpr (Op::kTransposeB) {
-        constexpr int kBoxes = Op::kColumns / 64;
-        if constexpr (kBoxes == 1) {
-          const int share = rank * (64 / tile.cluster);
-          load_b(share * kStepBytes, column, b_depth + share);
+        auto load_b = [&](int offset, int inner, int outer) {
+          if (tile.cluster > 1) {
+            load_box(b + offset, b_map, inner, outer, full, everyone);
+          } else {
+            load_box(b + offset, b_map, inner, outer, full);
+          }
+        };
+        if constexpr (!Op::kTransposeB) {
+          load_b(first * kStepBytes, b_depth, column + first);
+        } else if constexpr (Op::kColumns == 64) {
+          load_b(first * kStepBytes, column, b_depth + first);
         } else {
-          const int each = kBoxes / tile.cluster;
-          for (int i = rank * each; i < (rank + 1) * each; ++i) load_b(i * kBlockBytes, column + 64 * i, b_depth);
+          for (int i = first; i < first + part; i += 64) load_b(i * kStepBytes, column + i, b_depth);
         }
-      } else {
-        const int share = rank * (Op::kColumns / tile.cluster);
-        load_b(share * kStepBytes, b_depth, column + share);
       }
     }
   }
@@ -227,7 +245,7 @@ __device__ __forceinline__ void consume(const Op& op, const Tile& tile, const Sh
     float products[Op::kColumns / 2];
     typename Op::Loaded loaded;
     if constexpr (Op::kStartsFromSums) op.start(place, products);
-    multiply<Op>(tile, memory, warp / 4, op.steps(), step, products, [&] {
+    multiply<Op>(tile, memory, warp / 4, steps_of_tile(op), step, products, [&] {
       loaded = op.load(place);
       index += gridDim.x / tile.cluster;
       block = order.block(index, tile);
@@ -241,9 +259,7 @@ constexpr int kMostThreads = 384;
 
 template <class Op>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                   const __grid_constant__ CUtensorMap out_map, const Tile tile,
-                   const typename Op::Arguments arguments) {
+    product_kernel(const __grid_constant__ Maps<Op> maps, const Tile tile, const typename Op::Arguments arguments) {
   const SharedMemory<Op> memory(tile);
   const Op op(arguments);
   // The order is kept in shared memory, where it takes no registers from the products.
@@ -261,10 +277,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   cluster_sync();
   if (warpgroup == warpgroups) {
     fewer_registers<40>();
-    if (threadIdx.x == warpgroups * 128) produce(op, tile, memory, order, &a_map, &b_map);
+    if (threadIdx.x == warpgroups * 128) produce(op, tile, memory, order, maps);
   } else {
     more_registers<232>();
-    consume(op, tile, memory, order, &out_map);
+    consume(op, tile, memory, order, &maps.out);
   }
   // Blocks of a cluster write into each other's shared memory, and so they end together.
   cluster_sync();

@@ -101,7 +101,7 @@ cudaError_t launch(cudaStream_t stream, const Statistics& s) {
   return with_flags(
       [&](auto is_bfloat16, auto is_dv, auto softcap, auto entropy) {
         return launch_product<StatisticsOp<Narrow<decltype(is_bfloat16)>, is_dv, softcap, entropy>>(
-            stream, logits.hidden, logits.head.weight, logits.tile, blocks, s);
+            stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, s);
       },
       logits.type == Dtype::kBfloat16, logits.head.is_dv, logits.softcap > 0, s.gap != nullptr);
 }

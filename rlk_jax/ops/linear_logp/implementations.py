@@ -32,21 +32,13 @@ def _operand_obstacles(facts: CallFacts) -> list[str]:
     return reasons
 
 
-def _low_rank_obstacles(facts: CallFacts) -> list[str]:
-    """Why kernels without one for a low-rank term cannot run a call."""
-    return ["has no kernels for a low-rank term"] if facts.config.rank else []
-
-
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     return hopper_obstacles(facts) + _operand_obstacles(facts)
 
 
-def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    return _mosaic_obstacles(facts) + _low_rank_obstacles(facts)
-
-
 def _triton_obstacles(facts: CallFacts) -> list[str]:
-    return triton_obstacles(facts) + _operand_obstacles(facts) + _low_rank_obstacles(facts)
+    reasons = triton_obstacles(facts) + _operand_obstacles(facts)
+    return reasons + (["has no kernels for a low-rank term"] if facts.config.rank else [])
 
 
 def _xla_obstacles(facts: CallFacts) -> list[str]:
@@ -68,7 +60,7 @@ ROWS = (
     Implementation(
         "cuda",
         partitioned(hopper.cuda(), check_edges),
-        with_cuda_library(_cuda_obstacles),
+        with_cuda_library(_mosaic_obstacles),
         by_name_only="mosaic is as fast and needs no compiler",
         promises_bits=True,
     ),

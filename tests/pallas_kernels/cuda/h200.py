@@ -36,11 +36,12 @@ def with_gradients(op, *operands):
     return values, vjp(jax.tree.map(jnp.sin, values))
 
 
-def head(hidden, weight, target_ids, bias, **options):
-    def op(hidden, weight, bias):
-        return linear_logp(hidden, weight, target_ids, bias, implementation="cuda", **options)
+def head(hidden, weight, target_ids, bias, *factors, **options):
+    def op(hidden, weight, bias, *factors):
+        given = {"low_rank": factors or None, "implementation": "cuda", **options}
+        return linear_logp(hidden, weight, target_ids, bias, **given)
 
-    return with_gradients(op, hidden, weight, bias)
+    return with_gradients(op, hidden, weight, bias, *factors)
 
 
 def kept(*operands):
@@ -48,6 +49,10 @@ def kept(*operands):
 
 
 def recomputed(*operands):
+    return head(*operands, return_entropy=True)
+
+
+def low_rank(*operands):
     return head(*operands, return_entropy=True)
 
 
@@ -65,7 +70,12 @@ def spec(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 HEAD = spec((512, 256)), spec((8192, 256)), spec((512,), jnp.int32), spec((8192,), jnp.float32)
-PROGRAMS = ((kept, HEAD), (recomputed, HEAD), (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))))
+PROGRAMS = (
+    (kept, HEAD),
+    (recomputed, HEAD),
+    (low_rank, (*HEAD, spec((16, 256)), spec((8192, 16)))),
+    (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))),
+)
 
 
 def main() -> None:
