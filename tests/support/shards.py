@@ -44,7 +44,9 @@ def check_two(
     def operands(rank):
         here = slice(rank * columns, (rank + 1) * columns)
         real = jnp.asarray([columns, case.vocab - columns][rank], jnp.int32)
-        return Operands(problem.hidden, weight[here] if layout == "vd" else weight[:, here], bias[here], real)
+        return Operands(
+            problem.hidden, weight[here] if layout == "vd" else weight[:, here], bias[here], real_columns=real
+        )
 
     def tokens(rank):
         return Tokens(problem.target_ids - rank * columns, ones, ones > 0)
