@@ -6,12 +6,22 @@ Its tile is small, because one side of a low-rank term's products is.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
 _GEMM_ROWS, _GEMM_COLUMNS = 64, 64
 _GEMM_TILE = {"rows": _GEMM_ROWS, "columns": _GEMM_COLUMNS, "depth": 64, "band": 16}
+
+_ALIGNED = 8
+"""Rows of 16-bit numbers in a multiple of it can be read 16 bytes at a time."""
+
+
+def _with_zeros(x: Array, rows: int, columns: int, *, transposed: bool = False) -> Array:
+    """A matrix with so many more rows and columns, or a transposed one with so many more columns and rows."""
+    more = (columns, rows) if transposed else (rows, columns)
+    return jnp.pad(x, [(0, count) for count in more])
 
 
 def gemm(a: Array, b: Array, start: Array | None, *, a_transposed: bool, b_transposed: bool, out_dtype: Any) -> Array:
@@ -24,21 +34,28 @@ def gemm(a: Array, b: Array, start: Array | None, *, a_transposed: bool, b_trans
 
     m, k = a.shape[::-1] if a_transposed else a.shape
     n = b.shape[0 if b_transposed else 1]
+    # Where a is transposed and b is not, K is along no row.
+    more_m = -m % _ALIGNED if a_transposed else 0
+    more_n = 0 if b_transposed else -n % _ALIGNED
+    more_k = 0 if a_transposed and not b_transposed else -k % _ALIGNED
+    a = _with_zeros(a, more_m, more_k, transposed=a_transposed)
+    b = _with_zeros(b, more_k, more_n, transposed=b_transposed)
+    given = a if start is None else _with_zeros(start, more_m, more_n)
     (out,) = launch(
         gemm_kernels.gemm,
-        (a, b, a if start is None else start),
-        (jax.ShapeDtypeStruct((m, n), out_dtype),),
+        (a, b, given),
+        (jax.ShapeDtypeStruct((m + more_m, n + more_n), out_dtype),),
         {
-            "m_size": m,
-            "n_size": n,
-            "k_size": k,
+            "m_size": m + more_m,
+            "n_size": n + more_n,
+            "k_size": k + more_k,
             "a_transposed": a_transposed,
             "b_transposed": b_transposed,
             "has_start": start is not None,
             **_GEMM_TILE,
         },
         grid=-(-m // _GEMM_ROWS) * -(-n // _GEMM_COLUMNS),
-        num_warps=4,
+        num_warps=8,
         num_stages=3,
     )
-    return out
+    return out[:m, :n]
