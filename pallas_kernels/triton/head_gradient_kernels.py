@@ -6,7 +6,7 @@ import triton.language as tl
 from pallas_kernels.triton.head_kernels import (
     LOG2_E,
     first_column,
-    hidden_times_head,
+    logit_products,
     multiply,
     place_in_band,
     with_bias,
@@ -60,6 +60,8 @@ def coefficients(
 def dlogits(
     hidden,
     weight,
+    low_rank_hidden,
+    low_rank_weight,
     bias,
     target_ids,
     temperature,
@@ -73,6 +75,7 @@ def dlogits(
     slice_start,
     out,
     dim: tl.constexpr,
+    rank: tl.constexpr,
     vocab_size: tl.constexpr,
     layout: tl.constexpr,
     softcap: tl.constexpr,
@@ -94,7 +97,21 @@ def dlogits(
     place = column_tile * columns + tl.arange(0, columns)
     start = first_column(slice_start) + column_tile * columns
     column = start + tl.arange(0, columns)
-    raw = hidden_times_head(hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
+    raw = logit_products(
+        hidden,
+        weight,
+        low_rank_hidden,
+        low_rank_weight,
+        row_tile,
+        start,
+        dim,
+        rank,
+        vocab_size,
+        layout,
+        rows,
+        columns,
+        depth,
+    )
     raw = with_bias(raw, bias, column, vocab_size, has_bias)
     inverse = 1 / tl.load(temperature + row)
     log_p = (

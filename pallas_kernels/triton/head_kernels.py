@@ -34,6 +34,34 @@ def multiply(product, a, a_tile, a_mask, a_step, b, b_tile, b_mask, b_step, step
 
 
 @triton.jit
+def multiply_all(
+    product,
+    a,
+    a_tile,
+    a_mask,
+    a_stride: tl.constexpr,
+    b,
+    b_tile,
+    b_mask,
+    b_stride: tl.constexpr,
+    size: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """product + A·B over all `size` of K, of which two neighbours lie a_stride and b_stride elements apart."""
+    whole: tl.constexpr = size // depth
+    a_step: tl.constexpr = depth * a_stride
+    b_step: tl.constexpr = depth * b_stride
+    product = multiply(product, a, a_tile, a_mask, a_step, b, b_tile, b_mask, b_step, whole)
+    if size % depth != 0:
+        is_k = tl.arange(0, depth) < size % depth
+        a += tl.cast(whole, tl.int64) * a_step
+        b += tl.cast(whole, tl.int64) * b_step
+        a_rest = is_k[None, :] if a_mask is None else a_mask & is_k[None, :]
+        product = multiply(product, a, a_tile, a_rest, a_step, b, b_tile, b_mask & is_k[:, None], b_step, 1)
+    return product
+
+
+@triton.jit
 def place_in_band(row_tiles, column_tiles, band: tl.constexpr):
     """The row and the column of this program's tile.
 
@@ -48,6 +76,7 @@ def place_in_band(row_tiles, column_tiles, band: tl.constexpr):
 
 @triton.jit
 def hidden_times_head(
+    product,
     hidden,
     weight,
     row_tile,
@@ -59,7 +88,10 @@ def hidden_times_head(
     columns: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """A tile of hidden·Wᵀ whose columns begin at column `start` of the head; 0 where the head has no column."""
+    """product + a tile of hidden·Wᵀ whose columns begin at column `start` of the head.
+
+    It adds 0 where the head has no column.
+    """
     column, k = tl.arange(0, columns)[None, :], tl.arange(0, depth)
     column_stride: tl.constexpr = dim if layout == "vd" else 1
     k_stride: tl.constexpr = 1 if layout == "vd" else vocab_size
@@ -68,15 +100,32 @@ def hidden_times_head(
     b = weight + start.to(tl.int64) * column_stride
     b_tile = column * column_stride + k[:, None] * k_stride
     is_column = column < vocab_size - start
+    return multiply_all(product, a, a_tile, None, 1, b, b_tile, is_column, k_stride, dim, depth)
+
+
+@triton.jit
+def logit_products(
+    hidden,
+    weight,
+    low_rank_hidden,
+    low_rank_weight,
+    row_tile,
+    start,
+    dim: tl.constexpr,
+    rank: tl.constexpr,
+    vocab_size: tl.constexpr,
+    layout: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """A tile of hidden·Wᵀ, whose chain goes on over the columns of a low-rank term where `rank` is not 0."""
     product = tl.zeros((rows, columns), tl.float32)
-    whole: tl.constexpr = dim // depth
-    b_step: tl.constexpr = depth * k_stride
-    product = multiply(product, a, a_tile, None, depth, b, b_tile, is_column, b_step, whole)
-    if dim % depth != 0:
-        is_k = k < dim % depth
-        a += whole * depth
-        b += tl.cast(whole, tl.int64) * b_step
-        product = multiply(product, a, a_tile, is_k[None, :], depth, b, b_tile, is_column & is_k[:, None], b_step, 1)
+    product = hidden_times_head(product, hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
+    if rank > 0:
+        product = hidden_times_head(
+            product, low_rank_hidden, low_rank_weight, row_tile, start, rank, vocab_size, layout, rows, columns, depth
+        )
     return product
 
 
@@ -92,6 +141,8 @@ def with_bias(product, bias, column, vocab_size: tl.constexpr, has_bias: tl.cons
 def partials(
     hidden,
     weight,
+    low_rank_hidden,
+    low_rank_weight,
     bias,
     target_ids,
     temperature,
@@ -102,6 +153,7 @@ def partials(
     target_out,
     gap_out,
     dim: tl.constexpr,
+    rank: tl.constexpr,
     vocab_size: tl.constexpr,
     layout: tl.constexpr,
     softcap: tl.constexpr,
@@ -125,7 +177,21 @@ def partials(
     start = group * group_width + chunk % group_chunks * columns
     column = start + tl.arange(0, columns)
     end = tl.minimum((group + 1) * group_width, tl.load(real_columns))
-    product = hidden_times_head(hidden, weight, row_tile, start, dim, vocab_size, layout, rows, columns, depth)
+    product = logit_products(
+        hidden,
+        weight,
+        low_rank_hidden,
+        low_rank_weight,
+        row_tile,
+        start,
+        dim,
+        rank,
+        vocab_size,
+        layout,
+        rows,
+        columns,
+        depth,
+    )
     x = softcapped(with_bias(product, bias, column, vocab_size, has_bias), softcap)
     is_real = column[None, :] < end
     is_target = (column[None, :] == tl.load(target_ids + row)[:, None]) & is_real

@@ -43,12 +43,17 @@ class HeadShape:
     def _constants(self) -> dict[str, Any]:
         return {"dim": self.dim, "vocab_size": self.vocab_size, "layout": self.layout, **_TILE}
 
-    @property
-    def _logit_constants(self) -> dict[str, Any]:
-        return {**self._constants, "softcap": self.softcap}
-
 
 _TILE = {"rows": TILE_ROWS, "columns": TILE_COLUMNS, "depth": TILE_DEPTH, "band": _BAND}
+
+
+class LowRankTerm(NamedTuple):
+    """What a low-rank term adds to a product with the head: further columns of hidden `[rows, r]`, and what multiplies
+    them, `[V, r]` or `[r, V]`, stored as the weight is. r is a multiple of 8.
+    """
+
+    hidden: Array
+    weight: Array
 
 
 class KernelOperands(NamedTuple):
@@ -56,7 +61,7 @@ class KernelOperands(NamedTuple):
 
     hidden `[rows, D]` holds whole tiles of rows and is 0 from row `active_rows` on. weight is stored as the `HeadShape`
     says. bias is `[V]` or None. active_rows and real_columns, int32 `[1]`, are how many rows count and the size of the
-    true vocabulary.
+    true vocabulary. low_rank is None without a low-rank term.
     """
 
     hidden: Array
@@ -64,6 +69,12 @@ class KernelOperands(NamedTuple):
     bias: Array | None
     active_rows: Array
     real_columns: Array
+    low_rank: LowRankTerm | None = None
+
+    def _of_logits(self, per_row: Array) -> tuple[Array, ...]:
+        """The arrays that logits are computed from; others stand for those that are None, and are not read."""
+        low_rank = LowRankTerm(self.hidden, self.weight) if self.low_rank is None else self.low_rank
+        return self.hidden, self.weight, *low_rank, per_row if self.bias is None else self.bias
 
 
 class PartialSoftmax(NamedTuple):
@@ -117,6 +128,12 @@ def _vector(n: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((n,), jnp.float32)
 
 
+def _logit_constants(head: HeadShape, operands: KernelOperands) -> dict[str, Any]:
+    """What kernels that compute logits are compiled for."""
+    rank = 0 if operands.low_rank is None else operands.low_rank.hidden.shape[1]
+    return {**head._constants, "rank": rank, "softcap": head.softcap, "has_bias": operands.bias is not None}
+
+
 def group_partials(
     head: HeadShape, operands: KernelOperands, target_ids: Array, temperature: Array, *, with_gap: bool
 ) -> PartialSoftmax:
@@ -129,14 +146,15 @@ def group_partials(
     n = operands.hidden.shape[0]
     chunks = head.groups * head.group_chunks
     of_chunk = jax.ShapeDtypeStruct((n, chunks), jnp.float32)
-    bias = temperature if operands.bias is None else operands.bias
     found = launch(
         head_kernels.partials,
-        (operands.hidden, operands.weight, bias, target_ids, temperature, operands.active_rows, operands.real_columns),
+        (
+            *operands._of_logits(temperature),
+            *(target_ids, temperature, operands.active_rows, operands.real_columns),
+        ),
         (of_chunk, of_chunk, of_chunk, of_chunk if with_gap else _vector(1)),
         {
-            **head._logit_constants,
-            "has_bias": operands.bias is not None,
+            **_logit_constants(head, operands),
             "with_gap": with_gap,
             "groups": head.groups,
             "group_width": head.group_width,
@@ -211,18 +229,17 @@ def dlogits(
     from pallas_kernels.triton import head_gradient_kernels
 
     n = operands.hidden.shape[0]
-    bias = temperature if operands.bias is None else operands.bias
     slope = rows.constant if rows.slope is None else rows.slope
     (out,) = launch(
         head_gradient_kernels.dlogits,
         (
-            *(operands.hidden, operands.weight, bias, target_ids, temperature, maximum, log_sum),
+            *operands._of_logits(temperature),
+            *(target_ids, temperature, maximum, log_sum),
             *(rows.constant, slope, rows.at_target, operands.active_rows, operands.real_columns, where.start),
         ),
         (jax.ShapeDtypeStruct((n, slice_width), operands.hidden.dtype),),
         {
-            **head._logit_constants,
-            "has_bias": operands.bias is not None,
+            **_logit_constants(head, operands),
             "with_slope": rows.slope is not None,
             "slice_width": slice_width,
         },

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.triton import call
 from rlk_jax import linear_logp
-from tests.gpu.hopper import needs_cuda
+from tests.gpu.hopper import HEAD_KERNELS
 from tests.support import helpers
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
@@ -45,13 +45,7 @@ PEAKED = (
 BITS = Case("bits", (4096,), 192, 5000, bias=True, temperature="per token")
 
 
-needs_triton = pytest.mark.skipif(call.why_missing() is not None, reason=str(call.why_missing()))
-
-
-@pytest.fixture(
-    params=["mosaic", pytest.param("triton", marks=needs_triton), pytest.param("cuda", marks=needs_cuda)],
-    scope="module",
-)
+@pytest.fixture(params=HEAD_KERNELS, scope="module")
 def kernels(request):
     return request.param
 

@@ -1,4 +1,4 @@
-"""linear_logp's low-rank term in kernels for Hopper: the definition, and bits that budgets, batches and zeros keep."""
+"""linear_logp's low-rank term in kernels: the definition, and bits that budgets, batches and zeros keep."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlk_jax import linear_logp
-from tests.gpu.hopper import every_implementation
+from tests.gpu.hopper import HEAD_KERNELS
 from tests.support import low_rank
 from tests.support.helpers import assert_same_bits
 from tests.support.low_rank import Case
@@ -18,6 +18,7 @@ CASES = (
     Case(1500, 256, 151936, 128, {"global_vocab_size": 151643}, own_inputs=True),
     Case(129, 64, 1000, 300, {"weight_layout": "dv", "global_vocab_size": 999}),
 )
+every_implementation = pytest.mark.parametrize("implementation", HEAD_KERNELS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)

@@ -37,8 +37,7 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:
-    reasons = triton_obstacles(facts) + _operand_obstacles(facts)
-    return reasons + (["has no kernels for a low-rank term"] if facts.config.rank else [])
+    return triton_obstacles(facts) + _operand_obstacles(facts)
 
 
 def _xla_obstacles(facts: CallFacts) -> list[str]:

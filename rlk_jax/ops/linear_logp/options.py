@@ -152,13 +152,13 @@ class LinearLogpFunctions:
     `partials` gives partial softmaxes `[groups, rows]` and a state. `merge` is given the groups of all devices and that
     state; it gives values, a residual with a row `[N]` per token, and what else is kept for `gradients` of the same
     tokens, or None. `gradients` is given both the residual and what was kept. `gemm` multiplies the matrices of a
-    low-rank term, and keeps the bits of its rows as the others do; it is None where there are no kernels for that term.
+    low-rank term, and keeps the bits of its rows as the others do.
     """
 
     partials: Callable[[HeadConfig, Operands, Tokens], tuple[Any, Any]]
     merge: Callable[[HeadConfig, Any, Any], tuple[LinearLogp, Any, Any]]
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
-    gemm: Gemm | None = None
+    gemm: Gemm
 
     def forward(
         self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather
@@ -178,7 +178,7 @@ class HeadFunctions:
     """The functions of one device, for callers that shard the head and gather by other means than a mesh axis."""
 
     @property
-    def gemm(self) -> Gemm | None:
+    def gemm(self) -> Gemm:
         """What multiplies the matrices of a low-rank term, on one device."""
         return self.on_device.gemm
 

@@ -5,15 +5,25 @@ vocabulary into slices whose gradients of logits fit the memory budget; for each
 their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.triton import linear_logp as kernels
-from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange, HeadShape, KernelOperands, padded
+from pallas_kernels.triton.gemm import gemm
+from pallas_kernels.triton.linear_logp import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    ColumnRange,
+    HeadShape,
+    KernelOperands,
+    LowRankTerm,
+    padded,
+)
+from rlk_jax.core.gemm import GemmLayout
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -24,9 +34,14 @@ from rlk_jax.ops.linear_logp.options import (
     LinearLogpFunctions,
     Needs,
     Operands,
+    head_dim,
     kernel_memory_budget,
     real_columns,
 )
+
+Array = jax.Array
+_RANK_MULTIPLE = 8
+"""Rows of 16-bit numbers in a multiple of it can be read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +81,36 @@ def gradient_chains(
 
 def _head_shape(config: HeadConfig, operands: Operands) -> HeadShape:
     """The static facts of the head, as the kernels take them."""
-    dim, groups = operands.hidden.shape[1], config.groups
+    dim, groups = head_dim(config, operands), config.groups
     return HeadShape(dim, config.vocab_size, config.weight_layout, config.logit_softcap, groups.count, groups.width)
 
 
 def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) -> KernelOperands:
     """The operands as the kernels take them, with active rows of hidden in front."""
-    real = jnp.asarray(real_columns(config, operands), jnp.int32).reshape(1)
-    hidden = fusion_barrier(rows.take(operands.hidden))
-    return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real)
+    dim, real = head_dim(config, operands), jnp.asarray(real_columns(config, operands), jnp.int32).reshape(1)
+    hidden = fusion_barrier(rows.take(operands.hidden[:, :dim]))
+    low_rank = None
+    if operands.low_rank is not None:
+        columns = _whole_rank(rows.take(operands.hidden[:, dim:]), 1)
+        weight = _whole_rank(operands.low_rank, 1 if config.weight_layout == "vd" else 0)
+        low_rank = fusion_barrier(LowRankTerm(columns, weight))
+    return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real, low_rank)
+
+
+def _whole_rank(x: Array, axis: int) -> Array:
+    """A factor of a low-rank term with zeros behind its rank, which lies along `axis`, up to a multiple of 8."""
+    padding = [(0, 0), (0, 0)]
+    padding[axis] = (0, -x.shape[axis] % _RANK_MULTIPLE)
+    return jnp.pad(x, padding)
+
+
+def _terms(head: HeadShape, operands: KernelOperands) -> list[tuple[HeadShape, KernelOperands]]:
+    """The head, and its low-rank term where it has one, as a head whose gradients of logits are the same."""
+    terms = [(head, operands)]
+    if operands.low_rank is not None:
+        hidden, weight = operands.low_rank
+        terms.append((replace(head, dim=hidden.shape[1]), operands._replace(hidden=hidden, weight=weight)))
+    return terms
 
 
 def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, Compacted]:
@@ -99,6 +135,14 @@ def _merge(config: HeadConfig, groups: Partial, rows: Compacted) -> tuple[Linear
     return values_of(config, statistics), statistics, None
 
 
+class _SoFar(NamedTuple):
+    """What slices have given so far: dH and dW of each term, and db; None where none is needed."""
+
+    hidden: list[Array | None]
+    weights: list[Array | None]
+    bias: Array | None
+
+
 def _gradients(
     config: HeadConfig,
     needs: Needs,
@@ -110,63 +154,84 @@ def _gradients(
 ) -> Gradients:
     """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db."""
     operands, tokens, statistics, upstream = fusion_barrier(as_replicated((operands, tokens, statistics, upstream)))
-    n, dim = operands.hidden.shape
-    dtype = operands.hidden.dtype
+    n, dim, dtype = operands.hidden.shape[0], head_dim(config, operands), operands.hidden.dtype
     head = _head_shape(config, operands)
     rows = compact(tokens.active, padded(n, TILE_ROWS))
     of_kernels = _kernel_operands(config, operands, rows)
+    terms = _terms(head, of_kernels)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
     own = jax.tree.map(rows.take, statistics)
     given = jax.tree.map(rows.take, upstream)
     scale = jnp.ones(rows.size, jnp.float32)
-    of_weight, unscale = of_kernels, jnp.ones(1, jnp.float32)
+    of_weights, unscale = terms, jnp.ones(1, jnp.float32)
     if dtype == jnp.float16:
         scale = rows.take(fp16_scale(gradient_bound(tokens.temperature, upstream)), 1)
         # dW sums rows of different scales, so hidden is rescaled to the smallest one; the row that has it stays exact.
         common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
-        of_weight = of_kernels._replace(hidden=(of_kernels.hidden * (common / scale)[:, None]).astype(dtype))
+        factor = (common / scale)[:, None]
+        of_weights = [(shape, x._replace(hidden=(x.hidden * factor).astype(dtype))) for shape, x in terms]
         unscale = (1 / common).reshape(1)
     logp = values_of(config, own).logp
     upstreams = (given.logp, given.lse, given.entropy)
     row_coefficients = kernels.coefficients(temperature, own.log_sum, logp, own.gap, *upstreams, scale)
 
     columns = config.real_vocab_size if operands.real_columns is None else config.vocab_size
-    d_weight = d_bias = None
-    if needs.weight:
-        is_padded = config.real_vocab_size < config.vocab_size
-        d_weight = (jnp.zeros if is_padded else lax.empty)(operands.weight.shape, dtype)
-    if needs.bias:
-        d_bias = jnp.zeros(config.vocab_size, jnp.float32)
+    new_weight = jnp.zeros if config.real_vocab_size < config.vocab_size else lax.empty
+    d_weights = [
+        new_weight(x.weight.shape, dtype) if is_needed else None
+        for (_, x), is_needed in zip(terms, (needs.weight, needs.low_rank), strict=False)
+    ]
+    d_bias = jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None
     sums = []
     for chain in gradient_chains(config, dim, n, needs=needs, dtype=dtype, columns=columns):
 
-        def step(index: Any, so_far: Gradients, chain: GradientChain = chain) -> Gradients:
+        def step(index: Any, so_far: _SoFar, chain: GradientChain = chain) -> _SoFar:
             start = chain.first + jnp.asarray(index, jnp.int32) * chain.width
             where = ColumnRange(*(jnp.asarray(x, jnp.int32).reshape(1) for x in (start, chain.first, chain.end)))
             of_logits = kernels.dlogits(
                 *(head, of_kernels, target_ids, temperature, own.max, own.log_sum, row_coefficients, where),
                 chain.width,
             )
-            d_hidden, d_weight, d_bias, _ = so_far
-            if d_hidden is not None:
-                d_hidden = kernels.add_hidden_gradient(head, of_kernels, of_logits, where, d_hidden)
-            if d_weight is not None:
-                d_weight = kernels.store_weight_gradient(head, of_weight, of_logits, unscale, where, d_weight)
+            d_hidden, d_weights, d_bias = so_far
+            d_hidden = [
+                x if x is None else kernels.add_hidden_gradient(*term, of_logits, where, x)
+                for term, x in zip(terms, d_hidden, strict=True)
+            ]
+            d_weights = [
+                x if x is None else kernels.store_weight_gradient(*term, of_logits, unscale, where, x)
+                for term, x in zip(of_weights, d_weights, strict=True)
+            ]
             if d_bias is not None:
                 there = start + jnp.arange(chain.width, dtype=jnp.int32)
                 there = jnp.where(there < chain.end, there, config.vocab_size)
                 d_bias = d_bias.at[there].set(kernels.column_sums(of_logits, 1 / scale, rows.count), mode="drop")
-            return Gradients(d_hidden, d_weight, d_bias)
+            return _SoFar(d_hidden, d_weights, d_bias)
 
         new = jnp.zeros if chain.slices == 0 else lax.empty
-        start = Gradients(new((rows.size, dim), jnp.float32) if needs.hidden else None, d_weight, d_bias)
-        d_hidden, d_weight, d_bias, _ = lax.fori_loop(0, chain.slices, step, start)
-        if d_hidden is not None:
-            sums.append(rows.spread(d_hidden * (1 / scale)[:, None]))
-    d_hidden = None
+        d_hidden = [new(x.hidden.shape, jnp.float32) if needs.hidden else None for _, x in terms]
+        start = _SoFar(d_hidden, d_weights, d_bias)
+        d_hidden, d_weights, d_bias = lax.fori_loop(0, chain.slices, step, start)
+        if needs.hidden:
+            spread = [rows.spread(x * (1 / scale)[:, None]) for x in d_hidden if x is not None]
+            sums.append(jnp.concatenate(spread, axis=1)[:, : operands.hidden.shape[1]])
+    of_hidden = None
     if needs.hidden:
-        d_hidden = jnp.stack(sums) if config.is_shard else sums[0]
-    return fusion_barrier(Gradients(d_hidden, d_weight, d_bias).like(config, operands))
+        of_hidden = jnp.stack(sums) if config.is_shard else sums[0]
+    d_weight, d_low_rank = d_weights if config.rank else (*d_weights, None)
+    if d_low_rank is not None:
+        d_low_rank = d_low_rank[:, : config.rank] if config.weight_layout == "vd" else d_low_rank[: config.rank]
+    return fusion_barrier(Gradients(of_hidden, d_weight, d_bias, d_low_rank).like(config, operands))
 
 
-TRITON = LinearLogpFunctions(_partials, _merge, _gradients)
+def _triton_gemm(layout: GemmLayout, a: Array, b: Array, start: Array | None) -> Array:
+    """The product of a low-rank term's matrices."""
+    product = gemm(
+        *fusion_barrier(as_replicated((a, b, start))),
+        a_transposed=layout.a_transposed,
+        b_transposed=layout.b_transposed,
+        out_dtype=layout.out_dtype,
+    )
+    return fusion_barrier(product)
+
+
+TRITON = LinearLogpFunctions(_partials, _merge, _gradients, _triton_gemm)

@@ -241,12 +241,6 @@ def test_messages(term, message):
         linear_logp(H, W, IDS, low_rank=term)
 
 
-def test_explain_says_what_keeps_an_implementation_from_running_it():
-    with pytest.raises(ValueError, match="has no kernels for a low-rank term"):
-        linear_logp(H, W, IDS, low_rank=(A, B), implementation="triton")
-    assert "low-rank" in str(rlk_jax.explain("linear_logp", H, W, IDS, low_rank=(A, B)))
-
-
 def test_no_tokens():
     found = jax.grad(lambda a: linear_logp(H[:0], W, IDS[:0], low_rank=(a, B, 1.0)).sum())(A)
     assert not np.asarray(found).any()

@@ -60,21 +60,26 @@ class Program(NamedTuple):
 
 
 def head_program(
-    target: int, layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int = 512
+    target: int, layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int = 512, rank: int = 0
 ) -> Program:
-    """linear_logp's forward and backward."""
+    """linear_logp's forward and backward, with a low-rank term where the rank is not 0."""
 
-    def loss(hidden: Any, weight: Any, bias: Any, ids: Any) -> Any:
-        values = linear_logp_op(hidden, weight, ids, bias, weight_layout=layout, implementation="triton", **options)
+    def loss(head: dict[str, Any], ids: Any) -> Any:
+        values = linear_logp_op(**head, target_ids=ids, weight_layout=layout, implementation="triton", **options)
         return sum(x.sum() for x in jax.tree.leaves(values))
 
-    weight = shape((vocab, dim) if layout == "vd" else (dim, vocab), dtype)
-    arguments = (shape((300, dim), dtype), weight, shape((vocab,), dtype) if bias else None, shape((300,), jnp.int32))
-    wanted = (0, 1, 2) if bias else (0, 1)
+    def stored(*sizes: int) -> Any:
+        return shape(sizes if layout == "vd" else sizes[::-1], dtype)
+
+    head = {"hidden": shape((300, dim), dtype), "lm_head_weight": stored(vocab, dim)}
+    head |= {"bias": shape((vocab,), dtype)} if bias else {}
+    head |= {"low_rank": (stored(rank, dim), stored(vocab, rank))} if rank else {}
     shown = {"target": target, "program": "linear_logp", "layout": layout, "dtype": jnp.dtype(dtype).name}
     changed = {"logit_softcap": None, "return_entropy": False, "ignore_index": None} | options
     return Program(
-        shown | {"dim": dim, "vocab": vocab, "bias": bias, **changed}, jax.value_and_grad(loss, wanted), arguments
+        shown | {"dim": dim, "vocab": vocab, "rank": rank, "bias": bias, **changed},
+        jax.value_and_grad(loss),
+        (head, shape((300,), jnp.int32)),
     )
 
 
@@ -103,6 +108,9 @@ def programs() -> Iterator[Program]:
         yield program(jnp.float16, softcap | entropy, True, 151936)
         yield program(jnp.bfloat16, {}, False, 50257, dim=72)
         yield program(jnp.bfloat16, {"ignore_index": -1, "global_vocab_size": 130000}, True, 131072)
+        yield program(jnp.bfloat16, softcap | entropy, True, 151936, rank=16)
+        yield program(jnp.float16, {}, False, 50257, dim=72, rank=5)
+        yield program(jnp.bfloat16, {}, False, 151936, rank=300)
     for dtype, row_length, cap, gap, target in itertools.product(
         (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both, TARGETS
     ):

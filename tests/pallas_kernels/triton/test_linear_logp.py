@@ -1,6 +1,7 @@
 """linear_logp's Triton kernels in Triton's interpreter, against float64 NumPy. Bits are tested on GPUs (tests/gpu)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_kernels.triton import gemm as gemm_module
 from pallas_kernels.triton import linear_logp as kernels
-from rlk_jax import dispatch, linear_logp
+from rlk_jax import dispatch, linear_logp, vocab_parallel
 from tests.pallas_kernels.triton import interpreted
-from tests.support import helpers, shards
+from tests.support import helpers, low_rank, shards
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
 PADDED = Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257})
@@ -37,7 +39,8 @@ def on_this_cpu():
     runs = [dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "triton" else x for x in before]
     dispatch.TABLE["linear_logp"] = tuple(runs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "launch", interpreted.launch)
+        for module in (kernels, gemm_module):
+            patch.setattr(module, "launch", interpreted.launch)
         patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
         yield
     dispatch.TABLE["linear_logp"] = before
@@ -160,3 +163,54 @@ def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
 )
 def test_shards_of_a_padded_head(columns, layout):
     shards.check_two("triton", columns, layout, jnp.float16, "linear_logp", has_bits=False)
+
+
+LOW_RANK = (
+    low_rank.Case(40, 72, 301, 5, {"memory_budget": 1}),
+    low_rank.Case(40, 64, 520, 72, {"weight_layout": "dv", "global_vocab_size": 499}, own_inputs=True),
+)
+
+
+@pytest.mark.parametrize("case", LOW_RANK, ids=str)
+def test_a_low_rank_term_against_float64(case):
+    """Padding of the head and of B holds NaN."""
+    x = low_rank.make(case, jnp.float16)
+    padding = slice(case.options.get("global_vocab_size", case.vocab), None)
+    bad = x._replace(weight=x.weight.at[padding].set(jnp.nan), b=x.b.at[padding].set(jnp.nan))
+    low_rank.assert_is_definition(case, x, low_rank.outputs(case, bad, "triton"))
+
+
+def test_a_low_rank_term_of_a_head_on_two_devices():
+    case = low_rank.Case(24, 40, 512, 5)
+    x = low_rank.make(case, jnp.float16)
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    op = functools.partial(vocab_parallel.linear_logp, mesh=mesh, vocab_axis="tp", reduction="canonical")
+    low_rank.assert_is_definition(case, x, low_rank.outputs(case, x, "triton", op))
+
+
+def test_a_low_rank_term_with_b_of_zeros_gives_the_bits_of_no_term():
+    case = low_rank.Case(10, 64, 130, 8)
+    x = low_rank.make(case, jnp.float16)
+    logp, gradients = low_rank.outputs(case, x._replace(b=jnp.zeros_like(x.b)), "triton")
+
+    def loss(hidden, weight, bias):
+        found = linear_logp(hidden, weight, x.target_ids, bias, implementation="triton")
+        return jnp.vdot(found, x.upstream), found
+
+    (_, expected), of_operands = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x.hidden, x.weight, x.bias)
+    assert_same_bits(logp, expected)
+    assert_same_bits([gradients[name] for name in ("hidden", "weight", "bias")], list(of_operands))
+    assert not np.asarray(gradients["a"]).any() and np.asarray(gradients["b"]).any()
+
+
+@pytest.mark.parametrize("a_transposed", [False, True])
+@pytest.mark.parametrize("b_transposed", [False, True])
+@pytest.mark.parametrize(("m", "k", "n", "has_start"), [(1, 1, 1, True), (70, 150, 130, False), (65, 64, 5, True)])
+def test_products_of_any_layout(a_transposed, b_transposed, m, k, n, has_start):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=shape), jnp.float16) for shape in ((m, k), (k, n)))
+    start = jnp.asarray(rng.normal(size=(m, n)), jnp.float32) if has_start else None
+    given = (a.T if a_transposed else a, b.T if b_transposed else b, start)
+    found = gemm_module.gemm(*given, a_transposed=a_transposed, b_transposed=b_transposed, out_dtype=jnp.float32)
+    expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_allclose(found, expected + (0 if start is None else start), rtol=1e-5, atol=1e-4)
