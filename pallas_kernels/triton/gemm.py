@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
+ALIGNED = 8
+"""Rows of 16-bit numbers in a multiple of it can be read 16 bytes at a time."""
 _GEMM_ROWS, _GEMM_COLUMNS = 64, 64
 _GEMM_TILE = {"rows": _GEMM_ROWS, "columns": _GEMM_COLUMNS, "depth": 64, "band": 16}
-
-_ALIGNED = 8
-"""Rows of 16-bit numbers in a multiple of it can be read 16 bytes at a time."""
 
 
 def _with_zeros(x: Array, rows: int, columns: int, *, transposed: bool = False) -> Array:
@@ -35,9 +34,9 @@ def gemm(a: Array, b: Array, start: Array | None, *, a_transposed: bool, b_trans
     m, k = a.shape[::-1] if a_transposed else a.shape
     n = b.shape[0 if b_transposed else 1]
     # Where a is transposed and b is not, K is along no row.
-    more_m = -m % _ALIGNED if a_transposed else 0
-    more_n = 0 if b_transposed else -n % _ALIGNED
-    more_k = 0 if a_transposed and not b_transposed else -k % _ALIGNED
+    more_m = -m % ALIGNED if a_transposed else 0
+    more_n = 0 if b_transposed else -n % ALIGNED
+    more_k = 0 if a_transposed and not b_transposed else -k % ALIGNED
     a = _with_zeros(a, more_m, more_k, transposed=a_transposed)
     b = _with_zeros(b, more_k, more_n, transposed=b_transposed)
     given = a if start is None else _with_zeros(start, more_m, more_n)

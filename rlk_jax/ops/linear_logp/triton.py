@@ -3,6 +3,7 @@
 The forward is one pass over the head that keeps a partial softmax per row and chunk of columns. The backward cuts the
 vocabulary into slices whose gradients of logits fit the memory budget; for each slice it recomputes the logits, writes
 their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
+Logits' products go on over the columns of a low-rank term, whose gradients the kernels of dH and dW make once more.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.triton import linear_logp as kernels
-from pallas_kernels.triton.gemm import gemm
+from pallas_kernels.triton.gemm import ALIGNED, gemm
 from pallas_kernels.triton.linear_logp import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -40,8 +41,6 @@ from rlk_jax.ops.linear_logp.options import (
 )
 
 Array = jax.Array
-_RANK_MULTIPLE = 8
-"""Rows of 16-bit numbers in a multiple of it can be read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) ->
 def _whole_rank(x: Array, axis: int) -> Array:
     """A factor of a low-rank term with zeros behind its rank, which lies along `axis`, up to a multiple of 8."""
     padding = [(0, 0), (0, 0)]
-    padding[axis] = (0, -x.shape[axis] % _RANK_MULTIPLE)
+    padding[axis] = (0, -x.shape[axis] % ALIGNED)
     return jnp.pad(x, padding)
 
 
