@@ -62,7 +62,9 @@ def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
     record = json.loads(out.read_text())
     status = {(r["implementation"], r["what"]): r["status"] for r in record["rows"]}
     passes = {"forward", "forward+backward", "frozen head"}
-    passes |= {"masked loss"} if density == "0.5" else {"forward, entropy", "forward, bias", "forward, softcap"}
+    ranked = {f"{what}, rank {rank}" for what in ("forward", "frozen head") for rank in linear_logp.LOW_RANKS}
+    whole = {"forward, entropy", "forward, bias", "forward, softcap"} | ranked
+    passes |= {"masked loss"} if density == "0.5" else whole
     assert {what for n, what in status if n == own} == passes
     assert all(status[own, what] == "pass" for what in passes)
     assert status["GEMM", "G"] == status["naive", "forward"] == "pass"

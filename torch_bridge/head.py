@@ -78,12 +78,20 @@ def _remember_adapter(module: nn.Module, name: str, part: nn.Module | None) -> N
     for head in (x for x in part.modules() if isinstance(x, FusedLMHead)):
         if name == "base_layer":
             vars(head)["_adapter"] = module  # torch would make it a part of the head
+            if not _is_lora(module):
+                module.register_forward_pre_hook(_refuse_target_ids, with_kwargs=True)
         elif before is head._adapter:
             vars(head)["_adapter"] = None
     if name == "base_layer" and isinstance(part, FusedLMHead) and _is_lora(module):
         from torch_bridge.clients.peft import LoraHead
 
         module.__class__ = LoraHead
+
+
+def _refuse_target_ids(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise where an adapter is given target ids: some compute logits themselves, and would drop the ids."""
+    if len(arguments) > 1 or "target_ids" in options:
+        _check_adapter(module)
 
 
 def _is_lora(module: nn.Module) -> bool:

@@ -18,22 +18,29 @@ class LoraHead(Linear):
     own logits. A layer becomes a LoraHead when peft wraps a FusedLMHead in it.
     """
 
-    def forward(self, x: Tensor, target_ids: Tensor | None = None, **options: Any) -> Tensor | LinearLogp:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, target_ids: Tensor | None = None, **options: Any
+    ) -> Tensor | LinearLogp:
         """`linear_logp` with the head's weight and bias and the active adapter; dropout acts on what A is applied to.
 
         Raises ValueError, beside target ids, for several active adapters and for those that are more than a low-rank
-        term: variants of LoRA such as DoRA, and a bias of B.
+        term: variants of LoRA such as DoRA, a bias of B, and the adapter_names of a mixed batch.
         """
         active = [name for name in self.active_adapters if name in self.lora_A]
         log_probs = getattr(self.base_layer, "log_probs", None)
         if target_ids is None or log_probs is None or self.merged or self.disable_adapters or not active:
-            return super().forward(x, *([] if target_ids is None else [target_ids]), **options)
+            return super().forward(hidden, *([] if target_ids is None else [target_ids]), **options)
+        if "adapter_names" in options:
+            raise ValueError("FusedLMHead has no log-probs of a batch whose rows have different adapters.")
         self._check_active(active)
         (name,) = active
-        a, b, dropped = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name](x)
-        return log_probs(
-            x, target_ids, low_rank=(a, b, self.scaling[name], None if dropped is x else dropped), **options
-        )
+        a, b, dropped = self.lora_A[name].weight, self.lora_B[name].weight, self.lora_dropout[name](hidden)
+        term = (a, b, self.scaling[name], None if dropped is hidden else dropped)
+        return log_probs(hidden, target_ids, low_rank=term, **options)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits `[*lead, V]` of the adapted head, as `FusedLMHead.logits` gives them of its own."""
+        return super().forward(hidden)
 
     def _check_active(self, active: list[str]) -> None:
         """There is one active adapter, and it is a low-rank term and nothing else."""

@@ -46,6 +46,7 @@ def head_inputs(
         f"low_rank must be (A, B, scale) or a rlk_jax.LowRank, got {type_name(low_rank)}.",
     )
     a, b, scale, own_inputs = LowRank(*low_rank)
+    require(a is not None and b is not None, "low_rank needs both A and B, got None.")
     return inputs._replace(low_rank_a=a, low_rank_b=b, low_rank_scale=scale, low_rank_inputs=own_inputs)
 
 
@@ -111,11 +112,12 @@ def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
 
 def _checked_low_rank(inputs: HeadInputs) -> dict[str, Any]:
     """The fields of a low-rank term as arrays. Its scale is a finite number, or a scalar array."""
-    if inputs.low_rank_a is None and inputs.low_rank_b is None:
+    if inputs.low_rank_a is None:
         return {}
     scale = inputs.low_rank_scale
     if is_number(scale):
-        require(math.isfinite(scale), f"low_rank's scale must be finite, got {scale}.")
+        limit = float(np.finfo(np.float32).max)
+        require(abs(scale) <= limit, f"low_rank's scale must be finite as float32, got {scale}.")
         scale = np.float32(scale)
     own = inputs.low_rank_inputs
     return {

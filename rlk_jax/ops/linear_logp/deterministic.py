@@ -164,7 +164,7 @@ def _gradients(
 ) -> Gradients:
     """dH is summed over the vocabulary by the softmax's tree; dW and db are one chain over ascending active tokens.
 
-    Gradients of logits stay float32. The loops have dW and dB side by side.
+    Gradients of logits stay float32. The loops have those of dW and dB that are needed side by side.
     """
     dim, n, groups = head_dim(config, operands), tokens.active.shape[0], config.groups.count
     real = real_columns(config, operands)
@@ -179,7 +179,8 @@ def _gradients(
             d_hidden += fma_chain(gradient.T, chunk.weight, jnp.zeros_like(hidden))
         if d_weight is not None:
             old = lax.dynamic_slice_in_dim(d_weight, chunk.start, BLOCK_COLUMNS)
-            d_weight = lax.dynamic_update_slice_in_dim(d_weight, fma_chain(gradient, hidden, old), chunk.start, 0)
+            new = fma_chain(gradient, hidden[:, wanted], old)
+            d_weight = lax.dynamic_update_slice_in_dim(d_weight, new, chunk.start, 0)
         if d_bias is not None:
             old = lax.dynamic_slice_in_dim(d_bias, chunk.start, BLOCK_COLUMNS)
             new = fma_chain(gradient, jnp.ones((BLOCK_ROWS, 1), jnp.float32), old)
@@ -207,23 +208,27 @@ def _gradients(
 
     # A chunk writes 256 rows, of which those outside its group are zero: the last chunk needs room for them.
     padded_vocab = max(groups * config.groups.width + BLOCK_COLUMNS, config.vocab_size)
-    padded_dim = sum(x + -x % DEPTH_MULTIPLE for x in (dim, config.rank))
+    padded_dim, padded_rank = (x + -x % DEPTH_MULTIPLE for x in (dim, config.rank))
+    # The columns of hidden whose products are needed: D for dW, and those of a low-rank term for dB.
+    wanted = slice(0 if needs.weight else padded_dim, padded_dim + (padded_rank if needs.low_rank else 0))
     parts = config.hidden_gradient_parts
     start = Gradients(
         jnp.zeros((n, parts, dim + config.rank), jnp.float32 if config.is_shard else operands.hidden.dtype)
         if needs.hidden
         else None,
-        jnp.zeros((padded_vocab, padded_dim), jnp.float32) if needs.weight or needs.low_rank else None,
+        jnp.zeros((padded_vocab, wanted.stop - wanted.start), jnp.float32) if needs.weight or needs.low_rank else None,
         jnp.zeros((padded_vocab, 1), jnp.float32) if needs.bias else None,
     )
     d_hidden, d_weight, d_bias, d_low_rank = fold_blocks(tokens.active, BLOCK_ROWS, step, start)
     if d_hidden is not None:
         d_hidden = jnp.swapaxes(d_hidden, 0, 1) if config.is_shard else d_hidden[:, 0]
     if d_weight is not None:
-        both = _without_padding(config, dim, d_weight[: config.vocab_size])
-        both = both if config.weight_layout == "vd" else both.T
-        d_weight, d_low_rank = jnp.split(both, [dim], axis=1 if config.weight_layout == "vd" else 0)
-        d_weight, d_low_rank = d_weight if needs.weight else None, d_low_rank if needs.low_rank else None
+        sums = d_weight[: config.vocab_size]
+        first = padded_dim - wanted.start
+        d_weight = sums[:, :dim] if needs.weight else None
+        d_low_rank = sums[:, first : first + config.rank] if needs.low_rank else None
+        if config.weight_layout == "dv":
+            d_weight, d_low_rank = (None if x is None else x.T for x in (d_weight, d_low_rank))
     d_bias = None if d_bias is None else d_bias[: config.vocab_size, 0]
     return Gradients(d_hidden, d_weight, d_bias, d_low_rank).like(config, operands)
 

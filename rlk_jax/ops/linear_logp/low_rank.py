@@ -133,7 +133,8 @@ def _cotangents(
         d_hidden, d_x, d_a = of_hidden if needs_hidden else None, None, None
         if needs_x or (needs_hidden and not is_own):
             product = how.gemm(GemmLayout(False, how.layout == "dv", jnp.float32), g, factor.a, None)
-            of_x = jnp.where(has_gradient[:, None], product * factor.scale, 0)
+            # The barrier keeps the product from being fused into the sum. Adding −0 changes no bit, as adding 0 would.
+            of_x = transforms.fusion_barrier(jnp.where(has_gradient[:, None], product * factor.scale, -0.0))
             if is_own:
                 d_x = of_x.astype(dtype)
             else:

@@ -96,6 +96,38 @@ def test_rows_without_an_upstream_gradient_may_hold_nan():
     assert_same_bits(low_rank.outputs(case, bad, PROMISING)[1], low_rank.outputs(case, good, PROMISING)[1])
 
 
+def test_gradients_have_the_same_bits_outside_jit_and_with_negative_zeros():
+    """A scale that is no power of two shows whether XLA fuses a product into a sum; tiny gradients round to −0."""
+    x = problem(0, jnp.float32)
+
+    def gradient(low_rank: Any, hidden: Any, scale: float = 1.0) -> Any:
+        call = functools.partial(linear_logp, implementation=PROMISING)
+        return jax.grad(lambda h: (call(h, x.weight, x.target_ids, low_rank=low_rank) * x.upstream * scale).sum())(
+            hidden
+        )
+
+    term = (x.a, x.b, 0.7)
+    assert_same_bits(gradient(term, x.hidden), jax.jit(gradient, static_argnums=2)(term, x.hidden))
+    x = problem(0, jnp.float16)
+    without = jax.jit(lambda: gradient(None, x.hidden, 1e-7))()
+    assert np.signbit(np.asarray(without)[np.asarray(without) == 0]).any()
+    assert_same_bits(jax.jit(lambda: gradient((x.a, 0 * x.b, 0.7), x.hidden, 1e-7))(), without)
+
+
+def test_a_frozen_head_has_no_gradient_in_memory():
+    """Beside a frozen W the sums over tokens are [V, r], not [V, D]."""
+    shapes = (4, 1024), (4096, 4), (64, 1024), (4096, 1024)
+
+    def loss(a: Any, b: Any, h: Any, w: Any) -> Any:
+        return linear_logp(h, w, jnp.zeros(64, int), low_rank=(a, b, 0.5), implementation=PROMISING).sum()
+
+    def temporaries(wanted: tuple[int, ...]) -> int:
+        arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
+        return jax.jit(jax.grad(loss, wanted)).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries((0, 1)) < 4096 * 1024 * 4 <= temporaries((0, 1, 3))
+
+
 def test_frozen_operands_and_float32_factors():
     """Masters of A and B in float32 are rounded to hidden's dtype, and their gradients come back in float32."""
     x = problem(0, jnp.bfloat16)
@@ -229,10 +261,12 @@ H, W, IDS, A, B = jnp.ones((3, 8)), jnp.ones((16, 8)), jnp.zeros(3, jnp.int32), 
         ((A[:0], B[:, :0], 1.0), "with r >= 1"),
         ((A[0], B, 1.0), "A and B must be"),
         (("A", B, 1.0), "low_rank's A must be a JAX or NumPy array, got builtins.str"),
-        ((A, None, 1.0), "low_rank's B must be a JAX or NumPy array, got builtins.NoneType"),
+        ((A, None, 1.0), "low_rank needs both A and B, got None"),
+        ((None, None, 1.0), "low_rank needs both A and B, got None"),
+        ((A, B, 1e39), "low_rank's scale must be finite as float32, got 1e[+]39"),
         ((A.astype(jnp.int32), B, 1.0), "low_rank_a must be bfloat16, float16 or float32, got int32"),
         ((A, B, jnp.ones(2)), r"low_rank's scale must be a number or a scalar, got shape \(2,\)"),
-        ((A, B, float("nan")), "low_rank's scale must be finite, got nan"),
+        ((A, B, float("nan")), "low_rank's scale must be finite as float32, got nan"),
         ((A, B, 1.0, H[:2]), r"low_rank's inputs must have hidden's shape \(3, 8\), got \(2, 8\)"),
     ],
 )
