@@ -1,7 +1,8 @@
 """What torch's FlopCounterMode counts for the ops: their matrix products, as it counts torch's own.
 
 A forward is one product of 2·M·N·K operations, and the gradient of each of its two factors is one more. What a backward
-computes anew is not counted, so that the counts are those of the same model without this package.
+computes anew is not counted, so that the counts are those of the same model without this package. The small products of
+a low-rank term are not counted either.
 """
 
 import math

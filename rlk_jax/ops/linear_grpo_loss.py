@@ -72,7 +72,8 @@ def linear_grpo_loss(
       ValueError: for everything that `linear_logp` and `policy_loss` refuse, a mask of another shape than target_ids,
         `ignore_index`, one of ref_hidden and ref_weight without the other, both beside ref_logps or a bias.
 
-    Gradients flow to hidden, lm_head_weight and bias: those of `linear_logp` followed by `policy_loss`, to the bit.
+    Gradients flow to hidden, lm_head_weight, bias and a low-rank term: those of `linear_logp` followed by
+    `policy_loss`, to the bit.
     Within `memory_budget` the forward keeps exponentials, so that the backward repeats fewer products
     (docs/linear_logp.md).
 

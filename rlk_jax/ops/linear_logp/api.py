@@ -79,8 +79,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
       low_rank: a low-rank adapter of the head (LoRA), `(A, B, scale)` or `rlk_jax.LowRank`, or None. A is `[r, D]` and
         B `[V, r]`, or `[D, r]` and `[r, V]` with `weight_layout="dv"`. Neither B·A nor a sum with W is made:
         scale·hidden·Aᵀ is rounded once to hidden's dtype, and its products with B go on with the sums of hidden·Wᵀ. A
-        and B are rounded to the dtypes of hidden and the weight. With `axis_name`, B is this rank's shard, and A is the
-        same on every rank.
+        and B are rounded to the dtypes of hidden and the weight; the scale is not differentiated. With `axis_name`, B
+        is this rank's shard, and A is the same on every rank.
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
@@ -117,7 +117,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
       ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
       TypeError: JAX's own, for forward-mode differentiation.
 
-    Gradients flow to hidden, lm_head_weight, bias, A and B, in their dtypes. An operand that needs none costs no work.
+    Gradients flow to hidden, lm_head_weight, bias, A, B and a LowRank's inputs, in their dtypes. An operand that needs
+    none costs no work.
     A row whose upstream gradients are all 0 costs none either: it contributes exactly 0, even if it holds NaN.
 
     Same bits: the implementations that promise bits (docs/linear_logp.md lists them and has the whole contract) give a

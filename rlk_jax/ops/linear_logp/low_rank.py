@@ -58,7 +58,7 @@ class _Cotangents(NamedTuple):
 def with_low_rank_columns(how: LowRankProducts, inputs: HeadInputs, hidden: Array) -> Array:
     """hidden `[N, D]` followed by scale·x·Aᵀ, where x is hidden itself or the low-rank term's own inputs.
 
-    Gradients flow to hidden, x and A. hidden's gradient is rounded once more where it is also that of x.
+    Gradients flow to hidden, x and A. Where x is hidden itself, its gradient is the sum of both, rounded again.
     """
     a = jnp.asarray(inputs.low_rank_a).astype(hidden.dtype)
     scale = lax.stop_gradient(jnp.asarray(inputs.low_rank_scale, jnp.float32)).reshape(1)
