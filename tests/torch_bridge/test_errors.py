@@ -181,7 +181,7 @@ LOW_RANK = torch.ones(3, 16), torch.ones(70, 3)
     [
         ([*LOW_RANK, 1.0], r"low_rank must be \(A, B, scale\) or \(A, B, scale, inputs\), got list"),
         ((*LOW_RANK, torch.ones(())), "low_rank's scale must be a number, got Tensor"),
-        ((*LOW_RANK, float("inf")), "low_rank's scale must be finite, got inf"),
+        ((*LOW_RANK, float("inf")), "low_rank's scale must be finite as float32, got inf"),
         ((*LOW_RANK[::-1], 1.0), r"low_rank's A and B must be \[r, D\] and \[V, r\]"),
         ((LOW_RANK[0], None, 1.0), "low_rank_b must be a torch.Tensor, got builtins.NoneType"),
         ((LOW_RANK[0].double(), LOW_RANK[1], 1.0), "low_rank_a must be bfloat16, float16 or float32, got float64"),
