@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rlk_jax.core.checks import FLOAT_DTYPES, as_array, is_integer, require
-from rlk_jax.core.fixed_order import rounded_product, sum_rows_by_id
+from rlk_jax.core.fixed_order import rounded_product, sum_rows_by_id, zeros_behind
 from rlk_jax.core.tokens import as_int32
 from rlk_jax.core.transforms import equally_varying, isolated, varying_like
 from rlk_jax.ops import promising
@@ -51,11 +51,9 @@ def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
     ValueError for an x that is no array of floats, or a scalar.
     """
     _check_floats_of_a_row("ordered_sum", x)
-    length = x.shape[-1]
     if 0 in x.shape:
         return jnp.zeros(x.shape[:-1], jnp.float32)
-    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * (x.ndim - 1) + [(0, -length % BLOCK)])
-    blocks = padded.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = zeros_behind(x.astype(jnp.float32), -1, BLOCK).reshape(*x.shape[:-1], -1, BLOCK)
     while blocks.shape[-1] > 1:
         half = blocks.shape[-1] // 2
         blocks = blocks[..., :half] + blocks[..., half:]

@@ -19,13 +19,13 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
-    LowRankTerm,
     Partials,
     Softmax,
     VocabSlice,
 )
-from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, padded, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+from pallas_kernels.products import LowRankTerm, padded
 
 Array = jax.Array
 Ref = Any

@@ -18,15 +18,6 @@ class LogitsConfig:
     softcap: float | None
 
 
-class LowRankTerm(NamedTuple):
-    """What a low-rank term adds to a product with the head: further columns of hidden `[rows, r]`, and what multiplies
-    them, `[V, r]` or `[r, V]`, stored and cut as the weight is. r is a multiple of 64.
-    """
-
-    hidden: Any
-    weight: Any
-
-
 class VocabSlice(NamedTuple):
     """Which rows and which chunks of the vocabulary one call works on, as int32 `[1]` each.
 

@@ -5,6 +5,8 @@ No choice made here changes a bit: the K loop is never split, and tiles of linea
 
 from dataclasses import dataclass
 
+from pallas_kernels.products import padded
+
 COLUMNS = 256
 """Columns of a softmax chunk and of every tile of linear_logp: a chunk is reduced in the order of its registers."""
 DEPTH = 64
@@ -113,8 +115,3 @@ def _deep(rows: int, columns: int, cluster: int, strip: int = _STRIP) -> Tile:
     room = SHARED_MEMORY - _BARRIERS - rows // 64 * 2 * strip
     stages = min(_MOST_STAGES, room // (2 * DEPTH * (rows + columns)))
     return Tile(rows, columns, 1 << (stages.bit_length() - 1), cluster)
-
-
-def padded(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below n."""
-    return -(-n // multiple) * multiple

@@ -24,7 +24,6 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
-    LowRankTerm,
     VocabSlice,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
@@ -54,6 +53,7 @@ from pallas_kernels.mosaic.statistics import (
     softcapped_logits,
     target_place,
 )
+from pallas_kernels.products import LowRankTerm
 
 Array = jax.Array
 Ref = Any

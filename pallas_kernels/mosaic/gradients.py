@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import HiddenGradient, VocabSlice
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, gemm_tile, padded
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, gemm_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
@@ -24,6 +24,7 @@ from pallas_kernels.mosaic.main_loop import (
     store_through,
 )
 from pallas_kernels.mosaic.statistics import chunk_width, row_clusters
+from pallas_kernels.products import padded
 
 Array = jax.Array
 Ref = Any

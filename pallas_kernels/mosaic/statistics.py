@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LogitsConfig, LowRankTerm, Partials, VocabSlice
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, padded, statistics_tile
+from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.main_loop import (
@@ -35,6 +35,7 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     store_through,
 )
+from pallas_kernels.products import LowRankTerm, padded
 
 Array = jax.Array
 Ref = Any

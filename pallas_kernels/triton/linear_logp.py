@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.products import LowRankTerm
 from pallas_kernels.triton.call import launch
 
 Array = jax.Array
@@ -45,15 +46,6 @@ class HeadShape:
 
 
 _TILE = {"rows": TILE_ROWS, "columns": TILE_COLUMNS, "depth": TILE_DEPTH, "band": _BAND}
-
-
-class LowRankTerm(NamedTuple):
-    """What a low-rank term adds to a product with the head: further columns of hidden `[rows, r]`, and what multiplies
-    them, `[V, r]` or `[r, V]`, stored as the weight is. r is a multiple of 8.
-    """
-
-    hidden: Array
-    weight: Array
 
 
 class KernelOperands(NamedTuple):
@@ -112,11 +104,6 @@ class ColumnRange(NamedTuple):
     start: Array
     chain_start: Array
     chain_end: Array
-
-
-def padded(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below n."""
-    return -(-n // multiple) * multiple
 
 
 def _tiles(rows: int, columns: int) -> int:

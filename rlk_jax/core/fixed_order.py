@@ -103,11 +103,18 @@ def rounded_product(a: Array, b: Array) -> Array:
     return jnp.where((a < 0) != (b < 0), -magnitude, magnitude)
 
 
+def zeros_behind(x: Array, axis: int, multiple: int) -> Array:
+    """x with zeros behind it along one axis, up to a multiple of so many. They change no bit of a chain over them."""
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, padding)
+
+
 def blockwise_exp(x: Array) -> Array:
     """exp with the same bits in arrays of every shape: XLA's vector code may differ from its code for the rest
     of an array.
     """
-    blocks = jnp.pad(x.reshape(-1), (0, -x.size % 128)).reshape(-1, 128)
+    blocks = zeros_behind(x.reshape(-1), 0, 128).reshape(-1, 128)
     found = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(blocks)))
     return found.reshape(-1)[: x.size].reshape(x.shape)
 

@@ -59,6 +59,12 @@ def partitioned_by_xla(
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
+def named_dimensions(array: str, ndim: int, *, is_rows: bool = False) -> str:
+    """Names for a sharding rule of the dimensions of an array, which no other has but `i`, the tokens: rows' first."""
+    names = [f"{array}d{axis}" for axis in range(ndim)]
+    return " ".join(["i", *names[1:]] if is_rows else names)
+
+
 def without_effects(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with the references inside it hidden: XLA's partitioning callback takes no program with effects."""
     call = custom_partitioning(function)

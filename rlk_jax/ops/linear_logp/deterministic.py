@@ -20,6 +20,7 @@ from rlk_jax.core.fixed_order import (
     DEPTH_MULTIPLE,
     ascending_sum,
     fma_chain,
+    zeros_behind,
 )
 from rlk_jax.core.gemm import fixed_order_gemm
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
@@ -65,8 +66,7 @@ def _padded_columns(*parts: Array) -> Array:
     """float32 arrays `[·, K]` side by side, each with zeros up to a multiple of 64 columns, which change no bits of a
     chain over them.
     """
-    padded = [jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -x.shape[1] % DEPTH_MULTIPLE))) for x in parts]
-    return jnp.concatenate(padded, axis=1)
+    return jnp.concatenate([zeros_behind(x.astype(jnp.float32), 1, DEPTH_MULTIPLE) for x in parts], axis=1)
 
 
 def _padded_hidden(config: HeadConfig, operands: Operands, block: Block) -> Array:

@@ -11,13 +11,13 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
-    LowRankTerm,
     Partials,
     Softmax,
     VocabSlice,
 )
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
+from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.gemm import GemmKernel
 
 Array = jax.Array

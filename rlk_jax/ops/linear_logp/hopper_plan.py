@@ -9,8 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, padded, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
+from pallas_kernels.products import padded
 from rlk_jax.ops.linear_logp.options import HeadConfig, Needs, kernel_memory_budget
 
 

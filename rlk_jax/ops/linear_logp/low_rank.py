@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlk_jax.core import transforms
 from rlk_jax.core.gemm import Gemm, GemmLayout
 from rlk_jax.core.mesh import axis_names, evenly_spread
-from rlk_jax.core.partitioning import partitioned_by_xla, without_effects
+from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
 from rlk_jax.core.rows import compact
 from rlk_jax.ops.linear_logp.options import HeadInputs, WeightLayout
 
@@ -194,10 +194,6 @@ def _are_rows(tree: Any) -> Any:
 
 
 def _sharding_labels(tree: Any, prefix: str) -> str:
-    """Names of the dimensions of all arrays, for Shardy; arguments and results share `i`, the tokens."""
-
-    def label(number: int, x: Any, is_row: bool) -> str:
-        return " ".join("i" if is_row and axis == 0 else f"{prefix}{number}d{axis}" for axis in range(x.ndim))
-
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(_are_rows(tree)), strict=True)
-    return ", ".join(label(number, *pair) for number, pair in enumerate(pairs))
+    """Names of the dimensions of all arrays, for Shardy; arguments and results share the tokens alone."""
+    pairs = enumerate(zip(jax.tree.leaves(tree), jax.tree.leaves(_are_rows(tree)), strict=True))
+    return ", ".join(named_dimensions(f"{prefix}{i}", x.ndim, is_rows=is_rows) for i, (x, is_rows) in pairs)

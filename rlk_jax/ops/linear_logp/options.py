@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax import lax
 
 from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.gemm import Gemm
@@ -135,9 +136,12 @@ class Gradients(NamedTuple):
     low_rank: Array | None = None
 
     def like(self, config: HeadConfig, operands: Operands) -> "Gradients":
-        """The gradients rounded to their operands' dtypes; a shard's dH stays float32."""
+        """The gradients in their operands' dtypes; a shard's dH stays float32. B's has lost what kernels padded."""
         rounded = (None if g is None or x is None else g.astype(x.dtype) for g, x in zip(self, operands, strict=False))
         gradients = Gradients(*rounded)
+        if gradients.low_rank is not None:
+            axis = rank_axis(config.weight_layout)
+            gradients = gradients._replace(low_rank=lax.slice_in_dim(gradients.low_rank, 0, config.rank, axis=axis))
         return gradients._replace(hidden=self.hidden) if config.is_shard else gradients
 
 
@@ -181,6 +185,11 @@ class HeadFunctions:
     def gemm(self) -> Gemm:
         """What multiplies the matrices of a low-rank term, on one device."""
         return self.on_device.gemm
+
+
+def rank_axis(layout: WeightLayout) -> int:
+    """The axis of the rank in B of a low-rank term."""
+    return 1 if layout == "vd" else 0
 
 
 def head_dim(config: HeadConfig, operands: Operands) -> int:

@@ -13,17 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.products import LowRankTerm, padded
 from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.gemm import ALIGNED, gemm
-from pallas_kernels.triton.linear_logp import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    ColumnRange,
-    HeadShape,
-    KernelOperands,
-    LowRankTerm,
-    padded,
-)
+from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange, HeadShape, KernelOperands
+from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.gemm import GemmLayout
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
@@ -37,6 +31,7 @@ from rlk_jax.ops.linear_logp.options import (
     Operands,
     head_dim,
     kernel_memory_budget,
+    rank_axis,
     real_columns,
 )
 
@@ -90,17 +85,10 @@ def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) ->
     hidden = fusion_barrier(rows.take(operands.hidden[:, :dim]))
     low_rank = None
     if operands.low_rank is not None:
-        columns = _whole_rank(rows.take(operands.hidden[:, dim:]), 1)
-        weight = _whole_rank(operands.low_rank, 1 if config.weight_layout == "vd" else 0)
+        columns = zeros_behind(rows.take(operands.hidden[:, dim:]), 1, ALIGNED)
+        weight = zeros_behind(operands.low_rank, rank_axis(config.weight_layout), ALIGNED)
         low_rank = fusion_barrier(LowRankTerm(columns, weight))
     return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real, low_rank)
-
-
-def _whole_rank(x: Array, axis: int) -> Array:
-    """A factor of a low-rank term with zeros behind its rank, which lies along `axis`, up to a multiple of 8."""
-    padding = [(0, 0), (0, 0)]
-    padding[axis] = (0, -x.shape[axis] % ALIGNED)
-    return jnp.pad(x, padding)
 
 
 def _terms(head: HeadShape, operands: KernelOperands) -> list[tuple[HeadShape, KernelOperands]]:
@@ -217,8 +205,6 @@ def _gradients(
     if needs.hidden:
         of_hidden = jnp.stack(sums) if config.is_shard else sums[0]
     d_weight, d_low_rank = d_weights if config.rank else (*d_weights, None)
-    if d_low_rank is not None:
-        d_low_rank = d_low_rank[:, : config.rank] if config.weight_layout == "vd" else d_low_rank[: config.rank]
     return fusion_barrier(Gradients(of_hidden, d_weight, d_bias, d_low_rank).like(config, operands))
 
 

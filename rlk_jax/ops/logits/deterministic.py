@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlk_jax.core.fixed_order import BLOCK_COLUMNS, BLOCK_ROWS
+from rlk_jax.core.fixed_order import BLOCK_COLUMNS, BLOCK_ROWS, zeros_behind
 from rlk_jax.core.rows import Block, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
@@ -42,7 +42,7 @@ class _LogitsChunk(NamedTuple):
 def _over_logits(config: SoftmaxConfig, logits: Array, step: Callable[[_LogitsChunk, Any], Any], start: Any) -> Any:
     """`step` over the chunks of a block's logits `[BLOCK_ROWS, V]` in ascending order."""
     chunks = -(-config.vocab_size // BLOCK_COLUMNS)
-    logits = jnp.pad(logits, ((0, 0), (0, chunks * BLOCK_COLUMNS - config.vocab_size)))
+    logits = zeros_behind(logits, 1, BLOCK_COLUMNS)
 
     def body(chunk: Array, so_far: Any) -> Any:
         columns = (chunk * BLOCK_COLUMNS + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32))[None]

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.hopper.tiles import (
-    COLUMNS,
-    DEPTH,
-    SHARED_MEMORY,
-    Tile,
-    gemm_plan,
-    gemm_tile,
-    padded,
-    statistics_tile,
-)
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, SHARED_MEMORY, Tile, gemm_plan, gemm_tile, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
+from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.rows import compact
 from rlk_jax.ops.linear_logp import hopper_plan

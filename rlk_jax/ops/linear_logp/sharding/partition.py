@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once
 from rlk_jax.core.mesh import axis_names, evenly_spread
-from rlk_jax.core.partitioning import partitioned_by_xla, without_effects
+from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import (
     Gather,
@@ -341,6 +341,6 @@ def _labels(tree: Any) -> Any:
         return tuple(map(_labels, tree))
     if isinstance(tree, _KeptOnOneDevice):
         leaves, structure = jax.tree.flatten(tree)
-        names = [" ".join(f"a{i}d{axis}" for axis in range(x.ndim)) for i, x in enumerate(leaves)]
+        names = [named_dimensions(f"a{i}", x.ndim) for i, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, names)
     return jax.tree.map(lambda _: "i", tree)

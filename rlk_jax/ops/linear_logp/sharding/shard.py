@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from rlk_jax.core.dispatch import refuse_if_strict
-from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, ascending_sum, column_groups
+from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, ascending_sum, column_groups, zeros_behind
 from rlk_jax.core.mesh import AxisName, axis_names, is_checked
 from rlk_jax.core.reports import reported
 from rlk_jax.core.tokens import Tokens
@@ -244,7 +244,7 @@ def reduce_hidden_gradient(shard: Shard, sums: Array, order: Array | None, dtype
     Each rank sums its share of the rows, and sends them back rounded to `dtype`.
     """
     n, axis = sums.shape[1], shard.axis
-    sums = jnp.pad(sums, ((0, 0), (0, -n % shard.count), (0, 0)))
+    sums = zeros_behind(sums, 1, shard.count)
     # JAX 0.11 cannot lower a psum_scatter over manual axes beside Explicit ones.
     is_scattered = AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types
     if shard.reduction == "canonical" or not is_scattered:

@@ -16,7 +16,6 @@ from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     KeptRowMap,
     LogitsConfig,
-    LowRankTerm,
     Partials,
     VocabSlice,
 )
@@ -25,6 +24,7 @@ from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic import gradients, statistics
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.fixed_order import column_groups
 from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
 

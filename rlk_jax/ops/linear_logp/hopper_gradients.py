@@ -1,0 +1,147 @@
+"""The gradients of linear_logp's operands on Hopper, from those of one slice's logits at a time."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.arrays import HiddenGradient
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine
+from pallas_kernels.products import padded
+from rlk_jax.core.fixed_order import zeros_behind
+from rlk_jax.core.rows import Compacted
+from rlk_jax.core.transforms import fusion_barrier
+from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels, Ref
+from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan
+from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice
+from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, rank_axis
+
+Array = jax.Array
+
+
+class Scaling(NamedTuple):
+    """How rows of gradients that were multiplied by powers of two, as float16 needs, become true ones again."""
+
+    row_unscale: Array
+    """What each row is multiplied by where rows stay apart, float32 `[rows]`."""
+    to_common: Array
+    """What brings each row to the smallest power of two before rows are summed up; that of some row is 1."""
+    unscale: Array
+    """What the sums of rows are multiplied by, float32 `[1]`."""
+
+
+def scaling(rows: Compacted, scale: Array | None) -> Scaling | None:
+    """The scaling of rows that were multiplied by `scale`; None where they were not."""
+    if scale is None:
+        return None
+    common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
+    return Scaling(1 / scale, common / scale, (1 / common).reshape(1))
+
+
+class _ProductGradients(NamedTuple):
+    """What the slices give of one product, hidden·Wᵀ or that of a low-rank term."""
+
+    columns: int
+    """Columns of its rows of hidden."""
+    hidden: Array | None
+    """The rows that the gradient of its weight sums up."""
+    d_hidden: list[HiddenGradient]
+    """The sums over the vocabulary, one for each part; empty where nothing needs them."""
+    d_weight: Ref | None
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """References to what the slices of one backward write, in the memory where it ends up."""
+
+    plan: HopperPlan
+    scaling: Scaling | None
+    products: tuple[_ProductGradients, ...]
+    """The head's product, and that of its low-rank term where it has one."""
+    d_bias: Ref | None
+
+    def add(self, use: HeadKernels, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Array) -> None:
+        """Add one slice's part to dH and to the gradient of a low-rank term's columns, and store its part of the
+        other gradients.
+        """
+        scaling = self.scaling
+        row_unscale, unscale = (None, None) if scaling is None else (scaling.row_unscale, scaling.unscale)
+        of_slice = (part.head, machine, part.where, dlogits)
+        for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
+            if product.d_hidden and weight is not None:
+                out = product.d_hidden[chunks.chain.start // len(chunks.chain)]
+                use.add_hidden_gradient(*of_slice, weight, row_unscale, chunks.chain, out)
+        for product in self.products:
+            if product.d_weight is None or product.hidden is None:
+                continue
+            store = functools.partial(use.store_weight_gradient, *of_slice, product.hidden, unscale)
+            if chunks.copied:
+                rows_of_slice = jax.new_ref(lax.empty((part.columns.size, product.hidden.shape[1]), dlogits.dtype))
+                store(rows_of_slice)
+                out = product.d_weight
+                out[...] = _stored(out[...], jax.freeze(rows_of_slice), part.columns, self.plan.config)
+            else:
+                store(product.d_weight)
+        if self.d_bias is not None:
+            sums = use.column_sums(part.where, dlogits, row_unscale, machine)
+            self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
+
+    def complete(self, operands: Operands, rows: Compacted) -> Gradients:
+        """The gradients of the operands, once every slice was added."""
+        config = self.plan.config
+        sums = [[x.chain if x.rounded is None else x.rounded for x in product.d_hidden] for product in self.products]
+        weights = [product.d_weight for product in self.products]
+        # The barrier has dW, which needs hidden, complete before dH's rows are spread: hidden is not held beside them.
+        sums, weights, d_bias = fusion_barrier(jax.tree.map(jax.freeze, (sums, weights, self.d_bias)))
+        of_parts = [
+            jnp.concatenate([rows.spread(x[:, : f.columns]) for x, f in zip(part, self.products, strict=True)], axis=1)
+            for part in zip(*sums, strict=True)
+        ]
+        d_hidden = None
+        if of_parts:
+            d_hidden = jnp.stack(of_parts) if config.is_shard else of_parts[0]
+        d_weight, d_low_rank = (*weights, None)[:2]
+        return fusion_barrier(Gradients(d_hidden, d_weight, d_bias, d_low_rank).like(config, operands))
+
+
+def new_head_gradients(
+    plan: HopperPlan, needs: Needs, operands: Operands, hidden: tuple[Array | None, ...], scaling: Scaling | None
+) -> HeadGradients:
+    """Memory for the gradients that are needed. `hidden` are the kernels' rows of hidden, by product."""
+    config, dtype = plan.config, operands.hidden.dtype
+    # Columns of padding are written by no slice.
+    new_gradient = jnp.zeros if config.real_vocab_size < config.vocab_size else lax.empty
+
+    def of_product(columns: int, of_rows: Array | None, shape: tuple[int, ...], is_needed: bool) -> _ProductGradients:
+        if of_rows is not None and scaling is not None:
+            of_rows = (of_rows * scaling.to_common[: of_rows.shape[0], None]).astype(dtype)
+        d_hidden = _new_sums(plan, columns, dtype) if needs.hidden else []
+        d_weight = jax.new_ref(new_gradient(shape, dtype)) if is_needed else None
+        return _ProductGradients(columns, of_rows, d_hidden, d_weight)
+
+    products = [of_product(plan.dim, hidden[0], operands.weight.shape, needs.weight)]
+    if operands.low_rank is not None:
+        b = operands.low_rank
+        whole = jax.eval_shape(lambda x: zeros_behind(x, rank_axis(config.weight_layout), DEPTH), b).shape
+        products.append(of_product(config.rank, hidden[1], whole, needs.low_rank))
+    d_bias = jax.new_ref(jnp.zeros(config.vocab_size, jnp.float32)) if needs.bias else None
+    return HeadGradients(plan, scaling, tuple(products), d_bias)
+
+
+def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> list[HiddenGradient]:
+    """Memory for the sums over the vocabulary that give the gradient of some columns of hidden, one for each part."""
+    shape = (plan.rows, padded(columns, COLUMNS))
+    rounded = None if plan.config.is_shard else jax.new_ref(lax.empty(shape, dtype))
+    parts = range(plan.config.hidden_gradient_parts)
+    return [HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in parts]
+
+
+def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, config: HeadConfig) -> Array:
+    """`d_weight` with the rows of one slice `[places, at least D]` where their columns are."""
+    rows_of_slice = rows_of_slice[:, : d_weight.shape[1 if config.weight_layout == "vd" else 0]]
+    if config.weight_layout == "vd":
+        return d_weight.at[columns].set(rows_of_slice, mode="drop")
+    return d_weight.at[:, columns].set(rows_of_slice.T, mode="drop")

@@ -1,0 +1,90 @@
+"""What the kernels of linear_logp see on Hopper: hidden's active rows, and the head in slices of the vocabulary."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.arrays import VocabSlice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
+from pallas_kernels.hopper.vocabulary import HeadAccess
+from pallas_kernels.products import LowRankTerm
+from rlk_jax.core.fixed_order import zeros_behind
+from rlk_jax.core.rows import Compacted
+from rlk_jax.core.transforms import fusion_barrier
+from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
+from rlk_jax.ops.linear_logp.options import Operands, rank_axis, real_columns
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """One slice of the vocabulary: what the kernels read of the head there, and where its columns belong."""
+
+    where: VocabSlice
+    head: HeadAccess
+    weight: Array
+    bias: Array | None
+    low_rank: Array | None
+    """B of a low-rank term, cut as the weight is."""
+    columns: Array
+    """The column of each place `[slice's chunks · 256]`; V where a place holds none."""
+
+    def term(self, low_rank_hidden: Array | None) -> LowRankTerm | None:
+        """What a low-rank term adds to a product with the slice."""
+        return None if low_rank_hidden is None else LowRankTerm(low_rank_hidden, self.low_rank)
+
+
+def slice_of(plan: HopperPlan, chunks: ChunkRange, index: Any, operands: Operands, rows: Compacted) -> HeadSlice:
+    """Slice number `index` of a range of chunks."""
+    config, vocabulary = plan.config, vocabulary_of(plan.config)
+    real = real_columns(config, operands)
+    first = chunks.first + jnp.asarray(index, jnp.int32) * chunks.width
+    count = jnp.minimum(chunks.width, chunks.end - first)
+    chunk = (first + jnp.arange(chunks.width, dtype=jnp.int32))[:, None]
+    place = jnp.arange(COLUMNS, dtype=jnp.int32)
+    holds = (place < vocabulary.width(chunk, real)) & (chunk < chunks.end)
+    columns = jnp.where(holds, vocabulary.start(chunk) + place, config.vocab_size).reshape(-1)
+    there = jnp.minimum(columns, jnp.maximum(real - 1, 0))
+    bias = None
+
+    def of_slice(weight: Array) -> Array:
+        if not chunks.copied:
+            return weight
+        taken = weight[there] if config.weight_layout == "vd" else weight[:, there].T
+        taken = jnp.where(holds.reshape(-1, 1), taken, 0)
+        return zeros_behind(taken, 1, DEPTH)
+
+    low_rank = operands.low_rank
+    if low_rank is not None:
+        low_rank = of_slice(zeros_behind(low_rank, rank_axis(config.weight_layout), DEPTH))
+    if operands.bias is not None:
+        bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
+    known = operands.real_columns
+    where = VocabSlice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
+    head = HeadAccess(vocabulary, "vd" if chunks.copied else config.weight_layout, chunks.copied)
+    return HeadSlice(where, head, of_slice(operands.weight), bias, low_rank, columns)
+
+
+def over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> None:
+    """Calls `step(range, slice of the range)` for all slices in ascending order."""
+    for chunks in plan.ranges:
+        if chunks.slices == 1:
+            step(chunks, 0)
+        else:
+            lax.fori_loop(0, chunks.slices, lambda i, _, chunks=chunks: step(chunks, i), None)
+
+
+def _matrix(plan: HopperPlan, rows: Compacted, hidden: Array) -> Array:
+    """The compacted rows of some columns of hidden, followed by zeros, up to a multiple of 64 columns."""
+    return fusion_barrier(zeros_behind(rows.take(hidden)[: plan.matrix_rows], 1, DEPTH))
+
+
+def matrices(plan: HopperPlan, rows: Compacted, hidden: Array) -> tuple[Array, Array | None]:
+    """hidden's own columns, and those of a low-rank term, as two matrices."""
+    dim = plan.dim
+    return _matrix(plan, rows, hidden[:, :dim]), _matrix(plan, rows, hidden[:, dim:]) if plan.config.rank else None
