@@ -91,13 +91,13 @@ def _forward(
     ranks: _Ranks | None,
 ) -> tuple[LinearLogp, Any, Any]:
     """The values, a residual with a row per token, and what else is kept for a backward that is not under vmap."""
-    gather: Gather = lambda groups: groups  # noqa: E731
-    if shard is not None and ranks is not None:
-        gather = functools.partial(shard.gather, order=ranks.order)
 
     def one_batch(config: HeadConfig, shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
-        hidden, tokens = rows
-        return transforms.varying_like(functions.forward(config, Operands(hidden, *shared), tokens, gather), hidden)
+        (hidden, tokens), (order, *factors) = rows, shared
+        gather: Gather = lambda groups: groups  # noqa: E731
+        if shard is not None:
+            gather = functools.partial(shard.gather, order=order)
+        return transforms.varying_like(functions.forward(config, Operands(hidden, *factors), tokens, gather), hidden)
 
     def batches(shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
         kept = jax.eval_shape(functools.partial(one_batch, config), shared, rows)[2]
@@ -105,9 +105,11 @@ def _forward(
         folding = transforms.vmap_folds_rows(lambda *x: one_of_many(*x)[:2], outputs_are_rows=True)
         return *folding(shared, rows), jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
 
-    hidden, *shared = lax.stop_gradient(operands)
+    hidden, *factors = lax.stop_gradient(operands)
+    # Functions under a vmap rule take every array as an argument: JAX cannot lower one that they close over.
+    shared = (None if ranks is None else ranks.order, *factors)
     forward = transforms.with_vmap_rule(functools.partial(one_batch, config), batches)
-    values, residual, kept = forward(tuple(shared), (hidden, tokens))
+    values, residual, kept = forward(shared, (hidden, tokens))
     values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
     if shard is not None and ranks is not None:
         # Tokens are poisoned after the pass, so that the pass need not wait for the other ranks' answers.
