@@ -104,7 +104,10 @@ def rounded_product(a: Array, b: Array) -> Array:
 
 
 def zeros_behind(x: Array, axis: int, multiple: int) -> Array:
-    """x with zeros behind it along one axis, up to a multiple of so many. They change no bit of a chain over them."""
+    """x with zeros behind it along one axis, whose size becomes a multiple of `multiple`.
+
+    A sum that goes on over such zeros keeps its bits.
+    """
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, padding)

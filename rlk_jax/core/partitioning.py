@@ -60,7 +60,9 @@ def partitioned_by_xla(
 
 
 def named_dimensions(array: str, ndim: int, *, is_rows: bool = False) -> str:
-    """Names for a sharding rule of the dimensions of an array, which no other has but `i`, the tokens: rows' first."""
+    """The dimensions of an array as a sharding rule names them. Each name is this array's alone, but for `i`: it stands
+    for the tokens, and is the first dimension of every array of rows.
+    """
     names = [f"{array}d{axis}" for axis in range(ndim)]
     return " ".join(["i", *names[1:]] if is_rows else names)
 

@@ -28,7 +28,7 @@ class Scaling(NamedTuple):
     row_unscale: Array
     """What each row is multiplied by where rows stay apart, float32 `[rows]`."""
     to_common: Array
-    """What brings each row to the smallest power of two before rows are summed up; that of some row is 1."""
+    """What each row is multiplied by before rows are summed up, so that all have the smallest power of two."""
     unscale: Array
     """What the sums of rows are multiplied by, float32 `[1]`."""
 
@@ -55,7 +55,7 @@ class _ProductGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """References to what the slices of one backward write, in the memory where it ends up."""
+    """The gradients of one backward as references, which its slices write one after the other."""
 
     plan: HopperPlan
     scaling: Scaling | None

@@ -136,7 +136,10 @@ class Gradients(NamedTuple):
     low_rank: Array | None = None
 
     def like(self, config: HeadConfig, operands: Operands) -> "Gradients":
-        """The gradients in their operands' dtypes; a shard's dH stays float32. B's has lost what kernels padded."""
+        """The gradients in their operands' dtypes, without the columns by which kernels pad the rank.
+
+        A shard's dH stays float32.
+        """
         rounded = (None if g is None or x is None else g.astype(x.dtype) for g, x in zip(self, operands, strict=False))
         gradients = Gradients(*rounded)
         if gradients.low_rank is not None:
