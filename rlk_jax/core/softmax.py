@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core.fixed_order import halving_sum, rounded_product
+from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import varying_like
 
@@ -146,6 +147,23 @@ def fp16_scale(bound: Array) -> Array:
     """The power of two that lifts `bound` to between 2¹⁴ and 2¹⁵, so that float16 gradients near 1e-9 survive."""
     _, exponent = jnp.frexp(bound)
     return jnp.ldexp(jnp.float32(1), jnp.clip(15 - exponent, -100, 100))
+
+
+class Scaling(NamedTuple):
+    """How rows of gradients that were multiplied by powers of two, as float16 needs, become true ones again."""
+
+    row_unscale: Array
+    """What each row is multiplied by where rows stay apart, float32 `[rows]`."""
+    to_common: Array
+    """What each row is multiplied by before rows are summed up, so that all have the smallest power of two."""
+    unscale: Array
+    """What the sums of rows are multiplied by, float32 `[1]`."""
+
+
+def scaling(rows: Compacted, scale: Array) -> Scaling:
+    """The scaling of rows that were multiplied by `scale`."""
+    common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
+    return Scaling(1 / scale, common / scale, (1 / common).reshape(1))
 
 
 def logits_of(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -77,7 +78,7 @@ def _padded_hidden(config: HeadConfig, operands: Operands, block: Block) -> Arra
 
 def _without_padding(config: HeadConfig, dim: int, x: Array) -> Array:
     """`[..., D + r]` from `[..., padded]`."""
-    first = dim + -dim % DEPTH_MULTIPLE
+    first = padded(dim, DEPTH_MULTIPLE)
     return jnp.concatenate([x[..., :dim], x[..., first : first + config.rank]], axis=-1)
 
 
@@ -208,7 +209,7 @@ def _gradients(
 
     # A chunk writes 256 rows, of which those outside its group are zero: the last chunk needs room for them.
     padded_vocab = max(groups * config.groups.width + BLOCK_COLUMNS, config.vocab_size)
-    padded_dim, padded_rank = (x + -x % DEPTH_MULTIPLE for x in (dim, config.rank))
+    padded_dim, padded_rank = (padded(x, DEPTH_MULTIPLE) for x in (dim, config.rank))
     # The columns of hidden whose products are needed: D for dW, and those of a low-rank term for dB.
     wanted = slice(0 if needs.weight else padded_dim, padded_dim + (padded_rank if needs.low_rank else 0))
     parts = config.hidden_gradient_parts

@@ -31,10 +31,10 @@ from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.rows import Compacted, compact
-from rlk_jax.core.softmax import fp16_scale, gradient_bound
+from rlk_jax.core.softmax import fp16_scale, gradient_bound, scaling
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients, scaling
+from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
 from rlk_jax.ops.linear_logp.hopper_plan import (
     ChunkRange,
@@ -198,7 +198,8 @@ def _gradients(
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
     row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
     row_coefficients = use.coefficients(row_facts, machine)
-    written = new_head_gradients(plan, needs, operands, (hidden, low_rank_hidden), scaling(rows, row_facts.scale))
+    lifted = None if row_facts.scale is None else scaling(rows, row_facts.scale)
+    written = new_head_gradients(plan, needs, operands, (hidden, low_rank_hidden), lifted)
 
     def step(chunks: ChunkRange, index: Any) -> None:
         part = slice_of(plan, chunks, index, operands, rows)

@@ -13,6 +13,7 @@ from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine
 from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.rows import Compacted
+from rlk_jax.core.softmax import Scaling
 from rlk_jax.core.transforms import fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels, Ref
 from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan
@@ -20,25 +21,6 @@ from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, rank_axis
 
 Array = jax.Array
-
-
-class Scaling(NamedTuple):
-    """How rows of gradients that were multiplied by powers of two, as float16 needs, become true ones again."""
-
-    row_unscale: Array
-    """What each row is multiplied by where rows stay apart, float32 `[rows]`."""
-    to_common: Array
-    """What each row is multiplied by before rows are summed up, so that all have the smallest power of two."""
-    unscale: Array
-    """What the sums of rows are multiplied by, float32 `[1]`."""
-
-
-def scaling(rows: Compacted, scale: Array | None) -> Scaling | None:
-    """The scaling of rows that were multiplied by `scale`; None where they were not."""
-    if scale is None:
-        return None
-    common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
-    return Scaling(1 / scale, common / scale, (1 / common).reshape(1))
 
 
 class _ProductGradients(NamedTuple):

@@ -20,7 +20,7 @@ from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRan
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.gemm import GemmLayout
 from rlk_jax.core.rows import Compacted, compact
-from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
+from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, scaling, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.options import (
@@ -149,15 +149,13 @@ def _gradients(
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
     own = jax.tree.map(rows.take, statistics)
     given = jax.tree.map(rows.take, upstream)
-    scale = jnp.ones(rows.size, jnp.float32)
+    scale = row_unscale = jnp.ones(rows.size, jnp.float32)
     of_weights, unscale = terms, jnp.ones(1, jnp.float32)
     if dtype == jnp.float16:
         scale = rows.take(fp16_scale(gradient_bound(tokens.temperature, upstream)), 1)
         # dW sums rows of different scales, so hidden is rescaled to the smallest one; the row that has it stays exact.
-        common = jnp.min(jnp.where(jnp.arange(rows.size) < rows.count, scale, jnp.inf))
-        factor = (common / scale)[:, None]
-        of_weights = [(shape, x._replace(hidden=(x.hidden * factor).astype(dtype))) for shape, x in terms]
-        unscale = (1 / common).reshape(1)
+        row_unscale, to_common, unscale = scaling(rows, scale)
+        of_weights = [(shape, x._replace(hidden=(x.hidden * to_common[:, None]).astype(dtype))) for shape, x in terms]
     logp = values_of(config, own).logp
     upstreams = (given.logp, given.lse, given.entropy)
     row_coefficients = kernels.coefficients(temperature, own.log_sum, logp, own.gap, *upstreams, scale)
@@ -191,7 +189,7 @@ def _gradients(
             if d_bias is not None:
                 there = start + jnp.arange(chain.width, dtype=jnp.int32)
                 there = jnp.where(there < chain.end, there, config.vocab_size)
-                d_bias = d_bias.at[there].set(kernels.column_sums(of_logits, 1 / scale, rows.count), mode="drop")
+                d_bias = d_bias.at[there].set(kernels.column_sums(of_logits, row_unscale, rows.count), mode="drop")
             return _SoFar(d_hidden, d_weights, d_bias)
 
         new = jnp.zeros if chain.slices == 0 else lax.empty
@@ -199,7 +197,7 @@ def _gradients(
         start = _SoFar(d_hidden, d_weights, d_bias)
         d_hidden, d_weights, d_bias = lax.fori_loop(0, chain.slices, step, start)
         if needs.hidden:
-            spread = [rows.spread(x * (1 / scale)[:, None]) for x in d_hidden if x is not None]
+            spread = [rows.spread(x * row_unscale[:, None]) for x in d_hidden if x is not None]
             sums.append(jnp.concatenate(spread, axis=1)[:, : operands.hidden.shape[1]])
     of_hidden = None
     if needs.hidden:
