@@ -204,14 +204,14 @@ def test_every_model_of_tunix(calls, name):
     assert calls == [(4, 6)]
 
 
-IN_FULL = [("toy", *x) for x in itertools.product(("ppo", "grpo"), (True, False))]
+IN_FULL = [("llama3", "ppo", True), *(("toy", *x) for x in itertools.product(("ppo", "grpo"), (True, False)))]
 
 
-# In `make test`, packed sequences with the loss "ppo" catch what is wrong with either, test_every_model_of_tunix has
-# "grpo" without them, and test_three_steps has the toy.
+# In `make test`, test_every_model_of_tunix has the loss "grpo" without packed sequences. What is wrong with "ppo" or
+# with packed sequences alone is left to `make test-full`.
 @pytest.mark.parametrize(
     ("name", "loss", "is_packed"),
-    [("llama3", "ppo", True), *(pytest.param(*x, marks=pytest.mark.full) for x in IN_FULL)],
+    [pytest.param(*x, marks=pytest.mark.full) for x in IN_FULL],
 )
 def test_losses_and_packed_sequences(calls, name, loss, is_packed):
     assert_same(MODELS[name](), loss, is_packed=is_packed)
@@ -349,7 +349,11 @@ def three_chunked_steps() -> tuple[jax.Array, jax.Array]:
     return jnp.stack(losses), ravel_pytree(jax.tree.map(jnp.subtract, nnx.state(model, nnx.Param), start))[0]
 
 
+@pytest.mark.full
 def test_chunked_logps(has_chunked, calls):
+    """In `make test`, test_three_steps catches wrong gradients of a loss, and the page's snippets install and uninstall
+    what is tested here. Wrong values of chunks are left to `make test-full` alone.
+    """
     losses, moved = three_chunked_steps()
     client.install_chunked_logps(memory_budget=2**20)
     client.install_chunked_logps()

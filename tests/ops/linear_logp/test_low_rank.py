@@ -171,8 +171,11 @@ def sharded(mesh: Any, case: Case, x: Arrays, implementation: str, lead: Any, **
     return low_rank.outputs(case, x, implementation, op, **options)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_a_head_cut_along_the_vocabulary_has_the_same_bits_at_every_degree(axis_type):
+    """In `make test`, test_bare_calls_over_explicit_axes (here) has a term over Explicit axes, and
+    test_bare_calls_on_sharded_heads (sharding/test_vocab_parallel.py) a head that is cut along one.
+    """
     case = Case(24, 40, 512, 5)
     x = low_rank.make(case, jnp.bfloat16)
     expected = low_rank.outputs(case, x, PROMISING)
@@ -188,11 +191,18 @@ def test_a_head_cut_along_the_vocabulary_has_the_same_bits_at_every_degree(axis_
 
 @pytest.mark.parametrize(
     ("rows", "head"),
-    [(P("x"), P()), (P(), P("x")), (P(), P(None, "x")), (P("x"), P(None, "y")), (P(("x", "y")), P())],
+    [
+        (P(), P("x")),
+        (P("x"), P(None, "y")),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in ((P("x"), P()), (P(), P(None, "x")), (P(("x", "y")), P()))),
+    ],
     ids=str,
 )
 def test_bare_calls_over_auto_axes(rows, head):
-    """However arrays lie over a mesh, values are right and the head is not gathered."""
+    """However arrays lie over a mesh, values are right and the head is not gathered.
+
+    In `make test`, one case cuts the head along the vocabulary, and one cuts its columns and the rows.
+    """
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     case = Case(24, 40, 512, 5)
     x = low_rank.make(case, jnp.float32)

@@ -348,12 +348,14 @@ def test_shards_of_a_padded_head(columns, layout, has_bits):
         (low_rank.Case(140, 72, 512, 16, DV), jnp.bfloat16),
         (low_rank.Case(70, 80, 301, 70), jnp.float16),
         (low_rank.Case(100, 64, 600, 5, {"global_vocab_size": 599, "memory_budget": 400_000}), jnp.bfloat16),
+        (low_rank.Case(40, 64, 500, 5, {"global_vocab_size": 499, "memory_budget": 80_000}), jnp.bfloat16),
     ],
-    lambda case, dtype: case.rank == 5,
+    lambda case, dtype: case.vocab == 500,
 )
 def test_a_low_rank_term(case, dtype):
-    """The term's products go on with those of the head. In `make test`, the case with kept exponentials and others has
-    both kernels that compute logits; layouts and copied heads differ from it as they do without the term.
+    """The term's products go on with those of the head. In `make test`, one case has both kernels that compute logits
+    and all products of the term; layouts, copied heads and kept exponentials, whose kernel multiplies nothing, differ
+    from it as they do without the term.
     """
     x = low_rank.make(case, dtype)
     low_rank.assert_is_definition(case, x, low_rank.outputs(case, x, "mosaic"))
