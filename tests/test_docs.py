@@ -12,7 +12,8 @@ SNIPPETS = [pytest.param((page, line), id=f"{page.name}:{line}") for page in PAG
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """What is wrong with each snippet. Those that configure their process in the same way share one."""
-    items = [x for x in request.session.items if getattr(x, "originalname", None) == "test_snippet_runs"]
+    here = [x for x in request.session.items if x.path == request.path]
+    items = [x for x in here if x.originalname == "test_snippet_runs"]
     processes: dict[str, list[Snippet]] = {}
     for item in items:
         page, line = item.callspec.params["snippet"]
