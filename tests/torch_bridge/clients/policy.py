@@ -149,4 +149,7 @@ def main(task: Callable[..., dict[str, Any]]) -> None:
     torch.distributed.init_process_group("nccl" if own.type == "cuda" else "gloo")
     found = task(int(rank), *arguments)
     torch.distributed.destroy_process_group()
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    # FSDP still holds groups, and a thread of theirs that lets go of a tensor while the interpreter ends aborts the
+    # process (github.com/pytorch/pytorch/pull/179291): so it ends without.
+    os._exit(0)
