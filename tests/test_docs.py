@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.support import helpers
 from tests.support.snippets import PAGES, ROOT, Snippet, configuration, run, snippets_of
 
 SNIPPETS = [pytest.param((page, line), id=f"{page.name}:{line}") for page in PAGES for line in snippets_of(page)]
@@ -12,10 +13,8 @@ SNIPPETS = [pytest.param((page, line), id=f"{page.name}:{line}") for page in PAG
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """What is wrong with each snippet. Those that configure their process in the same way share one."""
-    here = [x for x in request.session.items if x.path == request.path]
-    items = [x for x in here if x.originalname == "test_snippet_runs"]
     processes: dict[str, list[Snippet]] = {}
-    for item in items:
+    for item in helpers.asked_for(request, "test_snippet_runs"):
         page, line = item.callspec.params["snippet"]
         processes.setdefault(configuration(snippets_of(page)[line]), []).append((page, line))
     with pytest.MonkeyPatch.context() as patch:

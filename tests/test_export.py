@@ -21,8 +21,7 @@ def test_every_op_has_a_call_here():
 @pytest.fixture(scope="module")
 def loaded(request, tmp_path_factory):
     """The hashes of the implementations whose tests were asked for."""
-    here = [x for x in request.session.items if x.path == request.path]
-    names = {x.callspec.params["name"] for x in here if x.originalname == "test_same_bits_in_another_process"}
+    names = {x.callspec.params["name"] for x in helpers.asked_for(request, "test_same_bits_in_another_process")}
     return exported.in_another_process(sorted(names), tmp_path_factory.mktemp("exported"))
 
 

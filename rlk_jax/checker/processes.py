@@ -58,7 +58,7 @@ def run_together(arguments: Sequence[Sequence[str]], *, timeout_s: float) -> lis
 def _start(arguments: Sequence[str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
     """Start one process, whose output goes to these files."""
     with stdout.open("wb") as out, stderr.open("wb") as err:
-        # A process that dies in native code says where.
+        # Python's fault handler prints where a process dies in native code.
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         return subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=err, env=environment)
 

@@ -204,14 +204,14 @@ def test_every_model_of_tunix(calls, name):
     assert calls == [(4, 6)]
 
 
-IN_FULL = [("llama3", "ppo", True), *(("toy", *x) for x in itertools.product(("ppo", "grpo"), (True, False)))]
+IN_FULL = [("toy", *x) for x in itertools.product(("ppo", "grpo"), (True, False))]
 
 
-# In `make test`, test_every_model_of_tunix has the loss "grpo" without packed sequences. What is wrong with "ppo" or
-# with packed sequences alone is left to `make test-full`.
+# In `make test`, packed sequences with the loss "ppo" catch what is wrong with either, test_every_model_of_tunix has
+# "grpo" without them, and test_three_steps has the toy.
 @pytest.mark.parametrize(
     ("name", "loss", "is_packed"),
-    [pytest.param(*x, marks=pytest.mark.full) for x in IN_FULL],
+    [("llama3", "ppo", True), *(pytest.param(*x, marks=pytest.mark.full) for x in IN_FULL)],
 )
 def test_losses_and_packed_sequences(calls, name, loss, is_packed):
     assert_same(MODELS[name](), loss, is_packed=is_packed)

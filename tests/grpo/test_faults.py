@@ -80,7 +80,7 @@ def counts(opt_state):
 
 @helpers.cover("skips", [(False,), (True,)], lambda skips: skips)
 def test_a_skipped_update_leaves_parameters_and_optimizer_as_they_were(skips):
-    """In `make test`, the skipped update has the same metrics; an update that is not skipped is that of other tests."""
+    """In `make test`, the skipped update checks the metrics of both, and all other tests apply their updates."""
     config = tiny.config(**WILD, skip_nonfinite=skips)
     steps = tiny.shared_steps(config, load_task(config), make_mesh(config))
     state = steps.initial_state()

@@ -40,6 +40,12 @@ def cover(argnames: str, values: Iterable[tuple[Any, ...]], in_make_test: Callab
     return pytest.mark.parametrize(argnames, params)
 
 
+def asked_for(request: pytest.FixtureRequest, test: str) -> list[Any]:
+    """The cases of a test of the fixture's own file that this run of pytest was asked for."""
+    here = [x for x in request.session.items if x.path == request.path]
+    return [x for x in here if getattr(x, "originalname", None) == test]
+
+
 def _id_of(x: Any) -> str:
     return np.dtype(x).name if x in DTYPES else str(x)
 

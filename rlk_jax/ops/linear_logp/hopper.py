@@ -198,8 +198,8 @@ def _gradients(
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
     row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
     row_coefficients = use.coefficients(row_facts, machine)
-    lifted = None if row_facts.scale is None else scaling(rows, row_facts.scale)
-    written = new_head_gradients(plan, needs, operands, (hidden, low_rank_hidden), lifted)
+    row_scaling = None if row_facts.scale is None else scaling(rows, row_facts.scale)
+    written = new_head_gradients(plan, needs, operands, (hidden, low_rank_hidden), row_scaling)
 
     def step(chunks: ChunkRange, index: Any) -> None:
         part = slice_of(plan, chunks, index, operands, rows)

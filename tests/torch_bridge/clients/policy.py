@@ -150,6 +150,6 @@ def main(task: Callable[..., dict[str, Any]]) -> None:
     found = task(int(rank), *arguments)
     torch.distributed.destroy_process_group()
     print(json.dumps(found), flush=True)
-    # FSDP still holds groups, and a thread of theirs that lets go of a tensor while the interpreter ends aborts the
-    # process (github.com/pytorch/pytorch/pull/179291): so it ends without.
+    # The process leaves without ending the interpreter: FSDP still holds groups, and one of Gloo's threads that then
+    # lets go of a tensor can abort it (github.com/pytorch/pytorch/pull/179291).
     os._exit(0)
