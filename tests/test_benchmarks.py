@@ -53,8 +53,11 @@ def compiled_quickly(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("density, own", [("1", "xla"), ("0.5", "deterministic")])
+@pytest.mark.parametrize("density, own", [("1", "xla"), pytest.param("0.5", "deterministic", marks=pytest.mark.full)])
 def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
+    """In `make test`, the case of "xla" catches a benchmark that does not run, and test_half_of_the_tokens_count wrong
+    tokens of the other case. Its row "masked loss" is left to `make test-full` alone.
+    """
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--implementations", f"mosaic,{own},naive,torch eager,quack (mean loss)"]
     arguments += ["--mask-density", density, "--json", str(out), "--plot", str(picture)]
