@@ -3,6 +3,7 @@
 The softmax's vocabulary is cut into eight groups of columns, so that 1, 2, 4 or 8 ranks own whole groups.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -113,13 +114,18 @@ def zeros_behind(x: Array, axis: int, multiple: int) -> Array:
     return jnp.pad(x, padding)
 
 
-def blockwise_exp(x: Array) -> Array:
-    """exp with the same bits in arrays of every shape: XLA's vector code may differ from its code for the rest
-    of an array.
+def blockwise(function: Callable[[Array], Array], x: Array) -> Array:
+    """An elementwise function with the same bits in arrays of every shape: XLA's vector code may differ from its code
+    for the rest of an array.
     """
     blocks = zeros_behind(x.reshape(-1), 0, 128).reshape(-1, 128)
-    found = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(blocks)))
+    found = jax.lax.optimization_barrier(function(jax.lax.optimization_barrier(blocks)))
     return found.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def blockwise_exp(x: Array) -> Array:
+    """exp with the same bits in arrays of every shape."""
+    return blockwise(jnp.exp, x)
 
 
 def sum_rows_by_id(ids: Array, rows: Array, size: int) -> Array:

@@ -85,7 +85,7 @@ def counted(ids: Any, ignore_index: int | None) -> Array:
 
 
 class _Findings(NamedTuple):
-    """What one fused pass over the tokens finds: tokens with bad ones marked, and what `_fit` gives for each."""
+    """What one fused pass over the tokens finds: tokens with bad ones marked, and what `fit` gives for each."""
 
     tokens: Tokens
     ids: Array
@@ -105,12 +105,12 @@ def _inspect(ids: Array, counted: Array, temperature: Any, *, vocab_size: int) -
     poison = jnp.where(counted, jnp.nan, 1.0)
     return _Findings(
         Tokens(jnp.where(is_good, ids, 0), jnp.where(is_good, temperature, poison), counted),
-        ids=_fit(ids, id_is_good, counted, (INT32.min, INT32.max)),
-        temperatures=_fit(temperature, temperature_is_good, counted, (-jnp.inf, jnp.inf)),
+        ids=fit(ids, id_is_good, counted, (INT32.min, INT32.max)),
+        temperatures=fit(temperature, temperature_is_good, counted, (-jnp.inf, jnp.inf)),
     )
 
 
-def _fit(x: Array, is_good: Array, counted: Any, limits: tuple[float, float]) -> Array:
+def fit(x: Array, is_good: Array, counted: Any, limits: tuple[float, float]) -> Array:
     """Whether all counted values are good, the least and the greatest one: `[3]` in x's dtype, for one read-back."""
     least, greatest = limits
     low = jnp.min(x, where=counted, initial=greatest)
@@ -139,7 +139,7 @@ def checked_tokens(
         (found.ids, out_of_range.replace("{last}", str(vocab_size - 1))),
         (found.temperatures, BAD_TEMPERATURE),
     )
-    target_ids = _checked(found.tokens.target_ids, checks, validate, f"{name} and temperature")
+    target_ids = checked(found.tokens.target_ids, checks, validate, f"{name} and temperature")
     return found.tokens._replace(target_ids=target_ids)
 
 
@@ -157,15 +157,15 @@ def rows_in_range(row_indices: Any, count: int, validate: bool | None) -> tuple[
     """int32 indices, and which of them name one of `count` rows. Values are checked as by `checked_tokens`."""
     indices = as_int32(row_indices)
     is_good = (indices >= 0) & (indices < count)
-    fit = _fit(indices, is_good, jnp.ones((), bool), (INT32.min, INT32.max))
-    checks = ((fit, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
-    return _checked(indices, checks, validate, "row_indices"), is_good
+    found = fit(indices, is_good, jnp.ones((), bool), (INT32.min, INT32.max))
+    checks = ((found, _ROWS_OUT_OF_RANGE.replace("{last}", str(count - 1))),)
+    return checked(indices, checks, validate, "row_indices"), is_good
 
 
-def _checked(x: Array, checks: Sequence[tuple[Array, str]], validate: bool | None, names: str) -> Array:
+def checked(x: Array, checks: Sequence[tuple[Array, str]], validate: bool | None, names: str) -> Array:
     """x. Raises ValueError for the first check that fails, where values can be read; otherwise reports it to checkify.
 
-    Each check is what `_fit` gives, and a message.
+    Each check is what `fit` gives, and a message.
     """
     readable = all(is_concrete(fit) for fit, _ in checks)
     if validate and not readable:

@@ -6,6 +6,8 @@ from typing import Any
 
 from rlk_jax.core import dispatch
 from rlk_jax.ops import linear_grpo_loss as composed
+from rlk_jax.ops.attention import api as attend
+from rlk_jax.ops.attention import implementations as attend_implementations
 from rlk_jax.ops.det_gemm import api as gemm
 from rlk_jax.ops.det_gemm import implementations as gemm_implementations
 from rlk_jax.ops.linear_logp import api as head
@@ -40,6 +42,7 @@ OPS = {
     "logp": Op(logits.logp, logits.describe_logp, 2, _LOGITS_ROWS, _TYPICAL["logp"]),
     "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS_ROWS, _TYPICAL["ratio_kl"]),
     "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS_ROWS, _TYPICAL["grpo_loss"]),
+    "attention": Op(attend.attention, attend.describe, 1, attend_implementations.ROWS, attend_implementations.TYPICAL),
     "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe),
 }
 

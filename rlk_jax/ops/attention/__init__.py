@@ -1,0 +1,1 @@
+"""attention: causal attention over the slots of a KV cache. api.py has the public function."""

@@ -1,0 +1,136 @@
+"""Outputs and gradients of attention against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax.ops.attention.api import attention
+from tests.support import attention as support
+from tests.support.attention import Case
+from tests.support.helpers import assert_within_contract
+
+IMPLEMENTATIONS = ["reference", "xla", "deterministic"]
+SEGMENTS = (tuple([0] * 5 + [5] * 9 + [14] * 7), tuple([3] * 12 + [15] * 4 + [16] * 5))
+CASES = {
+    "causal": Case(slots=21),
+    "cache": Case(start=17),
+    "padding": Case(start=6, padding=(0, 11)),
+    "segments": Case(segment_starts=SEGMENTS),
+    "window": Case(start=3, padding=(0, 5), options={"sliding_window": 7}),
+    "softcap": Case(options={"logit_softcap": 1.5, "scale": 0.5}),
+    "one head": Case(heads=1, groups=1, size=1, value_size=1),
+    "multi-query": Case(heads=6, groups=1),
+    "one query": Case(length=1, start=39),
+    "over blocks": Case(batch=1, length=5, slots=200, heads=2, groups=1, start=150, padding=(7,)),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name, implementation):
+    case = CASES[name]
+    problem = support.make(case, jnp.bfloat16)
+    actual, expected = support.found(case, problem, implementation), support.gold(case, problem)
+    assert_within_contract(actual.output, expected.output, "attention", jnp.bfloat16, "forward")
+    for a, e in zip(actual[1:], expected[1:], strict=True):
+        if case.size > 1:
+            assert_within_contract(a, e, "attention", jnp.bfloat16, "gradient")
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [(jnp.float16, 1.0), (jnp.bfloat16, 12.0), (jnp.float16, 12.0)])
+def test_other_dtypes_and_peaked_rows(dtype, peak):
+    case = Case(start=6, padding=(0, 11), peak=peak)
+    op_class = "attention" if peak == 1 else "attention_peaked"
+    problem = support.make(case, dtype)
+    for implementation in ("xla", "deterministic"):
+        actual, expected = support.found(case, problem, implementation), support.gold(case, problem)
+        assert_within_contract(actual.output, expected.output, op_class, dtype, "forward")
+        for a, e in zip(actual[1:], expected[1:], strict=True):
+            assert_within_contract(a, e, op_class, dtype, "gradient")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_query_before_its_sequence_gives_0_and_has_no_gradient(implementation):
+    case = Case(padding=(9, 30))
+    actual = support.found(case, support.make(case, jnp.bfloat16), implementation)
+    assert not np.any(actual.output[0, :9]) and not np.any(actual.output[1])
+    assert not np.any(actual.query[0, :9]) and not np.any(actual.query[1]) and not np.any(actual.key[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_that_no_query_sees_may_hold_anything(implementation):
+    case = Case(start=6, padding=(0, 11))
+    problem = support.make(case, jnp.bfloat16)
+    unseen = np.zeros((2, 40, 1, 1), bool)
+    unseen[:, 27:], unseen[1, :11] = True, True
+    spoilt = problem._replace(
+        key=jnp.where(unseen, jnp.nan, problem.key), value=jnp.where(unseen, jnp.inf, problem.value)
+    )
+    for a, e in zip(*(support.found(case, x, implementation) for x in (spoilt, problem)), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+def test_what_is_not_finite_reaches_the_queries_that_see_it_alone():
+    case = Case(batch=1, slots=21, segment_starts=(SEGMENTS[0],))
+    problem = support.make(case, jnp.bfloat16)
+    for name, bad in (("key", jnp.nan), ("value", jnp.inf), ("key", -jnp.inf)):
+        spoilt = problem._replace(**{name: getattr(problem, name).at[0, 7, 1].set(bad)})
+        actual, clean = (support.found(case, x, "deterministic") for x in (spoilt, problem))
+        assert np.isnan(np.asarray(actual.output[0, 7:14, 2:], np.float32)).all()
+        for a, e, rows in ((actual.output, clean.output, 21), (actual.key, clean.key, 21)):
+            others = [i for i in range(rows) if not 5 <= i < 14]
+            np.testing.assert_array_equal(a[0, others], e[0, others])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_places_that_do_not_fit_are_nan_rows(implementation):
+    case = Case()
+    query, key, value, _ = support.make(case, jnp.bfloat16)
+
+    @jax.jit
+    def call(start, padding, segment_starts):
+        options = {"implementation": implementation}
+        return (
+            attention(query, key, value, start=start, padding=padding, **options),
+            attention(query, key, value, start=start, segment_starts=segment_starts, **options),
+        )
+
+    descending = jnp.zeros((2, 21), int).at[1, 3].set(2)
+    padded, packed = call(0, jnp.array([41, 0]), descending)
+    assert jnp.isnan(padded[0]).all() and not jnp.isnan(padded[1]).any()
+    assert jnp.isnan(packed[1]).all() and not jnp.isnan(packed[0]).any()
+    for start in (-1, 20):
+        assert all(jnp.isnan(x).all() for x in call(start, jnp.array([0, 0]), descending))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_frozen_operands_and_transformations(implementation):
+    case = Case(start=6, padding=(0, 11))
+    query, key, value, upstream = support.make(case, jnp.bfloat16)
+    padding = jnp.asarray(case.padding)
+
+    def call(query, key, value, padding):
+        return attention(query, key, value, start=6, padding=padding, implementation=implementation)
+
+    def loss(query, key, value):
+        return jnp.vdot(call(query, key, value, padding).astype(jnp.float32), upstream.astype(jnp.float32))
+
+    def assert_close(actual, expected):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (actual, expected)), rtol=0.02, atol=1e-3)
+
+    whole = jax.grad(loss, (0, 1, 2))(query, key, value)
+    for i in range(3):
+        assert_close(jax.jit(jax.grad(loss, i))(query, key, value), whole[i])
+    one = jax.vmap(lambda *row: call(*(x[None] for x in row))[0])
+    assert_close(one(query, key, value, padding), call(query, key, value, padding))
+    with pytest.raises(ValueError, match="no second derivative"):
+        jax.grad(lambda q: jax.grad(loss)(q, key, value).astype(jnp.float32).sum())(query)
+
+
+def test_no_queries_no_sequences():
+    arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in ((0, 3, 4, 8), (0, 5, 2, 8), (0, 5, 2, 6))]
+    assert attention(*arrays).shape == (0, 3, 4, 6)
+    arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 0, 4, 8), (2, 5, 2, 8), (2, 5, 2, 6))]
+    gradients = jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), (0, 1, 2))(*arrays)
+    assert [x.shape for x in gradients] == [x.shape for x in arrays] and not any(map(np.any, gradients))
