@@ -38,8 +38,8 @@ def plain_attention(config: AttentionConfig, operands: Operands, weights_dtype: 
     largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     exponentials = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(largest), 0, largest)), 0)
     total = exponentials.sum(axis=-1, keepdims=True)
-    attended = jnp.einsum("btgrs,bsgf->btgrf", exponentials.astype(weights_dtype), value.astype(weights_dtype), **wide)
-    attended = attended / jnp.where(total == 0, 1, total)
+    weights = exponentials / jnp.where(total == 0, 1, total)
+    attended = jnp.einsum("btgrs,bsgf->btgrf", weights.astype(weights_dtype), value.astype(weights_dtype), **wide)
     return attended.reshape(*operands.query.shape[:3], -1).astype(operands.query.dtype)
 
 

@@ -21,7 +21,7 @@ CASES = {
     "softcap": Case(options={"logit_softcap": 1.5, "scale": 0.5}),
     "one head": Case(heads=1, groups=1, size=1, value_size=1),
     "multi-query": Case(heads=6, groups=1),
-    "one query": Case(length=1, start=39),
+    "one query": Case(length=1, start=39, heads=16, groups=4, value_size=64),
     "over blocks": Case(batch=1, length=5, slots=200, heads=2, groups=1, start=150, padding=(7,)),
 }
 
