@@ -87,7 +87,7 @@ class Product:
     """The shape of a strip that `store_through` stores."""
 
 
-def _tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
+def tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
     """The layout of a tile in shared memory that both TMA and wgmma read."""
     item = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * item * 8)
@@ -101,12 +101,12 @@ def _scratch(product: Product) -> dict[str, Any]:
     a = (DEPTH, tile.rows) if product.a_transposed else (tile.rows, DEPTH)
     b = (tile.columns, DEPTH) if product.b_transposed else (DEPTH, tile.columns)
     ring = {
-        name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=_tiled(shape[1], product.dtype))
+        name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=tiled(shape[1], product.dtype))
         for name, shape in (("a_smem", a), ("b_smem", b))
     }
     if product.store_dtype is not None:
         shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, *product.strip)
-        transforms = _tiled(product.strip[1], product.store_dtype)
+        transforms = tiled(product.strip[1], product.store_dtype)
         ring["staging_smem"] = plgpu.SMEM(shape, product.store_dtype, transforms=transforms)
     empty: Any
     if tile.cluster > 1:

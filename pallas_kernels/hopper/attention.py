@@ -1,0 +1,61 @@
+"""The blocks in which attention is computed on Hopper. Key blocks count from a sequence's own first key."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+SPAN_KEYS = 1024
+"""Keys whose softmax is summed up apart. Spans are merged in ascending order, so that a long context can be decoded by
+several blocks with the bits of one.
+"""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The static facts of a call that its kernels are compiled for."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    group_heads: int
+    """How many query heads share a key head."""
+    holds_several: bool
+    """Whether a row of the batch may hold several sequences."""
+
+
+class SequencePlaces(NamedTuple):
+    """Where queries and their sequences are among the slots, int32.
+
+    start `[1]`: the slot of the first query. first_slots `[B, T]`: the first slot of each query's own sequence. runs
+    `[B, T]`: the first of the neighbouring queries that have the same first slot. Both are `[B, 1]` where each row of
+    the batch holds one sequence.
+    """
+
+    start: Any
+    first_slots: Any
+    runs: Any
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """What one block of threads works on: two compute warpgroups of 64 queries of one head each."""
+
+    keys: int
+    """Keys of a block. It depends on the head's size alone, and is the same in every kernel."""
+    stages: int
+    """Blocks of keys and values in flight."""
+
+    span_blocks: int | None
+    """Blocks of keys in a span; None where all keys are one span."""
+
+
+QUERIES = 128
+"""Queries of a tile."""
+WARPGROUPS = 2
+
+
+def attention_tile(size: int) -> AttentionTile:
+    """The tile for heads of this many columns."""
+    if size <= 128:
+        return AttentionTile(keys=128, stages=2, span_blocks=SPAN_KEYS // 128)
+    # Shared memory has no room for the sums of a span.
+    return AttentionTile(keys=64, stages=2, span_blocks=None)
