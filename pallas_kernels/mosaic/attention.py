@@ -272,7 +272,7 @@ def _with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Iter
 
 
 def _load(call: _Call, refs: _Arguments, memory: _Memory, barriers: _Barriers, group: Array) -> None:
-    """For the producer: load the keys and the values of all blocks that the tile sees."""
+    """For the producer: load the keys and the values of all blocks that the tile sees, and wait until they are read."""
     stages = jnp.int32(call.tile.stages)
 
     def over_run(run: _Run, count: Array) -> Array:
@@ -295,7 +295,13 @@ def _load(call: _Call, refs: _Arguments, memory: _Memory, barriers: _Barriers, g
 
         return lax.fori_loop(*call.blocks(run), block, count)
 
-    call.runs(over_run, jnp.int32(0))
+    count = call.runs(over_run, jnp.int32(0))
+
+    def drain(i: Array, _: None) -> None:
+        for empty in (barriers.key_empty, barriers.value_empty):
+            plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
+
+    lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
 
 
 def _empty(columns: int) -> _Softmax:
