@@ -545,7 +545,9 @@ class _Warpgroup:
             block = plgpu.load(block_smem, layout=plgpu.Layout.WGMMA, optimized=False)
             return x + lax.dot(weights, block, preferred_element_type=jnp.float32)
 
-        return tuple(map(added, values, blocks))
+        values = tuple(map(added, values, blocks))
+        plgpu.commit_smem()
+        return values
 
     def _empty_unseen_values(self, run: _Run, block: Array, slot: Array) -> None:
         """Write zeros over values behind the run's last query: they may be anything, and 0·NaN would be NaN."""
