@@ -37,7 +37,7 @@ class SequencePlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """What one block of threads works on: two compute warpgroups of 64 queries of one head each."""
+    """What one block of threads works on: compute warpgroups of 64 queries of one head each."""
 
     keys: int
     """Keys of a block. It depends on the head's size alone, and is the same in every kernel."""
@@ -46,11 +46,12 @@ class AttentionTile:
 
     span_blocks: int | None
     """Blocks of keys in a span; None where all keys are one span."""
+    warpgroups: int = 2
 
-
-QUERIES = 128
-"""Queries of a tile."""
-WARPGROUPS = 2
+    @property
+    def queries(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.warpgroups
 
 
 def attention_tile(size: int) -> AttentionTile:

@@ -1,0 +1,236 @@
+"""What attention's kernels share: how queries meet blocks of keys, and how these come into shared memory.
+
+Key blocks start at multiples of their width from the sequence's own first key, and a block of which a query sees
+nothing changes nothing for it. So a query's bits depend on its own sequence alone.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.attention import AttentionShape, AttentionTile, SequencePlaces
+from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, tiled
+
+Array = jax.Array
+Ref = Any
+
+
+class Chunk(NamedTuple):
+    """64 columns, or fewer, of rows in shared memory, as TMA and as wgmma see them: `[count, rows, 1, columns]` and
+    `[count, rows, columns]`.
+
+    Both are the same bytes. TMA copies tiles of 8 rows from multiples of 8 rows on alone; a tile of one row may come
+    from anywhere.
+    """
+
+    rows: Ref
+    tiles: Ref
+
+
+class Run(NamedTuple):
+    """Queries of a tile that belong to one sequence: its first slot, and the first and the last query."""
+
+    first_slot: Array
+    first_query: Array
+    last_query: Array
+
+
+@dataclass(frozen=True)
+class Call:
+    """The facts of one launch, and what all warpgroups of a block compute alike."""
+
+    shape: AttentionShape
+    tile: AttentionTile
+    places: SequencePlaces
+    batch: Array
+    first_query: Array
+    queries: int
+    is_interpreted: bool
+
+    def tma_view(self, chunk: Chunk) -> tuple[Any, Ref]:
+        """What TMA copies, and to or from where. The interpreter keeps both views of a chunk apart."""
+        return (0, chunk.tiles) if self.is_interpreted else (slice(None), chunk.rows)
+
+    def runs(self, visit: Callable[[Run, Any], Any], start: Any) -> Any:
+        """`visit(run, so far)` for the runs of the tile, the last one first."""
+        last = jnp.minimum(self.first_query + self.tile.queries, self.queries) - 1
+        if not self.shape.holds_several:
+            return visit(Run(self.places.first_slots[self.batch, 0], self.first_query, last), start)
+
+        def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
+            last, so_far = state
+            first = jnp.maximum(self.places.runs[self.batch, last], self.first_query)
+            return first - 1, visit(Run(self.places.first_slots[self.batch, last], first, last), so_far)
+
+        return lax.while_loop(lambda state: state[0] >= self.first_query, body, (last, start))[1]
+
+    def slot(self, query: Array) -> Array:
+        """The slot of a query."""
+        return self.places.start[0] + query
+
+    def blocks(self, run: Run) -> tuple[Array, Array]:
+        """The first block of keys that a query of the run sees, and the one behind the last."""
+        keys = jnp.int32(self.tile.keys)
+        end = jnp.maximum(lax.div(self.slot(run.last_query) - run.first_slot + keys, keys), 0)
+        # Queries before their sequence see nothing: the quotient of a negative number is rounded towards 0.
+        end = jnp.where(self.slot(run.last_query) < run.first_slot, 0, end)
+        first = jnp.int32(0)
+        if self.shape.sliding_window is not None:
+            outside = self.slot(run.first_query) - self.shape.sliding_window + 1 - run.first_slot
+            first = jnp.minimum(lax.div(jnp.maximum(outside, 0), keys), end)
+        return first, end
+
+    def spans(self, run: Run, visit: Callable[[Array, Array, Any], Any], start: Any) -> Any:
+        """`visit(first block, block behind the last, so far)` for the spans of a run's keys in ascending order."""
+        first, end = self.blocks(run)
+        if self.tile.span_blocks is None:
+            return visit(first, end, start)
+        width = jnp.int32(self.tile.span_blocks)
+
+        def body(span: Array, so_far: Any) -> Any:
+            return visit(jnp.maximum(first, span * width), jnp.minimum(end, (span + 1) * width), so_far)
+
+        return lax.fori_loop(lax.div(first, width), lax.div(end + width - 1, width), body, start)
+
+    def visible(self, run: Run, block: Array, first_query: Array) -> Array:
+        """Which keys of a block each of 64 queries sees, `[64, keys]`."""
+        shape = (WARPGROUP_ROWS, self.tile.keys)
+        query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + first_query
+        if self.shape.holds_several:
+            query = jnp.where((query >= run.first_query) & (query <= run.last_query), query, -(2**30))
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        base = self.slot(jnp.int32(0)) - run.first_slot - block * self.tile.keys
+        # How many slots a key stands before the query; as an unsigned number it is large where it stands behind.
+        distance = lax.bitcast_convert_type(over_columns(query + base, self.tile.keys) - key, jnp.uint32)
+        return distance < jnp.uint32(self.shape.sliding_window or 2**31 - 1)
+
+    def masked(self, run: Run, block: Array, first_query: Array, values: Array, fill: float) -> Array:
+        """The values of a block's keys, with `fill` where a query does not see one."""
+        return lax.cond(
+            self.is_seen_by_all(run, block),
+            lambda: values,
+            lambda: jnp.where(self.visible(run, block, first_query), values, fill),
+        )
+
+    def is_seen_by_all(self, run: Run, block: Array) -> Array:
+        """Whether every query of the tile sees the whole block."""
+        last_key = run.first_slot + (block + 1) * self.tile.keys - 1
+        last_query = self.first_query + self.tile.queries - 1
+        whole = last_key <= self.slot(self.first_query)
+        if self.shape.sliding_window is not None:
+            first_key = last_key - self.tile.keys + 1
+            whole = whole & (first_key > self.slot(last_query) - self.shape.sliding_window)
+        if self.shape.holds_several:
+            whole = whole & (run.first_query == self.first_query) & (run.last_query >= last_query)
+        return whole
+
+    def empty_unseen(
+        self, run: Run, block: Array, chunks: Sequence[Chunk], slot: Array, warpgroup: Array, edge: Ref
+    ) -> None:
+        """Write zeros over the rows of a block that no query of the run sees: they may be anything, and 0·NaN would be
+        NaN. The warpgroups share the rows, and wait for each other at the barrier `edge`.
+        """
+        keys, shares = self.tile.keys, min(self.tile.warpgroups, self.tile.keys // WARPGROUP_ROWS)
+        first_key = run.first_slot + block * keys
+        end = self.slot(run.last_query) - first_key + 1
+        start = jnp.int32(0)
+        if self.shape.sliding_window is not None:
+            start = self.slot(run.first_query) - self.shape.sliding_window + 1 - first_key
+
+        @pl.when((end < keys) | (start > 0))
+        def _() -> None:
+            @pl.when(warpgroup < shares)
+            def _() -> None:
+                own = warpgroup * (keys // shares)
+                for chunk in chunks:
+                    rows_smem = chunk.tiles.at[slot, pl.ds(own, keys // shares)]
+                    rows = plgpu.load(rows_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+                    number = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + own
+                    rows_smem[...] = jnp.where((number < end) & (number >= start), rows, jnp.zeros_like(rows))
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(edge)
+            plgpu.barrier_wait(edge)
+
+
+def chunk_widths(columns: int) -> list[int]:
+    """The widths of the chunks of so many columns, a multiple of 16."""
+    width = next(width for width in (64, 32, 16) if columns % width == 0)
+    return [width] * (columns // width)
+
+
+def views(shape: tuple[int, int], columns: int, dtype: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shared memory for chunks of `[count, rows]` rows, as TMA and as wgmma see it."""
+
+    def view(width: int, *, single: bool) -> Any:
+        transforms: Any = tiled(width, dtype)
+        if not single:
+            return plgpu.SMEM((*shape, width), dtype, transforms=transforms)
+        tiling: Any = plgpu.TilingTransform
+        return plgpu.SMEM((*shape, 1, width), dtype, transforms=(tiling((1, width)), *transforms[1:]))
+
+    rows, tiles = (tuple(view(width, single=single) for width in chunk_widths(columns)) for single in (True, False))
+    return rows, tiles
+
+
+def pairs(scratch: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The two views of queries, of the output, of keys and of values."""
+    yield from itertools.batched((*scratch["query_smem"], *scratch["key_smem"], *scratch["value_smem"]), 2)
+
+
+def with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Iterator[tuple[Any, Chunk]]:
+    """The chunks with the columns that each holds."""
+    for width, end, chunk in zip(widths, itertools.accumulate(widths), chunks, strict=True):
+        yield pl.ds(end - width, width), chunk
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Blocks of one array in shared memory, with barriers for when a stage is loaded and when all have read it."""
+
+    gmem: Ref
+    chunks: tuple[Chunk, ...]
+    full: Ref
+    empty: Ref
+
+    def load(self, call: "Call", there: tuple[Any, ...], count: Array) -> None:
+        """For the producer: load a block once its stage is free. `count` counts the blocks before it."""
+        stages = jnp.int32(call.tile.stages)
+        slot = lax.rem(count, stages)
+
+        @pl.when(count >= stages)
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        for columns, chunk in with_columns(self.chunks, chunk_widths(self.gmem.shape[-1])):
+            part, to_smem = call.tma_view(chunk)
+            plgpu.copy_gmem_to_smem(self.gmem.at[*there, part, columns], to_smem.at[slot], self.full.at[slot])
+
+
+def load_keys(call: "Call", rings: Sequence[Ring], group: Array) -> None:
+    """For the producer: load all blocks of keys and values that the tile sees, and wait until they are read."""
+    stages = jnp.int32(call.tile.stages)
+
+    def over_run(run: Run, count: Array) -> Array:
+        def block(i: Array, count: Array) -> Array:
+            there = (call.batch, pl.ds(run.first_slot + i * call.tile.keys, call.tile.keys), group)
+            for ring in rings:
+                ring.load(call, there, count)
+            return count + 1
+
+        return lax.fori_loop(*call.blocks(run), block, count)
+
+    count = call.runs(over_run, jnp.int32(0))
+
+    def drain(i: Array, _: None) -> None:
+        for ring in rings:
+            plgpu.barrier_wait(ring.empty.at[lax.rem(i, stages)])
+
+    lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
