@@ -1,6 +1,6 @@
 """The blocks in which attention is computed on Hopper. Key blocks count from a sequence's own first key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 SPAN_KEYS = 1024
@@ -60,3 +60,16 @@ def attention_tile(size: int) -> AttentionTile:
         return AttentionTile(keys=128, stages=2, span_blocks=SPAN_KEYS // 128)
     # Shared memory has no room for the sums of a span.
     return AttentionTile(keys=64, stages=2, span_blocks=None)
+
+
+def query_gradient_tile(size: int) -> AttentionTile:
+    """The tile in which the gradient of queries is computed."""
+    tile = replace(attention_tile(size), keys=64, stages=4)
+    return tile if size <= 128 else replace(tile, stages=2, warpgroups=1)
+
+
+def key_gradient_tile(size: int) -> AttentionTile:
+    """The tile in which the gradients of keys and values are computed: 64 keys for each warpgroup, and blocks of 64
+    queries, which count from the sequence's own first token.
+    """
+    return AttentionTile(keys=64, stages=4 if size <= 128 else 1, span_blocks=None, warpgroups=2 if size <= 128 else 1)

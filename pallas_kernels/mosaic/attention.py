@@ -23,6 +23,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     Chunk,
     Ring,
     Run,
+    add_product,
     chunk_widths,
     load_keys,
     pairs,
@@ -106,7 +107,9 @@ def attend(
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         refs = _Arguments(query_gmem, key_gmem, value_gmem, places, output_gmem, log_total_gmem)
-        query, output, key, value = (tuple(map(Chunk, *views)) for views in pairs(scratch))
+        query, output, key, value = (
+            tuple(map(Chunk, *views)) for views in pairs(scratch, ("query_smem", "key_smem", "value_smem"))
+        )
         memory = _Memory(
             query,
             output,
@@ -351,29 +354,9 @@ class _Warpgroup:
         plgpu.barrier_wait(self.memory.value.full.at[slot])
         self.call.empty_unseen(run, block, self.memory.value.chunks, slot, self.number, barriers.edge)
         plgpu.barrier_wait(barriers.turn)
-        values = self._add_product(values, weights, slot)
+        values = add_product(self.call, values, weights, self.memory.value.chunks, slot)
         plgpu.barrier_arrive(self.memory.value.empty.at[slot])
         return _Softmax(largest, total, values)
-
-    def _add_product(self, values: tuple[Array, ...], weights: Array, slot: Array) -> tuple[Array, ...]:
-        """values + weights·block, by chunk."""
-        blocks = [chunk.tiles.at[slot] for chunk in self.memory.value.chunks]
-        if not self.call.is_interpreted:
-
-            def multiply(accs: tuple[Ref, ...]) -> None:
-                for acc, block in zip(accs, blocks, strict=True):
-                    plgpu.wgmma(acc, weights, block)
-
-            return pl.run_state(multiply)(tuple(map(plgpu.ACC.init, values)))
-
-        # The interpreter multiplies what is in shared memory alone, and cannot store to accumulators.
-        def added(x: Array, block_smem: Ref) -> Array:
-            block = plgpu.load(block_smem, layout=plgpu.Layout.WGMMA, optimized=False)
-            return x + lax.dot(weights, block, preferred_element_type=jnp.float32)
-
-        values = tuple(map(added, values, blocks))
-        plgpu.commit_smem()
-        return values
 
     def _store(self, softmax: _Softmax) -> None:
         """Write the output of 64 queries, and the logarithm of their totals."""

@@ -134,30 +134,37 @@ class Call:
     def empty_unseen(
         self, run: Run, block: Array, chunks: Sequence[Chunk], slot: Array, warpgroup: Array, edge: Ref
     ) -> None:
-        """Write zeros over the rows of a block that no query of the run sees: they may be anything, and 0·NaN would be
-        NaN. The warpgroups share the rows, and wait for each other at the barrier `edge`.
-        """
-        keys, shares = self.tile.keys, min(self.tile.warpgroups, self.tile.keys // WARPGROUP_ROWS)
-        first_key = run.first_slot + block * keys
-        end = self.slot(run.last_query) - first_key + 1
+        """Write zeros over the rows of a block that no query of the run sees."""
+        first_key = run.first_slot + block * self.tile.keys
         start = jnp.int32(0)
         if self.shape.sliding_window is not None:
             start = self.slot(run.first_query) - self.shape.sliding_window + 1 - first_key
+        empty_outside(self.tile, chunks, slot, warpgroup, edge, start, self.slot(run.last_query) - first_key + 1)
 
-        @pl.when((end < keys) | (start > 0))
+
+def empty_outside(
+    tile: AttentionTile, chunks: Sequence[Chunk], slot: Array, warpgroup: Array, edge: Ref, start: Array, end: Array
+) -> None:
+    """Write zeros over the rows of a block but start … end − 1: they may be anything, and 0·NaN would be NaN.
+
+    The warpgroups share the rows, and wait for each other at the barrier `edge`.
+    """
+    shares = min(tile.warpgroups, tile.keys // WARPGROUP_ROWS)
+
+    @pl.when((end < tile.keys) | (start > 0))
+    def _() -> None:
+        @pl.when(warpgroup < shares)
         def _() -> None:
-            @pl.when(warpgroup < shares)
-            def _() -> None:
-                own = warpgroup * (keys // shares)
-                for chunk in chunks:
-                    rows_smem = chunk.tiles.at[slot, pl.ds(own, keys // shares)]
-                    rows = plgpu.load(rows_smem, layout=plgpu.Layout.WGMMA, optimized=False)
-                    number = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + own
-                    rows_smem[...] = jnp.where((number < end) & (number >= start), rows, jnp.zeros_like(rows))
-                plgpu.commit_smem()
+            own = warpgroup * (tile.keys // shares)
+            for chunk in chunks:
+                rows_smem = chunk.tiles.at[slot, pl.ds(own, tile.keys // shares)]
+                rows = plgpu.load(rows_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+                number = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA) + own
+                rows_smem[...] = jnp.where((number < end) & (number >= start), rows, jnp.zeros_like(rows))
+            plgpu.commit_smem()
 
-            plgpu.barrier_arrive(edge)
-            plgpu.barrier_wait(edge)
+        plgpu.barrier_arrive(edge)
+        plgpu.barrier_wait(edge)
 
 
 def chunk_widths(columns: int) -> list[int]:
@@ -180,9 +187,9 @@ def views(shape: tuple[int, int], columns: int, dtype: Any) -> tuple[tuple[Any, 
     return rows, tiles
 
 
-def pairs(scratch: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The two views of queries, of the output, of keys and of values."""
-    yield from itertools.batched((*scratch["query_smem"], *scratch["key_smem"], *scratch["value_smem"]), 2)
+def pairs(scratch: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+    """The two views of everything that the named pieces of shared memory hold."""
+    return itertools.batched((view for name in names for view in scratch[name]), 2)
 
 
 def with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Iterator[tuple[Any, Chunk]]:
@@ -234,3 +241,26 @@ def load_keys(call: "Call", rings: Sequence[Ring], group: Array) -> None:
             plgpu.barrier_wait(ring.empty.at[lax.rem(i, stages)])
 
     lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+
+
+def add_product(
+    call: Call, sums: tuple[Array, ...], weights: Array, blocks: tuple[Chunk, ...], slot: Array
+) -> tuple[Array, ...]:
+    """sums + weights·block, by chunk. weights `[64, keys]` are in registers."""
+    blocks_smem = [chunk.tiles.at[slot] for chunk in blocks]
+    if not call.is_interpreted:
+
+        def multiply(accs: tuple[Ref, ...]) -> None:
+            for acc, block in zip(accs, blocks_smem, strict=True):
+                plgpu.wgmma(acc, weights, block)
+
+        return pl.run_state(multiply)(tuple(map(plgpu.ACC.init, sums)))
+
+    # The interpreter multiplies what is in shared memory alone, and cannot store to accumulators.
+    def added(x: Array, block_smem: Ref) -> Array:
+        block = plgpu.load(block_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+        return x + lax.dot(weights, block, preferred_element_type=jnp.float32)
+
+    sums = tuple(map(added, sums, blocks_smem))
+    plgpu.commit_smem()
+    return sums
