@@ -305,30 +305,38 @@ class _Warpgroup:
         slot = lax.rem(step, jnp.int32(call.tile.stages))
         first = self.keys.first_of(run, block)
         there = (call.batch, self.group * shape.group_heads + head, pl.ds(first + _MARGIN, _QUERIES))
-        log_total, center = (
-            lax.broadcast_in_dim(
-                plgpu.load(gmem.at[there], layout=COLUMN, optimized=False), (WARPGROUP_ROWS, _QUERIES), [1]
-            )
-            for gmem in (self.refs.log_total_gmem, self.refs.center_gmem)
-        )
         plgpu.barrier_wait(memory.query.full.at[slot])
         plgpu.barrier_wait(memory.upstream.full.at[slot])
         low, high = run.first_query - first, run.last_query - first + 1
         chunks = (*memory.query.chunks, *memory.upstream.chunks)
         empty_outside(call.tile, chunks, slot, self.number, self.edge, low, high)
         products = self._products(memory.key, memory.query.chunks, slot)
-        of_weights = self._products(memory.value, memory.upstream.chunks, slot)
         scores, slope = softcapped(products * shape.scale, shape.softcap)
-        visible = self._visible(run, first)
-        weights = jnp.where(visible, jnp.exp2(scores * LOG2_E - log_total), 0.0)
-        d_scores = weights * (of_weights - center)
-        d_scores = jnp.where(visible, d_scores if slope is None else d_scores * slope, 0.0)
-        dtype = self.refs.d_key_gmem.dtype
-        d_value = add_product(call, sums.value, weights.astype(dtype), memory.upstream.chunks, slot)
+        weights = jnp.exp2(scores * LOG2_E - _over_keys(self.refs.log_total_gmem, there))
+        of_weights = self._products(memory.value, memory.upstream.chunks, slot)
+        d_scores = weights * (of_weights - _over_keys(self.refs.center_gmem, there))
+        d_scores = d_scores if slope is None else d_scores * slope
+        rounded = weights.astype(self.refs.d_key_gmem.dtype), d_scores.astype(self.refs.d_key_gmem.dtype)
+        weights, d_scores = self._masked(run, first, *rounded)
+        d_value = add_product(call, sums.value, weights, memory.upstream.chunks, slot)
         plgpu.barrier_arrive(memory.upstream.empty.at[slot])
-        d_key = add_product(call, sums.key, d_scores.astype(dtype), memory.query.chunks, slot)
+        d_key = add_product(call, sums.key, d_scores, memory.query.chunks, slot)
         plgpu.barrier_arrive(memory.query.empty.at[slot])
         return _Sums(d_key, d_value)
+
+    def _masked(self, run: Run, first_query: Array, *values: Array) -> tuple[Array, ...]:
+        """The values of a block's queries, with 0 where a query does not see a key."""
+        call, last_query = self.keys.call, first_query + _QUERIES - 1
+        whole = (self.keys.first_key >= run.first_slot) & (call.slot(first_query) >= self.keys.last_key)
+        whole = whole & (first_query >= run.first_query) & (last_query <= run.last_query)
+        if call.shape.sliding_window is not None:
+            whole = whole & (call.slot(last_query) - self.keys.first_key < call.shape.sliding_window)
+
+        def masked() -> tuple[Array, ...]:
+            visible = self._visible(run, first_query)
+            return tuple(jnp.where(visible, x, jnp.zeros_like(x)) for x in values)
+
+        return lax.cond(whole, lambda: values, masked)
 
     def _visible(self, run: Run, first_query: Array) -> Array:
         """Which queries of a block see each key, `[64 keys, 64 queries]`."""
@@ -349,3 +357,9 @@ class _Warpgroup:
             return acc[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, _QUERIES), jnp.float32))
+
+
+def _over_keys(numbers_gmem: Ref, there: Any) -> Array:
+    """A number for each query of a block, repeated for all keys."""
+    numbers = plgpu.load(numbers_gmem.at[there], layout=COLUMN, optimized=False)
+    return lax.broadcast_in_dim(numbers, (WARPGROUP_ROWS, _QUERIES), [1])
