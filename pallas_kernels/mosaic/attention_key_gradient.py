@@ -190,7 +190,7 @@ def key_gradients(
         "upstream_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, **stages),
         "edge": plgpu.Barrier(num_arrivals=tile.warpgroups),
     }
-    numbers = (jnp.pad(x, ((0, 0), (0, 0), (_MARGIN, _MARGIN))) for x in (log_total, center))
+    numbers = (_from_any_place(x) for x in (log_total, center))
     d_key, d_value = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((batch, slots, groups, 1, n), dtype) for n in (size, value_size)),
@@ -204,6 +204,15 @@ def key_gradients(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*(x[:, :, :, None] for x in (query, key, value, upstream)), *numbers, ends, *places)
     return d_key[:, :, :, 0], d_value[:, :, :, 0]
+
+
+def _from_any_place(numbers: Array) -> Array:
+    """Numbers of queries `[B, H, T]` as `[B, H, 2, T + margins]`: once as they are, and once one place further on.
+
+    Threads read two at a time from even places, and a block may begin at an odd one.
+    """
+    copies = (jnp.pad(numbers, ((0, 0), (0, 0), (_MARGIN + i, _MARGIN - i))) for i in range(2))
+    return jnp.stack(tuple(copies), axis=2)
 
 
 def _load_queries(keys: _KeyTile, rings: tuple[Ring, Ring], group: Array) -> None:
@@ -304,7 +313,9 @@ class _Warpgroup:
         call, memory, shape = self.keys.call, self.memory, self.keys.call.shape
         slot = lax.rem(step, jnp.int32(call.tile.stages))
         first = self.keys.first_of(run, block)
-        there = (call.batch, self.group * shape.group_heads + head, pl.ds(first + _MARGIN, _QUERIES))
+        is_odd = first & 1
+        own_head = self.group * shape.group_heads + head
+        there = (call.batch, own_head, is_odd, pl.ds(first + _MARGIN + is_odd, _QUERIES))
         plgpu.barrier_wait(memory.query.full.at[slot])
         plgpu.barrier_wait(memory.upstream.full.at[slot])
         low, high = run.first_query - first, run.last_query - first + 1
