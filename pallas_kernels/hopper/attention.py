@@ -47,11 +47,17 @@ class AttentionTile:
     span_blocks: int | None
     """Blocks of keys in a span; None where all keys are one span."""
     warpgroups: int = 2
+    shares_rows: bool = False
+    """Whether all warpgroups work on the same 64 rows, each on a gradient of its own."""
+    heads_are_rows: bool = False
+    """Whether the rows are the heads of one query that share keys."""
 
     @property
     def queries(self) -> int:
-        """Queries of a tile."""
-        return 64 * self.warpgroups
+        """Queries of a tile, or keys where keys are its rows."""
+        if self.heads_are_rows:
+            return 1
+        return 64 * (1 if self.shares_rows else self.warpgroups)
 
 
 def attention_tile(size: int) -> AttentionTile:
@@ -62,6 +68,11 @@ def attention_tile(size: int) -> AttentionTile:
     return AttentionTile(keys=64, stages=2, span_blocks=None)
 
 
+def decode_tile(size: int) -> AttentionTile:
+    """The tile in which one query of a sequence is decoded: its blocks of keys are those of `attention_tile`."""
+    return replace(attention_tile(size), warpgroups=1, heads_are_rows=True)
+
+
 def query_gradient_tile(size: int) -> AttentionTile:
     """The tile in which the gradient of queries is computed."""
     tile = replace(attention_tile(size), keys=64, stages=4)
@@ -69,7 +80,8 @@ def query_gradient_tile(size: int) -> AttentionTile:
 
 
 def key_gradient_tile(size: int) -> AttentionTile:
-    """The tile in which the gradients of keys and values are computed: 64 keys for each warpgroup, and blocks of 64
-    queries, which count from the sequence's own first token.
+    """The tile in which the gradients of keys and values are computed, in blocks of 64 queries, which count from the
+    sequence's own first token: 64 keys for each warpgroup, or 64 for two where registers have no room for both
+    gradients.
     """
-    return AttentionTile(keys=64, stages=4 if size <= 128 else 1, span_blocks=None, warpgroups=2 if size <= 128 else 1)
+    return AttentionTile(keys=64, stages=4 if size <= 128 else 2, span_blocks=None, shares_rows=size > 128)

@@ -23,9 +23,10 @@ from pallas_kernels.mosaic.attention_tiles import (
     Chunk,
     Ring,
     Run,
-    add_product,
+    Weighted,
     chunk_widths,
     load_keys,
+    multiply,
     pairs,
     views,
     with_columns,
@@ -39,7 +40,7 @@ _LOWEST = -1e30
 """The score that maxima start from: with −inf the difference of two maxima could be NaN."""
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """A softmax so far, by query: the largest score times log2(e), Σ 2^(score − largest), and the weighted sum of
     values in chunks of columns.
     """
@@ -167,8 +168,15 @@ def attend(
     return output[:, :, :, 0], log_total
 
 
-def _empty(columns: int) -> _Softmax:
-    """The softmax over no keys."""
+def empty_softmax(columns: int, *, spread_over: int | None = None) -> Softmax:
+    """The softmax over no keys: of 64 queries in chunks of columns, or of `spread_over` queries in one chunk, whose
+    largest score and total are repeated for every column.
+    """
+    if spread_over is not None:
+        shape = (spread_over, columns)
+        layout = plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+        largest, total, values = (plgpu.layout_cast(jnp.full(shape, x, jnp.float32), layout) for x in (_LOWEST, 0, 0))
+        return Softmax(largest, total, (values,))
 
     def rows(value: float) -> Array:
         return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROW)
@@ -176,7 +184,31 @@ def _empty(columns: int) -> _Softmax:
     def zeros(width: int) -> Array:
         return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
 
-    return _Softmax(rows(_LOWEST), rows(0), tuple(map(zeros, chunk_widths(columns))))
+    return Softmax(rows(_LOWEST), rows(0), tuple(map(zeros, chunk_widths(columns))))
+
+
+def repeated(numbers: Array, columns: int) -> Array:
+    """A number of each query for every column; where it is repeated already, itself."""
+    return numbers if numbers.ndim == 2 else over_columns(numbers, columns)
+
+
+def scaled(shape: AttentionShape, products: Array) -> Array:
+    """The scores of products query·key, times log2(e)."""
+    if shape.softcap is None:
+        return products * (shape.scale * LOG2_E)
+    return softcapped(products * shape.scale, shape.softcap)[0] * LOG2_E
+
+
+def with_scores(so_far: Softmax, scores: Array, dtype: Any) -> tuple[Softmax, Array]:
+    """The softmax with a block's scores in its total, and its values rescaled to be added to; and the block's weights,
+    in the values' dtype.
+    """
+    largest = jnp.maximum(so_far.largest, scores.max(axis=1))
+    factor = jnp.exp2(so_far.largest - largest)
+    exponentials = jnp.exp2(scores - over_columns(largest, scores.shape[1]))
+    total = so_far.total * factor + exponentials.sum(axis=1)
+    values = tuple(chunk * over_columns(factor, chunk.shape[1]) for chunk in so_far.values)
+    return lax.optimization_barrier((Softmax(largest, total, values), exponentials.astype(dtype)))
 
 
 class _Totals(Protocol):
@@ -201,15 +233,30 @@ def merged_totals(first: _Totals, second: _Totals) -> tuple[Array, Array]:
     return largest, first.total * a + second.total * b
 
 
-def merged(first: _Softmax, second: _Softmax) -> _Softmax:
+def merged(first: Softmax, second: Softmax) -> Softmax:
     """The softmax over the keys of both. One of no keys changes no bit of the other."""
     _, a, b = _factors(first, second)
 
     def chunk(x: Array, y: Array) -> Array:
-        return x * over_columns(a, x.shape[1]) + y * over_columns(b, x.shape[1])
+        return x * repeated(a, x.shape[1]) + y * repeated(b, x.shape[1])
 
     values = tuple(map(chunk, first.values, second.values))
-    return _Softmax(*merged_totals(first, second), values)
+    return Softmax(*merged_totals(first, second), values)
+
+
+def output_of(softmax: Softmax) -> tuple[tuple[Array, ...], Array]:
+    """The output by chunk, 0 for a query that sees nothing, and log2 of the softmax total, +inf for that query."""
+    is_empty = softmax.total == 0
+    log_total = jnp.where(is_empty, jnp.inf, softmax.largest + jnp.log(softmax.total) * LOG2_E)
+    inverse = jnp.where(is_empty, 0.0, 1 / softmax.total)
+
+    def chunk(values: Array) -> Array:
+        # A sum that was scaled down to −0 turns into 0 where it is merged with that of a span, so it is 0 everywhere.
+        values = jnp.where(values == 0, 0.0, values) * repeated(inverse, values.shape[1])
+        # An infinite value makes infinite sums, and NaN is what every query gets that sees one.
+        return jnp.where(jnp.abs(values) < jnp.inf, values, jnp.nan)
+
+    return tuple(map(chunk, softmax.values)), log_total
 
 
 class _Progress(NamedTuple):
@@ -221,7 +268,7 @@ class _Progress(NamedTuple):
     blocks: Array
     largest: Array
     total: Array
-    last: _Softmax
+    last: Softmax
 
 
 @dataclass(frozen=True)
@@ -255,17 +302,17 @@ class _Warpgroup:
             self._take_turns()
 
         def span(run: Run, first: Array, end: Array, state: _Progress) -> _Progress:
-            def step(i: Array, so_far: _Softmax) -> _Softmax:
+            def step(i: Array, so_far: Softmax) -> Softmax:
                 return self._add_block(run, i, state.blocks + i - first, so_far)
 
             kept = self._keep(state)
-            last = lax.fori_loop(first, end, step, _empty(columns))
+            last = lax.fori_loop(first, end, step, empty_softmax(columns))
             return _Progress(state.spans + 1, state.blocks + end - first, *kept, last)
 
         def over_run(run: Run, state: _Progress) -> _Progress:
             return call.spans(run, lambda first, end, state: span(run, first, end, state), state)
 
-        none = _empty(columns)
+        none = empty_softmax(columns)
         state = call.runs(over_run, _Progress(jnp.int32(0), jnp.int32(0), none.largest, none.total, none))
 
         @pl.when(self.number == 0)
@@ -288,12 +335,12 @@ class _Warpgroup:
         plgpu.barrier_arrive(self.barriers.turn)
         plgpu.barrier_wait(self.barriers.turn)
 
-    def _kept(self, state: _Progress) -> _Softmax:
+    def _kept(self, state: _Progress) -> Softmax:
         """The softmax of all spans but the last one."""
         assert self.memory.kept is not None
         layout = {"layout": plgpu.Layout.WGMMA, "optimized": False}
         values = tuple(plgpu.load(chunk.at[self.number], **layout) for chunk in self.memory.kept)
-        return _Softmax(state.largest, state.total, values)
+        return Softmax(state.largest, state.total, values)
 
     def _keep(self, state: _Progress) -> tuple[Array, Array]:
         """Merge the last span into those before it, whose sums of values shared memory holds: registers have no room.
@@ -305,7 +352,7 @@ class _Warpgroup:
         largest, total = merged_totals(state, state.last)
         kept_smem = self.memory.kept
 
-        def store(x: _Softmax) -> None:
+        def store(x: Softmax) -> None:
             for chunk, values in zip(kept_smem, x.values, strict=True):
                 chunk.at[self.number][...] = values
 
@@ -323,53 +370,37 @@ class _Warpgroup:
         """The block's scores times log2(e), −inf where a query does not see a key."""
         shape = self.call.shape
 
-        def multiply(acc: Ref) -> Array:
+        def products(acc: Ref) -> Array:
             for query, key in zip(self.memory.query, self.memory.key.chunks, strict=True):
                 plgpu.wgmma(acc, query.tiles.at[self.number], key.tiles.at[slot].transpose((1, 0)))
             self._take_turns()
             return acc[...]
 
-        products = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, self.call.tile.keys), jnp.float32))
+        scores = pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, self.call.tile.keys), jnp.float32))
         plgpu.barrier_arrive(self.memory.key.empty.at[slot])
-        if shape.softcap is None:
-            scores = products * (shape.scale * LOG2_E)
-        else:
-            scores = softcapped(products * shape.scale, shape.softcap)[0] * LOG2_E
-        return self.call.masked(run, block, self.first_query, scores, -jnp.inf)
+        return self.call.masked(run, block, self.first_query, scaled(shape, scores), -jnp.inf)
 
-    def _add_block(self, run: Run, block: Array, step: Array, so_far: _Softmax) -> _Softmax:
+    def _add_block(self, run: Run, block: Array, step: Array, so_far: Softmax) -> Softmax:
         """The softmax with one block of keys added; `step` counts the blocks of the tile."""
-        barriers, keys = self.barriers, self.call.tile.keys
+        barriers = self.barriers
         slot = lax.rem(step, jnp.int32(self.call.tile.stages))
         plgpu.barrier_wait(self.memory.key.full.at[slot])
-        scores = self._scores(run, block, slot)
-        largest = jnp.maximum(so_far.largest, scores.max(axis=1))
-        factor = jnp.exp2(so_far.largest - largest)
-        exponentials = jnp.exp2(scores - over_columns(largest, keys))
-        total = so_far.total * factor + exponentials.sum(axis=1)
-        values = tuple(chunk * over_columns(factor, chunk.shape[1]) for chunk in so_far.values)
-        weights = exponentials.astype(self.refs.value_gmem.dtype)
-        values, total, largest, weights = lax.optimization_barrier((values, total, largest, weights))
+        softmax, weights = with_scores(so_far, self._scores(run, block, slot), self.refs.value_gmem.dtype)
         plgpu.barrier_arrive(barriers.turn)
         plgpu.barrier_wait(self.memory.value.full.at[slot])
         self.call.empty_unseen(run, block, self.memory.value.chunks, slot, self.number, barriers.edge)
         plgpu.barrier_wait(barriers.turn)
-        values = add_product(self.call, values, weights, self.memory.value.chunks, slot)
+        (values,) = multiply(self.call, Weighted(softmax.values, weights, self.memory.value.tiles(slot)))
         plgpu.barrier_arrive(self.memory.value.empty.at[slot])
-        return _Softmax(largest, total, values)
+        return softmax._replace(values=values)
 
-    def _store(self, softmax: _Softmax) -> None:
+    def _store(self, softmax: Softmax) -> None:
         """Write the output of 64 queries, and the logarithm of their totals."""
         call, there = self.call, pl.ds(self.first_query, WARPGROUP_ROWS)
-        is_empty = softmax.total == 0
-        log_total = jnp.where(is_empty, jnp.inf, softmax.largest + jnp.log(softmax.total) * LOG2_E)
+        output, log_total = output_of(softmax)
         self.refs.log_total_gmem[call.batch, self.head, there] = log_total
-        inverse = jnp.where(is_empty, 0.0, 1 / softmax.total)
-        for chunk, values in zip(self.memory.output, softmax.values, strict=True):
-            values = values * over_columns(inverse, values.shape[1])
-            # An infinite value makes infinite sums, and NaN is what every query gets that sees one.
-            finite = jnp.where(jnp.abs(values) < jnp.inf, values, jnp.nan)
-            chunk.tiles.at[self.number][...] = finite.astype(chunk.tiles.dtype)
+        for chunk, values in zip(self.memory.output, output, strict=True):
+            chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
         plgpu.commit_smem()
         for own, chunk in with_columns(self.memory.output, chunk_widths(self.refs.value_gmem.shape[-1])):
             part, from_smem = call.tma_view(chunk)

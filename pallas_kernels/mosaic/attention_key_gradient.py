@@ -22,9 +22,12 @@ from pallas_kernels.mosaic.attention_tiles import (
     Chunk,
     Ring,
     Run,
-    add_product,
+    Scores,
+    Weighted,
     chunk_widths,
+    drain,
     empty_outside,
+    multiply,
     pairs,
     views,
     with_columns,
@@ -36,8 +39,6 @@ Array = jax.Array
 Ref = Any
 _QUERIES = 64
 """Queries of a block."""
-_MARGIN = 64
-"""Places before and behind the numbers of each query: a block may begin before the first and end behind the last."""
 
 
 class _Memory(NamedTuple):
@@ -56,9 +57,6 @@ class _Arguments(NamedTuple):
 
     key_gmem: Ref
     value_gmem: Ref
-    log_total_gmem: Ref
-    center_gmem: Ref
-    ends_gmem: Ref
     d_key_gmem: Ref
     d_value_gmem: Ref
 
@@ -149,14 +147,19 @@ def key_gradients(
         **scratch: Ref,
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
-        refs = _Arguments(key_gmem, value_gmem, log_total_gmem, center_gmem, ends_gmem, d_key_gmem, d_value_gmem)
+        refs = _Arguments(key_gmem, value_gmem, d_key_gmem, d_value_gmem)
         names = ("key_smem", "value_smem", "query_smem", "upstream_smem")
         key, value, query, upstream = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
+
+        def ring(name: str, gmem: Ref, chunks: tuple[Chunk, ...], numbers_gmem: Ref) -> Ring:
+            full, empty, numbers_smem = (scratch[f"{name}_{of}"] for of in ("full", "empty", "numbers"))
+            return Ring(gmem, chunks, full, empty, numbers_gmem, numbers_smem)
+
         memory = _Memory(
             key,
             value,
-            Ring(query_gmem, query, scratch["query_full"], scratch["query_empty"]),
-            Ring(upstream_gmem, upstream, scratch["upstream_full"], scratch["upstream_empty"]),
+            ring("query", query_gmem, query, log_total_gmem),
+            ring("upstream", upstream_gmem, upstream, center_gmem),
         )
         number, warpgroup = lax.axis_index("tiles"), lax.axis_index("warpgroup")
         call = Call(shape, tile, places, lax.axis_index("batch"), jnp.int32(0), queries, machine.interpret is not None)
@@ -168,14 +171,20 @@ def key_gradients(
             plgpu.set_max_registers(40, action="decrease")
             _load_queries(keys, (memory.query, memory.upstream), group)
 
-        @pl.when(warpgroup < tile.warpgroups)
-        def _compute() -> None:
+        def compute(rows: Array, *, has_key: bool, has_value: bool) -> None:
             plgpu.set_max_registers(232, action="increase")
             barriers = (scratch["key_full"], scratch["value_full"], scratch["edge"])
-            _Warpgroup(keys, refs, memory, *barriers, group, warpgroup).run()
+            _Warpgroup(keys, refs, memory, *barriers, group, warpgroup, rows, has_key, has_value).run()
 
-    of_warpgroups, of_stages = (tile.warpgroups, WARPGROUP_ROWS), (tile.stages, _QUERIES)
-    stages, own = {"num_barriers": tile.stages}, {"num_barriers": tile.warpgroups}
+        if not tile.shares_rows:
+            pl.when(warpgroup < tile.warpgroups)(lambda: compute(warpgroup, has_key=True, has_value=True))
+            return
+        for number, has_key in ((0, True), (1, False)):
+            pl.when(warpgroup == number)(lambda x=has_key: compute(jnp.int32(0), has_key=x, has_value=not x))
+
+    rows = tile.queries // WARPGROUP_ROWS
+    of_warpgroups, of_stages = (rows, WARPGROUP_ROWS), (tile.stages, _QUERIES)
+    stages, own = {"num_barriers": tile.stages}, {"num_barriers": rows}
     of_size, of_value = len(chunk_widths(size)), len(chunk_widths(value_size))
     scratch = {
         "key_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype)),
@@ -184,13 +193,14 @@ def key_gradients(
         "upstream_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
         "key_full": plgpu.Barrier(num_arrivals=of_size, **own),
         "value_full": plgpu.Barrier(num_arrivals=of_value, **own),
-        "query_full": plgpu.Barrier(num_arrivals=of_size, **stages),
-        "upstream_full": plgpu.Barrier(num_arrivals=of_value, **stages),
+        "query_numbers": plgpu.SMEM((tile.stages, _QUERIES), jnp.float32),
+        "upstream_numbers": plgpu.SMEM((tile.stages, _QUERIES), jnp.float32),
+        "query_full": plgpu.Barrier(num_arrivals=of_size + 1, **stages),
+        "upstream_full": plgpu.Barrier(num_arrivals=of_value + 1, **stages),
         "query_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, **stages),
         "upstream_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, **stages),
         "edge": plgpu.Barrier(num_arrivals=tile.warpgroups),
     }
-    numbers = (_from_any_place(x) for x in (log_total, center))
     d_key, d_value = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((batch, slots, groups, 1, n), dtype) for n in (size, value_size)),
@@ -202,23 +212,14 @@ def key_gradients(
         kernel_name="attention_d_key",
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*(x[:, :, :, None] for x in (query, key, value, upstream)), *numbers, ends, *places)
+    )(*(x[:, :, :, None] for x in (query, key, value, upstream)), log_total, center, ends, *places)
     return d_key[:, :, :, 0], d_value[:, :, :, 0]
-
-
-def _from_any_place(numbers: Array) -> Array:
-    """Numbers of queries `[B, H, T]` as `[B, H, 2, T + margins]`: once as they are, and once one place further on.
-
-    Threads read two at a time from even places, and a block may begin at an odd one.
-    """
-    copies = (jnp.pad(numbers, ((0, 0), (0, 0), (_MARGIN + i, _MARGIN - i))) for i in range(2))
-    return jnp.stack(tuple(copies), axis=2)
 
 
 def _load_queries(keys: _KeyTile, rings: tuple[Ring, Ring], group: Array) -> None:
     """For the producer: load all queries that the tile meets, and wait until they are read."""
     call = keys.call
-    heads, stages = jnp.int32(call.shape.group_heads), jnp.int32(call.tile.stages)
+    heads = jnp.int32(call.shape.group_heads)
 
     def over_run(run: Run, count: Array) -> Array:
         first, end = keys.blocks(run)
@@ -232,25 +233,30 @@ def _load_queries(keys: _KeyTile, rings: tuple[Ring, Ring], group: Array) -> Non
 
         return lax.fori_loop(0, (end - first) * heads, step, count)
 
-    count = keys.runs(over_run, jnp.int32(0))
-
-    def drain(i: Array, _: None) -> None:
-        for ring in rings:
-            plgpu.barrier_wait(ring.empty.at[lax.rem(i, stages)])
-
-    lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+    drain(call, rings, keys.runs(over_run, jnp.int32(0)))
 
 
 class _Sums(NamedTuple):
-    """The gradients of the keys and of the values so far, by chunk."""
+    """The gradients of the keys and of the values so far, by chunk; empty where another warpgroup has them."""
 
     key: tuple[Array, ...]
     value: tuple[Array, ...]
 
 
+class _Meeting(NamedTuple):
+    """A block of queries of one head that the keys meet: which block and head, and how many the tile met before."""
+
+    block: Array
+    head: Array
+    step: Array
+
+
 @dataclass(frozen=True)
 class _Warpgroup:
-    """One compute warpgroup: 64 keys of one head."""
+    """One compute warpgroup: 64 keys of one head, and one of their gradients or both.
+
+    While the products with a block of queries are in flight, so are the scores of the next block.
+    """
 
     keys: _KeyTile
     refs: _Arguments
@@ -259,7 +265,11 @@ class _Warpgroup:
     value_full: Ref
     edge: Ref
     group: Array
+    warpgroup: Array
     number: Array
+    """Which 64 keys of the tile."""
+    has_key: bool
+    has_value: bool
 
     @property
     def first_key(self) -> Array:
@@ -268,86 +278,133 @@ class _Warpgroup:
 
     def run(self) -> None:
         """Load the keys and the values, run the queries past them, and store the gradients."""
-        call, refs, memory = self.keys.call, self.refs, self.memory
-        there = (call.batch, pl.ds(self.first_key, WARPGROUP_ROWS), self.group)
-        loads = ((refs.key_gmem, memory.key, self.key_full), (refs.value_gmem, memory.value, self.value_full))
-        for gmem, chunks, full in loads:
-            for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
-                part, to_smem = call.tma_view(chunk)
-                plgpu.copy_gmem_to_smem(gmem.at[*there, part, own], to_smem.at[self.number], full.at[self.number])
-        for full in (self.key_full, self.value_full):
-            plgpu.barrier_wait(full.at[self.number])
-        heads = jnp.int32(call.shape.group_heads)
+        refs, memory = self.refs, self.memory
+        self._load_own()
+        heads = jnp.int32(self.keys.call.shape.group_heads)
 
         def over_run(run: Run, state: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
             steps, sums = state
             first, end = self.keys.blocks(run)
-
-            def step(i: Array, sums: _Sums) -> _Sums:
-                return self._add_block(run, first + lax.div(i, heads), lax.rem(i, heads), steps + i, sums)
-
             count = (end - first) * heads
-            return steps + count, lax.fori_loop(0, count, step, sums)
 
-        def zeros(gmem: Ref) -> tuple[Array, ...]:
+            def meeting(i: Array) -> _Meeting:
+                return _Meeting(first + lax.div(i, heads), lax.rem(i, heads), steps + i)
+
+            def all_blocks() -> _Sums:
+                def step(i: Array, state: tuple[_Sums, Array]) -> tuple[_Sums, Array]:
+                    return self._add_block(run, meeting(i), *state, is_last=False)
+
+                start = (sums, self._first_scores(meeting(jnp.int32(0))))
+                sums_before, scores = lax.fori_loop(0, count - 1, step, start)
+                return self._add_block(run, meeting(count - 1), sums_before, scores, is_last=True)[0]
+
+            return steps + count, lax.cond(count > 0, all_blocks, lambda: sums)
+
+        def zeros(gmem: Ref, is_own: bool) -> tuple[Array, ...]:
             return tuple(
                 plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-                for width in chunk_widths(gmem.shape[-1])
+                for width in (chunk_widths(gmem.shape[-1]) if is_own else ())
             )
 
-        _, sums = self.keys.runs(over_run, (jnp.int32(0), _Sums(zeros(refs.key_gmem), zeros(refs.value_gmem))))
-        scaled = tuple(x * call.shape.scale for x in sums.key)
-        stores = ((refs.d_key_gmem, memory.key, scaled), (refs.d_value_gmem, memory.value, sums.value))
-        for _, chunks, gradient in stores:
-            for chunk, values in zip(chunks, gradient, strict=True):
-                chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
-        plgpu.commit_smem()
-        for gmem, chunks, _ in stores:
-            for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
-                part, from_smem = call.tma_view(chunk)
-                plgpu.copy_smem_to_gmem(from_smem.at[self.number], gmem.at[*there, part, own])
+        start = _Sums(zeros(refs.key_gmem, self.has_key), zeros(refs.value_gmem, self.has_value))
+        _, sums = self.keys.runs(over_run, (jnp.int32(0), start))
+        if not (self.has_key and self.has_value):
+            # Another warpgroup may still read the keys or the values that the gradient takes the place of.
+            plgpu.barrier_arrive(self.edge)
+            plgpu.barrier_wait(self.edge)
+        if self.has_key:
+            scaled = tuple(x * self.keys.call.shape.scale for x in sums.key)
+            self._store(refs.d_key_gmem, memory.key, scaled)
+        if self.has_value:
+            self._store(refs.d_value_gmem, memory.value, sums.value)
         plgpu.wait_smem_to_gmem(0)
 
-    def _add_block(self, run: Run, block: Array, head: Array, step: Array, sums: _Sums) -> _Sums:
-        """The gradients with one block of queries of one head added; `step` counts those of the tile."""
+    @property
+    def _there(self) -> tuple[Any, ...]:
+        return (self.keys.call.batch, pl.ds(self.first_key, WARPGROUP_ROWS), self.group)
+
+    def _load_own(self) -> None:
+        """Load the keys and the values. Warpgroups that share them load one each, and wait for both."""
+        call, refs, memory = self.keys.call, self.refs, self.memory
+        loads = (
+            (self.has_key, refs.key_gmem, memory.key, self.key_full),
+            (self.has_value, refs.value_gmem, memory.value, self.value_full),
+        )
+        for is_own, gmem, chunks, full in loads:
+            for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])) if is_own else ():
+                part, to_smem = call.tma_view(chunk)
+                plgpu.copy_gmem_to_smem(gmem.at[*self._there, part, own], to_smem.at[self.number], full.at[self.number])
+        for full in (self.key_full, self.value_full):
+            plgpu.barrier_wait(full.at[self.number])
+
+    def _store(self, gmem: Ref, chunks: tuple[Chunk, ...], gradient: tuple[Array, ...]) -> None:
+        for chunk, values in zip(chunks, gradient, strict=True):
+            chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
+        plgpu.commit_smem()
+        for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
+            part, from_smem = self.keys.call.tma_view(chunk)
+            plgpu.copy_smem_to_gmem(from_smem.at[self.number], gmem.at[*self._there, part, own])
+
+    def _slot(self, step: Array) -> Array:
+        return lax.rem(step, jnp.int32(self.keys.call.tile.stages))
+
+    def _own(self, chunks: tuple[Chunk, ...]) -> tuple[Ref, ...]:
+        return tuple(chunk.tiles.at[self.number] for chunk in chunks)
+
+    def _scores(self, step: Array) -> Scores:
+        """The products of the keys and the queries of a block, which must have been loaded."""
+        return Scores(self._own(self.memory.key), self.memory.query.tiles(self._slot(step)))
+
+    def _first_scores(self, meeting: _Meeting) -> Array:
+        plgpu.barrier_wait(self.memory.query.full.at[self._slot(meeting.step)])
+        return multiply(self.keys.call, self._scores(meeting.step))[0][0]
+
+    def _add_block(
+        self, run: Run, meeting: _Meeting, sums: _Sums, products: Array, *, is_last: bool
+    ) -> tuple[_Sums, Array]:
+        """The gradients with one block of queries of one head added, and the products of the next block."""
         call, memory, shape = self.keys.call, self.memory, self.keys.call.shape
-        slot = lax.rem(step, jnp.int32(call.tile.stages))
-        first = self.keys.first_of(run, block)
-        is_odd = first & 1
-        own_head = self.group * shape.group_heads + head
-        there = (call.batch, own_head, is_odd, pl.ds(first + _MARGIN + is_odd, _QUERIES))
-        plgpu.barrier_wait(memory.query.full.at[slot])
+        slot, first = self._slot(meeting.step), self.keys.first_of(run, meeting.block)
+        scores, slope = softcapped(products * shape.scale, shape.softcap)
+        weights = jnp.exp2(scores * LOG2_E - _over_keys(memory.query.numbers_smem, slot))
+        weights = self._masked(run, first, weights)
+        rounded = weights.astype(self.refs.d_key_gmem.dtype)
         plgpu.barrier_wait(memory.upstream.full.at[slot])
         low, high = run.first_query - first, run.last_query - first + 1
         chunks = (*memory.query.chunks, *memory.upstream.chunks)
-        empty_outside(call.tile, chunks, slot, self.number, self.edge, low, high)
-        products = self._products(memory.key, memory.query.chunks, slot)
-        scores, slope = softcapped(products * shape.scale, shape.softcap)
-        weights = jnp.exp2(scores * LOG2_E - _over_keys(self.refs.log_total_gmem, there))
-        of_weights = self._products(memory.value, memory.upstream.chunks, slot)
-        d_scores = weights * (of_weights - _over_keys(self.refs.center_gmem, there))
-        d_scores = d_scores if slope is None else d_scores * slope
-        rounded = weights.astype(self.refs.d_key_gmem.dtype), d_scores.astype(self.refs.d_key_gmem.dtype)
-        weights, d_scores = self._masked(run, first, *rounded)
-        d_value = add_product(call, sums.value, weights, memory.upstream.chunks, slot)
+        empty_outside(call.tile, chunks, slot, self.warpgroup, self.edge, low, high)
+        upstream = memory.upstream.tiles(slot)
+        terms: list[Scores | Weighted] = []
+        if self.has_key:
+            terms.append(Scores(self._own(memory.value), upstream))
+        if self.has_value:
+            terms.append(Weighted(sums.value, rounded, upstream))
+        found = multiply(call, *terms)
+        d_value = found.pop() if self.has_value else sums.value
+        terms = []
+        if self.has_key:
+            d_scores = weights * (found[0][0] - _over_keys(memory.upstream.numbers_smem, slot))
+            d_scores = d_scores if slope is None else d_scores * slope
+            d_scores = self._masked(run, first, d_scores)
+            terms.append(Weighted(sums.key, d_scores.astype(self.refs.d_key_gmem.dtype), memory.query.tiles(slot)))
         plgpu.barrier_arrive(memory.upstream.empty.at[slot])
-        d_key = add_product(call, sums.key, d_scores, memory.query.chunks, slot)
+        if not is_last:
+            plgpu.barrier_wait(memory.query.full.at[self._slot(meeting.step + 1)])
+            terms.append(self._scores(meeting.step + 1))
+        found = multiply(call, *terms) if terms else []
+        products = products if is_last else found.pop()[0]
+        d_key = found[0] if self.has_key else sums.key
         plgpu.barrier_arrive(memory.query.empty.at[slot])
-        return _Sums(d_key, d_value)
+        return _Sums(d_key, d_value), products
 
-    def _masked(self, run: Run, first_query: Array, *values: Array) -> tuple[Array, ...]:
+    def _masked(self, run: Run, first_query: Array, values: Array) -> Array:
         """The values of a block's queries, with 0 where a query does not see a key."""
         call, last_query = self.keys.call, first_query + _QUERIES - 1
         whole = (self.keys.first_key >= run.first_slot) & (call.slot(first_query) >= self.keys.last_key)
         whole = whole & (first_query >= run.first_query) & (last_query <= run.last_query)
         if call.shape.sliding_window is not None:
             whole = whole & (call.slot(last_query) - self.keys.first_key < call.shape.sliding_window)
-
-        def masked() -> tuple[Array, ...]:
-            visible = self._visible(run, first_query)
-            return tuple(jnp.where(visible, x, jnp.zeros_like(x)) for x in values)
-
-        return lax.cond(whole, lambda: values, masked)
+        return lax.cond(whole, lambda: values, lambda: jnp.where(self._visible(run, first_query), values, 0.0))
 
     def _visible(self, run: Run, first_query: Array) -> Array:
         """Which queries of a block see each key, `[64 keys, 64 queries]`."""
@@ -359,18 +416,9 @@ class _Warpgroup:
         seen = lax.bitcast_convert_type(distance, jnp.uint32) < jnp.uint32(call.shape.sliding_window or 2**31 - 1)
         return seen & (query >= run.first_query) & (query <= run.last_query)
 
-    def _products(self, rows: tuple[Chunk, ...], blocks: tuple[Chunk, ...], slot: Array) -> Array:
-        """The products `[64 keys, 64 queries]` of the warpgroup's rows and a block's."""
 
-        def multiply(acc: Ref) -> Array:
-            for row, block in zip(rows, blocks, strict=True):
-                plgpu.wgmma(acc, row.tiles.at[self.number], block.tiles.at[slot].transpose((1, 0)))
-            return acc[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, _QUERIES), jnp.float32))
-
-
-def _over_keys(numbers_gmem: Ref, there: Any) -> Array:
+def _over_keys(numbers_smem: Ref | None, slot: Array) -> Array:
     """A number for each query of a block, repeated for all keys."""
-    numbers = plgpu.load(numbers_gmem.at[there], layout=COLUMN, optimized=False)
+    assert numbers_smem is not None
+    numbers = plgpu.load(numbers_smem.at[slot], layout=COLUMN, optimized=False)
     return lax.broadcast_in_dim(numbers, (WARPGROUP_ROWS, _QUERIES), [1])

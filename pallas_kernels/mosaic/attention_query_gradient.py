@@ -21,9 +21,11 @@ from pallas_kernels.mosaic.attention_tiles import (
     Chunk,
     Ring,
     Run,
-    add_product,
+    Scores,
+    Weighted,
     chunk_widths,
     load_keys,
+    multiply,
     pairs,
     views,
     with_columns,
@@ -242,8 +244,9 @@ class _Warpgroup:
         slot = lax.rem(step, jnp.int32(self.call.tile.stages))
         plgpu.barrier_wait(memory.key.full.at[slot])
         plgpu.barrier_wait(memory.value.full.at[slot])
-        products = self._products(memory.query, memory.key.chunks, slot)
-        of_weights = self._products(memory.upstream, memory.value.chunks, slot)
+        query, upstream = (tuple(x.tiles.at[self.number] for x in y) for y in (memory.query, memory.upstream))
+        terms = Scores(query, memory.key.tiles(slot)), Scores(upstream, memory.value.tiles(slot))
+        (products,), (of_weights,) = multiply(self.call, *terms)
         plgpu.barrier_arrive(memory.value.empty.at[slot])
         scores, slope = softcapped(products * shape.scale, shape.softcap)
         weights = jnp.exp2(scores * LOG2_E - over_columns(log_total, keys))
@@ -251,16 +254,6 @@ class _Warpgroup:
         d_scores = d_scores if slope is None else d_scores * slope
         d_scores = self.call.masked(run, block, self.first_query, d_scores, 0.0).astype(self.refs.query_gmem.dtype)
         self.call.empty_unseen(run, block, memory.key.chunks, slot, self.number, self.barriers.edge)
-        gradient = add_product(self.call, gradient, d_scores, memory.key.chunks, slot)
+        (gradient,) = multiply(self.call, Weighted(gradient, d_scores, memory.key.tiles(slot)))
         plgpu.barrier_arrive(memory.key.empty.at[slot])
         return gradient
-
-    def _products(self, rows: tuple[Chunk, ...], blocks: tuple[Chunk, ...], slot: Array) -> Array:
-        """The products `[64, keys]` of the warpgroup's rows and a block's."""
-
-        def multiply(acc: Ref) -> Array:
-            for row, block in zip(rows, blocks, strict=True):
-                plgpu.wgmma(acc, row.tiles.at[self.number], block.tiles.at[slot].transpose((1, 0)))
-            return acc[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, self.call.tile.keys), jnp.float32))

@@ -58,18 +58,26 @@ class Call:
         """What TMA copies, and to or from where. The interpreter keeps both views of a chunk apart."""
         return (0, chunk.tiles) if self.is_interpreted else (slice(None), chunk.rows)
 
+    @property
+    def last_query(self) -> Array:
+        """The last query of the tile."""
+        return jnp.minimum(self.first_query + self.tile.queries, self.queries) - 1
+
+    def only_run(self) -> Run:
+        """The tile's queries where all belong to one sequence."""
+        return Run(self.places.first_slots[self.batch, 0], self.first_query, self.last_query)
+
     def runs(self, visit: Callable[[Run, Any], Any], start: Any) -> Any:
         """`visit(run, so far)` for the runs of the tile, the last one first."""
-        last = jnp.minimum(self.first_query + self.tile.queries, self.queries) - 1
         if not self.shape.holds_several:
-            return visit(Run(self.places.first_slots[self.batch, 0], self.first_query, last), start)
+            return visit(self.only_run(), start)
 
         def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
             last, so_far = state
             first = jnp.maximum(self.places.runs[self.batch, last], self.first_query)
             return first - 1, visit(Run(self.places.first_slots[self.batch, last], first, last), so_far)
 
-        return lax.while_loop(lambda state: state[0] >= self.first_query, body, (last, start))[1]
+        return lax.while_loop(lambda state: state[0] >= self.first_query, body, (self.last_query, start))[1]
 
     def slot(self, query: Array) -> Array:
         """The slot of a query."""
@@ -102,7 +110,8 @@ class Call:
     def visible(self, run: Run, block: Array, first_query: Array) -> Array:
         """Which keys of a block each of 64 queries sees, `[64, keys]`."""
         shape = (WARPGROUP_ROWS, self.tile.keys)
-        query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + first_query
+        query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
+        query = (query * 0 if self.tile.heads_are_rows else query) + first_query
         if self.shape.holds_several:
             query = jnp.where((query >= run.first_query) & (query <= run.last_query), query, -(2**30))
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -147,12 +156,16 @@ def empty_outside(
 ) -> None:
     """Write zeros over the rows of a block but start … end − 1: they may be anything, and 0·NaN would be NaN.
 
-    The warpgroups share the rows, and wait for each other at the barrier `edge`.
+    The warpgroups share the rows, and wait for each other at the barrier `edge`, before and after: another one may
+    still read the block.
     """
     shares = min(tile.warpgroups, tile.keys // WARPGROUP_ROWS)
 
     @pl.when((end < tile.keys) | (start > 0))
     def _() -> None:
+        plgpu.barrier_arrive(edge)
+        plgpu.barrier_wait(edge)
+
         @pl.when(warpgroup < shares)
         def _() -> None:
             own = warpgroup * (tile.keys // shares)
@@ -200,12 +213,16 @@ def with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Itera
 
 @dataclass(frozen=True)
 class Ring:
-    """Blocks of one array in shared memory, with barriers for when a stage is loaded and when all have read it."""
+    """Blocks of one array in shared memory, with barriers for when a stage is loaded and when all have read it. Blocks
+    of queries come with a number for each, `[B, H, T]` and by stage.
+    """
 
     gmem: Ref
     chunks: tuple[Chunk, ...]
     full: Ref
     empty: Ref
+    numbers_gmem: Ref | None = None
+    numbers_smem: Ref | None = None
 
     def load(self, call: "Call", there: tuple[Any, ...], count: Array) -> None:
         """For the producer: load a block once its stage is free. `count` counts the blocks before it."""
@@ -219,48 +236,105 @@ class Ring:
         for columns, chunk in with_columns(self.chunks, chunk_widths(self.gmem.shape[-1])):
             part, to_smem = call.tma_view(chunk)
             plgpu.copy_gmem_to_smem(self.gmem.at[*there, part, columns], to_smem.at[slot], self.full.at[slot])
+        if self.numbers_gmem is not None and self.numbers_smem is not None:
+            batch, queries, head = there
+            numbers_gmem = self.numbers_gmem.at[batch, head, queries]
+            plgpu.copy_gmem_to_smem(numbers_gmem, self.numbers_smem.at[slot], self.full.at[slot])
+
+    def tiles(self, slot: Array) -> tuple[Ref, ...]:
+        """The chunks of one stage, as wgmma sees them."""
+        return tuple(chunk.tiles.at[slot] for chunk in self.chunks)
 
 
 def load_keys(call: "Call", rings: Sequence[Ring], group: Array) -> None:
     """For the producer: load all blocks of keys and values that the tile sees, and wait until they are read."""
-    stages = jnp.int32(call.tile.stages)
 
     def over_run(run: Run, count: Array) -> Array:
-        def block(i: Array, count: Array) -> Array:
-            there = (call.batch, pl.ds(run.first_slot + i * call.tile.keys, call.tile.keys), group)
-            for ring in rings:
-                ring.load(call, there, count)
-            return count + 1
+        return load_key_blocks(call, rings, group, run, call.blocks(run), count)
 
-        return lax.fori_loop(*call.blocks(run), block, count)
+    drain(call, rings, call.runs(over_run, jnp.int32(0)))
 
-    count = call.runs(over_run, jnp.int32(0))
 
-    def drain(i: Array, _: None) -> None:
+def load_key_blocks(
+    call: "Call", rings: Sequence[Ring], group: Array, run: Run, blocks: tuple[Array, Array], count: Array
+) -> Array:
+    """For the producer: load the blocks first … end − 1 of a run's keys and values. `count` counts the blocks before
+    them; returns how many there are with them.
+    """
+
+    def block(i: Array, count: Array) -> Array:
+        there = (call.batch, pl.ds(run.first_slot + i * call.tile.keys, call.tile.keys), group)
+        for ring in rings:
+            ring.load(call, there, count)
+        return count + 1
+
+    return lax.fori_loop(*blocks, block, count)
+
+
+def drain(call: "Call", rings: Sequence[Ring], count: Array) -> None:
+    """For the producer: wait until all of `count` blocks are read."""
+    stages = jnp.int32(call.tile.stages)
+
+    def wait(i: Array, _: None) -> None:
         for ring in rings:
             plgpu.barrier_wait(ring.empty.at[lax.rem(i, stages)])
 
-    lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+    lax.fori_loop(jnp.maximum(count - stages, 0), count, wait, None)
 
 
-def add_product(
-    call: Call, sums: tuple[Array, ...], weights: Array, blocks: tuple[Chunk, ...], slot: Array
-) -> tuple[Array, ...]:
-    """sums + weights·block, by chunk. weights `[64, keys]` are in registers."""
-    blocks_smem = [chunk.tiles.at[slot] for chunk in blocks]
-    if not call.is_interpreted:
+class Scores(NamedTuple):
+    """Products rows·blockᵀ of what shared memory holds by chunks of columns."""
 
-        def multiply(accs: tuple[Ref, ...]) -> None:
-            for acc, block in zip(accs, blocks_smem, strict=True):
-                plgpu.wgmma(acc, weights, block)
+    rows: tuple[Ref, ...]
+    block: tuple[Ref, ...]
 
-        return pl.run_state(multiply)(tuple(map(plgpu.ACC.init, sums)))
 
-    # The interpreter multiplies what is in shared memory alone, and cannot store to accumulators.
+class Weighted(NamedTuple):
+    """sums + weights·block by chunks of columns; the weights `[64, rows of the block]` are in registers."""
+
+    sums: tuple[Array, ...]
+    weights: Array
+    block: tuple[Ref, ...]
+
+
+def multiply(call: Call, *terms: Scores | Weighted) -> list[tuple[Array, ...]]:
+    """The values of all terms, whose products are in flight together."""
+    if call.is_interpreted:
+        return [_interpreted(term) for term in terms]
+    starts = [_zeros(term) if isinstance(term, Scores) else term.sums for term in terms]
+
+    def start_all(accs: list[tuple[Ref, ...]]) -> None:
+        for term, own in zip(terms, accs, strict=True):
+            if isinstance(term, Scores):
+                for row, block in zip(term.rows, term.block, strict=True):
+                    plgpu.wgmma(own[0], row, block.transpose((1, 0)))
+            else:
+                for acc, block in zip(own, term.block, strict=True):
+                    plgpu.wgmma(acc, term.weights, block)
+
+    return pl.run_state(start_all)([tuple(map(plgpu.ACC.init, start)) for start in starts])
+
+
+def _zeros(term: Scores) -> tuple[Array, ...]:
+    shape = (WARPGROUP_ROWS, term.block[0].shape[0])
+    return (plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),)
+
+
+def _interpreted(term: Scores | Weighted) -> tuple[Array, ...]:
+    """The interpreter multiplies what is in shared memory alone, and cannot store to accumulators."""
+    if isinstance(term, Scores):
+
+        def products(acc: Ref) -> Array:
+            for row, block in zip(term.rows, term.block, strict=True):
+                plgpu.wgmma(acc, row, block.transpose((1, 0)))
+            return acc[...]
+
+        return (pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, term.block[0].shape[0]), jnp.float32)),)
+
     def added(x: Array, block_smem: Ref) -> Array:
         block = plgpu.load(block_smem, layout=plgpu.Layout.WGMMA, optimized=False)
-        return x + lax.dot(weights, block, preferred_element_type=jnp.float32)
+        return x + lax.dot(term.weights, block, preferred_element_type=jnp.float32)
 
-    sums = tuple(map(added, sums, blocks_smem))
+    sums = tuple(map(added, term.sums, term.block))
     plgpu.commit_smem()
     return sums

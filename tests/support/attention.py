@@ -1,6 +1,7 @@
 """Problems of attention, and its definition and gradients in float64, written without the code under test."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlk_jax.ops.attention.api import attention
+from tests.support.helpers import assert_same_bits
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,62 @@ def gold(case: Case, problem: Problem) -> Found:
         d_key[b, seen, g] += np.outer(d_scores, query[b, t, h])
         d_value[b, seen, g] += np.outer(weights, upstream[b, t, h])
     return Found(output, d_query, d_key, d_value)
+
+
+def placed(problem: Problem, at: int, slots: int, batch: int = 1, row: int = 0, seed: int = 7) -> Problem:
+    """The sequence of a problem of one row at slots `at`, …, among large other numbers."""
+    rng = np.random.default_rng(seed)
+
+    def put(x: jax.Array) -> jax.Array:
+        around = jnp.asarray(1e4 * rng.standard_normal((batch, slots, *x.shape[2:])), x.dtype)
+        return around.at[row, at : at + x.shape[1]].set(x[0])
+
+    return Problem(*map(put, problem))
+
+
+def check_bits_alone_in_a_batch_and_behind_padding(
+    alone: Case, dtype: Any, implementation: str, places: Sequence[tuple[int, int, int]]
+) -> None:
+    """A sequence has the bits of being alone behind so many slots of padding, in so many slots, in a row of three."""
+    problem, length = make(alone, dtype), alone.length
+    expected = found(alone, problem, implementation)
+    for before, slots, row in places:
+        padding = tuple(before if i == row else i for i in range(3))
+        case = replace(alone, batch=3, length=slots, slots=slots, padding=padding)
+        actual = found(case, placed(problem, before, slots, batch=3, row=row), implementation)
+        own = slice(before, before + length)
+        assert_same_bits([x[row, own] for x in actual[:2]], [x[0] for x in expected[:2]])
+        if slots == before + length:
+            assert_same_bits([x[row, own] for x in actual[2:]], [x[0] for x in expected[2:]])
+
+
+def check_bits_packed(alone: Case, dtype: Any, implementation: str, offsets: Sequence[int], behind: int = 12) -> None:
+    """A sequence has the bits of being alone between two others, from any slot on."""
+    problem, length = make(alone, dtype), alone.length
+    expected = found(alone, problem, implementation)
+    for before in offsets:
+        slots = before + length + behind
+        starts = (*(0,) * before, *(before,) * length, *(before + length,) * behind)
+        case = replace(alone, length=slots, slots=slots, segment_starts=(starts,))
+        actual = found(case, placed(problem, before, slots), implementation)
+        assert_same_bits([x[0, before : before + length] for x in actual], [x[0] for x in expected])
+
+
+def check_bits_in_parts(
+    alone: Case, dtype: Any, implementation: str, parts: Sequence[Sequence[int]], slots: int
+) -> None:
+    """Queries that come in parts of such sizes, over a cache with NaN behind them, have the bits of all at once."""
+    query, key, value, _ = make(alone, dtype)
+    options = {"implementation": implementation, **alone.options}
+    whole = attention(query, key, value, **options)
+    part = jax.jit(lambda q, k, v, start: attention(q, k, v, start=start, **options))
+
+    def cache(x: jax.Array, count: int) -> jax.Array:
+        return jnp.full((1, slots, *x.shape[2:]), jnp.nan, x.dtype).at[:, :count].set(x[:, :count])
+
+    for sizes in parts:
+        at = 0
+        for size in sizes:
+            own, end = slice(at, at + size), at + size
+            assert_same_bits(part(query[:, own], cache(key, end), cache(value, end), at), whole[:, own])
+            at = end

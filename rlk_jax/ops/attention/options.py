@@ -40,6 +40,8 @@ class AttentionConfig:
     scale: float
     sliding_window: int | None
     logit_softcap: float | None
+    value_size: int
+    """Columns of a value."""
 
 
 class Places(NamedTuple):

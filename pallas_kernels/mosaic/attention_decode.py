@@ -1,0 +1,266 @@
+"""Decoding: one query of each sequence meets its keys, with the bits that `attend` gives it.
+
+The heads that share keys are rows of one tile, so that keys and values are read once. Each block of threads has one
+span of keys, and a second kernel merges the spans in ascending order, as `attend` does.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, decode_tile
+from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.mosaic.attention import Softmax, empty_softmax, merged, output_of, scaled, with_scores
+from pallas_kernels.mosaic.attention_tiles import (
+    Call,
+    Chunk,
+    Ring,
+    Scores,
+    Weighted,
+    chunk_widths,
+    drain,
+    load_key_blocks,
+    multiply,
+    pairs,
+    views,
+    with_columns,
+)
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, over_columns
+
+Array = jax.Array
+Ref = Any
+MOST_GROUP_HEADS = WARPGROUP_ROWS
+_ROUND = 8
+"""Spans that the merging kernel has in flight."""
+
+
+class _Spans(NamedTuple):
+    """The softmax of each span, float32 `[B, G, spans, rows, F]`: its weighted values, and its largest score and its
+    total repeated for every column. Rows are the heads of a group, and further ones up to a multiple of 8.
+    """
+
+    values: Array
+    largest: Array
+    total: Array
+
+
+def decode(
+    shape: AttentionShape, machine: Machine, query: Array, key: Array, value: Array, places: SequencePlaces
+) -> tuple[Array, Array]:
+    """What `attend` gives for one query of each sequence: query is `[B, 1, H, E]`, of groups of at most MOST_GROUP_HEADS heads."""
+    heads = query.shape[2]
+    spans = _spans(shape, machine, query[:, 0], key, value, places)
+    output, log_total = _merge(shape, machine, heads, value, spans, places)
+    log_total = jnp.pad(log_total[:, :, :1], ((0, 0), (0, 0), (0, 127)), constant_values=jnp.inf)
+    return output[:, None], log_total
+
+
+def _span_count(slots: int, keys: int, span_blocks: int | None) -> int:
+    return 1 if span_blocks is None else -(-slots // (keys * span_blocks))
+
+
+def _span_blocks(call: Call, span: Array, run: Any) -> tuple[Array, Array]:
+    """The first block of keys of a span that the query sees, and the one behind the last."""
+    first, end = call.blocks(run)
+    if call.tile.span_blocks is None:
+        return first, end
+    width = jnp.int32(call.tile.span_blocks)
+    return jnp.maximum(first, span * width), jnp.minimum(end, (span + 1) * width)
+
+
+def _spans(
+    shape: AttentionShape, machine: Machine, query: Array, key: Array, value: Array, places: SequencePlaces
+) -> _Spans:
+    batch, _, size = query.shape
+    slots, groups, value_size, dtype = key.shape[1], key.shape[2], value.shape[3], query.dtype
+    tile, rows = decode_tile(max(size, value_size)), -(-shape.group_heads // 8) * 8
+    spans = _span_count(slots, tile.keys, tile.span_blocks)
+
+    def body(
+        query_gmem: Ref,
+        key_gmem: Ref,
+        value_gmem: Ref,
+        start_gmem: Ref,
+        first_slots_gmem: Ref,
+        runs_gmem: Ref,
+        values_gmem: Ref,
+        largest_gmem: Ref,
+        total_gmem: Ref,
+        **scratch: Ref,
+    ) -> None:
+        places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
+        names = ("query_smem", "key_smem", "value_smem")
+        query, key, value = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
+        key_ring = Ring(key_gmem, key, scratch["key_full"], scratch["key_empty"])
+        value_ring = Ring(value_gmem, value, scratch["value_full"], scratch["value_empty"])
+        first_query = jnp.int32(0)
+        batch, group = lax.axis_index("batch"), lax.axis_index("groups")
+        call = Call(shape, tile, places, batch, first_query, 1, machine.interpret is not None)
+        warpgroup, span = lax.axis_index("warpgroup"), lax.axis_index("spans")
+        run = call.only_run()
+        first, end = _span_blocks(call, span, run)
+
+        @pl.when(warpgroup == 1)
+        def _producer() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            rings = (key_ring, value_ring)
+            drain(call, rings, load_key_blocks(call, rings, group, run, (first, end), jnp.int32(0)))
+
+        @pl.when(warpgroup == 0)
+        def _compute() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            full = scratch["query_full"]
+            for own, chunk in with_columns(query, chunk_widths(size)):
+                part, to_smem = call.tma_view(chunk)
+                there = (batch, pl.ds(group * shape.group_heads, WARPGROUP_ROWS), part, own)
+                plgpu.copy_gmem_to_smem(query_gmem.at[there], to_smem.at[0], full)
+            plgpu.barrier_wait(full)
+
+            def step(i: Array, so_far: Softmax) -> Softmax:
+                slot = lax.rem(i - first, jnp.int32(tile.stages))
+                plgpu.barrier_wait(key_ring.full.at[slot])
+                rows = tuple(chunk.tiles.at[0] for chunk in query)
+                ((products,),) = multiply(call, Scores(rows, key_ring.tiles(slot)))
+                plgpu.barrier_arrive(key_ring.empty.at[slot])
+                scores = call.masked(run, i, first_query, scaled(shape, products), -jnp.inf)
+                softmax, weights = with_scores(so_far, scores, dtype)
+                plgpu.barrier_wait(value_ring.full.at[slot])
+                call.empty_unseen(run, i, value_ring.chunks, slot, warpgroup, scratch["edge"])
+                (values,) = multiply(call, Weighted(softmax.values, weights, value_ring.tiles(slot)))
+                plgpu.barrier_arrive(value_ring.empty.at[slot])
+                return softmax._replace(values=values)
+
+            softmax = lax.fori_loop(first, end, step, empty_softmax(value_size))
+            stored = (
+                (values_gmem, softmax.values),
+                (largest_gmem, [over_columns(softmax.largest, x.shape[1]) for x in softmax.values]),
+                (total_gmem, [over_columns(softmax.total, x.shape[1]) for x in softmax.values]),
+            )
+            for gmem, chunks in stored:
+                _store_rows(gmem.at[batch, group, span], scratch["sums_smem"], chunks)
+
+    of_stages = (tile.stages, tile.keys)
+    stages, columns = {"num_barriers": tile.stages}, len(chunk_widths(size))
+    scratch = {
+        "query_smem": plgpu.RefUnion(*views((1, WARPGROUP_ROWS), size, dtype)),
+        "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
+        "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
+        "sums_smem": plgpu.SMEM((WARPGROUP_ROWS, value_size), jnp.float32),
+        "query_full": plgpu.Barrier(num_arrivals=columns),
+        "key_full": plgpu.Barrier(num_arrivals=columns, **stages),
+        "value_full": plgpu.Barrier(num_arrivals=len(chunk_widths(value_size)), **stages),
+        "key_empty": plgpu.Barrier(num_arrivals=1, **stages),
+        "value_empty": plgpu.Barrier(num_arrivals=1, **stages),
+        "edge": plgpu.Barrier(num_arrivals=1),
+    }
+    spread = jax.ShapeDtypeStruct((batch, groups, spans, rows, value_size), jnp.float32)
+    return _Spans(
+        *plgpu.kernel(
+            body,
+            out_type=(spread,) * 3,
+            scratch_types=scratch,
+            grid=(groups, spans, batch),
+            grid_names=("groups", "spans", "batch"),
+            num_threads=2,
+            thread_name="warpgroup",
+            kernel_name="attention_decode",
+            interpret=machine.interpret,
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        )(query[:, :, None], *(x[:, :, :, None] for x in (key, value)), *places)
+    )
+
+
+def _store_rows(gmem: Ref, smem: Ref, chunks: Sequence[Array]) -> None:
+    """Write the first rows of a value `[64, F]`, given by chunk, to global memory `[rows, F]`."""
+    for columns, chunk in with_columns(chunks, [chunk.shape[1] for chunk in chunks]):
+        smem.at[:, columns][...] = chunk
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, gmem.shape[0])], gmem)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _merge(
+    shape: AttentionShape, machine: Machine, heads: int, value: Array, spans: _Spans, places: SequencePlaces
+) -> tuple[Array, Array]:
+    """The output `[B, H, F]`, and log_total repeated for every column, float32 in the same shape."""
+    batch, groups, _, rows, columns = spans.values.shape
+    tile, dtype, own_heads = decode_tile(columns), value.dtype, shape.group_heads
+
+    def body(
+        values_gmem: Ref,
+        largest_gmem: Ref,
+        total_gmem: Ref,
+        start_gmem: Ref,
+        first_slots_gmem: Ref,
+        runs_gmem: Ref,
+        output_gmem: Ref,
+        log_total_gmem: Ref,
+        *,
+        spans_smem: Ref,
+        output_smem: Ref,
+        log_total_smem: Ref,
+        full: Ref,
+        read: Ref,
+    ) -> None:
+        batch, group = lax.axis_index("batch"), lax.axis_index("groups")
+        places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
+        call = Call(shape, tile, places, batch, jnp.int32(0), 1, machine.interpret is not None)
+        first, end = call.blocks(call.only_run())
+        width = jnp.int32(tile.span_blocks or 2**30)
+        first_span, end_span = lax.div(first, width), lax.div(end + width - 1, width)
+
+        def one_round(i: Array, so_far: Softmax) -> Softmax:
+            start = first_span + i * _ROUND
+            for j in range(_ROUND):
+
+                @pl.when(start + j < end_span)
+                def _(j: int = j) -> None:
+                    for k, gmem in enumerate((values_gmem, largest_gmem, total_gmem)):
+                        plgpu.copy_gmem_to_smem(gmem.at[batch, group, start + j], spans_smem.at[j, k], full.at[j])
+
+            def add(j: Array, so_far: Softmax) -> Softmax:
+                plgpu.barrier_wait(full.at[j])
+                values, largest, total = (_spread(spans_smem.at[j, k], rows, columns) for k in range(3))
+                return merged(so_far, Softmax(largest, total, (values,)))
+
+            so_far = lax.fori_loop(0, jnp.minimum(end_span - start, _ROUND), add, so_far)
+            plgpu.barrier_arrive(read)
+            plgpu.barrier_wait(read)
+            return so_far
+
+        rounds = lax.div(end_span - first_span + _ROUND - 1, jnp.int32(_ROUND))
+        softmax = lax.fori_loop(0, rounds, one_round, empty_softmax(columns, spread_over=rows))
+        (output,), log_total = output_of(softmax)
+        output_smem[...] = output.astype(dtype)
+        log_total_smem[...] = log_total
+        plgpu.commit_smem()
+        own = (batch, pl.ds(group * own_heads, own_heads))
+        for smem, gmem in ((output_smem, output_gmem), (log_total_smem, log_total_gmem)):
+            plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, own_heads)], gmem.at[own])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct((batch, heads, columns), x) for x in (dtype, jnp.float32)),
+        scratch_types={
+            "spans_smem": plgpu.SMEM((_ROUND, 3, rows, columns), jnp.float32),
+            "output_smem": plgpu.SMEM((rows, columns), dtype),
+            "log_total_smem": plgpu.SMEM((rows, columns), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=3, num_barriers=_ROUND),
+            "read": plgpu.Barrier(num_arrivals=1),
+        },
+        grid=(groups, batch),
+        grid_names=("groups", "batch"),
+        kernel_name="attention_merge",
+        interpret=machine.interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(*spans, *places)
+
+
+def _spread(smem: Ref, rows: int, columns: int) -> Array:
+    return plgpu.load(smem, layout=plgpu.Layout.WG_STRIDED((rows, columns), vec_size=1), optimized=False)

@@ -1,0 +1,73 @@
+"""attention on Hopper, by Pallas Mosaic GPU kernels, which are imported when one of them is traced."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces
+from pallas_kernels.hopper.tiles import Machine
+from rlk_jax.core.devices import default_machine
+from rlk_jax.core.transforms import as_replicated, fusion_barrier
+from rlk_jax.ops.attention.options import AttentionConfig, AttentionFunctions, Gradients, Needs, Operands
+
+Array = jax.Array
+
+
+class _Kept(NamedTuple):
+    """What the forward keeps for the backward: the output, and log2 of each query's softmax total, `[B, H, T]` with T
+    rounded up to whole tiles.
+    """
+
+    output: Array
+    log_total: Array
+
+
+def mosaic(machine: Machine | None = None) -> AttentionFunctions:
+    """The implementation for one machine; None for the GPU that JAX sees."""
+    return AttentionFunctions(functools.partial(_forward, machine), functools.partial(_gradients, machine))
+
+
+def _shape(config: AttentionConfig, operands: Operands) -> AttentionShape:
+    several = operands.places.first_slots.ndim == 2
+    return AttentionShape(config.scale, config.sliding_window, config.logit_softcap, operands.group_heads, several)
+
+
+def _places(operands: Operands) -> SequencePlaces:
+    """Where sequences are, and which neighbouring queries belong to one: all of a row that holds one sequence."""
+    first_slots = operands.places.first_slots
+    first_slots = first_slots if first_slots.ndim == 2 else first_slots[:, None]
+    begins = jnp.diff(first_slots, axis=1, prepend=-1) != 0
+    runs = lax.cummax(jnp.where(begins, jnp.arange(first_slots.shape[1], dtype=jnp.int32), 0), axis=1)
+    return SequencePlaces(operands.start.reshape(1), first_slots, runs)
+
+
+def _forward(machine: Machine | None, config: AttentionConfig, operands: Operands) -> tuple[Array, _Kept]:
+    from pallas_kernels.mosaic.attention import attend
+    from pallas_kernels.mosaic.attention_decode import MOST_GROUP_HEADS, decode
+
+    operands = fusion_barrier(as_replicated(operands))
+    is_decoding = operands.query.shape[1] == 1 and operands.group_heads <= MOST_GROUP_HEADS
+    kernel = decode if is_decoding else attend
+    arrays = (*operands[:3], _places(operands))
+    output, log_total = fusion_barrier(kernel(_shape(config, operands), machine or default_machine(), *arrays))
+    return output, _Kept(output, log_total)
+
+
+def _gradients(
+    machine: Machine | None, config: AttentionConfig, needs: Needs, operands: Operands, kept: _Kept, upstream: Array
+) -> Gradients:
+    from pallas_kernels.mosaic.attention_key_gradient import key_gradients
+    from pallas_kernels.mosaic.attention_query_gradient import query_gradient
+
+    operands, kept, upstream = fusion_barrier(as_replicated((operands, kept, upstream)))
+    call = (_shape(config, operands), machine or default_machine())
+    arrays, places = operands[:3], _places(operands)
+    # The kernel of dQ finds the centers, which that of dK and dV needs.
+    d_query, center = fusion_barrier(query_gradient(*call, *arrays, *kept, upstream, places))
+    d_key = d_value = None
+    if needs.key or needs.value:
+        d_key, d_value = fusion_barrier(key_gradients(*call, *arrays, kept.log_total, center, upstream, places))
+    return Gradients(d_query if needs.query else None, d_key if needs.key else None, d_value if needs.value else None)
