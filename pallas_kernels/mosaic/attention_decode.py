@@ -29,12 +29,15 @@ from pallas_kernels.mosaic.attention_tiles import (
     pairs,
     views,
     with_columns,
+    zero_beside,
 )
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, over_columns
 
 Array = jax.Array
 Ref = Any
 MOST_GROUP_HEADS = WARPGROUP_ROWS
+_SUM_COLUMNS = 32
+"""Columns of a chunk of float32 sums: TMA swizzles at most 128 bytes of a row."""
 _ROUND = 8
 """Spans that the merging kernel has in flight."""
 
@@ -52,7 +55,9 @@ class _Spans(NamedTuple):
 def decode(
     shape: AttentionShape, machine: Machine, query: Array, key: Array, value: Array, places: SequencePlaces
 ) -> tuple[Array, Array]:
-    """What `attend` gives for one query of each sequence: query is `[B, 1, H, E]`, of groups of at most MOST_GROUP_HEADS heads."""
+    """What `attend` gives for one query of each sequence: query is `[B, 1, H, E]`, and at most MOST_GROUP_HEADS heads
+    share keys.
+    """
     heads = query.shape[2]
     spans = _spans(shape, machine, query[:, 0], key, value, places)
     output, log_total = _merge(shape, machine, heads, value, spans, places)
@@ -94,12 +99,12 @@ def _spans(
         **scratch: Ref,
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
-        names = ("query_smem", "key_smem", "value_smem")
-        query, key, value = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
+        names = ("query_smem", "key_smem", "value_smem", "sums_smem")
+        query, key, value, sums = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
         key_ring = Ring(key_gmem, key, scratch["key_full"], scratch["key_empty"])
         value_ring = Ring(value_gmem, value, scratch["value_full"], scratch["value_empty"])
-        first_query = jnp.int32(0)
         batch, group = lax.axis_index("batch"), lax.axis_index("groups")
+        first_query = zero_beside(group)
         call = Call(shape, tile, places, batch, first_query, 1, machine.interpret is not None)
         warpgroup, span = lax.axis_index("warpgroup"), lax.axis_index("spans")
         run = call.only_run()
@@ -124,7 +129,7 @@ def _spans(
             def step(i: Array, so_far: Softmax) -> Softmax:
                 slot = lax.rem(i - first, jnp.int32(tile.stages))
                 plgpu.barrier_wait(key_ring.full.at[slot])
-                rows = tuple(chunk.tiles.at[0] for chunk in query)
+                rows = tuple(chunk.tiles.at[first_query] for chunk in query)
                 ((products,),) = multiply(call, Scores(rows, key_ring.tiles(slot)))
                 plgpu.barrier_arrive(key_ring.empty.at[slot])
                 scores = call.masked(run, i, first_query, scaled(shape, products), -jnp.inf)
@@ -142,7 +147,7 @@ def _spans(
                 (total_gmem, [over_columns(softmax.total, x.shape[1]) for x in softmax.values]),
             )
             for gmem, chunks in stored:
-                _store_rows(gmem.at[batch, group, span], scratch["sums_smem"], chunks)
+                _store_rows(call, gmem.at[batch, group, span], sums, chunks)
 
     of_stages = (tile.stages, tile.keys)
     stages, columns = {"num_barriers": tile.stages}, len(chunk_widths(size))
@@ -150,7 +155,7 @@ def _spans(
         "query_smem": plgpu.RefUnion(*views((1, WARPGROUP_ROWS), size, dtype)),
         "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
-        "sums_smem": plgpu.SMEM((WARPGROUP_ROWS, value_size), jnp.float32),
+        "sums_smem": plgpu.RefUnion(*views((1, WARPGROUP_ROWS), value_size, jnp.float32, _SUM_COLUMNS)),
         "query_full": plgpu.Barrier(num_arrivals=columns),
         "key_full": plgpu.Barrier(num_arrivals=columns, **stages),
         "value_full": plgpu.Barrier(num_arrivals=len(chunk_widths(value_size)), **stages),
@@ -158,29 +163,33 @@ def _spans(
         "value_empty": plgpu.Barrier(num_arrivals=1, **stages),
         "edge": plgpu.Barrier(num_arrivals=1),
     }
-    spread = jax.ShapeDtypeStruct((batch, groups, spans, rows, value_size), jnp.float32)
-    return _Spans(
-        *plgpu.kernel(
-            body,
-            out_type=(spread,) * 3,
-            scratch_types=scratch,
-            grid=(groups, spans, batch),
-            grid_names=("groups", "spans", "batch"),
-            num_threads=2,
-            thread_name="warpgroup",
-            kernel_name="attention_decode",
-            interpret=machine.interpret,
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        )(query[:, :, None], *(x[:, :, :, None] for x in (key, value)), *places)
-    )
+    spread = jax.ShapeDtypeStruct((batch, groups, spans, rows, 1, value_size), jnp.float32)
+    found = plgpu.kernel(
+        body,
+        out_type=(spread,) * 3,
+        scratch_types=scratch,
+        grid=(groups, spans, batch),
+        grid_names=("groups", "spans", "batch"),
+        num_threads=2,
+        thread_name="warpgroup",
+        kernel_name="attention_decode",
+        interpret=machine.interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )(query[:, :, None], *(x[:, :, :, None] for x in (key, value)), *places)
+    return _Spans(*(x[..., 0, :] for x in found))
 
 
-def _store_rows(gmem: Ref, smem: Ref, chunks: Sequence[Array]) -> None:
-    """Write the first rows of a value `[64, F]`, given by chunk, to global memory `[rows, F]`."""
-    for columns, chunk in with_columns(chunks, [chunk.shape[1] for chunk in chunks]):
-        smem.at[:, columns][...] = chunk
+def _store_rows(call: Call, gmem: Ref, chunks: tuple[Chunk, ...], values: Sequence[Array]) -> None:
+    """Write the first rows of a value `[64, F]`, given by chunk, to global memory `[rows, 1, F]`."""
+    widths = [chunk.tiles.shape[-1] for chunk in chunks]
+    parts = (x[:, i : i + widths[0]] for x in values for i in range(0, x.shape[1], widths[0]))
+    for chunk, part in zip(chunks, parts, strict=True):
+        chunk.tiles.at[call.first_query][...] = part
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, gmem.shape[0])], gmem)
+    first_rows = pl.ds(0, gmem.shape[0])
+    for own, chunk in with_columns(chunks, widths):
+        part, from_smem = call.tma_view(chunk)
+        plgpu.copy_smem_to_gmem(from_smem.at[call.first_query, first_rows], gmem.at[first_rows, part, own])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -209,7 +218,7 @@ def _merge(
     ) -> None:
         batch, group = lax.axis_index("batch"), lax.axis_index("groups")
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
-        call = Call(shape, tile, places, batch, jnp.int32(0), 1, machine.interpret is not None)
+        call = Call(shape, tile, places, batch, zero_beside(group), 1, machine.interpret is not None)
         first, end = call.blocks(call.only_run())
         width = jnp.int32(tile.span_blocks or 2**30)
         first_span, end_span = lax.div(first, width), lax.div(end + width - 1, width)

@@ -31,6 +31,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     pairs,
     views,
     with_columns,
+    zero_beside,
 )
 from pallas_kernels.mosaic.main_loop import COLUMN, ROW, WARPGROUP_ROWS
 from pallas_kernels.mosaic.statistics import softcapped
@@ -168,11 +169,11 @@ def key_gradients(
 
         @pl.when(warpgroup == tile.warpgroups)
         def _producer() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             _load_queries(keys, (memory.query, memory.upstream), group)
 
         def compute(rows: Array, *, has_key: bool, has_value: bool) -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             barriers = (scratch["key_full"], scratch["value_full"], scratch["edge"])
             _Warpgroup(keys, refs, memory, *barriers, group, warpgroup, rows, has_key, has_value).run()
 
@@ -180,7 +181,7 @@ def key_gradients(
             pl.when(warpgroup < tile.warpgroups)(lambda: compute(warpgroup, has_key=True, has_value=True))
             return
         for number, has_key in ((0, True), (1, False)):
-            pl.when(warpgroup == number)(lambda x=has_key: compute(jnp.int32(0), has_key=x, has_value=not x))
+            pl.when(warpgroup == number)(lambda x=has_key: compute(zero_beside(warpgroup), has_key=x, has_value=not x))
 
     rows = tile.queries // WARPGROUP_ROWS
     of_warpgroups, of_stages = (rows, WARPGROUP_ROWS), (tile.stages, _QUERIES)
@@ -243,20 +244,9 @@ class _Sums(NamedTuple):
     value: tuple[Array, ...]
 
 
-class _Meeting(NamedTuple):
-    """A block of queries of one head that the keys meet: which block and head, and how many the tile met before."""
-
-    block: Array
-    head: Array
-    step: Array
-
-
 @dataclass(frozen=True)
 class _Warpgroup:
-    """One compute warpgroup: 64 keys of one head, and one of their gradients or both.
-
-    While the products with a block of queries are in flight, so are the scores of the next block.
-    """
+    """One compute warpgroup: 64 keys of one head, and one of their gradients or both."""
 
     keys: _KeyTile
     refs: _Arguments
@@ -287,18 +277,10 @@ class _Warpgroup:
             first, end = self.keys.blocks(run)
             count = (end - first) * heads
 
-            def meeting(i: Array) -> _Meeting:
-                return _Meeting(first + lax.div(i, heads), lax.rem(i, heads), steps + i)
+            def step(i: Array, sums: _Sums) -> _Sums:
+                return self._add_block(run, first + lax.div(i, heads), steps + i, sums)
 
-            def all_blocks() -> _Sums:
-                def step(i: Array, state: tuple[_Sums, Array]) -> tuple[_Sums, Array]:
-                    return self._add_block(run, meeting(i), *state, is_last=False)
-
-                start = (sums, self._first_scores(meeting(jnp.int32(0))))
-                sums_before, scores = lax.fori_loop(0, count - 1, step, start)
-                return self._add_block(run, meeting(count - 1), sums_before, scores, is_last=True)[0]
-
-            return steps + count, lax.cond(count > 0, all_blocks, lambda: sums)
+            return steps + count, lax.fori_loop(jnp.int32(0), count, step, sums)
 
         def zeros(gmem: Ref, is_own: bool) -> tuple[Array, ...]:
             return tuple(
@@ -345,57 +327,38 @@ class _Warpgroup:
             part, from_smem = self.keys.call.tma_view(chunk)
             plgpu.copy_smem_to_gmem(from_smem.at[self.number], gmem.at[*self._there, part, own])
 
-    def _slot(self, step: Array) -> Array:
-        return lax.rem(step, jnp.int32(self.keys.call.tile.stages))
-
     def _own(self, chunks: tuple[Chunk, ...]) -> tuple[Ref, ...]:
         return tuple(chunk.tiles.at[self.number] for chunk in chunks)
 
-    def _scores(self, step: Array) -> Scores:
-        """The products of the keys and the queries of a block, which must have been loaded."""
-        return Scores(self._own(self.memory.key), self.memory.query.tiles(self._slot(step)))
-
-    def _first_scores(self, meeting: _Meeting) -> Array:
-        plgpu.barrier_wait(self.memory.query.full.at[self._slot(meeting.step)])
-        return multiply(self.keys.call, self._scores(meeting.step))[0][0]
-
-    def _add_block(
-        self, run: Run, meeting: _Meeting, sums: _Sums, products: Array, *, is_last: bool
-    ) -> tuple[_Sums, Array]:
-        """The gradients with one block of queries of one head added, and the products of the next block."""
+    def _add_block(self, run: Run, block: Array, step: Array, sums: _Sums) -> _Sums:
+        """The gradients with one block of queries of one head added; `step` counts those of the tile."""
         call, memory, shape = self.keys.call, self.memory, self.keys.call.shape
-        slot, first = self._slot(meeting.step), self.keys.first_of(run, meeting.block)
-        scores, slope = softcapped(products * shape.scale, shape.softcap)
-        weights = jnp.exp2(scores * LOG2_E - _over_keys(memory.query.numbers_smem, slot))
-        weights = self._masked(run, first, weights)
-        rounded = weights.astype(self.refs.d_key_gmem.dtype)
+        dtype, first = self.refs.d_key_gmem.dtype, self.keys.first_of(run, block)
+        slot = lax.rem(step, jnp.int32(call.tile.stages))
+        query, upstream = memory.query.tiles(slot), memory.upstream.tiles(slot)
+        plgpu.barrier_wait(memory.query.full.at[slot])
         plgpu.barrier_wait(memory.upstream.full.at[slot])
         low, high = run.first_query - first, run.last_query - first + 1
         chunks = (*memory.query.chunks, *memory.upstream.chunks)
         empty_outside(call.tile, chunks, slot, self.warpgroup, self.edge, low, high)
-        upstream = memory.upstream.tiles(slot)
-        terms: list[Scores | Weighted] = []
-        if self.has_key:
-            terms.append(Scores(self._own(memory.value), upstream))
-        if self.has_value:
-            terms.append(Weighted(sums.value, rounded, upstream))
-        found = multiply(call, *terms)
-        d_value = found.pop() if self.has_value else sums.value
+        values = [Scores(self._own(memory.value), upstream)] if self.has_key else []
+        (products,), *rest = multiply(call, Scores(self._own(memory.key), query), *values)
+        scores, slope = softcapped(products * shape.scale, shape.softcap)
+        weights = jnp.exp2(scores * LOG2_E - _over_keys(memory.query.numbers_smem, slot))
         terms = []
         if self.has_key:
-            d_scores = weights * (found[0][0] - _over_keys(memory.upstream.numbers_smem, slot))
-            d_scores = d_scores if slope is None else d_scores * slope
-            d_scores = self._masked(run, first, d_scores)
-            terms.append(Weighted(sums.key, d_scores.astype(self.refs.d_key_gmem.dtype), memory.query.tiles(slot)))
-        plgpu.barrier_arrive(memory.upstream.empty.at[slot])
-        if not is_last:
-            plgpu.barrier_wait(memory.query.full.at[self._slot(meeting.step + 1)])
-            terms.append(self._scores(meeting.step + 1))
-        found = multiply(call, *terms) if terms else []
-        products = products if is_last else found.pop()[0]
-        d_key = found[0] if self.has_key else sums.key
-        plgpu.barrier_arrive(memory.query.empty.at[slot])
-        return _Sums(d_key, d_value), products
+            # Registers have no room for both numbers of a query at once, nor for weights in both precisions before.
+            weights, of_weights = lax.optimization_barrier((weights, rest[0][0]))
+            d_scores = weights * (of_weights - _over_keys(memory.upstream.numbers_smem, slot))
+            d_scores = (d_scores if slope is None else d_scores * slope).astype(dtype)
+            weights, d_scores = lax.optimization_barrier((weights, d_scores))
+            terms.append(Weighted(sums.key, self._masked(run, first, d_scores), query))
+        if self.has_value:
+            terms.append(Weighted(sums.value, self._masked(run, first, weights.astype(dtype)), upstream))
+        found = multiply(call, *terms)
+        for ring in (memory.query, memory.upstream):
+            plgpu.barrier_arrive(ring.empty.at[slot])
+        return _Sums(found[0] if self.has_key else sums.key, found[-1] if self.has_value else sums.value)
 
     def _masked(self, run: Run, first_query: Array, values: Array) -> Array:
         """The values of a block's queries, with 0 where a query does not see a key."""
@@ -404,7 +367,9 @@ class _Warpgroup:
         whole = whole & (first_query >= run.first_query) & (last_query <= run.last_query)
         if call.shape.sliding_window is not None:
             whole = whole & (call.slot(last_query) - self.keys.first_key < call.shape.sliding_window)
-        return lax.cond(whole, lambda: values, lambda: jnp.where(self._visible(run, first_query), values, 0.0))
+        return lax.cond(
+            whole, lambda: values, lambda: jnp.where(self._visible(run, first_query), values, jnp.zeros_like(values))
+        )
 
     def _visible(self, run: Run, first_query: Array) -> Array:
         """Which queries of a block see each key, `[64 keys, 64 queries]`."""

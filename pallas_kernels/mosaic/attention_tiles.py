@@ -22,6 +22,11 @@ Array = jax.Array
 Ref = Any
 
 
+def zero_beside(x: Array) -> Array:
+    """0 in x's dtype, as a value: Mosaic lowers no operation on constants alone (jax 0.11.2)."""
+    return x * 0
+
+
 class Chunk(NamedTuple):
     """64 columns, or fewer, of rows in shared memory, as TMA and as wgmma see them: `[count, rows, 1, columns]` and
     `[count, rows, columns]`.
@@ -110,8 +115,9 @@ class Call:
     def visible(self, run: Run, block: Array, first_query: Array) -> Array:
         """Which keys of a block each of 64 queries sees, `[64, keys]`."""
         shape = (WARPGROUP_ROWS, self.tile.keys)
-        query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
-        query = (query * 0 if self.tile.heads_are_rows else query) + first_query
+        query = plgpu.layout_cast(lax.broadcast(first_query, (WARPGROUP_ROWS,)), ROW)
+        if not self.tile.heads_are_rows:
+            query = query + plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
         if self.shape.holds_several:
             query = jnp.where((query >= run.first_query) & (query <= run.last_query), query, -(2**30))
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -180,14 +186,14 @@ def empty_outside(
         plgpu.barrier_wait(edge)
 
 
-def chunk_widths(columns: int) -> list[int]:
+def chunk_widths(columns: int, most: int = 64) -> list[int]:
     """The widths of the chunks of so many columns, a multiple of 16."""
-    width = next(width for width in (64, 32, 16) if columns % width == 0)
+    width = next(width for width in (64, 32, 16) if columns % width == 0 and width <= most)
     return [width] * (columns // width)
 
 
-def views(shape: tuple[int, int], columns: int, dtype: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shared memory for chunks of `[count, rows]` rows, as TMA and as wgmma see it."""
+def views(shape: tuple[int, int], columns: int, dtype: Any, most: int = 64) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shared memory for chunks of `[count, rows]` rows and at most so many columns, as TMA and as wgmma see it."""
 
     def view(width: int, *, single: bool) -> Any:
         transforms: Any = tiled(width, dtype)
@@ -196,7 +202,9 @@ def views(shape: tuple[int, int], columns: int, dtype: Any) -> tuple[tuple[Any, 
         tiling: Any = plgpu.TilingTransform
         return plgpu.SMEM((*shape, 1, width), dtype, transforms=(tiling((1, width)), *transforms[1:]))
 
-    rows, tiles = (tuple(view(width, single=single) for width in chunk_widths(columns)) for single in (True, False))
+    rows, tiles = (
+        tuple(view(width, single=single) for width in chunk_widths(columns, most)) for single in (True, False)
+    )
     return rows, tiles
 
 
