@@ -27,6 +27,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     chunk_widths,
     drain,
     empty_outside,
+    from_any_place,
     multiply,
     pairs,
     views,
@@ -213,7 +214,12 @@ def key_gradients(
         kernel_name="attention_d_key",
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*(x[:, :, :, None] for x in (query, key, value, upstream)), log_total, center, ends, *places)
+    )(
+        *(x[:, :, :, None] for x in (query, key, value, upstream)),
+        *map(from_any_place, (log_total, center)),
+        ends,
+        *places,
+    )
     return d_key[:, :, :, 0], d_value[:, :, :, 0]
 
 

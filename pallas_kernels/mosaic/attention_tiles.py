@@ -222,7 +222,7 @@ def with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Itera
 @dataclass(frozen=True)
 class Ring:
     """Blocks of one array in shared memory, with barriers for when a stage is loaded and when all have read it. Blocks
-    of queries come with a number for each, `[B, H, T]` and by stage.
+    of queries come with a number for each, given as `from_any_place` gives it, and by stage.
     """
 
     gmem: Ref
@@ -246,12 +246,22 @@ class Ring:
             plgpu.copy_gmem_to_smem(self.gmem.at[*there, part, columns], to_smem.at[slot], self.full.at[slot])
         if self.numbers_gmem is not None and self.numbers_smem is not None:
             batch, queries, head = there
-            numbers_gmem = self.numbers_gmem.at[batch, head, queries]
+            shift = -queries.start & 3
+            numbers_gmem = self.numbers_gmem.at[batch, head, shift, pl.ds(queries.start + shift, queries.size)]
             plgpu.copy_gmem_to_smem(numbers_gmem, self.numbers_smem.at[slot], self.full.at[slot])
 
     def tiles(self, slot: Array) -> tuple[Ref, ...]:
         """The chunks of one stage, as wgmma sees them."""
         return tuple(chunk.tiles.at[slot] for chunk in self.chunks)
+
+
+def from_any_place(numbers: Array) -> Array:
+    """Numbers of queries `[B, H, T]` four times, `[B, H, 4, T + 4]`, copy i with i places in front.
+
+    TMA reads rows of numbers from multiples of 16 bytes on alone (an H100 stops at any other place), and a sequence may
+    begin anywhere.
+    """
+    return jnp.stack([jnp.pad(numbers, ((0, 0), (0, 0), (i, 4 - i))) for i in range(4)], axis=2)
 
 
 def load_keys(call: "Call", rings: Sequence[Ring], group: Array) -> None:
