@@ -60,23 +60,24 @@ class AttentionTile:
         return 64 * (1 if self.shares_rows else self.warpgroups)
 
 
-def attention_tile(size: int) -> AttentionTile:
-    """The tile for heads of this many columns."""
-    if size <= 128:
-        return AttentionTile(keys=128, stages=2, span_blocks=SPAN_KEYS // 128)
-    # Shared memory has no room for the sums of a span.
-    return AttentionTile(keys=64, stages=2, span_blocks=None)
+def attention_tile(size: int, slots: int) -> AttentionTile:
+    """The tile for heads of this many columns, over so many slots."""
+    if size > 128:
+        # Shared memory has no room for the sums of a span.
+        return AttentionTile(keys=64, stages=2, span_blocks=None)
+    return AttentionTile(keys=128, stages=2, span_blocks=None if slots <= SPAN_KEYS else SPAN_KEYS // 128)
 
 
-def decode_tile(size: int) -> AttentionTile:
+def decode_tile(size: int, slots: int) -> AttentionTile:
     """The tile in which one query of a sequence is decoded: its blocks of keys are those of `attention_tile`."""
-    return replace(attention_tile(size), warpgroups=1, heads_are_rows=True)
+    return replace(attention_tile(size, slots), warpgroups=1, heads_are_rows=True)
 
 
 def query_gradient_tile(size: int) -> AttentionTile:
     """The tile in which the gradient of queries is computed."""
-    tile = replace(attention_tile(size), keys=64, stages=4)
-    return tile if size <= 128 else replace(tile, stages=2, warpgroups=1)
+    if size > 128:
+        return AttentionTile(keys=64, stages=2, span_blocks=None, warpgroups=1)
+    return AttentionTile(keys=64, stages=4, span_blocks=None)
 
 
 def key_gradient_tile(size: int) -> AttentionTile:

@@ -92,7 +92,7 @@ def attend(
     """
     batch, queries, heads, size = query.shape
     value_size, dtype = value.shape[3], query.dtype
-    tile = attention_tile(max(size, value_size))
+    tile = attention_tile(max(size, value_size), key.shape[1])
     tiles = -(-queries // tile.queries)
 
     def body(
@@ -192,20 +192,20 @@ def repeated(numbers: Array, columns: int) -> Array:
     return numbers if numbers.ndim == 2 else over_columns(numbers, columns)
 
 
-def scaled(shape: AttentionShape, products: Array) -> Array:
-    """The scores of products query·key, times log2(e)."""
+def scores_of(shape: AttentionShape, products: Array) -> tuple[Array, float]:
+    """The scores of products query·key, and what they are multiplied by to become scores times log2(e)."""
     if shape.softcap is None:
-        return products * (shape.scale * LOG2_E)
-    return softcapped(products * shape.scale, shape.softcap)[0] * LOG2_E
+        return products, shape.scale * LOG2_E
+    return softcapped(products * shape.scale, shape.softcap)[0], LOG2_E
 
 
-def with_scores(so_far: Softmax, scores: Array, dtype: Any) -> tuple[Softmax, Array]:
+def with_scores(so_far: Softmax, scores: Array, scale: float, dtype: Any) -> tuple[Softmax, Array]:
     """The softmax with a block's scores in its total, and its values rescaled to be added to; and the block's weights,
-    in the values' dtype.
+    in the values' dtype. `scale` makes scores times log2(e): its product joins the difference to the largest score.
     """
-    largest = jnp.maximum(so_far.largest, scores.max(axis=1))
+    largest = jnp.maximum(so_far.largest, scores.max(axis=1) * scale)
     factor = jnp.exp2(so_far.largest - largest)
-    exponentials = jnp.exp2(scores - over_columns(largest, scores.shape[1]))
+    exponentials = jnp.exp2(scores * scale - over_columns(largest, scores.shape[1]))
     total = so_far.total * factor + exponentials.sum(axis=1)
     values = tuple(chunk * over_columns(factor, chunk.shape[1]) for chunk in so_far.values)
     return lax.optimization_barrier((Softmax(largest, total, values), exponentials.astype(dtype)))
@@ -302,11 +302,12 @@ class _Warpgroup:
             self._take_turns()
 
         def span(run: Run, first: Array, end: Array, state: _Progress) -> _Progress:
-            def step(i: Array, so_far: Softmax) -> Softmax:
-                return self._add_block(run, i, state.blocks + i - first, so_far)
+            def step(i: Array, so_far: Softmax, is_masked: bool) -> Softmax:
+                return self._add_block(run, i, state.blocks + i - first, so_far, is_masked=is_masked)
 
             kept = self._keep(state)
-            last = lax.fori_loop(first, end, step, empty_softmax(columns))
+            start = state.last if self.memory.kept is None else empty_softmax(columns)
+            last = call.each_block(run, first, end, step, start)
             return _Progress(state.spans + 1, state.blocks + end - first, *kept, last)
 
         def over_run(run: Run, state: _Progress) -> _Progress:
@@ -366,9 +367,8 @@ class _Warpgroup:
 
         return largest, total
 
-    def _scores(self, run: Run, block: Array, slot: Array) -> Array:
-        """The block's scores times log2(e), −inf where a query does not see a key."""
-        shape = self.call.shape
+    def _products(self, slot: Array) -> Array:
+        """The products of the queries and a block of keys."""
 
         def products(acc: Ref) -> Array:
             for query, key in zip(self.memory.query, self.memory.key.chunks, strict=True):
@@ -376,19 +376,23 @@ class _Warpgroup:
             self._take_turns()
             return acc[...]
 
-        scores = pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, self.call.tile.keys), jnp.float32))
+        found = pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, self.call.tile.keys), jnp.float32))
         plgpu.barrier_arrive(self.memory.key.empty.at[slot])
-        return self.call.masked(run, block, self.first_query, scaled(shape, scores), -jnp.inf)
+        return found
 
-    def _add_block(self, run: Run, block: Array, step: Array, so_far: Softmax) -> Softmax:
+    def _add_block(self, run: Run, block: Array, step: Array, so_far: Softmax, *, is_masked: bool) -> Softmax:
         """The softmax with one block of keys added; `step` counts the blocks of the tile."""
         barriers = self.barriers
         slot = lax.rem(step, jnp.int32(self.call.tile.stages))
         plgpu.barrier_wait(self.memory.key.full.at[slot])
-        softmax, weights = with_scores(so_far, self._scores(run, block, slot), self.refs.value_gmem.dtype)
+        scores, scale = scores_of(self.call.shape, self._products(slot))
+        if is_masked:
+            scores = self.call.masked(run, block, self.first_query, scores, -jnp.inf)
+        softmax, weights = with_scores(so_far, scores, scale, self.refs.value_gmem.dtype)
         plgpu.barrier_arrive(barriers.turn)
         plgpu.barrier_wait(self.memory.value.full.at[slot])
-        self.call.empty_unseen(run, block, self.memory.value.chunks, slot, self.number, barriers.edge)
+        if is_masked:
+            self.call.empty_unseen(run, block, self.memory.value.chunks, slot, self.number, barriers.edge)
         plgpu.barrier_wait(barriers.turn)
         (values,) = multiply(self.call, Weighted(softmax.values, weights, self.memory.value.tiles(slot)))
         plgpu.barrier_arrive(self.memory.value.empty.at[slot])

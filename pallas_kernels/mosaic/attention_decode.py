@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, decode_tile
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.mosaic.attention import Softmax, empty_softmax, merged, output_of, scaled, with_scores
+from pallas_kernels.mosaic.attention import Softmax, empty_softmax, merged, output_of, scores_of, with_scores
 from pallas_kernels.mosaic.attention_tiles import (
     Call,
     Chunk,
@@ -83,7 +83,7 @@ def _spans(
 ) -> _Spans:
     batch, _, size = query.shape
     slots, groups, value_size, dtype = key.shape[1], key.shape[2], value.shape[3], query.dtype
-    tile, rows = decode_tile(max(size, value_size)), -(-shape.group_heads // 8) * 8
+    tile, rows = decode_tile(max(size, value_size), slots), -(-shape.group_heads // 8) * 8
     spans = _span_count(slots, tile.keys, tile.span_blocks)
 
     def body(
@@ -126,21 +126,24 @@ def _spans(
                 plgpu.copy_gmem_to_smem(query_gmem.at[there], to_smem.at[0], full)
             plgpu.barrier_wait(full)
 
-            def step(i: Array, so_far: Softmax) -> Softmax:
+            def step(i: Array, so_far: Softmax, is_masked: bool) -> Softmax:
                 slot = lax.rem(i - first, jnp.int32(tile.stages))
                 plgpu.barrier_wait(key_ring.full.at[slot])
                 rows = tuple(chunk.tiles.at[first_query] for chunk in query)
                 ((products,),) = multiply(call, Scores(rows, key_ring.tiles(slot)))
                 plgpu.barrier_arrive(key_ring.empty.at[slot])
-                scores = call.masked(run, i, first_query, scaled(shape, products), -jnp.inf)
-                softmax, weights = with_scores(so_far, scores, dtype)
+                scores, scale = scores_of(shape, products)
+                if is_masked:
+                    scores = call.masked(run, i, first_query, scores, -jnp.inf)
+                softmax, weights = with_scores(so_far, scores, scale, dtype)
                 plgpu.barrier_wait(value_ring.full.at[slot])
-                call.empty_unseen(run, i, value_ring.chunks, slot, warpgroup, scratch["edge"])
+                if is_masked:
+                    call.empty_unseen(run, i, value_ring.chunks, slot, warpgroup, scratch["edge"])
                 (values,) = multiply(call, Weighted(softmax.values, weights, value_ring.tiles(slot)))
                 plgpu.barrier_arrive(value_ring.empty.at[slot])
                 return softmax._replace(values=values)
 
-            softmax = lax.fori_loop(first, end, step, empty_softmax(value_size))
+            softmax = call.each_block(run, first, end, step, empty_softmax(value_size))
             stored = (
                 (values_gmem, softmax.values),
                 (largest_gmem, [over_columns(softmax.largest, x.shape[1]) for x in softmax.values]),
@@ -198,7 +201,7 @@ def _merge(
 ) -> tuple[Array, Array]:
     """The output `[B, H, F]`, and log_total repeated for every column, float32 in the same shape."""
     batch, groups, _, rows, columns = spans.values.shape
-    tile, dtype, own_heads = decode_tile(columns), value.dtype, shape.group_heads
+    tile, dtype, own_heads = decode_tile(columns, value.shape[1]), value.dtype, shape.group_heads
 
     def body(
         values_gmem: Ref,

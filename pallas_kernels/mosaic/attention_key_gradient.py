@@ -4,6 +4,8 @@ Queries come in blocks of 64 that count from the sequence's own first token, and
 keys come in order. So a gradient is one chain whose order depends on its own sequence alone.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, key_gradient_tile
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.attention_tiles import (
     Call,
     Chunk,
@@ -31,11 +32,11 @@ from pallas_kernels.mosaic.attention_tiles import (
     multiply,
     pairs,
     views,
+    weights_of,
     with_columns,
     zero_beside,
 )
 from pallas_kernels.mosaic.main_loop import COLUMN, ROW, WARPGROUP_ROWS
-from pallas_kernels.mosaic.statistics import softcapped
 
 Array = jax.Array
 Ref = Any
@@ -109,6 +110,20 @@ class _KeyTile:
         size = jnp.int32(_QUERIES)
         block = lax.div(first - base, size)
         return block, jnp.where(last < first, block, lax.div(last - base, size) + 1)
+
+    def whole_blocks(self, run: Run, first: Array, end: Array) -> tuple[Array, Array]:
+        """Of the blocks first … end − 1, the first one whose queries see all keys of the tile, and the one behind the
+        last.
+        """
+        call, size, base = self.call, jnp.int32(_QUERIES), self.first_of(run, jnp.int32(0))
+        start = call.places.start[0]
+        low = jnp.maximum(jnp.maximum(run.first_query, self.last_key - start) - base, 0)
+        high = run.last_query + 1 - base
+        if call.shape.sliding_window is not None:
+            high = jnp.minimum(high, call.shape.sliding_window + self.first_key - start - base)
+        low = jnp.minimum(jnp.maximum(lax.div(low + size - 1, size), first), end)
+        high = jnp.where(self.first_key >= run.first_slot, lax.div(jnp.maximum(high, 0), size), 0)
+        return low, jnp.minimum(jnp.maximum(high, low), end)
 
 
 def key_gradients(
@@ -283,10 +298,14 @@ class _Warpgroup:
             first, end = self.keys.blocks(run)
             count = (end - first) * heads
 
-            def step(i: Array, sums: _Sums) -> _Sums:
-                return self._add_block(run, first + lax.div(i, heads), steps + i, sums)
+            def step(i: Array, sums: _Sums, *, is_masked: bool) -> _Sums:
+                return self._add_block(run, first + lax.div(i, heads), steps + i, sums, is_masked=is_masked)
 
-            return steps + count, lax.fori_loop(jnp.int32(0), count, step, sums)
+            low, high = self.keys.whole_blocks(run, first, end)
+            edges = [(x - first) * heads for x in (first, low, high, end)]
+            for (begin, stop), is_masked in zip(itertools.pairwise(edges), (True, False, True), strict=True):
+                sums = lax.fori_loop(begin, stop, functools.partial(step, is_masked=is_masked), sums)
+            return steps + count, sums
 
         def zeros(gmem: Ref, is_own: bool) -> tuple[Array, ...]:
             return tuple(
@@ -336,21 +355,21 @@ class _Warpgroup:
     def _own(self, chunks: tuple[Chunk, ...]) -> tuple[Ref, ...]:
         return tuple(chunk.tiles.at[self.number] for chunk in chunks)
 
-    def _add_block(self, run: Run, block: Array, step: Array, sums: _Sums) -> _Sums:
+    def _add_block(self, run: Run, block: Array, step: Array, sums: _Sums, *, is_masked: bool) -> _Sums:
         """The gradients with one block of queries of one head added; `step` counts those of the tile."""
-        call, memory, shape = self.keys.call, self.memory, self.keys.call.shape
+        call, memory = self.keys.call, self.memory
         dtype, first = self.refs.d_key_gmem.dtype, self.keys.first_of(run, block)
         slot = lax.rem(step, jnp.int32(call.tile.stages))
         query, upstream = memory.query.tiles(slot), memory.upstream.tiles(slot)
         plgpu.barrier_wait(memory.query.full.at[slot])
         plgpu.barrier_wait(memory.upstream.full.at[slot])
-        low, high = run.first_query - first, run.last_query - first + 1
-        chunks = (*memory.query.chunks, *memory.upstream.chunks)
-        empty_outside(call.tile, chunks, slot, self.warpgroup, self.edge, low, high)
+        if is_masked:
+            low, high = run.first_query - first, run.last_query - first + 1
+            chunks = (*memory.query.chunks, *memory.upstream.chunks)
+            empty_outside(call.tile, chunks, slot, self.warpgroup, self.edge, low, high)
         values = [Scores(self._own(memory.value), upstream)] if self.has_key else []
         (products,), *rest = multiply(call, Scores(self._own(memory.key), query), *values)
-        scores, slope = softcapped(products * shape.scale, shape.softcap)
-        weights = jnp.exp2(scores * LOG2_E - _over_keys(memory.query.numbers_smem, slot))
+        weights, slope = weights_of(call.shape, products, _over_keys(memory.query.numbers_smem, slot))
         terms = []
         if self.has_key:
             # Registers have no room for both numbers of a query at once, nor for weights in both precisions before.
@@ -358,9 +377,12 @@ class _Warpgroup:
             d_scores = weights * (of_weights - _over_keys(memory.upstream.numbers_smem, slot))
             d_scores = (d_scores if slope is None else d_scores * slope).astype(dtype)
             weights, d_scores = lax.optimization_barrier((weights, d_scores))
-            terms.append(Weighted(sums.key, self._masked(run, first, d_scores), query))
+            d_scores = self._masked(run, first, d_scores) if is_masked else d_scores
+            terms.append(Weighted(sums.key, d_scores, query))
         if self.has_value:
-            terms.append(Weighted(sums.value, self._masked(run, first, weights.astype(dtype)), upstream))
+            rounded = weights.astype(dtype)
+            rounded = self._masked(run, first, rounded) if is_masked else rounded
+            terms.append(Weighted(sums.value, rounded, upstream))
         found = multiply(call, *terms)
         for ring in (memory.query, memory.upstream):
             plgpu.barrier_arrive(ring.empty.at[slot])
@@ -368,14 +390,7 @@ class _Warpgroup:
 
     def _masked(self, run: Run, first_query: Array, values: Array) -> Array:
         """The values of a block's queries, with 0 where a query does not see a key."""
-        call, last_query = self.keys.call, first_query + _QUERIES - 1
-        whole = (self.keys.first_key >= run.first_slot) & (call.slot(first_query) >= self.keys.last_key)
-        whole = whole & (first_query >= run.first_query) & (last_query <= run.last_query)
-        if call.shape.sliding_window is not None:
-            whole = whole & (call.slot(last_query) - self.keys.first_key < call.shape.sliding_window)
-        return lax.cond(
-            whole, lambda: values, lambda: jnp.where(self._visible(run, first_query), values, jnp.zeros_like(values))
-        )
+        return jnp.where(self._visible(run, first_query), values, jnp.zeros_like(values))
 
     def _visible(self, run: Run, first_query: Array) -> Array:
         """Which queries of a block see each key, `[64 keys, 64 queries]`."""

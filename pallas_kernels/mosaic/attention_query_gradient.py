@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, query_gradient_tile
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.attention_tiles import (
     Call,
     Chunk,
@@ -28,10 +27,10 @@ from pallas_kernels.mosaic.attention_tiles import (
     multiply,
     pairs,
     views,
+    weights_of,
     with_columns,
 )
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, row_vector
-from pallas_kernels.mosaic.statistics import softcapped
 
 Array = jax.Array
 Ref = Any
@@ -121,12 +120,12 @@ def query_gradient(
 
         @pl.when(warpgroup == tile.warpgroups)
         def _producer() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             load_keys(call, (memory.key, memory.value), lax.div(head, jnp.int32(shape.group_heads)))
 
         @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240 if tile.warpgroups > 1 else 248, action="increase")
             _Warpgroup(call, refs, memory, barriers, head, warpgroup).run()
 
     of_warpgroups, of_stages = (tile.warpgroups, WARPGROUP_ROWS), (tile.stages, tile.keys)
@@ -200,10 +199,11 @@ class _Warpgroup:
             steps, gradient = state
             first, end = self.call.blocks(run)
 
-            def step(i: Array, gradient: tuple[Array, ...]) -> tuple[Array, ...]:
-                return self._add_block(run, i, steps + i - first, log_total, center, gradient)
+            def step(i: Array, gradient: tuple[Array, ...], is_masked: bool) -> tuple[Array, ...]:
+                numbers = (log_total, center)
+                return self._add_block(run, i, steps + i - first, *numbers, gradient, is_masked=is_masked)
 
-            return steps + end - first, lax.fori_loop(first, end, step, gradient)
+            return steps + end - first, self.call.each_block(run, first, end, step, gradient)
 
         def zeros(width: int) -> Array:
             return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
@@ -237,23 +237,32 @@ class _Warpgroup:
         return total
 
     def _add_block(
-        self, run: Run, block: Array, step: Array, log_total: Array, center: Array, gradient: tuple[Array, ...]
+        self,
+        run: Run,
+        block: Array,
+        step: Array,
+        log_total: Array,
+        center: Array,
+        gradient: tuple[Array, ...],
+        *,
+        is_masked: bool,
     ) -> tuple[Array, ...]:
         """The gradient with one block of keys added; `step` counts the blocks of the tile."""
-        memory, shape, keys = self.memory, self.call.shape, self.call.tile.keys
-        slot = lax.rem(step, jnp.int32(self.call.tile.stages))
+        memory, call, keys = self.memory, self.call, self.call.tile.keys
+        slot = lax.rem(step, jnp.int32(call.tile.stages))
         plgpu.barrier_wait(memory.key.full.at[slot])
         plgpu.barrier_wait(memory.value.full.at[slot])
         query, upstream = (tuple(x.tiles.at[self.number] for x in y) for y in (memory.query, memory.upstream))
         terms = Scores(query, memory.key.tiles(slot)), Scores(upstream, memory.value.tiles(slot))
-        (products,), (of_weights,) = multiply(self.call, *terms)
+        (products,), (of_weights,) = multiply(call, *terms)
         plgpu.barrier_arrive(memory.value.empty.at[slot])
-        scores, slope = softcapped(products * shape.scale, shape.softcap)
-        weights = jnp.exp2(scores * LOG2_E - over_columns(log_total, keys))
+        weights, slope = weights_of(call.shape, products, over_columns(log_total, keys))
         d_scores = weights * (of_weights - over_columns(center, keys))
         d_scores = d_scores if slope is None else d_scores * slope
-        d_scores = self.call.masked(run, block, self.first_query, d_scores, 0.0).astype(self.refs.query_gmem.dtype)
-        self.call.empty_unseen(run, block, memory.key.chunks, slot, self.number, self.barriers.edge)
-        (gradient,) = multiply(self.call, Weighted(gradient, d_scores, memory.key.tiles(slot)))
+        if is_masked:
+            d_scores = call.masked(run, block, self.first_query, d_scores, 0.0)
+            call.empty_unseen(run, block, memory.key.chunks, slot, self.number, self.barriers.edge)
+        d_scores = d_scores.astype(self.refs.query_gmem.dtype)
+        (gradient,) = multiply(call, Weighted(gradient, d_scores, memory.key.tiles(slot)))
         plgpu.barrier_arrive(memory.key.empty.at[slot])
         return gradient

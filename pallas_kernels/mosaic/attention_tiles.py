@@ -16,7 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, AttentionTile, SequencePlaces
+from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, tiled
+from pallas_kernels.mosaic.statistics import softcapped
 
 Array = jax.Array
 Ref = Any
@@ -128,23 +130,34 @@ class Call:
 
     def masked(self, run: Run, block: Array, first_query: Array, values: Array, fill: float) -> Array:
         """The values of a block's keys, with `fill` where a query does not see one."""
-        return lax.cond(
-            self.is_seen_by_all(run, block),
-            lambda: values,
-            lambda: jnp.where(self.visible(run, block, first_query), values, fill),
-        )
+        return jnp.where(self.visible(run, block, first_query), values, fill)
 
-    def is_seen_by_all(self, run: Run, block: Array) -> Array:
-        """Whether every query of the tile sees the whole block."""
-        last_key = run.first_slot + (block + 1) * self.tile.keys - 1
-        last_query = self.first_query + self.tile.queries - 1
-        whole = last_key <= self.slot(self.first_query)
-        if self.shape.sliding_window is not None:
-            first_key = last_key - self.tile.keys + 1
-            whole = whole & (first_key > self.slot(last_query) - self.shape.sliding_window)
+    def each_block[State](
+        self, run: Run, first: Array, end: Array, step: Callable[[Array, State, bool], State], start: State
+    ) -> State:
+        """`step(block, so far, is_masked)` for the blocks first … end − 1 in ascending order. Every query of the tile
+        sees all of a block that is not masked: a branch for each block would cost as much as its mask.
+        """
+        low, high = self._whole_blocks(run)
+        low = first if self.shape.sliding_window is None else jnp.minimum(jnp.maximum(low, first), end)
+        high = jnp.minimum(jnp.maximum(high, low), end)
+        parts = [(low, high, False), (high, end, True)]
+        parts = parts if self.shape.sliding_window is None else [(first, low, True), *parts]
+        so_far = start
+        for begin, stop, is_masked in parts:
+            so_far = lax.fori_loop(begin, stop, lambda i, x, is_masked=is_masked: step(i, x, is_masked), so_far)
+        return so_far
+
+    def _whole_blocks(self, run: Run) -> tuple[Array, Array]:
+        """The first block of keys that every query of the tile sees as a whole, and the one behind the last."""
+        keys, last_query = jnp.int32(self.tile.keys), self.first_query + self.tile.queries - 1
+        end = lax.div(self.slot(self.first_query) + 1 - run.first_slot, keys)
         if self.shape.holds_several:
-            whole = whole & (run.first_query == self.first_query) & (run.last_query >= last_query)
-        return whole
+            end = jnp.where((run.first_query == self.first_query) & (run.last_query >= last_query), end, 0)
+        if self.shape.sliding_window is None:
+            return jnp.int32(0), end
+        outside = self.slot(last_query) - self.shape.sliding_window + 1 - run.first_slot
+        return lax.div(jnp.maximum(outside, 0) + keys - 1, keys), end
 
     def empty_unseen(
         self, run: Run, block: Array, chunks: Sequence[Chunk], slot: Array, warpgroup: Array, edge: Ref
@@ -298,6 +311,14 @@ def drain(call: "Call", rings: Sequence[Ring], count: Array) -> None:
             plgpu.barrier_wait(ring.empty.at[lax.rem(i, stages)])
 
     lax.fori_loop(jnp.maximum(count - stages, 0), count, wait, None)
+
+
+def weights_of(shape: AttentionShape, products: Array, log_total: Array) -> tuple[Array, Array | None]:
+    """For gradients: the softmax weights of products query·key, and the slope of the softcap, None without one."""
+    if shape.softcap is None:
+        return jnp.exp2(products * (shape.scale * LOG2_E) - log_total), None
+    scores, slope = softcapped(products * shape.scale, shape.softcap)
+    return jnp.exp2(scores * LOG2_E - log_total), slope
 
 
 class Scores(NamedTuple):
