@@ -28,10 +28,11 @@ from pallas_kernels.mosaic.attention_tiles import (
     load_keys,
     multiply,
     pairs,
+    store_rows,
     views,
     with_columns,
 )
-from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns
+from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, row_vector
 from pallas_kernels.mosaic.statistics import softcapped
 
 Array = jax.Array
@@ -260,8 +261,8 @@ def output_of(softmax: Softmax) -> tuple[tuple[Array, ...], Array]:
 
 
 class _Progress(NamedTuple):
-    """How far a warpgroup has come: spans and blocks begun; the largest score and the total of all spans but the last
-    one, and the softmax of the last one.
+    """How far a warpgroup has come: spans of the sequence and blocks of the tile begun; the largest score and the total
+    of all spans but the last one, and the softmax of the last one.
     """
 
     spans: Array
@@ -288,49 +289,56 @@ class _Warpgroup:
         return self.call.first_query + self.number * WARPGROUP_ROWS
 
     def run(self) -> None:
-        """Load the queries, run the blocks of keys past them, and store the output."""
-        call, columns = self.call, self.refs.value_gmem.shape[-1]
-        full = self.barriers.query_full.at[self.number]
-        there = (call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)
-        for own, chunk in with_columns(self.memory.query, chunk_widths(self.refs.query_gmem.shape[-1])):
-            part, to_smem = call.tma_view(chunk)
-            plgpu.copy_gmem_to_smem(self.refs.query_gmem.at[*there, part, own], to_smem.at[self.number], full)
-        plgpu.barrier_wait(full)
+        """Run the blocks of keys past the queries, one sequence after the other."""
 
         @pl.when(self.number == 1)
         def _() -> None:
             self._take_turns()
 
-        def span(run: Run, first: Array, end: Array, state: _Progress) -> _Progress:
-            def step(i: Array, so_far: Softmax, is_masked: bool) -> Softmax:
-                return self._add_block(run, i, state.blocks + i - first, so_far, is_masked=is_masked)
-
-            kept = self._keep(state)
-            start = state.last if self.memory.kept is None else empty_softmax(columns)
-            last = call.each_block(run, first, end, step, start)
-            return _Progress(state.spans + 1, state.blocks + end - first, *kept, last)
-
-        def over_run(run: Run, state: _Progress) -> _Progress:
-            return call.spans(run, lambda first, end, state: span(run, first, end, state), state)
-
-        none = empty_softmax(columns)
-        state = call.runs(over_run, _Progress(jnp.int32(0), jnp.int32(0), none.largest, none.total, none))
+        self.call.runs(self._run_sequence, jnp.int32(0))
 
         @pl.when(self.number == 0)
         def _() -> None:
             self._take_turns()
 
+    def _run_sequence(self, run: Run, blocks: Array) -> Array:
+        """Compute and store the output of the queries of one sequence. What stands in the rows of others may have met
+        NaN. `blocks` counts the blocks of keys before; returns how many there are with those of the sequence.
+        """
+        call, columns = self.call, self.refs.value_gmem.shape[-1]
+        self._load_queries()
+
+        def span(first: Array, end: Array, state: _Progress) -> _Progress:
+            def step(i: Array, so_far: Softmax, is_masked: bool) -> Softmax:
+                return self._add_block(run, i, state.blocks + i - first, so_far, is_masked=is_masked)
+
+            kept = self._keep(state)
+            last = call.each_block(run, first, end, step, empty_softmax(columns))
+            return _Progress(state.spans + 1, state.blocks + end - first, *kept, last)
+
+        none = empty_softmax(columns)
+        state = call.spans(run, span, _Progress(jnp.int32(0), blocks, none.largest, none.total, none))
         if self.memory.kept is None:
-            self._store(state.last)
-            return
+            self._store(run, state.last)
+            return state.blocks
 
         @pl.when(state.spans > 1)
         def _() -> None:
-            self._store(merged(self._kept(state), state.last))
+            self._store(run, merged(self._kept(state), state.last))
 
         @pl.when(state.spans <= 1)
         def _() -> None:
-            self._store(state.last)
+            self._store(run, state.last)
+
+        return state.blocks
+
+    def _load_queries(self) -> None:
+        call, full = self.call, self.barriers.query_full.at[self.number]
+        there = (call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)
+        for own, chunk in with_columns(self.memory.query, chunk_widths(self.refs.query_gmem.shape[-1])):
+            part, to_smem = call.tma_view(chunk)
+            plgpu.copy_gmem_to_smem(self.refs.query_gmem.at[*there, part, own], to_smem.at[self.number], full)
+        plgpu.barrier_wait(full)
 
     def _take_turns(self) -> None:
         plgpu.barrier_arrive(self.barriers.turn)
@@ -398,16 +406,16 @@ class _Warpgroup:
         plgpu.barrier_arrive(self.memory.value.empty.at[slot])
         return softmax._replace(values=values)
 
-    def _store(self, softmax: Softmax) -> None:
-        """Write the output of 64 queries, and the logarithm of their totals."""
-        call, there = self.call, pl.ds(self.first_query, WARPGROUP_ROWS)
+    def _store(self, run: Run, softmax: Softmax) -> None:
+        """Write the output of the run's queries, and the logarithm of their totals."""
+        call, there = self.call, (self.call.batch, self.head, pl.ds(self.first_query, WARPGROUP_ROWS))
         output, log_total = output_of(softmax)
-        self.refs.log_total_gmem[call.batch, self.head, there] = log_total
+        if call.shape.holds_several:
+            before = row_vector(self.refs.log_total_gmem.at[call.batch, self.head], self.first_query)
+            query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + self.first_query
+            log_total = jnp.where((query >= run.first_query) & (query <= run.last_query), log_total, before)
+        self.refs.log_total_gmem[there] = log_total
         for chunk, values in zip(self.memory.output, output, strict=True):
             chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
-        plgpu.commit_smem()
-        for own, chunk in with_columns(self.memory.output, chunk_widths(self.refs.value_gmem.shape[-1])):
-            part, from_smem = call.tma_view(chunk)
-            to_gmem = self.refs.output_gmem.at[call.batch, there, self.head, part, own]
-            plgpu.copy_smem_to_gmem(from_smem.at[self.number], to_gmem)
-        plgpu.wait_smem_to_gmem(0)
+        rows = (self.head, self.first_query, call.stored(run))
+        store_rows(call, self.number, self.memory.output, self.refs.output_gmem, *rows)

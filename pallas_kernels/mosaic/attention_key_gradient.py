@@ -31,6 +31,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     from_any_place,
     multiply,
     pairs,
+    store_rows,
     views,
     weights_of,
     with_columns,
@@ -288,43 +289,44 @@ class _Warpgroup:
         return self.keys.first_key + self.number * WARPGROUP_ROWS
 
     def run(self) -> None:
-        """Load the keys and the values, run the queries past them, and store the gradients."""
-        refs, memory = self.refs, self.memory
+        """Run the queries past the keys, one sequence after the other, and store the gradients."""
+        if self.keys.call.shape.holds_several:
+            self._store(self._zeros(), None)
+        self.keys.runs(self._run_sequence, jnp.int32(0))
+
+    def _run_sequence(self, run: Run, steps: Array) -> Array:
+        """Compute and store the gradients of one sequence's keys. What stands in the rows of others may have met NaN.
+        `steps` counts the blocks of queries before; returns how many there are with those of the sequence.
+        """
         self._load_own()
-        heads = jnp.int32(self.keys.call.shape.group_heads)
+        call, heads = self.keys.call, jnp.int32(self.keys.call.shape.group_heads)
+        first, end = self.keys.blocks(run)
 
-        def over_run(run: Run, state: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
-            steps, sums = state
-            first, end = self.keys.blocks(run)
-            count = (end - first) * heads
+        def step(i: Array, sums: _Sums, *, is_masked: bool) -> _Sums:
+            return self._add_block(run, first + lax.div(i, heads), steps + i, sums, is_masked=is_masked)
 
-            def step(i: Array, sums: _Sums, *, is_masked: bool) -> _Sums:
-                return self._add_block(run, first + lax.div(i, heads), steps + i, sums, is_masked=is_masked)
+        low, high = self.keys.whole_blocks(run, first, end)
+        edges = [(x - first) * heads for x in (first, low, high, end)]
+        sums = self._zeros()
+        for (begin, stop), is_masked in zip(itertools.pairwise(edges), (True, False, True), strict=True):
+            sums = lax.fori_loop(begin, stop, functools.partial(step, is_masked=is_masked), sums)
+        if not (self.has_key and self.has_value):
+            # Another warpgroup may still read the keys or the values that the gradient takes the place of.
+            plgpu.barrier_arrive(self.edge)
+            plgpu.barrier_wait(self.edge)
+        scaled = tuple(x * call.shape.scale for x in sums.key)
+        rows = (run.first_slot, call.slot(run.last_query)) if call.shape.holds_several else None
+        self._store(_Sums(scaled, sums.value), rows)
+        return steps + (end - first) * heads
 
-            low, high = self.keys.whole_blocks(run, first, end)
-            edges = [(x - first) * heads for x in (first, low, high, end)]
-            for (begin, stop), is_masked in zip(itertools.pairwise(edges), (True, False, True), strict=True):
-                sums = lax.fori_loop(begin, stop, functools.partial(step, is_masked=is_masked), sums)
-            return steps + count, sums
-
-        def zeros(gmem: Ref, is_own: bool) -> tuple[Array, ...]:
+    def _zeros(self) -> _Sums:
+        def of(gmem: Ref, is_own: bool) -> tuple[Array, ...]:
             return tuple(
                 plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
                 for width in (chunk_widths(gmem.shape[-1]) if is_own else ())
             )
 
-        start = _Sums(zeros(refs.key_gmem, self.has_key), zeros(refs.value_gmem, self.has_value))
-        _, sums = self.keys.runs(over_run, (jnp.int32(0), start))
-        if not (self.has_key and self.has_value):
-            # Another warpgroup may still read the keys or the values that the gradient takes the place of.
-            plgpu.barrier_arrive(self.edge)
-            plgpu.barrier_wait(self.edge)
-        if self.has_key:
-            scaled = tuple(x * self.keys.call.shape.scale for x in sums.key)
-            self._store(refs.d_key_gmem, memory.key, scaled)
-        if self.has_value:
-            self._store(refs.d_value_gmem, memory.value, sums.value)
-        plgpu.wait_smem_to_gmem(0)
+        return _Sums(of(self.refs.key_gmem, self.has_key), of(self.refs.value_gmem, self.has_value))
 
     @property
     def _there(self) -> tuple[Any, ...]:
@@ -344,13 +346,19 @@ class _Warpgroup:
         for full in (self.key_full, self.value_full):
             plgpu.barrier_wait(full.at[self.number])
 
-    def _store(self, gmem: Ref, chunks: tuple[Chunk, ...], gradient: tuple[Array, ...]) -> None:
-        for chunk, values in zip(chunks, gradient, strict=True):
-            chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
-        plgpu.commit_smem()
-        for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
-            part, from_smem = self.keys.call.tma_view(chunk)
-            plgpu.copy_smem_to_gmem(from_smem.at[self.number], gmem.at[*self._there, part, own])
+    def _store(self, sums: _Sums, stored: tuple[Array, Array] | None) -> None:
+        """Write the gradients of the keys in the slots `stored`, from the first to the last; None for all."""
+        refs, memory = self.refs, self.memory
+        own = (
+            (self.has_key, refs.d_key_gmem, memory.key, sums.key),
+            (self.has_value, refs.d_value_gmem, memory.value, sums.value),
+        )
+        for is_own, gmem, chunks, gradient in own:
+            if not is_own:
+                continue
+            for chunk, values in zip(chunks, gradient, strict=True):
+                chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
+            store_rows(self.keys.call, self.number, chunks, gmem, self.group, self.first_key, stored)
 
     def _own(self, chunks: tuple[Chunk, ...]) -> tuple[Ref, ...]:
         return tuple(chunk.tiles.at[self.number] for chunk in chunks)

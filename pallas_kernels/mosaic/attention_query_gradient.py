@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     load_keys,
     multiply,
     pairs,
+    store_rows,
     views,
     weights_of,
     with_columns,
@@ -180,7 +181,7 @@ class _Warpgroup:
         return self.call.first_query + self.number * WARPGROUP_ROWS
 
     def run(self) -> None:
-        """Load what belongs to the queries, run the blocks of keys past them, and store the gradient."""
+        """Run the blocks of keys past the queries, one sequence after the other, and store their gradients."""
         refs, memory, barriers = self.refs, self.memory, self.barriers
         self._load(refs.output_gmem, memory.output, barriers.output_full)
         self._load(refs.upstream_gmem, memory.upstream, barriers.upstream_full)
@@ -189,35 +190,31 @@ class _Warpgroup:
         center = self._center()
         there = pl.ds(self.first_query, WARPGROUP_ROWS)
         refs.center_gmem[self.call.batch, self.head, there] = center
-        # The queries take the place of the output, which has been read.
-        plgpu.commit_smem()
-        self._load(refs.query_gmem, memory.query, barriers.query_full)
-        plgpu.barrier_wait(barriers.query_full.at[self.number])
         log_total = row_vector(refs.log_total_gmem.at[self.call.batch, self.head], self.first_query)
 
-        def over_run(run: Run, state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
-            steps, gradient = state
+        def zeros(width: int) -> Array:
+            return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+
+        def over_run(run: Run, steps: Array) -> Array:
+            # The queries take the place of the output, or of the gradients of another sequence's queries.
+            plgpu.commit_smem()
+            self._load(refs.query_gmem, memory.query, barriers.query_full)
+            plgpu.barrier_wait(barriers.query_full.at[self.number])
             first, end = self.call.blocks(run)
 
             def step(i: Array, gradient: tuple[Array, ...], is_masked: bool) -> tuple[Array, ...]:
                 numbers = (log_total, center)
                 return self._add_block(run, i, steps + i - first, *numbers, gradient, is_masked=is_masked)
 
-            return steps + end - first, self.call.each_block(run, first, end, step, gradient)
+            start = tuple(map(zeros, chunk_widths(refs.query_gmem.shape[-1])))
+            gradient = self.call.each_block(run, first, end, step, start)
+            for chunk, values in zip(memory.query, gradient, strict=True):
+                chunk.tiles.at[self.number][...] = (values * self.call.shape.scale).astype(chunk.tiles.dtype)
+            rows = (self.head, self.first_query, self.call.stored(run))
+            store_rows(self.call, self.number, memory.query, refs.gradient_gmem, *rows)
+            return steps + end - first
 
-        def zeros(width: int) -> Array:
-            return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-
-        widths = chunk_widths(refs.query_gmem.shape[-1])
-        _, gradient = self.call.runs(over_run, (jnp.int32(0), tuple(map(zeros, widths))))
-        for chunk, values in zip(memory.query, gradient, strict=True):
-            chunk.tiles.at[self.number][...] = (values * self.call.shape.scale).astype(chunk.tiles.dtype)
-        plgpu.commit_smem()
-        for own, chunk in with_columns(memory.query, widths):
-            part, from_smem = self.call.tma_view(chunk)
-            to_gmem = refs.gradient_gmem.at[self.call.batch, there, self.head, part, own]
-            plgpu.copy_smem_to_gmem(from_smem.at[self.number], to_gmem)
-        plgpu.wait_smem_to_gmem(0)
+        self.call.runs(over_run, jnp.int32(0))
 
     def _load(self, gmem: Ref, chunks: tuple[Chunk, ...], full: Ref) -> None:
         there = (self.call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)

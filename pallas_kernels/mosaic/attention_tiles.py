@@ -70,6 +70,10 @@ class Call:
         """The last query of the tile."""
         return jnp.minimum(self.first_query + self.tile.queries, self.queries) - 1
 
+    def stored(self, run: Run) -> tuple[Array, Array] | None:
+        """The first and the last query that belong to the run; None where all do."""
+        return (run.first_query, run.last_query) if self.shape.holds_several else None
+
     def only_run(self) -> Run:
         """The tile's queries where all belong to one sequence."""
         return Run(self.places.first_slots[self.batch, 0], self.first_query, self.last_query)
@@ -115,13 +119,13 @@ class Call:
         return lax.fori_loop(lax.div(first, width), lax.div(end + width - 1, width), body, start)
 
     def visible(self, run: Run, block: Array, first_query: Array) -> Array:
-        """Which keys of a block each of 64 queries sees, `[64, keys]`."""
+        """Which keys of a block each of 64 queries sees, `[64, keys]`, where all belong to the run: the others' results
+        are not stored.
+        """
         shape = (WARPGROUP_ROWS, self.tile.keys)
         query = plgpu.layout_cast(lax.broadcast(first_query, (WARPGROUP_ROWS,)), ROW)
         if not self.tile.heads_are_rows:
             query = query + plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
-        if self.shape.holds_several:
-            query = jnp.where((query >= run.first_query) & (query <= run.last_query), query, -(2**30))
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         base = self.slot(jnp.int32(0)) - run.first_slot - block * self.tile.keys
         # How many slots a key stands before the query; as an unsigned number it is large where it stands behind.
@@ -135,8 +139,10 @@ class Call:
     def each_block[State](
         self, run: Run, first: Array, end: Array, step: Callable[[Array, State, bool], State], start: State
     ) -> State:
-        """`step(block, so far, is_masked)` for the blocks first … end − 1 in ascending order. Every query of the tile
-        sees all of a block that is not masked: a branch for each block would cost as much as its mask.
+        """`step(block, so far, is_masked)` for the blocks first … end − 1 in ascending order.
+
+        Every query of the run sees all of a block that is not masked: a branch for each block would cost as much as its
+        mask.
         """
         low, high = self._whole_blocks(run)
         low = first if self.shape.sliding_window is None else jnp.minimum(jnp.maximum(low, first), end)
@@ -149,14 +155,12 @@ class Call:
         return so_far
 
     def _whole_blocks(self, run: Run) -> tuple[Array, Array]:
-        """The first block of keys that every query of the tile sees as a whole, and the one behind the last."""
-        keys, last_query = jnp.int32(self.tile.keys), self.first_query + self.tile.queries - 1
-        end = lax.div(self.slot(self.first_query) + 1 - run.first_slot, keys)
-        if self.shape.holds_several:
-            end = jnp.where((run.first_query == self.first_query) & (run.last_query >= last_query), end, 0)
+        """The first block of keys that every query of the run sees as a whole, and the one behind the last."""
+        keys = jnp.int32(self.tile.keys)
+        end = lax.div(self.slot(run.first_query) + 1 - run.first_slot, keys)
         if self.shape.sliding_window is None:
             return jnp.int32(0), end
-        outside = self.slot(last_query) - self.shape.sliding_window + 1 - run.first_slot
+        outside = self.slot(run.last_query) - self.shape.sliding_window + 1 - run.first_slot
         return lax.div(jnp.maximum(outside, 0) + keys - 1, keys), end
 
     def empty_unseen(
@@ -230,6 +234,48 @@ def with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Itera
     """The chunks with the columns that each holds."""
     for width, end, chunk in zip(widths, itertools.accumulate(widths), chunks, strict=True):
         yield pl.ds(end - width, width), chunk
+
+
+def store_rows(
+    call: Call,
+    number: Array,
+    chunks: Sequence[Chunk],
+    gmem: Ref,
+    head: Array,
+    first_row: Array,
+    stored: tuple[Array, Array] | None,
+) -> None:
+    """Copy 64 rows of a head to global memory, from `first_row` on, and wait.
+
+    Only the first row of `stored` to the last one are copied, one by one where these are not all; None stands for all
+    rows that there are.
+    """
+    plgpu.commit_smem()
+
+    def copy(from_rows: Any, to_rows: Any) -> None:
+        for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
+            part, from_smem = call.tma_view(chunk)
+            plgpu.copy_smem_to_gmem(from_smem.at[number, from_rows], gmem.at[call.batch, to_rows, head, part, own])
+
+    def all_rows() -> None:
+        copy(slice(None), pl.ds(first_row, WARPGROUP_ROWS))
+
+    if stored is None:
+        all_rows()
+    else:
+        begin = jnp.maximum(stored[0] - first_row, 0)
+        end = jnp.minimum(stored[1] - first_row + 1, WARPGROUP_ROWS)
+        is_whole = (begin == 0) & (end == WARPGROUP_ROWS)
+        pl.when(is_whole)(all_rows)
+
+        @pl.when(~is_whole)
+        def _() -> None:
+            def one(i: Array, _: None) -> None:
+                copy(pl.ds(i, 1), pl.ds(first_row + i, 1))
+
+            lax.fori_loop(begin, end, one, None)
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 @dataclass(frozen=True)
