@@ -247,8 +247,8 @@ def store_rows(
 ) -> None:
     """Copy 64 rows of a head to global memory, from `first_row` on, and wait.
 
-    Only the first row of `stored` to the last one are copied, one by one where these are not all; None stands for all
-    rows that there are.
+    Only the first row of `stored` to the last one are copied, one by one where these are not all, which needs chunks of
+    64 columns; None stands for all rows that there are.
     """
     plgpu.commit_smem()
 

@@ -48,7 +48,8 @@ def check_call(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Atte
     scale = inputs.query.shape[3] ** -0.5 if options.scale is None else float(options.scale)
     window = None if options.sliding_window is None else int(options.sliding_window)
     softcap = None if options.logit_softcap is None else float(options.logit_softcap)
-    return inputs, AttentionConfig(scale, window, softcap, inputs.value.shape[3])
+    holds_several = inputs.segment_starts is not None
+    return inputs, AttentionConfig(scale, window, softcap, inputs.value.shape[3], holds_several)
 
 
 def _check_arrays(inputs: AttentionInputs) -> None:

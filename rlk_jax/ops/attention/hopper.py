@@ -31,8 +31,8 @@ def mosaic(machine: Machine | None = None) -> AttentionFunctions:
 
 
 def _shape(config: AttentionConfig, operands: Operands) -> AttentionShape:
-    several = operands.places.first_slots.ndim == 2
-    return AttentionShape(config.scale, config.sliding_window, config.logit_softcap, operands.group_heads, several)
+    options = (config.scale, config.sliding_window, config.logit_softcap)
+    return AttentionShape(*options, operands.group_heads, config.holds_several)
 
 
 def _places(operands: Operands) -> SequencePlaces:

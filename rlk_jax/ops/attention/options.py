@@ -42,6 +42,8 @@ class AttentionConfig:
     logit_softcap: float | None
     value_size: int
     """Columns of a value."""
+    holds_several: bool
+    """Whether a row of the batch may hold several sequences."""
 
 
 class Places(NamedTuple):
