@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, decode_tile
+from pallas_kernels.hopper.attention import AttentionShape, AttentionTile, SequencePlaces, decode_tile
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic.attention import Softmax, empty_softmax, merged, output_of, scores_of, with_scores
 from pallas_kernels.mosaic.attention_tiles import (
@@ -38,8 +38,8 @@ Ref = Any
 MOST_GROUP_HEADS = WARPGROUP_ROWS
 _SUM_COLUMNS = 32
 """Columns of a chunk of float32 sums: TMA swizzles at most 128 bytes of a row."""
-_ROUND = 8
-"""Spans that the merging kernel has in flight."""
+_ROWS_IN_FLIGHT = 256
+"""Rows of spans that a block of the merging kernel has in flight."""
 
 
 class _Spans(NamedTuple):
@@ -59,14 +59,20 @@ def decode(
     share keys.
     """
     heads = query.shape[2]
-    spans = _spans(shape, machine, query[:, 0], key, value, places)
-    output, log_total = _merge(shape, machine, heads, value, spans, places)
-    log_total = jnp.pad(log_total[:, :, :1], ((0, 0), (0, 0), (0, 127)), constant_values=jnp.inf)
-    return output[:, None], log_total
+    tile = decode_tile(max(query.shape[3], value.shape[3]), key.shape[1])
+    spans = _span_count(key.shape[1], tile)
+    found = _by_span(shape, machine, spans, query[:, 0], key, value, places)
+    if spans == 1:
+        output, by_group = found
+        log_total = by_group[:, :, : shape.group_heads].reshape(-1, heads, 1)
+    else:
+        output, by_column = _merge(shape, machine, heads, value, found, places)
+        log_total = by_column[:, :, :1]
+    return output[:, None], jnp.pad(log_total, ((0, 0), (0, 0), (0, 127)), constant_values=jnp.inf)
 
 
-def _span_count(slots: int, keys: int, span_blocks: int | None) -> int:
-    return 1 if span_blocks is None else -(-slots // (keys * span_blocks))
+def _span_count(slots: int, tile: AttentionTile) -> int:
+    return 1 if tile.span_blocks is None else -(-slots // (tile.keys * tile.span_blocks))
 
 
 def _span_blocks(call: Call, span: Array, run: Any) -> tuple[Array, Array]:
@@ -78,13 +84,15 @@ def _span_blocks(call: Call, span: Array, run: Any) -> tuple[Array, Array]:
     return jnp.maximum(first, span * width), jnp.minimum(end, (span + 1) * width)
 
 
-def _spans(
-    shape: AttentionShape, machine: Machine, query: Array, key: Array, value: Array, places: SequencePlaces
-) -> _Spans:
-    batch, _, size = query.shape
+def _by_span(
+    shape: AttentionShape, machine: Machine, spans: int, query: Array, key: Array, value: Array, places: SequencePlaces
+) -> Any:
+    """The softmax of each of several spans (`_Spans`), or of the only span the output `[B, H, F]` and log_total
+    `[B, G, 64]`, of each group's heads in front. query is `[B, H, E]`.
+    """
+    batch, heads, size = query.shape
     slots, groups, value_size, dtype = key.shape[1], key.shape[2], value.shape[3], query.dtype
     tile, rows = decode_tile(max(size, value_size), slots), -(-shape.group_heads // 8) * 8
-    spans = _span_count(slots, tile.keys, tile.span_blocks)
 
     def body(
         query_gmem: Ref,
@@ -93,14 +101,12 @@ def _spans(
         start_gmem: Ref,
         first_slots_gmem: Ref,
         runs_gmem: Ref,
-        values_gmem: Ref,
-        largest_gmem: Ref,
-        total_gmem: Ref,
+        *out_gmem: Ref,
         **scratch: Ref,
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         names = ("query_smem", "key_smem", "value_smem", "sums_smem")
-        query, key, value, sums = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
+        query, output, key, value, sums = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
         key_ring = Ring(key_gmem, key, scratch["key_full"], scratch["key_empty"])
         value_ring = Ring(value_gmem, value, scratch["value_full"], scratch["value_empty"])
         batch, group = lax.axis_index("batch"), lax.axis_index("groups")
@@ -144,18 +150,24 @@ def _spans(
                 return softmax._replace(values=values)
 
             softmax = call.each_block(run, first, end, step, empty_softmax(value_size))
-            stored = (
-                (values_gmem, softmax.values),
-                (largest_gmem, [over_columns(softmax.largest, x.shape[1]) for x in softmax.values]),
-                (total_gmem, [over_columns(softmax.total, x.shape[1]) for x in softmax.values]),
-            )
-            for gmem, chunks in stored:
-                _store_rows(call, gmem.at[batch, group, span], sums, chunks)
+            if spans == 1:
+                output_gmem, log_total_gmem = out_gmem
+                found, log_total = output_of(softmax)
+                log_total_gmem[batch, group, pl.ds(0, WARPGROUP_ROWS)] = log_total
+                own = output_gmem.at[batch, pl.ds(group * shape.group_heads, shape.group_heads)]
+                _store_rows(call, own, output, found)
+                return
+            values_gmem, largest_gmem, total_gmem = (x.at[batch, group, span] for x in out_gmem)
+            _store_rows(call, values_gmem, sums, softmax.values)
+            for gmem, numbers in ((largest_gmem, softmax.largest), (total_gmem, softmax.total)):
+                _store_rows(call, gmem, sums, [over_columns(numbers, x.shape[1]) for x in softmax.values])
 
     of_stages = (tile.stages, tile.keys)
     stages, columns = {"num_barriers": tile.stages}, len(chunk_widths(size))
     scratch = {
-        "query_smem": plgpu.RefUnion(*views((1, WARPGROUP_ROWS), size, dtype)),
+        "query_smem": plgpu.RefUnion(
+            *views((1, WARPGROUP_ROWS), size, dtype), *views((1, WARPGROUP_ROWS), value_size, dtype)
+        ),
         "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
         "sums_smem": plgpu.RefUnion(*views((1, WARPGROUP_ROWS), value_size, jnp.float32, _SUM_COLUMNS)),
@@ -167,9 +179,13 @@ def _spans(
         "edge": plgpu.Barrier(num_arrivals=1),
     }
     spread = jax.ShapeDtypeStruct((batch, groups, spans, rows, 1, value_size), jnp.float32)
+    whole = (
+        jax.ShapeDtypeStruct((batch, heads, 1, value_size), dtype),
+        jax.ShapeDtypeStruct((batch, groups, WARPGROUP_ROWS), jnp.float32),
+    )
     found = plgpu.kernel(
         body,
-        out_type=(spread,) * 3,
+        out_type=whole if spans == 1 else (spread,) * 3,
         scratch_types=scratch,
         grid=(groups, spans, batch),
         grid_names=("groups", "spans", "batch"),
@@ -179,7 +195,7 @@ def _spans(
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(query[:, :, None], *(x[:, :, :, None] for x in (key, value)), *places)
-    return _Spans(*(x[..., 0, :] for x in found))
+    return (found[0][:, :, 0], found[1]) if spans == 1 else _Spans(*(x[..., 0, :] for x in found))
 
 
 def _store_rows(call: Call, gmem: Ref, chunks: tuple[Chunk, ...], values: Sequence[Array]) -> None:
@@ -187,7 +203,7 @@ def _store_rows(call: Call, gmem: Ref, chunks: tuple[Chunk, ...], values: Sequen
     widths = [chunk.tiles.shape[-1] for chunk in chunks]
     parts = (x[:, i : i + widths[0]] for x in values for i in range(0, x.shape[1], widths[0]))
     for chunk, part in zip(chunks, parts, strict=True):
-        chunk.tiles.at[call.first_query][...] = part
+        chunk.tiles.at[call.first_query][...] = part.astype(chunk.tiles.dtype)
     plgpu.commit_smem()
     first_rows = pl.ds(0, gmem.shape[0])
     for own, chunk in with_columns(chunks, widths):
@@ -200,8 +216,10 @@ def _merge(
     shape: AttentionShape, machine: Machine, heads: int, value: Array, spans: _Spans, places: SequencePlaces
 ) -> tuple[Array, Array]:
     """The output `[B, H, F]`, and log_total repeated for every column, float32 in the same shape."""
-    batch, groups, _, rows, columns = spans.values.shape
-    tile, dtype, own_heads = decode_tile(columns, value.shape[1]), value.dtype, shape.group_heads
+    batch, groups, count, rows, value_size = spans.values.shape
+    tile, dtype, own_heads = decode_tile(value_size, value.shape[1]), value.dtype, shape.group_heads
+    columns = 32 if value_size % 32 == 0 else 16
+    in_flight = min(count, _ROWS_IN_FLIGHT // rows)
 
     def body(
         values_gmem: Ref,
@@ -220,6 +238,7 @@ def _merge(
         read: Ref,
     ) -> None:
         batch, group = lax.axis_index("batch"), lax.axis_index("groups")
+        own_columns = pl.ds(lax.axis_index("columns") * columns, columns)
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         call = Call(shape, tile, places, batch, zero_beside(group), 1, machine.interpret is not None)
         first, end = call.blocks(call.only_run())
@@ -227,47 +246,49 @@ def _merge(
         first_span, end_span = lax.div(first, width), lax.div(end + width - 1, width)
 
         def one_round(i: Array, so_far: Softmax) -> Softmax:
-            start = first_span + i * _ROUND
-            for j in range(_ROUND):
+            start = first_span + i * in_flight
+            here = jnp.minimum(end_span - start, in_flight)
 
-                @pl.when(start + j < end_span)
-                def _(j: int = j) -> None:
-                    for k, gmem in enumerate((values_gmem, largest_gmem, total_gmem)):
-                        plgpu.copy_gmem_to_smem(gmem.at[batch, group, start + j], spans_smem.at[j, k], full.at[j])
+            def load(j: Array, _: None) -> None:
+                for k, gmem in enumerate((values_gmem, largest_gmem, total_gmem)):
+                    own = gmem.at[batch, group, start + j, :, own_columns]
+                    plgpu.copy_gmem_to_smem(own, spans_smem.at[j, k], full.at[j])
+
+            lax.fori_loop(0, here, load, None)
 
             def add(j: Array, so_far: Softmax) -> Softmax:
                 plgpu.barrier_wait(full.at[j])
                 values, largest, total = (_spread(spans_smem.at[j, k], rows, columns) for k in range(3))
                 return merged(so_far, Softmax(largest, total, (values,)))
 
-            so_far = lax.fori_loop(0, jnp.minimum(end_span - start, _ROUND), add, so_far)
+            so_far = lax.fori_loop(0, here, add, so_far)
             plgpu.barrier_arrive(read)
             plgpu.barrier_wait(read)
             return so_far
 
-        rounds = lax.div(end_span - first_span + _ROUND - 1, jnp.int32(_ROUND))
+        rounds = lax.div(end_span - first_span + in_flight - 1, jnp.int32(in_flight))
         softmax = lax.fori_loop(0, rounds, one_round, empty_softmax(columns, spread_over=rows))
         (output,), log_total = output_of(softmax)
         output_smem[...] = output.astype(dtype)
         log_total_smem[...] = log_total
         plgpu.commit_smem()
-        own = (batch, pl.ds(group * own_heads, own_heads))
+        own = (batch, pl.ds(group * own_heads, own_heads), own_columns)
         for smem, gmem in ((output_smem, output_gmem), (log_total_smem, log_total_gmem)):
             plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, own_heads)], gmem.at[own])
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct((batch, heads, columns), x) for x in (dtype, jnp.float32)),
+        out_type=tuple(jax.ShapeDtypeStruct((batch, heads, value_size), x) for x in (dtype, jnp.float32)),
         scratch_types={
-            "spans_smem": plgpu.SMEM((_ROUND, 3, rows, columns), jnp.float32),
+            "spans_smem": plgpu.SMEM((in_flight, 3, rows, columns), jnp.float32),
             "output_smem": plgpu.SMEM((rows, columns), dtype),
             "log_total_smem": plgpu.SMEM((rows, columns), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=3, num_barriers=_ROUND),
+            "full": plgpu.Barrier(num_arrivals=3, num_barriers=in_flight),
             "read": plgpu.Barrier(num_arrivals=1),
         },
-        grid=(groups, batch),
-        grid_names=("groups", "batch"),
+        grid=(groups, value_size // columns, batch),
+        grid_names=("groups", "columns", "batch"),
         kernel_name="attention_merge",
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
