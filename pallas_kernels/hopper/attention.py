@@ -77,7 +77,8 @@ def query_gradient_tile(size: int) -> AttentionTile:
     """The tile in which the gradient of queries is computed."""
     if size > 128:
         return AttentionTile(keys=64, stages=2, span_blocks=None, warpgroups=1)
-    return AttentionTile(keys=64, stages=4, span_blocks=None)
+    # With 128 columns, registers have no room for the scores of 128 keys beside the gradient.
+    return AttentionTile(keys=128 if size <= 96 else 64, stages=2 if size <= 96 else 4, span_blocks=None)
 
 
 def key_gradient_tile(size: int) -> AttentionTile:
