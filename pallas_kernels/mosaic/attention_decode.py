@@ -15,17 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, AttentionTile, SequencePlaces, decode_tile
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.mosaic.attention import Softmax, empty_softmax, merged, output_of, scores_of, with_scores
+from pallas_kernels.mosaic.attention_products import Scores, Weighted, multiply
+from pallas_kernels.mosaic.attention_softmax import Softmax, empty_softmax, merged, output_of, scores_of, with_scores
 from pallas_kernels.mosaic.attention_tiles import (
     Call,
     Chunk,
     Ring,
-    Scores,
-    Weighted,
     chunk_widths,
     drain,
     load_key_blocks,
-    multiply,
     pairs,
     views,
     with_columns,

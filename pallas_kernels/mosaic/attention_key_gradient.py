@@ -6,7 +6,6 @@ keys come in order. So a gradient is one chain whose order depends on its own se
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,22 +17,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, key_gradient_tile
 from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.mosaic.attention_key_tile import QUERIES, KeyTile
+from pallas_kernels.mosaic.attention_products import Scores, Weighted, multiply
+from pallas_kernels.mosaic.attention_softmax import weights_of
 from pallas_kernels.mosaic.attention_tiles import (
     Call,
     Chunk,
     Ring,
     Run,
-    Scores,
-    Weighted,
     chunk_widths,
     drain,
     empty_outside,
     from_any_place,
-    multiply,
     pairs,
     store_rows,
     views,
-    weights_of,
     with_columns,
     zero_beside,
 )
@@ -41,8 +39,6 @@ from pallas_kernels.mosaic.main_loop import COLUMN, ROW, WARPGROUP_ROWS
 
 Array = jax.Array
 Ref = Any
-_QUERIES = 64
-"""Queries of a block."""
 
 
 class _Memory(NamedTuple):
@@ -63,68 +59,6 @@ class _Arguments(NamedTuple):
     value_gmem: Ref
     d_key_gmem: Ref
     d_value_gmem: Ref
-
-
-@dataclass(frozen=True)
-class _KeyTile:
-    """The keys of a block of threads, and the queries that it meets; what all warpgroups compute alike."""
-
-    call: Call
-    first_key: Array
-    end: Array
-    """How many first queries belong to sequences that begin before the last key of the tile does."""
-
-    @property
-    def last_key(self) -> Array:
-        """The slot of the last key."""
-        return self.first_key + self.call.tile.queries - 1
-
-    def runs(self, visit: Callable[[Run, Any], Any], start: Any) -> Any:
-        """`visit(run, so far)` for the queries of each sequence that may see a key of the tile, the last one first."""
-        call = self.call
-        if not call.shape.holds_several:
-            first_slot = call.places.first_slots[call.batch, 0]
-            return visit(Run(first_slot, jnp.int32(0), jnp.int32(call.queries - 1)), start)
-
-        def body(state: tuple[Array, Any]) -> tuple[Array, Any]:
-            last, so_far = state
-            first = call.places.runs[call.batch, last]
-            return first - 1, visit(Run(call.places.first_slots[call.batch, last], first, last), so_far)
-
-        def goes_on(state: tuple[Array, Any]) -> Array:
-            return (state[0] >= 0) & (call.slot(state[0]) >= self.first_key)
-
-        return lax.while_loop(goes_on, body, (self.end - 1, start))[1]
-
-    def first_of(self, run: Run, block: Array) -> Array:
-        """The number of the first query of a block; that of the sequence's first token may be negative."""
-        return run.first_slot - self.call.places.start[0] + block * _QUERIES
-
-    def blocks(self, run: Run) -> tuple[Array, Array]:
-        """The first block of queries that may see a key of the tile, and the one behind the last."""
-        base = self.first_of(run, jnp.int32(0))
-        start = self.call.places.start[0]
-        first = jnp.maximum(jnp.maximum(run.first_query, self.first_key - start), base)
-        last = run.last_query
-        if self.call.shape.sliding_window is not None:
-            last = jnp.minimum(last, self.last_key + self.call.shape.sliding_window - 1 - start)
-        size = jnp.int32(_QUERIES)
-        block = lax.div(first - base, size)
-        return block, jnp.where(last < first, block, lax.div(last - base, size) + 1)
-
-    def whole_blocks(self, run: Run, first: Array, end: Array) -> tuple[Array, Array]:
-        """Of the blocks first … end − 1, the first one whose queries see all keys of the tile, and the one behind the
-        last.
-        """
-        call, size, base = self.call, jnp.int32(_QUERIES), self.first_of(run, jnp.int32(0))
-        start = call.places.start[0]
-        low = jnp.maximum(jnp.maximum(run.first_query, self.last_key - start) - base, 0)
-        high = run.last_query + 1 - base
-        if call.shape.sliding_window is not None:
-            high = jnp.minimum(high, call.shape.sliding_window + self.first_key - start - base)
-        low = jnp.minimum(jnp.maximum(lax.div(low + size - 1, size), first), end)
-        high = jnp.where(self.first_key >= run.first_slot, lax.div(jnp.maximum(high, 0), size), 0)
-        return low, jnp.minimum(jnp.maximum(high, low), end)
 
 
 def key_gradients(
@@ -181,7 +115,7 @@ def key_gradients(
         )
         number, warpgroup = lax.axis_index("tiles"), lax.axis_index("warpgroup")
         call = Call(shape, tile, places, lax.axis_index("batch"), jnp.int32(0), queries, machine.interpret is not None)
-        keys = _KeyTile(call, number * tile.queries, ends_gmem[call.batch, number])
+        keys = KeyTile(call, number * tile.queries, ends_gmem[call.batch, number])
         group = lax.axis_index("groups")
 
         @pl.when(warpgroup == tile.warpgroups)
@@ -201,7 +135,7 @@ def key_gradients(
             pl.when(warpgroup == number)(lambda x=has_key: compute(zero_beside(warpgroup), has_key=x, has_value=not x))
 
     rows = tile.queries // WARPGROUP_ROWS
-    of_warpgroups, of_stages = (rows, WARPGROUP_ROWS), (tile.stages, _QUERIES)
+    of_warpgroups, of_stages = (rows, WARPGROUP_ROWS), (tile.stages, QUERIES)
     stages, own = {"num_barriers": tile.stages}, {"num_barriers": rows}
     of_size, of_value = len(chunk_widths(size)), len(chunk_widths(value_size))
     scratch = {
@@ -211,8 +145,8 @@ def key_gradients(
         "upstream_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
         "key_full": plgpu.Barrier(num_arrivals=of_size, **own),
         "value_full": plgpu.Barrier(num_arrivals=of_value, **own),
-        "query_numbers": plgpu.SMEM((tile.stages, _QUERIES), jnp.float32),
-        "upstream_numbers": plgpu.SMEM((tile.stages, _QUERIES), jnp.float32),
+        "query_numbers": plgpu.SMEM((tile.stages, QUERIES), jnp.float32),
+        "upstream_numbers": plgpu.SMEM((tile.stages, QUERIES), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=of_size + 1, **stages),
         "upstream_full": plgpu.Barrier(num_arrivals=of_value + 1, **stages),
         "query_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, **stages),
@@ -239,7 +173,7 @@ def key_gradients(
     return d_key[:, :, :, 0], d_value[:, :, :, 0]
 
 
-def _load_queries(keys: _KeyTile, rings: tuple[Ring, Ring], group: Array) -> None:
+def _load_queries(keys: KeyTile, rings: tuple[Ring, Ring], group: Array) -> None:
     """For the producer: load all queries that the tile meets, and wait until they are read."""
     call = keys.call
     heads = jnp.int32(call.shape.group_heads)
@@ -249,7 +183,7 @@ def _load_queries(keys: _KeyTile, rings: tuple[Ring, Ring], group: Array) -> Non
 
         def step(i: Array, count: Array) -> Array:
             block, head = first + lax.div(i, heads), group * heads + lax.rem(i, heads)
-            there = (call.batch, pl.ds(keys.first_of(run, block), _QUERIES), head)
+            there = (call.batch, pl.ds(keys.first_of(run, block), QUERIES), head)
             for ring in rings:
                 ring.load(call, there, count)
             return count + 1
@@ -270,7 +204,7 @@ class _Sums(NamedTuple):
 class _Warpgroup:
     """One compute warpgroup: 64 keys of one head, and one of their gradients or both."""
 
-    keys: _KeyTile
+    keys: KeyTile
     refs: _Arguments
     memory: _Memory
     key_full: Ref
@@ -402,7 +336,7 @@ class _Warpgroup:
 
     def _visible(self, run: Run, first_query: Array) -> Array:
         """Which queries of a block see each key, `[64 keys, 64 queries]`."""
-        call, shape = self.keys.call, (WARPGROUP_ROWS, _QUERIES)
+        call, shape = self.keys.call, (WARPGROUP_ROWS, QUERIES)
         key = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + self.first_key
         key = jnp.where(key >= run.first_slot, key, 2**30)
         query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_query
@@ -415,4 +349,4 @@ def _over_keys(numbers_smem: Ref | None, slot: Array) -> Array:
     """A number for each query of a block, repeated for all keys."""
     assert numbers_smem is not None
     numbers = plgpu.load(numbers_smem.at[slot], layout=COLUMN, optimized=False)
-    return lax.broadcast_in_dim(numbers, (WARPGROUP_ROWS, _QUERIES), [1])
+    return lax.broadcast_in_dim(numbers, (WARPGROUP_ROWS, QUERIES), [1])

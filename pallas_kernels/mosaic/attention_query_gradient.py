@@ -15,20 +15,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, query_gradient_tile
 from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.mosaic.attention_products import Scores, Weighted, multiply
+from pallas_kernels.mosaic.attention_softmax import weights_of
 from pallas_kernels.mosaic.attention_tiles import (
     Call,
     Chunk,
     Ring,
     Run,
-    Scores,
-    Weighted,
     chunk_widths,
     load_keys,
-    multiply,
     pairs,
     store_rows,
     views,
-    weights_of,
     with_columns,
 )
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, row_vector

@@ -1,5 +1,7 @@
 """attention's Mosaic kernels in Pallas' interpreter: values, and bits wherever a sequence stands."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.attention import AttentionShape, AttentionTile, SequencePlaces
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import attention as kernels
+from pallas_kernels.mosaic import attention_decode as decoding
+from rlk_jax.ops.attention import hopper
 from rlk_jax.ops.attention.api import attention
+from rlk_jax.ops.attention.checks import check_call, checked_operands
+from rlk_jax.ops.attention.options import AttentionInputs, AttentionOptions, Needs
+from tests.support import attention as support
 from tests.support.helpers import assert_same_bits, assert_within_contract
 
 MACHINE = Machine(4, plgpu.InterpretGPUParams(detect_races=True))
@@ -23,8 +30,8 @@ def made():
     return [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
 
-def run(query, key, value, start, first_slots, **options):
-    """The output of the kernel, and the definition's."""
+def run(query, key, value, start, first_slots, kernel=kernels.attend, **options):
+    """The output of the kernel, which is near the definition's."""
     first_slots = np.asarray(first_slots)
     several = first_slots.shape[1] > 1
     is_first = np.diff(first_slots, axis=1, prepend=-1) != 0
@@ -32,7 +39,7 @@ def run(query, key, value, start, first_slots, **options):
     window, cap = options.get("sliding_window"), options.get("logit_softcap")
     shape = AttentionShape(SIZE**-0.5, window, cap, query.shape[2] // key.shape[2], several)
     places = SequencePlaces(*(jnp.asarray(x, jnp.int32) for x in ([start], first_slots, runs)))
-    output, _ = kernels.attend(shape, MACHINE, query, key, value, places)
+    output, _ = kernel(shape, MACHINE, query, key, value, places)
     where = {"segment_starts": jnp.asarray(first_slots)} if several else {"padding": jnp.asarray(first_slots[:, 0])}
     gold = attention(query, key, value, start=start, implementation="reference", **where, **options)
     assert_within_contract(output, gold, "attention", jnp.bfloat16, "forward")
@@ -42,7 +49,9 @@ def run(query, key, value, start, first_slots, **options):
 @pytest.fixture(params=[8, 1], ids=["one span", "spans of a block"])
 def spans(request, monkeypatch):
     tile = AttentionTile(keys=128, stages=2, span_blocks=request.param)
-    monkeypatch.setattr(kernels, "attention_tile", lambda size: tile)
+    monkeypatch.setattr(kernels, "attention_tile", lambda size, slots: tile)
+    decode_tile = replace(tile, warpgroups=1, heads_are_rows=True)
+    monkeypatch.setattr(decoding, "decode_tile", lambda size, slots: decode_tile)
 
 
 def test_moved_and_decoded_beside_nan(spans):
@@ -53,8 +62,9 @@ def test_moved_and_decoded_beside_nan(spans):
     outside[:, own] = False
     spoilt = jnp.where(outside, jnp.nan, key), jnp.where(outside, jnp.inf, value)
     assert_same_bits(run(query, *spoilt, START, [[BEFORE]]), expected)
-    decoded = run(query[:, 130:131], key[:, own], value[:, own], START - BEFORE + 130, [[0]])
-    assert_same_bits(decoded, expected[:, 130:131])
+    decoded = query[:, 130:131], key[:, own], value[:, own], START - BEFORE + 130, [[0]]
+    for kernel in (kernels.attend, decoding.decode):
+        assert_same_bits(run(*decoded, kernel=kernel), expected[:, 130:131])
 
 
 def test_packed(spans):
@@ -68,3 +78,21 @@ def test_packed(spans):
 @pytest.mark.parametrize("options", [{"sliding_window": 50}, {"logit_softcap": 1.0}], ids=str)
 def test_options(options):
     run(*made(), START, [[BEFORE]], **options)
+
+
+@pytest.mark.parametrize("size", [16, 192], ids=["both gradients in a warpgroup", "one in each"])
+def test_gradients(size):
+    """Of rows that hold several sequences, at the widths of both forms of the kernel of dK and dV."""
+    functions = hopper.mosaic(MACHINE)
+    starts = ((0,) * 40 + (40,) * 61 + (101,) * 9,)
+    case = support.Case(
+        batch=1, length=110, slots=130, heads=2, groups=1, size=size, value_size=size, segment_starts=starts
+    )
+    problem = support.make(case, jnp.bfloat16)
+    inputs = AttentionInputs(*problem[:3], 0, None, jnp.asarray(starts))
+    inputs, config = check_call(inputs, AttentionOptions())
+    operands = checked_operands(inputs, False)
+    output, kept = functions.forward(config, operands)
+    found = functions.gradients(config, Needs(True, True, True), operands, kept, problem.upstream)
+    for kind, a, e in zip(("forward", *("gradient",) * 3), (output, *found), support.gold(case, problem), strict=True):
+        assert_within_contract(a, e, "attention", jnp.bfloat16, kind)
