@@ -47,8 +47,8 @@ class _Arguments(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """The shared memory of a block in chunks of columns, by warpgroup or by stage. The output and the gradient stand in
-    the place of the queries, before and after them.
+    """The shared memory of a block in chunks of columns, by warpgroup or by stage. The gradient is written over the
+    queries.
     """
 
     query: tuple[Chunk, ...]
@@ -103,7 +103,7 @@ def query_gradient(
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         refs = _Arguments(query_gmem, upstream_gmem, output_gmem, log_total_gmem, center_gmem, gradient_gmem)
-        names = ("query_smem", "upstream_smem", "key_smem", "value_smem")
+        names = ("query_smem", "output_smem", "upstream_smem", "key_smem", "value_smem")
         query, output, upstream, key, value = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
         memory = _Memory(
             query,
@@ -131,7 +131,8 @@ def query_gradient(
     stages, own = {"num_barriers": tile.stages}, {"num_barriers": tile.warpgroups}
     of_size, of_value = len(chunk_widths(size)), len(chunk_widths(value_size))
     scratch = {
-        "query_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype), *views(of_warpgroups, value_size, dtype)),
+        "query_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype)),
+        "output_smem": plgpu.RefUnion(*views(of_warpgroups, value_size, dtype)),
         "upstream_smem": plgpu.RefUnion(*views(of_warpgroups, value_size, dtype)),
         "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
@@ -183,6 +184,7 @@ class _Warpgroup:
         refs, memory, barriers = self.refs, self.memory, self.barriers
         self._load(refs.output_gmem, memory.output, barriers.output_full)
         self._load(refs.upstream_gmem, memory.upstream, barriers.upstream_full)
+        self._load(refs.query_gmem, memory.query, barriers.query_full)
         for full in (barriers.output_full, barriers.upstream_full):
             plgpu.barrier_wait(full.at[self.number])
         center = self._center()
@@ -194,9 +196,14 @@ class _Warpgroup:
             return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
 
         def over_run(run: Run, steps: Array) -> Array:
-            # The queries take the place of the output, or of the gradients of another sequence's queries.
-            plgpu.commit_smem()
-            self._load(refs.query_gmem, memory.query, barriers.query_full)
+            if self.call.shape.holds_several:
+
+                @pl.when(run.last_query < self.call.last_query)
+                def _again() -> None:
+                    # The gradients of another sequence's queries stand in the queries' place.
+                    plgpu.commit_smem()
+                    self._load(refs.query_gmem, memory.query, barriers.query_full)
+
             plgpu.barrier_wait(barriers.query_full.at[self.number])
             first, end = self.call.blocks(run)
 
