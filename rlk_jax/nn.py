@@ -16,11 +16,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rlk_jax.core.checks import FLOAT_DTYPES, as_array, is_integer, require
+from rlk_jax.core.checks import require
 from rlk_jax.core.fixed_order import rounded_product, sum_rows_by_id, zeros_behind
 from rlk_jax.core.tokens import as_int32
 from rlk_jax.core.transforms import equally_varying, isolated, varying_like
 from rlk_jax.ops import promising
+from rlk_jax.ops.attention import api as attention_api
 from rlk_jax.ops.det_gemm.api import det_gemm
 from rlk_jax.ops.det_gemm.checks import check_gemm_dtype
 from rlk_jax.ops.linear_logp.api import linear_logp
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 BLOCK = 64
-"""Places of a block of `ordered_sum`. Zeros in whole blocks before a value change no bits of a sum."""
+"""Places of a block of `ordered_sum`."""
 
 
 @isolated
@@ -125,70 +126,31 @@ def attention(
     *,
     start: int | Int[Array, ""] = 0,
     padding: Int[Array, "B"] | Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T H F"]:
-    """Causal softmax attention over the slots of a KV cache: softmax(query·keyᵀ / √E)·value.
+    """`rlk_jax.attention`, which documents the arguments, by the fastest implementation that promises bits.
 
-    Args:
-      query: `[B, T, H, E]`, bfloat16 or float16, of the tokens in slots start … start + T − 1. H is a multiple of G;
-        heads share keys in order (GQA).
-      key, value: `[B, S, G, E]` and `[B, S, G, F]`, of query's dtype. S is at least start + T; slots behind the last
-        query are unused, whatever they hold.
-      start: the slot of the first query.
-      padding: `[B]`, how many first slots of each sequence are padding; None where none are. Where a row holds several
-        sequences one behind the other, `[B, T]`: how many slots stand before each query's own sequence.
-      implementation: the implementation of `det_gemm` that multiplies; None for the fastest that runs here.
+    `padding [B]` is how many first slots of each row stand before its sequence. Where a row holds several sequences,
+    `padding [B, T]` says it for each query: it is the op's `segment_starts`. `implementation` is a name of
+    `rlk_jax.dispatch.IMPLEMENTATIONS`; None stands for the fastest that promises bits here.
 
-    Returns `[B, T, H, F]` in query's dtype: 0 for a query that is padding itself, NaN for one that sees a value that is
-    not finite, and NaN for all queries where a traced `start` leaves them too few slots.
-    Raises ValueError for shapes and dtypes that do not fit.
-
-    A token has the same bits whatever the batch, the padding on either side and S, and whether its sequence came at
-    once or token by token: the keys of a sequence are moved to the front, scores and values go through `det_gemm`, and
-    masked places count as exact zeros behind the last key. A sequence that shares its row with others keeps its bits if
-    it starts at a multiple of 64 slots: the slots before it are then whole blocks of zeros.
+    A token has the same bits whatever the batch, the padding on either side and S, whatever sequences share its row,
+    from any slot on, and whether its sequence came at once or token by token. Raises ValueError as the op does, and for
+    an implementation that promises no bits.
     """
-    _check_attention(query, key, value, start, padding)
-    batch, length, heads, size = query.shape
-    if 0 in query.shape:
-        return jnp.zeros((*query.shape[:3], value.shape[3]), query.dtype)
-    slots, groups = key.shape[1], key.shape[2]
-    padding = jnp.zeros(batch, jnp.int32) if padding is None else padding
-    # A row's only sequence moves to the front. Several sequences stay in place, and a query sees only its own.
-    move, before = (padding, jnp.zeros((), int)) if padding.ndim == 1 else (jnp.zeros(batch, int), padding)
-    place = jnp.arange(slots)
-    own = start + jnp.arange(length) - move[:, None]
-    is_key = place <= own[:, -1:]
-
-    def aligned(x: Array) -> Array:
-        moved = jnp.take_along_axis(x, ((place + move[:, None]) % slots)[..., None, None], axis=1)
-        return jnp.where(is_key[..., None, None], moved, 0)
-
-    def by_head(x: Array) -> Array:
-        return jnp.moveaxis(x, 2, 1)
-
-    def products(a: Array, b: Array, **options: Any) -> Array:
-        def one(a: Array, b: Array) -> Array:
-            return det_gemm(a, b, implementation=implementation, **options)
-
-        return jax.vmap(jax.vmap(one))(a, b)
-
-    # Heads that share keys are rows of one product.
-    rows = by_head(query.reshape(batch, length, groups, -1)).reshape(batch, groups, -1, size)
-    scores = products(rows, by_head(aligned(key)), transpose_b=True, out_dtype=jnp.float32)
-    scores = isolated(jnp.multiply)(scores.reshape(batch, groups, length, -1, slots), size**-0.5)
-    visible = (place <= own[..., None]) & (place >= before[..., None])
-    visible = visible[:, None, :, None]
-    weights = softmax(scores, jnp.broadcast_to(visible, scores.shape)).astype(value.dtype)
-    values = by_head(aligned(value))
-    # Where a weight is 0, a value must count for nothing: 0·NaN would be NaN.
-    is_finite = jnp.isfinite(values).all(axis=-1)
-    attended = products(weights.reshape(batch, groups, -1, slots), jnp.where(is_finite[..., None], values, 0))
-    attended = attended.reshape(batch, groups, length, heads // groups, -1)
-    sees_others = (visible & ~is_finite[:, :, None, None]).any(axis=-1)
-    is_outside = (start < 0) | (start + length > slots)
-    attended = jnp.where(sees_others[..., None] | is_outside, jnp.nan, attended)
-    return lax.optimization_barrier(jnp.moveaxis(attended, 1, 2).reshape(batch, length, heads, -1).astype(query.dtype))
+    is_packed = getattr(padding, "ndim", 1) == 2
+    options = {
+        "start": start,
+        "segment_starts" if is_packed else "padding": padding,
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logit_softcap": logit_softcap,
+    }
+    chosen = promising("attention", query, key, value, implementation=implementation, **options)
+    return attention_api.attention(query, key, value, implementation=chosen, **options)
 
 
 def det_dot_general(
@@ -332,33 +294,6 @@ def _check_rotary(x: Any, positions: Any) -> None:
         x.ndim == 4 and x.shape[3] % 2 == 0 and positions.shape == x.shape[:2],
         f"rotary needs x [B, T, H, E] of an even E and positions [B, T], got shapes {x.shape} and {positions.shape}.",
     )
-
-
-def _check_attention(query: Any, key: Any, value: Any, start: Any, padding: Any) -> None:
-    """The static checks of `attention`."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        require(x.ndim == 4, f"{name} must be [batch, slots, heads, size], got shape {x.shape}.")
-        require(x.dtype in FLOAT_DTYPES[:2], f"{name} must be bfloat16 or float16, got {x.dtype}.")
-        require(x.dtype == query.dtype, f"{name} dtype {x.dtype} must match query dtype {query.dtype}.")
-    batch, length, heads, size = query.shape
-    require(
-        key.shape[0] == batch and key.shape[3] == size and key.shape[:3] == value.shape[:3],
-        f"query {query.shape}, key {key.shape} and value {value.shape} must share the batch, query and key their size, "
-        "key and value their slots and heads.",
-    )
-    slots, groups = key.shape[1:3]
-    require(groups >= 1 and heads % groups == 0, f"{heads} query heads cannot share {groups} key heads evenly.")
-    first = start if is_integer(start) else 0
-    require(
-        first >= 0 and first + length <= slots, f"{length} queries from slot {start} on do not fit into {slots} slots."
-    )
-    if padding is not None:
-        padding = as_array("padding", padding)
-        require(
-            padding.shape in ((batch,), (batch, length)) and jnp.issubdtype(padding.dtype, jnp.integer),
-            f"padding must be an integer for each of {batch} sequences or {batch}×{length} queries, "
-            f"got {padding.dtype}{list(padding.shape)}.",
-        )
 
 
 def _check_embedding(table: Any, ids: Any) -> None:

@@ -8,6 +8,11 @@ SPAN_KEYS = 1024
 several blocks with the bits of one.
 """
 
+PACKED_COLUMNS = 64
+"""Columns that heads are a multiple of where a row holds several sequences: these are stored row by row, and TMA takes
+single rows of 128 bytes from shared memory, but no shorter ones.
+"""
+
 
 @dataclass(frozen=True)
 class AttentionShape:

@@ -50,8 +50,6 @@ class Layers:
     add: Callable[[Array, Array], Array]
     swiglu: Callable[[Array, Array], Array]
     """`silu(gate) · up` (Shazeer, arXiv 2002.05202)."""
-    alignment: int
-    """Where a row holds several sequences, each must start at a multiple of so many slots to keep its bits."""
 
 
 def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
@@ -84,7 +82,7 @@ class _InvariantNorm(nnx.RMSNorm):
         return nn.rms_norm(x, self.scale[...])
 
 
-STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu, alignment=1)
+STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu)
 INVARIANT = Layers(
     jnp.bfloat16,
     nn.DetDense,
@@ -93,7 +91,6 @@ INVARIANT = Layers(
     _invariant_attend,
     nn.isolated(jnp.add),
     nn.isolated(_swiglu),
-    alignment=nn.BLOCK,
 )
 """A token has the same bits in any batch, with any padding, and when it is decoded through the KV cache. The dtype is
 bfloat16 because det_gemm takes 16-bit operands only.

@@ -146,7 +146,6 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     loss_options = config.loss_options()
     micro_batching: dict[str, Any] = {"micro_batches": config.micro_batches, "mesh": mesh}
     if config.packing:
-        _check_packing(task, make_layers(config).alignment)
         micro_batching["is_active"] = lambda micro_batch: micro_batch.mask.any()
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
@@ -159,7 +158,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     def packed[Values](sequences: Sequences, values: Values) -> tuple[Sequences, Values]:
         if not config.packing:
             return sequences, values
-        return pack(sequences, values, shards=mesh.shape["data"], multiple=make_layers(config).alignment)
+        return pack(sequences, values, shards=mesh.shape["data"])
 
     def sampler(params: nnx.State, score: Any, greedy: bool = False) -> Callable[[Examples, PRNGKeyArray], Rollout]:
         model = nnx.merge(graph, head.unshard(params))
@@ -299,16 +298,6 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         grpo_step=jax.jit(grpo_step, **in_place),
         heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
     )
-
-
-def _check_packing(task: Task, alignment: int) -> None:
-    """Raises BadInput where a row has room for one sequence only, so that packing saves nothing."""
-    slots = task.train.prompt_ids.shape[1] + task.train.answer_ids.shape[1] - 1
-    if slots <= alignment:
-        raise BadInput(
-            f"packing saves nothing: with invariant, sequences start at multiples of {alignment} slots, and the "
-            f"longest has {slots}"
-        )
 
 
 def _optimizer(learning_rate: float, head: MeshHead) -> optax.GradientTransformation:

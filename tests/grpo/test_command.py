@@ -106,10 +106,6 @@ def test_overwrite_starts_again_and_prints_plain_progress_and_the_table(finished
             "micro_batches (16) must divide a device's 8 samples of a step",
         ),
         ({"packing": True}, "packing needs micro_batches of at least 2: what it saves is whole parts of a batch"),
-        (
-            {"packing": True, "micro_batches": 2, "invariant": True, "compute_dtype": "bfloat16"},
-            "packing saves nothing: with invariant, sequences start at multiples of 64 slots, and the longest has 5",
-        ),
         ({"rollout_buckets": 0}, "rollout_buckets must be at least 1, got 0"),
         ({"rollout_buckets": 5}, "rollout_buckets (5) must divide a device's 16 samples of a step"),
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),

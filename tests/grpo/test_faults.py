@@ -33,7 +33,7 @@ def test_the_first_bad_token_of_the_batch_is_named(bad, is_packed):
     rows = join_completions(jnp.full((6, 3), 5), jnp.array([0, 1, 2, 0, 1, 2]), ids, MASK)
     numbers = faults.number_targets(rows.mask)
     if is_packed:
-        rows, (numbers, marks) = pack(rows, (numbers, jnp.asarray(marks)), shards=1, multiple=1)
+        rows, (numbers, marks) = pack(rows, (numbers, jnp.asarray(marks)), shards=1)
     is_bad = rows.mask & np.isnan(marks)
     found = jax.jit(lambda loss: faults.fault_metrics(loss, lambda: is_bad, numbers, LENGTH))(jnp.nan)
     assert (found["nonfinite_sequence"], found["nonfinite_token"]) == (min(bad) if bad else (-1, -1))

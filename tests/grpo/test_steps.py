@@ -189,7 +189,7 @@ def test_prompts_of_mixed_lengths_leave_rows_empty():
     def packed(examples):
         mask = completion_mask(examples.answer_ids)
         rows = join_completions(examples.prompt_ids, examples.padding, examples.answer_ids, mask)
-        return pack(rows, (), shards=1, multiple=1)[0]
+        return pack(rows, (), shards=1)[0]
 
     rows = jax.device_get(packed(examples))
     assert rows.mask.any(axis=1).sum() <= 12

@@ -143,12 +143,12 @@ def check_bits_alone_in_a_batch_and_behind_padding(
 
 
 def check_bits_packed(alone: Case, dtype: Any, implementation: str, offsets: Sequence[int], behind: int = 12) -> None:
-    """A sequence has the bits of being alone between two others, from any slot on."""
+    """A sequence has the bits of being alone between two others, from any slot on; at least `behind` slots follow."""
     problem, length = make(alone, dtype), alone.length
     expected = found(alone, problem, implementation)
+    slots = max(offsets) + length + behind
     for before in offsets:
-        slots = before + length + behind
-        starts = (*(0,) * before, *(before,) * length, *(before + length,) * behind)
+        starts = (*(0,) * before, *(before,) * length, *(before + length,) * (slots - before - length))
         case = replace(alone, length=slots, slots=slots, segment_starts=(starts,))
         actual = found(case, placed(problem, before, slots), implementation)
         assert_same_bits([x[0, before : before + length] for x in actual], [x[0] for x in expected])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core.fixed_order import blockwise, rounded_product, zeros_behind
-from rlk_jax.core.transforms import varying_like
+from rlk_jax.core.transforms import fusion_barrier, varying_like
 from rlk_jax.ops.attention.options import (
     AttentionConfig,
     AttentionFunctions,
@@ -130,6 +130,7 @@ def _rounded(x: Array, dtype: Any) -> Array:
 
 
 def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Rows]:
+    operands = fusion_barrier(operands)
     groups, dtype = operands.key.shape[2], operands.query.dtype
     query, sight = group_heads(operands.query, groups).astype(jnp.float32), sight_of(config, operands)
 
@@ -155,10 +156,11 @@ def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Rows]
     total = jnp.where(is_bad & ~is_nothing[..., None, None], jnp.nan, sums.total)
     output = sums.output / jnp.where(total == 0, 1, total)[..., None]
     flat = output.reshape(*operands.query.shape[:3], -1)
-    return flat.astype(dtype), _Rows(largest, total, output)
+    return fusion_barrier((flat.astype(dtype), _Rows(largest, total, output)))
 
 
 def _gradients(config: AttentionConfig, needs: Needs, operands: Operands, rows: _Rows, upstream: Array) -> Gradients:
+    operands, rows, upstream = fusion_barrier((operands, rows, upstream))
     groups, dtype = operands.key.shape[2], operands.query.dtype
     query, given = (group_heads(x, groups).astype(jnp.float32) for x in (operands.query, upstream))
     sight = sight_of(config, operands)

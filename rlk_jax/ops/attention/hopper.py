@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces
+from pallas_kernels.hopper.attention import PACKED_COLUMNS, AttentionShape, SequencePlaces
 from pallas_kernels.hopper.tiles import Machine
 from rlk_jax.core.devices import default_machine
+from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.transforms import as_replicated, fusion_barrier
 from rlk_jax.ops.attention.options import AttentionConfig, AttentionFunctions, Gradients, Needs, Operands
 
@@ -35,6 +36,13 @@ def _shape(config: AttentionConfig, operands: Operands) -> AttentionShape:
     return AttentionShape(*options, operands.group_heads, config.holds_several)
 
 
+def _columns(config: AttentionConfig, *arrays: Array) -> tuple[Array, ...]:
+    """Arrays `[B, ·, ·, columns]` as the kernels take them: those of packed rows end in columns of zeros where their
+    heads are narrower than the kernels can store row by row.
+    """
+    return tuple(zeros_behind(x, 3, PACKED_COLUMNS) for x in arrays) if config.holds_several else arrays
+
+
 def _places(operands: Operands) -> SequencePlaces:
     """Where sequences are, and which neighbouring queries belong to one: all of a row that holds one sequence."""
     first_slots = operands.places.first_slots
@@ -51,8 +59,9 @@ def _forward(machine: Machine | None, config: AttentionConfig, operands: Operand
     operands = fusion_barrier(as_replicated(operands))
     is_decoding = operands.query.shape[1] == 1 and operands.group_heads <= MOST_GROUP_HEADS
     kernel = decode if is_decoding else attend
-    arrays = (*operands[:3], _places(operands))
-    output, log_total = fusion_barrier(kernel(_shape(config, operands), machine or default_machine(), *arrays))
+    call = (_shape(config, operands), machine or default_machine())
+    output, log_total = fusion_barrier(kernel(*call, *_columns(config, *operands[:3]), _places(operands)))
+    output = output[..., : config.value_size]
     return output, _Kept(output, log_total)
 
 
@@ -64,10 +73,12 @@ def _gradients(
 
     operands, kept, upstream = fusion_barrier(as_replicated((operands, kept, upstream)))
     call = (_shape(config, operands), machine or default_machine())
-    arrays, places = operands[:3], _places(operands)
+    query, key, value, output, given = _columns(config, *operands[:3], kept.output, upstream)
+    arrays, places = (query, key, value), _places(operands)
     # The kernel of dQ finds the centers, which that of dK and dV needs.
-    d_query, center = fusion_barrier(query_gradient(*call, *arrays, *kept, upstream, places))
+    d_query, center = fusion_barrier(query_gradient(*call, *arrays, output, kept.log_total, given, places))
     d_key = d_value = None
     if needs.key or needs.value:
-        d_key, d_value = fusion_barrier(key_gradients(*call, *arrays, kept.log_total, center, upstream, places))
-    return Gradients(d_query if needs.query else None, d_key if needs.key else None, d_value if needs.value else None)
+        d_key, d_value = fusion_barrier(key_gradients(*call, *arrays, kept.log_total, center, given, places))
+    found = zip((d_query, d_key, d_value), operands[:3], (needs.query, needs.key, needs.value), strict=True)
+    return Gradients(*(x[..., : like.shape[3]] if is_needed else None for x, like, is_needed in found))

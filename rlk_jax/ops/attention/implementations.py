@@ -16,9 +16,6 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     for name, columns in (("keys", facts.dim), ("values", facts.config.value_size)):
         if columns % 16 or columns > 256:
             reasons.append(f"needs {name} of a multiple of 16 columns, 256 at most, not {columns}")
-        elif columns % 64 and facts.config.holds_several:
-            # TMA takes single rows of 128 bytes from shared memory, but no shorter ones.
-            reasons.append(f"needs {name} of a multiple of 64 columns under segment_starts, not {columns}")
     return reasons
 
 

@@ -18,19 +18,20 @@ OPTIONS = [{}, {"sliding_window": 9, "logit_softcap": 2.0}]
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_alone_in_a_batch_and_behind_any_padding(options):
-    places = ((0, 31, 0), (1, 40, 2), (63, 93, 1), (64, 120, 0), (70, 130, 1))
+    places = ((1, 31, 2), (0, 130, 0), (63, 130, 1), (64, 130, 0), (100, 130, 1))
     case = replace(ALONE, options=options)
     support.check_bits_alone_in_a_batch_and_behind_padding(case, jnp.bfloat16, PROMISING, places)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_packed_at_every_offset(options):
-    offsets = (*range(5), 31, 63, 64, 65)
+    """From every slot of a block of keys on."""
+    offsets = range(66)
     support.check_bits_packed(replace(ALONE, options=options), jnp.bfloat16, PROMISING, offsets)
 
 
 def test_prefilled_in_chunks_and_decoded_one_by_one():
-    parts = ((30,), (7, 23), (11, 1, 18), (1,) * 30)
+    parts = ((7, 23), (1,) * 30)
     support.check_bits_in_parts(ALONE, jnp.bfloat16, PROMISING, parts, slots=50)
 
 
