@@ -142,7 +142,7 @@ def attention(
     an implementation that promises no bits.
     """
     is_packed = getattr(padding, "ndim", 1) == 2
-    options = {
+    options: dict[str, Any] = {
         "start": start,
         "segment_starts" if is_packed else "padding": padding,
         "scale": scale,

@@ -130,8 +130,8 @@ def attend(
             _Warpgroup(call, refs, memory, barriers, head, warpgroup).run()
 
     of_warpgroups, of_stages = (tile.warpgroups, WARPGROUP_ROWS), (tile.stages, tile.keys)
-    stages = {"num_barriers": tile.stages}
-    scratch = {
+    stages: dict[str, Any] = {"num_barriers": tile.stages}
+    scratch: dict[str, Any] = {
         "query_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype), *views(of_warpgroups, value_size, dtype)),
         "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
@@ -250,8 +250,8 @@ class _Warpgroup:
     def _kept(self, state: _Progress) -> Softmax:
         """The softmax of all spans but the last one."""
         assert self.memory.kept is not None
-        layout = {"layout": plgpu.Layout.WGMMA, "optimized": False}
-        values = tuple(plgpu.load(chunk.at[self.number], **layout) for chunk in self.memory.kept)
+        rows = (chunk.at[self.number] for chunk in self.memory.kept)
+        values = tuple(plgpu.load(x, layout=plgpu.Layout.WGMMA, optimized=False) for x in rows)
         return Softmax(state.largest, state.total, values)
 
     def _keep(self, state: _Progress) -> tuple[Array, Array]:

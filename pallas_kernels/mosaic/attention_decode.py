@@ -161,8 +161,9 @@ def _by_span(
                 _store_rows(call, gmem, sums, [over_columns(numbers, x.shape[1]) for x in softmax.values])
 
     of_stages = (tile.stages, tile.keys)
-    stages, columns = {"num_barriers": tile.stages}, len(chunk_widths(size))
-    scratch = {
+    stages: dict[str, Any] = {"num_barriers": tile.stages}
+    columns = len(chunk_widths(size))
+    scratch: dict[str, Any] = {
         "query_smem": plgpu.RefUnion(
             *views((1, WARPGROUP_ROWS), size, dtype), *views((1, WARPGROUP_ROWS), value_size, dtype)
         ),

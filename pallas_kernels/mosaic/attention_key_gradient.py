@@ -131,14 +131,17 @@ def key_gradients(
         if not tile.shares_rows:
             pl.when(warpgroup < tile.warpgroups)(lambda: compute(warpgroup, has_key=True, has_value=True))
             return
-        for number, has_key in ((0, True), (1, False)):
-            pl.when(warpgroup == number)(lambda x=has_key: compute(zero_beside(warpgroup), has_key=x, has_value=not x))
+        same_rows = zero_beside(warpgroup)
+        pl.when(warpgroup == 0)(lambda: compute(same_rows, has_key=True, has_value=False))
+        pl.when(warpgroup == 1)(lambda: compute(same_rows, has_key=False, has_value=True))
 
     rows = tile.queries // WARPGROUP_ROWS
     of_warpgroups, of_stages = (rows, WARPGROUP_ROWS), (tile.stages, QUERIES)
+    stages: dict[str, Any]
+    own: dict[str, Any]
     stages, own = {"num_barriers": tile.stages}, {"num_barriers": rows}
     of_size, of_value = len(chunk_widths(size)), len(chunk_widths(value_size))
-    scratch = {
+    scratch: dict[str, Any] = {
         "key_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_warpgroups, value_size, dtype)),
         "query_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),

@@ -128,9 +128,11 @@ def query_gradient(
             _Warpgroup(call, refs, memory, barriers, head, warpgroup).run()
 
     of_warpgroups, of_stages = (tile.warpgroups, WARPGROUP_ROWS), (tile.stages, tile.keys)
+    stages: dict[str, Any]
+    own: dict[str, Any]
     stages, own = {"num_barriers": tile.stages}, {"num_barriers": tile.warpgroups}
     of_size, of_value = len(chunk_widths(size)), len(chunk_widths(value_size))
-    scratch = {
+    scratch: dict[str, Any] = {
         "query_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype)),
         "output_smem": plgpu.RefUnion(*views(of_warpgroups, value_size, dtype)),
         "upstream_smem": plgpu.RefUnion(*views(of_warpgroups, value_size, dtype)),

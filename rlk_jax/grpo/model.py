@@ -1,5 +1,6 @@
 """A small Flax NNX decoder: rotary attention, RMSNorm, SwiGLU, untied LM head. It returns hidden states, not logits."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -74,6 +75,14 @@ class DecoderBlock(nnx.Module):
         return self.kind.add(x, self.feed_forward(self.feed_forward_norm(x))), cache
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _extend_layer(
+    block: nnx.GraphDef[DecoderBlock], parameters: nnx.State, x: Array, slots: Slots, cache: LayerCache
+) -> tuple[Array, LayerCache]:
+    """What a block gives. All blocks of a decoder have one graph, so that one function is lowered for all of them."""
+    return nnx.merge(block, parameters)(x, slots, cache)
+
+
 class Decoder(nnx.Module):
     """Token ids to hidden states `[B, T, D]`; `lm_head.kernel` is `[D, V]` (`weight_layout="dv"` of linear_logp)."""
 
@@ -110,7 +119,7 @@ class Decoder(nnx.Module):
         """
         slots, x, extended = Slots(start, padding), nn.embed(self.embed.embedding[...], tokens), []
         for block, layer_cache in zip(self.blocks, cache, strict=True):
-            x, layer_cache = block(x, slots, layer_cache)
+            x, layer_cache = _extend_layer(*nnx.split(block), x, slots, layer_cache)
             extended.append(layer_cache)
         return self.norm(x), tuple(extended)
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.grpo.head import MeshHead
-from rlk_jax.grpo.layers import INVARIANT
+from rlk_jax.grpo.layers import INVARIANT, STOCK
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import Rollout, sample_completions, sample_in_length_buckets
 from rlk_jax.grpo.sequences import join_completions
@@ -172,3 +172,20 @@ def test_steps_start_at_ratio_one(updates, changes, tmp_path, warm_programs):
     if updates > 1:
         assert np.all(measured["ratio_min"] < 1) and np.all(measured["ratio_max"] > 1)
         assert measured["clip_fraction"].max() > 0
+
+
+@pytest.mark.parametrize("kind", [STOCK, INVARIANT], ids=["stock", "invariant"])
+def test_layers_are_lowered_once(kind):
+    """A gradient step of 30 layers has the loops, products and functions of one of 2 layers: its kernels, on a GPU."""
+    tokens, padding = jnp.zeros((2, 8), jnp.int32), jnp.zeros(2, jnp.int32)
+
+    def lowered(layers: int) -> list[int]:
+        graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(32, 32, layers, 2, kind=kind, rngs=nnx.Rngs(0))))
+
+        def loss(params: nnx.State) -> jax.Array:
+            return nnx.merge(graph, params)(tokens, padding).astype(jnp.float32).sum()
+
+        text = jax.jit(jax.grad(loss)).lower(params).as_text()
+        return [text.count(x) for x in ("stablehlo.while", "stablehlo.dot_general", "func.func")]
+
+    assert lowered(2) == lowered(30)

@@ -60,7 +60,8 @@ def _forward(machine: Machine | None, config: AttentionConfig, operands: Operand
     is_decoding = operands.query.shape[1] == 1 and operands.group_heads <= MOST_GROUP_HEADS
     kernel = decode if is_decoding else attend
     call = (_shape(config, operands), machine or default_machine())
-    output, log_total = fusion_barrier(kernel(*call, *_columns(config, *operands[:3]), _places(operands)))
+    query, key, value = _columns(config, *operands[:3])
+    output, log_total = fusion_barrier(kernel(*call, query, key, value, _places(operands)))
     output = output[..., : config.value_size]
     return output, _Kept(output, log_total)
 
@@ -74,11 +75,12 @@ def _gradients(
     operands, kept, upstream = fusion_barrier(as_replicated((operands, kept, upstream)))
     call = (_shape(config, operands), machine or default_machine())
     query, key, value, output, given = _columns(config, *operands[:3], kept.output, upstream)
-    arrays, places = (query, key, value), _places(operands)
+    places = _places(operands)
     # The kernel of dQ finds the centers, which that of dK and dV needs.
-    d_query, center = fusion_barrier(query_gradient(*call, *arrays, output, kept.log_total, given, places))
-    d_key = d_value = None
-    if needs.key or needs.value:
-        d_key, d_value = fusion_barrier(key_gradients(*call, *arrays, kept.log_total, center, given, places))
-    found = zip((d_query, d_key, d_value), operands[:3], (needs.query, needs.key, needs.value), strict=True)
-    return Gradients(*(x[..., : like.shape[3]] if is_needed else None for x, like, is_needed in found))
+    d_query, center = fusion_barrier(query_gradient(*call, query, key, value, output, kept.log_total, given, places))
+    found = Gradients(d_query[..., : operands.query.shape[3]] if needs.query else None, None, None)
+    if not needs.key and not needs.value:
+        return found
+    d_key, d_value = fusion_barrier(key_gradients(*call, query, key, value, kept.log_total, center, given, places))
+    d_key, d_value = d_key[..., : operands.key.shape[3]], d_value[..., : config.value_size]
+    return found._replace(key=d_key if needs.key else None, value=d_value if needs.value else None)
