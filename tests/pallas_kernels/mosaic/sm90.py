@@ -1,8 +1,8 @@
 """Compiles shipped kernel configurations for an H200 without one: python -m tests.pallas_kernels.mosaic.sm90 [--all].
 
 With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
-It prints a line per configuration; the exit status is 1 where one fails to compile, spills registers, or has its wgmma
-serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
+It prints a line per configuration; the exit status is 1 where one fails to compile, spills more than it may, or has its
+wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
 scan, and bare calls over one and two H200s; without --all, only gradients in a scan and one bare call. It needs ptxas,
 and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and
 without it one process, because `make test` keeps the other cores busy.
@@ -52,8 +52,10 @@ def _captured_output(into: list[str]) -> Iterator[None]:
             into.append(file.read().decode(errors="replace"))
 
 
-def verdict(run: Callable[..., Any], arguments: dict[str, Any], sharding: Any) -> tuple[bool, str]:
-    """Whether a program compiles without spills and serialised wgmma, and what ptxas says of it."""
+def verdict(
+    run: Callable[..., Any], arguments: dict[str, Any], sharding: Any, most_spills: int = 0
+) -> tuple[bool, str]:
+    """Whether a program compiles without more spills and serialised wgmma, and what ptxas says of it."""
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     log: list[str] = []
     try:
@@ -67,7 +69,7 @@ def verdict(run: Callable[..., Any], arguments: dict[str, Any], sharding: Any) -
     if not registers:
         return False, "ptxas printed no report"
     text = f"registers {registers} spills {spills}" + (" serialised wgmma" if serialised else "")
-    return not any(spills) and not serialised, text
+    return max(spills) <= most_spills and not serialised, text
 
 
 @functools.cache
@@ -88,7 +90,7 @@ def compile_one(index: int) -> tuple[bool, str]:
     Processes are given numbers because a configuration holds a function, which cannot be sent to another process.
     """
     configuration = next(itertools.islice(configurations.every(), index, None))
-    ok, text = verdict(configuration.run, configuration.arguments, h200())
+    ok, text = verdict(configuration.run, configuration.arguments, h200(), configuration.most_spills)
     return ok, f"{'ok  ' if ok else 'FAIL'} {configuration}: {text}"
 
 
@@ -168,7 +170,7 @@ def main() -> int:
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
     failed = verdicts.count_failed(itertools.chain(compiled, scanned(every), bare(layouts), exported()))
     count = f"{len(numbers)} of {len(options)} configurations"
-    print(f"{count}: {f'{failed} failed' if failed else 'no spills, no serialised wgmma'}")
+    print(f"{count}: {f'{failed} failed' if failed else 'no spills but those allowed, no serialised wgmma'}")
     return 1 if failed else 0
 
 

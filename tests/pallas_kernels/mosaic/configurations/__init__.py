@@ -17,6 +17,8 @@ class Configuration(NamedTuple):
     """Among them the kernel's name."""
     run: Callable[..., Any]
     arguments: dict[str, Any]
+    most_spills: int = 0
+    """Bytes that the kernel may spill; its module says why."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.options.items() if value not in (None, False))
