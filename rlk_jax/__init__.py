@@ -4,6 +4,7 @@ from rlk_jax import dispatch, grpo, vocab_parallel
 from rlk_jax.core.exports import export_checks
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops import explain, numerics_version
+from rlk_jax.ops.attention.api import attention
 from rlk_jax.ops.det_gemm.api import det_gemm
 from rlk_jax.ops.linear_grpo_loss import linear_grpo_loss
 from rlk_jax.ops.linear_logp.api import linear_logp
@@ -16,6 +17,7 @@ __all__ = [
     "LinearLogp",
     "LowRank",
     "RatioKl",
+    "attention",
     "det_gemm",
     "dispatch",
     "explain",

@@ -52,6 +52,9 @@ ROLES = {
     "TYPICAL",
     "Array",
     "DETERMINISTIC",
+    "Gradients",
+    "Needs",
+    "Operands",
     "REFERENCE",
     "TRITON",
     "XLA",
@@ -63,6 +66,7 @@ ROLES = {
     "add_parser",
     "run",
     "_DESCRIPTION",
+    "_Kept",
     "_NO_SECOND_DERIVATIVE",
     "_columns",
     "_forward",
@@ -70,6 +74,7 @@ ROLES = {
     "_gradients",
     "_kernels",
     "_merge",
+    "_mosaic_obstacles",
     "_partials",
     "_values",
     "_values_bwd",
@@ -283,8 +288,11 @@ def test_a_name_means_one_thing():
             continue
         for name in names_in(ast.parse(path.read_text()).body):
             defined[name].add(module)
-    # The whole-array form of linear_logp is public under the same name.
-    public = {"linear_logp": {"rlk_jax.ops.linear_logp.api", "rlk_jax.ops.linear_logp.sharding.vocab_parallel"}}
+    # The whole-array form of linear_logp is public under the same name, and so is the layer of attention.
+    public = {
+        "linear_logp": {"rlk_jax.ops.linear_logp.api", "rlk_jax.ops.linear_logp.sharding.vocab_parallel"},
+        "attention": {"rlk_jax.ops.attention.api", "rlk_jax.nn"},
+    }
     twice = {
         name: modules
         for name, modules in defined.items()
@@ -341,7 +349,7 @@ def test_what_runs_in_full_only_names_what_catches_its_bug_in_make_test():
 
 
 PUBLIC = {
-    "rlk_jax": "GrpoLoss LinearLogp RatioKl det_gemm explain grpo_loss linear_grpo_loss linear_logp logp "
+    "rlk_jax": "GrpoLoss LinearLogp RatioKl attention det_gemm explain grpo_loss linear_grpo_loss linear_logp logp "
     "numerics_version ratio_kl vocab_parallel dispatch grpo",
     "rlk_jax.vocab_parallel": "linear_logp pad_lm_head shard_bounds",
     "rlk_jax.dispatch": "IMPLEMENTATIONS TABLE Decision Device Implementation explain numerics_version promising",

@@ -63,8 +63,8 @@ class KeyTile:
         return block, jnp.where(last < first, block, lax.div(last - base, size) + 1)
 
     def whole_blocks(self, run: Run, first: Array, end: Array) -> tuple[Array, Array]:
-        """Of the blocks first … end − 1, the first one whose queries see all keys of the tile, and the one behind the
-        last.
+        """The first of the blocks first … end − 1 whose queries see all keys of the tile, and the one behind
+        the last.
         """
         call, size, base = self.call, jnp.int32(QUERIES), self.first_of(run, jnp.int32(0))
         start = call.places.start[0]

@@ -15,6 +15,7 @@ from pallas_kernels.triton import call
 from rlk_jax import linear_logp
 from rlk_jax.core import dispatch
 from rlk_jax.ops import OPS, promising
+from rlk_jax.ops.attention.options import AttentionInputs, AttentionOptions
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
 from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs
 
@@ -220,7 +221,11 @@ def test_the_device_is_where_the_arguments_live():
 
 @pytest.mark.parametrize(
     ("op", "options", "arrays"),
-    [("linear_logp", HeadOptions, HeadInputs), ("logp", LogitsOptions, LogpInputs)],
+    [
+        ("linear_logp", HeadOptions, HeadInputs),
+        ("logp", LogitsOptions, LogpInputs),
+        ("attention", AttentionOptions, AttentionInputs),
+    ],
 )
 def test_options_are_those_of_the_op(op, options, arrays):
     """A low-rank term is one keyword, and several arrays."""

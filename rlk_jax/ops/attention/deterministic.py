@@ -39,8 +39,8 @@ class _KeyBlock(NamedTuple):
     visible: Array
 
 
-class _Rows(NamedTuple):
-    """What the forward tells the backward of each query's softmax, float32: the largest score and Σ exp(score −
+class _Kept(NamedTuple):
+    """What the forward keeps of each query's softmax for the backward, float32: the largest score and Σ exp(score −
     largest) `[B, T, G, R]`, and the output before it is rounded, `[B, T, G, R, F]`. total is NaN for a query that sees
     what is not finite.
     """
@@ -129,7 +129,7 @@ def _rounded(x: Array, dtype: Any) -> Array:
     return x.astype(dtype).astype(jnp.float32)
 
 
-def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Rows]:
+def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Kept]:
     operands = fusion_barrier(operands)
     groups, dtype = operands.key.shape[2], operands.query.dtype
     query, sight = group_heads(operands.query, groups).astype(jnp.float32), sight_of(config, operands)
@@ -156,20 +156,20 @@ def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Rows]
     total = jnp.where(is_bad & ~is_nothing[..., None, None], jnp.nan, sums.total)
     output = sums.output / jnp.where(total == 0, 1, total)[..., None]
     flat = output.reshape(*operands.query.shape[:3], -1)
-    return fusion_barrier((flat.astype(dtype), _Rows(largest, total, output)))
+    return fusion_barrier((flat.astype(dtype), _Kept(largest, total, output)))
 
 
-def _gradients(config: AttentionConfig, needs: Needs, operands: Operands, rows: _Rows, upstream: Array) -> Gradients:
-    operands, rows, upstream = fusion_barrier((operands, rows, upstream))
+def _gradients(config: AttentionConfig, needs: Needs, operands: Operands, kept: _Kept, upstream: Array) -> Gradients:
+    operands, kept, upstream = fusion_barrier((operands, kept, upstream))
     groups, dtype = operands.key.shape[2], operands.query.dtype
     query, given = (group_heads(x, groups).astype(jnp.float32) for x in (operands.query, upstream))
     sight = sight_of(config, operands)
-    center = _column_sum(rounded_product(given, rows.output))
+    center = _column_sum(rounded_product(given, kept.output))
 
     def add(block: _KeyBlock, first: Array, so_far: Gradients) -> Gradients:
         scores, slope = _scores(config, query, block)
-        total = jnp.where(rows.total == 0, 1, rows.total)[..., None]
-        weights = _exponentials(scores, rows.largest, block.visible) / total
+        total = jnp.where(kept.total == 0, 1, kept.total)[..., None]
+        weights = _exponentials(scores, kept.largest, block.visible) / total
         d_query, d_key, d_value = so_far
         if d_value is not None:
             d_value = _add_queries(_rounded(weights, dtype), given, block.visible, first, d_value)

@@ -82,7 +82,7 @@ def test_options(options):
 
 @pytest.mark.parametrize("size", [16, 192], ids=["both gradients in a warpgroup", "one in each"])
 def test_gradients(size):
-    """Of rows that hold several sequences, at the widths of both forms of the kernel of dK and dV."""
+    """Rows hold several sequences, at the widths of both forms of the kernel of dK and dV."""
     functions = hopper.mosaic(MACHINE)
     starts = ((0,) * 40 + (40,) * 61 + (101,) * 9,)
     case = support.Case(
