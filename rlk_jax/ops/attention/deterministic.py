@@ -73,7 +73,7 @@ def _over_keys(operands: Operands, sight: Sight, step: Callable[[_KeyBlock, Arra
     def body(i: Array, so_far: Any) -> Any:
         first = i * _KEYS
         own = first + jnp.arange(_KEYS, dtype=jnp.int32)
-        visible = sight.of(own) & (own < slots)
+        visible = sight.of(own) & (own < slots)[None, None]
         own_key, own_value = (lax.dynamic_slice_in_dim(x, first, _KEYS, axis=1) for x in (key, value))
         return step(_KeyBlock(own_key, own_value, visible[:, :, None, None]), first, so_far)
 

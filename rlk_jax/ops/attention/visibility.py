@@ -18,6 +18,7 @@ class Sight(NamedTuple):
 
     def of(self, slots: Array) -> Array:
         """Which of some slots `[n]` each query sees, `[B, T, n]`."""
+        slots = slots[None, None]
         return (slots >= self.first[..., None]) & (slots <= self.last[..., None])
 
 
