@@ -44,9 +44,10 @@ def check_call(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Atte
     if options.logit_softcap is not None:
         require_positive("logit_softcap", options.logit_softcap)
     no_explicit_axes("attention", inputs._replace(start=None))
-    check_devices(inputs._replace(start=None))
+    check_devices(inputs)
     scale = inputs.query.shape[3] ** -0.5 if options.scale is None else float(options.scale)
-    window = None if options.sliding_window is None else int(options.sliding_window)
+    # A window over all slots is as good as a larger one, whose sums with slots might overflow.
+    window = None if options.sliding_window is None else min(int(options.sliding_window), inputs.key.shape[1])
     softcap = None if options.logit_softcap is None else float(options.logit_softcap)
     holds_several = inputs.segment_starts is not None
     return inputs, AttentionConfig(scale, window, softcap, inputs.value.shape[3], holds_several)
