@@ -62,6 +62,7 @@ def calls() -> dict[str, Call]:
 
     hidden, head, bias, logits, ref = normal(B, T, D), normal(V, D), normal(V), normal(B, T, V), normal(B, T, V)
     ids, mask = random.integers(0, V, (B, T)).astype(np.int32), np.arange(T) < np.arange(1, B + 1)[:, None]
+    query, key, value = normal(B, T, 4, 16), normal(B, T + 1, 2, 16), normal(B, T + 1, 2, 32)
     old, rewards = -abs(normal(B, T, dtype=np.float32)), normal(B, dtype=np.float32)
 
     def linear_logp(h: Any, w: Any, b: Any, ids: Any, **options: Any) -> Any:
@@ -69,6 +70,9 @@ def calls() -> dict[str, Call]:
 
     def grpo_loss(*arguments: Any, **options: Any) -> Any:
         return rlk_jax.grpo_loss(*arguments, samples_per_prompt=2, beta=0.04, **options)
+
+    def attention(query: Any, key: Any, value: Any, padding: Any, **options: Any) -> Any:
+        return rlk_jax.attention(query, key, value, start=1, padding=padding, **options)
 
     def linear_grpo_loss(h: Any, w: Any, ids: Any, old: Any, advantages: Any, mask: Any, **options: Any) -> Any:
         return rlk_jax.linear_grpo_loss(h, w, ids, old, None, advantages, mask, **options)
@@ -79,6 +83,7 @@ def calls() -> dict[str, Call]:
         "logp": Call(rlk_jax.logp, (logits, ids)),
         "ratio_kl": Call(rlk_jax.ratio_kl, (logits, ref, ids, mask, old)),
         "grpo_loss": Call(grpo_loss, (logits, ref, ids, old, rewards, mask)),
+        "attention": Call(attention, (query, key, value, np.arange(B, dtype=np.int32)), 3),
         "linear_grpo_loss": Call(linear_grpo_loss, (hidden, head, ids, old, rewards, mask), 2),
     }
 
