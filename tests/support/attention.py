@@ -154,6 +154,21 @@ def check_bits_packed(alone: Case, dtype: Any, implementation: str, offsets: Seq
         assert_same_bits([x[0, before : before + length] for x in actual], [x[0] for x in expected])
 
 
+def check_query_gradients_in_parts(
+    alone: Case, dtype: Any, implementation: str, parts: Sequence[int], slots: int
+) -> None:
+    """The gradients of queries that come in parts of such sizes have the bits of all at once."""
+    problem, at = make(alone, dtype), 0
+    whole = found(alone, problem, implementation).query
+    key, value = (jnp.pad(x, ((0, 0), (0, slots - x.shape[1]), (0, 0), (0, 0))) for x in problem[1:3])
+    for size in parts:
+        own = slice(at, at + size)
+        part = Problem(problem.query[:, own], key, value, problem.upstream[:, own])
+        case = replace(alone, length=size, slots=slots, start=at)
+        assert_same_bits(found(case, part, implementation).query, whole[:, own])
+        at += size
+
+
 def check_bits_in_parts(
     alone: Case, dtype: Any, implementation: str, parts: Sequence[Sequence[int]], slots: int
 ) -> None:

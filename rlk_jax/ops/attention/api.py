@@ -47,8 +47,8 @@ def attention(
         (`rlk_jax.explain` tells).
 
     Returns:
-      `[B, T, H, F]` in query's dtype. It is 0 for a query that stands before its sequence, NaN for one that sees a key
-      or a value that is not finite, and NaN in rows of the batch whose start, padding or segment_starts do not fit.
+      `[B, T, H, F]` in query's dtype. It is 0 for a query that stands before its sequence, NaN for one that sees what
+      is not finite, and NaN in rows of the batch whose start, padding or segment_starts do not fit.
 
     Raises:
       ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
@@ -59,8 +59,8 @@ def attention(
 
     Same bits: the implementations that promise bits give a token's output and the gradient of its query the same raw
     bits alone, in any batch, behind any padding, beside other sequences, prefilled at once or in parts, and decoded one
-    by one. The gradients of a sequence's keys and values have the same bits wherever the sequence stands. What a query
-    does not see, NaN included, changes nothing. docs/attention.md has the whole contract.
+    by one. The gradients of a sequence's keys and values have the same bits wherever the sequence stands. What no query
+    of a sequence sees, NaN included, changes nothing for it. docs/attention.md has the whole contract.
 
     Source: FlashAttention (arXiv 2205.14135) for never holding all scores; batch invariance as in "Defeating
     Nondeterminism in LLM Inference" (Thinking Machines, 2025).

@@ -35,6 +35,10 @@ def test_prefilled_in_chunks_and_decoded_one_by_one():
     support.check_bits_in_parts(ALONE, jnp.bfloat16, PROMISING, parts, slots=50)
 
 
+def test_gradients_of_queries_that_come_in_parts():
+    support.check_query_gradients_in_parts(ALONE, jnp.bfloat16, PROMISING, (15, 15), slots=50)
+
+
 def test_run_to_run_in_and_outside_jit_and_under_vmap():
     case = Case(start=6, padding=(0, 11))
     problem = support.make(case, jnp.bfloat16)
