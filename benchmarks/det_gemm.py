@@ -21,7 +21,7 @@ import jax
 from jax import lax
 from rich.table import Table
 
-from benchmarks import common
+from benchmarks import common, programs
 from benchmarks.common import Candidate, Launch
 from rlk_jax import det_gemm
 
@@ -35,8 +35,6 @@ SHAPES = ";".join(
 SMOKE_SHAPES = "200,64,96;3,64,96"
 CUBLAS, TRITON = "cuBLAS", "triton persistent"
 _FEW_ROWS = 128
-_LAUNCH_HIDDEN = 4e-4
-"""The seconds that a program should take at least, so that its launch is hidden behind the one before."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ class Pass:
             return self._triton()
         is_cublas = implementation == CUBLAS
         product = self._dot if is_cublas else functools.partial(self.ours, implementation=implementation)
-        compiled = _chain(product, self.xs, self.y, is_cublas)
+        options = {"xla_gpu_enable_triton_gemm": False} if is_cublas and jax.default_backend() == "gpu" else None
+        compiled = programs.chain(product, self.xs, self.y, compiler_options=options)
         return Launch(lambda: compiled(self.xs, self.y))
 
     def _dot(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -91,28 +90,12 @@ class Pass:
         return Launch(start, lambda _: torch.cuda.synchronize())
 
 
-def _chain(product: Callable[..., jax.Array], xs: tuple[jax.Array, ...], y: jax.Array, is_cublas: bool) -> Any:
-    """A compiled program that computes the product of each x with y, one after the other."""
-
-    def run(xs: tuple[jax.Array, ...], y: jax.Array) -> list[jax.Array]:
-        results: list[jax.Array] = []
-        for x in xs:
-            if results:
-                # Each product waits for the one before, or XLA would merge products that share an operand.
-                x, results[-1] = lax.optimization_barrier((x, results[-1]))
-            results.append(product(x, y))
-        return results
-
-    options = {"xla_gpu_enable_triton_gemm": False} if is_cublas and jax.default_backend() == "gpu" else None
-    return jax.jit(run).lower(xs, y).compile(compiler_options=options)
-
-
 def passes_of(shape: str, dtype: str) -> dict[str, Pass]:
     """The passes over random inputs for a shape "M,K,N", by name."""
     m, k, n = map(int, shape.split(","))
     # A product takes as long as its operations do at 700 TFLOP/s, or as reading B does at 4 TB/s.
     seconds = max(2 * m * k * n / 7e14, 2 * k * n / 4e12)
-    keys = jax.random.split(jax.random.key(0), 2 * min(32, int(_LAUNCH_HIDDEN / seconds) + 1) + 1)
+    keys = jax.random.split(jax.random.key(0), 2 * programs.calls_to_hide_a_launch(seconds) + 1)
 
     def draws(shape: tuple[int, int], which: int) -> tuple[jax.Array, ...]:
         return tuple(jax.random.normal(key, shape, dtype) for key in keys[which::2][: len(keys) // 2])

@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from benchmarks import common
+from benchmarks import common, programs
 from benchmarks.linear_logp import naive, naive_of_logits
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
@@ -196,7 +196,6 @@ def _measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, seco
     new, batch = make_inputs(shape)
     devices = make_mesh(GrpoConfig(mesh=mesh, prompts_per_step=batch.mask.shape[0]))
     compiled, start = update_of(candidate, devices, new, batch, rollout=what == STEP)
-    memory: Any = compiled.memory_analysis()
     state = start()
     parameters = sum(x.size for x in jax.tree.leaves(state[0])) / 1e6
 
@@ -209,8 +208,7 @@ def _measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, seco
     ms, failed = common.milliseconds(candidates, rounds, warm=seconds, timed=2 * seconds)
     if failed:
         return Row(shape, mesh, what, candidate, failed[candidate])
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak += memory.temp_size_in_bytes
+    peak = programs.held_bytes(compiled)
     tokens = batch.mask.size
     return Row(
         shape, mesh, what, candidate, "pass", parameters, ms[candidate], tokens / ms[candidate] * 1e3, peak / 2**20

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from benchmarks import common, peers
+from benchmarks import common, peers, programs
 from benchmarks.common import Candidate, Launch, compiled_candidate, temporary_bytes
 from benchmarks.linear_logp import log_softmax_at
 from rlk_jax import logp, ratio_kl
 
 SHAPES = "8,1024,131072"
 SMOKE_SHAPES = "2,8,1000"
-COPY, NAIVE, COMPILED = "copy", "naive", "torch.compile"
+NAIVE, COMPILED = "naive", "torch.compile"
 _MASKED = ", masked"
 """The end of the names of passes in which some tokens are masked."""
 
@@ -166,18 +166,11 @@ Key = tuple[str, str, str]
 """The op, the implementation and the pass of a candidate."""
 
 
-def _copies(inputs: Inputs) -> dict[Key, Callable[[], Candidate]]:
-    """The builders of the two copies of the policy's logits with which the passes are compared; they have no op."""
-    negated = jax.jit(jnp.negative)
-    return {
-        ("", f"{COPY}: memcpy", ""): lambda: Candidate(Launch(lambda: jnp.copy(inputs.policy)), work=2),
-        ("", f"{COPY}: negation", ""): lambda: Candidate(Launch(lambda: negated(inputs.policy)), work=2),
-    }
-
-
 def _builders(inputs: Inputs, density: float, implementations: Sequence[str]) -> dict[Key, Callable[[], Candidate]]:
     """The builders of all candidates, by key."""
-    found = _copies(inputs)
+    found: dict[Key, Callable[[], Candidate]] = {
+        ("", x, ""): build for x, build in programs.copies(inputs.policy).items()
+    }
     for op in OPS:
         for name in implementations:
             if name == COMPILED:

@@ -70,7 +70,8 @@ def logp_launches(arguments: tuple[jax.Array, ...], upstream: jax.Array) -> dict
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     logits, token_ids = (torch.from_dlpack(x) for x in arguments)
-    return both_passes(logp, (logits,), token_ids.long(), torch.from_dlpack(upstream))
+    ids = token_ids.long()
+    return both_passes(lambda logits: logp(logits, ids), (logits,), torch.from_dlpack(upstream))
 
 
 def candidates(
@@ -85,23 +86,23 @@ def candidates(
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     hidden, weight, target_ids = (torch.from_dlpack(x) for x in arguments)
-    found = both_passes(loss, (hidden, weight), target_ids.long(), torch.from_dlpack(upstream))
+    ids = target_ids.long()
+    found = both_passes(lambda h, w: loss(h, w, ids), (hidden, weight), torch.from_dlpack(upstream))
     results = {"forward": 0, "forward+backward": arguments[0].nbytes + arguments[1].nbytes}
-    extra = {what: max(0, peak_bytes(x) - results[what]) for what, x in found.items()}
-    return {what: Candidate(x, extra[what], work[what] if work else 1) for what, x in found.items()}
+    return {what: Candidate(x, extra_bytes(x, results[what]), work[what] if work else 1) for what, x in found.items()}
 
 
-def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: Any, g: Any) -> dict[str, Launch]:
+def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], g: Any) -> dict[str, Launch]:
     """The "forward" of a torch loss, without gradients, and its "forward+backward"; each has run once here."""
     torch: Any = importlib.import_module("torch")
     operands = [x.detach().clone().requires_grad_() for x in tensors]
 
     def forward() -> Any:
         with torch.no_grad():
-            return loss(*tensors, target_ids)
+            return loss(*tensors)
 
     def both() -> Any:
-        values = loss(*operands, target_ids)
+        values = loss(*operands)
         return torch.autograd.grad(values, operands, g.to(values.dtype) if values.ndim else None)
 
     def wait(x: Any) -> None:
@@ -112,6 +113,11 @@ def both_passes(loss: Callable[..., Any], tensors: tuple[Any, ...], target_ids: 
     for launch in found.values():
         wait(launch.start())
     return found
+
+
+def extra_bytes(launch: Launch, result_bytes: int) -> int:
+    """The most that a run holds beyond what was held before and its results."""
+    return max(0, peak_bytes(launch) - result_bytes)
 
 
 def peak_bytes(launch: Launch) -> int:

@@ -107,8 +107,12 @@ def _in_one_thread(launch: Launch) -> Launch:
 def _bridge(validate: bool, inputs: Inputs) -> dict[str, Candidate]:
     """torch_bridge.linear_logp."""
     bridge: Any = importlib.import_module("torch_bridge")
-    loss = functools.partial(bridge.linear_logp, validate=validate, memory_budget=BUDGET)
-    found = peers.both_passes(loss, inputs.tensors[:2], inputs.tensors[2], inputs.upstream)
+    ids = inputs.tensors[2]
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        return bridge.linear_logp(hidden, weight, ids, validate=validate, memory_budget=BUDGET)
+
+    found = peers.both_passes(loss, inputs.tensors[:2], inputs.upstream)
     results = {"forward": inputs.upstream.nbytes, "forward+backward": sum(x.nbytes for x in inputs.tensors[:2])}
     peaks = {what: _peak_bytes(launch) for what, launch in found.items()}
     return {w: Candidate(x, None if (peak := peaks[w]) is None else peak - results[w]) for w, x in found.items()}
@@ -150,10 +154,7 @@ def _least(inputs: Inputs) -> dict[str, Candidate]:
         def backward(ctx: Any, upstream: Any) -> Any:
             return tuple(map(export, backward(ctx.residuals, inputs.array_upstream)))
 
-    def loss(hidden: Any, weight: Any, target_ids: Any) -> Any:
-        return Least.apply(hidden, weight)
-
-    found = peers.both_passes(loss, inputs.tensors[:2], inputs.tensors[2], inputs.upstream)
+    found = peers.both_passes(Least.apply, inputs.tensors[:2], inputs.upstream)
     return {what: Candidate(launch) for what, launch in found.items()}
 
 
