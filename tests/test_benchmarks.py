@@ -19,6 +19,9 @@ import pytest
 from flax import nnx
 
 from benchmarks import (
+    attention,
+    attention_accuracy,
+    attention_peers,
     common,
     det_gemm,
     grpo,
@@ -229,10 +232,10 @@ def test_bad_arguments(capsys, benchmark, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "benchmark", [linear_logp, linear_grpo_loss, logits_ops, det_gemm, torch_bridge, vocab_parallel]
+    "benchmark", [attention, linear_logp, linear_grpo_loss, logits_ops, det_gemm, torch_bridge, vocab_parallel]
 )
 def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monkeypatch, compiled_quickly):
-    runs_torch = benchmark in (linear_logp, logits_ops, det_gemm, torch_bridge)
+    runs_torch = benchmark in (attention, linear_logp, logits_ops, det_gemm, torch_bridge)
     monkeypatch.setenv(common.PREALLOCATE, "")  # which restores the variable after the test
     monkeypatch.delenv(common.PREALLOCATE)
     measure_shapes = common.measure_shapes
@@ -354,6 +357,7 @@ def test_an_interrupt_ends_a_benchmark():
 
 
 BASELINES = {
+    attention: "cudnn",
     linear_logp: "GEMM",
     linear_grpo_loss: "GEMM",
     logits_ops: "copy: negation",
@@ -400,6 +404,60 @@ def test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed(
     assert len(failed) == sum(r["status"].startswith("out of memory: RESOURCE_EXHAUSTED") for r in rows) > 0
     assert len(ran) == sum(r["status"] == "pass" for r in rows) > 0
     assert "out of memory" in capsys.readouterr().out
+
+
+def test_attention_smoke(tmp_path, capsys, monkeypatch, compiled_quickly):
+    monkeypatch.setattr(attention, "MOST_CALLS", 2)
+    monkeypatch.setattr(attention, "ROTATED", attention_peers.Sizes(2, 1, 24, 4, 2, 16).cache_bytes + 1)
+    out, picture, absent = tmp_path / "rows.json", tmp_path / "rows.png", ("cudnn", "mosaic", attention_peers.FLASH_3)
+    arguments = ["--smoke", "--window", "2", "--implementations", f"{attention_peers.FLASH_3},mosaic,xla"]
+    assert attention.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    status = {(r["what"], r["implementation"]): r["status"] for r in rows}
+    both = ("forward", "forward+backward")
+    passes = {"decode", *both, *(f"{what}, windowed" for what in both)}
+    assert {what for what, _ in status} == {*passes, "copy"}
+    assert all(status[what, "xla"] == "pass" for what in passes)
+    assert all(status[what, name].startswith("not available") for what in passes for name in absent)
+    for r in rows:
+        if r["status"] == "pass":
+            assert (r["of_whole"] is None) != r["what"].endswith(", windowed")
+            assert (r["of_copy"] is None) != (r["what"] in ("copy", "decode"))
+    assert max(r["of_copy"] for r in rows if r["what"] == "copy") == 1
+    assert picture.stat().st_size > 1000 and "speed of cudnn = 1" in capsys.readouterr().out
+
+
+def test_attention_accuracy_smoke(tmp_path, capsys):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--implementations", "cudnn,xla", "--json", str(out), "--plot", str(picture)]
+    assert attention_accuracy.main(arguments) == 0
+    cudnn, *rows = json.loads(out.read_text())["rows"]
+    assert cudnn["status"].startswith("not available")
+    assert [r["data"] for r in rows] == ["plain", "peaked"]
+    assert all(1e-4 < r[x] < 1e-2 for r in rows for x in attention_accuracy.RESULTS)
+    assert picture.stat().st_size > 1000 and "errors of attention" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length, window", [(16, 3), (1, None)])
+def test_what_attention_is_measured_against_is_the_same(length, window):
+    sizes = attention_accuracy.SMOKE_SIZES._replace(length=length)
+    problem = attention_accuracy.make_problem(attention_accuracy.SMOKE_SIZES, "bfloat16", 1.0)
+    arguments = problem.query[:, -length:], problem.key, problem.value
+    by = {name: attention_peers.attend_by(name, sizes, window) for name in ("jax xla", "xla")}
+    actual, expected = (jax.jit(attend)(*arguments) for attend in by.values())
+    assert_within_contract(actual, expected, "attention", jnp.bfloat16, "forward")
+
+
+def test_operations_of_attention_count_what_a_query_sees():
+    whole, part = attention_peers.Sizes(2, 9, 9, 4, 2, 16), attention_peers.Sizes(2, 3, 9, 4, 2, 16)
+    for sizes, window, seen in [
+        (whole, None, 40.5),
+        (whole, 4, 28),
+        (part, None, 22.5),
+        (part, 7, 20.5),
+        (part, 4, 12),
+    ]:
+        assert sizes.flops(window) == 4 * 2 * 4 * 16 * seen
 
 
 def test_torch_bridge_smoke(tmp_path, compiled_quickly):
