@@ -2,10 +2,10 @@
 
 With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills more than it may, or has its
-wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops in a
-scan, and bare calls over one and two H200s; without --all, only gradients in a scan and one bare call. It needs ptxas,
-and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and
-without it one process, because `make test` keeps the other cores busy.
+wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops
+in a scan, and bare calls over one and two H200s; without --all, only gradients in a scan and one bare call. It needs
+ptxas, and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core,
+and without it one process, because `make test` keeps the other cores busy.
 """
 
 import contextlib
