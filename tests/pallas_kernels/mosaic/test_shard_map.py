@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from rlk_jax import attention
 from rlk_jax.core import dispatch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import MeshHead
@@ -58,3 +60,15 @@ def test_logits_that_are_sampled_from_are_scored_on_a_mesh(mesh, for_h200):
     head = MeshHead(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)
     arrays = jax.ShapeDtypeStruct((8, 1000), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
     assert "mosaic_gpu" in jax.jit(head.logps_of_logits).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_attention_over_batch_and_heads(check_vma, for_h200):
+    """The types of what each kernel reads and writes agree. In make test the check is on, which refuses more."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "heads"))
+    lies = jax.P("data", None, "heads")
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=(lies,) * 3, out_specs=lies, check_vma=check_vma)
+    arrays = [jax.ShapeDtypeStruct((2, 200, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+    gradient = jax.jit(jax.grad(lambda *x: sharded(*x).astype(jnp.float32).sum(), (0, 1, 2)))
+    program = gradient.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @mosaic_gpu") == 3
