@@ -18,7 +18,8 @@ from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
 BATCH, QUERIES, HEADS, GROUPS = 2, 1000, 16, 4
 SPILLS = {"forward": 120, "dQ": 300, "dK and dV": 200}
 """Bytes that a kernel may spill: dK and dV in blocks at the edge of what a query sees, and any kernel in all blocks
-with a softcap or more than 128 columns. Registers hold two gradients, or one of 256 columns, beside the products in flight.
+with a softcap or more than 128 columns. Registers hold two gradients, or one of 256 columns, beside the products in
+flight.
 """
 
 
