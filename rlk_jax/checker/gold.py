@@ -125,3 +125,63 @@ def grpo_loss_gold(
     g = (np.where(outside, 0, -a) / count, np.full(mask.shape, beta / count))
     gradient = ratio_kl_gold(policy, ref, ids, mask, old, g).gradient
     return GrpoLossGold(policy_loss + beta * mean_kl, policy_loss, mean_kl, gradient)
+
+
+class AttentionGold(NamedTuple):
+    """Results in float64: the output, and the gradients of query, key and value."""
+
+    output: np.ndarray
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    scores: np.ndarray
+    """The scores after the softcap, `[B, H, T, S]`; −inf where a query does not see a slot."""
+
+
+def attention_gold(
+    query: Any,
+    key: Any,
+    value: Any,
+    upstream: Any,
+    *,
+    start: int = 0,
+    padding: Any = None,
+    segment_starts: Any = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+) -> AttentionGold:
+    """Causal attention of queries `[B, T, H, E]` to the slots of keys `[B, S, G, E]` and values `[B, S, G, F]`, whose
+    heads are shared in order, and its derivative for an upstream gradient `[B, T, H, F]`.
+    """
+    batch, length, heads, size = np.shape(query)
+    slots, groups = np.shape(key)[1:3]
+    first = np.zeros((batch, 1)) if padding is None else np.asarray(padding)[:, None]
+    first = np.broadcast_to(first if segment_starts is None else segment_starts, (batch, length))[..., None]
+    own, slot = start + np.arange(length)[:, None], np.arange(slots)
+    visible = (slot >= first) & (slot <= own)
+    if sliding_window is not None:
+        visible &= slot > own - sliding_window
+    is_seen = visible.any(axis=1)[..., None, None]
+    visible = visible[:, None]
+    q, g = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (query, upstream))
+    shared = (np.where(is_seen, np.asarray(x, np.float64), 0).swapaxes(1, 2) for x in (key, value))
+    k, v = (np.repeat(x, heads // groups, axis=1) for x in shared)
+    scale = size**-0.5 if scale is None else scale
+    z, slope = scale * q @ k.swapaxes(2, 3), 1.0
+    if logit_softcap is not None:
+        tangent = np.tanh(z / logit_softcap)
+        z, slope = logit_softcap * tangent, 1 - tangent**2
+    z = np.where(visible, z, -np.inf)
+    exponentials = np.exp(z - np.maximum(z.max(axis=3, keepdims=True), np.finfo(np.float64).min))
+    p = exponentials / np.maximum(exponentials.sum(axis=3, keepdims=True), 1)
+    output = p @ v
+    dp = g @ v.swapaxes(2, 3)
+    dz = scale * slope * p * (dp - (g * output).sum(axis=3, keepdims=True))
+
+    def of_groups(x: np.ndarray) -> np.ndarray:
+        """Sums over the heads that share a key."""
+        return x.reshape(batch, groups, -1, *x.shape[2:]).sum(axis=2).swapaxes(1, 2)
+
+    d_key, d_value = of_groups(dz.swapaxes(2, 3) @ q), of_groups(p.swapaxes(2, 3) @ g)
+    return AttentionGold(output.swapaxes(1, 2), (dz @ k).swapaxes(1, 2), d_key, d_value, z)

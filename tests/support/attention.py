@@ -1,4 +1,4 @@
-"""Problems of attention, and its definition and gradients in float64, written without the code under test."""
+"""Problems of attention, what the op and its float64 definition give for them, and checks of the op's bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlk_jax.checker.gold import attention_gold
 from rlk_jax.ops.attention.api import attention
 from tests.support.helpers import assert_same_bits
 
@@ -84,35 +85,9 @@ def found(case: Case, problem: Problem, implementation: str) -> Found:
 
 
 def gold(case: Case, problem: Problem) -> Found:
-    """The definition in float64, query by query."""
-    query, key, value, upstream = (np.asarray(x, np.float64) for x in problem)
-    options = case.options
-    scale, cap = options.get("scale", case.size**-0.5), options.get("logit_softcap")
-    window = options.get("sliding_window", case.slots)
-    output = np.zeros(upstream.shape)
-    d_query, d_key, d_value = np.zeros_like(query), np.zeros_like(key), np.zeros_like(value)
-    for b, t, h in np.ndindex(*query.shape[:3]):
-        slot, g = case.start + t, h // (case.heads // case.groups)
-        first = 0 if case.padding is None else case.padding[b]
-        first = first if case.segment_starts is None else case.segment_starts[b][t]
-        seen = slice(max(first, slot - window + 1), slot + 1)
-        keys, values = key[b, seen, g], value[b, seen, g]
-        if not len(keys):
-            continue
-        scores = keys @ query[b, t, h] * scale
-        slope = np.ones_like(scores)
-        if cap is not None:
-            slope = 1 - np.tanh(scores / cap) ** 2
-            scores = cap * np.tanh(scores / cap)
-        weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
-        output[b, t, h] = weights @ values
-        d_weights = values @ upstream[b, t, h]
-        d_scores = weights * (d_weights - weights @ d_weights) * slope * scale
-        d_query[b, t, h] = d_scores @ keys
-        d_key[b, seen, g] += np.outer(d_scores, query[b, t, h])
-        d_value[b, seen, g] += np.outer(weights, upstream[b, t, h])
-    return Found(output, d_query, d_key, d_value)
+    """The definition in float64."""
+    expected = attention_gold(*problem, **case.call_options())
+    return Found(expected.output, expected.query, expected.key, expected.value)
 
 
 def placed(problem: Problem, at: int, slots: int, batch: int = 1, row: int = 0, seed: int = 7) -> Problem:
