@@ -19,6 +19,7 @@ MODES = {
     "neg-inf": "most tokens, whole tiles of them, are impossible",
     "ties": "many equal logits",
     "masked-nan": "masked tokens hold NaN and impossible ids",
+    "window": "attention with a sliding window and a softcap",
     "bad-ids": "some active ids are outside the vocabulary: to be refused, or NaN in their rows",
 }
 """The input modes and what they draw, as `rlk check --list` prints them."""

@@ -66,7 +66,11 @@ class OpSpec:
     padding: Mapping[str, Any]
     """The names of inputs with a row per token, and the number that fills their rows of padding."""
     per_row: frozenset[str]
-    """The names of results with a row per token. The other results are sums over rows."""
+    """The names of results with a row per token that nothing but its own row decides. The other results are sums over
+    rows.
+    """
+    sums_per_row: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """The names of those sums that have a row per token all the same, such as the gradient of a key."""
     modes: tuple[str, ...]
     """The input modes that the op has."""
     arrangements: "Callable[[OpSpec, Problem], Iterator[Arrangement]]" = lambda spec, problem: arrange_rows(
@@ -78,12 +82,14 @@ class OpSpec:
     lead: int = 2
     """The number of leading dimensions that count tokens."""
     large_class: str | None = None
-    """The contract's class for peaked and huge logits, whose tolerance is in proportion to the largest |logit|."""
+    """The contract's class for peaked and huge logits."""
+    large_is_norm: bool = False
+    """Whether the tolerance of that class is a relative norm. Else it is in proportion to the largest |logit|."""
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     sizes: Callable[[Sizes], Sizes] = lambda sizes: sizes
     """Gives the sizes that the op can take from those that are asked for."""
-    options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
-    """Gives the options of the op's call."""
+    options: Callable[[Draw], dict[str, Any]] = lambda draw: {}
+    """Gives the options of the op's call. Their names are the same for every draw."""
     unchecked: Mapping[str, Any] = field(default_factory=lambda: {"validate": False})
     """Options of rlk_jax's own op that let bad ids through to the implementation."""
 
@@ -96,7 +102,7 @@ class OpSpec:
             ones = grad_mode == "ones" or not output.differentiable
             g = output.differentiable * (np.ones(shape) if ones else random.normal(size=shape))
             upstream[output.name] = draw.cast(g) if output.dtype is None else np.asarray(g, output.dtype)
-        return Problem(self.inputs(draw), self.options(draw.sizes), upstream)
+        return Problem(self.inputs(draw), self.options(draw), upstream)
 
     def dtype_of(self, name: str | None) -> str:
         """The short name of a dtype, or of the op's first dtype for None. Raises `Unusable` for another dtype."""

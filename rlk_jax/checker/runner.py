@@ -114,7 +114,7 @@ def _stray_gradients(spec: OpSpec, candidate: Candidate, problem: Problem) -> It
 
 def _bound(spec: OpSpec, checks: Checks, op_class: str, dtype: str, size: float, kind: contract.Kind) -> Bound | None:
     """The bound for a kind of result, or None where the contract has none."""
-    by_size = size if op_class == spec.large_class else None
+    by_size = size if op_class == spec.large_class and not spec.large_is_norm else None
     try:
         return contract.accuracy(checks.contract, op_class, dtype, kind, checks.arch_key, by_size)
     except KeyError:
@@ -138,13 +138,16 @@ def _promises(
     yield _same("deterministic", first, _call(spec, candidate, problem, gradients), bound)
     for arrangement in spec.arrangements(spec, problem) if checks.invariance else ():
         moved = _call(spec, candidate, arrangement.problem, gradients)
-        here = {name: arrangement.here(x) if name in spec.per_row else x for name, x in moved.results.items()}
-        there = {
-            name: arrangement.there(x) if name in spec.per_row else x
-            for name, x in first.items()
-            if name in spec.per_row or arrangement.sums
-        }
+        here = _kept(spec, moved.results, arrangement.here, arrangement.sums)
+        there = _kept(spec, first, arrangement.there, arrangement.sums)
         yield _same(f"invariance:{arrangement.name}", there, Outcome(here, moved.faults), bound)
+
+
+def _kept(spec: OpSpec, results: Results, rows: Callable[[np.ndarray], np.ndarray], sums: bool) -> Results:
+    """What an arrangement keeps: these rows of results that have rows, and no sum over rows unless `sums` says so."""
+    with_rows = spec.per_row | spec.sums_per_row
+    kept = {name: x for name, x in results.items() if sums or name in spec.per_row}
+    return {name: rows(x) if name in with_rows else x for name, x in kept.items()}
 
 
 def _same(label: str, first: Results, other: Outcome, bound: Bound | None) -> OutputCheck:
@@ -169,7 +172,8 @@ def _call(spec: OpSpec, candidate: Candidate, problem: Problem, gradients: Seque
     upstream = {name: arrays.send(g) for name, g in problem.upstream.items()} if gradients else {}
     stage = "forward"
     try:
-        outputs, pull_back = arrays.forward(candidate.bound(problem.options), sent, places)
+        options = {name: arrays.send(x) if isinstance(x, np.ndarray) else x for name, x in problem.options.items()}
+        outputs, pull_back = arrays.forward(candidate.bound(options), sent, places)
         _take_outputs(spec, problem, [arrays.fetch(x) for x in outputs], outcome)
         if gradients and not outcome.faults:
             stage = "backward"
@@ -346,7 +350,7 @@ def assert_op(
     chosen("arrays", arrays, (None, "jax", "torch"))
     chosen("arch_key", arch_key, (None, *contract.arch_keys()))
     for name in kwargs or {}:
-        chosen("kwargs", name, spec.options(Sizes()))
+        chosen("kwargs", name, spec.options(Draw()))
     candidate = of_function(fn, getattr(fn, "__name__", type(fn).__name__), arrays, kwargs=kwargs or {})
     draw = Draw(dtype=np.dtype(DTYPES[dtype]).name, sizes=sizes or Sizes())
     checks = Checks(
