@@ -54,6 +54,14 @@ PLANTED = {
         *("ratio_kl", planted.gradient_of_the_reference, "fp32", "random", "fault:gradient:ref_logits"),
     ),
     "wrong beyond 64 rows": ("logp", planted.wrong_beyond_64_rows, "fp32", "random", "invariance:reversed:logp"),
+    "dropped last key block": ("attention", planted.dropped_last_key_block, "bf16", "random", "output"),
+    "mask off by one": ("attention", planted.mask_off_by_one, "bf16", "random", "output"),
+    "wrong head of a group": ("attention", planted.wrong_head_of_a_group, "bf16", "random", "output"),
+    "scale left out": ("attention", planted.scale_left_out, "bf16", "random", "output"),
+    "−inf rows as NaN": ("attention", planted.minus_inf_rows_as_nan, "bf16", "random", "output"),
+    "padding times 0": ("attention", planted.padding_times_0, "bf16", "masked-nan", "output"),
+    "window one too wide": ("attention", planted.window_one_too_wide, "bf16", "window", "output"),
+    "dK of one query block lost": ("attention", planted.dk_of_one_query_block_lost, "bf16", "random", "gradient:key"),
 }
 """For each bug: the op, the wrong implementation, the dtype, and the input mode and the check that catch it."""
 
@@ -95,10 +103,10 @@ def test_a_gradient_right_only_for_ones_passes_with_ones():
     assert not failed(checked(planted.right_only_for_ones, "logp", gradients=True, grad_mode="ones"))
 
 
-@pytest.mark.parametrize("op", ["logp", "linear_logp", "ratio_kl", "grpo_loss"])
+@pytest.mark.parametrize("op", ["logp", "linear_logp", "ratio_kl", "grpo_loss", "attention"])
 def test_what_the_bugs_were_planted_in_passes(op):
     for mode in SPECS[op].modes:
-        assert not failed(checked(getattr(planted, op), op, mode, gradients=True))
+        assert not failed(checked(getattr(planted, op), op, mode, SPECS[op].dtypes[0], gradients=True))
 
 
 def test_an_n_dependent_split_is_accurate():
@@ -125,6 +133,27 @@ def test_both_clips_bind_in_both_signs_of_the_advantages(mode):
     assert len(rewards) // size >= 2 and size >= 3
     for sign, beyond in itertools.product((1, -1), (ratio < 0.8, ratio > 1.2)):
         assert ((sign * advantages > 0) & beyond & mask).any()
+
+
+def _attention_by_definition(query, key, value, **options):
+    """attention in float64, so that rounding hides the order of its sums."""
+    key, value = (np.nan_to_num(np.asarray(x, np.float64)) for x in (key, value))
+    return jnp.asarray(gold.attention_gold(query, key, value, query, **options).output.astype(query.dtype))
+
+
+def _wrong_in_other_calls(query, key, value, **options):
+    factor = 1 if query.shape[:2] == key.shape[:2] == (2, 144) else 2
+    return factor * _attention_by_definition(query, key, value, **options)
+
+
+def test_a_token_of_attention_is_compared_in_every_other_call():
+    calls = ["alone", "larger batch", "packed", "in parts", "decoded"]
+    for mode, made in (("random", calls), ("window", ["decoded"])):
+        right, wrong = (
+            checked(fn, "attention", mode, "bf16", invariance=True)
+            for fn in (_attention_by_definition, _wrong_in_other_calls)
+        )
+        assert not failed(right) and failed(wrong) == [f"invariance:{x}:output" for x in made]
 
 
 def _random_numbers(count=itertools.count()):  # noqa: B008
@@ -394,7 +423,7 @@ BAD = {
     ("--vocab", "0"): "argument --vocab: must be at least 1, got 0",
     ("--batch", "-1"): "argument --batch: must be at least 1, got -1",
     ("--seq", "two"): "argument --seq: invalid positive value: 'two'",
-    ("--op", "attention"): "argument --op: invalid choice: 'attention'",
+    ("--op", "conv"): "argument --op: invalid choice: 'conv'",
     ("--candidate", "cuda"): "logp cannot run 'cuda' here: ",
     ("--candidate", "xla", "--arrays", "torch"): "--arrays is for a module:function, not xla",
     ("--candidate", "cuda-sm90", "--device", "cpu"): "logp cannot run 'cuda' here: ",
@@ -637,7 +666,8 @@ def test_bits_tell_zeros_apart_and_infinities_must_be_equal():
 def test_inputs_are_deterministic_and_differ_by_mode(op):
     spec, seen = SPECS[op], set()
     for mode in spec.modes:
-        first, again = (spec.problem(Draw(mode)).inputs for _ in range(2))
-        assert all(first[name].tobytes() == again[name].tobytes() for name in first)
-        seen.add(b"".join(x.tobytes() for x in first.values()))
+        first, again = (spec.problem(Draw(mode)) for _ in range(2))
+        bits, bits_again = (b"".join(x.tobytes() for x in problem.inputs.values()) for problem in (first, again))
+        assert bits == bits_again and repr(first.options) == repr(again.options)
+        seen.add((bits, repr(first.options)))
     assert len(seen) == len(spec.modes) and set(spec.modes) <= set(MODES)

@@ -40,6 +40,35 @@ def det_gemm(a, b):
     return jax.lax.map(lambda row: (row[:, None] * upcast).sum(axis=0), a.astype(jnp.float32)).astype(a.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("sliding_window", "logit_softcap", "empty", "zeroes"))
+def _attention(
+    query, key, value, *, start, padding, segment_starts, sliding_window, logit_softcap, empty=1, zeroes=True
+):
+    """`empty` stands for a sum of exponentials that is 0. `zeroes` says whether slots that no query sees become 0."""
+    heads = query.shape[2] // key.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (query, jnp.repeat(key, heads, axis=2), jnp.repeat(value, heads, axis=2)))
+    slots, own = jnp.arange(key.shape[1]), (start + jnp.arange(query.shape[1]))[:, None]
+    first = padding[:, None] if segment_starts is None else segment_starts
+    visible = (slots >= first[..., None]) & (slots <= own)
+    if sliding_window is not None:
+        visible &= slots > own - sliding_window
+    if zeroes:
+        k, v = (jnp.where(visible.any(axis=1)[..., None, None], x, 0) for x in (k, v))
+    scores = jnp.einsum("bthe,bshe->bhts", q, k, precision="highest") * query.shape[-1] ** -0.5
+    if logit_softcap is not None:
+        scores = logit_softcap * jnp.tanh(scores / logit_softcap)
+    scores = jnp.where(visible[:, None], scores, -1e30)
+    largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    exponentials = jnp.where(visible[:, None], jnp.exp(scores - largest), 0)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    weights = exponentials / jnp.where(total == 0, empty, total)
+    return jnp.einsum("bhts,bshe->bthe", weights, v, precision="highest").astype(query.dtype)
+
+
+def attention(query, key, value, **options):
+    return _attention(query, key, value, **options)
+
+
 def off_by_one_target(logits, token_ids):
     return logp(logits, jnp.where(token_ids == logits.shape[-1] - 1, 0, token_ids + 1))
 
@@ -172,3 +201,40 @@ def gradient_of_the_reference(policy, ref, ids, mask, old):
     ids, old = jnp.where(mask, ids, 0), jax.lax.stop_gradient(jnp.where(mask, old, 0))
     d = logp(ref, ids) - logp(policy, ids)
     return jnp.where(mask, jnp.exp(logp(policy, ids) - old), 1.0), jnp.where(mask, jnp.expm1(d) - d, 0.0)
+
+
+def dropped_last_key_block(query, key, value, **options):
+    whole = key.shape[1] // 64 * 64
+    return attention(query, key[:, :whole], value[:, :whole], **options)
+
+
+def mask_off_by_one(query, key, value, *, start, **options):
+    return attention(query, key, value, start=start + 1, **options)
+
+
+def wrong_head_of_a_group(query, key, value, **options):
+    """Heads share keys in turns instead of in order."""
+    key, value = (jnp.tile(x, (1, 1, query.shape[2] // key.shape[2], 1)) for x in (key, value))
+    return attention(query, key, value, **options)
+
+
+def scale_left_out(query, key, value, **options):
+    return attention(query * query.shape[-1] ** 0.5, key, value, **options)
+
+
+def minus_inf_rows_as_nan(query, key, value, **options):
+    return _attention(query, key, value, **options, empty=0)
+
+
+def padding_times_0(query, key, value, **options):
+    return _attention(query, key, value, **options, zeroes=False)
+
+
+def window_one_too_wide(query, key, value, *, sliding_window, **options):
+    return attention(query, key, value, sliding_window=sliding_window and sliding_window + 1, **options)
+
+
+def dk_of_one_query_block_lost(query, key, value, **options):
+    frozen = attention(query, jax.lax.stop_gradient(key), value, **options)
+    is_lost = jnp.arange(query.shape[1]) // 64 == 1
+    return jnp.where(is_lost[:, None, None], frozen, attention(query, key, value, **options))
