@@ -23,8 +23,10 @@ from benchmarks import (
     attention_accuracy,
     attention_peers,
     common,
+    decoder,
     det_gemm,
     grpo,
+    invariance,
     linear_grpo_loss,
     linear_logp,
     logits_ops,
@@ -112,6 +114,58 @@ def test_mismatch_of_all_kinds(tmp_path):
     found = {r["kind"]: r["mismatch"] for r in json.loads(out.read_text())["rows"]}
     assert list(found) == list(mismatch.KINDS)
     assert found["invariant, bfloat16"] == 0 < found["stock, float32"]
+
+
+def broken(*arguments):
+    raise RuntimeError("no such layer")
+
+
+def test_invariance_smoke_and_layers_that_cannot_run(tmp_path, capsys, monkeypatch, compiled_quickly):
+    kinds = {"stock": decoder.OPERATIONS["stock"]}
+    kinds["invariant"] = dataclasses.replace(kinds["stock"], norm=broken)
+    monkeypatch.setattr(invariance, "OPERATIONS", kinds)
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    assert invariance.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {(r["phase"], r["layers"]) for r in rows} == {(x, k) for x in invariance.SMOKE_CASE.phases for k in kinds}
+    for r in rows:
+        if r["layers"] == "invariant":
+            assert r["status"] == "not available: no such layer"
+        elif r["phase"] == "mismatch":
+            assert r["mismatch"] > 0
+        else:
+            assert r["status"] == "pass" and r["tokens_per_second"] > 0 and r["of_stock"] == 1 and r["peak_mib"] > 0
+    shown = capsys.readouterr().out
+    assert picture.stat().st_size > 1000 and "no such layer" in shown and "tokens/s" in shown
+
+
+@pytest.mark.full
+def test_invariance_of_all_layers(tmp_path):
+    """tests/grpo/test_invariant.py::test_steps_start_at_ratio_one is in `make test` and catches invariant layers that
+    mismatch; test_invariance_smoke_and_layers_that_cannot_run catches a benchmark that does not run.
+    """
+    out = tmp_path / "rows.json"
+    assert invariance.main(["--smoke", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["status"] for r in rows} == {"pass"}
+    found = {r["layers"]: r["mismatch"] for r in rows if r["phase"] == "mismatch"}
+    assert found["invariant"] == 0 < found["stock"]
+
+
+def test_a_program_that_fails_leaves_the_next_one_new_arrays():
+    made, carried = [], None
+
+    def program(arrays, wanted):
+        if wanted is None:
+            raise jax_ran_out()
+        return arrays + 1, wanted
+
+    carried = invariance.Carried(lambda: made.append(len(made)) or 10 * len(made))
+    launches = [carried.launch(program, x) for x in ("a", None, "b")]
+    assert launches[0].start() == "a" and launches[0].start() == "a"
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        launches[1].start()
+    assert launches[2].start() == "b" and made == [0, 1]
 
 
 def kill_first_child():
@@ -220,6 +274,11 @@ def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(
         (det_gemm, ["--shapes", "1,2,3;"], "--shapes: must be \"M,K,N;M,K,N;…\" of positive integers, got '1,2,3;'"),
         (grpo, ["--shapes", "0,2,3,4,5"], '--shapes: must be "B,T,D,L,V;B,T,D,L,V;…" of positive integers, got \'0,2'),
         (grpo, ["--dtype", "float32"], "argument --dtype: invalid choice: 'float32'"),
+        (
+            invariance,
+            ["--phases", "update,dream"],
+            "--phases: must be names among update, prefill, decode 1, ",
+        ),
         (mismatch, ["--steps", "ten"], "argument --steps: must be a positive integer, got 'ten'"),
         (vocab_parallel, ["--mask-density", "0.0"], "--mask-density: must be above 0 and at most 1, got '0.0'"),
         (logits_ops, ["--mask-density", "1.5"], "--mask-density: must be above 0 and at most 1, got '1.5'"),
