@@ -7,6 +7,8 @@ for all lengths. XLA computes an expression differently in one fusion than in an
 fusions.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +18,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rlk_jax.core.checks import require
+from pallas_kernels.hopper.rms_norm import takes_rows
+from rlk_jax.core.checks import FLOAT_DTYPES, require
+from rlk_jax.core.devices import default_machine, is_hopper
+from rlk_jax.core.dispatch import device_of
 from rlk_jax.core.fixed_order import rounded_product, sum_rows_by_id, zeros_behind
 from rlk_jax.core.tokens import as_int32
-from rlk_jax.core.transforms import equally_varying, isolated, varying_like
+from rlk_jax.core.transforms import as_replicated, equally_varying, isolated, varying_like, vmap_folds_rows
 from rlk_jax.ops import promising
 from rlk_jax.ops.attention import api as attention_api
 from rlk_jax.ops.det_gemm.api import det_gemm
@@ -67,17 +72,70 @@ def ordered_sum(x: Float[Array, "*lead S"]) -> Float32[Array, "*lead"]:
 def rms_norm(
     x: Float[Array, "*lead D"], scale: Float[Array, " D"], *, epsilon: float = 1e-6
 ) -> Float[Array, "*lead D"]:
-    """x / √(mean(x²) + ε) · scale, computed in float32 and returned in x's dtype.
+    """x / √(mean(x²) + ε) · scale, computed in float32 and returned in x's dtype; in reverse mode only.
 
-    A row has the same bits whatever the lead shape. Raises ValueError for an x that is no array of floats, and a scale
-    of another size. Source: RMSNorm, arXiv 1910.07467.
+    A row has the same bits whatever the lead shape. On a Hopper GPU a kernel gives it, for rows of at most 8192 numbers
+    and of a multiple of 16 bytes. Raises ValueError for an x that is no array of floats, and a scale of another size.
+    Source: RMSNorm, arXiv 1910.07467.
     """
     _check_rms_norm(x, scale)
+    if x.size == 0:
+        return x
+    rows, scale = x.reshape(-1, x.shape[-1]), scale.astype(jnp.float32)
+    normalized = _normalized_by_kernel if _norm_has_kernel(x) else _normalized_in_order
+    return _rms_norm(normalized, epsilon, *equally_varying((rows, scale))).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rms_norm(normalized: Callable[[Array, Array, float], Array], epsilon: float, x: Array, scale: Array) -> Array:
+    """Rows `[N, D]` by a function of rows, scale and epsilon. Under vmap, the batch is folded into the rows."""
+
+    def of_rows(scale: Array, rows: Array) -> Array:
+        return varying_like(normalized(rows, scale, epsilon), rows)
+
+    return vmap_folds_rows(of_rows, outputs_are_rows=True)(scale, x)
+
+
+def _rms_norm_fwd(
+    normalized: Callable[[Array, Array, float], Array], epsilon: float, x: Array, scale: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return _rms_norm(normalized, epsilon, x, scale), (x, scale)
+
+
+def _rms_norm_bwd(
+    normalized: Callable[[Array, Array, float], Array], epsilon: float, saved: tuple[Array, Array], upstream: Array
+) -> tuple[Array, Array]:
+    """The gradient of the definition, whose sums XLA orders: no bits are promised for it."""
+
+    def definition(x: Array, scale: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        return (wide * lax.rsqrt(mean + epsilon) * scale).astype(x.dtype)
+
+    return jax.vjp(definition, *saved)[1](upstream)
+
+
+_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+
+
+def _norm_has_kernel(x: Array) -> bool:
+    """Whether the kernel for Hopper normalises rows of x, which no number of rows decides."""
+    return x.dtype in FLOAT_DTYPES and takes_rows(x.shape[-1], x.dtype.itemsize) and is_hopper(device_of([x]))
+
+
+def _normalized_by_kernel(x: Array, scale: Array, epsilon: float) -> Array:
+    from pallas_kernels.mosaic.rms_norm import rms_norm as normalized
+
+    return normalized(*as_replicated((x, scale)), epsilon, default_machine())
+
+
+def _normalized_in_order(x: Array, scale: Array, epsilon: float) -> Array:
+    """The sums of squares are those of `ordered_sum`."""
     wide = x.astype(jnp.float32)
     total = ordered_sum(rounded_product(wide, wide))
-    mean = rounded_product(total, jnp.float32(1 / max(1, x.shape[-1])))
+    mean = rounded_product(total, jnp.float32(1 / x.shape[-1]))
     inverse = lax.optimization_barrier(lax.rsqrt(mean + epsilon))[..., None]
-    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+    return (wide * inverse * scale).astype(x.dtype)
 
 
 @isolated
