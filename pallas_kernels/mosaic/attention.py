@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.attention import AttentionShape, SequencePlaces, attention_tile
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic.attention_products import Weighted, multiply
+from pallas_kernels.mosaic.attention_schedule import Schedule, TilePlace
 from pallas_kernels.mosaic.attention_softmax import (
     Softmax,
     empty_softmax,
@@ -33,6 +34,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     Ring,
     Run,
     chunk_widths,
+    drain,
     load_keys,
     pairs,
     store_rows,
@@ -76,6 +78,11 @@ class _Barriers(NamedTuple):
     turn: Ref
     edge: Ref
 
+    def take_turns(self) -> None:
+        """Let the other warpgroup go on, and wait for one's own turn."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
 
 def attend(
     shape: AttentionShape, machine: Machine, query: Array, key: Array, value: Array, places: SequencePlaces
@@ -89,6 +96,7 @@ def attend(
     value_size, dtype = value.shape[3], query.dtype
     tile = attention_tile(max(size, value_size), key.shape[1])
     tiles = -(-queries // tile.queries)
+    schedule = Schedule(tiles, batch, heads, min(machine.sm_count, tiles * batch * heads))
 
     def body(
         query_gmem: Ref,
@@ -114,20 +122,32 @@ def attend(
             scratch.get("kept_smem"),
         )
         barriers = _Barriers(*(scratch[name] for name in _Barriers._fields))
-        # The last tiles, which see the most keys, come first.
-        first_query = (tiles - 1 - lax.axis_index("tiles")) * tile.queries
-        call = Call(shape, tile, places, lax.axis_index("batch"), first_query, queries, machine.interpret is not None)
-        head, warpgroup = lax.axis_index("heads"), lax.axis_index("warpgroup")
+        block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
+
+        def call_of(place: TilePlace) -> Call:
+            first_query = place.tile * tile.queries
+            return Call(shape, tile, places, place.batch, first_query, queries, machine.interpret is not None)
 
         @pl.when(warpgroup == tile.warpgroups)
         def _producer() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            load_keys(call, (memory.key, memory.value), lax.div(head, jnp.int32(shape.group_heads)))
+            rings = memory.key, memory.value
+
+            def load(place: TilePlace, count: Array) -> Array:
+                return load_keys(call_of(place), rings, lax.div(place.head, jnp.int32(shape.group_heads)), count)
+
+            drain(tile, rings, schedule.each(block, load, jnp.int32(0)))
 
         @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            _Warpgroup(call, refs, memory, barriers, head, warpgroup).run()
+
+            def compute(place: TilePlace, blocks: Array) -> Array:
+                return _Warpgroup(call_of(place), refs, memory, barriers, place.head, warpgroup).run(blocks)
+
+            pl.when(warpgroup == 1)(barriers.take_turns)
+            schedule.each(block, compute, jnp.int32(0))
+            pl.when(warpgroup == 0)(barriers.take_turns)
 
     of_warpgroups, of_stages = (tile.warpgroups, WARPGROUP_ROWS), (tile.stages, tile.keys)
     stages: dict[str, Any] = {"num_barriers": tile.stages}
@@ -152,8 +172,8 @@ def attend(
             jax.ShapeDtypeStruct((batch, heads, tiles * tile.queries), jnp.float32),
         ),
         scratch_types=scratch,
-        grid=(batch, tiles, heads),
-        grid_names=("batch", "tiles", "heads"),
+        grid=(schedule.blocks,),
+        grid_names=("blocks",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="attention",
@@ -191,18 +211,11 @@ class _Warpgroup:
         """The number of its first query."""
         return self.call.first_query + self.number * WARPGROUP_ROWS
 
-    def run(self) -> None:
-        """Run the blocks of keys past the queries, one sequence after the other."""
-
-        @pl.when(self.number == 1)
-        def _() -> None:
-            self._take_turns()
-
-        self.call.runs(self._run_sequence, jnp.int32(0))
-
-        @pl.when(self.number == 0)
-        def _() -> None:
-            self._take_turns()
+    def run(self, blocks: Array) -> Array:
+        """Run the blocks of keys past the queries, one sequence after the other. `blocks` counts the blocks before;
+        returns how many there are with these.
+        """
+        return self.call.runs(self._run_sequence, blocks)
 
     def _run_sequence(self, run: Run, blocks: Array) -> Array:
         """Compute and store the output of the queries of one sequence. What stands in the rows of others may have met
@@ -243,10 +256,6 @@ class _Warpgroup:
             plgpu.copy_gmem_to_smem(self.refs.query_gmem.at[*there, part, own], to_smem.at[self.number], full)
         plgpu.barrier_wait(full)
 
-    def _take_turns(self) -> None:
-        plgpu.barrier_arrive(self.barriers.turn)
-        plgpu.barrier_wait(self.barriers.turn)
-
     def _kept(self, state: _Progress) -> Softmax:
         """The softmax of all spans but the last one."""
         assert self.memory.kept is not None
@@ -284,7 +293,7 @@ class _Warpgroup:
         def products(acc: Ref) -> Array:
             for query, key in zip(self.memory.query, self.memory.key.chunks, strict=True):
                 plgpu.wgmma(acc, query.tiles.at[self.number], key.tiles.at[slot].transpose((1, 0)))
-            self._take_turns()
+            self.barriers.take_turns()
             return acc[...]
 
         found = pl.run_scoped(products, plgpu.ACC((WARPGROUP_ROWS, self.call.tile.keys), jnp.float32))

@@ -118,7 +118,7 @@ def _by_span(
         def _producer() -> None:
             plgpu.set_max_registers(40, action="decrease")
             rings = (key_ring, value_ring)
-            drain(call, rings, load_key_blocks(call, rings, group, run, (first, end), jnp.int32(0)))
+            drain(tile, rings, load_key_blocks(call, rings, group, run, (first, end), jnp.int32(0)))
 
         @pl.when(warpgroup == 0)
         def _compute() -> None:

@@ -193,7 +193,7 @@ def _load_queries(keys: KeyTile, rings: tuple[Ring, Ring], group: Array) -> None
 
         return lax.fori_loop(0, (end - first) * heads, step, count)
 
-    drain(call, rings, keys.runs(over_run, jnp.int32(0)))
+    drain(call.tile, rings, keys.runs(over_run, jnp.int32(0)))
 
 
 class _Sums(NamedTuple):

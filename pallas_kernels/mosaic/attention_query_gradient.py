@@ -23,6 +23,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     Ring,
     Run,
     chunk_widths,
+    drain,
     load_keys,
     pairs,
     store_rows,
@@ -120,7 +121,8 @@ def query_gradient(
         @pl.when(warpgroup == tile.warpgroups)
         def _producer() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            load_keys(call, (memory.key, memory.value), lax.div(head, jnp.int32(shape.group_heads)))
+            rings = memory.key, memory.value
+            drain(tile, rings, load_keys(call, rings, lax.div(head, jnp.int32(shape.group_heads)), jnp.int32(0)))
 
         @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:

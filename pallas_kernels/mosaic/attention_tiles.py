@@ -321,13 +321,15 @@ def from_any_place(numbers: Array) -> Array:
     return jnp.stack([jnp.pad(numbers, ((0, 0), (0, 0), (i, 4 - i))) for i in range(4)], axis=2)
 
 
-def load_keys(call: "Call", rings: Sequence[Ring], group: Array) -> None:
-    """For the producer: load all blocks of keys and values that the tile sees, and wait until they are read."""
+def load_keys(call: "Call", rings: Sequence[Ring], group: Array, count: Array) -> Array:
+    """For the producer: load all blocks of keys and values that the tile sees. `count` counts the blocks before them;
+    returns how many there are with them.
+    """
 
     def over_run(run: Run, count: Array) -> Array:
         return load_key_blocks(call, rings, group, run, call.blocks(run), count)
 
-    drain(call, rings, call.runs(over_run, jnp.int32(0)))
+    return call.runs(over_run, count)
 
 
 def load_key_blocks(
@@ -346,9 +348,9 @@ def load_key_blocks(
     return lax.fori_loop(*blocks, block, count)
 
 
-def drain(call: "Call", rings: Sequence[Ring], count: Array) -> None:
+def drain(tile: AttentionTile, rings: Sequence[Ring], count: Array) -> None:
     """For the producer: wait until all of `count` blocks are read."""
-    stages = jnp.int32(call.tile.stages)
+    stages = jnp.int32(tile.stages)
 
     def wait(i: Array, _: None) -> None:
         for ring in rings:
