@@ -54,6 +54,8 @@ class AttentionTile:
     warpgroups: int = 2
     shares_rows: bool = False
     """Whether all warpgroups work on the same 64 rows, each on a gradient of its own."""
+    stores_apart: bool = False
+    """Whether the output has memory of its own, so that the queries of the next tile load while it is stored."""
     heads_are_rows: bool = False
     """Whether the rows are the heads of one query that share keys."""
 
@@ -70,7 +72,9 @@ def attention_tile(size: int, slots: int) -> AttentionTile:
     if size > 128:
         # Shared memory has no room for the sums of a span.
         return AttentionTile(keys=64, stages=2, span_blocks=None)
-    return AttentionTile(keys=128, stages=2, span_blocks=None if slots <= SPAN_KEYS else SPAN_KEYS // 128)
+    if slots > SPAN_KEYS:
+        return AttentionTile(keys=128, stages=2, span_blocks=SPAN_KEYS // 128)
+    return AttentionTile(keys=128, stages=2, span_blocks=None, stores_apart=True)
 
 
 def decode_tile(size: int, slots: int) -> AttentionTile:

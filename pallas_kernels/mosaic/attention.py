@@ -6,6 +6,7 @@ first key, and a block of which a query sees nothing changes nothing for it: its
 by 2^0, and zeros are added. So a query's bits depend on its own sequence alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,9 +60,9 @@ class _Arguments(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """The shared memory of a block in chunks of columns, by warpgroup or by stage: queries, and in their place the
-    output in the end; keys; values; and the weighted sums of values over all spans but the last one, None where there
-    is one span.
+    """The shared memory of a block in chunks of columns, by warpgroup or by stage: queries; the output, in their place
+    unless the tile stores it apart; keys; values; and the weighted sums of values over all spans but the last one, None
+    where there is one span.
     """
 
     query: tuple[Chunk, ...]
@@ -111,9 +112,8 @@ def attend(
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         refs = _Arguments(query_gmem, key_gmem, value_gmem, places, output_gmem, log_total_gmem)
-        query, output, key, value = (
-            tuple(map(Chunk, *views)) for views in pairs(scratch, ("query_smem", "key_smem", "value_smem"))
-        )
+        names = [x for x in ("query_smem", "output_smem", "key_smem", "value_smem") if x in scratch]
+        query, output, key, value = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
         memory = _Memory(
             query,
             output,
@@ -124,35 +124,43 @@ def attend(
         barriers = _Barriers(*(scratch[name] for name in _Barriers._fields))
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
 
+        rounds = schedule.rounds(block)
+
         def call_of(place: TilePlace) -> Call:
             first_query = place.tile * tile.queries
             return Call(shape, tile, places, place.batch, first_query, queries, machine.interpret is not None)
 
         @pl.when(warpgroup == tile.warpgroups)
         def _producer() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             rings = memory.key, memory.value
 
-            def load(place: TilePlace, count: Array) -> Array:
+            def load(i: Array, count: Array) -> Array:
+                place = schedule.place(block, i)
                 return load_keys(call_of(place), rings, lax.div(place.head, jnp.int32(shape.group_heads)), count)
 
-            drain(tile, rings, schedule.each(block, load, jnp.int32(0)))
+            drain(tile, rings, lax.fori_loop(0, rounds, load, jnp.int32(0)))
 
         @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
 
-            def compute(place: TilePlace, blocks: Array) -> Array:
-                return _Warpgroup(call_of(place), refs, memory, barriers, place.head, warpgroup).run(blocks)
+            def part(i: int | Array) -> _Warpgroup:
+                place = schedule.place(block, i)
+                return _Warpgroup(call_of(place), refs, memory, barriers, place.head, warpgroup)
+
+            def compute(i: Array, blocks: Array) -> Array:
+                return part(i).run(blocks, lambda: pl.when(i + 1 < rounds)(lambda: part(i + 1).load_queries()))
 
             pl.when(warpgroup == 1)(barriers.take_turns)
-            schedule.each(block, compute, jnp.int32(0))
+            part(0).load_queries()
+            lax.fori_loop(0, rounds, compute, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
             pl.when(warpgroup == 0)(barriers.take_turns)
 
     of_warpgroups, of_stages = (tile.warpgroups, WARPGROUP_ROWS), (tile.stages, tile.keys)
     stages: dict[str, Any] = {"num_barriers": tile.stages}
     scratch: dict[str, Any] = {
-        "query_smem": plgpu.RefUnion(*views(of_warpgroups, size, dtype), *views(of_warpgroups, value_size, dtype)),
         "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
         "query_full": plgpu.Barrier(num_arrivals=len(chunk_widths(size)), num_barriers=tile.warpgroups),
@@ -163,6 +171,11 @@ def attend(
         "turn": plgpu.Barrier(num_arrivals=tile.warpgroups),
         "edge": plgpu.Barrier(num_arrivals=tile.warpgroups),
     }
+    queries_of, outputs_of = views(of_warpgroups, size, dtype), views(of_warpgroups, value_size, dtype)
+    if tile.stores_apart:
+        scratch |= {"query_smem": plgpu.RefUnion(*queries_of), "output_smem": plgpu.RefUnion(*outputs_of)}
+    else:
+        scratch["query_smem"] = plgpu.RefUnion(*queries_of, *outputs_of)
     if tile.span_blocks is not None:
         scratch["kept_smem"] = views(of_warpgroups, value_size, jnp.float32)[1]
     output, log_total = plgpu.kernel(
@@ -211,18 +224,35 @@ class _Warpgroup:
         """The number of its first query."""
         return self.call.first_query + self.number * WARPGROUP_ROWS
 
-    def run(self, blocks: Array) -> Array:
-        """Run the blocks of keys past the queries, one sequence after the other. `blocks` counts the blocks before;
-        returns how many there are with these.
+    def run(self, blocks: Array, load_next: Callable[[], Any]) -> Array:
+        """Run the blocks of keys past the queries, which are being loaded, one sequence after the other. `blocks`
+        counts the blocks before; returns how many there are with these. `load_next` loads the queries of the next tile.
         """
-        return self.call.runs(self._run_sequence, blocks)
+        holds_several = self.call.shape.holds_several
+        is_early = self.call.tile.stores_apart and not holds_several
+        self._wait_for_queries()
 
-    def _run_sequence(self, run: Run, blocks: Array) -> Array:
+        def over_run(run: Run, blocks: Array) -> Array:
+            if holds_several and not self.call.tile.stores_apart:
+
+                @pl.when(run.last_query < self.call.last_query)
+                def _again() -> None:
+                    # The output of another sequence's queries stands in the queries' place.
+                    self.load_queries()
+                    self._wait_for_queries()
+
+            return self._run_sequence(run, blocks, load_next if is_early else lambda: None)
+
+        blocks = self.call.runs(over_run, blocks)
+        if not is_early:
+            load_next()
+        return blocks
+
+    def _run_sequence(self, run: Run, blocks: Array, before_store: Callable[[], Any]) -> Array:
         """Compute and store the output of the queries of one sequence. What stands in the rows of others may have met
         NaN. `blocks` counts the blocks of keys before; returns how many there are with those of the sequence.
         """
         call, columns = self.call, self.refs.value_gmem.shape[-1]
-        self._load_queries()
 
         def span(first: Array, end: Array, state: _Progress) -> _Progress:
             def step(i: Array, so_far: Softmax, is_masked: bool) -> Softmax:
@@ -234,6 +264,7 @@ class _Warpgroup:
 
         none = empty_softmax(columns)
         state = call.spans(run, span, _Progress(jnp.int32(0), blocks, none.largest, none.total, none))
+        before_store()
         if self.memory.kept is None:
             self._store(run, state.last)
             return state.blocks
@@ -248,13 +279,17 @@ class _Warpgroup:
 
         return state.blocks
 
-    def _load_queries(self) -> None:
+    def load_queries(self) -> None:
+        """Have the queries loaded into memory that nothing reads or writes any more."""
+        plgpu.commit_smem()
         call, full = self.call, self.barriers.query_full.at[self.number]
         there = (call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)
         for own, chunk in with_columns(self.memory.query, chunk_widths(self.refs.query_gmem.shape[-1])):
             part, to_smem = call.tma_view(chunk)
             plgpu.copy_gmem_to_smem(self.refs.query_gmem.at[*there, part, own], to_smem.at[self.number], full)
-        plgpu.barrier_wait(full)
+
+    def _wait_for_queries(self) -> None:
+        plgpu.barrier_wait(self.barriers.query_full.at[self.number])
 
     def _kept(self, state: _Progress) -> Softmax:
         """The softmax of all spans but the last one."""
@@ -327,7 +362,10 @@ class _Warpgroup:
             query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + self.first_query
             log_total = jnp.where((query >= run.first_query) & (query <= run.last_query), log_total, before)
         self.refs.log_total_gmem[there] = log_total
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for chunk, values in zip(self.memory.output, output, strict=True):
             chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
         rows = (self.head, self.first_query, call.stored(run))
-        store_rows(call, self.number, self.memory.output, self.refs.output_gmem, *rows)
+        store_rows(
+            call, self.number, self.memory.output, self.refs.output_gmem, *rows, waits=not call.tile.stores_apart
+        )

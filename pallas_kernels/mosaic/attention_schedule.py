@@ -1,6 +1,5 @@
 """Which tiles of queries each block of threads computes where there are as many blocks as multiprocessors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,15 +31,15 @@ class Schedule:
     heads: int
     blocks: int
 
-    def each[State](self, block: Array, visit: Callable[[TilePlace, State], State], start: State) -> State:
-        """`visit(place, so far)` for the tiles of a block of threads, one after the other."""
-        count = self.tiles * self.batch * self.heads
-        whole_rounds, rest = divmod(count, self.blocks)
+    def rounds(self, block: Array) -> Array:
+        """How many tiles a block of threads computes."""
+        whole_rounds, rest = divmod(self.tiles * self.batch * self.heads, self.blocks)
         in_last_round = block if whole_rounds % 2 == 0 else self.blocks - 1 - block
-        rounds = whole_rounds + jnp.where(in_last_round < rest, 1, 0)
-        return lax.fori_loop(0, rounds, lambda i, so_far: visit(self._place(block, i), so_far), start)
+        return whole_rounds + jnp.where(in_last_round < rest, 1, 0)
 
-    def _place(self, block: Array, number: Array) -> TilePlace:
+    def place(self, block: Array, number: int | Array) -> TilePlace:
+        """The tile that a block of threads computes in a round."""
+        number = jnp.int32(number)
         rows, heads = jnp.int32(self.batch * self.heads), jnp.int32(self.heads)
         index = number * self.blocks + jnp.where((number & 1) == 0, block, self.blocks - 1 - block)
         row = lax.rem(index, rows)

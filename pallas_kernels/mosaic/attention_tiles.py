@@ -242,8 +242,10 @@ def store_rows(
     head: Array,
     first_row: Array,
     stored: tuple[Array, Array] | None,
+    *,
+    waits: bool = True,
 ) -> None:
-    """Copy 64 rows of a head to global memory, from `first_row` on, and wait.
+    """Copy 64 rows of a head to global memory, from `first_row` on, and wait for the end if told so.
 
     Only the first row of `stored` to the last one are copied, one by one where these are not all, which needs chunks of
     64 columns; None stands for all rows that there are.
@@ -273,7 +275,8 @@ def store_rows(
 
             lax.fori_loop(begin, end, one, None)
 
-    plgpu.wait_smem_to_gmem(0)
+    if waits:
+        plgpu.wait_smem_to_gmem(0)
 
 
 @dataclass(frozen=True)
