@@ -3,6 +3,9 @@
 The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -101,30 +104,50 @@ _PADDING = "padding must lie in [0, {slots}], got [{low}, {high}]."
 _SEGMENT_STARTS = "segment_starts must ascend along each row and not be negative, got values in [{low}, {high}]."
 
 
+class _FoundPlaces(NamedTuple):
+    """What one pass over the values finds: start and places in range, and what `fit` gives for start and for the slots
+    where sequences begin.
+    """
+
+    start: Array
+    places: Places
+    start_fit: Array
+    slots_fit: Array
+
+
+@functools.partial(jax.jit, static_argnames=("length", "slots"))
+def _find_places(start: Array, given: Array, *, length: int, slots: int) -> _FoundPlaces:
+    """The findings for padding `[B]` or segment_starts `[B, T]`."""
+    everywhere, limits = jnp.ones((), bool), (INT32.min, INT32.max)
+    fits = (start >= 0) & (start <= slots - length)
+    if given.ndim == 2:
+        ascends = jnp.concatenate([given[:, :1] >= 0, given[:, 1:] >= given[:, :-1]], axis=1)
+        is_good = ascends.all(axis=1)
+    else:
+        ascends = is_good = (given >= 0) & (given <= slots)
+    return _FoundPlaces(
+        jnp.where(fits, start, 0),
+        Places(jnp.clip(given, 0, slots), is_good & fits),
+        fit(start, fits, everywhere, limits),
+        fit(given, ascends, everywhere, limits),
+    )
+
+
 def checked_operands(inputs: AttentionInputs, validate: bool | None) -> Operands:
     """The operands, with the values that say where sequences are in range; a row whose values are not is not good.
 
     Values are checked as those of tokens are: they raise where they can be read, else they are reported to checkify.
     """
     query, key, value = (jnp.asarray(x) for x in inputs[:3])
-    batch, length = query.shape[:2]
-    slots, everywhere = key.shape[1], jnp.ones((), bool)
+    length, slots = query.shape[1], key.shape[1]
     start = jnp.asarray(inputs.start, jnp.int32) if is_integer(inputs.start) else as_int32(inputs.start)
-    fits = (start >= 0) & (start <= slots - length)
     if inputs.segment_starts is not None:
-        given = as_int32(inputs.segment_starts)
-        ascends = jnp.concatenate([given[:, :1] >= 0, given[:, 1:] >= given[:, :-1]], axis=1)
-        is_good, message = ascends.all(axis=1), _SEGMENT_STARTS
+        given, message = as_int32(inputs.segment_starts), _SEGMENT_STARTS
     else:
-        given = jnp.zeros(batch, jnp.int32) if inputs.padding is None else as_int32(inputs.padding)
-        ascends = is_good = (given >= 0) & (given <= slots)
+        given = jnp.zeros(len(query), jnp.int32) if inputs.padding is None else as_int32(inputs.padding)
         message = _PADDING.replace("{slots}", str(slots))
-    limits = INT32.min, INT32.max
+    found = _find_places(start, given, length=length, slots=slots)
     does_not_fit = _START.replace("{length}", str(length)).replace("{slots}", str(slots))
-    checks = (
-        (fit(start, fits, everywhere, limits), does_not_fit),
-        (fit(given, ascends, everywhere, limits), message),
-    )
-    start = checked(start, checks, validate, "start, padding and segment_starts")
-    places = Places(jnp.clip(given, 0, slots), is_good & fits)
-    return Operands(query, key, value, jnp.where(fits, start, 0), places)
+    checks = (found.start_fit, does_not_fit), (found.slots_fit, message)
+    start = checked(found.start, checks, validate, "start, padding and segment_starts")
+    return Operands(query, key, value, start, found.places)
