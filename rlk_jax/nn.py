@@ -1,5 +1,6 @@
 """Flax NNX layers on the ops: a model built from them gives a token the same bits alone, in a batch, padded, or decoded
-one token at a time through a KV cache. Forward bits are promised; gradients are JAX's own of the same programs.
+one token at a time through a KV cache. Forward bits are promised. Gradients are JAX's own of the same programs, but for
+those of `attention` and `embed`, which keep their bits too, and that of `rms_norm`, which is the definition's.
 
 Three things move bits in an ordinary model, and each has an answer here. A library GEMM picks the order of its sums by
 shape; `det_gemm` has one order for all shapes. The order of a reduction follows its length; `ordered_sum` has one order
