@@ -60,8 +60,8 @@ def compiled_quickly(monkeypatch):
 
 @pytest.mark.parametrize("density, own", [("1", "xla"), pytest.param("0.5", "deterministic", marks=pytest.mark.full)])
 def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
-    """In `make test`, the case of "xla" catches a benchmark that does not run, and test_half_of_the_tokens_count wrong
-    tokens of the other case. Its row "masked loss" is left to `make test-full` alone.
+    """In `make test`, the case of "xla" catches a benchmark that does not run. What --mask-density does to the rows is
+    left to `make test-full`, but for which tokens count: test_half_of_the_tokens_count.
     """
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--implementations", f"mosaic,{own},naive,torch eager,quack (mean loss)"]

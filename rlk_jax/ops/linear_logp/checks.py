@@ -266,6 +266,13 @@ def check_outside_shard_map(what: str, mesh: Any) -> None:
     )
 
 
+def no_mixed_mesh() -> None:
+    """The mesh that `jax.set_mesh` set mixes no Explicit with Auto axes: XLA cannot partition a bare call there."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        no_auto_axes(mesh)
+
+
 def no_auto_axes(mesh: Mesh | AbstractMesh) -> None:
     """No axis of the mesh is Auto: bare calls read from types how arrays lie, and types say nothing about Auto axes."""
     require(

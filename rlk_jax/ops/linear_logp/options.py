@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 
+from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.gemm import Gemm
 from rlk_jax.core.mesh import AxisName
@@ -46,6 +47,7 @@ class HeadOptions:
     implementation: str | None = None
 
 
+@exportable
 class LowRank(NamedTuple):
     """A low-rank term of the head (LoRA): logits are those of W + scale·B·A.
 

@@ -324,17 +324,22 @@ def test_no_row_at_all():
     assert all(not np.asarray(x).astype(np.float32).any() for x in jax.tree.leaves(head))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("columns", "layout"), [(512, "vd"), (640, "dv")], ids=["on group edges", "off them"])
-def test_shards_of_a_padded_head(columns, layout):
+@pytest.mark.parametrize(
+    ("columns", "layout", "has_bits"),
+    [
+        pytest.param(512, "vd", False, id="on group edges"),
+        pytest.param(512, "vd", True, marks=pytest.mark.full, id="on group edges, with the bits of the whole"),
+        pytest.param(640, "dv", True, marks=pytest.mark.full, id="off them"),
+    ],
+)
+def test_shards_of_a_padded_head(columns, layout, has_bits):
     """Off group edges a shard has its own groups.
 
     In make test, test_same_bits_at_every_degree (tests/ops/linear_logp/sharding/test_vocab_parallel.py) has the bits of
-    the whole, and test_shards_of_a_padded_head (triton/test_linear_logp.py) has shards off the edges, both without
-    these kernels. test_against_float64 here has a padded head in several slices, which is all that the kernels see of a
-    shard.
+    the whole, without these kernels, and test_shards_of_a_padded_head (triton/test_linear_logp.py) has shards off the
+    edges.
     """
-    shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma")
+    shards.check_two("mosaic", columns, layout, jnp.bfloat16, "linear_logp_wgmma", has_bits=has_bits)
 
 
 @helpers.cover(
