@@ -87,8 +87,12 @@ def rms_norm(
     return _rms_norm(normalized, epsilon, *equally_varying((rows, scale))).reshape(x.shape)
 
 
+_NormalizeRows = Callable[[Array, Array, float], Array]
+"""From rows `[N, D]`, their scale and epsilon, the normalized rows."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rms_norm(normalized: Callable[[Array, Array, float], Array], epsilon: float, x: Array, scale: Array) -> Array:
+def _rms_norm(normalized: _NormalizeRows, epsilon: float, x: Array, scale: Array) -> Array:
     """Rows `[N, D]` by a function of rows, scale and epsilon. Under vmap, the batch is folded into the rows."""
 
     def of_rows(scale: Array, rows: Array) -> Array:
@@ -98,13 +102,13 @@ def _rms_norm(normalized: Callable[[Array, Array, float], Array], epsilon: float
 
 
 def _rms_norm_fwd(
-    normalized: Callable[[Array, Array, float], Array], epsilon: float, x: Array, scale: Array
+    normalized: _NormalizeRows, epsilon: float, x: Array, scale: Array
 ) -> tuple[Array, tuple[Array, Array]]:
     return _rms_norm(normalized, epsilon, x, scale), (x, scale)
 
 
 def _rms_norm_bwd(
-    normalized: Callable[[Array, Array, float], Array], epsilon: float, saved: tuple[Array, Array], upstream: Array
+    normalized: _NormalizeRows, epsilon: float, saved: tuple[Array, Array], upstream: Array
 ) -> tuple[Array, Array]:
     """The gradient of the definition, whose sums XLA orders: no bits are promised for it."""
 

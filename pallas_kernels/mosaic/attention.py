@@ -37,10 +37,10 @@ from pallas_kernels.mosaic.attention_tiles import (
     chunk_widths,
     drain,
     load_keys,
+    load_rows,
     pairs,
     store_rows,
     views,
-    with_columns,
 )
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, row_vector
 
@@ -123,7 +123,6 @@ def attend(
         )
         barriers = _Barriers(*(scratch[name] for name in _Barriers._fields))
         block, warpgroup = lax.axis_index("blocks"), lax.axis_index("warpgroup")
-
         rounds = schedule.rounds(block)
 
         def call_of(place: TilePlace) -> Call:
@@ -282,11 +281,9 @@ class _Warpgroup:
     def load_queries(self) -> None:
         """Have the queries loaded into memory that nothing reads or writes any more."""
         plgpu.commit_smem()
-        call, full = self.call, self.barriers.query_full.at[self.number]
-        there = (call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)
-        for own, chunk in with_columns(self.memory.query, chunk_widths(self.refs.query_gmem.shape[-1])):
-            part, to_smem = call.tma_view(chunk)
-            plgpu.copy_gmem_to_smem(self.refs.query_gmem.at[*there, part, own], to_smem.at[self.number], full)
+        there = (self.call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)
+        full = self.barriers.query_full.at[self.number]
+        load_rows(self.call, self.memory.query, self.refs.query_gmem, there, self.number, full)
 
     def _wait_for_queries(self) -> None:
         plgpu.barrier_wait(self.barriers.query_full.at[self.number])

@@ -24,6 +24,7 @@ from pallas_kernels.mosaic.attention_tiles import (
     chunk_widths,
     drain,
     load_key_blocks,
+    load_rows,
     pairs,
     views,
     with_columns,
@@ -124,10 +125,8 @@ def _by_span(
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
             full = scratch["query_full"]
-            for own, chunk in with_columns(query, chunk_widths(size)):
-                part, to_smem = call.tma_view(chunk)
-                there = (batch, pl.ds(group * shape.group_heads, WARPGROUP_ROWS), part, own)
-                plgpu.copy_gmem_to_smem(query_gmem.at[there], to_smem.at[0], full)
+            there = (batch, pl.ds(group * shape.group_heads, WARPGROUP_ROWS))
+            load_rows(call, query, query_gmem, there, 0, full)
             plgpu.barrier_wait(full)
 
             def step(i: Array, so_far: Softmax, is_masked: bool) -> Softmax:

@@ -29,11 +29,12 @@ from pallas_kernels.mosaic.attention_tiles import (
     drain,
     empty_outside,
     from_any_place,
+    load_rows,
     pairs,
     store_rows,
     views,
-    with_columns,
     zero_beside,
+    zero_sums,
 )
 from pallas_kernels.mosaic.main_loop import COLUMN, ROW, WARPGROUP_ROWS
 
@@ -257,29 +258,21 @@ class _Warpgroup:
         return steps + (end - first) * heads
 
     def _zeros(self) -> _Sums:
-        def of(gmem: Ref, is_own: bool) -> tuple[Array, ...]:
-            return tuple(
-                plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-                for width in (chunk_widths(gmem.shape[-1]) if is_own else ())
-            )
-
-        return _Sums(of(self.refs.key_gmem, self.has_key), of(self.refs.value_gmem, self.has_value))
-
-    @property
-    def _there(self) -> tuple[Any, ...]:
-        return (self.keys.call.batch, pl.ds(self.first_key, WARPGROUP_ROWS), self.group)
+        key = zero_sums(self.refs.key_gmem.shape[-1]) if self.has_key else ()
+        value = zero_sums(self.refs.value_gmem.shape[-1]) if self.has_value else ()
+        return _Sums(key, value)
 
     def _load_own(self) -> None:
         """Load the keys and the values. Warpgroups that share them load one each, and wait for both."""
         call, refs, memory = self.keys.call, self.refs, self.memory
+        there = (call.batch, pl.ds(self.first_key, WARPGROUP_ROWS), self.group)
         loads = (
             (self.has_key, refs.key_gmem, memory.key, self.key_full),
             (self.has_value, refs.value_gmem, memory.value, self.value_full),
         )
         for is_own, gmem, chunks, full in loads:
-            for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])) if is_own else ():
-                part, to_smem = call.tma_view(chunk)
-                plgpu.copy_gmem_to_smem(gmem.at[*self._there, part, own], to_smem.at[self.number], full.at[self.number])
+            if is_own:
+                load_rows(call, chunks, gmem, there, self.number, full.at[self.number])
         for full in (self.key_full, self.value_full):
             plgpu.barrier_wait(full.at[self.number])
 

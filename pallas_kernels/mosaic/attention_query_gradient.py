@@ -25,10 +25,11 @@ from pallas_kernels.mosaic.attention_tiles import (
     chunk_widths,
     drain,
     load_keys,
+    load_rows,
     pairs,
     store_rows,
     views,
-    with_columns,
+    zero_sums,
 )
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, row_vector
 
@@ -196,9 +197,6 @@ class _Warpgroup:
         refs.center_gmem[self.call.batch, self.head, there] = center
         log_total = row_vector(refs.log_total_gmem.at[self.call.batch, self.head], self.first_query)
 
-        def zeros(width: int) -> Array:
-            return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-
         def over_run(run: Run, steps: Array) -> Array:
             if self.call.shape.holds_several:
 
@@ -215,8 +213,7 @@ class _Warpgroup:
                 numbers = (log_total, center)
                 return self._add_block(run, i, steps + i - first, *numbers, gradient, is_masked=is_masked)
 
-            start = tuple(map(zeros, chunk_widths(refs.query_gmem.shape[-1])))
-            gradient = self.call.each_block(run, first, end, step, start)
+            gradient = self.call.each_block(run, first, end, step, zero_sums(refs.query_gmem.shape[-1]))
             for chunk, values in zip(memory.query, gradient, strict=True):
                 chunk.tiles.at[self.number][...] = (values * self.call.shape.scale).astype(chunk.tiles.dtype)
             rows = (self.head, self.first_query, self.call.stored(run))
@@ -227,9 +224,7 @@ class _Warpgroup:
 
     def _load(self, gmem: Ref, chunks: tuple[Chunk, ...], full: Ref) -> None:
         there = (self.call.batch, pl.ds(self.first_query, WARPGROUP_ROWS), self.head)
-        for own, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
-            part, to_smem = self.call.tma_view(chunk)
-            plgpu.copy_gmem_to_smem(gmem.at[*there, part, own], to_smem.at[self.number], full.at[self.number])
+        load_rows(self.call, chunks, gmem, there, self.number, full.at[self.number])
 
     def _center(self) -> Array:
         """Σ dO·O of each query."""

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.attention import AttentionShape
 from pallas_kernels.logits import LOG2_E
-from pallas_kernels.mosaic.attention_tiles import chunk_widths
+from pallas_kernels.mosaic.attention_tiles import zero_sums
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns
 from pallas_kernels.mosaic.statistics import softcapped
 
@@ -41,10 +41,7 @@ def empty_softmax(columns: int, *, spread_over: int | None = None) -> Softmax:
     def rows(value: float) -> Array:
         return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROW)
 
-    def zeros(width: int) -> Array:
-        return plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-
-    return Softmax(rows(_LOWEST), rows(0), tuple(map(zeros, chunk_widths(columns))))
+    return Softmax(rows(_LOWEST), rows(0), zero_sums(columns))
 
 
 def repeated(numbers: Array, columns: int) -> Array:

@@ -234,6 +234,21 @@ def with_columns[Chunk](chunks: Sequence[Chunk], widths: Sequence[int]) -> Itera
         yield pl.ds(end - width, width), chunk
 
 
+def zero_sums(columns: int) -> tuple[Array, ...]:
+    """Sums `[64, columns]` over nothing, by chunk."""
+    return tuple(
+        plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+        for width in chunk_widths(columns)
+    )
+
+
+def load_rows(call: Call, chunks: Sequence[Chunk], gmem: Ref, there: tuple[Any, ...], number: Any, full: Ref) -> None:
+    """Have the rows `there` of global memory loaded to place `number` of the chunks; `full` hears of each chunk."""
+    for columns, chunk in with_columns(chunks, chunk_widths(gmem.shape[-1])):
+        part, to_smem = call.tma_view(chunk)
+        plgpu.copy_gmem_to_smem(gmem.at[*there, part, columns], to_smem.at[number], full)
+
+
 def store_rows(
     call: Call,
     number: Array,
@@ -301,9 +316,7 @@ class Ring:
         def _() -> None:
             plgpu.barrier_wait(self.empty.at[slot])
 
-        for columns, chunk in with_columns(self.chunks, chunk_widths(self.gmem.shape[-1])):
-            part, to_smem = call.tma_view(chunk)
-            plgpu.copy_gmem_to_smem(self.gmem.at[*there, part, columns], to_smem.at[slot], self.full.at[slot])
+        load_rows(call, self.chunks, self.gmem, there, slot, self.full.at[slot])
         if self.numbers_gmem is not None and self.numbers_smem is not None:
             batch, queries, head = there
             shift = -queries.start & 3

@@ -20,7 +20,7 @@ from rlk_jax.ops.attention.options import (
     Gradients,
     Needs,
     Operands,
-    group_heads,
+    by_key_head,
 )
 from rlk_jax.ops.attention.visibility import Sight, sight_of
 
@@ -132,7 +132,7 @@ def _rounded(x: Array, dtype: Any) -> Array:
 def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Kept]:
     operands = fusion_barrier(operands)
     groups, dtype = operands.key.shape[2], operands.query.dtype
-    query, sight = group_heads(operands.query, groups).astype(jnp.float32), sight_of(config, operands)
+    query, sight = by_key_head(operands.query, groups).astype(jnp.float32), sight_of(config, operands)
 
     def find_largest(block: _KeyBlock, _: Array, largest: Array) -> Array:
         return jnp.maximum(largest, _scores(config, query, block).scores.max(axis=-1))
@@ -162,7 +162,7 @@ def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Kept]
 def _gradients(config: AttentionConfig, needs: Needs, operands: Operands, kept: _Kept, upstream: Array) -> Gradients:
     operands, kept, upstream = fusion_barrier((operands, kept, upstream))
     groups, dtype = operands.key.shape[2], operands.query.dtype
-    query, given = (group_heads(x, groups).astype(jnp.float32) for x in (operands.query, upstream))
+    query, given = (by_key_head(x, groups).astype(jnp.float32) for x in (operands.query, upstream))
     sight = sight_of(config, operands)
     center = _column_sum(rounded_product(given, kept.output))
 

@@ -102,6 +102,6 @@ class AttentionFunctions:
     gradients: Callable[[AttentionConfig, Needs, Operands, Any, Array], Gradients]
 
 
-def group_heads(x: Array, groups: int) -> Array:
+def by_key_head(x: Array, groups: int) -> Array:
     """`[B, T, H, E]` as `[B, T, G, H / G, E]`: query heads by the key head that they share, in order."""
     return x.reshape(*x.shape[:2], groups, -1, x.shape[3])

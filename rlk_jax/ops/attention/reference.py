@@ -12,7 +12,7 @@ from rlk_jax.ops.attention.options import (
     Gradients,
     Needs,
     Operands,
-    group_heads,
+    by_key_head,
 )
 from rlk_jax.ops.attention.visibility import sight_of
 
@@ -26,7 +26,7 @@ def plain_attention(config: AttentionConfig, operands: Operands, weights_dtype: 
     groups, slots = operands.key.shape[2], jnp.arange(operands.key.shape[1], dtype=jnp.int32)
     visible = sight_of(config, operands).of(slots)
     is_seen = visible.any(axis=1)[..., None, None]
-    query = group_heads(operands.query, groups)
+    query = by_key_head(operands.query, groups)
     key, value = (jnp.where(is_seen, x, 0) for x in (operands.key, operands.value))
     wide = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     scores = jnp.einsum("btgre,bsge->btgrs", query.astype(weights_dtype), key.astype(weights_dtype), **wide)
