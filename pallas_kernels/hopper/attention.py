@@ -72,9 +72,9 @@ def attention_tile(size: int, slots: int) -> AttentionTile:
     if size > 128:
         # Shared memory has no room for the sums of a span.
         return AttentionTile(keys=64, stages=2, span_blocks=None)
-    if slots > SPAN_KEYS:
-        return AttentionTile(keys=128, stages=2, span_blocks=SPAN_KEYS // 128)
-    return AttentionTile(keys=128, stages=2, span_blocks=None, stores_apart=True)
+    return AttentionTile(
+        keys=128, stages=2, span_blocks=None if slots <= SPAN_KEYS else SPAN_KEYS // 128, stores_apart=True
+    )
 
 
 def decode_tile(size: int, slots: int) -> AttentionTile:

@@ -98,6 +98,9 @@ def attend(
     tile = attention_tile(max(size, value_size), key.shape[1])
     tiles = -(-queries // tile.queries)
     schedule = Schedule(tiles, batch, heads, min(machine.sm_count, tiles * batch * heads))
+    # The output is staged where the sums of spans were. The interpreter takes the warpgroups' parts of such a union for
+    # one, and would report a race.
+    shares_kept = tile.stores_apart and tile.span_blocks is not None and machine.interpret is None
 
     def body(
         query_gmem: Ref,
@@ -112,6 +115,8 @@ def attend(
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         refs = _Arguments(query_gmem, key_gmem, value_gmem, places, output_gmem, log_total_gmem)
+        if shares_kept:
+            *scratch["output_smem"], scratch["kept_smem"] = scratch["output_smem"]
         names = [x for x in ("query_smem", "output_smem", "key_smem", "value_smem") if x in scratch]
         query, output, key, value = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
         memory = _Memory(
@@ -171,12 +176,17 @@ def attend(
         "edge": plgpu.Barrier(num_arrivals=tile.warpgroups),
     }
     queries_of, outputs_of = views(of_warpgroups, size, dtype), views(of_warpgroups, value_size, dtype)
+    if shares_kept:
+        # A warpgroup's part has the place and the bytes of its own sums, which are float32. Half of it is used.
+        outputs_of = views((tile.warpgroups, 2 * WARPGROUP_ROWS), value_size, dtype)
+    kept_of = views(of_warpgroups, value_size, jnp.float32)[1]
     if tile.stores_apart:
-        scratch |= {"query_smem": plgpu.RefUnion(*queries_of), "output_smem": plgpu.RefUnion(*outputs_of)}
+        scratch["query_smem"] = plgpu.RefUnion(*queries_of)
+        scratch["output_smem"] = plgpu.RefUnion(*outputs_of, *([kept_of] if shares_kept else []))
     else:
         scratch["query_smem"] = plgpu.RefUnion(*queries_of, *outputs_of)
-    if tile.span_blocks is not None:
-        scratch["kept_smem"] = views(of_warpgroups, value_size, jnp.float32)[1]
+    if tile.span_blocks is not None and not shares_kept:
+        scratch["kept_smem"] = kept_of
     output, log_total = plgpu.kernel(
         body,
         out_type=(
@@ -306,6 +316,8 @@ class _Warpgroup:
         kept_smem = self.memory.kept
 
         def store(x: Softmax) -> None:
+            # The output of the tile before may be on its way from the same memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for chunk, values in zip(kept_smem, x.values, strict=True):
                 chunk.at[self.number][...] = values
 
@@ -360,8 +372,11 @@ class _Warpgroup:
             log_total = jnp.where((query >= run.first_query) & (query <= run.last_query), log_total, before)
         self.refs.log_total_gmem[there] = log_total
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.memory.kept is not None:
+            # All threads have read the sums of the spans, whose memory the output takes.
+            plgpu.commit_smem()
         for chunk, values in zip(self.memory.output, output, strict=True):
-            chunk.tiles.at[self.number][...] = values.astype(chunk.tiles.dtype)
+            chunk.tiles.at[self.number, pl.ds(0, WARPGROUP_ROWS)][...] = values.astype(chunk.tiles.dtype)
         rows = (self.head, self.first_query, call.stored(run))
         store_rows(
             call, self.number, self.memory.output, self.refs.output_gmem, *rows, waits=not call.tile.stores_apart

@@ -273,7 +273,7 @@ def store_rows(
             plgpu.copy_smem_to_gmem(from_smem.at[number, from_rows], gmem.at[call.batch, to_rows, head, part, own])
 
     def all_rows() -> None:
-        copy(slice(None), pl.ds(first_row, WARPGROUP_ROWS))
+        copy(pl.ds(0, WARPGROUP_ROWS), pl.ds(first_row, WARPGROUP_ROWS))
 
     if stored is None:
         all_rows()
