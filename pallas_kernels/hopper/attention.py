@@ -31,8 +31,8 @@ class SequencePlaces(NamedTuple):
     """Where queries and their sequences are among the slots, int32.
 
     start `[1]`: the slot of the first query. first_slots `[B, T]`: the first slot of each query's own sequence. runs
-    `[B, T]`: the first of the neighbouring queries that have the same first slot. Both are `[B, 1]` where each row of
-    the batch holds one sequence.
+    `[B, T]`: the first of the neighbouring queries that have the same first slot, and −1 in rows of the batch whose
+    results are to be NaN. Both are `[B, 1]` where each row of the batch holds one sequence.
     """
 
     start: Any

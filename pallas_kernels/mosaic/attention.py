@@ -365,7 +365,7 @@ class _Warpgroup:
     def _store(self, run: Run, softmax: Softmax) -> None:
         """Write the output of the run's queries, and the logarithm of their totals."""
         call, there = self.call, (self.call.batch, self.head, pl.ds(self.first_query, WARPGROUP_ROWS))
-        output, log_total = output_of(softmax)
+        output, log_total = output_of(softmax, call.poison)
         if call.shape.holds_several:
             before = row_vector(self.refs.log_total_gmem.at[call.batch, self.head], self.first_query)
             query = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + self.first_query

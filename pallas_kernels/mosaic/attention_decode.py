@@ -149,7 +149,7 @@ def _by_span(
             softmax = call.each_block(run, first, end, step, empty_softmax(value_size))
             if spans == 1:
                 output_gmem, log_total_gmem = out_gmem
-                found, log_total = output_of(softmax)
+                found, log_total = output_of(softmax, call.poison)
                 log_total_gmem[batch, group, pl.ds(0, WARPGROUP_ROWS)] = log_total
                 own = output_gmem.at[batch, pl.ds(group * shape.group_heads, shape.group_heads)]
                 _store_rows(call, own, output, found)
@@ -266,7 +266,7 @@ def _merge(
 
         rounds = lax.div(end_span - first_span + in_flight - 1, jnp.int32(in_flight))
         softmax = lax.fori_loop(0, rounds, one_round, empty_softmax(columns, spread_over=rows))
-        (output,), log_total = output_of(softmax)
+        (output,), log_total = output_of(softmax, call.poison)
         output_smem[...] = output.astype(dtype)
         log_total_smem[...] = log_total
         plgpu.commit_smem()

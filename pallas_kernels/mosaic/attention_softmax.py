@@ -101,11 +101,14 @@ def merged(first: Softmax, second: Softmax) -> Softmax:
     return Softmax(*merged_totals(first, second), values)
 
 
-def output_of(softmax: Softmax) -> tuple[tuple[Array, ...], Array]:
-    """The output by chunk, 0 for a query that sees nothing, and log2 of the softmax total, +inf for that query."""
+def output_of(softmax: Softmax, poison: Array) -> tuple[tuple[Array, ...], Array]:
+    """The output by chunk, 0 for a query that sees nothing, and log2 of the softmax total, +inf for that query.
+
+    `poison` is 1, or NaN to make all of it NaN.
+    """
     is_empty = softmax.total == 0
-    log_total = jnp.where(is_empty, jnp.inf, softmax.largest + jnp.log(softmax.total) * LOG2_E)
-    inverse = jnp.where(is_empty, 0.0, 1 / softmax.total)
+    log_total = jnp.where(is_empty, jnp.inf, softmax.largest + jnp.log(softmax.total) * LOG2_E) * poison
+    inverse = jnp.where(is_empty, 0.0, 1 / softmax.total) * poison
 
     def chunk(values: Array) -> Array:
         # A sum that was scaled down to −0 turns into 0 where it is merged with that of a span, so it is 0 everywhere.

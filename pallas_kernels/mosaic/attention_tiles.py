@@ -88,6 +88,12 @@ class Call:
 
         return lax.while_loop(lambda state: state[0] >= self.first_query, body, (self.last_query, start))[1]
 
+    @property
+    def poison(self) -> Array:
+        """A factor of results: 1, and NaN in a row of the batch whose results are to be NaN."""
+        is_bad = self.places.runs[self.batch, 0] < 0
+        return jnp.where(is_bad, jnp.float32(jnp.nan), jnp.float32(1))
+
     def slot(self, query: Array) -> Array:
         """The slot of a query."""
         return self.places.start[0] + query

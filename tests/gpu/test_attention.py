@@ -47,6 +47,12 @@ def test_peaked_rows_and_values_of_another_size(dtype, changes):
     check(replace(CASES["odd"], **{"size": 128, "value_size": 128, **changes}), dtype)
 
 
+@pytest.mark.parametrize("length", [1, 150])
+def test_places_that_do_not_fit_are_nan_rows(length):
+    """Also of a query that is decoded: there is no row of several sequences among those."""
+    support.check_places_that_do_not_fit(Case(length=length, slots=300, size=64, value_size=64), jnp.bfloat16, "mosaic")
+
+
 def of_size(size: int, options) -> Case:
     return replace(ALONE, size=size, value_size=size, options=options)
 

@@ -162,3 +162,29 @@ def check_bits_in_parts(
             own, end = slice(at, at + size), at + size
             assert_same_bits(part(query[:, own], cache(key, end), cache(value, end), at), whole[:, own])
             at = end
+
+
+def check_places_that_do_not_fit(case: Case, dtype, implementation: str) -> None:
+    """Rows of the batch whose places do not fit have NaN outputs and NaN gradients of queries; others are as ever."""
+    query, key, value, _ = make(case, dtype)
+    batch, length = query.shape[:2]
+
+    def loss(query, options):
+        output = attention(query, key, value, implementation=implementation, **options)
+        return output.astype(jnp.float32).sum(), output
+
+    @jax.jit
+    def spoilt(start, **places):
+        gradient, output = jax.grad(loss, has_aux=True)(query, {"start": start, **places})
+        return [jnp.isnan(x).all(axis=(1, 2, 3)) for x in (output, gradient)], jnp.isnan(output).any(axis=(1, 2, 3))
+
+    def check(expected, start, **places):
+        for found in jax.tree.leaves(spoilt(start, **places)):
+            np.testing.assert_array_equal(found, expected)
+
+    negative = jnp.zeros((batch, length), int).at[1, 0].set(-1)
+    check([True, False], 0, padding=jnp.array([key.shape[1] + 1, 0]))
+    check([False, True], 0, segment_starts=negative)
+    for start in (-1, key.shape[1] - length + 1):
+        check([True, True], start, padding=jnp.array([0, 0]))
+        check([True, True], start, segment_starts=jnp.zeros_like(negative))

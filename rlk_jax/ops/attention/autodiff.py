@@ -17,14 +17,12 @@ _NO_SECOND_DERIVATIVE = "attention has no second derivative: its gradient cannot
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attended(functions: AttentionFunctions, config: AttentionConfig, operands: Operands) -> Array:
-    """The differentiable output `[B, T, H, F]`: NaN in rows of the batch whose places are not good."""
+    """The differentiable output `[B, T, H, F]`."""
     batch, length, heads, _ = operands.query.shape
     shape = (batch, length, heads, operands.value.shape[3])
     if 0 in shape:
         return jnp.zeros(shape, operands.query.dtype)
-    operands = transforms.equally_varying(operands)
-    output = _attended(functions, config, operands)
-    return jnp.where(operands.places.is_good[:, None, None, None], output, jnp.nan)
+    return _attended(functions, config, transforms.equally_varying(operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -125,9 +125,11 @@ def _find_places(start: Array, given: Array, *, length: int, slots: int) -> _Fou
         is_good = ascends.all(axis=1)
     else:
         ascends = is_good = (given >= 0) & (given <= slots)
+    is_good = is_good & fits
     return _FoundPlaces(
         jnp.where(fits, start, 0),
-        Places(jnp.clip(given, 0, slots), is_good & fits),
+        # Queries of a row that is not good see slots from the first one on, so that NaN reaches all their gradients.
+        Places(jnp.where(is_good if given.ndim == 1 else is_good[:, None], given, 0), is_good),
         fit(start, fits, everywhere, limits),
         fit(given, ascends, everywhere, limits),
     )

@@ -153,7 +153,8 @@ def _forward(config: AttentionConfig, operands: Operands) -> tuple[Array, _Kept]
     sums = _over_keys(operands, sight, add, start)
     is_bad = sums.sees_others | ~jnp.isfinite(query).all(axis=-1)
     is_nothing = sight.first > sight.last
-    total = jnp.where(is_bad & ~is_nothing[..., None, None], jnp.nan, sums.total)
+    is_bad = is_bad & ~is_nothing[..., None, None] | ~operands.places.is_good[:, None, None, None]
+    total = jnp.where(is_bad, jnp.nan, sums.total)
     output = sums.output / jnp.where(total == 0, 1, total)[..., None]
     flat = output.reshape(*operands.query.shape[:3], -1)
     return fusion_barrier((flat.astype(dtype), _Kept(largest, total, output)))

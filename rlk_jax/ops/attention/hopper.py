@@ -43,25 +43,33 @@ def _columns(config: AttentionConfig, *arrays: Array) -> tuple[Array, ...]:
     return tuple(zeros_behind(x, 3, PACKED_COLUMNS) for x in arrays) if config.holds_several else arrays
 
 
+def _with_places(operands: Operands) -> tuple[Operands, SequencePlaces]:
+    """The operands behind a barrier, and where sequences are. This is found in front of it, so that XLA finds it once
+    for all layers of a model.
+    """
+    operands = as_replicated(operands)
+    return fusion_barrier((operands, _places(operands)))
+
+
 def _places(operands: Operands) -> SequencePlaces:
     """Where sequences are, and which neighbouring queries belong to one: all of a row that holds one sequence."""
-    first_slots = operands.places.first_slots
+    first_slots, is_good = operands.places
     first_slots = first_slots if first_slots.ndim == 2 else first_slots[:, None]
     begins = jnp.diff(first_slots, axis=1, prepend=-1) != 0
     runs = lax.cummax(jnp.where(begins, jnp.arange(first_slots.shape[1], dtype=jnp.int32), 0), axis=1)
-    return SequencePlaces(operands.start.reshape(1), first_slots, runs)
+    return SequencePlaces(operands.start.reshape(1), first_slots, jnp.where(is_good[:, None], runs, -1))
 
 
 def _forward(machine: Machine | None, config: AttentionConfig, operands: Operands) -> tuple[Array, _Kept]:
     from pallas_kernels.mosaic.attention import attend
     from pallas_kernels.mosaic.attention_decode import MOST_GROUP_HEADS, decode
 
-    operands = fusion_barrier(as_replicated(operands))
+    operands, places = _with_places(operands)
     is_decoding = operands.query.shape[1] == 1 and operands.group_heads <= MOST_GROUP_HEADS
     kernel = decode if is_decoding else attend
     call = (_shape(config, operands), machine or default_machine())
     query, key, value = _columns(config, *operands[:3])
-    output, log_total = fusion_barrier(kernel(*call, query, key, value, _places(operands)))
+    output, log_total = fusion_barrier(kernel(*call, query, key, value, places))
     output = output[..., : config.value_size]
     return output, _Kept(output, log_total)
 
@@ -72,10 +80,10 @@ def _gradients(
     from pallas_kernels.mosaic.attention_key_gradient import key_gradients
     from pallas_kernels.mosaic.attention_query_gradient import query_gradient
 
-    operands, kept, upstream = fusion_barrier(as_replicated((operands, kept, upstream)))
+    operands, places = _with_places(operands)
+    kept, upstream = fusion_barrier(as_replicated((kept, upstream)))
     call = (_shape(config, operands), machine or default_machine())
     query, key, value, output, given = _columns(config, *operands[:3], kept.output, upstream)
-    places = _places(operands)
     # The kernel of dQ finds the centers, which that of dK and dV needs.
     d_query, center = fusion_barrier(query_gradient(*call, query, key, value, output, kept.log_total, given, places))
     found = Gradients(d_query[..., : operands.query.shape[3]] if needs.query else None, None, None)

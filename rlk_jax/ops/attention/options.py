@@ -95,7 +95,8 @@ class Gradients(NamedTuple):
 @dataclass(frozen=True)
 class AttentionFunctions:
     """One implementation. `forward` gives the output `[B, T, H, F]` in query's dtype, and a tree of arrays `[B, ...]`
-    that `gradients` is given along with the output's upstream gradient.
+    that `gradients` is given along with the output's upstream gradient. In rows of the batch whose places are not good,
+    the output is NaN, and so is the gradient of what queries see there.
     """
 
     forward: Callable[[AttentionConfig, Operands], tuple[Array, Any]]

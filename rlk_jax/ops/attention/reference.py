@@ -40,7 +40,8 @@ def plain_attention(config: AttentionConfig, operands: Operands, weights_dtype: 
     total = exponentials.sum(axis=-1, keepdims=True)
     weights = exponentials / jnp.where(total == 0, 1, total)
     attended = jnp.einsum("btgrs,bsgf->btgrf", weights.astype(weights_dtype), value.astype(weights_dtype), **wide)
-    return attended.reshape(*operands.query.shape[:3], -1).astype(operands.query.dtype)
+    poison = jnp.where(operands.places.is_good, 1.0, jnp.nan)[:, None, None, None]
+    return (attended.reshape(*operands.query.shape[:3], -1) * poison).astype(operands.query.dtype)
 
 
 def differentiated_by_jax(attend: Callable[[AttentionConfig, Operands], Array]) -> AttentionFunctions:

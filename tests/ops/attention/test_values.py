@@ -85,23 +85,7 @@ def test_what_is_not_finite_reaches_the_queries_that_see_it_alone():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_places_that_do_not_fit_are_nan_rows(implementation):
-    case = Case()
-    query, key, value, _ = support.make(case, jnp.bfloat16)
-
-    @jax.jit
-    def call(start, padding, segment_starts):
-        options = {"implementation": implementation}
-        return (
-            attention(query, key, value, start=start, padding=padding, **options),
-            attention(query, key, value, start=start, segment_starts=segment_starts, **options),
-        )
-
-    descending = jnp.zeros((2, 21), int).at[1, 3].set(2)
-    padded, packed = call(0, jnp.array([41, 0]), descending)
-    assert jnp.isnan(padded[0]).all() and not jnp.isnan(padded[1]).any()
-    assert jnp.isnan(packed[1]).all() and not jnp.isnan(packed[0]).any()
-    for start in (-1, 20):
-        assert all(jnp.isnan(x).all() for x in call(start, jnp.array([0, 0]), descending))
+    support.check_places_that_do_not_fit(Case(), jnp.bfloat16, implementation)
 
 
 def test_no_queries_no_sequences():

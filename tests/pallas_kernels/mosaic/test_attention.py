@@ -67,6 +67,15 @@ def test_moved_and_decoded_beside_nan(spans):
         assert_same_bits(run(*decoded, kernel=kernel), expected[:, 130:131])
 
 
+@pytest.mark.parametrize("kernel", [kernels.attend, decoding.decode], ids=["attend", "decode"])
+def test_rows_whose_results_are_to_be_nan(kernel):
+    query, key, value = (jnp.concatenate([x[:, :1], x[:, 1:2]]) for x in made())
+    places = SequencePlaces(*(jnp.array(x, jnp.int32) for x in ([0], [[0], [0]], [[-1], [0]])))
+    output, log_total = kernel(AttentionShape(1.0, None, None, 2, False), MACHINE, query, key, value, places)
+    for x in (output, log_total[:, :, :1]):
+        assert jnp.isnan(x[0]).all() and not jnp.isnan(x[1]).any()
+
+
 def test_packed(spans):
     query, key, value = (x[:, :300] for x in made())
     starts = [[0] * 40 + [40] * 101 + [141] * 159]

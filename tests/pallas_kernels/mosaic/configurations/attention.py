@@ -20,7 +20,7 @@ SPILLS = {"forward": 100, "dQ": 40, "dK and dV": 160}
 """Bytes that a kernel may spill for heads of at most 128 columns: in blocks at the edge of what a query sees, or with a
 softcap. Registers hold two gradients beside the products in flight, and numbers of spans beside a sum.
 """
-WIDE_SPILLS = {"forward": 160, "dQ": 660, "dK and dV": 520}
+WIDE_SPILLS = {"forward": 160, "decode": 12, "dQ": 660, "dK and dV": 520}
 """Bytes that a kernel may spill for wider heads."""
 
 
