@@ -18,6 +18,7 @@ from jax import lax
 from benchmarks.linear_logp import log_softmax_at
 from rlk_jax import attention, det_gemm, linear_logp, nn
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
+from rlk_jax.grpo.model import Stream
 from rlk_jax.ops import promising
 
 Array = jax.Array
@@ -90,10 +91,9 @@ class Operations:
     """What a decoder computes with."""
 
     layers: Layers
-    """Whose rotary embedding, addition and SwiGLU it takes."""
+    """Whose norms, rotary embedding and SwiGLU it takes."""
     embed: Callable[[Array, Array], Array]
     dense: Callable[[Array, Array], Array]
-    norm: Callable[[Array, Array], Array]
     attend: Callable[[Array, Array, Array], Array]
     """Queries over the keys and values of whole sequences, causally."""
     attend_one: Callable[[Array, Array, Array, Array], Array]
@@ -106,11 +106,6 @@ class Operations:
     """
     logps: Callable[[Array, Array, Array], Array]
     """float32 log-probs of the tokens `[B, T]` that follow hidden states `[B, T, D]`, for training."""
-
-
-def _rms_norm(x: Array, scale: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
 def _fused_attention(query: Array, key: Array, value: Array) -> Array:
@@ -143,7 +138,6 @@ OPERATIONS = {
         STOCK,
         embed=lambda table, ids: jnp.take(table, ids, axis=0),
         dense=jnp.matmul,
-        norm=_rms_norm,
         attend=_fused_attention,
         attend_one=_attend_one,
         logits=lambda hidden, embedding: hidden @ embedding.T,
@@ -154,7 +148,6 @@ OPERATIONS = {
         INVARIANT,
         embed=nn.embed,
         dense=det_gemm,
-        norm=nn.rms_norm,
         attend=_invariant_attend,
         attend_one=_invariant_attend,
         logits=functools.partial(det_gemm, transpose_b=True, out_dtype=jnp.float32),
@@ -197,22 +190,28 @@ def unstacked[Tree: (LayerWeights, Cache)](stacked: Tree) -> tuple[Tree, ...]:
     return tuple(jax.tree.unflatten(tree, layer) for layer in zip(*arrays, strict=True))
 
 
+def _begun(operations: Operations, weights: Weights, tokens: Array) -> Stream:
+    """The stream of tokens `[B, T]` in front of the first layer."""
+    x = operations.embed(weights.embedding, tokens)
+    return Stream(x, jnp.zeros_like(x))
+
+
 def _layer(
     operations: Operations,
     sizes: DecoderSizes,
     weights: LayerWeights,
-    x: Array,
-    positions: Array,
+    stream: Stream,
+    rotation: nn.Rotation,
     attend: Callable[[Array, Array, Array], tuple[Array, Any]],
-) -> tuple[Array, Any]:
-    """Pre-norm attention and SwiGLU on x `[B, T, D]`, and what `attend` gives beside its output."""
-    kind, dense, split = operations.layers, operations.dense, (sizes.heads, sizes.heads + sizes.groups)
-    projected = dense(operations.norm(x, weights.attention_norm), weights.query_key_value)
-    query, key, value = jnp.split(projected.reshape(*x.shape[:2], -1, sizes.head_size), split, axis=2)
-    attended, kept = attend(kind.rotate(query, positions), kind.rotate(key, positions), value)
-    x = kind.add(x, dense(attended.reshape(*x.shape[:2], -1), weights.out))
-    gate, up = jnp.split(dense(operations.norm(x, weights.feed_forward_norm), weights.gate_up), 2, axis=-1)
-    return kind.add(x, dense(kind.swiglu(gate, up), weights.down)), kept
+) -> tuple[Stream, Any]:
+    """Pre-norm attention and SwiGLU on the stream, and what `attend` gives beside its output."""
+    kind, dense = operations.layers, operations.dense
+    x, normalized = kind.add_norm(*stream, weights.attention_norm, None)
+    projected = dense(normalized, weights.query_key_value)
+    attended, kept = attend(*kind.split_rotary(projected, rotation, sizes.heads, sizes.groups))
+    branch = dense(attended.reshape(*x.shape[:2], -1), weights.out)
+    x, normalized = kind.add_norm(x, branch, weights.feed_forward_norm, None)
+    return Stream(x, dense(kind.swiglu(dense(normalized, weights.gate_up)), weights.down)), kept
 
 
 def hidden_states(
@@ -222,16 +221,17 @@ def hidden_states(
     every layer.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    rotation = nn.rotation(positions, sizes.head_size)
 
     def attend(query: Array, key: Array, value: Array) -> tuple[Array, Cache]:
         return operations.attend(query, key, value), Cache(key, value)
 
-    def layer(x: Array, layer_weights: LayerWeights) -> tuple[Array, Cache]:
-        return _layer(operations, sizes, layer_weights, x, positions, attend)
+    def layer(stream: Stream, layer_weights: LayerWeights) -> tuple[Stream, Cache]:
+        return _layer(operations, sizes, layer_weights, stream, rotation, attend)
 
     step = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-    x, cache = lax.scan(step, operations.embed(weights.embedding, tokens), weights.layers)
-    return operations.norm(x, weights.norm), cache
+    stream, cache = lax.scan(step, _begun(operations, weights, tokens), weights.layers)
+    return operations.layers.add_norm(*stream, weights.norm, None)[1], cache
 
 
 OPTIMIZER = optax.adamw(_LEARNING_RATE)
@@ -266,7 +266,9 @@ def decode(
     """Greedy tokens of slots start + 1, …; the state is the token of slot `start` `[B]` and the layers' caches."""
 
     @jax.jit  # lowered once for all layers
-    def extended(weights: LayerWeights, x: Array, cache: Cache, slot: Array) -> tuple[Array, Cache]:
+    def extended(
+        weights: LayerWeights, stream: Stream, cache: Cache, slot: Array, rotation: nn.Rotation
+    ) -> tuple[Stream, Cache]:
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, Cache]:
             new = (key, value)
             keys, values = (
@@ -274,15 +276,16 @@ def decode(
             )
             return operations.attend_one(query, keys, values, slot), Cache(keys, values)
 
-        return _layer(operations, sizes, weights, x, jnp.full(x.shape[:2], slot), attend)
+        return _layer(operations, sizes, weights, stream, rotation, attend)
 
     def step(state: Any, slot: Array) -> tuple[Any, Rolled]:
         token, caches = state
-        x, new = operations.embed(weights.embedding, token)[:, None], []
+        stream, new = _begun(operations, weights, token[:, None]), []
+        rotation = nn.rotation(jnp.full(stream.x.shape[:2], slot), sizes.head_size)
         for layer_weights, cache in zip(weights.layers, caches, strict=True):
-            x, cache = extended(layer_weights, x, cache, slot)
+            stream, cache = extended(layer_weights, stream, cache, slot, rotation)
             new.append(cache)
-        hidden = operations.norm(x[:, 0], weights.norm)
+        hidden = operations.layers.add_norm(*stream, weights.norm, None)[1][:, 0]
         logits = operations.logits(hidden, weights.embedding)
         chosen = jnp.argmax(logits, axis=-1)
         logps = operations.chosen_logps(logits, chosen, hidden, weights.embedding)

@@ -172,11 +172,13 @@ def decode_phase(case: Case, rows: int) -> Phase:
     sizes, weights = case.sizes, for_decoding(rounded_weights(case.sizes))
     shape = (rows, case.slots, sizes.groups, sizes.head_size)
 
-    @jax.jit
+    @jax.jit  # for one layer: a program for all takes minutes to compile
+    def cache(key: jax.Array) -> decoder.Cache:
+        return decoder.Cache(*(jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(key)))
+
     def new() -> Any:
-        keys = jax.random.split(jax.random.key(1), (sizes.layers, 2))
-        caches = [decoder.Cache(*(jax.random.normal(key, shape, jnp.bfloat16) for key in pair)) for pair in keys]
-        return jnp.zeros(rows, jnp.int32), tuple(caches)
+        keys = jax.random.split(jax.random.key(1), sizes.layers)
+        return jnp.zeros(rows, jnp.int32), tuple(map(cache, keys))
 
     carried = Carried(new)
     # A step reads all weights, and the keys and values up to its own slot.

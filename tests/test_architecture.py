@@ -291,7 +291,7 @@ def test_a_name_means_one_thing():
     # The whole-array form of linear_logp is public under the same name, and so is the layer of attention.
     public = {
         "linear_logp": {"rlk_jax.ops.linear_logp.api", "rlk_jax.ops.linear_logp.sharding.vocab_parallel"},
-        "attention": {"rlk_jax.ops.attention.api", "rlk_jax.nn"},
+        "attention": {"rlk_jax.ops.attention.api", "rlk_jax.nn.layers"},
     }
     twice = {
         name: modules
@@ -353,7 +353,8 @@ PUBLIC = {
     "numerics_version ratio_kl vocab_parallel dispatch grpo",
     "rlk_jax.vocab_parallel": "linear_logp pad_lm_head shard_bounds",
     "rlk_jax.dispatch": "IMPLEMENTATIONS TABLE Decision Device Implementation explain numerics_version promising",
-    "rlk_jax.nn": "BLOCK DetDense LMHead attention det_dot_general embed isolated ordered_sum rms_norm rotary softmax",
+    "rlk_jax.nn": "BLOCK DetDense LMHead Rotation add_rms_norm attention det_dot_general embed isolated ordered_sum "
+    "rms_norm rotary rotation softmax split_rotary",
     "rlk_jax.grpo": "GrpoConfig LossOptions PolicyLoss expand_advantages group_advantages k1_kl k2_kl k3_kl "
     "loss_denominator masked_mean policy_loss",
     "rlk_jax.checker": "Sizes assert_op relative_norm tolerance",

@@ -122,7 +122,7 @@ def broken(*arguments):
 
 def test_invariance_smoke_and_layers_that_cannot_run(tmp_path, capsys, monkeypatch, compiled_quickly):
     kinds = {"stock": decoder.OPERATIONS["stock"]}
-    kinds["invariant"] = dataclasses.replace(kinds["stock"], norm=broken)
+    kinds["invariant"] = dataclasses.replace(kinds["stock"], dense=broken)
     monkeypatch.setattr(invariance, "OPERATIONS", kinds)
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert invariance.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from rlk_jax import nn
@@ -143,6 +144,44 @@ def test_layers_have_one_set_of_bits_inside_and_outside_jit(size):
     assert_same_bits(jax.jit(lambda x: gelu(x, approximate=False))(x), gelu(x, approximate=False))
 
 
+def test_add_rms_norm_is_the_sum_and_its_norm():
+    """In bits, inside and outside jit; and its gradient is that of the two."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, scale = jax.random.normal(keys[0], (2, 5, 24)), jax.random.normal(keys[1], (24,))
+    added = jax.random.normal(keys[2], x.shape, jnp.bfloat16)
+
+    def apart(x, added, scale):
+        total = nn.isolated(jnp.add)(x, added)
+        return total, nn.rms_norm(total, scale, dtype=jnp.bfloat16)
+
+    def together(x, added, scale):
+        return nn.add_rms_norm(x, added, scale, dtype=jnp.bfloat16)
+
+    expected, pull_back = jax.vjp(apart, x, added, scale)
+    found, pull_back_found = jax.vjp(together, x, added, scale)
+    for result in (found, jax.jit(together)(x, added, scale), jax.vmap(together, (0, 0, None))(x, added, scale)):
+        assert_same_bits(result, expected)
+    upstream = tuple(jax.random.normal(key, x.shape, y.dtype) for key, y in zip(keys, expected, strict=False))
+    for a, e in zip(pull_back_found(upstream), pull_back(upstream), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(e, np.float32), rtol=2e-2, atol=1e-5)
+    no_rows = nn.add_rms_norm(x[:0], added[:0], scale, dtype=jnp.bfloat16)
+    assert [(y.shape, y.dtype) for y in no_rows] == [((0, 5, 24), jnp.float32), ((0, 5, 24), jnp.bfloat16)]
+
+
+@pytest.mark.parametrize("in_jit", [False, True])
+def test_split_rotary_is_rotary_of_each_part(in_jit):
+    heads, groups, size = 4, 2, 6
+    projected = jax.random.normal(jax.random.key(0), (2, 9, (heads + 2 * groups) * size), jnp.bfloat16)
+    positions = jnp.arange(9)[None] + jnp.array([[0], [70]])
+
+    def split(projected, positions):
+        return nn.split_rotary(projected, nn.rotation(positions, size, base=500.0), heads, groups)
+
+    query, key, value = jnp.split(projected.reshape(2, 9, -1, size), (heads, heads + groups), axis=2)
+    expected = nn.rotary(query, positions, base=500.0), nn.rotary(key, positions, base=500.0), value
+    assert_same_bits((jax.jit(split) if in_jit else split)(projected, positions), expected)
+
+
 @helpers.cover("length", [(3,), (64,), (200,)], lambda length: length == 200)  # several blocks, the last one short
 def test_ordered_sum_takes_no_part_in_what_surrounds_it(length):
     y, z = (jax.random.normal(jax.random.key(i), (50, length)) for i in range(2))
@@ -218,6 +257,20 @@ ROW = jnp.ones((2, 4))
         (lambda: nn.rms_norm(jnp.ones((2, 4), int), ROW[0]), "rms_norm needs floats [*lead, size], got int32"),
         (lambda: nn.rms_norm(ROW, jnp.ones(1)), "rms_norm needs a scale of shape (4,), got (1,)."),
         (lambda: nn.rms_norm(ROW, ROW), "rms_norm needs a scale of shape (4,), got (2, 4)."),
+        (lambda: nn.add_rms_norm(ROW, ROW, jnp.ones(1)), "add_rms_norm needs a scale of shape (4,), got (1,)."),
+        (
+            lambda: nn.add_rms_norm(ROW, ROW[0], ROW[0]),
+            "add_rms_norm needs floats of shape (2, 4) to add, got float32 of shape (4,).",
+        ),
+        (
+            lambda: nn.rotation(jnp.zeros((2, 3), int), 5),
+            "rotation needs integer positions [B, T] and an even size, got int32 of shape (2, 3) and 5.",
+        ),
+        (
+            lambda: nn.split_rotary(jnp.ones((2, 3, 24)), nn.rotation(jnp.zeros((2, 3), int), 4), 3, 2),
+            "split_rotary needs projected [B, T, (heads + 2·groups)·E] and a rotation of [B, T, E/2], got shape "
+            "(2, 3, 24), a rotation of (2, 3, 2), 3 heads and 2 groups.",
+        ),
         (lambda: nn.ordered_sum(jnp.float32(1)), "ordered_sum needs floats [*lead, size], got float32 of shape ()."),
         (lambda: nn.softmax(jnp.ones(4, int)), "softmax needs floats [*lead, size], got int32 of shape (4,)."),
         (
@@ -313,7 +366,7 @@ def test_a_sum_of_rows_has_its_bits_whatever_others_there_are():
 def adds_up(request, monkeypatch):
     """Both ways in which a gradient of embed is added up; in programs of their own."""
     if request.param == "as on GPUs":
-        monkeypatch.setattr(nn.lax, "platform_dependent", lambda *x, default, **others: default(*x))
+        monkeypatch.setattr(lax, "platform_dependent", lambda *x, default, **others: default(*x))
 
 
 def lookup_gradient(lookup, table, ids):

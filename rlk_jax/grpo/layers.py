@@ -2,7 +2,6 @@
 those of `rlk_jax.nn`, whose bits do not.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from rlk_jax import nn
 
@@ -42,24 +41,36 @@ class Layers:
 
     dtype: DTypeLike
     dense: type[nnx.Linear]
-    norm: type[nnx.RMSNorm]
-    rotate: Callable[[Array, Array], Array]
-    """x `[B, T, H, E]` at positions `[B, T]`: each pair (x_i, x_{i+E/2}) turned by position · base^(−2i/E)."""
+    add_norm: Callable[[Array, Array, Array, DTypeLike | None], tuple[Array, Array]]
+    """The sum of two arrays `[*lead, D]`, and its RMSNorm by a scale `[D]`, in a dtype; None stands for the sum's."""
+    split_rotary: Callable[[Array, nn.Rotation, int, int], tuple[Array, Array, Array]]
+    """Query, key and value out of one projection `[B, T, (heads + 2·groups)·E]`; query and key have a rotary embedding.
+    """
     attend: Callable[[Array, Array, Array, Slots], Array]
     """Queries `[B, T, H, E]` over keys and values `[B, S, H, E]` of a KV cache, causally."""
-    add: Callable[[Array, Array], Array]
-    swiglu: Callable[[Array, Array], Array]
-    """`silu(gate) · up` (Shazeer, arXiv 2002.05202)."""
+    swiglu: Callable[[Array], Array]
+    """`silu(gate) · up` of both side by side (Shazeer, arXiv 2002.05202)."""
 
 
-def _rotate(x: Float[Array, "B T H E"], positions: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
-    """The rotary embedding of RoFormer (arXiv 2104.09864)."""
-    half = x.shape[-1] // 2
-    frequencies = ROTARY_BASE ** (-jnp.arange(half) / half)
-    angles = (positions[..., None] * frequencies)[:, :, None, :]
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+def _add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+    total = x + added
+    wide = total.astype(jnp.float32)
+    normalized = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale
+    return total, normalized.astype(dtype or total.dtype)
+
+
+def _split_rotary(projected: Array, rotation: nn.Rotation, heads: int, groups: int) -> tuple[Array, Array, Array]:
+    """With the rotary embedding of RoFormer (arXiv 2104.09864)."""
+    half = rotation.cos.shape[-1]
+    by_head = projected.reshape(*projected.shape[:2], -1, 2 * half)
+    query, key, value = jnp.split(by_head, (heads, heads + groups), axis=2)
+    cos, sin = (x[:, :, None, :].astype(projected.dtype) for x in rotation)
+
+    def turned(x: Array) -> Array:
+        first, second = x[..., :half], x[..., half:]
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    return turned(query), turned(key), value
 
 
 def _attend(query: Array, keys: Array, values: Array, slots: Slots) -> Array:
@@ -72,25 +83,30 @@ def _invariant_attend(query: Array, keys: Array, values: Array, slots: Slots) ->
     return nn.attention(query, keys, values, start=slots.start, padding=slots.padding)
 
 
-def _swiglu(gate: Array, up: Array) -> Array:
+def _swiglu(gate_up: Array) -> Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
-class _InvariantNorm(nnx.RMSNorm):
-    def __call__(self, x: Float[Array, "*lead D"], mask: Array | None = None) -> Float[Array, "*lead D"]:
-        assert self.scale is not None  # nnx.RMSNorm has a scale by default.
-        return nn.rms_norm(x, self.scale[...])
+def _invariant_add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+    return nn.add_rms_norm(x, added, scale, dtype=dtype)
 
 
-STOCK = Layers(jnp.float32, nnx.Linear, nnx.RMSNorm, _rotate, _attend, jnp.add, _swiglu)
+STOCK = Layers(
+    dtype=jnp.float32,
+    dense=nnx.Linear,
+    add_norm=_add_norm,
+    split_rotary=_split_rotary,
+    attend=_attend,
+    swiglu=_swiglu,
+)
 INVARIANT = Layers(
-    jnp.bfloat16,
-    nn.DetDense,
-    _InvariantNorm,
-    functools.partial(nn.rotary, base=ROTARY_BASE),
-    _invariant_attend,
-    nn.isolated(jnp.add),
-    nn.isolated(_swiglu),
+    dtype=jnp.bfloat16,
+    dense=nn.DetDense,
+    add_norm=_invariant_add_norm,
+    split_rotary=nn.split_rotary,
+    attend=_invariant_attend,
+    swiglu=nn.isolated(_swiglu),
 )
 """A token has the same bits in any batch, with any padding, and when it is decoded through the KV cache. The dtype is
 bfloat16 because det_gemm takes 16-bit operands only.

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rlk_jax import nn
-from rlk_jax.grpo.layers import STOCK, Layers, Slots
+from rlk_jax.grpo.layers import ROTARY_BASE, STOCK, Layers, Slots
 
 
 class LayerCache(NamedTuple):
@@ -22,6 +22,13 @@ class LayerCache(NamedTuple):
 Cache = tuple[LayerCache, ...]
 
 
+class _Places(NamedTuple):
+    """Where the tokens of a call stand, and what their queries and keys are turned by: the same for all layers."""
+
+    slots: Slots
+    rotation: nn.Rotation
+
+
 class Attention(nnx.Module):
     """Causal multi-head attention over the slots of a KV cache."""
 
@@ -30,17 +37,14 @@ class Attention(nnx.Module):
         self.query_key_value = kind.dense(width, 3 * width, use_bias=False, dtype=kind.dtype, rngs=rngs)
         self.out = kind.dense(width, width, use_bias=False, dtype=kind.dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], slots: Slots, cache: LayerCache) -> tuple[Array, LayerCache]:
-        batch, length, width = x.shape
-        positions = slots.positions(length)
-        projected = self.query_key_value(x).reshape(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = projected[:, :, 0], projected[:, :, 1], projected[:, :, 2]
+    def __call__(self, x: Float[Array, "B T D"], places: _Places, cache: LayerCache) -> tuple[Array, LayerCache]:
+        query, *new = self.kind.split_rotary(self.query_key_value(x), places.rotation, self.heads, self.heads)
+        start = places.slots.start
         cache = LayerCache(
-            jax.lax.dynamic_update_slice_in_dim(cache.keys, self.kind.rotate(key, positions), slots.start, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(cache.values, value, slots.start, axis=1),
+            *(jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=1) for c, n in zip(cache, new, strict=True))
         )
-        attended = self.kind.attend(self.kind.rotate(query, positions), cache.keys, cache.values, slots)
-        return self.out(attended.reshape(batch, length, width)), cache
+        attended = self.kind.attend(query, *cache, places.slots)
+        return self.out(attended.reshape(x.shape)), cache
 
 
 class SwiGLU(nnx.Module):
@@ -52,11 +56,24 @@ class SwiGLU(nnx.Module):
         self.down = kind.dense(inner, width, use_bias=False, dtype=kind.dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(self.kind.swiglu(gate, up))
+        return self.down(self.kind.swiglu(self.gate_up(x)))
 
 
 _FEED_FORWARD = 3  # The feed-forward layer is so many times as wide as the model.
+
+
+class Scale(nnx.Module):
+    """The scale of an RMSNorm."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (width,), jnp.float32))
+
+
+class Stream(NamedTuple):
+    """The residual stream between two blocks: what it was, and what the last branch gave, which the next norm adds."""
+
+    x: Float[Array, "B T D"]
+    branch: Float[Array, "B T D"]
 
 
 class DecoderBlock(nnx.Module):
@@ -64,23 +81,25 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, width: int, heads: int, kind: Layers, *, rngs: nnx.Rngs):
         self.kind = kind
-        self.attention_norm = kind.norm(width, rngs=rngs)
+        self.attention_norm = Scale(width, rngs=rngs)
         self.attention = Attention(width, heads, kind, rngs=rngs)
-        self.feed_forward_norm = kind.norm(width, rngs=rngs)
+        self.feed_forward_norm = Scale(width, rngs=rngs)
         self.feed_forward = SwiGLU(width, kind, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], slots: Slots, cache: LayerCache) -> tuple[Array, LayerCache]:
-        attended, cache = self.attention(self.attention_norm(x), slots, cache)
-        x = self.kind.add(x, attended)
-        return self.kind.add(x, self.feed_forward(self.feed_forward_norm(x))), cache
+    def __call__(self, stream: Stream, places: _Places, cache: LayerCache) -> tuple[Stream, LayerCache]:
+        kind = self.kind
+        x, normalized = kind.add_norm(*stream, self.attention_norm.scale[...], kind.dtype)
+        attended, cache = self.attention(normalized, places, cache)
+        x, normalized = kind.add_norm(x, attended, self.feed_forward_norm.scale[...], kind.dtype)
+        return Stream(x, self.feed_forward(normalized)), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _extend_layer(
-    block: nnx.GraphDef[DecoderBlock], parameters: nnx.State, x: Array, slots: Slots, cache: LayerCache
-) -> tuple[Array, LayerCache]:
+    block: nnx.GraphDef[DecoderBlock], parameters: nnx.State, stream: Stream, places: _Places, cache: LayerCache
+) -> tuple[Stream, LayerCache]:
     """What a block gives. All blocks of a decoder have one graph, so that one function is lowered for all of them."""
-    return nnx.merge(block, parameters)(x, slots, cache)
+    return nnx.merge(block, parameters)(stream, places, cache)
 
 
 class Decoder(nnx.Module):
@@ -89,10 +108,10 @@ class Decoder(nnx.Module):
     def __init__(
         self, vocab_size: int, width: int, layers: int, heads: int, *, kind: Layers = STOCK, rngs: nnx.Rngs
     ) -> None:
-        self.cache_shape, self.cache_dtype = (heads, width // heads), kind.dtype
+        self.kind, self.cache_shape = kind, (heads, width // heads)
         self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
         self.blocks = nnx.List([DecoderBlock(width, heads, kind, rngs=rngs) for _ in range(layers)])
-        self.norm = kind.norm(width, rngs=rngs)
+        self.norm = Scale(width, rngs=rngs)
         # Logits are returned in float32, as log-probs are, whatever dtype they are computed in.
         self.lm_head = kind.dense(
             width, vocab_size, use_bias=False, dtype=kind.dtype, preferred_element_type=jnp.float32, rngs=rngs
@@ -118,12 +137,15 @@ class Decoder(nnx.Module):
         the cache with these tokens added.
         """
         slots, x, extended = Slots(start, padding), nn.embed(self.embed.embedding[...], tokens), []
+        stream = Stream(x, jnp.zeros_like(x, self.kind.dtype))
+        positions, size = slots.positions(tokens.shape[1]), self.cache_shape[1]
+        places = _Places(slots, nn.rotation(positions, size, base=ROTARY_BASE))
         for block, layer_cache in zip(self.blocks, cache, strict=True):
-            x, layer_cache = _extend_layer(*nnx.split(block), x, slots, layer_cache)
+            stream, layer_cache = _extend_layer(*nnx.split(block), stream, places, layer_cache)
             extended.append(layer_cache)
-        return self.norm(x), tuple(extended)
+        return self.kind.add_norm(*stream, self.norm.scale[...], None)[1], tuple(extended)
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A KV cache for `slots` tokens per row."""
-        zeros = jnp.zeros((batch, slots, *self.cache_shape), self.cache_dtype)
+        zeros = jnp.zeros((batch, slots, *self.cache_shape), self.kind.dtype)
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)

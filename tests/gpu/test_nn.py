@@ -35,3 +35,8 @@ def test_rms_norm_by_its_kernel(columns, dtype):
     assert_same_bits(nn.rms_norm(x[1, 5], scale), found[1, 5])
     assert_same_bits(nn.rms_norm(x[:, 7:9], scale), found[:, 7:9])
     assert_same_bits(jax.vmap(lambda x: nn.rms_norm(x, scale))(x), found)
+    added = jax.random.normal(keys[1], x.shape, jnp.bfloat16)
+    total, normalized = nn.add_rms_norm(x, added, scale, dtype=jnp.bfloat16)
+    assert_same_bits(total, jax.jit(nn.isolated(jnp.add))(x, added))
+    assert_same_bits(normalized, nn.rms_norm(total, scale, dtype=jnp.bfloat16))
+    assert_same_bits(nn.add_rms_norm(x[1, 5], added[1, 5], scale, dtype=jnp.bfloat16), (total[1, 5], normalized[1, 5]))
