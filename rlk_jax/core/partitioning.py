@@ -24,9 +24,10 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once
+from rlk_jax.core.transforms import with_new_type
 
 Rule = Callable[[Any], str]
 """From the results as ShapeDtypeStructs, Shardy's sharding rule of all arrays in arguments and results."""
@@ -87,7 +88,22 @@ def _with_named_axes(partition: Partition, mesh: Mesh, arguments: Any, results: 
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(candidate, spec or PartitionSpec()))
         for x, spec in zip(leaves, specs, strict=True)
     )
-    return partition(candidate, jax.tree.unflatten(tree, named), results)
+    chosen, of_device, *shardings = partition(candidate, jax.tree.unflatten(tree, named), results)
+    return chosen, _under_no_mesh(of_device), *shardings
+
+
+def _under_no_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of one device's arrays, traced under no mesh.
+
+    XLA may call back while the mesh of the whole program is set (`jax.set_mesh`). JAX then writes the Explicit axes of
+    that mesh into the types of values, and XLA cannot read the program that is lowered from them.
+    """
+
+    def apart(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return function(*jax.tree.map(with_new_type, arguments))
+
+    return apart
 
 
 def _of_prime_axes(mesh: Mesh) -> Mesh:

@@ -90,9 +90,16 @@ def varying_like[Tree](tree: Tree, like: jax.Array) -> Tree:
     return equally_varying((tree, like))[0]
 
 
-_as_replicated = Primitive("as_replicated")
-_as_replicated.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
-mlir.register_lowering(_as_replicated, lambda context, x: [x])
+_with_new_type = Primitive("with_new_type")
+_with_new_type.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(_with_new_type, lambda context, x: [x])
+
+
+def with_new_type(x: jax.Array) -> jax.Array:
+    """x with the type of a new array of its shape: of what varies over no mesh axis, and lies over the mesh that is set
+    here, if any.
+    """
+    return _with_new_type.bind(x)
 
 
 def as_replicated[Tree](tree: Tree) -> Tree:
@@ -101,7 +108,7 @@ def as_replicated[Tree](tree: Tree) -> Tree:
     Pallas kernels that write references need this: references may not vary, and JAX refuses to mix them with values
     that do. The results must be given their axes back (`varying_like`) before JAX may see them.
     """
-    return jax.tree.map(lambda x: _as_replicated.bind(x) if varying_axes(x) else x, tree)
+    return jax.tree.map(lambda x: with_new_type(x) if varying_axes(x) else x, tree)
 
 
 def fusion_barrier[Tree](tree: Tree) -> Tree:

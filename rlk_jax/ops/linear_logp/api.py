@@ -10,7 +10,7 @@ from rlk_jax.core.dispatch import CallFacts
 from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
-from rlk_jax.ops.linear_logp.checks import check_call, head_inputs, no_axis_options, no_mixed_mesh
+from rlk_jax.ops.linear_logp.checks import check_call, head_inputs, no_axis_options
 from rlk_jax.ops.linear_logp.options import HeadOptions, LowRank, Reduction, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agree
 from rlk_jax.ops.linear_logp.sharding.vocab_parallel import over_explicit_axes
@@ -146,11 +146,9 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     if any(map(explicit_spec, inputs)):
         no_axis_options(options, vocab_start_index)
         return over_explicit_axes(inputs, options)
-    if axis_name is None:
-        no_mixed_mesh()
-        if (mesh := mesh_of_processes(inputs)) is not None:
-            agree(mesh, inputs, options)
-            options = replace(options, validate=False)
+    if axis_name is None and (mesh := mesh_of_processes(inputs)) is not None:
+        agree(mesh, inputs, options)
+        options = replace(options, validate=False)
     return on_device(inputs, options, vocab_start_index)
 
 

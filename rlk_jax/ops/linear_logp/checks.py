@@ -10,7 +10,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from rlk_jax.core.checks import (
     as_array,
@@ -263,22 +263,6 @@ def check_outside_shard_map(what: str, mesh: Any) -> None:
     require(
         not jax.sharding.get_abstract_mesh().manual_axes,
         f"{what} is for whole arrays: inside jax.shard_map call rlk_jax.linear_logp(..., axis_name=...).",
-    )
-
-
-def no_mixed_mesh() -> None:
-    """The mesh that `jax.set_mesh` set mixes no Explicit with Auto axes: XLA cannot partition a bare call there."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in mesh.axis_types:
-        no_auto_axes(mesh)
-
-
-def no_auto_axes(mesh: Mesh | AbstractMesh) -> None:
-    """No axis of the mesh is Auto: bare calls read from types how arrays lie, and types say nothing about Auto axes."""
-    require(
-        AxisType.Auto not in mesh.axis_types,
-        f"a bare linear_logp needs mesh axes that are all Explicit or all Auto, got {dict(mesh.shape)} of types "
-        f"{mesh.axis_types}: call rlk_jax.vocab_parallel.linear_logp.",
     )
 
 

@@ -69,7 +69,7 @@ def require_same(texts: Sequence[str]) -> None:
         raise ValueError("the processes call linear_logp differently: " + " | ".join(sorted(set(texts))))
 
 
-def agree(mesh: Mesh, inputs: HeadInputs, options: HeadOptions) -> None:
+def agree(mesh: Mesh | AbstractMesh, inputs: HeadInputs, options: HeadOptions) -> None:
     """The checks of bare linear_logp on arrays that several processes share, agreed on by all of them."""
 
     def chosen(inputs: HeadInputs, config: HeadConfig) -> str:

@@ -23,10 +23,9 @@ from rlk_jax.ops.linear_logp.checks import (
     check_mesh_axes,
     check_outside_shard_map,
     head_inputs,
-    no_auto_axes,
 )
 from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, LowRank, WeightLayout
-from rlk_jax.ops.linear_logp.sharding.agreement import agreed_on_mesh, mesh_of_array
+from rlk_jax.ops.linear_logp.sharding.agreement import agree, agreed_on_mesh, mesh_of_array
 from rlk_jax.ops.linear_logp.sharding.partition import HeadLayout, head_layout
 from rlk_jax.ops.linear_logp.sharding.shard import shard_width
 
@@ -151,8 +150,9 @@ def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | Line
     """Bare linear_logp on arrays that lie over Explicit mesh axes, as their types say."""
     mesh = next(mesh_of_array(x) for x in inputs if explicit_spec(x) is not None)
     check_outside_shard_map("linear_logp over Explicit mesh axes", mesh)
-    no_auto_axes(mesh)
     given = explicit_spec(inputs.target_ids) or PartitionSpec(*(explicit_spec(inputs.hidden) or ())[:-1])
+    if AxisType.Auto in mesh.axis_types:
+        return _over_mixed_axes(mesh, given, inputs, options)
 
     def layout(inputs: HeadInputs, config: HeadConfig) -> _CallLayout:
         spec = explicit_spec(inputs.lm_head_weight) or PartitionSpec()
@@ -162,6 +162,21 @@ def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | Line
 
     values = _logp_of_mesh(mesh, layout, inputs, options)
     return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, given)), values)
+
+
+def _over_mixed_axes(
+    mesh: Mesh | AbstractMesh, given: PartitionSpec, inputs: HeadInputs, options: HeadOptions
+) -> Array | LinearLogp:
+    """The same on a mesh that has Auto axes too: XLA, which alone knows how arrays lie over those, partitions."""
+    agree(mesh, inputs, options)
+    # Values were read before the program runs, or not at all: inside it they are tracers.
+    static = replace(options, validate=None)
+    explicit = [x for x, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+
+    def bare(inputs: HeadInputs) -> Array | LinearLogp:
+        return on_device(inputs, static)
+
+    return jax.sharding.auto_axes(bare, axes=tuple(explicit), out_sharding=NamedSharding(mesh, given))(inputs)
 
 
 def _logp_of_mesh(

@@ -540,18 +540,6 @@ def test_options_of_a_shard_are_refused_over_explicit_axes():
             linear_logp(jnp.ones((2, 8)), weight, jnp.zeros(2, int), **option)
 
 
-def test_meshes_of_both_kinds_of_axes_name_vocab_parallel():
-    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
-    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=kinds, devices=jax.devices("cpu"))
-    hidden = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
-    message = r"all Explicit or all Auto.*call rlk_jax.vocab_parallel.linear_logp"
-    with pytest.raises(ValueError, match=message):
-        linear_logp(hidden, jnp.ones((64, 8)), jnp.zeros(4, int))
-    over_auto = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, P("tp")))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
-        jax.jit(linear_logp)(jnp.ones((4, 8)), over_auto, jnp.zeros(4, int))
-
-
 # In `make test`, test_transformations has a head over an Explicit axis. That axis beside an Auto one of the tokens is
 # left to `make test-full` alone; "EA" has them the other way round.
 @pytest.mark.parametrize("kinds", ["EA", pytest.param("AE", marks=pytest.mark.full)])
