@@ -184,6 +184,8 @@ def test_split_rotary_is_rotary_of_each_part(in_jit):
     query, key, value = jnp.split(projected.reshape(2, 9, -1, size), (heads, heads + groups), axis=2)
     expected = nn.rotary(query, positions, base=500.0), nn.rotary(key, positions, base=500.0), value
     assert_same_bits((jax.jit(split) if in_jit else split)(projected, positions), expected)
+    nothing = split(projected[:, :0], positions[:, :0])
+    assert [x.shape for x in nothing] == [(2, 0, heads, size), (2, 0, groups, size), (2, 0, groups, size)]
 
 
 @helpers.cover("length", [(3,), (64,), (200,)], lambda length: length == 200)  # several blocks, the last one short
@@ -274,6 +276,10 @@ ROW = jnp.ones((2, 4))
             lambda: nn.split_rotary(jnp.ones((2, 3, 24)), nn.rotation(jnp.zeros((2, 3), int), 4), 3, 2),
             "split_rotary needs projected [B, T, (heads + 2·groups)·E] and a rotation of [B, T, E/2], got shape "
             "(2, 3, 24), a rotation of (2, 3, 2), 3 heads and 2 groups.",
+        ),
+        (
+            lambda: nn.split_rotary(jnp.ones((2, 3, 12)), nn.rotation(jnp.zeros((2, 3), int), 4), 5, -1),
+            "(2, 3, 12), a rotation of (2, 3, 2), 5 heads and -1 groups.",
         ),
         (lambda: nn.ordered_sum(jnp.float32(1)), "ordered_sum needs floats [*lead, size], got float32 of shape ()."),
         (lambda: nn.softmax(jnp.ones(4, int)), "softmax needs floats [*lead, size], got int32 of shape (4,)."),

@@ -57,7 +57,7 @@ def split_rotary(
     """
     _check_split(projected, rotation, heads, groups)
     size = 2 * rotation.cos.shape[-1]
-    by_head = projected.reshape(*projected.shape[:2], -1, size)
+    by_head = projected.reshape(*projected.shape[:2], heads + 2 * groups, size)
     query, key, value = jnp.split(by_head, (heads, heads + groups), axis=2)
     return _turned(query, rotation), _turned(key, rotation), value
 
@@ -97,7 +97,9 @@ def _check_split(projected: Any, rotation: Rotation, heads: int, groups: int) ->
     check_floats_of_a_row("split_rotary", projected)
     half = rotation.cos.shape[-1]
     require(
-        projected.ndim == 3
+        heads >= 1
+        and groups >= 1
+        and projected.ndim == 3
         and rotation.cos.shape == rotation.sin.shape == (*projected.shape[:2], half)
         and projected.shape[2] == (heads + 2 * groups) * 2 * half,
         f"split_rotary needs projected [B, T, (heads + 2·groups)·E] and a rotation of [B, T, E/2], got shape "

@@ -168,9 +168,9 @@ def _over_mixed_axes(
     mesh: Mesh | AbstractMesh, given: PartitionSpec, inputs: HeadInputs, options: HeadOptions
 ) -> Array | LinearLogp:
     """The same on a mesh that has Auto axes too: XLA, which alone knows how arrays lie over those, partitions."""
+    # This reads the values, or hands them to checkify, as far as `validate` asks for it.
     agree(mesh, inputs, options)
-    # Values were read before the program runs, or not at all: inside it they are tracers.
-    static = replace(options, validate=None)
+    static = replace(options, validate=False)
     explicit = [x for x, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
 
     def bare(inputs: HeadInputs) -> Array | LinearLogp:

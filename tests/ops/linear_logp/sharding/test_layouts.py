@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -201,6 +202,23 @@ def test_meshes_of_both_kinds_of_axes(kinds, is_set):
         assert jax.typeof(call(hidden, weight, ids)).sharding.spec == P("data" if kinds == "EA" else None, None)
         gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", call.lower(hidden, weight, ids).compile().as_text())
         assert all(np.prod([int(n) for n in shape.split(",") if n]) < V * D for shape in gathered)
+
+
+@pytest.mark.parametrize("in_jit", [False, True])
+def test_bad_ids_on_a_mesh_of_both_kinds_of_axes(in_jit):
+    """They raise outside jit, are reported to checkify under it, and are NaN where nobody looks."""
+    mesh = mesh_named("2 x 4", "EA")
+    weight, hidden, ids = lying_over(mesh, P("tp"), P("data"))
+    ids = put(np.asarray(ids).copy() + V * (np.arange(T) == 2), mesh, P("data"))
+    unread = functools.partial(linear_logp, validate=False)
+    found = (jax.jit(unread) if in_jit else unread)(hidden, weight, ids)
+    np.testing.assert_array_equal(jnp.isnan(found), np.broadcast_to(np.arange(T) == 2, (B, T)))
+    if in_jit:
+        error, _ = checkify.checkify(jax.jit(linear_logp))(hidden, weight, ids)
+        assert "target_ids out of range" in str(error.get())
+    else:
+        with pytest.raises(ValueError, match="target_ids out of range"):
+            linear_logp(hidden, weight, ids)
 
 
 def test_tokens_that_do_not_divide_are_said_once(caplog, compiled_anew):
