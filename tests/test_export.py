@@ -8,6 +8,7 @@ import pytest
 from jax.experimental import checkify
 
 import rlk_jax
+from rlk_jax import nn
 from rlk_jax.ops import OPS
 from tests.support import exported, helpers
 
@@ -31,7 +32,9 @@ def test_same_bits_in_another_process(op, name, loaded):
     assert loaded[f"{op}-{name}"] == CALLS[op].hashes(name)
 
 
-PUBLIC_TUPLES = [x for x in vars(rlk_jax).values() if isinstance(x, type) and issubclass(x, tuple)]
+PUBLIC_TUPLES = [
+    x for module in (rlk_jax, nn) for x in vars(module).values() if isinstance(x, type) and issubclass(x, tuple)
+]
 
 
 @pytest.mark.parametrize("kind", [*PUBLIC_TUPLES, rlk_jax.grpo.PolicyLoss], ids=lambda kind: kind.__name__)

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-_THREADS = 128
+from pallas_kernels.hopper.tiles import THREADS
+from pallas_kernels.products import padded
+
 _MOST_COLUMNS = 8192
 """A thread then holds 64 numbers of its row."""
 _PIECE_BYTES, _MOST_PIECES = 16, 256
@@ -29,7 +31,7 @@ class RowTile:
 def row_tile(columns: int) -> RowTile:
     """The tile of rows of so many columns."""
     piece = next(width for width in (128, 64, 32, 16, 8, 4, 2, 1) if columns % width == 0)
-    return RowTile(-(-columns // _THREADS) * _THREADS // piece, piece)
+    return RowTile(padded(columns, THREADS) // piece, piece)
 
 
 def takes_rows(columns: int, itemsize: int) -> bool:

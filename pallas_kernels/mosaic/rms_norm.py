@@ -9,11 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.rms_norm import block_rows, row_tile
-from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.hopper.tiles import THREADS, Machine
 
 Array = jax.Array
 Ref = Any
-_THREADS = 128
 
 
 def rms_norm(terms: tuple[Array, ...], scale: Array, epsilon: float, dtype: Any, machine: Machine) -> tuple[Array, ...]:
@@ -28,7 +27,7 @@ def rms_norm(terms: tuple[Array, ...], scale: Array, epsilon: float, dtype: Any,
     own_pieces = columns // tile.columns
     row_bytes = tile.size * sum(x.itemsize for x in (*dtypes, *(term.dtype for term in terms)))
     rows = block_rows(count, row_bytes, machine.sm_count)
-    width = next(width for width in (8, 4, 2, 1) if tile.size % (_THREADS * width) == 0)
+    width = next(width for width in (8, 4, 2, 1) if tile.size % (THREADS * width) == 0)
     layout = plgpu.Layout.WG_STRIDED((tile.pieces, tile.columns), vec_size=width)
 
     def values(smem: Ref) -> Array:

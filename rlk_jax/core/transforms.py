@@ -96,8 +96,8 @@ mlir.register_lowering(_with_new_type, lambda context, x: [x])
 
 
 def with_new_type(x: jax.Array) -> jax.Array:
-    """x with the type of a new array of its shape: of what varies over no mesh axis, and lies over the mesh that is set
-    here, if any.
+    """x under the type that a new array of its shape and dtype has where this is called: it varies over no mesh axis,
+    and its mesh is the one that is set, if any.
     """
     return _with_new_type.bind(x)
 

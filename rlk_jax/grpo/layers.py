@@ -52,7 +52,7 @@ class Layers:
     """`silu(gate) · up` of both side by side (Shazeer, arXiv 2002.05202)."""
 
 
-def _add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+def _add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None) -> tuple[Array, Array]:
     total = x + added
     wide = total.astype(jnp.float32)
     normalized = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale
@@ -60,7 +60,7 @@ def _add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None = No
 
 
 def _split_rotary(projected: Array, rotation: nn.Rotation, heads: int, groups: int) -> tuple[Array, Array, Array]:
-    """With the rotary embedding of RoFormer (arXiv 2104.09864)."""
+    """Query and key get the rotary embedding of RoFormer (arXiv 2104.09864)."""
     half = rotation.cos.shape[-1]
     by_head = projected.reshape(*projected.shape[:2], -1, 2 * half)
     query, key, value = jnp.split(by_head, (heads, heads + groups), axis=2)
@@ -88,7 +88,7 @@ def _swiglu(gate_up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def _invariant_add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None = None) -> tuple[Array, Array]:
+def _invariant_add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None) -> tuple[Array, Array]:
     return nn.add_rms_norm(x, added, scale, dtype=dtype)
 
 

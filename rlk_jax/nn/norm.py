@@ -59,7 +59,7 @@ def add_rms_norm(
 
 
 class _Options(NamedTuple):
-    """epsilon, and the dtype of what is normalized; None for that of the sum."""
+    """What a norm adds to the mean of squares, and the dtype that it returns; None stands for that of the sum."""
 
     epsilon: float
     dtype: DTypeLike | None
@@ -83,7 +83,9 @@ def _of_rows(options: _Options, terms: _Terms, scale: Array) -> _Terms:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rms_norm(normalize: _Normalize, options: _Options, terms: _Terms, scale: Array) -> _Terms:
-    """Under vmap, the batch is folded into the rows."""
+    """The terms' sum normalized by `normalize`, and where there are two terms, the sum. Under vmap, the batch is folded
+    into the rows.
+    """
 
     def of_rows(scale: Array, terms: _Terms) -> _Terms:
         return varying_like(normalize(options, terms, scale), terms[0])

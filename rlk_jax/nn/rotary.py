@@ -7,11 +7,13 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from rlk_jax.core.checks import require
+from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import rounded_product
 from rlk_jax.core.transforms import isolated
 from rlk_jax.nn.rows import check_floats_of_a_row
 
 
+@exportable
 class Rotation(NamedTuple):
     """The cosines and sines that tokens are turned by, one of each for a pair of numbers of a head."""
 
@@ -52,8 +54,8 @@ def split_rotary(
     query and key are turned as `rotary` does, with its bits.
 
     It is not isolated, so that XLA writes a key and a value into a cache as it computes them: what takes the results
-    has to be a copy, attention, or `isolated`.
-    Raises ValueError for a projection of other columns than (heads + 2·groups) · 2·(columns of `rotation`).
+    has to be a copy, attention, or `isolated`. Raises ValueError for a projection of other columns than
+    (heads + 2·groups) · 2·(columns of `rotation`), and for fewer than one head or group.
     """
     _check_split(projected, rotation, heads, groups)
     size = 2 * rotation.cos.shape[-1]

@@ -70,7 +70,7 @@ def require_same(texts: Sequence[str]) -> None:
 
 
 def agree(mesh: Mesh | AbstractMesh, inputs: HeadInputs, options: HeadOptions) -> None:
-    """The checks of bare linear_logp on arrays that several processes share, agreed on by all of them."""
+    """The checks of bare linear_logp on arrays over a mesh; where several processes share it, all of them agree."""
 
     def chosen(inputs: HeadInputs, config: HeadConfig) -> str:
         return choose(facts_of_call(inputs, config), options.implementation).name

@@ -167,7 +167,9 @@ def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | Line
 def _over_mixed_axes(
     mesh: Mesh | AbstractMesh, given: PartitionSpec, inputs: HeadInputs, options: HeadOptions
 ) -> Array | LinearLogp:
-    """The same on a mesh that has Auto axes too: XLA, which alone knows how arrays lie over those, partitions."""
+    """Bare linear_logp on a mesh of Explicit and Auto axes: XLA partitions, which alone knows how arrays lie over Auto
+    ones. The result lies over Explicit axes as `given` says.
+    """
     # This reads the values, or hands them to checkify, as far as `validate` asks for it.
     agree(mesh, inputs, options)
     static = replace(options, validate=False)
