@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 from benchmarks.linear_logp import log_softmax_at
-from rlk_jax import attention, det_gemm, linear_logp, nn
+from rlk_jax import attention, det_gemm, linear_logp, logp, nn
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.model import Stream
 from rlk_jax.ops import promising
@@ -100,10 +100,8 @@ class Operations:
     """One query of each sequence, in this slot, over a cache."""
     logits: Callable[[Array, Array], Array]
     """Logits of hidden states `[B, D]` under an embedding, to choose tokens from."""
-    chosen_logps: Callable[[Array, Array, Array, Array], Array]
-    """float32 log-probs of tokens `[B]` that were chosen from logits: it takes these, the tokens, hidden states and
-    embedding.
-    """
+    chosen_logps: Callable[[Array, Array], Array]
+    """float32 log-probs of tokens `[B]` that were chosen from logits `[B, V]`."""
     logps: Callable[[Array, Array, Array], Array]
     """float32 log-probs of the tokens `[B, T]` that follow hidden states `[B, T, D]`, for training."""
 
@@ -128,6 +126,12 @@ def _invariant_attend(query: Array, key: Array, value: Array, start: int | Array
     return attention(query, key, value, start=start, implementation=promising("attention", query, key, value))
 
 
+def _invariant_chosen_logps(logits: Array, token_ids: Array) -> Array:
+    """They have the bits of training."""
+    how: Any = {"as_linear_logp": True}
+    return logp(logits, token_ids, implementation=promising("logp", logits, token_ids, **how), **how)
+
+
 def _invariant_logps(hidden: Array, embedding: Array, token_ids: Array) -> Array:
     call = hidden, embedding, token_ids
     return linear_logp(*call, implementation=promising("linear_logp", *call))
@@ -141,7 +145,7 @@ OPERATIONS = {
         attend=_fused_attention,
         attend_one=_attend_one,
         logits=lambda hidden, embedding: hidden @ embedding.T,
-        chosen_logps=lambda logits, ids, hidden, embedding: log_softmax_at(logits, ids),
+        chosen_logps=log_softmax_at,
         logps=_logps,
     ),
     "invariant": Operations(
@@ -151,8 +155,7 @@ OPERATIONS = {
         attend=_invariant_attend,
         attend_one=_invariant_attend,
         logits=functools.partial(det_gemm, transpose_b=True, out_dtype=jnp.float32),
-        # The bits of training take another product with the head.
-        chosen_logps=lambda logits, ids, hidden, embedding: _invariant_logps(hidden, embedding, ids),
+        chosen_logps=_invariant_chosen_logps,
         logps=_invariant_logps,
     ),
 }
@@ -288,7 +291,7 @@ def decode(
         hidden = operations.layers.add_norm(*stream, weights.norm, None)[1][:, 0]
         logits = operations.logits(hidden, weights.embedding)
         chosen = jnp.argmax(logits, axis=-1)
-        logps = operations.chosen_logps(logits, chosen, hidden, weights.embedding)
+        logps = operations.chosen_logps(logits, chosen)
         return (chosen, tuple(new)), Rolled(chosen, logps)
 
     state, rolled = lax.scan(step, state, start + jnp.arange(steps))

@@ -23,7 +23,7 @@ from pallas_kernels.hopper.arrays import (
     Softmax,
     VocabSlice,
 )
-from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, gemm_plan, gemm_tile, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, gemm_plan, gemm_tile, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.products import LowRankTerm, padded
 
@@ -52,7 +52,8 @@ def _numbers(*values: int) -> np.ndarray:
 
 
 def _tile(tile: Tile, machine: Machine) -> np.ndarray:
-    return _numbers(tile.rows, tile.stages, tile.cluster, tile.band, machine.sm_count)
+    # A step of these kernels is DEPTH deep, whatever the tile's is.
+    return _numbers(tile.rows, tile.stages * tile.depth // DEPTH, tile.cluster, tile.band, machine.sm_count)
 
 
 def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from pallas_kernels.products import padded
 COLUMNS = 256
 """Columns of a softmax chunk and of every tile of linear_logp: a chunk is reduced in the order of its registers."""
 DEPTH = 64
-"""K of one pipeline step: 128 bytes of a 16-bit type, as wide as the widest swizzle."""
+"""K of one pipeline step, unless a tile says otherwise: 128 bytes of a 16-bit type, as wide as the widest swizzle."""
 
 THREADS = 128
 """Threads of a warpgroup. Kernels without a product that fold partials keep one row in each thread."""
@@ -21,7 +21,8 @@ _BARRIERS = 1024
 _STRIP = 64 * 128
 """Bytes of a strip, which a warpgroup stores together: 64 rows of 128 bytes. Two strips are in flight."""
 _MOST_STAGES = 16
-"""Stages beyond these gain nothing: so many loads in flight stream from memory on half of the multiprocessors."""
+"""Stages of DEPTH beyond these gain nothing: so many loads in flight stream from memory on half of the multiprocessors.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Tile:
     """Blocks of a cluster, one below the other, which load each tile of columns once for all (TMA multicast)."""
     band: int = 8
     """Clusters of rows that are visited before the next columns. Their rows stay in the L2 cache meanwhile."""
+    depth: int = DEPTH
+    """K of one pipeline step."""
 
     @property
     def warpgroups(self) -> int:
@@ -91,13 +94,17 @@ _SPEED = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.75, (64, 64): 0.55}
 def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, accumulates: bool) -> GemmPlan:
     """The plan for a C `[m, n]`. A is stored `[M, K]`, or `[K, M]` if transposed; accumulates: the sums start from a C.
 
-    With up to 64 rows the time is that of streaming B, in tiles of 64 or 128 rows of Cᵀ. With more rows the chosen tile
-    is the one whose rounds over the machine take the least time at its speed.
+    With up to 64 rows the time is that of streaming B in tiles of 64 rows of Cᵀ or, where these are few, that of a tile's
+    steps along K, one after the other: steps are deep where the ring can hold enough of them, and 64 rows of C are two
+    tiles where both find a multiprocessor. With more rows the chosen tile is the one whose rounds over the machine take
+    the least time at its speed.
     """
     if m <= 64 and not a_transposed and not accumulates:
         columns = next(x for x in (8, 16, 32, 64) if m <= x)
-        rows = 64 if n <= 64 * sm_count else 128
-        return GemmPlan(_deep(rows, columns, cluster=1, strip=4 * 64 * columns), swapped=True)
+        if 2 * -(-n // 64) <= sm_count:
+            columns = min(columns, 32)
+        depth = 2 * DEPTH if columns <= 32 else DEPTH
+        return GemmPlan(_deep(64, columns, cluster=1, strip=4 * 64 * columns, depth=depth), swapped=True)
 
     def time(tile: Tile) -> float:
         blocks = -(-m // tile.cluster_rows) * -(-n // tile.columns)
@@ -107,11 +114,11 @@ def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, accumulates:
     return GemmPlan(min((_deep(r, c, cluster=2 if m > r else 1) for r, c in _SPEED), key=time))
 
 
-def _deep(rows: int, columns: int, cluster: int, strip: int = _STRIP) -> Tile:
+def _deep(rows: int, columns: int, cluster: int, strip: int = _STRIP, depth: int = DEPTH) -> Tile:
     """The tile with as many stages as its block can hold beside two strips for each warpgroup.
 
     The number of stages is a power of two: with others ptxas spills registers where it unrolls a short K.
     """
     room = SHARED_MEMORY - _BARRIERS - rows // 64 * 2 * strip
-    stages = min(_MOST_STAGES, room // (2 * DEPTH * (rows + columns)))
-    return Tile(rows, columns, 1 << (stages.bit_length() - 1), cluster)
+    stages = min(_MOST_STAGES * DEPTH // depth, room // (2 * depth * (rows + columns)))
+    return Tile(rows, columns, 1 << (stages.bit_length() - 1), cluster, depth=depth)

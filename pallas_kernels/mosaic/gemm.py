@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tiles import DEPTH, GemmPlan, Machine, gemm_plan
+from pallas_kernels.hopper.tiles import GemmPlan, Machine, gemm_plan
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply, store_through
 from pallas_kernels.products import padded
 
@@ -51,10 +51,10 @@ class _Operand:
         shape = _stored_shape(*self.array.shape)
         return jnp.pad(self.array, [(0, to - size) for to, size in zip(shape, self.array.shape, strict=True)])
 
-    def tile(self, ref: Ref, start: Array, width: int, k: Array) -> Ref:
-        """The part of a reference to the readable array that step k of a tile multiplies."""
-        across, depth = pl.ds(start, width), pl.ds(k * DEPTH, DEPTH)
-        return ref.at[depth, across] if self.depth_first else ref.at[across, depth]
+    def part(self, ref: Ref, start: Array, width: int, k: Array, depth: int) -> Ref:
+        """The part of a reference to the readable array that a tile multiplies in step k, of so much depth."""
+        across, along = pl.ds(start, width), pl.ds(k * depth, depth)
+        return ref.at[along, across] if self.depth_first else ref.at[across, along]
 
 
 def _stored_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -144,13 +144,14 @@ def gemm(
         result.store(refs.out_gmem, block, product(so_far), staging_smem, machine)
 
     def steps(refs: _GemmArguments) -> Array:
-        return jnp.int32(-(-rows.depth // DEPTH))
+        return jnp.int32(-(-rows.depth // tile.depth))
 
     def load_a(refs: _GemmArguments, block: Block, k: Array) -> Ref:
-        return rows.tile(refs.rows_gmem, block.row, tile.rows, k)
+        return rows.part(refs.rows_gmem, block.row, tile.rows, k, tile.depth)
 
     def load_b(refs: _GemmArguments, block: Block, k: Array) -> Ref:
-        return columns.tile(refs.columns_gmem, block.column_block * tile.columns, tile.columns, k)
+        first = block.column_block * tile.columns
+        return columns.part(refs.columns_gmem, first, tile.columns, k, tile.depth)
 
     product = Product(
         name="det_gemm",

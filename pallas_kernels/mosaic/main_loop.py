@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, SHARED_MEMORY, Machine, Tile
+from pallas_kernels.hopper.tiles import COLUMNS, SHARED_MEMORY, Machine, Tile
 
 Array = jax.Array
 Ref = Any
@@ -98,8 +98,8 @@ def tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
 def _scratch(product: Product) -> dict[str, Any]:
     """The shared memory and the barriers of one block, by the names of the kernel's parameters."""
     tile = product.tile
-    a = (DEPTH, tile.rows) if product.a_transposed else (tile.rows, DEPTH)
-    b = (tile.columns, DEPTH) if product.b_transposed else (DEPTH, tile.columns)
+    a = (tile.depth, tile.rows) if product.a_transposed else (tile.rows, tile.depth)
+    b = (tile.columns, tile.depth) if product.b_transposed else (tile.depth, tile.columns)
     ring = {
         name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=tiled(shape[1], product.dtype))
         for name, shape in (("a_smem", a), ("b_smem", b))
@@ -122,7 +122,7 @@ def _scratch(product: Product) -> dict[str, Any]:
 def _shared_bytes(product: Product) -> int:
     """Bytes of shared memory that the ring and the strips of the epilogue take."""
     tile = product.tile
-    ring = tile.stages * (tile.rows + tile.columns) * DEPTH * jnp.dtype(product.dtype).itemsize
+    ring = tile.stages * (tile.rows + tile.columns) * tile.depth * jnp.dtype(product.dtype).itemsize
     if product.store_dtype is None:
         return ring
     strip = product.strip[0] * product.strip[1] * jnp.dtype(product.store_dtype).itemsize

@@ -151,6 +151,43 @@ def target_place(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width:
     return jnp.where(place < width, place, -1)
 
 
+class ChunkTile(NamedTuple):
+    """64 rows of one chunk: the chunk's number and width, the first row, and what each row's logits are scaled by."""
+
+    chunk: Array
+    width: Array
+    row: Array
+    scale: Array
+
+
+def store_partial(
+    logits: LogitsConfig, tile: ChunkTile, values: Array, target_ids_gmem: Ref, holds: Array | None, out_gmem: Partials
+) -> Array:
+    """Store the partial softmax of a tile of logits `[64, 256]`, and return its exponentials.
+
+    holds says whether one of the rows has its target in the chunk; with None it is searched.
+    """
+    there = tile.chunk, pl.ds(tile.row, WARPGROUP_ROWS)
+
+    def pick() -> Array:
+        target_ids = row_vector(target_ids_gmem, tile.row)
+        target = target_place(logits.head.vocabulary, target_ids, tile.chunk, tile.width)
+        return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * tile.scale
+
+    picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(tile.scale))
+    values = masked(logits, values, tile.width, -jnp.inf)
+    scaling = exponent_scaling(values.max(axis=1), tile.scale)
+    y_minus_shift = scaling.exponents(values)
+    exponentials = jnp.exp2(y_minus_shift)
+    out_gmem.shift[there] = scaling.shift
+    out_gmem.total[there] = exponentials.sum(axis=1)
+    out_gmem.target[there] = picked
+    if out_gmem.gap is not None:
+        # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
+        out_gmem.gap[there] = (exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+    return exponentials
+
+
 def row_clusters(rows: Array, cluster_rows: int) -> Array:
     """How many clusters of `cluster_rows` rows hold `rows` rows."""
     return lax.div(rows + (cluster_rows - 1), jnp.int32(cluster_rows))
@@ -231,7 +268,6 @@ def partials(
 
     def finish(refs: _PartialsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
-        there = (chunk, pl.ds(block.row, WARPGROUP_ROWS))
         # These are loaded before the product and used after it: the latency of memory hides there.
         temperature = row_vector(refs.temperature_gmem, block.row)
         holds = (
@@ -240,42 +276,27 @@ def partials(
             else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
         added = column_bias(refs.bias_gmem, block.column_block * COLUMNS, COLUMNS)
+        tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
         values = softcapped_logits(logits, product(), added)[0]
-        scale = LOG2_E / temperature
-
-        def pick() -> Array:
-            target = target_place(head.vocabulary, row_vector(refs.target_ids_gmem, block.row), chunk, width)
-            return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * scale
-
-        picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(scale))
-        values = masked(logits, values, width, -jnp.inf)
-        scaling = exponent_scaling(values.max(axis=1), scale)
-        y_minus_shift = scaling.exponents(values)
-        exponentials = jnp.exp2(y_minus_shift)
-        refs.out_gmem.shift[there] = scaling.shift
-        refs.out_gmem.total[there] = exponentials.sum(axis=1)
-        refs.out_gmem.target[there] = picked
-        if refs.out_gmem.gap is not None:
-            # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
-            refs.out_gmem.gap[there] = (exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+        exponentials = store_partial(logits, tile, values, refs.target_ids_gmem, holds, refs.out_gmem)
         if refs.kept_gmem is None:
             return
         kept_gmem = refs.kept_gmem
 
         def store(strip: int, strip_smem: Ref) -> None:
-            columns = pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
+            columns = pl.ds(tile.chunk * COLUMNS + strip * STRIP, STRIP)
             there = kept_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
             plgpu.copy_smem_to_gmem(strip_smem, there, commit_group=False)
 
         def strip_of(strip: int) -> Array:
             return exponentials[:, strip * STRIP : (strip + 1) * STRIP].astype(kept_gmem.dtype)
 
-        @pl.when(chunk * COLUMNS < kept_gmem.shape[1])
+        @pl.when(tile.chunk * COLUMNS < kept_gmem.shape[1])
         def _() -> None:
             store_through(staging_smem, block.warpgroup, machine, strip_of, store)
 
-    tile, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
+    cut, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
     store_dtype = None if kept is None else kept.dtype
-    product = product_with_head("linear_logp_statistics", head, tile, hidden, low_rank, chunks, finish, store_dtype)
+    product = product_with_head("linear_logp_statistics", head, cut, hidden, low_rank, chunks, finish, store_dtype)
     per_row = (target_ids, holds_target, temperature)
     multiply(product, machine, _PartialsArguments(where, hidden, weight, bias, *per_row, out, kept, low_rank))

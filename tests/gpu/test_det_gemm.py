@@ -47,7 +47,11 @@ PLANS = (
     *(GemmPlan(Tile(r, c, 4, x)) for r, c in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)) for x in (1, 2)),
     GemmPlan(Tile(band=1)),
     GemmPlan(Tile(64, 64, 8, 1)),
-    *(GemmPlan(Tile(rows, columns, 4, 1), swapped=True) for rows in (64, 128) for columns in (8, 16, 32, 64)),
+    *(
+        GemmPlan(Tile(rows, columns, 4, 1, depth=depth), swapped=True)
+        for rows, depth in ((64, 64), (128, 64), (64, 128))
+        for columns in (8, 16, 32, 64)
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from pallas_kernels.triton import call
 from rlk_jax import logp, ratio_kl
 from tests.gpu import golden
 from tests.support import logits as ops
+from tests.support import rollouts
 from tests.support.helpers import assert_same_bits, assert_within_contract, weighted
 from tests.support.logits import Case
 
@@ -25,6 +26,11 @@ SHAPES = (
     Case("much padding", (16,), 9000, {"global_vocab_size": 1500}),
     Case("unaligned padding", (16,), 3001, {"global_vocab_size": 2900, "logit_softcap": 3.0}),
     Case("gemma", (5,), 256000, {"logit_softcap": 30.0}),
+)
+ROLLOUTS = (
+    *(rollouts.Case(f"llama, {n}", n, 2048, 128256, rollouts.EVERYTHING) for n in (3, 16, 256)),
+    rollouts.Case("qwen, one token of few", 4, 896, 151936),
+    rollouts.Case("gemma", 8, 2304, 256000, {**rollouts.EVERYTHING, "logit_softcap": 30.0}),
 )
 BITS = (
     Case("aligned", (300,), 131072, temperature="per token"),
@@ -62,6 +68,11 @@ def test_rows_keep_their_bits(case, implementation, dtype):
     folded = jax.tree.map(lambda x: x.reshape(4, lead, *x.shape[1:]) if jnp.ndim(x) else x, p)
     shaped = Case("folded", (4, lead), case.vocab, case.options, case.temperature)
     assert_same_bits(folded.outputs(shaped, implementation), tuple(x.reshape(4, lead, *x.shape[1:]) for x in whole))
+
+
+@pytest.mark.parametrize("case", [*rollouts.CASES, *ROLLOUTS], ids=str)
+def test_recorded_log_probs_have_the_bits_of_linear_logp(case):
+    rollouts.check(case, "mosaic")
 
 
 @every_dtype

@@ -10,13 +10,12 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 from rlk_jax.core.checks import require_positive, require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.exports import exportable
-from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens, active_mask, checked_tokens, counted, listed_rows
 from rlk_jax.losses import LossOptions, group_advantages, policy_loss
 from rlk_jax.losses.checks import check_log_ratio_bound
 from rlk_jax.ops.logits.autodiff import RatioKl, ratio_and_kl, values_of_tokens
 from rlk_jax.ops.logits.checks import check_logp, check_policies, check_rewards_or_advantages
-from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs, RatioKlInputs, TakenTokens
+from rlk_jax.ops.logits.options import LogitsOptions, LogpConfig, LogpInputs, RatioKlInputs, TakenTokens
 
 
 @exportable
@@ -63,6 +62,7 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     return_lse: bool = False,
     return_entropy: bool = False,
     donate_logits: bool = False,
+    as_linear_logp: bool = False,
     validate: bool | None = None,
     implementation: str | None = None,
 ) -> Float32[Array, "*lead"] | LinearLogp:
@@ -90,6 +90,10 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
       donate_logits: the gradient may be written where the logits are. This is for logits that nothing else uses,
         computed in the same program or donated to jit. Where that does not hold, XLA copies them first, and the result
         is the same.
+      as_linear_logp: sums run in the order of `linear_logp`'s. For rollouts, which have logits to sample from: the
+        log-probs of `det_gemm(hidden, lm_head_weight, transpose_b=True, out_dtype=jnp.float32)`, plus a float32 bias,
+        then have the bits of `linear_logp(hidden, lm_head_weight, …)` by the same implementation, which training
+        differentiates. Logits are float32, and there is no gradient.
       validate: True checks ids, rows and temperatures before launch (small read-backs); False never waits for the
         device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
         outputs and its gradient (a bad entry of row_indices gives it in all rows), and is reported under
@@ -101,7 +105,8 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
       float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
 
     Raises:
-      ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
+      ValueError: for every argument that does not fit, before anything runs, for second derivatives, and for a
+        derivative with as_linear_logp.
       TypeError: JAX's own, for forward-mode differentiation.
 
     The gradient is written once, in the logits' dtype; a row whose upstream gradients are all 0 gets exactly 0 without
@@ -120,6 +125,7 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
         return_lse=return_lse,
         return_entropy=return_entropy,
         donate_logits=donate_logits,
+        as_linear_logp=as_linear_logp,
         validate=validate,
         implementation=implementation,
     )
@@ -133,7 +139,7 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     return found if return_lse or return_entropy else found.logp
 
 
-def _tokens_of_rows(inputs: LogpInputs, config: SoftmaxConfig, options: LogitsOptions) -> tuple[Tokens, Array | None]:
+def _tokens_of_rows(inputs: LogpInputs, config: LogpConfig, options: LogitsOptions) -> tuple[Tokens, Array | None]:
     """The flat tokens, active where they count; and a mask `[*lead]` of the rows that keep their value of `initial`."""
     ids, kept, temperature = inputs.token_ids, None, inputs.temperature
     is_counted = counted(ids, options.ignore_index)
@@ -217,7 +223,7 @@ def ratio_kl(
     return ratio_and_kl(taken.logp, taken.ref_logps, taken.old_logps, log_ratio_bound)
 
 
-def _taken_tokens(op: str, inputs: RatioKlInputs, config: SoftmaxConfig, options: LogitsOptions) -> TakenTokens:
+def _taken_tokens(op: str, inputs: RatioKlInputs, config: LogpConfig, options: LogitsOptions) -> TakenTokens:
     """The actions' log-probabilities under policy, reference and old policy. Only `logp` carries a gradient."""
     require_values(inputs)
     functions = choose(_facts_of_policies(op, inputs, config), options.implementation).functions
@@ -240,7 +246,7 @@ def _taken_tokens(op: str, inputs: RatioKlInputs, config: SoftmaxConfig, options
     )
 
 
-def _facts_of_policies(op: str, inputs: RatioKlInputs, config: SoftmaxConfig) -> CallFacts:
+def _facts_of_policies(op: str, inputs: RatioKlInputs, config: LogpConfig) -> CallFacts:
     """The facts by which dispatch decides a call on the logits of two policies."""
     return facts_of(op, (inputs.policy_logits, inputs.ref_logits), config)
 

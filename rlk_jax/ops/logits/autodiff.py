@@ -12,14 +12,15 @@ from jaxtyping import Float32
 from rlk_jax.core import transforms
 from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import blockwise_exp, rounded_product
-from rlk_jax.core.softmax import SoftmaxConfig, values_of_no_tokens
+from rlk_jax.core.softmax import values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
 from rlk_jax.losses.bounds import bounded, bounded_operands, log_ratio_of
 from rlk_jax.losses.kl import k3_kl, k3_slope
-from rlk_jax.ops.logits.options import LogitsFunctions
+from rlk_jax.ops.logits.options import LogitsFunctions, LogpConfig
 
 Array = jax.Array
 _NO_SECOND_DERIVATIVE = "the gradient of log-probabilities of logits cannot be differentiated again."
+_NO_DERIVATIVE = "as_linear_logp gives log-probabilities to record, without a gradient: linear_logp has it."
 
 
 @exportable
@@ -31,7 +32,7 @@ class RatioKl(NamedTuple):
 
 
 def values_of_tokens(
-    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, logits: Array, tokens: Tokens
+    functions: LogitsFunctions, config: LogpConfig, donate: bool, logits: Array, tokens: Tokens
 ) -> LinearLogp:
     """The values of flat tokens under their rows of logits `[*lead, V]`: `[*lead]`, 0 where not active."""
     lead = logits.shape[:-1]
@@ -43,25 +44,29 @@ def values_of_tokens(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _flat_values(
-    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, logits: Array, tokens: Tokens
+    functions: LogitsFunctions, config: LogpConfig, donate: bool, logits: Array, tokens: Tokens
 ) -> LinearLogp:
-    return _values(functions, config, donate, *transforms.equally_varying((logits, tokens)))
+    logits, tokens = transforms.equally_varying((logits, tokens))
+    if config.as_linear_logp:
+        logits = transforms.refuse_derivative(_NO_DERIVATIVE, logits)
+    return _values(functions, config, donate, logits, tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _values(
-    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, logits: Array, tokens: Tokens
+    functions: LogitsFunctions, config: LogpConfig, donate: bool, logits: Array, tokens: Tokens
 ) -> LinearLogp:
     return _forward(functions, config, logits, tokens)[0]
 
 
 def _forward(
-    functions: LogitsFunctions, config: SoftmaxConfig, logits: Array, tokens: Tokens
+    functions: LogitsFunctions, config: LogpConfig, logits: Array, tokens: Tokens
 ) -> tuple[LinearLogp, Any]:
     """Values, and a residual with a row per token."""
+    forward = functions.as_linear_logp if config.as_linear_logp else functions.forward
 
     def of_rows(_: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any]:
-        return transforms.varying_like(functions.forward(config, *rows), rows[0])
+        return transforms.varying_like(forward(config, *rows), rows[0])
 
     rows = (lax.stop_gradient(logits), tokens)
     found, residual = transforms.vmap_folds_rows(of_rows, outputs_are_rows=True)((), rows)
@@ -69,7 +74,7 @@ def _forward(
 
 
 def _values_fwd(
-    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, *primals: Any
+    functions: LogitsFunctions, config: LogpConfig, donate: bool, *primals: Any
 ) -> tuple[LinearLogp, tuple[Array, Tokens, Any]]:
     logits, tokens = transforms.primal_values(primals)
     found, residual = _forward(functions, config, logits, tokens)
@@ -77,7 +82,7 @@ def _values_fwd(
 
 
 def _values_bwd(
-    functions: LogitsFunctions, config: SoftmaxConfig, donate: bool, saved: Any, cotangents: LinearLogp
+    functions: LogitsFunctions, config: LogpConfig, donate: bool, saved: Any, cotangents: LinearLogp
 ) -> tuple[Any, ...]:
     logits, tokens, residual = saved
     upstream = upstream_gradients(cotangents, tokens)

@@ -21,9 +21,8 @@ from rlk_jax.core.checks import (
     no_explicit_axes,
     require,
 )
-from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, checked_boundaries
-from rlk_jax.ops.logits.options import LogitsOptions, LogpInputs, RatioKlInputs
+from rlk_jax.ops.logits.options import LogitsOptions, LogpConfig, LogpInputs, RatioKlInputs
 
 
 def _checked_vocab_size(name: str, logits: Any) -> int:
@@ -38,19 +37,20 @@ def _checked_vocab_size(name: str, logits: Any) -> int:
     return vocab_size
 
 
-def _config(vocab_size: int, options: LogitsOptions) -> SoftmaxConfig:
+def _config(vocab_size: int, options: LogitsOptions) -> LogpConfig:
     """What an implementation is compiled for, from options that have been checked."""
     real, softcap = options.global_vocab_size, options.logit_softcap
-    return SoftmaxConfig(
+    return LogpConfig(
         vocab_size=vocab_size,
         real_vocab_size=vocab_size if real is None else int(real),
         logit_softcap=None if softcap is None else float(softcap),
         return_lse=options.return_lse,
         return_entropy=options.return_entropy,
+        as_linear_logp=options.as_linear_logp,
     )
 
 
-def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, SoftmaxConfig]:
+def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, LogpConfig]:
     """All static checks of logp: its inputs as arrays, and what an implementation is compiled for."""
     check_validate(options.validate)
     rows, initial = inputs.row_indices, inputs.initial
@@ -77,12 +77,18 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
             f"initial must be float32 of token_ids shape {lead}, got {inputs.initial.dtype}{inputs.initial.shape}.",
         )
     check_vocabulary_options(vocab_size, options.logit_softcap, options.ignore_index, options.global_vocab_size)
+    as_linear_logp, dtype = options.as_linear_logp, inputs.logits.dtype
+    require(isinstance(as_linear_logp, bool), f"as_linear_logp must be True or False, got {as_linear_logp!r}.")
+    require(
+        not as_linear_logp or dtype == jnp.float32,
+        f"as_linear_logp needs float32 logits, the sums hidden·Wᵀ before they are rounded, got {dtype}.",
+    )
     no_explicit_axes("logp", inputs)
     check_devices(inputs)
     return inputs, _config(vocab_size, options)
 
 
-def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[RatioKlInputs, SoftmaxConfig]:
+def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[RatioKlInputs, LogpConfig]:
     """All static checks of ratio_kl, which are also the first checks of grpo_loss."""
     check_validate(options.validate)
     inputs = RatioKlInputs(

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlk_jax.core.fixed_order import BLOCK_COLUMNS, BLOCK_ROWS, zeros_behind
+from pallas_kernels.products import padded
+from rlk_jax.core.fixed_order import BLOCK_COLUMNS, BLOCK_ROWS, ColumnGroups, column_groups
 from rlk_jax.core.rows import Block, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
@@ -31,6 +32,13 @@ from rlk_jax.ops.logits.options import LogitsFunctions
 Array = jax.Array
 
 
+class _Columns(NamedTuple):
+    """`width` columns from `first` on."""
+
+    first: Any
+    width: int
+
+
 class _LogitsChunk(NamedTuple):
     """256 columns of a block's logits, float32 `[64, 256]`; those that are not `valid` are 0."""
 
@@ -39,35 +47,48 @@ class _LogitsChunk(NamedTuple):
     logits: Array
 
 
-def _over_logits(config: SoftmaxConfig, logits: Array, step: Callable[[_LogitsChunk, Any], Any], start: Any) -> Any:
-    """`step` over the chunks of a block's logits `[BLOCK_ROWS, V]` in ascending order."""
-    chunks = -(-config.vocab_size // BLOCK_COLUMNS)
-    logits = zeros_behind(logits, 1, BLOCK_COLUMNS)
+def _over_logits(
+    config: SoftmaxConfig,
+    logits: Array,
+    step: Callable[[_LogitsChunk, Any], Any],
+    start: Any,
+    group: _Columns | None = None,
+) -> Any:
+    """`step` over the chunks of a block's logits `[BLOCK_ROWS, V]` in ascending order: of one group, or of all V."""
+    group = group or _Columns(0, config.vocab_size)
+    logits = jnp.pad(logits, ((0, 0), (0, BLOCK_COLUMNS)))
 
     def body(chunk: Array, so_far: Any) -> Any:
-        columns = (chunk * BLOCK_COLUMNS + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32))[None]
-        valid = columns < config.real_vocab_size
-        own = lax.dynamic_slice_in_dim(logits, chunk * BLOCK_COLUMNS, BLOCK_COLUMNS, axis=1).astype(jnp.float32)
+        first = group.first + chunk * BLOCK_COLUMNS
+        columns = (first + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32))[None]
+        valid = columns < jnp.minimum(group.first + group.width, config.real_vocab_size)
+        own = lax.dynamic_slice_in_dim(logits, first, BLOCK_COLUMNS, axis=1).astype(jnp.float32)
         return step(_LogitsChunk(columns, valid, jnp.where(valid, own, 0)), so_far)
 
-    return lax.fori_loop(0, chunks, body, varying_like(start, logits))
+    return lax.fori_loop(0, -(-group.width // BLOCK_COLUMNS), body, varying_like(start, logits))
 
 
-def _forward(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Statistics]:
+def _forward(
+    config: SoftmaxConfig, logits: Array, tokens: Tokens, groups: ColumnGroups | None = None
+) -> tuple[LinearLogp, Statistics]:
+    """The softmax over one group of columns after the other."""
     with_gap, real = config.return_entropy, config.real_vocab_size
     bias = jnp.zeros((1, BLOCK_COLUMNS), jnp.float32)
+    groups = groups or ColumnGroups(1, config.vocab_size)
 
     def of_block(block: Block) -> Statistics:
-        own = block.take_tokens(tokens)
+        own, rows = block.take_tokens(tokens), block.take_hidden(logits)
 
         def step(chunk: _LogitsChunk, so_far: Partial) -> Partial:
             z = logits_of(config, chunk.logits, bias, own.temperature, chunk.columns, real)
             is_target = (chunk.columns == own.target_ids[:, None]) & chunk.valid
-            return fold(so_far, fixed_order_partial(z, is_target, with_gap=with_gap))
+            return fold(so_far, fixed_order_partial(jnp.where(chunk.valid, z, -jnp.inf), is_target, with_gap=with_gap))
 
-        start = empty_partial(BLOCK_ROWS, logits, with_gap=with_gap)
-        whole = _over_logits(config, block.take_hidden(logits), step, start)
-        return merged(jax.tree.map(lambda x: x[None], whole))
+        def of_group(group: Array) -> Partial:
+            start = empty_partial(BLOCK_ROWS, logits, with_gap=with_gap)
+            return _over_logits(config, rows, step, start, _Columns(group * groups.width, groups.width))
+
+        return merged(lax.map(of_group, jnp.arange(groups.count, dtype=jnp.int32)))
 
     zeros = jnp.zeros_like(tokens.active, jnp.float32)
     start = Statistics(zeros, zeros, zeros, zeros if with_gap else None)
@@ -88,10 +109,14 @@ def _gradient(
             gradient = product_gradients(config, chunk.logits, bias, *facts).astype(logits.dtype)
             return lax.dynamic_update_slice_in_dim(so_far, gradient, chunk.columns[0, 0], axis=1)
 
-        start = jnp.zeros((BLOCK_ROWS, config.vocab_size + -config.vocab_size % BLOCK_COLUMNS), logits.dtype)
+        start = jnp.zeros((BLOCK_ROWS, padded(config.vocab_size, BLOCK_COLUMNS)), logits.dtype)
         return _over_logits(config, block.take_hidden(logits), step, start)[:, : config.vocab_size]
 
     return store_by_block(tokens.active, BLOCK_ROWS, of_block, jnp.zeros_like(logits))
 
 
-DETERMINISTIC = LogitsFunctions(_forward, _gradient)
+def _as_linear_logp(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, None]:
+    return _forward(config, logits, tokens, column_groups(config.real_vocab_size))[0], None
+
+
+DETERMINISTIC = LogitsFunctions(_forward, _gradient, _as_linear_logp)

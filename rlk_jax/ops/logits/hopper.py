@@ -1,11 +1,23 @@
 """The ops over logits on Hopper, by Pallas Mosaic GPU kernels, which are imported when one of them is traced."""
 
 import functools
+from dataclasses import replace
 
-from pallas_kernels.hopper.tiles import Machine
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.arrays import LogitsConfig
+from pallas_kernels.hopper.tiles import THREADS, Machine
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from rlk_jax.core.devices import default_machine
+from rlk_jax.core.fixed_order import column_groups, zeros_behind
+from rlk_jax.core.softmax import SoftmaxConfig
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import as_replicated, fusion_barrier
 from rlk_jax.ops.logits.options import LogitsFunctions
 from rlk_jax.ops.logits.row_kernels import RowKernels, by_kernels
+
+Array = jax.Array
 
 
 def _kernels(machine: Machine | None) -> RowKernels:
@@ -19,4 +31,24 @@ def _kernels(machine: Machine | None) -> RowKernels:
 
 def mosaic(machine: Machine | None = None) -> LogitsFunctions:
     """The implementation for one machine; None for the GPU that JAX sees."""
-    return by_kernels(functools.partial(_kernels, machine))
+    functions = by_kernels(functools.partial(_kernels, machine))
+    return replace(functions, as_linear_logp=functools.partial(_as_linear_logp, machine))
+
+
+def _as_linear_logp(
+    machine: Machine | None, config: SoftmaxConfig, logits: Array, tokens: Tokens
+) -> tuple[LinearLogp, None]:
+    """The values by the kernels of linear_logp, of which the first reads products instead of making them."""
+    from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+    from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
+
+    machine, groups = machine or default_machine(), column_groups(config.real_vocab_size)
+    vocabulary = Vocabulary(config.real_vocab_size, groups.count, groups.width)
+    how = LogitsConfig(HeadAccess(vocabulary, "vd", copied=False), config.logit_softcap)
+    logits, tokens = fusion_barrier(as_replicated((logits, tokens)))
+    count = jnp.full(1, logits.shape[0], jnp.int32)
+    per_row = (zeros_behind(x, 0, THREADS) for x in (tokens.target_ids, tokens.temperature))
+    found = partials_of_logits(how, machine, logits, *per_row, with_gap=config.return_entropy)
+    softmax = fold_groups(fold_chunks(found, groups.count, count, machine), count, machine)
+    softmax = jax.tree.map(lambda x: x[: logits.shape[0]], fusion_barrier(softmax))
+    return LinearLogp(softmax.logp, softmax.lse if config.return_lse else None, softmax.entropy), None

@@ -4,19 +4,29 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.devices import hopper_obstacles, is_hopper, is_meant_for_triton, triton_obstacles
-from rlk_jax.core.dispatch import Implementation, TypicalCall
+from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.ops.logits import hopper
 from rlk_jax.ops.logits.deterministic import DETERMINISTIC
 from rlk_jax.ops.logits.reference import REFERENCE
 from rlk_jax.ops.logits.triton import TRITON
 from rlk_jax.ops.logits.xla import XLA
 
+
+def _other_order(facts: CallFacts) -> list[str]:
+    """Why an implementation that does not sum as linear_logp does cannot run."""
+    return ["does not have the bits of linear_logp, which as_linear_logp asks for"] if facts.config.as_linear_logp else []
+
+
+def _triton_obstacles(facts: CallFacts) -> list[str]:
+    return triton_obstacles(facts) + _other_order(facts)
+
+
 ROWS = (
     Implementation("mosaic", hopper.mosaic(), hopper_obstacles, meant_for=is_hopper, promises_bits=True),
-    Implementation("triton", TRITON, triton_obstacles, meant_for=is_meant_for_triton, promises_bits=True),
-    Implementation("xla", XLA),
+    Implementation("triton", TRITON, _triton_obstacles, meant_for=is_meant_for_triton, promises_bits=True),
+    Implementation("xla", XLA, _other_order),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),
-    Implementation("reference", REFERENCE, by_name_only="holds float32 logits: the gold of the tests"),
+    Implementation("reference", REFERENCE, _other_order, by_name_only="holds float32 logits: the gold of the tests"),
 )
 """The implementations of the ops over logits, fastest first."""
 

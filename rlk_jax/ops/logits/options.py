@@ -22,8 +22,17 @@ class LogitsOptions:
     return_lse: bool = False
     return_entropy: bool = False
     donate_logits: bool = False
+    as_linear_logp: bool = False
     validate: bool | None = None
     implementation: str | None = None
+
+
+@dataclass(frozen=True)
+class LogpConfig(SoftmaxConfig):
+    """The static facts of one call, of logp or of an op composed of it, that an implementation is compiled for."""
+
+    as_linear_logp: bool = False
+    """Whether the values are to have the bits of linear_logp; a call that asks for them has no gradient."""
 
 
 class LogpInputs(NamedTuple):
@@ -56,13 +65,20 @@ class TakenTokens(NamedTuple):
     mask: Array
 
 
+def _no_such_bits(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, None]:
+    """Stands for what an implementation does not have; dispatch keeps calls from it."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class LogitsFunctions:
     """One implementation, on logits `[N, V]`.
 
     `forward` gives values and a residual, with a row `[N]` per token. `gradient` gives the gradient of the logits, in
     their dtype and 0 in inactive rows; its last argument says that the gradient may be written where the logits are.
+    `as_linear_logp` gives the values of float32 logits with the bits of linear_logp, and nothing beside them.
     """
 
     forward: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, Any]]
     gradient: Callable[[SoftmaxConfig, Array, Tokens, Any, LinearLogp, bool], Array]
+    as_linear_logp: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, None]] = _no_such_bits

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 import rlk_jax
 from rlk_jax import logp
 from rlk_jax.core import dispatch
-from tests.support import helpers
+from rlk_jax.ops import promising
+from tests.support import helpers, rollouts
 from tests.support import logits as ops
 from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, bits
 from tests.support.logits import Case
@@ -330,6 +331,25 @@ def test_derivatives_that_do_not_exist():
         jax.jvp(lambda x: logp(x, ids), (logits,), (logits,))
 
 
+@pytest.mark.parametrize("case", rollouts.CASES, ids=str)
+def test_recorded_log_probs_have_the_bits_of_linear_logp(case):
+    rollouts.check(case, "deterministic")
+
+
+def test_recorded_log_probs_have_no_gradient():
+    with pytest.raises(ValueError, match="as_linear_logp gives log-probabilities to record, without a gradient"):
+        jax.grad(lambda x: logp(x, jnp.arange(4), as_linear_logp=True, implementation="deterministic").sum())(
+            jnp.zeros((4, 20))
+        )
+
+
+def test_only_implementations_with_the_bits_of_linear_logp_record_them():
+    for name in ("xla", "triton", "reference"):
+        with pytest.raises(ValueError, match="does not have the bits of linear_logp, which as_linear_logp asks for"):
+            logp(**GOOD, as_linear_logp=True, implementation=name)
+    assert promising("logp", **GOOD, as_linear_logp=True) == "deterministic"
+
+
 GOOD = {"logits": jnp.zeros((4, 20)), "token_ids": jnp.arange(4)}
 MASK_HINT = "Mask or filter padding / ignore-index values (e.g. -100) before this op."
 BAD_INPUTS = {
@@ -373,6 +393,11 @@ BAD_INPUTS = {
     "vocabulary": ({"global_vocab_size": 21}, "global_vocab_size must be in [1, V=20], got 21."),
     "ignore_index": ({"ignore_index": 3}, "ignore_index 3 is a valid token id; it must lie outside [0, 19]."),
     "validate": ({"validate": 1.5}, "validate must be None, True or False, got 1.5."),
+    "as_linear_logp": ({"as_linear_logp": 1}, "as_linear_logp must be True or False, got 1."),
+    "rounded logits": (
+        {"as_linear_logp": True, "logits": jnp.zeros((4, 20), jnp.bfloat16)},
+        "as_linear_logp needs float32 logits, the sums hidden·Wᵀ before they are rounded, got bfloat16.",
+    ),
     "row beyond": (
         {"row_indices": jnp.array([0, 4])},
         "row_indices contains an out-of-range row: expected [0, 3], got [0, 4].",

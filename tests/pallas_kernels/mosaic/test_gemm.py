@@ -108,10 +108,10 @@ def test_every_tile_and_every_layout(tile, layout, accumulates, monkeypatch):
 
 SWAPPED = [
     (size, kind)
-    for kind in ((64, False, jnp.float16), (128, True, jnp.float32))
+    for kind in ((64, False, jnp.float16, 128), (128, True, jnp.float32, 64))
     for size in ((1, 8), (8, 8), (13, 8), (13, 16), (40, 32), (64, 64), (100, 64))
 ]
-"""C's rows and the tile's columns; the tile's rows, whether B is transposed, and C's dtype."""
+"""C's rows and the tile's columns; the tile's rows, whether B is transposed, C's dtype, and the tile's depth."""
 SWAPPED_IN_MAKE_TEST = (SWAPPED[0], SWAPPED[6], SWAPPED[10], SWAPPED[11])
 """Every number of columns and both kinds, with one row, a tile that is not full, and more than one tile of rows."""
 
@@ -123,10 +123,10 @@ SWAPPED_IN_MAKE_TEST = (SWAPPED[0], SWAPPED[6], SWAPPED[10], SWAPPED[11])
 )
 def test_swapped_operands(size, kind, monkeypatch):
     """`make test` has each kind and each number of columns with one case; `SWAPPED_IN_MAKE_TEST` says which."""
-    (m, columns), (rows, transpose_b, dtype) = size, kind
-    case = Case("swapped", m, 72, 200, transpose_b, integers=True)
+    (m, columns), (rows, transpose_b, dtype, depth) = size, kind
+    case = Case("swapped", m, 328, 200, transpose_b, integers=True)
     p = gemm.make(case, jnp.float16)
-    with_plan(monkeypatch, GemmPlan(Tile(rows, columns, 2, 1), swapped=True))
+    with_plan(monkeypatch, GemmPlan(Tile(rows, columns, 2, 1, depth=depth), swapped=True))
     actual = jax.jit(lambda p: gemm.call(case, p, "mosaic", out_dtype=dtype))(p)
     assert_same_bits(actual, jnp.asarray(gemm.gold(case, p).c, dtype))
 

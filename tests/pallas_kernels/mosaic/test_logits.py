@@ -12,9 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import rlk_jax
 from pallas_kernels.hopper.tiles import Machine
 from rlk_jax import dispatch, logp
+from rlk_jax.ops.det_gemm import hopper as gemm_hopper
+from rlk_jax.ops.linear_logp import hopper as head_hopper
 from rlk_jax.ops.logits import hopper
 from tests.ops.logits import test_grpo_loss, test_logp, test_ratio_kl
 from tests.support import logits as ops
+from tests.support import rollouts
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.logits import Case
 
@@ -43,9 +46,11 @@ def full_unless(in_make_test, *values):
 @pytest.fixture(autouse=True, scope="module")
 def interpreted():
     """Make `mosaic` run in the interpreter, and new memory hold NaN. Tests of one case share its programs."""
-    entry = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
+    functions = dict.fromkeys(("logp", "ratio_kl", "grpo_loss"), hopper.mosaic(MACHINE))
+    functions |= {"linear_logp": head_hopper.mosaic(MACHINE), "det_gemm": gemm_hopper.mosaic(MACHINE)}
     with pytest.MonkeyPatch.context() as patch:
-        for op in ("logp", "ratio_kl", "grpo_loss"):
+        for op, of_op in functions.items():
+            entry = dispatch.Implementation("mosaic", of_op, promises_bits=True)
             patch.setitem(dispatch.TABLE, op, (entry, *dispatch.TABLE[op][1:]))
         patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
         yield
@@ -104,6 +109,12 @@ def test_bad_rows_are_nan():
 )
 def test_rows_of_the_lowest_number(dtype):
     ops.check_lowest(dtype, "mosaic")
+
+
+@pytest.mark.parametrize("case", [full_unless(i in (1, 2), x) for i, x in enumerate(rollouts.CASES)], ids=str)
+def test_recorded_log_probs_have_the_bits_of_linear_logp(case):
+    """In make test are the ends of small vocabularies; the other cases have more chunks of the same kinds."""
+    rollouts.check(case, "mosaic", of_integers=True)
 
 
 @pytest.mark.parametrize("op", ["logp", "ratio_kl", "grpo_loss"])

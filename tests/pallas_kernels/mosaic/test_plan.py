@@ -45,7 +45,7 @@ def options(size: int, **changes) -> HeadConfig:
 
 def assert_fits(tile: Tile, staged: int) -> None:
     """A tile fits into shared memory. staged: the bytes of one strip of a warpgroup, of which two are in flight."""
-    ring = tile.stages * 2 * DEPTH * (tile.rows + tile.columns)
+    ring = tile.stages * 2 * tile.depth * (tile.rows + tile.columns)
     assert ring + tile.warpgroups * 2 * staged <= SHARED_MEMORY
     assert tile.rows == 64 * tile.warpgroups and tile.stages >= 3
 

@@ -48,7 +48,7 @@ class Gemm:
         dtypes = {name: jnp.dtype(options[name]).name for name in ("dtype", "out_dtype")}
         tile = self.plan.tile
         sizes = {"tile_rows": tile.rows, "tile_columns": tile.columns, "stages": tile.stages, "cluster": tile.cluster}
-        plan = {**sizes, "swapped": self.plan.swapped}
+        plan = {**sizes, "step_depth": tile.depth, "swapped": self.plan.swapped}
         return Configuration({"kernel": "gemm", **plan, **options, **dtypes}, run, arguments)
 
 
@@ -58,7 +58,7 @@ def gemms() -> Iterator[Gemm]:
     K is long in some and short enough to be unrolled in others.
     """
     both, seen = (False, True), set()
-    sizes = itertools.product((1, 12, 24, 64, 128, 1024), (4096, 14336))
+    sizes = itertools.product((1, 12, 24, 64, 128, 1024), (4096, 8192, 14336))
     for (m, n), layout, accumulates, out_dtype in itertools.product(
         sizes, itertools.product(both, both), both, (jnp.bfloat16, jnp.float32)
     ):

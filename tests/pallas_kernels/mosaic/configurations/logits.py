@@ -8,8 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.arrays import LogitsConfig
+from pallas_kernels.hopper.tiles import THREADS
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.mosaic import logits
+from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
+from rlk_jax.core.fixed_order import column_groups
 from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
 
 
@@ -33,6 +38,18 @@ def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) 
         yield Configuration(changed, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows})
 
 
+def partials(size: int, softcap: float | None, entropy: bool) -> Configuration:
+    """The kernel of linear_logp's partials from logits of `size` columns."""
+    groups, count = column_groups(size), 9
+    how = LogitsConfig(HeadAccess(Vocabulary(size, groups.count, groups.width), "vd", copied=False), softcap)
+    options = {"kernel": "partials of logits", "size": size, "softcap": softcap, "entropy": entropy}
+    run = functools.partial(partials_of_logits, how, MACHINE, with_gap=entropy)
+    rows = {"target_ids": jnp.int32, "temperature": jnp.float32}
+    arguments = {name: jax.ShapeDtypeStruct((THREADS,), dtype) for name, dtype in rows.items()}
+    logits = jax.ShapeDtypeStruct((count, size), jnp.float32)
+    return Configuration(options, lambda **x: run(**x), {"products": logits, **arguments})
+
+
 def configurations() -> Iterator[Configuration]:
     """Every dtype with whole, ragged and unaligned rows, with and without a softcap and an entropy."""
     for dtype, size, softcap, entropy in itertools.product(
@@ -42,3 +59,5 @@ def configurations() -> Iterator[Configuration]:
             yield from logits_kernels(size, dtype, softcap, entropy)
     yield from logits_kernels(1000, jnp.bfloat16, None, True)
     yield from logits_kernels(5, jnp.bfloat16, None, True)
+    for size, softcap, entropy in itertools.product((151936, 50257), (None, 30.0, 100.0), (False, True)):
+        yield partials(size, softcap, entropy)
