@@ -26,9 +26,9 @@ ALONE = Case(batch=1, length=1300, slots=1300, heads=8, groups=2)
 OPTIONS = ({}, {"sliding_window": 300, "logit_softcap": 2.0})
 
 
-def check(case: Case, dtype) -> None:
+def check(case: Case, dtype, implementation: str = "mosaic") -> None:
     problem = support.make(case, dtype)
-    actual, expected = support.found(case, problem, "mosaic"), support.gold(case, problem)
+    actual, expected = support.found(case, problem, implementation), support.gold(case, problem)
     op_class = "attention" if case.peak == 1 else "attention_peaked"
     assert_within_contract(actual.output, expected.output, op_class, dtype, "forward")
     for a, e in zip(actual[1:], expected[1:], strict=True):
@@ -45,6 +45,23 @@ def test_against_float64(name, size):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_peaked_rows_and_values_of_another_size(dtype, changes):
     check(replace(CASES["odd"], **{"size": 128, "value_size": 128, **changes}), dtype)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}], ids=str)
+def test_xla_takes_cudnn_for_whole_sequences(size, options):
+    """Then it holds no scores, and is as accurate; other calls are XLA's."""
+    whole = Case(length=300, slots=300, heads=8, groups=2, size=size, value_size=size, options=options)
+    check(whole, jnp.bfloat16, "xla")
+    problem = support.make(whole, jnp.bfloat16)
+
+    def text(**places):
+        def call(query, key, value):
+            return attention(query, key, value, implementation="xla", **options, **places)
+
+        return jax.jit(call).lower(problem.query, problem.key, problem.value).as_text()
+
+    assert "cudnn" in text() and "cudnn" not in text(start=jnp.int32(0))
 
 
 @pytest.mark.parametrize("length", [1, 150])

@@ -53,7 +53,9 @@ def check_call(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Atte
     window = None if options.sliding_window is None else min(int(options.sliding_window), inputs.key.shape[1])
     softcap = None if options.logit_softcap is None else float(options.logit_softcap)
     holds_several = inputs.segment_starts is not None
-    return inputs, AttentionConfig(scale, window, softcap, inputs.value.shape[3], holds_several)
+    begins = not holds_several and inputs.padding is None and is_integer(inputs.start) and inputs.start == 0
+    is_whole = begins and inputs.query.shape[1] == inputs.key.shape[1]
+    return inputs, AttentionConfig(scale, window, softcap, inputs.value.shape[3], holds_several, is_whole)
 
 
 def _check_arrays(inputs: AttentionInputs) -> None:

@@ -44,6 +44,8 @@ class AttentionConfig:
     """Columns of a value."""
     holds_several: bool
     """Whether a row of the batch may hold several sequences."""
+    is_whole: bool
+    """Whether every row is known to be one whole sequence: it begins in slot 0 and has a query for each slot."""
 
 
 class Places(NamedTuple):

@@ -53,15 +53,11 @@ def _flat_values(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _values(
-    functions: LogitsFunctions, config: LogpConfig, donate: bool, logits: Array, tokens: Tokens
-) -> LinearLogp:
+def _values(functions: LogitsFunctions, config: LogpConfig, donate: bool, logits: Array, tokens: Tokens) -> LinearLogp:
     return _forward(functions, config, logits, tokens)[0]
 
 
-def _forward(
-    functions: LogitsFunctions, config: LogpConfig, logits: Array, tokens: Tokens
-) -> tuple[LinearLogp, Any]:
+def _forward(functions: LogitsFunctions, config: LogpConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Any]:
     """Values, and a residual with a row per token."""
     forward = functions.as_linear_logp if config.as_linear_logp else functions.forward
 

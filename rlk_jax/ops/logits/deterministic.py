@@ -115,8 +115,8 @@ def _gradient(
     return store_by_block(tokens.active, BLOCK_ROWS, of_block, jnp.zeros_like(logits))
 
 
-def _as_linear_logp(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, None]:
+def _over_head_groups(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, None]:
     return _forward(config, logits, tokens, column_groups(config.real_vocab_size))[0], None
 
 
-DETERMINISTIC = LogitsFunctions(_forward, _gradient, _as_linear_logp)
+DETERMINISTIC = LogitsFunctions(_forward, _gradient, _over_head_groups)

@@ -32,10 +32,10 @@ def _kernels(machine: Machine | None) -> RowKernels:
 def mosaic(machine: Machine | None = None) -> LogitsFunctions:
     """The implementation for one machine; None for the GPU that JAX sees."""
     functions = by_kernels(functools.partial(_kernels, machine))
-    return replace(functions, as_linear_logp=functools.partial(_as_linear_logp, machine))
+    return replace(functions, as_linear_logp=functools.partial(_by_head_kernels, machine))
 
 
-def _as_linear_logp(
+def _by_head_kernels(
     machine: Machine | None, config: SoftmaxConfig, logits: Array, tokens: Tokens
 ) -> tuple[LinearLogp, None]:
     """The values by the kernels of linear_logp, of which the first reads products instead of making them."""

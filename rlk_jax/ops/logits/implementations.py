@@ -14,16 +14,16 @@ from rlk_jax.ops.logits.xla import XLA
 
 def _other_order(facts: CallFacts) -> list[str]:
     """Why an implementation that does not sum as linear_logp does cannot run."""
-    return ["does not have the bits of linear_logp, which as_linear_logp asks for"] if facts.config.as_linear_logp else []
+    return ["has other bits than linear_logp, whose as_linear_logp asks for"] if facts.config.as_linear_logp else []
 
 
-def _triton_obstacles(facts: CallFacts) -> list[str]:
+def _obstacles_of_rows_in_triton(facts: CallFacts) -> list[str]:
     return triton_obstacles(facts) + _other_order(facts)
 
 
 ROWS = (
     Implementation("mosaic", hopper.mosaic(), hopper_obstacles, meant_for=is_hopper, promises_bits=True),
-    Implementation("triton", TRITON, _triton_obstacles, meant_for=is_meant_for_triton, promises_bits=True),
+    Implementation("triton", TRITON, _obstacles_of_rows_in_triton, meant_for=is_meant_for_triton, promises_bits=True),
     Implementation("xla", XLA, _other_order),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),
     Implementation("reference", REFERENCE, _other_order, by_name_only="holds float32 logits: the gold of the tests"),
