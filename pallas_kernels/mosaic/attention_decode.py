@@ -4,6 +4,7 @@ The heads that share keys are rows of one tile, so that keys and values are read
 span of keys, and a second kernel merges the spans in ascending order, as `attend` does.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,11 +40,14 @@ _SUM_COLUMNS = 32
 """Columns of a chunk of float32 sums: TMA swizzles at most 128 bytes of a row."""
 _ROWS_IN_FLIGHT = 256
 """Rows of spans that a block of the merging kernel has in flight."""
+_SPANS_AT_ONCE = 4
+"""Spans that are merged without a branch between them, so that the latencies of their exponentials overlap."""
 
 
 class _Spans(NamedTuple):
-    """The softmax of each span, float32 `[B, G, spans, rows, F]`: its weighted values, and its largest score and its
-    total repeated for every column. Rows are the heads of a group, and further ones up to a multiple of 8.
+    """The softmax of each span, float32 `[B, G, spans, rows, ·]`: its weighted values in F columns, and its largest
+    score and its total, repeated for the columns of one chunk. Rows are the heads of a group, and further ones up to a
+    multiple of 8.
     """
 
     values: Array
@@ -92,6 +96,7 @@ def _by_span(
     batch, heads, size = query.shape
     slots, groups, value_size, dtype = key.shape[1], key.shape[2], value.shape[3], query.dtype
     tile, rows = decode_tile(max(size, value_size), slots), -(-shape.group_heads // 8) * 8
+    sum_columns = _sum_columns(value_size)
 
     def body(
         query_gmem: Ref,
@@ -104,8 +109,8 @@ def _by_span(
         **scratch: Ref,
     ) -> None:
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
-        names = ("query_smem", "key_smem", "value_smem", "sums_smem")
-        query, output, key, value, sums = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
+        names = ("query_smem", "key_smem", "value_smem", *(["sums_smem"] if spans > 1 else []))
+        query, output, key, value, *sums = (tuple(map(Chunk, *views)) for views in pairs(scratch, names))
         key_ring = Ring(key_gmem, key, scratch["key_full"], scratch["key_empty"])
         value_ring = Ring(value_gmem, value, scratch["value_full"], scratch["value_empty"])
         batch, group = lax.axis_index("batch"), lax.axis_index("groups")
@@ -152,12 +157,12 @@ def _by_span(
                 found, log_total = output_of(softmax, call.poison)
                 log_total_gmem[batch, group, pl.ds(0, WARPGROUP_ROWS)] = log_total
                 own = output_gmem.at[batch, pl.ds(group * shape.group_heads, shape.group_heads)]
-                _store_rows(call, own, output, found)
+                _store_rows(call, [own], [output], [found])
                 return
-            values_gmem, largest_gmem, total_gmem = (x.at[batch, group, span] for x in out_gmem)
-            _store_rows(call, values_gmem, sums, softmax.values)
-            for gmem, numbers in ((largest_gmem, softmax.largest), (total_gmem, softmax.total)):
-                _store_rows(call, gmem, sums, [over_columns(numbers, x.shape[1]) for x in softmax.values])
+            *values, largest, total = sums[0]
+            per_row = ([over_columns(x, sum_columns)] for x in (softmax.largest, softmax.total))
+            here = [x.at[batch, group, span] for x in out_gmem]
+            _store_rows(call, here, [values, [largest], [total]], [softmax.values, *per_row])
 
     of_stages = (tile.stages, tile.keys)
     stages: dict[str, Any] = {"num_barriers": tile.stages}
@@ -168,7 +173,6 @@ def _by_span(
         ),
         "key_smem": plgpu.RefUnion(*views(of_stages, size, dtype)),
         "value_smem": plgpu.RefUnion(*views(of_stages, value_size, dtype)),
-        "sums_smem": plgpu.RefUnion(*views((1, WARPGROUP_ROWS), value_size, jnp.float32, _SUM_COLUMNS)),
         "query_full": plgpu.Barrier(num_arrivals=columns),
         "key_full": plgpu.Barrier(num_arrivals=columns, **stages),
         "value_full": plgpu.Barrier(num_arrivals=len(chunk_widths(value_size)), **stages),
@@ -176,14 +180,20 @@ def _by_span(
         "value_empty": plgpu.Barrier(num_arrivals=1, **stages),
         "edge": plgpu.Barrier(num_arrivals=1),
     }
-    spread = jax.ShapeDtypeStruct((batch, groups, spans, rows, 1, value_size), jnp.float32)
+    if spans > 1:
+        every = value_size + 2 * sum_columns
+        scratch["sums_smem"] = plgpu.RefUnion(*views((1, WARPGROUP_ROWS), every, jnp.float32, _SUM_COLUMNS))
+    parts = (
+        jax.ShapeDtypeStruct((batch, groups, spans, rows, 1, columns), jnp.float32)
+        for columns in (value_size, sum_columns, sum_columns)
+    )
     whole = (
         jax.ShapeDtypeStruct((batch, heads, 1, value_size), dtype),
         jax.ShapeDtypeStruct((batch, groups, WARPGROUP_ROWS), jnp.float32),
     )
     found = plgpu.kernel(
         body,
-        out_type=whole if spans == 1 else (spread,) * 3,
+        out_type=whole if spans == 1 else tuple(parts),
         scratch_types=scratch,
         grid=(groups, spans, batch),
         grid_names=("groups", "spans", "batch"),
@@ -196,17 +206,26 @@ def _by_span(
     return (found[0][:, :, 0], found[1]) if spans == 1 else _Spans(*(x[..., 0, :] for x in found))
 
 
-def _store_rows(call: Call, gmem: Ref, chunks: tuple[Chunk, ...], values: Sequence[Array]) -> None:
-    """Write the first rows of a value `[64, F]`, given by chunk, to global memory `[rows, 1, F]`."""
-    widths = [chunk.tiles.shape[-1] for chunk in chunks]
-    parts = (x[:, i : i + widths[0]] for x in values for i in range(0, x.shape[1], widths[0]))
-    for chunk, part in zip(chunks, parts, strict=True):
-        chunk.tiles.at[call.first_query][...] = part.astype(chunk.tiles.dtype)
+def _sum_columns(value_size: int) -> int:
+    """Columns of a chunk of float32 sums."""
+    return chunk_widths(value_size, _SUM_COLUMNS)[0]
+
+
+def _store_rows(
+    call: Call, gmems: Sequence[Ref], staged: Sequence[Sequence[Chunk]], values: Sequence[Sequence[Array]]
+) -> None:
+    """Write the first rows of values `[64, columns]`, each given by chunk, to global memory `[rows, 1, columns]`."""
+    for chunks, own in zip(staged, values, strict=True):
+        width = chunks[0].tiles.shape[-1]
+        parts = (x[:, i : i + width] for x in own for i in range(0, x.shape[1], width))
+        for chunk, part in zip(chunks, parts, strict=True):
+            chunk.tiles.at[call.first_query][...] = part.astype(chunk.tiles.dtype)
     plgpu.commit_smem()
-    first_rows = pl.ds(0, gmem.shape[0])
-    for own, chunk in with_columns(chunks, widths):
-        part, from_smem = call.tma_view(chunk)
-        plgpu.copy_smem_to_gmem(from_smem.at[call.first_query, first_rows], gmem.at[first_rows, part, own])
+    for gmem, chunks in zip(gmems, staged, strict=True):
+        first_rows = pl.ds(0, gmem.shape[0])
+        for columns, chunk in with_columns(chunks, [chunk.tiles.shape[-1] for chunk in chunks]):
+            part, from_smem = call.tma_view(chunk)
+            plgpu.copy_smem_to_gmem(from_smem.at[call.first_query, first_rows], gmem.at[first_rows, part, columns])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -216,7 +235,7 @@ def _merge(
     """The output `[B, H, F]`, and log_total repeated for every column, float32 in the same shape."""
     batch, groups, count, rows, value_size = spans.values.shape
     tile, dtype, own_heads = decode_tile(value_size, value.shape[1]), value.dtype, shape.group_heads
-    columns = 32 if value_size % 32 == 0 else 16
+    columns = _sum_columns(value_size)
     in_flight = min(count, _ROWS_IN_FLIGHT // rows)
 
     def body(
@@ -229,11 +248,12 @@ def _merge(
         output_gmem: Ref,
         log_total_gmem: Ref,
         *,
-        spans_smem: Ref,
+        values_smem: Ref,
+        largest_smem: Ref,
+        total_smem: Ref,
         output_smem: Ref,
         log_total_smem: Ref,
         full: Ref,
-        read: Ref,
     ) -> None:
         batch, group = lax.axis_index("batch"), lax.axis_index("groups")
         own_columns = pl.ds(lax.axis_index("columns") * columns, columns)
@@ -245,23 +265,30 @@ def _merge(
 
         def one_round(i: Array, so_far: Softmax) -> Softmax:
             start = first_span + i * in_flight
-            here = jnp.minimum(end_span - start, in_flight)
+            end = jnp.minimum(start + in_flight, end_span)
+            # The last round may begin among spans that are merged already.
+            first_loaded = jnp.minimum(start, count - in_flight)
+            own = (batch, group, pl.ds(first_loaded, in_flight), slice(None))
+            plgpu.copy_gmem_to_smem(values_gmem.at[*own, own_columns], values_smem, full)
+            plgpu.copy_gmem_to_smem(largest_gmem.at[*own], largest_smem, full)
+            plgpu.copy_gmem_to_smem(total_gmem.at[*own], total_smem, full)
+            plgpu.barrier_wait(full)
 
-            def load(j: Array, _: None) -> None:
-                for k, gmem in enumerate((values_gmem, largest_gmem, total_gmem)):
-                    own = gmem.at[batch, group, start + j, :, own_columns]
-                    plgpu.copy_gmem_to_smem(own, spans_smem.at[j, k], full.at[j])
+            def add(place: Array, count: int, so_far: Softmax) -> Softmax:
+                """The softmax with the loaded spans from `place` on, `count` of them."""
+                for k in range(count):
+                    loaded = (_spread(x.at[place + k], rows, columns) for x in (largest_smem, total_smem, values_smem))
+                    largest, total, values = loaded
+                    so_far = merged(so_far, Softmax(largest, total, (values,)))
+                return so_far
 
-            lax.fori_loop(0, here, load, None)
-
-            def add(j: Array, so_far: Softmax) -> Softmax:
-                plgpu.barrier_wait(full.at[j])
-                values, largest, total = (_spread(spans_smem.at[j, k], rows, columns) for k in range(3))
-                return merged(so_far, Softmax(largest, total, (values,)))
-
-            so_far = lax.fori_loop(0, here, add, so_far)
-            plgpu.barrier_arrive(read)
-            plgpu.barrier_wait(read)
+            first, here = start - first_loaded, end - start
+            together = lax.div(here, jnp.int32(_SPANS_AT_ONCE))
+            some, one = functools.partial(add, count=_SPANS_AT_ONCE), functools.partial(add, count=1)
+            so_far = lax.fori_loop(0, together, lambda j, x: some(first + j * _SPANS_AT_ONCE, so_far=x), so_far)
+            so_far = lax.fori_loop(together * _SPANS_AT_ONCE, here, lambda j, x: one(first + j, so_far=x), so_far)
+            # All threads have read the spans before those of the next round take their place.
+            plgpu.commit_smem()
             return so_far
 
         rounds = lax.div(end_span - first_span + in_flight - 1, jnp.int32(in_flight))
@@ -275,15 +302,15 @@ def _merge(
             plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, own_heads)], gmem.at[own])
         plgpu.wait_smem_to_gmem(0)
 
+    of_spans = plgpu.SMEM((in_flight, rows, columns), jnp.float32)
     return plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((batch, heads, value_size), x) for x in (dtype, jnp.float32)),
         scratch_types={
-            "spans_smem": plgpu.SMEM((in_flight, 3, rows, columns), jnp.float32),
+            **dict.fromkeys(("values_smem", "largest_smem", "total_smem"), of_spans),
             "output_smem": plgpu.SMEM((rows, columns), dtype),
             "log_total_smem": plgpu.SMEM((rows, columns), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=3, num_barriers=in_flight),
-            "read": plgpu.Barrier(num_arrivals=1),
+            "full": plgpu.Barrier(num_arrivals=3),
         },
         grid=(groups, value_size // columns, batch),
         grid_names=("groups", "columns", "batch"),

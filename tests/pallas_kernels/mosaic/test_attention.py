@@ -67,6 +67,17 @@ def test_moved_and_decoded_beside_nan(spans):
         assert_same_bits(run(*decoded, kernel=kernel), expected[:, 130:131])
 
 
+@pytest.mark.parametrize("at_once", [2, 4])
+@pytest.mark.parametrize("spans", [1], indirect=True)
+def test_more_spans_than_are_merged_in_a_round(spans, at_once, monkeypatch):
+    """Of four spans a round merges three, and the next one the last."""
+    monkeypatch.setattr(decoding, "_ROWS_IN_FLIGHT", 3 * 8)
+    monkeypatch.setattr(decoding, "_SPANS_AT_ONCE", at_once)
+    query, key, value = made()
+    decoded = jnp.swapaxes(query[:, :4], 0, 1), *(jnp.tile(x, (4, 1, 1, 1)) for x in (key, value)), 419, [[0]] * 4
+    assert_same_bits(run(*decoded, kernel=decoding.decode), run(*decoded))
+
+
 @pytest.mark.parametrize("kernel", [kernels.attend, decoding.decode], ids=["attend", "decode"])
 def test_rows_whose_results_are_to_be_nan(kernel):
     query, key, value = (jnp.concatenate([x[:, :1], x[:, 1:2]]) for x in made())
