@@ -25,6 +25,7 @@ from benchmarks import (
     common,
     decoder,
     det_gemm,
+    few_rows,
     grpo,
     invariance,
     linear_grpo_loss,
@@ -137,6 +138,23 @@ def test_invariance_smoke_and_layers_that_cannot_run(tmp_path, capsys, monkeypat
             assert r["status"] == "pass" and r["tokens_per_second"] > 0 and r["of_stock"] == 1 and r["peak_mib"] > 0
     shown = capsys.readouterr().out
     assert picture.stat().st_size > 1000 and "no such layer" in shown and "tokens/s" in shown
+
+
+def test_few_rows_smoke(tmp_path, compiled_quickly, monkeypatch):
+    times = iter((1.5, 3.0, *(2.0,) * 100))
+    monkeypatch.setattr(
+        few_rows, "kernel_microseconds", lambda run, rounds: jax.block_until_ready(run()) and next(times)
+    )
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    assert few_rows.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["status"] for r in rows} == {"pass"} and {r["m"] for r in rows} == {1, 8}
+    assert {r["matrix"]: (r["k"], r["n"]) for r in rows} == few_rows.matrices(invariance.SMOKE_CASE.sizes)
+    assert [r["speed"] for r in rows[:3]] == [1, 0.5, 1] and picture.stat().st_size > 1000
+
+
+def test_kernels_take_no_time_on_a_cpu():
+    assert few_rows.kernel_microseconds(lambda: jnp.ones(3) + 1, rounds=1) == 0
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ def test_moved_and_decoded_beside_nan(spans):
 @pytest.mark.parametrize("at_once", [2, 4])
 @pytest.mark.parametrize("spans", [1], indirect=True)
 def test_more_spans_than_are_merged_in_a_round(spans, at_once, monkeypatch):
-    """Of four spans a round merges three, and the next one the last."""
+    """A round merges three of four spans, and the next one the last."""
     monkeypatch.setattr(decoding, "_ROWS_IN_FLIGHT", 3 * 8)
     monkeypatch.setattr(decoding, "_SPANS_AT_ONCE", at_once)
     query, key, value = made()

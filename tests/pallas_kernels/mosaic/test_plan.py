@@ -78,27 +78,31 @@ def test_every_plan_of_a_gemm_can_run(m, n, sm_count, layout, b_transposed):
     assert tile.columns % 64 == 0 or not columns_lie_along_memory
     assert not (plan.swapped and layout["accumulates"])
     if plan.swapped:
-        assert m <= tile.columns <= 64 and tile.cluster == 1
+        assert m <= tile.columns * 2 and tile.columns <= 64 and tile.cluster == 1
+        # Two tiles beside each other run at the same time.
+        assert m <= tile.columns or 2 * -(-n // tile.rows) <= sm_count
 
 
 @pytest.mark.parametrize(
     ("m", "n", "tile", "swapped"),
     [
-        (4096, 4096, (128, 256, 2), False),
-        (4096, 12288, (128, 256, 2), False),
-        (4096, 32000, (128, 256, 2), False),
-        (1024, 4096, (128, 256, 2), False),
-        (1024, 14336, (128, 128, 2), False),
-        (128, 4096, (64, 64, 2), False),
-        (128, 14336, (128, 128, 1), False),
-        (16, 4096, (64, 16, 1), True),
-        (1, 14336, (128, 8, 1), True),
-        (64, 32000, (128, 64, 1), True),
+        (4096, 4096, (128, 256, 2, 64), False),
+        (4096, 12288, (128, 256, 2, 64), False),
+        (4096, 32000, (128, 256, 2, 64), False),
+        (1024, 4096, (128, 256, 2, 64), False),
+        (1024, 14336, (128, 128, 2, 64), False),
+        (128, 4096, (64, 64, 2, 64), False),
+        (128, 14336, (128, 128, 1, 64), False),
+        (16, 4096, (64, 16, 1, 128), True),
+        (1, 14336, (64, 8, 1, 128), True),
+        (64, 2048, (64, 32, 1, 128), True),
+        (64, 32000, (64, 64, 1, 64), True),
     ],
 )
 def test_which_tile_a_gemm_takes(m, n, tile, swapped):
     plan = gemm_plan(m, n, 132, a_transposed=False, accumulates=False)
-    assert (plan.tile.rows, plan.tile.columns, plan.tile.cluster) == tile and plan.swapped == swapped
+    found = plan.tile
+    assert (found.rows, found.columns, found.cluster, found.depth) == tile and plan.swapped == swapped
 
 
 def test_few_rows_get_small_tiles():
