@@ -378,7 +378,6 @@ class _Warpgroup:
         for chunk, values in zip(self.memory.output, output, strict=True):
             chunk.tiles.at[self.number, pl.ds(0, WARPGROUP_ROWS)][...] = values.astype(chunk.tiles.dtype)
         rows = (self.head, self.first_query, call.stored(run))
-        store_rows(call, self.number, self.memory.output, self.refs.output_gmem, *rows, waits=False)
-        if not call.tile.stores_apart:
-            # Queries that come next take the memory of the output.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store_rows(
+            call, self.number, self.memory.output, self.refs.output_gmem, *rows, waits=not call.tile.stores_apart
+        )

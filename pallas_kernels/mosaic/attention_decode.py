@@ -226,7 +226,7 @@ def _store_rows(
         for columns, chunk in with_columns(chunks, [chunk.tiles.shape[-1] for chunk in chunks]):
             part, from_smem = call.tma_view(chunk)
             plgpu.copy_smem_to_gmem(from_smem.at[call.first_query, first_rows], gmem.at[first_rows, part, columns])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _merge(
@@ -300,7 +300,7 @@ def _merge(
         own = (batch, pl.ds(group * own_heads, own_heads), own_columns)
         for smem, gmem in ((output_smem, output_gmem), (log_total_smem, log_total_gmem)):
             plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, own_heads)], gmem.at[own])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
     of_spans = plgpu.SMEM((in_flight, rows, columns), jnp.float32)
     return plgpu.kernel(
