@@ -18,7 +18,7 @@ from jax import lax
 from benchmarks.linear_logp import log_softmax_at
 from rlk_jax import attention, det_gemm, linear_logp, logp, nn
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
-from rlk_jax.grpo.model import Stream
+from rlk_jax.models.decoder import Stream
 from rlk_jax.ops import promising
 
 Array = jax.Array

@@ -37,10 +37,11 @@ MAY_IMPORT = {
     "ops": {"core", "losses"},
     "doors": {"core", "losses", "ops", "grpo"},
     "nn": {"core", "losses", "ops"},
-    "grpo": {"core", "losses", "ops", "doors", "nn"},
-    "clients": {"core", "losses", "ops", "doors", "nn"},
-    "checker": {"core", "losses", "ops", "doors", "nn", "grpo", "clients"},
-    "commands": {"core", "losses", "ops", "doors", "nn", "grpo", "clients", "checker"},
+    "models": {"core", "losses", "ops", "doors", "nn"},
+    "grpo": {"core", "losses", "ops", "doors", "nn", "models"},
+    "clients": {"core", "losses", "ops", "doors", "nn", "models"},
+    "checker": {"core", "losses", "ops", "doors", "nn", "models", "grpo", "clients"},
+    "commands": {"core", "losses", "ops", "doors", "nn", "models", "grpo", "clients", "checker"},
 }
 """The rooms of rlk_jax that each room may import beside itself."""
 

@@ -104,7 +104,7 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
         fn = functools.partial(op, **spec.unchecked)
         return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
-        return of_function(load(name), name, arrays)
+        return of_function(named_function(name), name, arrays)
     raise Unusable(f"unknown candidate {name!r}; the candidates are {', '.join(NAMES)} and module:function")
 
 
@@ -143,7 +143,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or f"{type(error).__name__} without a word").splitlines()[0]
 
 
-def load(name: str) -> Callable[..., Any]:
+def named_function(name: str) -> Callable[..., Any]:
     """The function that `module:function` names, from a module on the path or in the current folder."""
     module_name, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:

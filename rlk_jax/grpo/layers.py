@@ -4,35 +4,17 @@ those of `rlk_jax.nn`, whose bits do not.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from rlk_jax import nn
+from rlk_jax.models.kinds import Slots
 
 ROTARY_BASE = 10_000.0
-
-
-class Slots(NamedTuple):
-    """Where the tokens of one call stand in their rows; attention and rotary embedding need it."""
-
-    start: int | Int[Array, ""]
-    """The slot of the first token of the call."""
-    padding: Int[Array, "B"] | Int[Array, "B T"]
-    """How many slots stand before a sequence: one number per row, or one per token where a row holds several."""
-
-    def positions(self, length: int) -> Int[Array, "B T"]:
-        """The position of each token in its sequence: its slot minus the slots before the sequence."""
-        return self.start + jnp.arange(length) - self.token_padding
-
-    @property
-    def token_padding(self) -> Int[Array, "B #T"]:
-        """`padding` of every token."""
-        return self.padding if self.padding.ndim == 2 else self.padding[:, None]
 
 
 @dataclass(frozen=True)

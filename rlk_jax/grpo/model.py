@@ -9,17 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from rlk_jax import nn
-from rlk_jax.grpo.layers import ROTARY_BASE, STOCK, Layers, Slots
-
-
-class LayerCache(NamedTuple):
-    """The rotated keys and the values of one layer, one row for each slot of the KV cache."""
-
-    keys: Float[Array, "B S H E"]
-    values: Float[Array, "B S H E"]
-
-
-Cache = tuple[LayerCache, ...]
+from rlk_jax.grpo.layers import ROTARY_BASE, STOCK, Layers
+from rlk_jax.models.decoder import Cache, LayerCache, Stream
+from rlk_jax.models.kinds import Slots
 
 
 class _Places(NamedTuple):
@@ -67,13 +59,6 @@ class Scale(nnx.Module):
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (width,), jnp.float32))
-
-
-class Stream(NamedTuple):
-    """The residual stream between two blocks: what it was, and what the last branch gave, which the next norm adds."""
-
-    x: Float[Array, "B T D"]
-    branch: Float[Array, "B T D"]
 
 
 class DecoderBlock(nnx.Module):

@@ -12,7 +12,7 @@ from rlk_jax.core.transforms import isolated
 from rlk_jax.nn.embedding import embed
 from rlk_jax.nn.layers import DetDense, LMHead, attention, det_dot_general
 from rlk_jax.nn.norm import add_rms_norm, rms_norm
-from rlk_jax.nn.rotary import Rotation, rotary, rotation, split_rotary
+from rlk_jax.nn.rotary import Rotation, rotary, rotated, rotation, rotation_by, split_rotary
 from rlk_jax.nn.rows import BLOCK, ordered_sum, softmax
 
 __all__ = [
@@ -28,7 +28,9 @@ __all__ = [
     "ordered_sum",
     "rms_norm",
     "rotary",
+    "rotated",
     "rotation",
+    "rotation_by",
     "softmax",
     "split_rotary",
 ]

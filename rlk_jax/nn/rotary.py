@@ -30,6 +30,22 @@ def rotation(positions: Int[Array, "B T"], size: int, *, base: float = 10_000.0)
     _check_rotation(positions, size)
     half = size // 2
     frequencies = lax.optimization_barrier(jnp.float32(base) ** (-jnp.arange(half, dtype=jnp.float32) / half))
+    return _rotation(positions, frequencies)
+
+
+@isolated
+def rotation_by(positions: Int[Array, "B T"], frequencies: Float32[Array, "E/2"], *, factor: float = 1.0) -> Rotation:
+    """`rotation` with frequencies of one's own: factor·cos and factor·sin of position · frequency.
+
+    A checkpoint's rotary embedding has other frequencies than powers of a base, and YaRN a factor. Raises ValueError
+    for positions that are no integers `[B, T]`.
+    """
+    _check_rotation(positions, 2 * len(frequencies))
+    found = _rotation(positions, frequencies)
+    return found if factor == 1 else Rotation(*(x * jnp.float32(factor) for x in found))
+
+
+def _rotation(positions: Array, frequencies: Array) -> Rotation:
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
@@ -45,6 +61,13 @@ def rotary(
     """
     _check_rotary(x, positions)
     return _turned(x, rotation(positions, x.shape[3], base=base))
+
+
+@isolated
+def rotated(x: Float[Array, "B T H E"], rotation: Rotation) -> Float[Array, "B T H E"]:
+    """Heads turned by a rotation, as `rotary` does. Raises ValueError for shapes that do not fit."""
+    _check_rotated(x, rotation)
+    return _turned(x, rotation)
 
 
 def split_rotary(
@@ -82,6 +105,17 @@ def _check_rotary(x: Any, positions: Any) -> None:
     require(
         x.ndim == 4 and x.shape[3] % 2 == 0 and positions.shape == x.shape[:2],
         f"rotary needs x [B, T, H, E] of an even E and positions [B, T], got shapes {x.shape} and {positions.shape}.",
+    )
+
+
+def _check_rotated(x: Any, rotation: Any) -> None:
+    """The static checks of `rotated`."""
+    check_floats_of_a_row("rotated", x)
+    wanted = (*x.shape[:2], x.shape[-1] // 2)
+    require(
+        x.ndim == 4 and x.shape[3] % 2 == 0 and rotation.cos.shape == rotation.sin.shape == wanted,
+        f"rotated needs x [B, T, H, E] of an even E and a rotation of [B, T, E/2], got shape {x.shape} and a rotation "
+        f"of {rotation.cos.shape}.",
     )
 
 

@@ -1,0 +1,175 @@
+"""Checkpoints as Hugging Face has them: a directory with config.json and safetensors, in and out."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from rlk_jax.models.config import ModelConfig, UnsupportedModel, read_config
+from rlk_jax.models.decoder import CausalLM, DecoderLayer, ropes_of
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "added_tokens.json",
+)
+"""Files beside the weights that `save` takes along."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A parameter of the decoder, and the tensors that lie in it one behind the other along its first axis."""
+
+    parameter: Any
+    names: list[str]
+    sizes: list[int]
+
+
+def _linear(linear: Any, names: list[str], sizes: list[int]) -> Iterator[_Part]:
+    yield _Part(linear.weight, [f"{name}.weight" for name in names], sizes)
+    if linear.bias is not None:
+        yield _Part(linear.bias, [f"{name}.bias" for name in names], sizes)
+
+
+def _parts_of_block(config: ModelConfig, block: DecoderLayer, prefix: str) -> Iterator[_Part]:
+    """The parameters of one layer by the names of a checkpoint."""
+    attention, feed_forward, size = block.attention, block.feed_forward, config.head_size
+    own, sizes = f"{prefix}self_attn.", [config.heads * size, config.groups * size, config.groups * size]
+    yield from _linear(attention.query_key_value, [f"{own}{x}_proj" for x in "qkv"], sizes)
+    yield from _linear(attention.out, [f"{own}o_proj"], [config.width])
+    yield from _linear(
+        feed_forward.gate_up, [f"{prefix}mlp.{x}_proj" for x in ("gate", "up")], [config.inner, config.inner]
+    )
+    yield from _linear(feed_forward.down, [f"{prefix}mlp.down_proj"], [config.width])
+    norms: dict[str, Any] = {"input_layernorm": block.attention_norm}
+    if config.has_post_norms:
+        norms["post_attention_layernorm"] = block.attention_post_norm
+        norms["pre_feedforward_layernorm"] = block.feed_forward_norm
+        norms["post_feedforward_layernorm"] = block.feed_forward_post_norm
+    else:
+        norms["post_attention_layernorm"] = block.feed_forward_norm
+    if config.has_head_norms:
+        norms |= {"self_attn.q_norm": attention.query_norm, "self_attn.k_norm": attention.key_norm}
+    for name, norm in norms.items():
+        yield _Part(norm.scale, [f"{prefix}{name}.weight"], [norm.scale.shape[0]])
+
+
+def _parts(model: CausalLM) -> Iterator[_Part]:
+    """All parameters of a decoder by the names of a checkpoint."""
+    config = model.config
+    yield _Part(model.embedding, ["model.embed_tokens.weight"], [config.vocab_size])
+    for i, block in enumerate(model.blocks):
+        yield from _parts_of_block(config, block, f"model.layers.{i}.")
+    yield _Part(model.norm.scale, ["model.norm.weight"], [config.width])
+    if not config.is_tied:
+        yield _Part(model.lm_head.weight, ["lm_head.weight"], [config.vocab_size])
+
+
+def load(directory: Path | str, *, dtype: DTypeLike = jnp.bfloat16, kind: str = "stock") -> CausalLM:
+    """The decoder of a checkpoint, its tensors read one by one and rounded to `dtype`.
+
+    Raises UnsupportedModel for a config.json that is not supported, for tensors that are missing, unknown or of another
+    shape, all by name, and for an index that points out of the directory.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    model = nnx.eval_shape(lambda: CausalLM(config, dtype=dtype, kind=kind, rngs=nnx.Rngs(0)))
+    files = _files(directory)
+    parts = list(_parts(model))
+    _check_tensors(files, parts, config)
+    for part in parts:
+        tensors = [_tensor(files[name], name) for name in part.names]
+        joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+        part.parameter.set_value(jnp.asarray(joined.astype(jnp.dtype(dtype))))
+    for rope, frequencies in zip(ropes_of(config), model.frequencies, strict=True):
+        frequencies.set_value(jnp.asarray(rope.frequencies()))
+    return model
+
+
+def save(model: CausalLM, directory: Path | str, *, like: Path | str | None = None) -> None:
+    """Write a directory that transformers and vLLM load: config.json, the weights in their dtype, and the tokenizer's
+    files of the checkpoint `like`, where one is given.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {**model.config.fields, "dtype": model.dtype.name}
+    fields.pop("torch_dtype", None)
+    (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    save_file(tensors_of(model), str(directory / _SINGLE), metadata={"format": "pt"})
+    if like is not None:
+        for name in _TOKENIZER:
+            if (Path(like) / name).exists():
+                shutil.copy(Path(like) / name, directory / name)
+
+
+def tensors_of(model: CausalLM) -> dict[str, np.ndarray]:
+    """The parameters of a model by their names in a checkpoint, in their own dtype."""
+    tensors: dict[str, np.ndarray] = {}
+    for part in _parts(model):
+        joined, edges = np.asarray(part.parameter[...]), np.cumsum(part.sizes)[:-1]
+        tensors |= dict(zip(part.names, map(np.ascontiguousarray, np.split(joined, edges)), strict=True))
+    return tensors
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint."""
+    index = directory / _INDEX
+    if not index.exists():
+        path = directory / _SINGLE
+        if not path.exists():
+            raise UnsupportedModel(f"{directory} has neither {_SINGLE} nor {_INDEX}.")
+        with safe_open(str(path), framework="numpy") as file:
+            return dict.fromkeys(file.keys(), path)
+    found = json.loads(index.read_text())["weight_map"]
+    for name in set(found.values()):
+        if Path(name).name != name:
+            raise UnsupportedModel(f"{index} names a file out of its directory: {name!r}.")
+        if not (directory / name).exists():
+            raise UnsupportedModel(f"{index} names {name}, which does not exist.")
+    return {tensor: directory / name for tensor, name in found.items()}
+
+
+_BUFFERS = "rotary_emb.inv_freq"
+"""The end of the names of tensors that old checkpoints have and that config.json says as well."""
+
+
+def _check_tensors(files: dict[str, Path], parts: list[_Part], config: ModelConfig) -> None:
+    """The checkpoint has the tensors of the decoder in their shapes, and no others."""
+    wanted = {
+        name: (size, *part.parameter.shape[1:])
+        for part in parts
+        for name, size in zip(part.names, part.sizes, strict=True)
+    }
+    given = {name for name in files if not name.endswith(_BUFFERS)}
+    if config.is_tied:
+        given.discard("lm_head.weight")
+    problems = [f"missing {name}" for name in sorted(wanted.keys() - given)]
+    problems += [f"unknown {name}" for name in sorted(given - wanted.keys())]
+    for name in sorted(wanted.keys() & given):
+        with safe_open(str(files[name]), framework="numpy") as file:
+            shape = tuple(file.get_slice(name).get_shape())
+        if shape != wanted[name]:
+            problems.append(f"{name} is {shape}, not {wanted[name]}")
+    if problems:
+        raise UnsupportedModel(f"the checkpoint does not fit its config.json: {'; '.join(problems)}.")
+
+
+def _tensor(path: Path, name: str) -> np.ndarray:
+    with safe_open(str(path), framework="numpy") as file:
+        return file.get_tensor(name)
