@@ -159,6 +159,7 @@ FAMILIES = {
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _WITHOUT_EFFECT = {
+    "_model_name_or_path",
     "_name_or_path",
     "_attn_implementation_autoset",
     "architectures",
@@ -174,9 +175,11 @@ _WITHOUT_EFFECT = {
     "output_hidden_states",
     "pad_token_id",
     "return_dict",
+    "sep_token_id",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "unk_token_id",
     "use_cache",
 }
 """Fields that change no log-prob."""
@@ -187,6 +190,7 @@ _ONLY = {
     "quantization_config": (None,),
     "rope_interleaved": (False, None),
     "use_bidirectional_attention": (False, None),
+    "use_mrope": (False, None),
 }
 """Fields that are taken with these values alone."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}

@@ -21,6 +21,7 @@ BAD = {
     "another family's field": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is a field of llama"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0."),
     "interleaved": ({"rope_interleaved": True}, "rope_interleaved = True is not supported, only False."),
+    "several axes": ({"use_mrope": True}, "use_mrope = True is not supported, only False."),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not among silu"),
     "rope type": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not among default"),
