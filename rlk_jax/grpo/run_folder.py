@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -216,20 +217,23 @@ def save_checkpoint(checkpoints: ocp.CheckpointManager, step: int, state: Any) -
 def _quiet_failures() -> Iterator[None]:
     """Keep from stderr what Orbax's threads say of a checkpoint that cannot be written: the command says it in a line.
 
-    Orbax raises the first failure, and stops waiting for the other writes. They then find its event loop closed, and
-    say so whenever they end; for that reason it stays quiet after a failure.
+    Orbax raises the first failure, and stops waiting for the other writes. They then find its event loop closed, or are
+    never begun, and Python says so whenever they end; for that reason it stays quiet after a failure.
     """
-    log, say = logging.getLogger("absl"), sys.unraisablehook
+    log, say, warned = logging.getLogger("absl"), sys.unraisablehook, warnings.catch_warnings()
 
     def say_others(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             say(unraisable)
 
+    warned.__enter__()
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     log.addFilter(_nothing)
     sys.unraisablehook = say_others
     yield
     log.removeFilter(_nothing)
     sys.unraisablehook = say
+    warned.__exit__(None, None, None)
 
 
 def _nothing(record: logging.LogRecord) -> bool:

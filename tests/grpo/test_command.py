@@ -310,9 +310,13 @@ try:
         save_checkpoint(checkpoints, 3, {f"leaf {i}": jnp.full((200, 200), i) for i in range(20)})
 except BadInput as error:
     print(error, file=sys.stderr)
+async def never_begun(): ...
+never_begun()
 time.sleep(1)
 """
-"""Many writes that fail, most of them after the first failure has been raised, and time for them to say so."""
+"""Many writes that fail, most of them after the first failure has been raised, one that was never begun, as Orbax leaves
+some, and time for them to say so.
+"""
 
 
 def test_nothing_is_said_of_a_failed_checkpoint_but_its_line(tmp_path):
