@@ -314,8 +314,8 @@ async def never_begun(): ...
 never_begun()
 time.sleep(1)
 """
-"""Many writes that fail, most of them after the first failure has been raised, one that was never begun, as Orbax leaves
-some, and time for them to say so.
+"""Many writes that fail, most of them after the first failure has been raised, one that was never begun, as Orbax
+leaves some, and time for them to say so.
 """
 
 
