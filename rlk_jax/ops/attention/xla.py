@@ -26,9 +26,11 @@ def _in_dtype(config: AttentionConfig, operands: Operands) -> Array:
 
 def _is_for_cudnn(config: AttentionConfig, operands: Operands) -> bool:
     """Whether cuDNN, which never holds all scores, takes these heads of whole sequences on the GPU that JAX sees."""
-    device, size = device_of(()), operands.query.shape[3]
+    device, (_, length, _, size) = device_of(()), operands.query.shape
     has_size = size == config.value_size and size % 8 == 0 and size <= (256 if is_hopper(device) else 128)
-    return is_ampere_or_later(device) and config.is_whole and config.logit_softcap is None and has_size
+    # JAX (0.11.2) refuses its gradient for odd lengths.
+    has_sizes = has_size and length % 2 == 0
+    return is_ampere_or_later(device) and config.is_whole and config.logit_softcap is None and has_sizes
 
 
 def _by_cudnn(config: AttentionConfig, operands: Operands) -> Array:

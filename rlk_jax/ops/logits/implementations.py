@@ -14,7 +14,8 @@ from rlk_jax.ops.logits.xla import XLA
 
 def _other_order(facts: CallFacts) -> list[str]:
     """Why an implementation that does not sum as linear_logp does cannot run."""
-    return ["has other bits than linear_logp, whose as_linear_logp asks for"] if facts.config.as_linear_logp else []
+    reasons = ["has other bits than those of linear_logp, which as_linear_logp asks for"]
+    return reasons if facts.config.as_linear_logp else []
 
 
 def _obstacles_of_rows_in_triton(facts: CallFacts) -> list[str]:

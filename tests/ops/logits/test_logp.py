@@ -345,7 +345,7 @@ def test_recorded_log_probs_have_no_gradient():
 
 def test_only_implementations_with_the_bits_of_linear_logp_record_them():
     for name in ("xla", "triton", "reference"):
-        with pytest.raises(ValueError, match="has other bits than linear_logp, whose as_linear_logp asks for"):
+        with pytest.raises(ValueError, match="has other bits than those of linear_logp, which as_linear_logp asks for"):
             logp(**GOOD, as_linear_logp=True, implementation=name)
     assert promising("logp", **GOOD, as_linear_logp=True) == "deterministic"
 
