@@ -4,7 +4,6 @@ The heads that share keys are rows of one tile, so that keys and values are read
 span of keys, and a second kernel merges the spans in ascending order, as `attend` does.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -259,9 +258,9 @@ def _merge(
         own_columns = pl.ds(lax.axis_index("columns") * columns, columns)
         places = SequencePlaces(start_gmem, first_slots_gmem, runs_gmem)
         call = Call(shape, tile, places, batch, zero_beside(group), 1, machine.interpret is not None)
-        first, end = call.blocks(call.only_run())
+        first_block, end_block = call.blocks(call.only_run())
         width = jnp.int32(tile.span_blocks or 2**30)
-        first_span, end_span = lax.div(first, width), lax.div(end + width - 1, width)
+        first_span, end_span = lax.div(first_block, width), lax.div(end_block + width - 1, width)
 
         def one_round(i: Array, so_far: Softmax) -> Softmax:
             start = first_span + i * in_flight
@@ -274,19 +273,21 @@ def _merge(
             plgpu.copy_gmem_to_smem(total_gmem.at[*own], total_smem, full)
             plgpu.barrier_wait(full)
 
-            def add(place: Array, count: int, so_far: Softmax) -> Softmax:
-                """The softmax with the loaded spans from `place` on, `count` of them."""
-                for k in range(count):
-                    loaded = (_spread(x.at[place + k], rows, columns) for x in (largest_smem, total_smem, values_smem))
-                    largest, total, values = loaded
-                    so_far = merged(so_far, Softmax(largest, total, (values,)))
+            first, here, loaded_smem = start - first_loaded, end - start, (largest_smem, total_smem, values_smem)
+
+            def add(place: Array, so_far: Softmax) -> Softmax:
+                """The softmax with one loaded span."""
+                largest, total, values = (_spread(x.at[place], rows, columns) for x in loaded_smem)
+                return merged(so_far, Softmax(largest, total, (values,)))
+
+            def add_some(j: Array, so_far: Softmax) -> Softmax:
+                for k in range(_SPANS_AT_ONCE):
+                    so_far = add(first + j * _SPANS_AT_ONCE + k, so_far)
                 return so_far
 
-            first, here = start - first_loaded, end - start
             together = lax.div(here, jnp.int32(_SPANS_AT_ONCE))
-            some, one = functools.partial(add, count=_SPANS_AT_ONCE), functools.partial(add, count=1)
-            so_far = lax.fori_loop(0, together, lambda j, x: some(first + j * _SPANS_AT_ONCE, so_far=x), so_far)
-            so_far = lax.fori_loop(together * _SPANS_AT_ONCE, here, lambda j, x: one(first + j, so_far=x), so_far)
+            so_far = lax.fori_loop(0, together, add_some, so_far)
+            so_far = lax.fori_loop(together * _SPANS_AT_ONCE, here, lambda j, x: add(first + j, x), so_far)
             # All threads have read the spans before those of the next round take their place.
             plgpu.commit_smem()
             return so_far
