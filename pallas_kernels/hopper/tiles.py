@@ -94,15 +94,16 @@ _SPEED = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.75, (64, 64): 0.55}
 def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, accumulates: bool) -> GemmPlan:
     """The plan for a C `[m, n]`. A is stored `[M, K]`, or `[K, M]` if transposed; accumulates: the sums start from a C.
 
-    With up to 64 rows the time is that of streaming B in tiles of 64 rows of Cᵀ or, where these are few, that of the
-    steps of a tile along K, one after the other: steps are deep where the ring can hold enough of them, and 64 rows of
-    C are two tiles where both find a multiprocessor. With more rows the chosen tile is the one whose rounds over the
-    machine take the least time at its speed.
+    With up to 64 rows the time is that of streaming B in tiles of 64 rows of Cᵀ or, where there are few tiles, that of
+    the steps of one along K. With more rows the chosen tile is the one whose rounds over the machine take the least
+    time at its speed.
     """
     if m <= 64 and not a_transposed and not accumulates:
         columns = next(x for x in (8, 16, 32, 64) if m <= x)
         if 2 * -(-n // 64) <= sm_count:
+            # Tiles of half as many columns run beside each other, and each has less to do in a step.
             columns = min(columns, 32)
+        # Steps are as deep as leaves the ring enough of them.
         depth = 2 * DEPTH if columns <= 32 else DEPTH
         return GemmPlan(_deep(64, columns, cluster=1, strip=4 * 64 * columns, depth=depth), swapped=True)
 

@@ -60,6 +60,7 @@ def _values(functions: LogitsFunctions, config: LogpConfig, donate: bool, logits
 def _forward(functions: LogitsFunctions, config: LogpConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, Any]:
     """Values, and a residual with a row per token."""
     forward = functions.as_linear_logp if config.as_linear_logp else functions.forward
+    assert forward is not None
 
     def of_rows(_: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any]:
         return transforms.varying_like(forward(config, *rows), rows[0])

@@ -32,13 +32,6 @@ from rlk_jax.ops.logits.options import LogitsFunctions
 Array = jax.Array
 
 
-class _Columns(NamedTuple):
-    """`width` columns from `first` on."""
-
-    first: Any
-    width: int
-
-
 class _LogitsChunk(NamedTuple):
     """256 columns of a block's logits, float32 `[64, 256]`; those that are not `valid` are 0."""
 
@@ -47,25 +40,30 @@ class _LogitsChunk(NamedTuple):
     logits: Array
 
 
+def _rows_with_room(block: Block, logits: Array) -> Array:
+    """A block's rows of logits, with columns behind them that the last chunk of a group may reach into."""
+    return jnp.pad(block.take_hidden(logits), ((0, 0), (0, BLOCK_COLUMNS)))
+
+
 def _over_logits(
     config: SoftmaxConfig,
-    logits: Array,
+    rows: Array,
     step: Callable[[_LogitsChunk, Any], Any],
     start: Any,
-    group: _Columns | None = None,
+    width: int,
+    group: Array | int = 0,
 ) -> Any:
-    """`step` over the chunks of a block's logits `[BLOCK_ROWS, V]` in ascending order: of one group, or of all V."""
-    group = group or _Columns(0, config.vocab_size)
-    logits = jnp.pad(logits, ((0, 0), (0, BLOCK_COLUMNS)))
+    """`step` over the chunks of a group of `width` columns in ascending order, in rows that have room."""
+    first_of_group = group * width
 
     def body(chunk: Array, so_far: Any) -> Any:
-        first = group.first + chunk * BLOCK_COLUMNS
+        first = first_of_group + chunk * BLOCK_COLUMNS
         columns = (first + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32))[None]
-        valid = columns < jnp.minimum(group.first + group.width, config.real_vocab_size)
-        own = lax.dynamic_slice_in_dim(logits, first, BLOCK_COLUMNS, axis=1).astype(jnp.float32)
+        valid = columns < jnp.minimum(first_of_group + width, config.real_vocab_size)
+        own = lax.dynamic_slice_in_dim(rows, first, BLOCK_COLUMNS, axis=1).astype(jnp.float32)
         return step(_LogitsChunk(columns, valid, jnp.where(valid, own, 0)), so_far)
 
-    return lax.fori_loop(0, -(-group.width // BLOCK_COLUMNS), body, varying_like(start, logits))
+    return lax.fori_loop(0, -(-width // BLOCK_COLUMNS), body, varying_like(start, rows))
 
 
 def _forward(
@@ -77,7 +75,7 @@ def _forward(
     groups = groups or ColumnGroups(1, config.vocab_size)
 
     def of_block(block: Block) -> Statistics:
-        own, rows = block.take_tokens(tokens), block.take_hidden(logits)
+        own, rows = block.take_tokens(tokens), _rows_with_room(block, logits)
 
         def step(chunk: _LogitsChunk, so_far: Partial) -> Partial:
             z = logits_of(config, chunk.logits, bias, own.temperature, chunk.columns, real)
@@ -86,7 +84,7 @@ def _forward(
 
         def of_group(group: Array) -> Partial:
             start = empty_partial(BLOCK_ROWS, logits, with_gap=with_gap)
-            return _over_logits(config, rows, step, start, _Columns(group * groups.width, groups.width))
+            return _over_logits(config, rows, step, start, groups.width, group)
 
         return merged(lax.map(of_group, jnp.arange(groups.count, dtype=jnp.int32)))
 
@@ -110,12 +108,14 @@ def _gradient(
             return lax.dynamic_update_slice_in_dim(so_far, gradient, chunk.columns[0, 0], axis=1)
 
         start = jnp.zeros((BLOCK_ROWS, padded(config.vocab_size, BLOCK_COLUMNS)), logits.dtype)
-        return _over_logits(config, block.take_hidden(logits), step, start)[:, : config.vocab_size]
+        rows = _rows_with_room(block, logits)
+        return _over_logits(config, rows, step, start, config.vocab_size)[:, : config.vocab_size]
 
     return store_by_block(tokens.active, BLOCK_ROWS, of_block, jnp.zeros_like(logits))
 
 
 def _over_head_groups(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, None]:
+    """The values over the groups of columns that linear_logp has."""
     return _forward(config, logits, tokens, column_groups(config.real_vocab_size))[0], None
 
 

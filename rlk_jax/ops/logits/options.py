@@ -65,20 +65,16 @@ class TakenTokens(NamedTuple):
     mask: Array
 
 
-def _no_such_bits(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, None]:
-    """Stands for what an implementation does not have; dispatch keeps calls from it."""
-    raise NotImplementedError
-
-
 @dataclass(frozen=True)
 class LogitsFunctions:
     """One implementation, on logits `[N, V]`.
 
     `forward` gives values and a residual, with a row `[N]` per token. `gradient` gives the gradient of the logits, in
     their dtype and 0 in inactive rows; its last argument says that the gradient may be written where the logits are.
-    `as_linear_logp` gives the values of float32 logits with the bits of linear_logp, and nothing beside them.
+    `as_linear_logp` gives the values of float32 logits with the bits of linear_logp, and nothing beside them; where it
+    is None, dispatch keeps such calls away.
     """
 
     forward: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, Any]]
     gradient: Callable[[SoftmaxConfig, Array, Tokens, Any, LinearLogp, bool], Array]
-    as_linear_logp: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, None]] = _no_such_bits
+    as_linear_logp: Callable[[SoftmaxConfig, Array, Tokens], tuple[LinearLogp, None]] | None = None
