@@ -188,6 +188,14 @@ def test_split_rotary_is_rotary_of_each_part(in_jit):
     assert [x.shape for x in nothing] == [(2, 0, heads, size), (2, 0, groups, size), (2, 0, groups, size)]
 
 
+def test_a_rotation_by_given_frequencies_turns_as_rotary_does():
+    x = jax.random.normal(jax.random.key(0), (2, 9, 3, 6), jnp.bfloat16)
+    positions, frequencies = jnp.arange(9)[None] + jnp.array([[0], [70]]), jnp.array([1.0, 0.25, 0.0625])
+    found = nn.rotation_by(positions, frequencies)
+    assert_same_bits(nn.rotated(x, found), nn.rotary(x, positions, base=64.0))
+    assert_same_bits(tuple(nn.rotation_by(positions, frequencies, factor=1.25)), tuple(1.25 * y for y in found))
+
+
 @helpers.cover("length", [(3,), (64,), (200,)], lambda length: length == 200)  # several blocks, the last one short
 def test_ordered_sum_takes_no_part_in_what_surrounds_it(length):
     y, z = (jax.random.normal(jax.random.key(i), (50, length)) for i in range(2))
@@ -271,6 +279,15 @@ ROW = jnp.ones((2, 4))
         (
             lambda: nn.rotation(jnp.zeros((2, 3), int), 5),
             "rotation needs integer positions [B, T] and an even size, got int32 of shape (2, 3) and 5.",
+        ),
+        (
+            lambda: nn.rotation_by(jnp.zeros((2, 3)), jnp.ones(2)),
+            "rotation needs integer positions [B, T] and an even size, got float32 of shape (2, 3) and 4.",
+        ),
+        (
+            lambda: nn.rotated(jnp.ones((2, 3, 1, 6)), nn.rotation(jnp.zeros((2, 3), int), 4)),
+            "rotated needs x [B, T, H, E] of an even E and a rotation of [B, T, E/2], got shape (2, 3, 1, 6) and a "
+            "rotation of (2, 3, 2).",
         ),
         (
             lambda: nn.split_rotary(jnp.ones((2, 3, 24)), nn.rotation(jnp.zeros((2, 3), int), 4), 3, 2),

@@ -2,6 +2,7 @@
 those of `rlk_jax.nn`, whose bits do not.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from rlk_jax import nn
-from rlk_jax.models.kinds import Slots
+from rlk_jax.models.kinds import KINDS, Slots
 
 ROTARY_BASE = 10_000.0
 
@@ -36,23 +37,15 @@ class Layers:
 
 def _add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None) -> tuple[Array, Array]:
     total = x + added
-    wide = total.astype(jnp.float32)
-    normalized = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6) * scale
-    return total, normalized.astype(dtype or total.dtype)
+    return total, KINDS["stock"].norm(total, scale, 1e-6).astype(dtype or total.dtype)
 
 
 def _split_rotary(projected: Array, rotation: nn.Rotation, heads: int, groups: int) -> tuple[Array, Array, Array]:
     """Query and key get the rotary embedding of RoFormer (arXiv 2104.09864)."""
-    half = rotation.cos.shape[-1]
-    by_head = projected.reshape(*projected.shape[:2], -1, 2 * half)
+    by_head = projected.reshape(*projected.shape[:2], -1, 2 * rotation.cos.shape[-1])
     query, key, value = jnp.split(by_head, (heads, heads + groups), axis=2)
-    cos, sin = (x[:, :, None, :].astype(projected.dtype) for x in rotation)
-
-    def turned(x: Array) -> Array:
-        first, second = x[..., :half], x[..., half:]
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    return turned(query), turned(key), value
+    turned = KINDS["stock"].rotated
+    return turned(query, rotation), turned(key, rotation), value
 
 
 def _attend(query: Array, keys: Array, values: Array, slots: Slots) -> Array:
@@ -65,11 +58,6 @@ def _invariant_attend(query: Array, keys: Array, values: Array, slots: Slots) ->
     return nn.attention(query, keys, values, start=slots.start, padding=slots.padding)
 
 
-def _swiglu(gate_up: Array) -> Array:
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
 def _invariant_add_norm(x: Array, added: Array, scale: Array, dtype: DTypeLike | None) -> tuple[Array, Array]:
     return nn.add_rms_norm(x, added, scale, dtype=dtype)
 
@@ -80,7 +68,7 @@ STOCK = Layers(
     add_norm=_add_norm,
     split_rotary=_split_rotary,
     attend=_attend,
-    swiglu=_swiglu,
+    swiglu=functools.partial(KINDS["stock"].gated, "silu"),
 )
 INVARIANT = Layers(
     dtype=jnp.bfloat16,
@@ -88,7 +76,7 @@ INVARIANT = Layers(
     add_norm=_invariant_add_norm,
     split_rotary=nn.split_rotary,
     attend=_invariant_attend,
-    swiglu=nn.isolated(_swiglu),
+    swiglu=functools.partial(KINDS["invariant"].gated, "silu"),
 )
 """A token has the same bits in any batch, with any padding, and when it is decoded through the KV cache. The dtype is
 bfloat16 because det_gemm takes 16-bit operands only.

@@ -30,11 +30,9 @@ class Attention(nnx.Module):
         self.out = kind.dense(width, width, use_bias=False, dtype=kind.dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], places: _Places, cache: LayerCache) -> tuple[Array, LayerCache]:
-        query, *new = self.kind.split_rotary(self.query_key_value(x), places.rotation, self.heads, self.heads)
-        start = places.slots.start
-        cache = LayerCache(
-            *(jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=1) for c, n in zip(cache, new, strict=True))
-        )
+        projected = self.query_key_value(x)
+        query, key, value = self.kind.split_rotary(projected, places.rotation, self.heads, self.heads)
+        cache = cache.with_tokens(key, value, places.slots.start)
         attended = self.kind.attend(query, *cache, places.slots)
         return self.out(attended.reshape(x.shape)), cache
 

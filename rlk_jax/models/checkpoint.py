@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,14 @@ def load(directory: Path | str, *, dtype: DTypeLike = jnp.bfloat16, kind: str = 
     directory = Path(directory)
     config = read_config(directory)
     model = nnx.eval_shape(lambda: CausalLM(config, dtype=dtype, kind=kind, rngs=nnx.Rngs(0)))
-    files = _files(directory)
     parts = list(_parts(model))
-    _check_tensors(files, parts, config)
-    for part in parts:
-        tensors = [_tensor(files[name], name) for name in part.names]
-        joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-        part.parameter.set_value(jnp.asarray(joined.astype(jnp.dtype(dtype))))
+    with ExitStack() as opened:
+        files = _files(directory, opened)
+        _check_tensors(files, parts, config)
+        for part in parts:
+            tensors = [files[name].get_tensor(name) for name in part.names]
+            joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
+            part.parameter.set_value(jnp.asarray(joined.astype(jnp.dtype(dtype))))
     for rope, frequencies in zip(ropes_of(config), model.frequencies, strict=True):
         frequencies.set_value(jnp.asarray(rope.frequencies()))
     return model
@@ -127,29 +129,33 @@ def tensors_of(model: CausalLM) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint."""
+def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:
+    """The file of each tensor of a checkpoint; `opened` closes them."""
+
+    def file(name: str) -> Any:
+        return opened.enter_context(safe_open(str(directory / name), framework="numpy"))
+
     index = directory / _INDEX
     if not index.exists():
-        path = directory / _SINGLE
-        if not path.exists():
+        if not (directory / _SINGLE).exists():
             raise UnsupportedModel(f"{directory} has neither {_SINGLE} nor {_INDEX}.")
-        with safe_open(str(path), framework="numpy") as file:
-            return dict.fromkeys(file.keys(), path)
+        single = file(_SINGLE)
+        return dict.fromkeys(single.keys(), single)
     found = json.loads(index.read_text())["weight_map"]
     for name in set(found.values()):
         if Path(name).name != name:
             raise UnsupportedModel(f"{index} names a file out of its directory: {name!r}.")
         if not (directory / name).exists():
             raise UnsupportedModel(f"{index} names {name}, which does not exist.")
-    return {tensor: directory / name for tensor, name in found.items()}
+    files = {name: file(name) for name in set(found.values())}
+    return {tensor: files[name] for tensor, name in found.items()}
 
 
 _BUFFERS = "rotary_emb.inv_freq"
 """The end of the names of tensors that old checkpoints have and that config.json says as well."""
 
 
-def _check_tensors(files: dict[str, Path], parts: list[_Part], config: ModelConfig) -> None:
+def _check_tensors(files: dict[str, Any], parts: list[_Part], config: ModelConfig) -> None:
     """The checkpoint has the tensors of the decoder in their shapes, and no others."""
     wanted = {
         name: (size, *part.parameter.shape[1:])
@@ -162,14 +168,8 @@ def _check_tensors(files: dict[str, Path], parts: list[_Part], config: ModelConf
     problems = [f"missing {name}" for name in sorted(wanted.keys() - given)]
     problems += [f"unknown {name}" for name in sorted(given - wanted.keys())]
     for name in sorted(wanted.keys() & given):
-        with safe_open(str(files[name]), framework="numpy") as file:
-            shape = tuple(file.get_slice(name).get_shape())
+        shape = tuple(files[name].get_slice(name).get_shape())
         if shape != wanted[name]:
             problems.append(f"{name} is {shape}, not {wanted[name]}")
     if problems:
         raise UnsupportedModel(f"the checkpoint does not fit its config.json: {'; '.join(problems)}.")
-
-
-def _tensor(path: Path, name: str) -> np.ndarray:
-    with safe_open(str(path), framework="numpy") as file:
-        return file.get_tensor(name)

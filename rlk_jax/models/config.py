@@ -29,7 +29,6 @@ class LayerConfig:
 class ModelConfig:
     """A decoder of one of the families that `FAMILIES` lists."""
 
-    family: str
     vocab_size: int
     width: int
     inner: int
@@ -56,7 +55,6 @@ class ModelConfig:
     """Whether each branch is normalized before it is added, too (Gemma)."""
     scales_embedding: bool
     """Whether embeddings are multiplied by √width, rounded to their dtype (Gemma)."""
-    max_positions: int
     fields: Mapping[str, Any] = field(compare=False, hash=False, repr=False)
     """The file itself, which `save` writes again."""
 
@@ -223,7 +221,6 @@ def config_of(given: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModel(f"hidden_act {activation!r} is not among {', '.join(ACTIVATIONS)}.")
     attention_bias = bool(fields["attention_bias"])
     return ModelConfig(
-        family=name,
         vocab_size=fields["vocab_size"],
         width=fields["hidden_size"],
         inner=fields["intermediate_size"],
@@ -244,7 +241,6 @@ def config_of(given: Mapping[str, Any]) -> ModelConfig:
         has_offset_norms=family.is_gemma,
         has_post_norms=family.is_gemma,
         scales_embedding=family.is_gemma,
-        max_positions=fields["max_position_embeddings"],
         fields=dict(given),
     )
 

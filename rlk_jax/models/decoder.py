@@ -1,17 +1,20 @@
 """A decoder driven by a `ModelConfig`, in Flax NNX modules that can be read and used alone."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from rlk_jax import det_gemm, nn
+from rlk_jax import nn
 from rlk_jax.models.config import LayerConfig, ModelConfig
 from rlk_jax.models.kinds import KINDS, LayerKind, Reach, Slots
+from rlk_jax.models.rope import Rope
+from rlk_jax.ops.det_gemm.checks import check_gemm_dtype
 
 
 class LayerCache(NamedTuple):
@@ -19,6 +22,11 @@ class LayerCache(NamedTuple):
 
     keys: Float[Array, "B S G E"]
     values: Float[Array, "B S G E"]
+
+    def with_tokens(self, keys: Array, values: Array, start: int | Int[Array, ""]) -> "LayerCache":
+        """The cache with the keys and values of tokens `[B, T, G, E]` in the slots from `start` on."""
+        new = zip(self, (keys, values), strict=True)
+        return LayerCache(*(lax.dynamic_update_slice_in_dim(x, tokens, start, axis=1) for x, tokens in new))
 
 
 Cache = tuple[LayerCache, ...]
@@ -80,7 +88,7 @@ class SelfAttention(nnx.Module):
         self, config: ModelConfig, layer: LayerConfig, kind: LayerKind, dtype: DTypeLike, *, rngs: nnx.Rngs
     ) -> None:
         self.heads, self.groups, self.size, self.kind = config.heads, config.groups, config.head_size, kind
-        self.sight = Reach(config.attention_scale, layer.window, config.attention_softcap)
+        self.reach = Reach(config.attention_scale, layer.window, config.attention_softcap)
         self.rope = ropes_of(config).index(layer.rope)
         outputs = (self.heads + 2 * self.groups) * self.size
         linear = functools.partial(Linear, kind=kind, dtype=dtype, rngs=rngs)
@@ -94,12 +102,9 @@ class SelfAttention(nnx.Module):
         query, key, value = jnp.split(by_head, (self.heads, self.heads + self.groups), axis=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        rotation, start = places.rotations[self.rope], places.slots.start
-        new = self.kind.rotated(key, rotation), value
-        cache = LayerCache(
-            *(jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=1) for c, n in zip(cache, new, strict=True))
-        )
-        attended = self.kind.attend(self.kind.rotated(query, rotation), *cache, places.slots, self.sight)
+        rotation = places.rotations[self.rope]
+        cache = cache.with_tokens(self.kind.rotated(key, rotation), value, places.slots.start)
+        attended = self.kind.attend(self.kind.rotated(query, rotation), *cache, places.slots, self.reach)
         return self.out(attended.reshape(*x.shape[:2], -1)), cache
 
 
@@ -117,7 +122,7 @@ class FeedForward(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """SelfAttention and feed-forward on the residual stream, each behind a norm and, in Gemma, before one too."""
+    """Attention and feed-forward on the residual stream, each behind a norm and, in Gemma, before one too."""
 
     def __init__(
         self, config: ModelConfig, layer: LayerConfig, kind: LayerKind, dtype: DTypeLike, *, rngs: nnx.Rngs
@@ -157,16 +162,11 @@ class LogitsHead(nnx.Module):
 
     def __call__(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
         """float32 logits, as sampling takes them. Training takes `rlk_jax.linear_logp` of `weight` and `softcap`."""
-        weight = self.weight[...]
-        if self.kind is KINDS["invariant"]:
-            logits = det_gemm(hidden.reshape(-1, hidden.shape[-1]), weight, transpose_b=True, out_dtype=jnp.float32)
-            logits = logits.reshape(*hidden.shape[:-1], -1)
-        else:
-            logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
-        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+        logits = self.kind.logits(hidden, self.weight[...])
+        return logits if self.softcap is None else self.kind.capped(logits, self.softcap)
 
 
-def ropes_of(config: ModelConfig) -> list[Any]:
+def ropes_of(config: ModelConfig) -> list[Rope]:
     """The different ropes of a model's layers, in the order of their first layers."""
     return list(dict.fromkeys(layer.rope for layer in config.layers))
 
@@ -256,8 +256,7 @@ def _check_kind(config: ModelConfig, kind: str, dtype: DTypeLike) -> None:
         raise ValueError(f"kind must be 'stock' or 'invariant', got {kind!r}.")
     if kind == "stock":
         return
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"kind 'invariant' multiplies 16-bit numbers: dtype must be bfloat16 or float16, got {dtype}.")
+    check_gemm_dtype(jnp.dtype(dtype))
     if any(layer.rope.type == "dynamic" for layer in config.layers):
         raise ValueError(
             "kind 'invariant' refuses rope_type 'dynamic': its frequencies change with the length, and keys that are "

@@ -2,6 +2,7 @@
 those of `rlk_jax.nn`, whose bits do not.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,6 +67,10 @@ class LayerKind:
     """activation(gate)·up of both side by side."""
     scaled: Callable[[Array, float], Array]
     """x times a number that is rounded to x's dtype first."""
+    logits: Callable[[Array, Array], Array]
+    """float32 hidden·Wᵀ."""
+    capped: Callable[[Array, float], Array]
+    """c·tanh(x / c)."""
 
 
 def _dense(x: Array, weight: Array, bias: Array | None) -> Array:
@@ -90,19 +95,19 @@ def _rotated(x: Array, rotation: nn.Rotation) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _weighted_values(query: Array, keys: Array, values: Array, slots: Slots, sight: Reach) -> Array:
+def _weighted_values(query: Array, keys: Array, values: Array, slots: Slots, reach: Reach) -> Array:
     """Scores and softmax are float32. A query of padding sees itself alone."""
     batch, length, heads, _ = query.shape
     groups = keys.shape[2]
     key, own = jnp.arange(keys.shape[1]), (slots.start + jnp.arange(length))[:, None]
     visible = (key <= own) & (key >= slots.token_padding[..., None])
-    if sight.window is not None:
-        visible &= key > own - sight.window
+    if reach.window is not None:
+        visible &= key > own - reach.window
     visible |= key == own
     grouped = query.reshape(batch, length, groups, heads // groups, -1)
-    scores = jnp.einsum("btgre,bsge->bgrts", grouped, keys, preferred_element_type=jnp.float32) * sight.scale
-    if sight.softcap is not None:
-        scores = sight.softcap * jnp.tanh(scores / sight.softcap)
+    scores = jnp.einsum("btgre,bsge->bgrts", grouped, keys, preferred_element_type=jnp.float32) * reach.scale
+    if reach.softcap is not None:
+        scores = _capped(scores, reach.softcap)
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf)).astype(values.dtype)
     return jnp.einsum("bgrts,bsgf->btgrf", weights, values).reshape(batch, length, heads, -1)
 
@@ -116,17 +121,24 @@ def _times(x: Array, number: float) -> Array:
     return x * jnp.asarray(number, x.dtype)
 
 
+def _logits(hidden: Array, weight: Array) -> Array:
+    return jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
+
+
+def _capped(x: Array, softcap: float) -> Array:
+    return softcap * jnp.tanh(x / softcap)
+
+
 def _invariant_dense(x: Array, weight: Array, bias: Array | None) -> Array:
-    rows = x.reshape(-1, x.shape[-1])
-    product = det_gemm(rows, weight, transpose_b=True).reshape(*x.shape[:-1], -1)
+    product = det_gemm(x, weight, transpose_b=True)
     return product if bias is None else _added(product, bias)
 
 
 _added = nn.isolated(jnp.add)
 
 
-def _invariant_values(query: Array, keys: Array, values: Array, slots: Slots, sight: Reach) -> Array:
-    options: dict[str, Any] = {"scale": sight.scale, "sliding_window": sight.window, "logit_softcap": sight.softcap}
+def _invariant_values(query: Array, keys: Array, values: Array, slots: Slots, reach: Reach) -> Array:
+    options: dict[str, Any] = {"scale": reach.scale, "sliding_window": reach.window, "logit_softcap": reach.softcap}
     return nn.attention(query, keys, values, start=slots.start, padding=slots.padding, **options)
 
 
@@ -140,6 +152,8 @@ KINDS = {
         attend=_weighted_values,
         gated=_gated,
         scaled=_times,
+        logits=_logits,
+        capped=_capped,
     ),
     "invariant": LayerKind(
         dense=_invariant_dense,
@@ -150,6 +164,8 @@ KINDS = {
         attend=_invariant_values,
         gated=nn.isolated(_gated),
         scaled=nn.isolated(_times),
+        logits=functools.partial(det_gemm, transpose_b=True, out_dtype=jnp.float32),
+        capped=nn.isolated(_capped),
     ),
 }
 """The kinds by name. With "invariant" a token has the same bits in any batch, with any padding, and when it is decoded
