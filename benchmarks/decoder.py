@@ -38,10 +38,20 @@ class DecoderSizes:
     head_size: int = 64
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The rows and columns of a layer's matrices, by their names in `LayerWeights`."""
+        heads = self.heads * self.head_size
+        return {
+            "query_key_value": (self.width, heads + 2 * self.groups * self.head_size),
+            "out": (heads, self.width),
+            "gate_up": (self.width, 2 * self.inner),
+            "down": (self.inner, self.width),
+        }
+
+    @property
     def layer_parameters(self) -> int:
         """The parameters of the matrices of all layers."""
-        heads = (2 * self.heads + 2 * self.groups) * self.head_size
-        return self.layers * self.width * (heads + 3 * self.inner)
+        return self.layers * sum(rows * columns for rows, columns in self.matrices.values())
 
     @property
     def head_parameters(self) -> int:
@@ -127,7 +137,7 @@ def _invariant_attend(query: Array, key: Array, value: Array, start: int | Array
 
 
 def _invariant_chosen_logps(logits: Array, token_ids: Array) -> Array:
-    """They have the bits of training."""
+    """float32 log-probs of the chosen tokens, which have the bits that training gives them."""
     how: Any = {"as_linear_logp": True}
     return logp(logits, token_ids, implementation=promising("logp", logits, token_ids, **how), **how)
 
@@ -164,21 +174,15 @@ OPERATIONS = {
 @functools.partial(jax.jit, static_argnums=0)
 def new_weights(sizes: DecoderSizes) -> Weights:
     """Random float32 weights."""
-    keys = iter(jax.random.split(jax.random.key(0), 5))
-    width, heads = sizes.width, sizes.heads * sizes.head_size
-
-    def matrix(rows: int, columns: int) -> Array:
-        return jax.random.normal(next(keys), (sizes.layers, rows, columns)) * rows**-0.5
-
-    layers = LayerWeights(
-        attention_norm=jnp.ones((sizes.layers, width)),
-        query_key_value=matrix(width, heads + 2 * sizes.groups * sizes.head_size),
-        out=matrix(heads, width),
-        feed_forward_norm=jnp.ones((sizes.layers, width)),
-        gate_up=matrix(width, 2 * sizes.inner),
-        down=matrix(sizes.inner, width),
-    )
-    embedding = jax.random.normal(next(keys), (sizes.vocab, width)) * width**-0.5
+    *keys, last = jax.random.split(jax.random.key(0), 5)
+    width = sizes.width
+    matrices = {
+        name: jax.random.normal(key, (sizes.layers, rows, columns)) * rows**-0.5
+        for key, (name, (rows, columns)) in zip(keys, sizes.matrices.items(), strict=True)
+    }
+    embedding = jax.random.normal(last, (sizes.vocab, width)) * width**-0.5
+    norms = {name: jnp.ones((sizes.layers, width)) for name in ("attention_norm", "feed_forward_norm")}
+    layers = LayerWeights(**norms, **matrices)
     return Weights(embedding, layers, jnp.ones(width))
 
 

@@ -68,7 +68,7 @@ class Pass:
             return self._triton()
         is_cublas = implementation == CUBLAS
         product = self._dot if is_cublas else functools.partial(self.ours, implementation=implementation)
-        options = {"xla_gpu_enable_triton_gemm": False} if is_cublas and jax.default_backend() == "gpu" else None
+        options = programs.cublas_alone() if is_cublas else None
         compiled = programs.chain(product, self.xs, self.y, compiler_options=options)
         return Launch(lambda: compiled(self.xs, self.y))
 

@@ -31,7 +31,7 @@ from rlk_jax import det_gemm
 
 ROWS = (1, 8, 16, 64)
 CUBLAS, OURS = "cuBLAS", "mosaic"
-_SMOKE = "smoke"
+_SMOKE, _HEAD = "smoke", "head"
 _TIMING = "time of kernels by JAX's profiler, median of programs, of each the mean over its products"
 _MOST_BYTES = 2**29
 """The bytes that the matrices of one program have together, about; there are two at least and eight at most."""
@@ -57,24 +57,16 @@ class Row:
 
 def matrices(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
     """K and N of the matrices of a decoder, by name."""
-    heads, width = sizes.heads * sizes.head_size, sizes.width
-    return {
-        "query, key, value": (width, heads + 2 * sizes.groups * sizes.head_size),
-        "out": (heads, width),
-        "gate, up": (width, 2 * sizes.inner),
-        "down": (sizes.inner, width),
-        "head": (width, sizes.vocab),
-    }
+    return {**sizes.matrices, _HEAD: (sizes.width, sizes.vocab)}
 
 
 def _candidates(*, transpose_b: bool) -> dict[str, tuple[Callable[..., jax.Array], dict[str, Any] | None]]:
     """Each candidate's product, and what it is compiled with."""
     contracts = (((1,), (1 if transpose_b else 0,)), ((), ()))
-    on_gpu = jax.default_backend() == "gpu"
-    name = OURS if on_gpu else "deterministic"
+    name = OURS if jax.default_backend() == "gpu" else "deterministic"
     dot = functools.partial(jax.lax.dot_general, dimension_numbers=contracts)
     return {
-        CUBLAS: (dot, {"xla_gpu_enable_triton_gemm": False} if on_gpu else None),
+        CUBLAS: (dot, programs.cublas_alone()),
         name: (functools.partial(det_gemm, transpose_b=transpose_b, implementation=name), None),
     }
 
@@ -97,7 +89,7 @@ def kernel_microseconds(run: Callable[[], Any], rounds: int) -> float:
 
 def measure(decoder: str, matrix: str, m: int, k: int, n: int, rounds: int) -> list[Row]:
     """The rows of both candidates."""
-    is_head = matrix == "head"
+    is_head = matrix == _HEAD
     count = min(8, max(2, _MOST_BYTES // (2 * k * n)))
     keys = jax.random.split(jax.random.key(0), count + 1)
     shape = (n, k) if is_head else (k, n)

@@ -35,6 +35,11 @@ def chain(
     return jax.jit(run).lower(xs, *rest).compile(compiler_options=compiler_options)
 
 
+def cublas_alone() -> dict[str, Any] | None:
+    """What a program is compiled with on a GPU for XLA to run its products by cuBLAS, not by kernels in Triton."""
+    return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+
+
 def copies(x: jax.Array) -> dict[str, Callable[[], Candidate]]:
     """The builders of two copies of x, by name, which read and write all of it: the faster one is the card's limit."""
     negated = jax.jit(jnp.negative)
