@@ -266,7 +266,7 @@ def store_rows(
     *,
     waits: bool = True,
 ) -> None:
-    """Copy 64 rows of a head to global memory, from `first_row` on, and wait for the end if told so.
+    """Copy 64 rows of a head to global memory, from `first_row` on, and wait until they are read if told so.
 
     Only the first row of `stored` to the last one are copied, one by one where these are not all, which needs chunks of
     64 columns; None stands for all rows that there are.
@@ -297,7 +297,7 @@ def store_rows(
             lax.fori_loop(begin, end, one, None)
 
     if waits:
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 @dataclass(frozen=True)

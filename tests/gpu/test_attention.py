@@ -95,6 +95,26 @@ def test_bits_in_parts_and_decoded(size, options):
     support.check_bits_in_parts(of_size(size, options), jnp.bfloat16, "mosaic", parts, slots=1500)
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 2500}], ids=str)
+@pytest.mark.parametrize("slots", [4500, 34000])
+def test_bits_decoded_over_many_spans(slots, options):
+    """Four spans are merged at a time, and of more than 32 in several rounds."""
+    case = Case(batch=1, length=slots, slots=slots, heads=4, groups=1, size=128, value_size=128, options=options)
+    query, key, value, _ = support.make(case, jnp.bfloat16)
+    whole = attention(query, key, value, implementation="mosaic", **options)
+    decode = jax.jit(lambda query, start: attention(query, key, value, start=start, implementation="mosaic", **options))
+    for at in (0, 1024, 3071, 3072, 4095, 4499, slots // 2, slots - 1500, slots - 1):
+        assert_same_bits(decode(query[:, at : at + 1], jnp.int32(at)), whole[:, at : at + 1])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_bits_of_query_gradients_in_parts(size, options):
+    """The softmax totals of decoding are used there, too."""
+    parts = (1000, 1, 63, *(1,) * 5, 231)
+    support.check_query_gradients_in_parts(of_size(size, options), jnp.bfloat16, "mosaic", parts, slots=1500)
+
+
 @pytest.mark.parametrize("batch", [1, 7, 256])
 def test_bits_in_a_batch_of_any_size_and_run_to_run(batch):
     case = Case(batch=batch, length=130, slots=130, heads=4, groups=2, size=128, value_size=128)

@@ -336,6 +336,29 @@ def test_recorded_log_probs_have_the_bits_of_linear_logp(case):
     rollouts.check(case, "deterministic")
 
 
+def _recorded(logits, ids):
+    return logp(logits, ids, as_linear_logp=True, implementation="deterministic", validate=False)
+
+
+def test_recorded_log_probs_keep_their_bits_under_transformations():
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal((4, 6, 300)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 300, (4, 6)))
+    expected = _recorded(logits, ids)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("data")
+    sharded = jax.shard_map(_recorded, mesh=mesh, in_specs=rows, out_specs=rows)
+    for f in (jax.jit(_recorded), jax.vmap(_recorded), lambda *x: jax.lax.map(lambda row: _recorded(*row), x), sharded):
+        helpers.assert_same_bits(f(logits, ids), expected)
+
+
+def test_recorded_log_probs_of_logits_that_are_not_finite():
+    logits = jnp.zeros((4, 300), jnp.float32).at[:, 7].set(jnp.array([-jnp.inf, -jnp.inf, jnp.nan, jnp.inf]))
+    found = np.asarray(_recorded(logits, jnp.array([0, 7, 0, 0])))
+    np.testing.assert_allclose(found[0], -np.log(299), rtol=1e-6)
+    assert found[1] == -np.inf and np.isnan(found[2:]).all()
+
+
 def test_recorded_log_probs_have_no_gradient():
     with pytest.raises(ValueError, match="as_linear_logp gives log-probabilities to record, without a gradient"):
         jax.grad(lambda x: logp(x, jnp.arange(4), as_linear_logp=True, implementation="deterministic").sum())(
