@@ -1,13 +1,10 @@
 """What can be checked: implementations of rlk_jax, ops of torch_bridge, and any function in JAX or torch."""
 
 import functools
-import importlib
 import inspect
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +15,7 @@ import rlk_jax
 from rlk_jax.checker import plugins
 from rlk_jax.checker.op_spec import OpSpec, Problem
 from rlk_jax.checker.options import Unusable
+from rlk_jax.core.named_functions import named_function
 from rlk_jax.dispatch import IMPLEMENTATIONS, TABLE
 
 ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}
@@ -104,7 +102,7 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
         fn = functools.partial(op, **spec.unchecked)
         return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
-        return of_function(named_function(name), name, arrays)
+        return of_function(_function_named(name), name, arrays)
     raise Unusable(f"unknown candidate {name!r}; the candidates are {', '.join(NAMES)} and module:function")
 
 
@@ -138,25 +136,12 @@ def _no_bits(spec: OpSpec, implementation: str) -> str | None:
     return None if promises else f"{implementation} promises no bits"
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip() or f"{type(error).__name__} without a word").splitlines()[0]
-
-
-def named_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names, from a module on the path or in the current folder."""
-    module_name, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+def _function_named(name: str) -> Callable[..., Any]:
+    """`named_function`, for which a name that stands for none is Unusable."""
     try:
-        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except SystemExit:
-        raise Unusable(f"cannot load {name!r}: its import exits") from None
-    except Exception as error:
-        raise Unusable(f"cannot load {name!r}: {first_line(error)}") from None
-    if not callable(found):
-        raise Unusable(f"{name!r} is not callable")
-    return found
+        return named_function(name).function
+    except ValueError as error:
+        raise Unusable(str(error)) from None
 
 
 def of_function(fn: Callable[..., Any], name: str, arrays: str | None = None, **options: Any) -> Candidate:

@@ -5,15 +5,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rlk_jax.checker.report import CandidateReport, OperatorCheckReport, OutputCheck
+from rlk_jax.core.pages import html_table, page_alone
 
 TABLE_HEADER = ("op", "candidate", "backend", "dtype", "checks", "worst of its tolerance", "bits", "verdict")
 """The titles of the columns that `table_rows` fills."""
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1b1f24 }
-table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .2rem .6rem }
-tr + tr { border-top: 1px solid #e3e6ea } .pass { color: #13693a } .fail { color: #b3261e; font-weight: 600 }
-details { margin: .5rem 0 } summary { cursor: pointer } td.number { font-variant-numeric: tabular-nums }
+details { margin: .5rem 0 } summary { cursor: pointer } svg { fill: #3867b5 }
+@media (prefers-color-scheme: dark) { svg { fill: #8fb4f5 } }
 """
 
 
@@ -36,17 +35,16 @@ def table_rows(reports: Sequence[OperatorCheckReport]) -> Iterator[tuple[str, ..
 
 def html(reports: Sequence[OperatorCheckReport]) -> str:
     """The page, as text."""
-    table = "".join(_row(x) for x in table_rows(reports))
     details = "".join(_candidate_details(report, x) for report in reports for x in report.candidates)
     passed = _verdict(all(x.passed for x in reports))
     contract, device = escape.escape(reports[0].contract), escape.escape(reports[0].device)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>rlk check: {passed}</title>'
-        f"<style>{_STYLE}</style><h1>rlk check: {_coloured(passed)}</h1>"
+    body = (
+        f"<h1>rlk check: {_coloured(passed)}</h1>"
         f"<p>Contract {contract}, on {device}. Histograms count elements by the decade of |error| over the largest "
         f"|gold|: exact ones, then 1e-12 and less, up to 1 and more.</p>"
-        f"<table>{_row(TABLE_HEADER, 'th')}{table}</table><h2>Cases</h2>{details}</html>\n"
+        f"{html_table(TABLE_HEADER, map(_cells, table_rows(reports)))}<h2>Cases</h2>{details}"
     )
+    return page_alone(f"rlk check: {passed}", _STYLE, body)
 
 
 def _percent(used: float) -> str:
@@ -60,37 +58,33 @@ def _verdict(passed: bool) -> str:
 
 def _coloured(verdict: str) -> str:
     """A verdict with its colour on the page."""
-    return f'<span class="{verdict.lower()}">{verdict}</span>'
+    return f'<span class="{"good" if verdict == _verdict(True) else "bad"}">{verdict}</span>'
 
 
-def _row(cells: Sequence[str], tag: str = "td") -> str:
-    """A row of the table, whose last cell is a verdict; with tag "th" its header."""
-    *facts, verdict = map(escape.escape, cells)
-    last = _coloured(verdict) if tag == "td" else verdict
-    return "<tr>" + "".join(f"<{tag}>{x}</{tag}>" for x in (*facts, last)) + "</tr>"
+def _cells(row: Sequence[str]) -> list[str]:
+    """A row of the table, whose last cell is a verdict, as HTML."""
+    *facts, verdict = map(escape.escape, row)
+    return [*facts, _coloured(verdict)]
 
 
 def _candidate_details(report: OperatorCheckReport, candidate: CandidateReport) -> str:
     """A section with every check of one candidate. It is open where one failed."""
     head = ("check", "shape", "dtype", "max abs", "of its tolerance", "errors", "why", "verdict")
     checks = [(case.case_name, x) for case in candidate.cases for x in case.outputs]
-    body = "".join(_check_row(name, x) for name, x in checks)
+    table = html_table(head, (_check_cells(name, x) for name, x in checks))
     title = f"{report.suite_name}, {candidate.candidate_name}, {candidate.cases[0].dtype}"
     opened = "" if candidate.passed else " open"
     return (
         f"<details{opened}><summary>{escape.escape(title)}: {_coloured(_verdict(candidate.passed))}</summary>"
-        f"<table>{_row(head, 'th')}{body}</table></details>"
+        f"{table}</details>"
     )
 
 
-def _check_row(case: str, check: OutputCheck) -> str:
-    """A row with one check of a case."""
+def _check_cells(case: str, check: OutputCheck) -> list[str]:
+    """The cells of a row with one check of a case, as HTML."""
     numbers = (str(check.shape), check.candidate_dtype, f"{check.max_abs_error:.2e}", _percent(check.used))
-    cells = "".join(f'<td class="number">{escape.escape(x)}</td>' for x in numbers)
-    return (
-        f"<tr><td>{escape.escape(f'{case} {check.name}')}</td>{cells}<td>{_bars(check.histogram)}</td>"
-        f"<td>{escape.escape(check.message)}</td><td>{_coloured(_verdict(check.passed))}</td></tr>"
-    )
+    texts = map(escape.escape, (f"{case} {check.name}", *numbers))
+    return [*texts, _bars(check.histogram), escape.escape(check.message), _coloured(_verdict(check.passed))]
 
 
 def _bars(histogram: Sequence[int]) -> str:
@@ -103,4 +97,4 @@ def _bars(histogram: Sequence[int]) -> str:
         for i, (count, height) in enumerate(zip(histogram, heights, strict=True))
         if count
     )
-    return f'<svg width="{7 * len(histogram)}" height="24" fill="#3867b5" role="img">{bars}</svg>'
+    return f'<svg width="{7 * len(histogram)}" height="24" role="img">{bars}</svg>'

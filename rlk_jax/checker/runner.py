@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from rlk_jax.checker import contract
-from rlk_jax.checker.candidates import ArrayLibrary, Candidate, first_line, of_function
+from rlk_jax.checker.candidates import ArrayLibrary, Candidate, of_function
 from rlk_jax.checker.contract import Bound
 from rlk_jax.checker.inputs import Draw, Sizes, draws
 from rlk_jax.checker.op_spec import OpSpec, Problem, Results
 from rlk_jax.checker.options import DTYPES, arch_key_of, chosen, default_device
 from rlk_jax.checker.report import CandidateReport, CaseCheck, OperatorCheckReport, OutputCheck
 from rlk_jax.checker.specs import SPECS
+from rlk_jax.core.named_functions import first_line
 
 _CHECKER_FOLDER = Path(__file__).parent
 _DECADES = 10.0 ** np.arange(-12, 1)

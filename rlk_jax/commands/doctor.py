@@ -1,7 +1,6 @@
 """`rlk doctor`: which implementation of each op would run on this machine, and why the others would not."""
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
@@ -12,6 +11,7 @@ import jax
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call as triton_call
 from rlk_jax.core.dispatch import TypicalCall
+from rlk_jax.core.packages import installed_version
 from rlk_jax.ops import OPS, explain
 
 PACKAGES = (
@@ -37,7 +37,7 @@ def report() -> dict[str, Any]:
     """
     versions = {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("rlk-jax", *PACKAGES)},
+        "packages": {name: installed_version(name) for name in ("rlk-jax", *PACKAGES)},
         "cuda": build.why_missing() or build.state(),
         "triton": triton_call.why_missing() or triton_call.pair(),
     }
@@ -77,13 +77,6 @@ def run(as_json: bool) -> int:
             table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))
         console.print(table)
     return 0
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[dict[str, Any]]:

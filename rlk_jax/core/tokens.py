@@ -15,6 +15,8 @@ from rlk_jax.core.exports import exportable
 from rlk_jax.core.reports import reported
 
 Array = jax.Array
+IGNORED = -100
+"""The id of a token that does not count: its log-prob is 0 and it has no gradient. Sampling and training give it."""
 _IDS_OUT_OF_RANGE = (
     "{name} out of range: expected [0, {last}], got [{low}, {high}]. "
     "Mask or filter padding / ignore-index values (e.g. -100) before this op."

@@ -615,7 +615,7 @@ def test_everything_is_green_and_its_page_stands_alone(dtype, tmp_path, capsys):
     with capsys.disabled():
         print(f"\nrlk check {' '.join(given)}: {last}")
     text = page.read_text()
-    assert "<svg" in text and 'class="pass">PASS' in text and "FAIL" not in text
+    assert "<svg" in text and 'class="good">PASS' in text and "FAIL" not in text
     assert not re.search(r"\b(?:src|href)=|url\(|@import|<script", text)
 
 
@@ -624,7 +624,7 @@ def test_a_page_and_a_table_say_what_failed(tmp_path, capsys):
     given = ("--all", "--op", "logp", "--dtype", "fp32", "--candidate", "tests.support.planted:off_by_one_target")
     assert cli.main(["check", *given, "--report", str(page)]) == 1
     assert re.search(r"case=logp-fp32-2x16x257 output=0 relative norm .* passed=False", capsys.readouterr().out)
-    assert 'class="fail">FAIL' in page.read_text() and "relative norm" in page.read_text()
+    assert 'class="bad">FAIL' in page.read_text() and "relative norm" in page.read_text()
 
 
 def test_rl_kernels_contract_is_looser():
