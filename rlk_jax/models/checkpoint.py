@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rlk_jax.models.config import ModelConfig, UnsupportedModel, read_config
-from rlk_jax.models.decoder import CausalLM, DecoderLayer, ropes_of
+from rlk_jax.models.decoder import CausalLM, DecoderLayer
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER = (
@@ -99,8 +99,7 @@ def load(directory: Path | str, *, dtype: DTypeLike = jnp.bfloat16, kind: str = 
             tensors = [files[name].get_tensor(name) for name in part.names]
             joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
             part.parameter.set_value(jnp.asarray(joined.astype(jnp.dtype(dtype))))
-    for rope, frequencies in zip(ropes_of(config), model.frequencies, strict=True):
-        frequencies.set_value(jnp.asarray(rope.frequencies()))
+    model.set_frequencies()
     return model
 
 
@@ -133,7 +132,10 @@ def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:
     """The file of each tensor of a checkpoint; `opened` closes them."""
 
     def file(name: str) -> Any:
-        return opened.enter_context(safe_open(str(directory / name), framework="numpy"))
+        try:
+            return opened.enter_context(safe_open(str(directory / name), framework="numpy"))
+        except SafetensorError as error:
+            raise UnsupportedModel(f"{directory / name} is damaged: {error}.") from error
 
     index = directory / _INDEX
     if not index.exists():

@@ -146,12 +146,16 @@ class DecoderLayer(nnx.Module):
         return Stream(x, branch), cache
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _through_layer(
     block: nnx.GraphDef[DecoderLayer], parameters: nnx.State, stream: Stream, places: _TokenPlaces, cache: LayerCache
 ) -> tuple[Stream, LayerCache]:
-    """What a block gives. Blocks with the same window and rope have one graph, and are lowered once together."""
     return nnx.merge(block, parameters)(stream, places, cache)
+
+
+_KEEPING = jax.jit(_through_layer, static_argnums=0)
+"""What a block gives. Blocks with the same window and rope have one graph, and are lowered once together."""
+_RECOMPUTING = jax.jit(jax.checkpoint(_through_layer, static_argnums=0), static_argnums=0)
+"""The same; a backward computes it once more."""
 
 
 class LogitsHead(nnx.Module):
@@ -162,8 +166,15 @@ class LogitsHead(nnx.Module):
 
     def __call__(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
         """float32 logits, as sampling takes them. Training takes `rlk_jax.linear_logp` of `weight` and `softcap`."""
-        logits = self.kind.logits(hidden, self.weight[...])
-        return logits if self.softcap is None else self.kind.capped(logits, self.softcap)
+        return self.capped(self.products(hidden))
+
+    def products(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
+        """float32 hidden·Wᵀ, in front of the softcap: what `rlk_jax.logp` takes with `as_linear_logp`."""
+        return self.kind.logits(hidden, self.weight[...])
+
+    def capped(self, products: Float32[Array, "*lead V"]) -> Float32[Array, "*lead V"]:
+        """Logits from products."""
+        return products if self.softcap is None else self.kind.capped(products, self.softcap)
 
 
 def ropes_of(config: ModelConfig) -> list[Rope]:
@@ -175,14 +186,22 @@ class CausalLM(nnx.Module):
     """Token ids to hidden states `[B, T, D]`, and `lm_head` from these to logits.
 
     kind is "stock" or "invariant": with the latter a token has the same bits alone, in a batch, padded, packed, and
-    decoded through the KV cache. It computes in `dtype`, which is bfloat16 or float16 for "invariant".
+    decoded through the KV cache. It computes in `dtype`, which is bfloat16 or float16 for "invariant". With `remat`, a
+    backward recomputes every layer from what went into it, which is all that is kept.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: DTypeLike = jnp.bfloat16, kind: str = "stock", rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        kind: str = "stock",
+        remat: bool = False,
+        rngs: nnx.Rngs,
     ) -> None:
         _check_kind(config, kind, dtype)
         self.config, self.dtype, self.kind = config, jnp.dtype(dtype), KINDS[kind]
+        self.keeps_bits, self.remat = kind == "invariant", remat
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.width), dtype) * 0.02)
         self.blocks = nnx.List([DecoderLayer(config, layer, self.kind, dtype, rngs=rngs) for layer in config.layers])
         self.norm = Norm(config.width, config, self.kind, dtype)
@@ -191,7 +210,13 @@ class CausalLM(nnx.Module):
             shape = (config.vocab_size, config.width)
             head = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.width**-0.5)
         self.lm_head = LogitsHead(head, config.final_softcap, self.kind)
-        self.frequencies = nnx.List([nnx.Variable(jnp.asarray(rope.frequencies())) for rope in ropes_of(config)])
+        self.frequencies = nnx.List([nnx.Variable(jnp.zeros(rope.size // 2)) for rope in ropes_of(config)])
+        self.set_frequencies()
+
+    def set_frequencies(self) -> None:
+        """Compute the frequencies of the ropes, which are no parameters: a model that is only shapes has none."""
+        for rope, frequencies in zip(ropes_of(self.config), self.frequencies, strict=True):
+            frequencies.set_value(jnp.asarray(rope.frequencies()))
 
     def __call__(
         self, tokens: Int[Array, "B T"], padding: Int[Array, "B"] | Int[Array, "B T"] | None = None
@@ -216,8 +241,9 @@ class CausalLM(nnx.Module):
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
+        through_layer = _RECOMPUTING if self.remat else _KEEPING
         for block, layer_cache in zip(self.blocks, cache, strict=True):
-            stream, layer_cache = _through_layer(*nnx.split(block), stream, places, layer_cache)
+            stream, layer_cache = through_layer(*nnx.split(block), stream, places, layer_cache)
             extended.append(layer_cache)
         return self.norm.of_sum(stream)[1], tuple(extended)
 

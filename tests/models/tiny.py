@@ -1,10 +1,12 @@
-"""Tiny random checkpoints of every family, made by transformers."""
+"""Tiny random checkpoints of every family, and a tiny tokenizer, made by transformers."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SIZES = {
     "vocab_size": 131,
@@ -63,10 +65,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """The fields of each case beside the sizes."""
 
+CHATML = """{% for message in messages %}
+{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{ '<|im_start|>assistant\n' }}
+{% endif %}"""
+"""A chat template in the shape of SmolLM2's."""
+SPECIAL_TOKENS = ["<unk>", "<s>", "<|im_end|>", "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"]
 
-def make(directory: Path, case: str, dtype: torch.dtype = torch.float32) -> Any:
+
+def make(directory: Path, case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Write a checkpoint, and return transformers' own model of it."""
-    fields = {**SIZES, **FAMILIES[case]}
+    fields = {**SIZES, **FAMILIES[case], **changes}
     if fields["model_type"] == "qwen2":
         fields["hidden_size"] = 64  # its heads are as wide as the model in all
         del fields["head_dim"]
@@ -80,3 +92,17 @@ def make(directory: Path, case: str, dtype: torch.dtype = torch.float32) -> Any:
             parameter.add_(torch.randn_like(parameter) * spread)
     model.save_pretrained(directory)
     return model
+
+
+def make_tokenizer(adds_bos: bool = True, **named: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and a few merges, whose post-processor puts <s> in front."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
+    backend.train_from_iterator(["the user is an assistant", "system 17 + 26 = 43"] * 4, trainer)
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    named = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", **named}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)

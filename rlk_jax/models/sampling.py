@@ -1,0 +1,307 @@
+"""Sampling from a model with a KV cache, and the log-probs that tokens were sampled with."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
+
+from rlk_jax import logp
+from rlk_jax.core.checks import (
+    as_array,
+    fits_float32,
+    is_concrete,
+    is_integer,
+    is_number,
+    require,
+    require_not_negative,
+    require_positive_integer,
+)
+from rlk_jax.core.tokens import IGNORED
+from rlk_jax.models.decoder import Cache, CausalLM
+from rlk_jax.ops import promising
+
+Score = Callable[[Array, Array, Array], Any]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits: they are divided by the temperature; of these, `top_k` keeps the k largest,
+    `top_p` the fewest most probable tokens whose share of what is left is at least p, and `min_p` those at least
+    `min_p` times as probable as the most probable one, in this order. Tokens as probable as the last one that is kept
+    are kept, too.
+
+    A temperature of 0 takes the largest logit. Raises ValueError for a number out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        require_not_negative("temperature", self.temperature)
+        if self.top_k is not None:
+            require_positive_integer("top_k", self.top_k)
+        for name in ("top_p", "min_p"):
+            share = getattr(self, name)
+            require(
+                share is None or (is_number(share) and fits_float32(share) and share <= 1),
+                f"{name} must be greater than 0 and at most 1, got {share!r}.",
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn, so that log-probs are not those of the distribution drawn from."""
+        shares = self.top_p not in (None, 1), self.min_p is not None
+        return self.temperature == 0 or self.top_k is not None or any(shares)
+
+    @property
+    def scored_temperature(self) -> float:
+        """The temperature of recorded log-probs: 1 where the largest logit is taken."""
+        return self.temperature or 1.0
+
+    def draw(self, keys: PRNGKeyArray, logits: Float32[Array, "B V"]) -> Int[Array, "B"]:
+        """A token for each row, by its own key."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1)
+        return jax.vmap(jax.random.categorical)(keys, self.kept(logits))
+
+    def kept(self, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+        """Logits at the temperature, less the largest one of the row; −inf for tokens that cannot be drawn."""
+        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = _without_smaller(logits, lax.top_k(logits, self.top_k)[0][:, -1:])
+        if self.top_p is not None and self.top_p < 1:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            masses = jnp.exp(ordered)
+            # The order of these sums is written down, so that it does not follow the number of rows.
+            sums = lax.associative_scan(jnp.add, masses, axis=-1)
+            # A token is kept where those before it have less than p together.
+            is_kept = sums - masses < self.top_p * sums[:, -1:]
+            logits = _without_smaller(logits, jnp.min(ordered, axis=-1, keepdims=True, where=is_kept, initial=0))
+        if self.min_p is not None:
+            logits = _without_smaller(logits, np.log(np.float32(self.min_p)))
+        return logits
+
+
+def _without_smaller(logits: Array, least: Array | np.float32) -> Array:
+    """The logits, −inf in the place of those below the least."""
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+_AT_ONE = Sampling()
+
+
+class Completions[Logps](NamedTuple):
+    """Sampled tokens: of each row the first `lengths`, a stop token included; behind them stands the pad token."""
+
+    ids: Int[Array, "B C"]
+    lengths: Int[Array, "B"]
+    logps: Logps
+    """float32 `[B, C]` log-probs that the tokens were drawn with, 0 behind the end; or what `score` gave."""
+
+    @property
+    def mask(self) -> Bool[Array, "B C"]:
+        """True for the tokens that were drawn."""
+        return jnp.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+
+class _Drawn(NamedTuple):
+    """How far sampling has come: how many tokens each row may have, its last one, whether it has stopped, and all of
+    them.
+    """
+
+    steps: Array
+    token: Array
+    is_done: Array
+    found: Completions
+
+
+def sample(
+    model: CausalLM,
+    prompt_ids: Int[Array, "B P"],
+    padding: Int[Array, "B"],
+    keys: PRNGKeyArray,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = _AT_ONE,
+    stop_ids: Sequence[int] = (),
+    pad_id: int = 0,
+    score: Score | None = None,
+) -> Completions:
+    """Up to `max_new_tokens` tokens behind each of the left-padded prompts, `padding` slots of each being padding.
+
+    A row ends with its first token of `stop_ids`, and decoding ends when all rows have. Token i of a row is drawn by
+    its own key of `keys [B]` folded with i, so that it does not depend on the other rows where their logits do not.
+
+    Log-probs are those of the whole vocabulary at the sampling temperature, as training computes them; those of an
+    invariant model have the bits that `linear_logp` gives for the same hidden states. `score(hidden, products, ids)`
+    replaces them: of hidden states `[B, D]`, what `model.lm_head.products` makes of them, and the tokens `[B]` that
+    were drawn, IGNORED where a row has stopped; each array of what it returns is `[B]`.
+    """
+    _check_prompts(model, prompt_ids, padding, keys)
+    _check_tokens_asked_for(model, max_new_tokens, (*stop_ids, pad_id))
+    (batch, width), stops = prompt_ids.shape, jnp.asarray(stop_ids, jnp.int32)
+    score = logps_of(model, sampling) if score is None else score
+
+    def with_next(so_far: _Drawn, hidden: Array) -> _Drawn:
+        """One token more for each row that has not stopped, from the hidden states of the last ones."""
+        index, is_done = so_far.steps, so_far.is_done
+        token, products = _next_token(model, sampling, hidden, keys, index)
+        logps = score(hidden, products, jnp.where(is_done, IGNORED, token))
+        token = jnp.where(is_done, pad_id, token)
+        found = so_far.found._replace(
+            ids=so_far.found.ids.at[:, index].set(token),
+            lengths=so_far.found.lengths + ~is_done,
+            logps=jax.tree.map(lambda x, new: x.at[:, index].set(new), so_far.found.logps, logps),
+        )
+        return _Drawn(index + 1, token, is_done | (token[:, None] == stops).any(axis=1), found)
+
+    def goes_on(carry: tuple[_Drawn, Any]) -> Array:
+        return (carry[0].steps < max_new_tokens) & ~carry[0].is_done.all()
+
+    def step(carry: tuple[_Drawn, Any]) -> tuple[_Drawn, Any]:
+        so_far, cache = carry
+        hidden, cache = model.extend(so_far.token[:, None], padding, cache, width + so_far.steps - 1)
+        return with_next(so_far, hidden[:, 0]), cache
+
+    hidden, cache = model.extend(prompt_ids, padding, model.empty_cache(batch, width + max_new_tokens), 0)
+    hidden, nothing = hidden[:, -1], jnp.zeros(batch, jnp.int32)
+    scores = jax.eval_shape(score, hidden, jax.eval_shape(model.lm_head.products, hidden), nothing)
+    logps = jax.tree.map(lambda x: jnp.zeros((batch, max_new_tokens), x.dtype), scores)
+    none = Completions(jnp.full((batch, max_new_tokens), pad_id, jnp.int32), nothing, logps)
+    if max_new_tokens == 0:
+        return none
+    first = with_next(_Drawn(jnp.int32(0), nothing, jnp.zeros(batch, bool), none), hidden)
+    return lax.while_loop(goes_on, step, (first, cache))[0].found
+
+
+def _next_token(
+    model: CausalLM, sampling: Sampling, hidden: Float[Array, "B D"], keys: PRNGKeyArray, index: Int[Array, ""]
+) -> tuple[Int[Array, "B"], Float32[Array, "B V"]]:
+    """Token `index` of each row, drawn from the hidden states of the tokens before it, and the head's products."""
+    products = model.lm_head.products(hidden)
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+    return sampling.draw(own, model.lm_head.capped(products)).astype(jnp.int32), products
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache")
+def _with_drawn(
+    graph: nnx.GraphDef[CausalLM],
+    state: nnx.State,
+    tokens: Int[Array, "1 T"],
+    cache: Cache,
+    start: Int[Array, ""],
+    keys: PRNGKeyArray,
+    index: Int[Array, ""],
+    *,
+    sampling: Sampling,
+) -> tuple[Int[Array, "1"], Cache]:
+    """Token `index`, drawn behind these tokens, and the cache with these added."""
+    model = nnx.merge(graph, state)
+    hidden, cache = model.extend(tokens, jnp.zeros(1, jnp.int32), cache, start)
+    return _next_token(model, sampling, hidden[:, -1], keys, index)[0], cache
+
+
+def stream(
+    model: CausalLM,
+    prompt_ids: Int[Array, "P"],
+    key: PRNGKeyArray,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = _AT_ONE,
+    stop_ids: Sequence[int] = (),
+) -> Iterator[int]:
+    """The tokens that `sample` draws behind one prompt by this key, each as soon as it is drawn, for a person who
+    waits. A stop token is the last one.
+
+    One program takes the prompt, another one each token. A model of stock layers may round in them otherwise than in
+    `sample`; the tokens of an invariant one are the same.
+    """
+    tokens, keys = jnp.asarray(prompt_ids)[None], key[None]
+    _check_prompts(model, tokens, jnp.zeros(1, jnp.int32), keys)
+    _check_tokens_asked_for(model, max_new_tokens, stop_ids)
+    return _streamed(model, tokens, keys, max_new_tokens, sampling, stop_ids)
+
+
+def _streamed(
+    model: CausalLM,
+    tokens: Int[Array, "1 P"],
+    keys: PRNGKeyArray,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+) -> Iterator[int]:
+    """The tokens of `stream`, whose inputs have been checked."""
+    graph, state = nnx.split(model)
+    # A program makes each of its results anew; to be donated, the arrays of a cache must be different ones.
+    cache = jax.jit(model.empty_cache, static_argnums=(0, 1))(1, tokens.shape[1] + max_new_tokens)
+    start = 0
+    for index in range(max_new_tokens):
+        place = jnp.int32(start), keys, jnp.int32(index)
+        start += tokens.shape[1]
+        token, cache = _with_drawn(graph, state, tokens, cache, *place, sampling=sampling)
+        yield int(token[0])
+        if int(token[0]) in stop_ids:
+            return
+        tokens = token[:, None]
+
+
+def _check_prompts(model: CausalLM, prompt_ids: Any, padding: Any, keys: Any) -> None:
+    """Prompts, their padding and their keys are of one batch; where values can be read, each prompt has a token, and
+    all tokens are of the vocabulary.
+    """
+    for name, x in {"prompt_ids": prompt_ids, "padding": padding, "keys": keys}.items():
+        as_array(name, x)
+    require(
+        prompt_ids.ndim == 2 and prompt_ids.shape[1] >= 1,
+        f"prompt_ids must be [B, P] with at least one token, got shape {prompt_ids.shape}.",
+    )
+    batch, width = prompt_ids.shape
+    require(padding.shape == (batch,), f"padding must be [B={batch}], a number per prompt, got shape {padding.shape}.")
+    require(
+        keys.shape == (batch,) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key),
+        f"keys must be [B={batch}] of jax.random.split, a key per prompt, got {keys.dtype} of shape {keys.shape}.",
+    )
+    if is_concrete(padding):
+        bad = [int(x) for x in np.asarray(padding) if not 0 <= x < width]
+        require(not bad, f"padding must leave a prompt of P={width} slots at least one of them, got {bad[:1]}.")
+    if is_concrete(prompt_ids):
+        _check_ids("prompt_ids", np.unique(prompt_ids), model)
+
+
+def _check_tokens_asked_for(model: CausalLM, max_new_tokens: int, ids: Sequence[int]) -> None:
+    """The number of tokens is not negative; those that end a row or stand behind its end are of the vocabulary."""
+    require(
+        is_integer(max_new_tokens) and max_new_tokens >= 0,
+        f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}.",
+    )
+    _check_ids("stop_ids and pad_id", ids, model)
+
+
+def _check_ids(name: str, ids: Iterable[Any], model: CausalLM) -> None:
+    """Every id is a token of the model."""
+    size = model.config.vocab_size
+    bad = [x for x in ids if not (is_integer(x) and 0 <= x < size)]
+    require(not bad, f"{name} must be integers in [0, V={size}), got {', '.join(map(str, bad[:1]))}.")
+
+
+def logps_of(model: CausalLM, sampling: Sampling) -> Score:
+    """The log-probs that `sample` records, as a `score`."""
+    options: dict[str, Any] = {"temperature": sampling.scored_temperature, "logit_softcap": model.lm_head.softcap}
+    options |= {"ignore_index": IGNORED, "validate": False}
+
+    def score(hidden: Array, products: Array, ids: Array) -> Array:
+        if not model.keeps_bits:
+            return logp(products, ids, **options)
+        name = promising("logp", products, ids, as_linear_logp=True, **options)
+        return logp(products, ids, as_linear_logp=True, implementation=name, **options)
+
+    return score

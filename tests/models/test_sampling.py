@@ -1,0 +1,394 @@
+"""Sampling: which tokens can be drawn and how often, where rows end, and that a row does not depend on the others."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlk_jax import linear_logp, models
+from rlk_jax.models import Sampling, config_of
+from rlk_jax.models.sampling import _with_drawn
+from tests.models.tiny import FAMILIES, SIZES
+from tests.support.helpers import assert_same_bits, assert_within_contract
+
+VOCAB, PAD, LENGTH = SIZES["vocab_size"], 0, 8
+
+
+@functools.cache
+def made(case="llama", kind="stock"):
+    fields = {**SIZES, **FAMILIES[case], "num_hidden_layers": 1}
+    dtype = jnp.float32 if kind == "stock" else jnp.bfloat16
+    return nnx.jit(lambda: models.CausalLM(config_of(fields), kind=kind, dtype=dtype, rngs=nnx.Rngs(0)))()
+
+
+@functools.partial(nnx.jit, static_argnames=("max_new_tokens", "sampling", "stop_ids", "pad_id", "score"))
+def sampled(model, prompts, padding, keys, **options):
+    return models.sample(model, prompts, padding, keys, **options)
+
+
+def batch_of(rows, width=5, seed=0):
+    """Prompts, their padding and their keys. The first one has no padding."""
+    rng = np.random.default_rng(seed)
+    prompts, padding = rng.integers(3, VOCAB, (rows, width)), np.arange(rows) % (width - 1)
+    return jnp.asarray(prompts), jnp.asarray(padding), jax.random.split(jax.random.key(seed), rows)
+
+
+ENDLESS = {"max_new_tokens": LENGTH, "sampling": Sampling(0.8, top_k=40)}
+
+
+@pytest.fixture(scope="module")
+def endless():
+    """Rows that nothing stops, and what they were drawn from."""
+    drawn_from = batch_of(4)
+    return drawn_from, sampled(made(), *drawn_from, **ENDLESS, stop_ids=(), pad_id=PAD)
+
+
+# Which tokens can be drawn.
+
+
+def gold(logits, sampling):
+    """Which tokens of one row can be drawn, in float64, and how near a token is to being drawn or not."""
+    scaled, margins = np.asarray(logits, np.float64) / sampling.temperature, [1.0]
+    kept = np.full(len(scaled), True)
+    if sampling.top_k is not None:
+        kept = scaled >= np.sort(scaled)[::-1][: sampling.top_k].min()
+    if sampling.top_p is not None:
+        shares = np.where(kept, np.exp(scaled - scaled.max()), 0)
+        shares /= shares.sum()
+        ordered = np.sort(shares)[::-1]
+        sums = np.cumsum(ordered)
+        count = next((i for i, total in enumerate(sums, 1) if total >= sampling.top_p), len(sums))
+        margins += list(abs(sums - sampling.top_p))
+        kept &= shares >= ordered[count - 1]
+    if sampling.min_p is not None:
+        relative = np.exp(scaled - scaled.max())
+        margins += list(abs(relative - sampling.min_p))
+        kept &= relative >= sampling.min_p
+    return kept, min(margins)
+
+
+def kept_of(logits, sampling):
+    """Which tokens of one row are left, whose logits keep their differences."""
+    found = np.asarray(sampling.kept(jnp.asarray(logits, jnp.float32)[None]))[0]
+    kept = np.isfinite(found)
+    expected = (np.asarray(logits) - np.max(logits)) / sampling.temperature
+    assert_within_contract(found[kept], expected[kept], "models", jnp.float32, "forward")
+    return kept
+
+
+SIZE = 9
+some_logits = st.lists(st.integers(-6, 6), min_size=SIZE, max_size=SIZE)
+"""Small integers, so that many are equal."""
+shares = st.floats(0.01, 1.0)
+
+
+@given(
+    some_logits,
+    st.sampled_from((0.3, 1.0, 2.5)),
+    st.one_of(st.none(), st.integers(1, 2 * SIZE)),
+    st.one_of(st.none(), shares),
+    st.one_of(st.none(), shares),
+)
+@example([5, 5, 5, 5, 0, 0, 0, 0, 0], 1.0, 2, 0.5, 1.0)
+@example([1, 0, 0, 0, 0, 0, 0, 0, 0], 1.0, 1, None, 1.0)
+def test_the_tokens_that_can_be_drawn_are_those_of_the_definition(logits, temperature, k, p, m):
+    sampling = Sampling(temperature, k, p, m)
+    expected, margin = gold(logits, sampling)
+    assume(margin > 1e-5 or p == 1 or m == 1 or p == 0.5)
+    found = kept_of(logits, sampling)
+    np.testing.assert_array_equal(found, expected)
+    assert found[np.argmax(logits)]
+
+
+@given(st.permutations(range(SIZE)), shares)
+def test_top_p_keeps_the_smallest_prefix_that_reaches_p(order, p):
+    """Without ties: the kept tokens are the most probable ones, they reach p, and without the last one they do not."""
+    logits = np.array(order) * 0.7
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    kept = kept_of(logits, Sampling(top_p=p))
+    assert probabilities[kept].min() > probabilities[~kept].max(initial=0)
+    total, rounding = probabilities[kept].sum(), 1e-6
+    assert total >= p - rounding and total - probabilities[kept].min() < p + rounding
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=SIZE), Sampling(top_k=2**40), Sampling(top_p=1.0), Sampling(0.5)])
+def test_what_truncates_nothing_keeps_all(sampling):
+    """The least probable tokens have a share below what float32 adds to 1."""
+    assert kept_of(np.arange(SIZE) * -9.0, sampling).all()
+
+
+def test_what_may_truncate_says_so():
+    assert not any(x.truncates for x in (Sampling(), Sampling(0.3), Sampling(top_p=1.0)))
+    assert all(x.truncates for x in (Sampling(0), Sampling(top_k=9), Sampling(top_p=0.9), Sampling(min_p=0.1)))
+
+
+@pytest.mark.parametrize("p", [1e-37, 1e-3])
+def test_the_most_probable_token_is_kept_by_any_p_and_at_any_temperature(p):
+    for sampling in (Sampling(top_p=p), Sampling(min_p=1.0), Sampling(top_k=1), Sampling(1e-37, top_p=p, min_p=p)):
+        kept = np.isfinite(sampling.kept(jnp.array([[3.0, 80.0, -80.0, 79.0]])))
+        np.testing.assert_array_equal(kept, [[False, True, False, False]])
+
+
+# How often they are drawn.
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.6), Sampling(1.7, top_k=6), Sampling(1.2, top_p=0.8), Sampling(min_p=0.1)]
+)
+def test_draws_follow_the_distribution(sampling):
+    logits, count = np.random.default_rng(1).normal(size=12) * 1.5, 20_000
+    keys = jax.random.split(jax.random.key(7), count)
+    tokens = sampling.draw(keys, jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 12)))
+    found = np.bincount(tokens, minlength=12)
+    kept, _ = gold(logits, sampling)
+    weights = np.where(kept, np.exp(logits / sampling.temperature), 0)
+    expected = count * weights / weights.sum()
+    assert kept.sum() == 12 - (found == 0).sum() and not found[~kept].any()
+    squares = ((found - expected)[kept] ** 2 / expected[kept]).sum()
+    freedom = kept.sum() - 1
+    assert squares < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_temperature_0_takes_the_largest_logit():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(50, 20)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 50)
+    np.testing.assert_array_equal(Sampling(0).draw(keys, logits), np.argmax(logits, axis=-1))
+    truncated = Sampling(0, top_k=3, top_p=0.5, min_p=0.5)
+    np.testing.assert_array_equal(truncated.draw(keys, logits), np.argmax(logits, axis=-1))
+
+
+# Rows and their log-probs.
+
+
+# In make test, the first has what can move a draw and a softcap; the second adds biases and a tied head.
+@pytest.mark.parametrize(
+    ("case", "sampling"),
+    [
+        ("gemma2", Sampling(0.7, top_k=40, top_p=0.9)),
+        pytest.param("llama 3.1, tied, biases", Sampling(1.3), marks=pytest.mark.full),
+    ],
+)
+def test_rows_of_an_invariant_model_keep_their_bits(case, sampling):
+    """Alone, and among others behind more padding with more tokens: ids, and log-probs as training has them."""
+    model, width, more = made(case, "invariant"), 5, 4
+    prompt, _, _ = batch_of(1, width)
+    key, nothing = jax.random.split(jax.random.key(3), 1), jnp.zeros(1, jnp.int32)
+    alone = sampled(model, prompt, nothing, key, max_new_tokens=LENGTH, sampling=sampling)
+    others, padding, keys = batch_of(5, width + more, seed=1)
+    among = others.at[2].set(jnp.pad(prompt[0], (more, 0))), padding.at[2].set(more), keys.at[2].set(key[0])
+    batch = sampled(model, *among, max_new_tokens=LENGTH + 3, sampling=sampling)
+    assert len(set(np.asarray(batch.ids).ravel().tolist())) > LENGTH
+    np.testing.assert_array_equal(batch.ids[2:3, :LENGTH], alone.ids)
+    assert_same_bits(batch.logps[2:3, :LENGTH], alone.logps)
+
+    @nnx.jit
+    def trained(model, tokens):
+        head = model.lm_head
+        return linear_logp(
+            model(tokens[:, :-1])[:, width - 1 :],
+            head.weight[...],
+            tokens[:, width:],
+            temperature=sampling.temperature,
+            logit_softcap=head.softcap,
+            implementation="deterministic",
+        )
+
+    assert_same_bits(alone.logps, trained(model, jnp.concatenate([prompt, alone.ids], axis=1)))
+
+
+@nnx.jit
+def logits_of(model, tokens, padding):
+    return model.lm_head(model(tokens, padding))
+
+
+def test_log_probs_are_those_of_the_whole_vocabulary(endless):
+    """At the sampling temperature, whatever is cut off; at temperature 1 where the largest logit is taken."""
+    (prompts, padding, keys), greedy = endless[0], Sampling(0)
+    largest = sampled(made(), prompts, padding, keys, max_new_tokens=LENGTH, sampling=greedy)
+    for found, sampling in ((endless[1], ENDLESS["sampling"]), (largest, greedy)):
+        tokens = jnp.concatenate([prompts, found.ids], axis=1)
+        logits = logits_of(made(), tokens, padding)[:, -LENGTH - 1 : -1]
+        logps = jax.nn.log_softmax(logits / sampling.scored_temperature)
+        expected = jnp.take_along_axis(logps, found.ids[..., None], axis=-1)[..., 0]
+        assert_within_contract(found.logps, expected, "models", jnp.float32, "forward")
+    np.testing.assert_array_equal(largest.ids, jnp.argmax(logits, axis=-1))
+
+
+# Where rows end.
+
+
+def shortened(rows, stop_ids, pad_id=PAD):
+    """The rows, cut behind their first stop tokens, and their lengths."""
+    lengths = [next((i for i, x in enumerate(row, 1) if x in stop_ids), len(row)) for row in rows.tolist()]
+    return np.where(np.arange(rows.shape[1]) < np.array(lengths)[:, None], rows, pad_id), lengths
+
+
+def assert_ends(endless, stop_ids, pad_id=PAD):
+    """The rows of `endless`, cut where they must end; their lengths are returned."""
+    drawn_from, whole = endless
+    found = sampled(made(), *drawn_from, **ENDLESS, stop_ids=stop_ids, pad_id=pad_id)
+    ids, lengths = shortened(np.asarray(whole.ids), stop_ids, pad_id)
+    np.testing.assert_array_equal(found.ids, ids)
+    np.testing.assert_array_equal(found.lengths, lengths)
+    mask = np.asarray(found.mask)
+    np.testing.assert_array_equal(mask.sum(axis=1), lengths)
+    assert_within_contract(found.logps, np.where(mask, whole.logps, 0), "models", jnp.float32, "forward")
+    assert not np.asarray(found.logps)[~mask].any() and (np.asarray(found.logps)[mask] < 0).all()
+    return lengths
+
+
+def test_a_row_ends_with_its_first_stop_token(endless):
+    ids = np.asarray(endless[1].ids)
+    lengths = assert_ends(endless, (int(ids[0, 0]), int(ids[1, 3]), int(ids[2, 7]), int(ids[1, 5])), pad_id=17)
+    assert lengths[0] == 1 and lengths[1] <= 4 and lengths[2] <= LENGTH and len(set(lengths)) >= 3
+
+
+def test_nothing_stops_rows_without_stop_ids(endless):
+    assert assert_ends(endless, ()) == [LENGTH] * 4
+
+
+def test_a_pad_token_may_be_a_stop_token(endless):
+    stop = int(endless[1].ids[1, 3])
+    lengths = assert_ends(endless, (stop,), pad_id=stop)
+    assert lengths[1] <= 4 and max(lengths) == LENGTH
+
+
+def test_no_tokens_at_all():
+    found = sampled(made(), *batch_of(3), max_new_tokens=0, stop_ids=(2,))
+    assert found.ids.shape == found.logps.shape == found.mask.shape == (3, 0)
+    assert found.ids.dtype == jnp.int32 and found.logps.dtype == jnp.float32
+    np.testing.assert_array_equal(found.lengths, [0, 0, 0])
+
+
+def test_decoding_ends_with_the_last_row(endless):
+    """`score` is called once for each token of the longest row, and is told which rows have stopped."""
+    drawn_from, whole = endless
+    ids = np.asarray(whole.ids)
+    stop_ids, calls = tuple(ids[:, 3].tolist()), []
+
+    def score(hidden, products, token_ids):
+        jax.debug.callback(lambda x: calls.append(np.asarray(x).tolist()), token_ids)
+        return {"norms": (hidden**2).sum(-1), "largest": products.argmax(-1)}
+
+    found = sampled(made(), *drawn_from, **ENDLESS, stop_ids=stop_ids, score=score)
+    jax.effects_barrier()
+    cut, lengths = shortened(ids, stop_ids, pad_id=-100)
+    assert max(lengths) == 4 < LENGTH and sorted(calls) == sorted(cut[:, :4].T.tolist())
+    assert found.logps["norms"].shape == (4, LENGTH) and found.logps["largest"].dtype == jnp.int32
+
+
+kinds = pytest.mark.parametrize("kind", ["stock", pytest.param("invariant", marks=pytest.mark.full)])
+"""Where the layers take no part in what is tested, those of stock are enough in make test."""
+
+
+@kinds
+def test_rows_on_two_devices_end_together(kind, endless):
+    """The rows of the first device end at their first tokens, those of the second one go on."""
+    model, drawn_from = made(kind=kind), endless[0]
+    whole = endless[1] if kind == "stock" else sampled(model, *drawn_from, **ENDLESS)
+    stop_ids = tuple(whole.ids[:2, 0].tolist())
+    expected, lengths = shortened(np.asarray(whole.ids), stop_ids)
+    assert lengths[:2] == [1, 1] and max(lengths[2:]) == LENGTH
+    mesh = Mesh(jax.devices()[:2], "data")
+    rows = jax.device_put(drawn_from, NamedSharding(mesh, PartitionSpec("data")))
+    graph, state = nnx.split(model)
+    model = nnx.merge(graph, jax.device_put(state, NamedSharding(mesh, PartitionSpec())))
+    found = sampled(model, *rows, **ENDLESS, stop_ids=stop_ids)
+    np.testing.assert_array_equal(found.ids, expected)
+    np.testing.assert_array_equal(found.lengths, lengths)
+
+
+# One prompt, token by token.
+
+
+@kinds
+def test_streamed_tokens_are_those_of_sample(kind, endless):
+    """They come from two programs however many there are: that of the prompt, and that of a token."""
+    model, ((prompts, _, keys), whole) = made(kind=kind), endless
+    if kind == "invariant":
+        whole = sampled(model, prompts[:1], jnp.zeros(1, int), keys[:1], **ENDLESS)
+    before = _with_drawn._cache_size()
+    found = list(models.stream(model, prompts[0], keys[0], **ENDLESS))
+    assert found == whole.ids[0].tolist() and _with_drawn._cache_size() == before + 2
+    stop = found[4]
+    ended = list(models.stream(model, prompts[0], keys[0], **ENDLESS, stop_ids=[stop]))
+    assert ended == found[: found.index(stop) + 1]
+    assert list(models.stream(model, prompts[0], keys[0], max_new_tokens=0)) == []
+
+
+def test_streamed_tokens_come_one_by_one(endless, monkeypatch):
+    """The second token is there before the third is computed."""
+    (prompts, _, keys), whole = endless
+    drawn, calls = models.stream(made(), prompts[0], keys[0], **ENDLESS), []
+    monkeypatch.setattr(
+        models.sampling, "_with_drawn", lambda *args, **options: calls.append(args) or _with_drawn(*args, **options)
+    )
+    assert [next(drawn), next(drawn)] == whole.ids[0, :2].tolist() and len(calls) == 2
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0 or a positive finite number, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be 0 or a positive finite number, got nan"),
+        ({"temperature": float("inf")}, "temperature must be 0 or a positive finite number, got inf"),
+        ({"top_k": 0}, "top_k must be a positive integer, got 0"),
+        ({"top_k": 2.0}, "top_k must be a positive integer, got 2.0"),
+        ({"top_p": 0.0}, "top_p must be greater than 0 and at most 1, got 0.0"),
+        ({"top_p": 1.1}, "top_p must be greater than 0 and at most 1, got 1.1"),
+        ({"top_p": float("nan")}, "top_p must be greater than 0 and at most 1, got nan"),
+        ({"min_p": -1}, "min_p must be greater than 0 and at most 1, got -1"),
+        ({"min_p": float("nan")}, "min_p must be greater than 0 and at most 1, got nan"),
+    ],
+)
+def test_numbers_out_of_their_range(fields, message):
+    with pytest.raises(ValueError) as error:
+        Sampling(**fields)
+    assert str(error.value) == f"{message}."
+
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens must be an integer of at least 0, got -1."),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer of at least 0, got 1.5."),
+        ({"stop_ids": (4, VOCAB)}, "stop_ids and pad_id must be integers in [0, V=131), got 131."),
+        ({"stop_ids": (-1,)}, "stop_ids and pad_id must be integers in [0, V=131), got -1."),
+        ({"pad_id": None}, "stop_ids and pad_id must be integers in [0, V=131), got None."),
+        ({"prompts": [[1, 2]]}, "prompt_ids must be a JAX or NumPy array, got builtins.list."),
+        ({"prompts": np.ones((3, 0), int)}, "prompt_ids must be [B, P] with at least one token, got shape (3, 0)."),
+        ({"prompts": np.ones(3, int)}, "prompt_ids must be [B, P] with at least one token, got shape (3,)."),
+        ({"prompts": np.full((3, 2), VOCAB)}, "prompt_ids must be integers in [0, V=131), got 131."),
+        ({"prompts": np.full((3, 2), -1)}, "prompt_ids must be integers in [0, V=131), got -1."),
+        ({"prompts": np.ones((3, 2))}, "prompt_ids must be integers in [0, V=131), got 1.0."),
+        ({"padding": np.zeros(2, int)}, "padding must be [B=3], a number per prompt, got shape (2,)."),
+        ({"padding": np.zeros((3, 2), int)}, "padding must be [B=3], a number per prompt, got shape (3, 2)."),
+        ({"padding": np.array([0, 1, 2])}, "padding must leave a prompt of P=2 slots at least one of them, got [2]."),
+        (
+            {"keys": KEYS[:2]},
+            "keys must be [B=3] of jax.random.split, a key per prompt, got key<fry> of shape (2,).",
+        ),
+        (
+            {"keys": jax.random.PRNGKey(0)},
+            "keys must be [B=3] of jax.random.split, a key per prompt, got uint32 of shape (2,).",
+        ),
+    ],
+)
+def test_wrong_inputs(change, message):
+    options = {"prompts": np.ones((3, 2), int), "padding": np.zeros(3, int), "keys": KEYS, "max_new_tokens": 2}
+    arrays = {**options, **change}
+    with pytest.raises(ValueError) as error:
+        models.sample(made(), *(arrays.pop(name) for name in ("prompts", "padding", "keys")), **arrays)
+    assert str(error.value) == message
