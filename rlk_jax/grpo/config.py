@@ -10,6 +10,30 @@ from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from rlk_jax.losses import LossOptions
 
 _ARITHMETIC_FIELDS = ("max_operand", "demonstration_errors")
+_BUILT_IN_FIELDS = (
+    "warmup_steps",
+    "warmup_learning_rate",
+    "rollout_buckets",
+    "width",
+    "layers",
+    "heads",
+    "vocab_size",
+    *_ARITHMETIC_FIELDS,
+)
+"""Fields of the built-in policy, which a given model has not."""
+_MODEL_FIELDS = (
+    "reward",
+    "eval_prompts",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "remat",
+    "save_hf",
+    "show_every",
+)
+"""Fields of a given model, which the built-in policy has not."""
 
 
 class BadInput(ValueError):
@@ -64,8 +88,28 @@ class GrpoConfig:
     )
     warmup_learning_rate: float = _option(2e-3, "learning rate of the supervised phase", above=0)
     learning_rate: float = _option(3e-4, "learning rate of GRPO", above=0)
+    schedule: str = _option("constant", "learning rate of GRPO over its updates: constant, linear or cosine, to 0")
+    schedule_warmup: int = _option(0, "GRPO steps over which its learning rate rises from 0", minimum=0)
+    max_gradient_norm: float = _option(1.0, "norm that gradients are clipped to", above=0)
     clip_eps: float = _option(0.2, "clip range of the probability ratio", above=0)
     beta: float = _option(0.01, "weight of the KL to the reference", minimum=0)
+    loss_type: str = _option("dapo", "objective of a token: dapo, grpo, dr_grpo, bnpo, gspo, luspo, cispo, sapo, vespo")
+    normaliser: str | None = _option(
+        None, "what the loss is divided by: tokens, sequence_mean, sequence_sum, constant (default: the loss type's)"
+    )
+    max_completion_length: int | None = _option(
+        None, "length that the normaliser constant counts (default: max-new-tokens of a model)", minimum=1
+    )
+    kl_estimator: str = _option("k3", "estimate of the KL: k1, k2, k3 or ratio_k3")
+    clip_eps_high: float | None = _option(None, "upper clip range (default: clip-eps)", above=0)
+    dual_clip: float | None = _option(None, "largest ratio where the advantage is negative (default: none)", above=0)
+    cispo_ratio_cap: float = _option(5.0, "largest ratio by which cispo weighs a token", above=0)
+    sapo_temperature_pos: float = _option(1.0, "temperature of sapo's gate for positive advantages", above=0)
+    sapo_temperature_neg: float = _option(1.05, "temperature of sapo's gate for other advantages", above=0)
+    vespo_k_pos: float = _option(2.0, "k of vespo's weights where advantages are not negative", above=0)
+    vespo_lambda_pos: float = _option(3.0, "lambda of vespo's weights where advantages are not negative", above=0)
+    vespo_k_neg: float = _option(3.0, "k of vespo's weights where advantages are negative", above=0)
+    vespo_lambda_neg: float = _option(2.0, "lambda of vespo's weights where advantages are negative", above=0)
     log_ratio_bound: float | None = _option(
         None,
         "bound of log-ratios in the loss and its KL, so that no token makes them infinite (default: none)",
@@ -91,6 +135,23 @@ class GrpoConfig:
     max_prompt_tokens: int | None = _option(
         None, "leave out prompts of the file that have more tokens (default: none)", minimum=1
     )
+    model: str | None = _option(
+        None, "directory of a Hugging Face checkpoint to train, instead of the built-in policy; it needs prompts"
+    )
+    reward: str = _option(
+        "exact", 'rewards of completions: "module:function", with a weight "module:function=0.5", several by commas'
+    )
+    eval_prompts: str | None = _option(
+        None, "JSONL file of held-out prompts of a model (default: a fifth of the prompts is held out)"
+    )
+    max_new_tokens: int = _option(128, "tokens of a completion of a model, at most", minimum=1)
+    temperature: float = _option(1.0, "temperature that completions of a model are sampled at", above=0)
+    top_k: int | None = _option(None, "sample among so many most probable tokens (default: all)", minimum=1)
+    top_p: float | None = _option(None, "sample among the fewest tokens of this probability (default: all)", above=0)
+    min_p: float | None = _option(None, "sample among tokens so probable beside the first (default: all)", above=0)
+    remat: bool = _option(False, "recompute each layer of a model in the backward pass, to save memory")
+    save_hf: str | None = _option(None, "directory to write the trained model to, as transformers and vLLM load it")
+    show_every: int = _option(10, "steps between printed completions of a model", minimum=1)
     mesh: str = _option(
         "data=1,tensor=1", "devices along each mesh axis: batches are sharded over data, the LM head over tensor"
     )
@@ -116,7 +177,8 @@ class GrpoConfig:
                 raise BadInput(f"{name} is of the arithmetic prompts: it has no meaning beside prompts")
         if self.max_prompt_tokens is not None and self.prompts is None:
             raise BadInput("max_prompt_tokens is of a prompts file: it has no meaning without prompts")
-        self.loss_options()
+        self._check_model(changed)
+        self._check_loss()
         if self.width % self.heads or self.width // self.heads % 2:
             raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
         if self.compute_dtype not in ("float32", "bfloat16"):
@@ -133,6 +195,31 @@ class GrpoConfig:
         if self.packing and self.micro_batches == 1:
             raise BadInput("packing needs micro_batches of at least 2: what it saves is whole parts of a batch")
 
+    def _check_model(self, changed: set[str]) -> None:
+        """Options of a given model and of the built-in policy do not mix."""
+        if self.model is None:
+            for name in _MODEL_FIELDS:
+                if name in changed:
+                    raise BadInput(f"{name} is of a given model: it has no meaning without model")
+            return
+        for name in _BUILT_IN_FIELDS:
+            if name in changed and (name, self.warmup_steps) != ("warmup_steps", 0):
+                raise BadInput(f"{name} is of the built-in policy: it has no meaning beside model")
+        # A given model has no warm start.
+        object.__setattr__(self, "warmup_steps", 0)
+        if self.prompts is None:
+            raise BadInput("model needs prompts, a JSONL file (rlk prompts arithmetic writes one)")
+
+    def _check_loss(self) -> None:
+        """The loss, and what it does not go with."""
+        normalised_by = self.loss_options().normalised_by
+        if self.packing and normalised_by.startswith("sequence"):
+            raise BadInput(f"packing does not go with normaliser {normalised_by}: a row would count as one sequence")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise BadInput(f"schedule must be constant, linear or cosine, got {self.schedule!r}")
+        if self.schedule_warmup > self.grpo_steps:
+            raise BadInput(f"schedule_warmup ({self.schedule_warmup}) must be at most grpo_steps ({self.grpo_steps})")
+
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """Devices along ("data", "tensor"). Raises BadInput when `mesh` does not read `data=N,tensor=M`."""
@@ -143,8 +230,13 @@ class GrpoConfig:
 
     def loss_options(self) -> LossOptions:
         """The options of the loss of GRPO's updates. Raises BadInput for numbers that it does not take."""
+        given = {
+            option.name: getattr(self, option.name) for option in fields(LossOptions) if hasattr(self, option.name)
+        }
+        if self.model is not None and (self.normaliser == "constant" or self.loss_type == "dr_grpo"):
+            given["max_completion_length"] = self.max_completion_length or self.max_new_tokens
         try:
-            return LossOptions(clip_eps=self.clip_eps, beta=self.beta, log_ratio_bound=self.log_ratio_bound)
+            return LossOptions(**given)
         except ValueError as error:
             raise BadInput(str(error)) from error
 

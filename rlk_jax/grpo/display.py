@@ -17,6 +17,9 @@ PLAIN_LINE_EVERY = 50
 _SHOWN = {
     "loss": "loss {:.3f}",
     "reward": "reward {:.3f}",
+    "completion_length": "length {:.1f}",
+    "truncated": "at limit {:.0%}",
+    "entropy": "entropy {:.3f}",
     "kl": "KL {:.3f}",
     "clip_fraction": "clip {:.3f}",
     "ratio_max": "ratio {:.2f}",
@@ -88,5 +91,6 @@ def final_table(before: Mapping[str, float], after: Mapping[str, float]) -> Tabl
 
 def print_files(console: Console, folder: RunFolder) -> None:
     """Print where the files of the run are."""
-    for name in ("report", "metrics", "summary", "checkpoints"):
-        console.print(f"{name}: {getattr(folder, name)}", highlight=False, soft_wrap=True)
+    for name in ("report", "page", "metrics", "completions", "summary", "checkpoints"):
+        if (path := getattr(folder, name)).exists():
+            console.print(f"{name}: {path}", highlight=False, soft_wrap=True)

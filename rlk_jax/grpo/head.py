@@ -12,17 +12,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
+from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo.config import BadInput
-
-IGNORED = -100
-"""Target id of a token that does not count: its log-prob is 0 and it has no gradient."""
+from rlk_jax.ops.linear_logp.options import WeightLayout
 
 
 @dataclass(frozen=True)
 class MeshHead:
-    """A head of `vocab_size` columns on a mesh ("data", "tensor"); it stays whole where "tensor" has one device.
+    """A head of `vocab_size` tokens on a mesh ("data", "tensor"); it stays whole where "tensor" has one device.
 
-    Methods that take a tree (parameters, gradients, optimizer states) change the arrays named `lm_head` in it.
+    Methods that take a tree (parameters, gradients, optimizer states) change the arrays of that `name` in it.
     """
 
     mesh: Mesh
@@ -30,6 +29,12 @@ class MeshHead:
     implementation: str | None
     dtype: DTypeLike = jnp.float32
     """Hidden states and head are rounded to this dtype before log-probs are computed; parameters are float32."""
+    weight_layout: WeightLayout = "dv"
+    name: str = "lm_head"
+    """What the paths of its arrays have in them: that of the embedding, where the head is tied to it."""
+    softcap: float | None = None
+    temperature: float = 1.0
+    """The temperature that completions are sampled at, which log-probs are of."""
 
     @property
     def shard_count(self) -> int:
@@ -41,19 +46,24 @@ class MeshHead:
         return self.implementation == "deterministic"
 
     def shard[Tree](self, tree: Tree) -> Tree:
-        """The tree with its heads `[D, V]` as they are stored: padded with zeros and cut into equal shards, one on
-        each device along "tensor".
+        """The tree with its heads as they are stored: padded with zeros and cut along the vocabulary into equal shards,
+        one on each device along "tensor".
         """
 
         def stored(kernel: Array) -> Array:
-            padded = vocab_parallel.pad_lm_head(kernel, self.shard_count, weight_layout="dv")
-            return self._constrain(self._constrain(padded), None, "tensor")
+            padded = vocab_parallel.pad_lm_head(kernel, self.shard_count, weight_layout=self.weight_layout)
+            return self._constrain(self._constrain(padded), *self._cut)
 
         return self._map_heads(stored, tree)
 
     def unshard[Tree](self, tree: Tree) -> Tree:
         """The inverse of `shard`: heads without padding, on every device, for code written for one device."""
-        return self._map_heads(lambda kernel: self._constrain(self._constrain(kernel)[:, : self.vocab_size]), tree)
+
+        def whole(kernel: Array) -> Array:
+            real = jax.lax.slice_in_dim(self._constrain(kernel), 0, self.vocab_size, axis=self._cut.index("tensor"))
+            return self._constrain(real)
+
+        return self._map_heads(whole, tree)
 
     def fusion_barrier[Tree](self, tree: Tree) -> Tree:
         """The same arrays. Where training keeps its bits, XLA fuses nothing across this point, so a sharded head does
@@ -82,10 +92,10 @@ class MeshHead:
     def shardings(self, tree: Any) -> Any:
         """The sharding of each array of a tree that `shard` returned: all arrays but heads lie on every device."""
         replicated = jax.tree.map(lambda _: self._sharding(), tree)
-        return self._map_heads(lambda _: self._sharding(None, "tensor"), replicated)
+        return self._map_heads(lambda _: self._sharding(*self._cut), replicated)
 
     def logps(
-        self, hidden: Float[Array, "*lead D"], kernel: Float[Array, "D V"], target_ids: Int[Array, "*lead"]
+        self, hidden: Float[Array, "*lead D"], kernel: Float[Array, "D V"] | Float[Array, "V D"], target_ids: Array
     ) -> Float[Array, "*lead"]:
         """fp32 log-prob of every target under a head that `shard` returned, 0 where IGNORED; the first dimension is
         sharded over "data".
@@ -105,19 +115,33 @@ class MeshHead:
             *self.fusion_barrier((hidden.astype(self.dtype), kernel.astype(self.dtype))),
             target_ids,
             ignore_index=IGNORED,
-            weight_layout="dv",
+            weight_layout=self.weight_layout,
             implementation=self.implementation,
+            **self._scaling,
         )
 
-    def logps_of_logits(self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"]) -> Float[Array, "B"]:
-        """fp32 log-prob of every token under logits of the whole vocabulary, 0 where IGNORED; rows are sharded over
-        "data".
+    def logps_of_logits(
+        self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any
+    ) -> Float[Array, "B"]:
+        """fp32 log-prob of every token under logits of the whole vocabulary, in front of their softcap, 0 where
+        IGNORED; rows are sharded over "data". The options are those of `logp`.
         """
-        implementation = self.implementation if self.keeps_bits else None
-        op, rows = functools.partial(logp, ignore_index=IGNORED, implementation=implementation), PartitionSpec("data")
+        options = {"implementation": self.implementation if self.keeps_bits else None, **self._scaling, **options}
+        op, rows = functools.partial(logp, ignore_index=IGNORED, **options), PartitionSpec("data")
         if self.mesh.size > 1:
             op = jax.shard_map(op, mesh=self.mesh, in_specs=(rows, rows), out_specs=rows)
         return op(self.fusion_barrier(logits), token_ids)
+
+    @property
+    def records_logits(self) -> bool:
+        """Whether log-probs of logits can have the bits of `logps`: those of a whole head, by some implementations."""
+        logits = jax.ShapeDtypeStruct((1, self.vocab_size), jnp.float32)
+        ids, how = jax.ShapeDtypeStruct((1,), jnp.int32), {"as_linear_logp": True, **self._scaling}
+        try:
+            dispatch.promising("logp", logits, ids, implementation=self.implementation, **how)
+        except ValueError:
+            return False
+        return self.shard_count == 1
 
     def check(self, width: int) -> None:
         """Raises BadInput when linear_logp cannot run here on a head of this width."""
@@ -125,8 +149,8 @@ class MeshHead:
         hidden, target_ids = jnp.zeros((rows, width)), jnp.zeros(rows, jnp.int32)
 
         def logps() -> Array:
-            stored = self.shard({"lm_head": jnp.zeros((width, self.vocab_size))})
-            return self.logps(hidden, stored["lm_head"], target_ids)
+            stored = self.shard({self.name: jnp.zeros(self._shape(width))})
+            return self.logps(hidden, stored[self.name], target_ids)
 
         try:
             jax.eval_shape(logps)
@@ -136,13 +160,27 @@ class MeshHead:
     def with_promised_bits(self, width: int) -> "MeshHead":
         """The same head with an implementation that promises bits. Raises BadInput when the named one does not."""
         hidden = jax.ShapeDtypeStruct((1, width), self.dtype)
-        kernel = jax.ShapeDtypeStruct((width, self.vocab_size), self.dtype)
+        kernel = jax.ShapeDtypeStruct(self._shape(width), self.dtype)
         call = hidden, kernel, jax.ShapeDtypeStruct((1,), jnp.int32)
+        options: dict[str, Any] = {"weight_layout": self.weight_layout, **self._scaling}
         try:
-            name = dispatch.promising("linear_logp", *call, weight_layout="dv", implementation=self.implementation)
+            name = dispatch.promising("linear_logp", *call, implementation=self.implementation, **options)
         except ValueError as error:
             raise BadInput(f"invariant: {error}") from error
         return replace(self, implementation=name)
+
+    @property
+    def _cut(self) -> tuple[str | None, str | None]:
+        """The axes of the mesh that rows and columns of the weight lie over."""
+        return (None, "tensor") if self.weight_layout == "dv" else ("tensor", None)
+
+    @property
+    def _scaling(self) -> dict[str, Any]:
+        """What becomes of products with the head before their softmax."""
+        return {"logit_softcap": self.softcap, "temperature": self.temperature}
+
+    def _shape(self, width: int) -> tuple[int, int]:
+        return (width, self.vocab_size) if self.weight_layout == "dv" else (self.vocab_size, width)
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -154,6 +192,6 @@ class MeshHead:
         """The tree with its heads changed, or the tree itself where heads are not sharded."""
 
         def changed(path: tuple[Any, ...], leaf: Any) -> Any:
-            return change(leaf) if "lm_head" in jax.tree_util.keystr(path) else leaf
+            return change(leaf) if self.name in jax.tree_util.keystr(path) else leaf
 
         return tree if self.shard_count == 1 else jax.tree_util.tree_map_with_path(changed, tree)

@@ -1,6 +1,8 @@
-"""The picture of a run: reward, KL and clip fraction over GRPO steps."""
+"""The picture of a run: what was measured over its GRPO steps, a panel for each metric."""
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -8,26 +10,76 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-_PANELS = {"reward": "mean reward", "kl": "KL to reference", "clip_fraction": "clip fraction"}
+_PANELS = {
+    "reward": "mean reward",
+    "completion_length": "completion length in tokens",
+    "entropy": "entropy in nats",
+    "kl": "KL to reference",
+    "clip_fraction": "clip fraction",
+    "mismatch": "mismatch",
+}
+"""Titles of the panels, by metric, in their order."""
 _WINDOW = 20
 """How many steps a moving average spans."""
+_PANEL_SIZE = (4.4, 3.0)
+"""Width and height of a panel in inches."""
+_DOTS_PER_INCH = 120
 
 
 def plot_report(metrics: Path, picture: Path) -> None:
-    """Plot the GRPO steps of a metrics file as a PNG: single steps are pale, their moving average is dark."""
+    """Plot the GRPO steps of a metrics file as a PNG: single steps are pale, their moving average is dark. Mismatch has
+    no average: each step counts, and the title of its panel says the largest.
+    """
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [line for line in lines if line["phase"] == "grpo"]
     steps = np.array([row["step"] for row in rows])
-    figure, axes = plt.subplots(len(_PANELS), 1, sharex=True, figsize=(8, 8), layout="constrained")
-    for axis, (name, label) in zip(axes, _PANELS.items(), strict=True):
-        values = np.array([row[name] for row in rows], float)  # None becomes NaN, which is a gap
-        window = min(_WINDOW, len(values))
-        axis.plot(steps, values, color="tab:blue", alpha=0.3)
-        axis.plot(steps[window - 1 :], np.convolve(values, np.full(window, 1 / window), "valid"), color="tab:blue")
-        axis.set_ylabel(label)
+    names = panels(rows)
+    height, width = panel_grid(len(names))
+    size = (width * _PANEL_SIZE[0], height * _PANEL_SIZE[1])
+    figure, axes = plt.subplots(height, width, squeeze=False, figsize=size, layout="constrained")
+    for axis, name in zip(axes.flat, names, strict=False):
+        values = np.array([row.get(name) for row in rows], float)  # None becomes NaN, which is a gap
+        draw = _draw_mismatch if name == "mismatch" else _draw_metric
+        draw(axis, steps, values, _PANELS[name])
+        axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    axes[0].set_title(f"rlk grpo (pale: each step, dark: mean of the last {_WINDOW})")
-    axes[-1].set_xlabel("step")
-    figure.savefig(picture, dpi=120)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    figure.suptitle(f"rlk grpo (pale: each step, dark: mean of the last {_WINDOW})")
+    figure.savefig(picture, dpi=_DOTS_PER_INCH)
     plt.close(figure)
+
+
+def panels(rows: Sequence[Mapping[str, float | None]]) -> list[str]:
+    """The metrics that get a panel: those that at least one row has a number for."""
+    return [name for name in _PANELS if any(row.get(name) is not None for row in rows)]
+
+
+def panel_grid(count: int) -> tuple[int, int]:
+    """How many rows and columns of panels hold so many of them in a picture that is wider than high."""
+    columns = 2 if count == 4 else min(count, 3)
+    return math.ceil(count / columns), columns
+
+
+def _draw_metric(axis: Axes, steps: np.ndarray, values: np.ndarray, title: str) -> None:
+    window = min(_WINDOW, len(values))
+    axis.plot(steps, values, color="tab:blue", alpha=0.3, marker=_marker(values))
+    averages = np.convolve(values, np.full(window, 1 / window), "valid")
+    axis.plot(steps[window - 1 :], averages, color="tab:blue", marker=_marker(averages))
+    axis.set_title(title)
+
+
+def _draw_mismatch(axis: Axes, steps: np.ndarray, values: np.ndarray, title: str) -> None:
+    # A line at 0 lies on the edge of the panel, where half of it would be cut off.
+    axis.step(steps, values, where="mid", color="tab:blue", linewidth=1, marker=_marker(values), clip_on=False)
+    axis.set_ylim(bottom=0)
+    axis.set_title(f"{title} (largest: {np.nanmax(values):.1g})")
+
+
+def _marker(values: np.ndarray) -> str:
+    """Dots where there are few values: a line through a single one would not be seen."""
+    return "." if len(values) <= _WINDOW else ""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from rlk_jax.grpo.head import IGNORED
+from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.tasks import Examples
 from rlk_jax.grpo.vocabulary import EOS, PAD

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,8 +20,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 
 KEPT_CHECKPOINTS = 2
-_MAY_CHANGE = ("prompts", "skip_nonfinite")
-"""Fields in which a resumed run may differ: its prompts file may have moved, and it may skip what had ended it."""
+_MAY_CHANGE = ("prompts", "eval_prompts", "model", "skip_nonfinite", "save_hf", "show_every")
+"""Fields in which a resumed run may differ: its files, which have digests, may have moved, and it may skip what had
+ended it, or show and save something else.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,29 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def before(self) -> Path:
+        """Held-out rewards of a given model before training, as JSON."""
+        return self.path / "before.json"
+
+    @property
+    def completions(self) -> Path:
+        """The completions of a given model with their rewards, one JSON line for each."""
+        return self.path / "completions.jsonl"
+
+    @property
     def report(self) -> Path:
-        """The plot of reward, KL and clip fraction, as PNG."""
+        """The plot of what was measured, as PNG."""
         return self.path / "report.png"
 
+    @property
+    def page(self) -> Path:
+        """The page of a run of a given model: its plot, and completions before and after it."""
+        return self.path / "report.html"
+
     @contextmanager
-    def start(self, config: GrpoConfig, prompts_digest: str, *, overwrite: bool) -> Iterator[None]:
-        """Make the folder ready for a new run, and lock it while the context is open.
+    def start(self, config: GrpoConfig, digests: Mapping[str, str], *, overwrite: bool) -> Iterator[None]:
+        """Make the folder ready for a new run, and lock it while the context is open. `digests` are hashes, by name, of
+        what the run reads beside its configuration; "prompts_digest" is among them.
 
         Raises BadInput for a folder that holds anything but a run, and changes nothing in it.
         """
@@ -76,18 +94,18 @@ class RunFolder:
                     raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
                 self._read_config()
                 self._delete_results()
-            self._write_config(asdict(config) | {"prompts_digest": prompts_digest})
+            self._write_config(asdict(config) | dict(digests))
             yield
 
     @contextmanager
-    def resume(self, config: GrpoConfig, prompts_digest: str) -> Iterator[None]:
+    def resume(self, config: GrpoConfig, digests: Mapping[str, str]) -> Iterator[None]:
         """Check that the folder holds a run of this very configuration, and lock it while the context is open.
 
         The prompts file may have moved. Raises BadInput naming what differs.
         """
         self._read_config()  # A folder that holds no run is not even locked.
         with self._locked():
-            self._check_resumable(asdict(config) | {"prompts_digest": prompts_digest})
+            self._check_resumable(asdict(config) | dict(digests))
             yield
 
     def _check_resumable(self, now: dict[str, Any]) -> None:
@@ -155,7 +173,8 @@ class RunFolder:
                 # A link itself is removed below; what it points to stays.
                 if folder.is_dir() and not folder.is_symlink():
                     shutil.rmtree(folder)
-            for path in (self.checkpoints, self.programs, self.metrics, self.summary, self.report):
+            files = (self.metrics, self.summary, self.report, self.before, self.completions, self.page)
+            for path in (self.checkpoints, self.programs, *files):
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise BadInput(f"cannot overwrite {self.path}: {error}") from error

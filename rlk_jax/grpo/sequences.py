@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from rlk_jax.grpo.head import IGNORED
+from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo.vocabulary import PAD
 
 

@@ -1,4 +1,4 @@
-"""Running out of memory is bad input: one line says so, names the longest prompt and the options that help."""
+"""Running out of memory is bad input: one line says so, and what helps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,28 +13,34 @@ _SHOWN_CHARACTERS = 20
 
 
 class Longest(NamedTuple):
-    """The longest prompt and the longest answer of a task. All others are padded to them."""
+    """The longest prompt of a task, its tokens, and those of the longest completion. All others are padded to them."""
 
     prompt: str
-    answer: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def advice(self) -> str:
+        """What to do about a step of training that needs too much memory."""
+        return (
+            f"the longest prompt has {self.prompt_tokens} tokens ({start_of(self.prompt)}), the longest answer "
+            f"{self.completion_tokens}; --max-prompt-tokens (of a prompts file), --micro-batches, --rollout-buckets "
+            "and --prompts-per-step make a step smaller, --vocab-size, --width and --layers the policy"
+        )
+
+
+def start_of(text: str) -> str:
+    """How a text begins, in quotes and in one line."""
+    return repr(text[:_SHOWN_CHARACTERS]) + ("…" if len(text) > _SHOWN_CHARACTERS else "")
 
 
 @contextmanager
-def shortage_is_bad_input(longest: Longest) -> Iterator[None]:
+def shortage_is_bad_input(advice: str) -> Iterator[None]:
     """Turn an error for want of memory, on the host or on a device, into BadInput."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise BadInput(_shortage(str(error) or "the host has no more", longest)) from error
-
-
-def _shortage(reason: str, longest: Longest) -> str:
-    prompt, answer = longest
-    start = repr(prompt[:_SHOWN_CHARACTERS]) + ("…" if len(prompt) > _SHOWN_CHARACTERS else "")
-    return (
-        f"out of memory: {reason.partition('\n')[0]}; the longest prompt has {len(prompt)} tokens ({start}), the "
-        f"longest answer {len(answer)}; --max-prompt-tokens (of a prompts file), --micro-batches, --rollout-buckets "
-        "and --prompts-per-step make a step smaller, --vocab-size, --width and --layers the policy"
-    )
+        reason = (str(error) or "the host has no more").partition("\n")[0]
+        raise BadInput(f"out of memory: {reason}; {advice}") from error

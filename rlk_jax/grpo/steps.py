@@ -1,7 +1,7 @@
 """The steps of a run: supervised warm start, GRPO and evaluation, each one jitted program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from rlk_jax.grpo import faults
-from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
+from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.head import MeshHead
@@ -25,48 +25,24 @@ from rlk_jax.grpo.rollout import (
     sample_completions,
     sample_in_length_buckets,
 )
-from rlk_jax.grpo.sequences import Sequences, join_completions, pack
+from rlk_jax.grpo.samples import Sample
+from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
-from rlk_jax.losses import (
-    PolicyLoss,
-    expand_advantages,
-    group_advantages,
-    loss_denominator,
-    masked_mean,
-    policy_loss,
-)
+from rlk_jax.grpo.updates import Learner, Updates, adam, learning_rate_of
+from rlk_jax.losses import group_advantages, masked_mean
 
-MAX_GRADIENT_NORM = 1.0
-ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would still be filling up at their end.
 EVALUATION_SAMPLES = 8
 """Completions sampled for each held-out prompt."""
-_EVALUATION_STEP = 2**31 - 1  # Evaluation folds this into the seed where training folds in its step.
-_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max", "log_ratio_bounded_fraction")
-_FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
-"""Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
-
-
-class ScoredRollout(NamedTuple):
-    """The sequences of a rollout, with all that the loss needs for their targets except the policy's log-probs."""
-
-    sequences: Sequences
-    numbers: Int[Array, "R T"]
-    """Which target of the rollout stands where; packing moves them."""
-    old_logps: Float[Array, "R T"]
-    ref_logps: Float[Array, "R T"]
-    advantages: Float[Array, "R T"]
-
-    @property
-    def mask(self) -> Bool[Array, "R T"]:
-        """Where targets count."""
-        return self.sequences.mask
+EVALUATION_STEP = 2**31 - 1  # Evaluation folds this into the seed where training folds in its step.
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds. `reference` is the frozen policy that the KL is measured to."""
+    """All that a checkpoint holds. `reference` is the frozen policy that the KL is measured to; a given model has none
+    where beta is 0.
+    """
 
     params: nnx.State
-    reference: nnx.State
+    reference: nnx.State | None
     opt_state: optax.OptState
 
 
@@ -87,6 +63,10 @@ class TrainingSteps:
     warmup_step: Jitted[[TrainState, int], tuple[TrainState, Metrics]]
     grpo_step: Jitted[[TrainState, int], tuple[TrainState, Metrics]]
     heldout_rewards: Jitted[[nnx.State], Metrics]
+    drawn: list[Sample] = field(default_factory=list)
+    """Completions of a given model since the trainer last took them."""
+    save_hf: Callable[[nnx.State, str], None] | None = None
+    """Writes a given model as a checkpoint."""
 
 
 def make_mesh(config: GrpoConfig) -> Mesh:
@@ -141,12 +121,8 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     demonstration_errors = config.demonstration_errors if config.prompts is None else 0.0
     rows_per_step = config.prompts_per_step * config.samples_per_prompt
     length = task.train.answer_ids.shape[1]
-    warmup_optimizer = _optimizer(config.warmup_learning_rate, head)
-    grpo_optimizer = _optimizer(config.learning_rate, head)
-    loss_options = config.loss_options()
-    micro_batching: dict[str, Any] = {"micro_batches": config.micro_batches, "mesh": mesh}
-    if config.packing:
-        micro_batching["is_active"] = lambda micro_batch: micro_batch.mask.any()
+    warmup_optimizer = adam(config.warmup_learning_rate, head, config.max_gradient_norm)
+    grpo_optimizer = adam(learning_rate_of(config), head, config.max_gradient_norm)
 
     def draw(examples: Examples, key: PRNGKeyArray, count: int) -> Examples:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
@@ -155,10 +131,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     def logps(params: nnx.State, sequences: Sequences) -> Array:
         return target_logps(nnx.merge(graph, params), sequences, head)
 
-    def packed[Values](sequences: Sequences, values: Values) -> tuple[Sequences, Values]:
-        if not config.packing:
-            return sequences, values
-        return pack(sequences, values, shards=mesh.shape["data"])
+    updates = Updates(config, mesh, logps, length)
 
     def sampler(params: nnx.State, score: Any, greedy: bool = False) -> Callable[[Examples, PRNGKeyArray], Rollout]:
         model = nnx.merge(graph, head.unshard(params))
@@ -199,10 +172,6 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         blocks = jax.tree.map(lambda x: x[rows].reshape(-1, rows_per_step, *x.shape[1:]), (examples, keys))
         return jax.lax.map(is_right, blocks).reshape(-1)[:count].mean()
 
-    def apply(optimizer: optax.GradientTransformation, grads: nnx.State, carry: tuple, found: Metrics) -> tuple:
-        applied = _apply_gradients(optimizer, grads, *carry)
-        return faults.kept_if_finite(found, applied, carry) if config.skip_nonfinite else applied
-
     def initial_state() -> TrainState:
         params = head.shard(nnx.state(new_model()))
         return TrainState(params, params, warmup_optimizer.init(params))
@@ -216,35 +185,17 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (rows_per_step, 1))
         answer_ids = jnp.where(wrong, draw(train, other_key, rows_per_step).answer_ids, examples.answer_ids)
         rows = join_completions(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
-        rows, numbers = packed(rows, faults.number_targets(rows.mask))
+        rows, numbers = updates.packed(rows, faults.number_targets(rows.mask))
 
         def loss_fn(params: nnx.State, micro_batch: Sequences) -> tuple[Array, Array]:
             logp, mask = logps(params, micro_batch), micro_batch.mask
             return -masked_mean(logp, mask) * (mask.sum() / rows.mask.sum()), logp
 
-        grads, logp = accumulated_gradients(loss_fn, state.params, rows, **micro_batching)
+        grads, logp = accumulated_gradients(loss_fn, state.params, rows, **updates.micro_batching)
         loss = -masked_mean(logp, rows.mask)
         found = faults.fault_metrics((loss, grads), lambda: rows.mask & ~jnp.isfinite(logp), numbers, length)
-        params, opt_state = apply(warmup_optimizer, grads, (state.params, state.opt_state), found)
-        return state._replace(params=params, opt_state=opt_state), {"loss": loss, "tokens": rows.mask.sum(), **found}
-
-    def loss_and_metrics(logp: Array, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
-        given = scored.old_logps, scored.advantages, scored.mask
-        return policy_loss(logp, *given, ref_logps=scored.ref_logps, denominator=denominator, options=loss_options)
-
-    def score_rollout(
-        state: TrainState, examples: Examples, rollout: Rollout[Array], advantages: Array
-    ) -> ScoredRollout:
-        mask = completion_mask(rollout.completion_ids)
-        rows = join_completions(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
-        values = rollout.logps, expand_advantages(advantages, mask), faults.number_targets(mask)
-        rows, (old_logps, advantages, numbers) = packed(rows, values)
-
-        def reference_logps(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
-            return carry, logps(state.reference, micro_batch)
-
-        _, ref_logps = scan_micro_batches(reference_logps, None, rows, **micro_batching)
-        return ScoredRollout(rows, numbers, old_logps, ref_logps, advantages)
+        learner = updates.applied(warmup_optimizer, grads, Learner(state.params, state.opt_state), found)
+        return state._replace(**learner._asdict()), {"loss": loss, "tokens": rows.mask.sum(), **found}
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)
@@ -255,37 +206,15 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         advantages = group_advantages(rewards, samples_per_prompt=config.samples_per_prompt)
         if config.shuffle_advantages:
             advantages = jax.random.permutation(shuffle_key, advantages)
-        scored = score_rollout(state, examples, rollout, advantages)
-        denominator = loss_denominator(scored.mask, options=loss_options)
-
-        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, Array]:
-            logp = logps(params, micro_batch.sequences)
-            return loss_and_metrics(logp, micro_batch, denominator).loss, logp
-
-        def update(carry: tuple, _: None) -> tuple[tuple, Metrics]:
-            grads, logp = accumulated_gradients(loss_fn, carry[0], scored, **micro_batching)
-            whole = loss_and_metrics(logp, scored, denominator)
-            metrics = {name: x for name in _LOSS_METRICS if (x := getattr(whole, name)) is not None}
-            metrics["mismatch"] = jnp.abs(logp - scored.old_logps).max()
-
-            def is_bad() -> Array:
-                slope = jax.grad(lambda logp: loss_and_metrics(logp, scored, denominator).loss)(logp)
-                return scored.mask & ~jnp.isfinite(logp + slope)
-
-            found = faults.fault_metrics((whole.loss, grads), is_bad, scored.numbers, length)
-            return apply(grpo_optimizer, grads, carry, found), metrics | found
-
-        carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update, carry, length=config.updates_per_rollout)
-        last = jax.tree.map(lambda values: values[-1], metrics)
-        rollout_metrics = {"reward": rewards.mean(), "tokens": scored.mask.sum(), "mismatch": metrics["mismatch"][0]}
-        rollout_metrics |= {f"first_{name}": metrics[name][0] for name in _FIRST_UPDATE_METRICS}
-        found = last | rollout_metrics | faults.of_step(metrics)
-        return TrainState(params, state.reference, opt_state), found
+        mask = completion_mask(rollout.completion_ids)
+        rows = join_completions(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
+        scored = updates.scored(state.reference, rows, rollout.logps, advantages)
+        learner, metrics = updates.run(grpo_optimizer, Learner(state.params, state.opt_state), scored)
+        return state._replace(**learner._asdict()), {**metrics, "reward": rewards.mean()}
 
     def heldout_rewards(params: nnx.State) -> Metrics:
         batch = jax.tree.map(lambda array: jnp.repeat(array, EVALUATION_SAMPLES, axis=0), heldout)
-        keys = jax.random.split(jax.random.fold_in(run_key, _EVALUATION_STEP), batch.padding.shape[0])
+        keys = jax.random.split(jax.random.fold_in(run_key, EVALUATION_STEP), batch.padding.shape[0])
         greedy = success_rate(params, heldout, keys[: heldout.padding.shape[0]], greedy=True)
         return {"sampled": success_rate(params, batch, keys), "greedy": greedy}
 
@@ -298,22 +227,3 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         grpo_step=jax.jit(grpo_step, **in_place),
         heldout_rewards=jax.jit(heldout_rewards, out_shardings=replicated),
     )
-
-
-def _optimizer(learning_rate: float, head: MeshHead) -> optax.GradientTransformation:
-    """Adam on clipped gradients; its moments are sharded as their parameters are."""
-    clip = optax.clip_by_global_norm(MAX_GRADIENT_NORM)
-
-    def clip_unsharded(grads: nnx.State, _: Any) -> nnx.State:
-        """Clip with heads unsharded: a norm that is summed shard by shard would have other bits."""
-        clipped, _ = clip.update(head.fusion_barrier(head.unshard(grads)), clip.init(grads))
-        return head.fusion_barrier(head.shard(clipped))
-
-    return optax.chain(optax.stateless(clip_unsharded), optax.adam(learning_rate, b2=ADAM_B2))
-
-
-def _apply_gradients(
-    optimizer: optax.GradientTransformation, grads: nnx.State, params: nnx.State, opt_state: optax.OptState
-) -> tuple[nnx.State, optax.OptState]:
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,23 +12,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.json_lines import read_json_lines, text_of
 from rlk_jax.grpo.shortage import Longest, shortage_is_bad_input
 from rlk_jax.grpo.vocabulary import EOS, PAD, Characters
 
 HELDOUT_FRACTION = 0.2
 _SPLIT_SEED = 0
 _LINE = '{"prompt": "2+2=", "answer": "4"}'
-_ARRAY = "a JSON array, where each line must hold one object of its own"
-_KINDS = {
-    dict: "an object",
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
-"""What JSON calls a value, by its type in Python."""
 
 
 class Pair(NamedTuple):
@@ -54,8 +44,8 @@ class Task:
 
     train: Examples
     heldout: Examples
-    digest: str
-    """A hash of all pairs, by which a resumed run notices that its prompts have changed."""
+    digests: Mapping[str, str]
+    """A hash of all pairs by its name, by which a resumed run notices that its prompts have changed."""
     vocab_size: int
     """How many tokens the policy has."""
     longest: Longest
@@ -103,7 +93,7 @@ def load_prompts(path: Path, max_prompt_tokens: int | None = None) -> Task:
 
     Equal prompts are all in train or all held out. Raises BadInput naming the file and line.
     """
-    pairs = _read_pairs(path)
+    pairs = [pair for _, pair in read_json_lines(path, _pair, _LINE)]
     kept = [pair for pair in pairs if max_prompt_tokens is None or len(pair.prompt) <= max_prompt_tokens]
     questions: dict[str, list[Pair]] = {}
     for pair in kept:
@@ -114,72 +104,49 @@ def load_prompts(path: Path, max_prompt_tokens: int | None = None) -> Task:
     return replace(_split(list(questions.values())), dropped=len(pairs) - len(kept))
 
 
-def _read_pairs(path: Path) -> list[Pair]:
-    try:
-        # splitlines would also cut at characters that JSON strings may hold, such as U+2028.
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read prompts file {path}: {error}") from error
-    pairs = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            pairs.append(_parse_pair(line.removesuffix("\r")))
-        except ValueError as error:
-            raise BadInput(f"{path}, line {number}: {error}; a line reads {_LINE}") from error
-    return pairs
-
-
-def _parse_pair(line: str) -> Pair:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(_ARRAY if line.lstrip().startswith("[") else f"not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise ValueError("not JSON: nested too deep") from error
-    if isinstance(entry, list):
-        raise ValueError(_ARRAY)
-    if not isinstance(entry, dict):
-        raise ValueError(f"expected an object, got {_KINDS[type(entry)]}")
-    return Pair(*(_text_of(entry, key) for key in Pair._fields))
-
-
-def _text_of(entry: dict[str, Any], key: str) -> str:
-    """The text that an object of a prompts file has under a key. Raises ValueError where it has none."""
-    if key not in entry:
-        raise ValueError(f'"{key}" is missing')
-    text = entry[key]
-    if not isinstance(text, str):
-        raise ValueError(f'"{key}" must be a string, got {_KINDS[type(text)]}')
-    if not text:
-        raise ValueError(f'"{key}" must not be empty')
-    if half := re.search("[\ud800-\udfff]", text):
-        raise ValueError(f'"{key}" holds {half.group()!r}, a lone surrogate, which is no character')
-    return text
+def _pair(entry: dict[str, Any]) -> Pair:
+    return Pair(*(text_of(entry, key) for key in Pair._fields))
 
 
 def _split(questions: list[list[Pair]]) -> Task:
     """Hold out a fixed fraction of the questions; they are the same ones for every seed of a run."""
-    order = np.random.default_rng(_SPLIT_SEED).permutation(len(questions))
-    held = max(1, round(HELDOUT_FRACTION * len(questions)))
+    order, held = _order(len(questions))
     heldout = [pair for index in order[:held] for pair in questions[index]]
     train = [pair for index in order[held:] for pair in questions[index]]
     prompts, answers = zip(*train, *heldout, strict=True)
     characters = Characters.of(prompts + answers)
-    longest = Longest(max(prompts, key=len), max(answers, key=len))
-    with shortage_is_bad_input(longest):
+    longest_prompt = max(prompts, key=len)
+    longest = Longest(longest_prompt, len(longest_prompt), max(map(len, answers)))
+    with shortage_is_bad_input(longest.advice):
         return Task(
             train=_encode_pairs(train, characters, longest),
             heldout=_encode_pairs(heldout, characters, longest),
-            digest=hashlib.sha256(json.dumps([train, heldout]).encode()).hexdigest(),
+            digests={"prompts_digest": hashlib.sha256(json.dumps([train, heldout]).encode()).hexdigest()},
             vocab_size=characters.size,
             longest=longest,
         )
 
 
+def held_out(texts: Sequence[str], items: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The items, one for each text, that are trained on, and those that are held out. Equal texts are all in one part,
+    which is the same for every seed of a run.
+    """
+    questions: dict[str, list[int]] = {}
+    for text, item in zip(texts, items, strict=True):
+        questions.setdefault(text, []).append(item)
+    grouped = list(questions.values())
+    order, held = _order(len(grouped))
+    train, heldout = ([item for index in part for item in grouped[index]] for part in (order[held:], order[:held]))
+    return sorted(train), sorted(heldout)
+
+
+def _order(questions: int) -> tuple[np.ndarray, int]:
+    """The order of so many questions, and how many of the first ones are held out."""
+    return np.random.default_rng(_SPLIT_SEED).permutation(questions), max(1, round(HELDOUT_FRACTION * questions))
+
+
 def _encode_pairs(pairs: list[Pair], characters: Characters, longest: Longest) -> Examples:
-    prompt_width, answer_width = len(longest.prompt), len(longest.answer) + 1
+    prompt_width, answer_width = longest.prompt_tokens, longest.completion_tokens + 1
     prompt_ids = np.full((len(pairs), prompt_width), PAD, np.int32)
     answer_ids = np.full((len(pairs), answer_width), PAD, np.int32)
     for row, pair in enumerate(pairs):

@@ -1,6 +1,9 @@
 """Runs a job from its start, or from its last checkpoint, to its report: phases, checkpoints and interruption."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
@@ -11,25 +14,38 @@ from rlk_jax.grpo.config import Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.memory import check_memory
 from rlk_jax.grpo.report import plot_report
+from rlk_jax.grpo.report_page import write_report_page
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint, save_checkpoint, write_json
+from rlk_jax.grpo.samples import append_samples, cut_after, read_samples, samples_table
 from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
 from rlk_jax.grpo.usage import Throughput
+
+BEFORE = -1
+"""The step of completions of held-out prompts that were drawn before training."""
+SHOWN_SAMPLES = 3
+"""So many completions of a step are printed."""
 
 
 def train(config: GrpoConfig, steps: TrainingSteps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
     """Run what is left of the job and write its report. Returns the exit status: 0, or 128 + signal if interrupted."""
     throughput = Throughput()
     state, done = run_steps(config, steps, folder, console, stop, throughput)
-    policies = () if stop.signal is not None else (state.reference, state.params)
-    rewards = [to_floats(steps.heldout_rewards(policy)) for policy in policies]
+    if stop.signal is None:
+        before = rewards_before(folder, steps, state)
+        after = to_floats(steps.heldout_rewards(state.params))
     print_usage(console, throughput)
     if stop.signal is not None:
         return say_stopped(console, stop.signal, is_saved=done > 0)
-    before, after = rewards
+    keep_samples(folder, steps, done)
     write_json(folder.summary, {"before": before, "after": after})
     plot_report(folder.metrics, folder.report)
     console.print(final_table(before, after))
+    if config.model is not None:
+        write_page(config, folder, before, after)
+    if config.save_hf is not None and steps.save_hf is not None:
+        steps.save_hf(state.params, config.save_hf)
+        console.print(f"trained model: {config.save_hf}", highlight=False, soft_wrap=True)
     print_files(console, folder)
     return 0
 
@@ -52,10 +68,14 @@ def run_steps(
         with console.status("compiling"):
             check_memory(config, steps, checkpoints.latest_step() or 0, stop)
         state, done = restore_latest_checkpoint(checkpoints, steps.initial_state())
+        cut_after(folder.completions, done or BEFORE)
         with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:
                 if done == config.warmup_steps:
                     state = steps.start_grpo(state)
+                    if config.model is not None:  # Its reference may be dropped, so it is evaluated now.
+                        write_json(folder.before, to_floats(steps.heldout_rewards(state.params)))
+                        keep_samples(folder, steps, BEFORE)
                 phase = "warmup" if done < config.warmup_steps else "grpo"
                 program = steps.warmup_step if phase == "warmup" else steps.grpo_step
                 state, measured = program(state, done)
@@ -63,6 +83,9 @@ def run_steps(
                 line = faults.logged(metrics, done, phase, skips=config.skip_nonfinite)
                 log.write(json.dumps({"step": done, "phase": phase, **line}) + "\n")
                 log.flush()
+                if steps.drawn and (done % config.show_every == 0 or done + 1 == config.total_steps):
+                    console.print(samples_table(steps.drawn[:SHOWN_SAMPLES], console.width))
+                keep_samples(folder, steps, done)
                 done += 1
                 show(done, phase, metrics)
                 if done % config.checkpoint_every == 0:
@@ -70,6 +93,37 @@ def run_steps(
         if done and checkpoints.latest_step() != done:
             save_finite(checkpoints, done, state)
     return state, done
+
+
+def keep_samples(folder: RunFolder, steps: TrainingSteps, step: int) -> None:
+    """Write the completions that were drawn since the last call, as those of this step."""
+    if steps.drawn:
+        append_samples(folder.completions, (sample._replace(step=step) for sample in steps.drawn))
+        steps.drawn.clear()
+
+
+def rewards_before(folder: RunFolder, steps: TrainingSteps, state: TrainState) -> dict[str, float]:
+    """Held-out rewards before GRPO: those of a given model were measured then, and the built-in policy has a reference
+    that is as it was.
+    """
+    if state.reference is None or folder.before.exists():
+        return json.loads(folder.before.read_text())
+    return to_floats(steps.heldout_rewards(state.reference))
+
+
+def write_page(config: GrpoConfig, folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Write the page of a run of a given model."""
+    samples = read_samples(folder.completions)
+    changed = {x.name: getattr(config, x.name) for x in fields(config) if getattr(config, x.name) != x.default}
+    write_report_page(
+        folder.page,
+        title=f"rlk grpo: {Path(config.model or '').name}",
+        facts={name: str(value) for name, value in changed.items()},
+        summary={"before": before, "after": after},
+        picture=folder.report,
+        before=[x for x in samples if x.step == BEFORE],
+        after=[x for x in samples if x.step == config.total_steps],
+    )
 
 
 def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState) -> None:

@@ -186,7 +186,7 @@ def make_strange(folder: Path, kind: str) -> None:
 def started(folder: Path) -> AbstractContextManager[None]:
     """A folder that a command has started and locked, before its first checkpoint."""
     task = load_task(tiny.config())
-    return RunFolder(folder).start(tiny.config(vocab_size=task.vocab_size), task.digest, overwrite=False)
+    return RunFolder(folder).start(tiny.config(vocab_size=task.vocab_size), task.digests, overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ LIMITS = pytest.mark.parametrize(
     ("limit", "changes", "message"),
     [
         (10, {}, "[Errno 27] File too large"),
-        (1000, {"warmup_steps": 40}, "[Errno 27] File too large"),
-        (1000, {"checkpoint_every": 1}, "cannot write checkpoint "),
+        (2500, {"warmup_steps": 40}, "[Errno 27] File too large"),
+        (4000, {"checkpoint_every": 1}, "cannot write checkpoint "),
     ],
     ids=["config", "metrics", "checkpoint"],
 )

@@ -11,8 +11,9 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo.accumulation import accumulated_gradients
-from rlk_jax.grpo.head import IGNORED, MeshHead
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
 from rlk_jax.grpo.sequences import Sequences, first_fit, join_completions, pack
 from rlk_jax.grpo.steps import make_mesh, target_logps

@@ -116,7 +116,7 @@ def test_prompt_file_is_split_without_losing_a_line(tmp_path):
     train, heldout = texts(task.train), texts(task.heldout)
     assert len(train) + len(heldout) == 21
     assert not {prompt for prompt, _ in train} & {prompt for prompt, _ in heldout}
-    assert task.digest == again.digest != arithmetic_task(4).digest
+    assert task.digests == again.digests != arithmetic_task(4).digests
 
 
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
@@ -190,7 +190,7 @@ def test_the_digest_tells_other_characters_apart(tmp_path):
     answers = ["é", "è", "e\u0301", "\\u00e9", "\n", "\\n"]
     for answer in answers:
         write_pairs(path, [("a", answer), ("b", "b")])
-        digests.add(load_prompts(path).digest)
+        digests.add(load_prompts(path).digests["prompts_digest"])
     assert len(digests) == len(answers)
 
 
@@ -210,7 +210,7 @@ def test_longer_prompts_are_left_out(tmp_path):
     write_pairs(path, [*short, ("é" * 3, "1"), ("é" * 3, "2")])
     task = load_prompts(path, max_prompt_tokens=2)
     assert sorted(texts(task.train) + texts(task.heldout)) == sorted(short)
-    assert (task.dropped, task.longest, task.vocab_size) == (2, ("ab", "y" * 9), VOCAB_SIZE)
+    assert (task.dropped, task.longest, task.vocab_size) == (2, ("ab", 2, 9), VOCAB_SIZE)
     assert task.train.prompt_ids.shape[1] == 2
     assert load_prompts(path, max_prompt_tokens=3).dropped == load_prompts(path).dropped == 0
     with pytest.raises(BadInput, match="needs at least 2 different prompts of at most 1 tokens to hold one out, found"):

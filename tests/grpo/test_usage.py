@@ -59,6 +59,16 @@ def test_nothing_is_said_that_is_not_known(monkeypatch):
     assert shown(1) == "grpo step 1/1 mismatch 0\n"
 
 
+def test_a_line_shows_what_was_measured_in_one_order(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: devices(None))
+    console = Console(file=io.StringIO(), width=200)
+    metrics = {"mismatch": 0.0, "ratio_max": 1.25, "clip_fraction": 0.1, "kl": 0.5, "entropy": 1.5, "truncated": 0.124}
+    with progress(console, 0, 1, Throughput()) as show:
+        show(1, "grpo", {"tokens": 8.0, **metrics, "completion_length": 12.34, "reward": 0.75, "loss": -0.5})
+    shown_metrics = "loss -0.500 reward 0.750 length 12.3 at limit 12% entropy 1.500 KL 0.500 clip 0.100 ratio 1.25"
+    assert console.file.getvalue() == f"grpo step 1/1 {shown_metrics} mismatch 0\n"
+
+
 def test_a_narrow_terminal_loses_no_number():
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     metrics = {"tokens": 8.0, "loss": -0.008, "reward": 0.5, "kl": 0.577, "clip_fraction": 0.1, "ratio_max": 1.25}

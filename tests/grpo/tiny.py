@@ -100,7 +100,7 @@ _shared: dict[tuple[GrpoConfig, str], TrainingSteps] = {}
 def shared_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     """`build_steps`, but runs of this process that differ in their numbers of steps only share compiled programs."""
     ran = {"warmup_steps": 0, "grpo_steps": 1, "checkpoint_every": 1, "prompts": None, "max_prompt_tokens": None}
-    programs = replace(config, **ran, vocab_size=task.vocab_size), task.digest
+    programs = replace(config, **ran, vocab_size=task.vocab_size), task.digests["prompts_digest"]
     if programs not in _shared:
         _shared[programs] = build_steps(config, task, mesh)
     return _shared[programs]

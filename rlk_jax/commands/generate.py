@@ -1,0 +1,111 @@
+"""`rlk generate`: the text that a checkpoint writes behind a prompt, as it is drawn."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.grpo.config import BadInput
+from rlk_jax.grpo.extras import missing_extra_is_bad_input
+from rlk_jax.grpo.shortage import shortage_is_bad_input
+from rlk_jax.grpo.usage import Throughput
+
+if TYPE_CHECKING:
+    from rlk_jax.models import Tokenizer
+
+_DESCRIPTION = "Print the text that a model writes behind a prompt, token by token."
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `generate`."""
+    parser = subparsers.add_parser("generate", help=_DESCRIPTION, description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
+    add("--prompt", required=True, help="what the model is asked, or in front of what it writes")
+    help_text = "put the prompt through the chat template, as the user's message (default: where there is a template)"
+    add("--chat", action=argparse.BooleanOptionalAction, help=help_text)
+    add("--system", help="the system's message, in front of the user's")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to draw (default: %(default)s)")
+    help_text = "0 takes the most probable token each time (default: %(default)s)"
+    add("--temperature", type=float, default=0.0, metavar="T", help=help_text)
+    add("--top-k", type=int, metavar="K", help="draw from the K most probable tokens")
+    add("--top-p", type=float, metavar="P", help="draw from the fewest most probable tokens that have P together")
+    add("--min-p", type=float, metavar="P", help="draw from tokens at least P times as probable as the first one")
+    add("--seed", type=int, default=0, metavar="N", help="what is drawn (default: %(default)s)")
+    add("--kind", choices=("stock", "invariant"), default="stock", help="the model's layers (default: %(default)s)")
+    help_text = "what weights are rounded to and layers compute in (default: %(default)s)"
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help=help_text)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the text, and on stderr how many tokens it took. The exit status is 2 for bad input, and 130 where the user
+    has interrupted it.
+    """
+    try:
+        with shortage_is_bad_input("--max-new-tokens and --dtype decide how much it takes"):
+            _print_text(*_begun(options))
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # The shell's own prompt begins a line.
+        return 130
+    except (BadInput, OSError) as problem:
+        print(f"rlk generate: error: {problem}", file=sys.stderr)
+        return 2
+
+
+def _begun(options: argparse.Namespace) -> tuple["Tokenizer", Iterator[int]]:
+    """The checkpoint's tokenizer, and the tokens that will be drawn. Raises BadInput for what cannot work."""
+    if not options.prompt:
+        raise BadInput("--prompt is empty")
+    if not 0 <= options.seed < 2**32:
+        raise BadInput(f"--seed must be at least 0 and less than {2**32}, got {options.seed}")
+    if not options.model.is_dir():
+        raise BadInput(f"--model {options.model} is no directory")
+    # Imported here so that `rlk generate --help` does not wait for flax.
+    with missing_extra_is_bad_input():
+        from rlk_jax import models
+    try:
+        sampling = models.Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+        tokenizer = models.load_tokenizer(options.model)
+        prompt_ids = jnp.asarray(_prompt_ids(tokenizer, options), jnp.int32)
+        model = models.load(options.model, dtype=options.dtype, kind=options.kind)
+        limits = {"max_new_tokens": options.max_new_tokens, "stop_ids": tokenizer.stop_ids}
+        return tokenizer, models.stream(model, prompt_ids, jax.random.key(options.seed), sampling=sampling, **limits)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def _prompt_ids(tokenizer: "Tokenizer", options: argparse.Namespace) -> list[int]:
+    """The prompt as the model reads it."""
+    is_chat = tokenizer.has_chat_template if options.chat is None else options.chat
+    if is_chat:
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        return tokenizer.chat([*system, {"role": "user", "content": options.prompt}])
+    if options.system is not None:
+        raise BadInput("--system is a message of a chat, and the prompt is given to the model as it stands")
+    return tokenizer.encode(options.prompt)
+
+
+def _print_text(tokenizer: "Tokenizer", drawn: Iterable[int]) -> None:
+    """Print text as soon as its tokens are drawn, and behind it how many they were and how fast they came."""
+    speed, count = Throughput(), 0
+
+    def counted() -> Iterator[int]:
+        nonlocal count
+        for token in drawn:
+            count += 1
+            if count > 1:  # The first token is the prompt's work.
+                speed.add("decoding", 1, time.perf_counter())
+            yield token
+
+    for text in tokenizer.stream(counted()):
+        print(text, end="", flush=True)
+    print(flush=True)
+    rate = speed.per_second.get("decoding")
+    print(f"{count} tokens" + ("" if rate is None else f", {rate:.1f} tokens/s"), file=sys.stderr)

@@ -1,0 +1,197 @@
+"""The steps of a run of a given model: rollouts and updates are programs of a device, rewards are functions of texts on
+the host between them.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int
+
+from rlk_jax import models
+from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.faults import Metrics
+from rlk_jax.grpo.policy import Policy, load_parameters, make_policy
+from rlk_jax.grpo.samples import Sample
+from rlk_jax.grpo.sequences import join_completions
+from rlk_jax.grpo.steps import EVALUATION_SAMPLES, EVALUATION_STEP, TrainingSteps, TrainState
+from rlk_jax.grpo.text_task import TextRows, TextTask, shown_prompt
+from rlk_jax.grpo.updates import Learner, Updates, adam, learning_rate_of
+from rlk_jax.losses import group_advantages
+from rlk_jax.models.sampling import Completions
+
+
+@dataclass(frozen=True)
+class Hosted[**Arguments, Result]:
+    """A function with work on the host around a program. What it lowers to is that program, whose memory it needs."""
+
+    function: Callable[Arguments, Result]
+    program: Callable[..., jax.stages.Lowered]
+
+    def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        return self.function(*arguments, **keywords)
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        return self.program(*arguments)
+
+
+class Scored:
+    """Completions with their texts and rewards, on the host."""
+
+    def __init__(self, task: TextTask, rows: TextRows, completions: Completions[Array]) -> None:
+        self.task, self.rows = task, rows
+        self.ids, self.lengths, self.logps = (np.asarray(x) for x in completions)
+        tokenizer = task.tokenizer
+        self.texts = [
+            tokenizer.decode(ids[:length].tolist()) for ids, length in zip(self.ids, self.lengths, strict=True)
+        ]
+        self.scores = task.scores(rows, self.texts)
+        self.rewards: Float32[np.ndarray, "B"] = task.rewards.combined(self.scores)
+        last = self.ids[np.arange(len(self.ids)), self.lengths - 1]
+        self.ended = np.isin(last, tokenizer.stop_ids)
+
+    def metrics(self) -> dict[str, float]:
+        """What was measured, by name."""
+        found: dict[str, float] = {"reward": self.rewards.mean(), "completion_length": self.lengths.mean()}
+        # Tokens are drawn from the policy, so the mean of −log p is an estimate of its entropy.
+        found |= {"truncated": 1 - self.ended.mean(), "entropy": -self.logps.sum() / self.lengths.sum()}
+        names = self.task.rewards.names
+        if len(names) > 1:
+            found |= {f"reward/{name}": self.scores[:, i].mean() for i, name in enumerate(names)}
+        return found
+
+    def samples(self, step: int, rows: Sequence[int]) -> list[Sample]:
+        """These rows for people to read."""
+        names = self.task.rewards.names
+        return [
+            Sample(
+                step,
+                shown_prompt(self.rows.prompts[i]),
+                self.texts[i],
+                dict(zip(names, map(float, self.scores[i]), strict=True)),
+                float(self.rewards[i]),
+                int(self.lengths[i]),
+                bool(self.ended[i]),
+            )
+            for i in rows
+        ]
+
+
+def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> TrainingSteps:
+    """Bind config, prompts and mesh into the steps of a run; each of their programs is compiled when first called.
+
+    All randomness of step k comes from (seed, k), as that of `build_steps`. Raises BadInput when the model cannot run
+    as the config says.
+    """
+    policy = make_policy(config, mesh, task.tokenizer)
+    head = policy.head
+    if policy.sampling.truncates:
+        which = "top_k, top_p and min_p sample from fewer tokens than log-probs and ratios are of"
+        print(f"rlk grpo: warning: {which}", file=sys.stderr)
+    replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    run_key, group = jax.random.key(config.seed), config.samples_per_prompt
+    rows_per_step = config.prompts_per_step * group
+    optimizer = adam(learning_rate_of(config), head, config.max_gradient_norm)
+    updates = Updates(config, mesh, policy.logps, config.max_new_tokens)
+    drawn: list[Sample] = []
+
+    def begin(params: nnx.State) -> TrainState:
+        # With a beta of 0 nothing is measured to the reference. It computes from rounded numbers, as the policy does.
+        reference = policy.rounded(params) if config.beta else None
+        return TrainState(params, reference, optimizer.init(params))
+
+    def roll_out(params: nnx.State, prompt_ids: Array, padding: Array, step: Array) -> Completions:
+        keys = jax.random.split(jax.random.fold_in(run_key, step), len(padding))
+        prompts = jax.lax.with_sharding_constraint((prompt_ids, padding, keys), by_row)
+        return policy.roll_out(params, *prompts, max_new_tokens=config.max_new_tokens)
+
+    def update(
+        state: TrainState, prompt_ids: Array, padding: Array, completions: Completions, rewards: Array, step: Array
+    ) -> tuple[TrainState, Metrics]:
+        given = prompt_ids, padding, completions, rewards
+        prompt_ids, padding, completions, rewards = jax.lax.with_sharding_constraint(given, by_row)
+        advantages = group_advantages(rewards, samples_per_prompt=group)
+        if config.shuffle_advantages:
+            advantages = jax.random.permutation(jax.random.fold_in(run_key, ~step), advantages)
+        rows = join_completions(prompt_ids, padding, completions.ids, completions.mask)
+        scored = updates.scored(state.reference, rows, completions.logps, advantages)
+        learner, metrics = updates.run(optimizer, Learner(state.params, state.opt_state), scored)
+        return state._replace(**learner._asdict()), metrics
+
+    state = head.shardings(jax.eval_shape(lambda params: begin(head.shard(params)), policy.shapes))
+    begin_program = jax.jit(lambda params: begin(head.shard(params)), out_shardings=state)
+    roll_out_program = jax.jit(roll_out, out_shardings=by_row)
+    update_program = jax.jit(update, out_shardings=(state, replicated), donate_argnums=0)
+
+    def completed(params: nnx.State, rows: TextRows, step: int) -> Completions[Array]:
+        prompts = jax.device_put((rows.prompt_ids, rows.padding), by_row)
+        return roll_out_program(params, *prompts, jnp.uint32(step))
+
+    def grpo_step(state: TrainState, step: int) -> tuple[TrainState, Metrics]:
+        numbers = rows_of_step(config.seed, step, len(task.train.prompts), config.prompts_per_step)
+        rows = task.train.take(np.repeat(numbers, group))
+        completions = completed(state.params, rows, step)
+        scored = Scored(task, rows, completions)
+        drawn.extend(scored.samples(step, range(rows_per_step)))
+        given = rows.prompt_ids, rows.padding, completions, scored.rewards
+        state, metrics = update_program(state, *jax.device_put(given, by_row), jnp.uint32(step))
+        return state, {**metrics, **{name: jnp.asarray(x) for name, x in scored.metrics().items()}}
+
+    def heldout_rewards(params: nnx.State) -> Metrics:
+        """The mean reward of completions of the held-out prompts. As many are sampled at a time as in a step."""
+        count = EVALUATION_SAMPLES * len(task.heldout.prompts)
+        numbers = np.resize(np.arange(count), -(-count // rows_per_step) * rows_per_step)
+        rewards = []
+        for i, block in enumerate(numbers.reshape(-1, rows_per_step)):
+            rows = task.heldout.take(block // EVALUATION_SAMPLES)
+            scored = Scored(task, rows, completed(params, rows, EVALUATION_STEP - i))
+            rewards.append(scored.rewards)
+            first = i * rows_per_step
+            fresh = [row for row, x in enumerate(block) if x % EVALUATION_SAMPLES == 0 and first + row < count]
+            drawn.extend(scored.samples(-1, fresh))
+        return {"sampled": jnp.asarray(np.concatenate(rewards)[:count].mean())}
+
+    rows = jax.ShapeDtypeStruct((rows_per_step, task.train.prompt_ids.shape[1]), jnp.int32, sharding=by_row)
+    row = jax.ShapeDtypeStruct((rows_per_step,), jnp.int32, sharding=by_row)
+    number = jax.ShapeDtypeStruct((), jnp.uint32)
+
+    def lower_roll_out(params: nnx.State) -> jax.stages.Lowered:
+        return roll_out_program.lower(params, rows, row, number)
+
+    def lower_update(state: TrainState, _: int) -> jax.stages.Lowered:
+        completions = jax.eval_shape(roll_out_program, state.params, rows, row, number)
+        rewards = jax.ShapeDtypeStruct(row.shape, jnp.float32, sharding=by_row)
+        return update_program.lower(state, rows, row, completions, rewards, number)
+
+    whole_step = Hosted(grpo_step, lower_update)
+    return TrainingSteps(
+        initial_state=Hosted(
+            lambda: begin_program(load_parameters(config.model or "")), lambda: begin_program.lower(policy.shapes)
+        ),
+        start_grpo=Hosted(lambda state: state, lambda state: lower_roll_out(state.params)),
+        warmup_step=whole_step,  # It is never called: a given model has no warm start.
+        grpo_step=whole_step,
+        heldout_rewards=Hosted(heldout_rewards, lower_roll_out),
+        drawn=drawn,
+        save_hf=lambda params, directory: save_hf(config, policy, params, directory),
+    )
+
+
+def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarray, "wanted"]:
+    """The numbers of the rows that a step takes: all `count` rows in a new random order, again and again."""
+    places = np.arange(step * wanted, (step + 1) * wanted)
+    epochs = range(int(places[0]) // count, int(places[-1]) // count + 1)
+    orders = np.concatenate([np.random.default_rng([seed, epoch]).permutation(count) for epoch in epochs])
+    return orders[places - epochs[0] * count]
+
+
+def save_hf(config: GrpoConfig, policy: Policy, params: nnx.State, directory: Path | str) -> None:
+    """Write the policy as a checkpoint, in the dtype that it computed in, with the tokenizer of the given model."""
+    models.save(policy.model(params), directory, like=config.model)

@@ -1,0 +1,147 @@
+"""Prompts of a given model: rows of a file as tokens, split into train and held-out ones, and the reward of texts."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int
+
+from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.prompt_rows import Messages, PromptRows, read_rows
+from rlk_jax.grpo.rewards import Rewards, load_rewards
+from rlk_jax.grpo.shortage import Longest
+from rlk_jax.grpo.tasks import held_out
+from rlk_jax.models import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Prompts with their columns, on the host. Token ids are padded on the left, so every completion starts at the same
+    slot.
+    """
+
+    prompts: Sequence[str | Messages]
+    columns: Mapping[str, Sequence[Any]]
+    prompt_ids: Int[np.ndarray, "N P"]
+    padding: Int[np.ndarray, "N"]
+
+    def take(self, rows: Int[np.ndarray, "M"]) -> "TextRows":
+        """The rows of these numbers."""
+        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
+        return TextRows([self.prompts[i] for i in rows], columns, self.prompt_ids[rows], self.padding[rows])
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """What a given model is trained on. Train and held-out rows have the same widths."""
+
+    train: TextRows
+    heldout: TextRows
+    tokenizer: Tokenizer
+    rewards: Rewards
+    digests: Mapping[str, str]
+    """Hashes of what a run reads, by name: a resumed run notices what has changed."""
+    longest: Longest
+    dropped: int
+    """How many rows were left out, because their prompts are too long."""
+
+    def scores(self, rows: TextRows, completions: Sequence[str]) -> Float32[np.ndarray, "N R"]:
+        """What each reward gives for completions of the rows' prompts."""
+        return self.rewards.score(rows.prompts, completions, rows.columns)
+
+
+def load_text_task(config: GrpoConfig) -> TextTask:
+    """The task that a configuration with a model names. Raises BadInput naming what cannot be read or is too long."""
+    directory = Path(config.model or "")
+    tokenizer = _tokenizer(directory)
+    rewards = load_rewards(config.reward)
+    files = [Path(config.prompts or ""), *([Path(config.eval_prompts)] if config.eval_prompts else [])]
+    read = [read_rows(path) for path in files]
+    ids = [
+        [_encoded(tokenizer, prompt, path) for prompt in rows.prompts] for path, rows in zip(files, read, strict=True)
+    ]
+    for path, rows in zip(files, read, strict=True):
+        rewards.check_rows(rows, path)
+    kept = [_short_enough(own, config.max_prompt_tokens) for own in ids]
+    if len(files) == 1:
+        parts = [(0, own) for own in held_out([str(read[0].prompts[i]) for i in kept[0]], kept[0])]
+    else:
+        parts = [(0, kept[0]), (1, kept[1])]
+    for (file, own), what in zip(parts, ("to train on", "held out"), strict=True):
+        if not own:
+            raise BadInput(f"{files[file]} has no prompt {what}{_at_most(config.max_prompt_tokens)}")
+    width = max(len(ids[file][i]) for file, own in parts for i in own)
+    train, heldout = (_padded_rows(read[file], ids[file], own, width, tokenizer.pad_id) for file, own in parts)
+    longest = max((prompt for rows in (train, heldout) for prompt in rows.prompts), key=lambda x: len(str(x)))
+    return TextTask(
+        train,
+        heldout,
+        tokenizer,
+        rewards,
+        {
+            "prompts_digest": _digest(*files),
+            "tokenizer_digest": tokenizer.digest,
+            "reward_digest": rewards.digest,
+            "model_digest": _digest(directory / "config.json", *sorted(directory.glob("*.safetensors"))),
+        },
+        Longest(str(longest), width, config.max_new_tokens),
+        sum(map(len, ids)) - sum(map(len, kept)),
+    )
+
+
+def shown_prompt(prompt: str | Messages) -> str:
+    """A prompt as people read it: a chat is its messages, one to a line."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{x['role']}: {x['content']}" for x in prompt)
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    try:
+        return load_tokenizer(directory)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str | Messages, path: Path) -> list[int]:
+    try:
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.chat(prompt)
+    except ValueError as error:
+        raise BadInput(f"{path}: {error}") from error
+    if not ids:
+        raise BadInput(f"{path}: the prompt {shown_prompt(prompt)!r} has no tokens")
+    return ids
+
+
+def _short_enough(ids: Sequence[Sequence[int]], most: int | None) -> list[int]:
+    """The numbers of the rows that are kept."""
+    return [i for i, own in enumerate(ids) if most is None or len(own) <= most]
+
+
+def _at_most(most: int | None) -> str:
+    return "" if most is None else f" of at most {most} tokens"
+
+
+def _padded_rows(
+    rows: PromptRows, ids: Sequence[Sequence[int]], own: Sequence[int], width: int, pad_id: int
+) -> TextRows:
+    """These rows, padded to the width."""
+    prompt_ids = np.full((len(own), width), pad_id, np.int32)
+    padding = np.array([width - len(ids[i]) for i in own], np.int32)
+    for row, i in enumerate(own):
+        prompt_ids[row, padding[row] :] = ids[i]
+    columns = {name: [values[i] for i in own] for name, values in rows.columns.items()}
+    return TextRows([rows.prompts[i] for i in own], columns, prompt_ids, padding)
+
+
+def _digest(*files: Path) -> str:
+    """A hash of the files' contents, in this order."""
+    digest = hashlib.sha256()
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise BadInput(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()

@@ -1,0 +1,157 @@
+"""The updates of GRPO on a rollout: what their loss needs, the loss, and the optimizer's steps on it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from rlk_jax.grpo import faults
+from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
+from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.faults import Metrics
+from rlk_jax.grpo.head import MeshHead
+from rlk_jax.grpo.sequences import Sequences, pack
+from rlk_jax.losses import PolicyLoss, expand_advantages, loss_denominator, policy_loss
+
+ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would still be filling up at their end.
+_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max", "log_ratio_bounded_fraction")
+_FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
+"""Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
+
+
+class ScoredRollout(NamedTuple):
+    """The sequences of a rollout, with all that the loss needs for their targets except the policy's log-probs."""
+
+    sequences: Sequences
+    numbers: Int[Array, "R T"]
+    """Which target of the rollout stands where; packing moves them."""
+    old_logps: Float[Array, "R T"]
+    ref_logps: Float[Array, "R T"] | None
+    advantages: Float[Array, "R T"]
+
+    @property
+    def mask(self) -> Bool[Array, "R T"]:
+        """Where targets count."""
+        return self.sequences.mask
+
+
+class Learner(NamedTuple):
+    """What an update changes."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of a run. `logps(params, sequences)` gives fp32 log-probs of targets, 0 where they do not count."""
+
+    config: GrpoConfig
+    mesh: Mesh
+    logps: Callable[[nnx.State, Sequences], Array]
+    length: int
+    """The tokens of a completion, at most."""
+
+    @property
+    def micro_batching(self) -> dict[str, Any]:
+        """How a batch is cut, as keywords of `accumulated_gradients`."""
+        options: dict[str, Any] = {"micro_batches": self.config.micro_batches, "mesh": self.mesh}
+        if self.config.packing:
+            options["is_active"] = lambda micro_batch: micro_batch.mask.any()
+        return options
+
+    def packed[Values](self, sequences: Sequences, values: Values) -> tuple[Sequences, Values]:
+        """Sequences and the values of their targets, several to a row where the run packs."""
+        if not self.config.packing:
+            return sequences, values
+        return pack(sequences, values, shards=self.mesh.shape["data"])
+
+    def scored(
+        self, reference: nnx.State | None, rows: Sequences, old_logps: Array, advantages: Float[Array, "B"]
+    ) -> ScoredRollout:
+        """A rollout with the log-probs of the reference; None stands for none, which beta 0 allows."""
+        values = old_logps, expand_advantages(advantages, rows.mask), faults.number_targets(rows.mask)
+        rows, (old_logps, advantages, numbers) = self.packed(rows, values)
+        if reference is None:
+            return ScoredRollout(rows, numbers, old_logps, None, advantages)
+
+        def reference_logps(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
+            return carry, self.logps(reference, micro_batch)
+
+        _, ref_logps = scan_micro_batches(reference_logps, None, rows, **self.micro_batching)
+        return ScoredRollout(rows, numbers, old_logps, ref_logps, advantages)
+
+    def run(
+        self, optimizer: optax.GradientTransformation, learner: Learner, scored: ScoredRollout
+    ) -> tuple[Learner, Metrics]:
+        """All updates on a rollout, and what they measured."""
+        denominator = loss_denominator(scored.mask, options=self.config.loss_options())
+
+        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, Array]:
+            logp = self.logps(params, micro_batch.sequences)
+            return self._loss(logp, micro_batch, denominator).loss, logp
+
+        def update(learner: Learner, _: None) -> tuple[Learner, Metrics]:
+            grads, logp = accumulated_gradients(loss_fn, learner.params, scored, **self.micro_batching)
+            whole = self._loss(logp, scored, denominator)
+            metrics = {name: x for name in _LOSS_METRICS if (x := getattr(whole, name)) is not None}
+            metrics["mismatch"] = jnp.abs(logp - scored.old_logps).max()
+
+            def is_bad() -> Array:
+                slope = jax.grad(lambda logp: self._loss(logp, scored, denominator).loss)(logp)
+                return scored.mask & ~jnp.isfinite(logp + slope)
+
+            found = faults.fault_metrics((whole.loss, grads), is_bad, scored.numbers, self.length)
+            return self.applied(optimizer, grads, learner, found), metrics | found
+
+        learner, metrics = jax.lax.scan(update, learner, length=self.config.updates_per_rollout)
+        last = jax.tree.map(lambda values: values[-1], metrics)
+        rollout_metrics = {"tokens": scored.mask.sum(), "mismatch": metrics["mismatch"][0]}
+        rollout_metrics |= {f"first_{name}": metrics[name][0] for name in _FIRST_UPDATE_METRICS}
+        return learner, last | rollout_metrics | faults.of_step(metrics)
+
+    def applied(
+        self, optimizer: optax.GradientTransformation, grads: nnx.State, learner: Learner, found: Metrics
+    ) -> Learner:
+        """The learner after one step of the optimizer; where the run skips what is not finite, as it was after such."""
+        updates, opt_state = optimizer.update(grads, learner.opt_state, learner.params)
+        new = Learner(optax.apply_updates(learner.params, updates), opt_state)
+        return faults.kept_if_finite(found, new, learner) if self.config.skip_nonfinite else new
+
+    def _loss(self, logp: Array, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
+        given = scored.old_logps, scored.advantages, scored.mask
+        options = self.config.loss_options()
+        return policy_loss(logp, *given, ref_logps=scored.ref_logps, denominator=denominator, options=options)
+
+
+def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float) -> optax.GradientTransformation:
+    """Adam on gradients clipped to a norm; its moments are sharded as their parameters are."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def clip_unsharded(grads: nnx.State, _: Any) -> nnx.State:
+        """Clip with heads unsharded: a norm that is summed shard by shard would have other bits."""
+        clipped, _ = clip.update(head.fusion_barrier(head.unshard(grads)), clip.init(grads))
+        return head.fusion_barrier(head.shard(clipped))
+
+    return optax.chain(optax.stateless(clip_unsharded), optax.adam(learning_rate, b2=ADAM_B2))
+
+
+def learning_rate_of(config: GrpoConfig) -> optax.ScalarOrSchedule:
+    """The learning rate of GRPO by update."""
+    total, warmup = (x * config.updates_per_rollout for x in (config.grpo_steps, config.schedule_warmup))
+    rate, rest = config.learning_rate, max(total - warmup, 1)
+    after = {
+        "constant": optax.constant_schedule(rate),
+        "linear": optax.linear_schedule(rate, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(rate, rest),
+    }[config.schedule]
+    if warmup == 0:
+        return rate if config.schedule == "constant" else after
+    # The first update has a share of the rate, not 0.
+    return optax.join_schedules([optax.linear_schedule(rate / warmup, rate, warmup - 1), after], [warmup])

@@ -1,0 +1,181 @@
+"""`rlk generate`: its text is that of models.sample, it comes token by token, and every mistake is one line."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from rlk_jax import cli, models
+from tests.models.test_tokenizer import change
+from tests.models.tiny import CHATML, FAMILIES, SIZES, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny Llama and a tokenizer with a chat template."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_tokenizer(chat_template=CHATML).save_pretrained(directory)
+    size = models.load_tokenizer(directory).vocab_size
+    fields = {**SIZES, **FAMILIES["llama"], "num_hidden_layers": 1, "vocab_size": size}
+    models.save(models.CausalLM(models.config_of(fields), dtype=jnp.float32, rngs=nnx.Rngs(0)), directory)
+    return directory
+
+
+def generate(*arguments):
+    """The exit status of the command, run in this process."""
+    return cli.main(["generate", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sampling", "messages"),
+    [
+        (["--max-new-tokens", "12", "--no-chat"], models.Sampling(0), None),
+        (
+            ["--max-new-tokens", "12", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.01"],
+            models.Sampling(0.9, 50, 0.95, 0.01),
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "17 + 26 ="}],
+        ),
+    ],
+)
+def test_the_text_is_that_of_sample(checkpoint, capsys, arguments, sampling, messages):
+    if messages:
+        arguments = [*arguments, "--system", "Be brief.", "--seed", "5"]
+    asked = ["--model", checkpoint, "--prompt", "17 + 26 =", "--dtype", "float32"]
+    assert generate(*asked, *arguments) == 0
+    printed, said = capsys.readouterr()
+    tokenizer, model = models.load_tokenizer(checkpoint), models.load(checkpoint, dtype=jnp.float32)
+    prompt = tokenizer.chat(messages) if messages else tokenizer.encode("17 + 26 =")
+    keys, padding = jax.random.key(5 if messages else 0)[None], jnp.zeros(1, jnp.int32)
+    limits = {"max_new_tokens": 12, "stop_ids": tokenizer.stop_ids}
+    found = models.sample(model, jnp.asarray([prompt]), padding, keys, sampling=sampling, **limits)
+    count = int(found.lengths[0])
+    assert printed == "".join(tokenizer.stream(found.ids[0, :count].tolist())) + "\n" and len(printed) > 4
+    assert re.fullmatch(rf"{count} tokens, \d+\.\d tokens/s\n", said)
+
+
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Jobs in the background of a shell ignore it.
+from rlk_jax.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_text_comes_before_the_end_and_ctrl_c_ends_it(checkpoint, tmp_path):
+    """This would take an hour; the first characters are there at once."""
+    endless = shutil.copytree(checkpoint, tmp_path / "endless")
+    change(endless / "config.json", eos_token_id=0)
+    change(endless / "generation_config.json", eos_token_id=0)
+    command = [sys.executable, "-c", INTERRUPTED, "generate", "--model", endless, "--prompt", "17", "--temperature", 5]
+    process = subprocess.Popen(
+        [*map(str, command), "--max-new-tokens", str(10**6)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said == "\n"
+
+
+ASKED = {"--prompt": "17 + 26 =", "--max-new-tokens": 3, "--dtype": "float32"}
+
+
+def assert_refused(capsys, directory, message, **changes):
+    """The command says one line, and prints no text."""
+    given = {**ASKED, "--model": directory, **{f"--{name.replace('_', '-')}": x for name, x in changes.items()}}
+    arguments = [str(part) for option, x in given.items() for part in ((option,) if x is True else (option, x))]
+    assert generate(*arguments) == 2
+    printed, said = capsys.readouterr()
+    assert not printed and said == f"rlk generate: error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ""}, "--prompt is empty"),
+        ({"model": "/nowhere"}, "--model /nowhere is no directory"),
+        ({"seed": -1}, "--seed must be at least 0 and less than 4294967296, got -1"),
+        ({"seed": 2**32}, "--seed must be at least 0 and less than 4294967296, got 4294967296"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an integer of at least 0, got -1."),
+        ({"temperature": -0.5}, "temperature must be 0 or a positive finite number, got -0.5."),
+        ({"temperature": "nan"}, "temperature must be 0 or a positive finite number, got nan."),
+        ({"top_k": 0}, "top_k must be a positive integer, got 0."),
+        ({"top_p": 1.5}, "top_p must be greater than 0 and at most 1, got 1.5."),
+        ({"min_p": 0}, "min_p must be greater than 0 and at most 1, got 0.0."),
+        (
+            {"no_chat": True, "system": "Be brief."},
+            "--system is a message of a chat, and the prompt is given to the model as it stands",
+        ),
+        ({"kind": "invariant"}, "dtype must be bfloat16 or float16, got dtype('float32')."),
+    ],
+)
+def test_mistakes_in_options(checkpoint, capsys, changes, message):
+    assert_refused(capsys, checkpoint, message, **changes)
+
+
+@pytest.fixture
+def damaged(checkpoint, tmp_path):
+    """A checkpoint that a test may spoil."""
+    return shutil.copytree(checkpoint, tmp_path / "damaged")
+
+
+def test_a_checkpoint_without_a_tokenizer(damaged, capsys):
+    (damaged / "tokenizer.json").unlink()
+    message = f"{damaged} has no tokenizer.json: it comes with a checkpoint, beside config.json."
+    assert_refused(capsys, damaged, message)
+
+
+def test_a_checkpoint_without_a_chat_template(damaged, capsys):
+    (damaged / "chat_template.jinja").unlink()
+    message = "this checkpoint has no chat template: give the prompt as text."
+    assert_refused(capsys, damaged, message, chat=True)
+    assert generate(*(x for option in ASKED.items() for x in option), "--model", damaged) == 0
+
+
+def test_a_model_that_is_not_supported(damaged, capsys):
+    change(damaged / "config.json", model_type="mamba")
+    families = ", ".join(models.config.FAMILIES)
+    assert_refused(capsys, damaged, f"model_type 'mamba' is not among {families}.")
+
+
+def test_weights_that_are_cut_off(damaged, capsys):
+    path = damaged / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(models.UnsupportedModel, match=f"^{path} is damaged: .*") as error:
+        models.load(damaged)
+    assert_refused(capsys, damaged, str(error.value))
+
+
+def test_a_prompt_without_tokens(damaged, capsys):
+    make_tokenizer(adds_bos=False).save_pretrained(damaged)
+    change(damaged / "tokenizer.json", normalizer={"type": "Strip", "strip_left": True, "strip_right": True})
+    (damaged / "chat_template.jinja").unlink()
+    message = "prompt_ids must be [B, P] with at least one token, got shape (1, 0)."
+    assert_refused(capsys, damaged, message, prompt="  ")
+
+
+def test_too_little_memory(checkpoint, capsys):
+    assert generate("--model", checkpoint, "--prompt", "17", "--max-new-tokens", 10**12) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rlk generate: error: out of memory: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["flax", "safetensors", "tokenizers", "jinja2"])
+def test_missing_package_says_what_to_install(checkpoint, capsys, monkeypatch, package):
+    for name in list(sys.modules):
+        if name.startswith("rlk_jax.models") or name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("rlk_jax.models")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert_refused(capsys, checkpoint, f"{package} is not installed: it comes with rlk-jax's extra `grpo`")

@@ -1,0 +1,270 @@
+"""`rlk grpo --model`: a run of a tiny checkpoint, its files, its bits, and mistakes."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax import models
+from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.policy import load_parameters
+from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.text_steps import rows_of_step
+from rlk_jax.grpo.updates import learning_rate_of
+from tests.grpo import tiny, tiny_text
+from tests.support import helpers
+
+LETTERS = "tests.grpo.tiny_text:letters"
+OPTIONS = {
+    "grpo_steps": 4,
+    "prompts_per_step": 2,
+    "samples_per_prompt": 4,
+    "updates_per_rollout": 2,
+    "max_new_tokens": 6,
+    "learning_rate": 1e-2,
+    "checkpoint_every": 2,
+    "reward": LETTERS,
+    "invariant": True,
+    "compute_dtype": "bfloat16",
+}
+
+
+HALVES = {"micro_batches": 2, "packing": True}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint and a file of prompts."""
+    folder = tmp_path_factory.mktemp("given")
+    return tiny_text.write_model(folder / "model"), tiny_text.write_prompts(folder / "prompts.jsonl")
+
+
+def command(files: tuple[Path, Path], out: Path, **changes) -> list[str]:
+    model, prompts = files
+    values = {"model": model, "prompts": prompts, **OPTIONS, **changes}
+    flags = {name: "--" + name.replace("_", "-") for name in values}
+    values = {name: x for name, x in values.items() if x is not None and x is not False}
+    return [*(flags[name] if x is True else f"{flags[name]}={x}" for name, x in values.items()), "--out", str(out)]
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory) -> tuple[RunFolder, Path]:
+    """A finished run, and the checkpoint that it saved."""
+    folder = tmp_path_factory.mktemp("run")
+    assert tiny.run_here(*command(files, folder / "out", save_hf=folder / "hf")) == 0
+    return RunFolder(folder / "out"), folder / "hf"
+
+
+def metrics_of(folder: RunFolder) -> list[dict]:
+    return [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+
+
+def test_log_probs_of_rollouts_are_those_of_training(finished):
+    """Ratios begin at exactly 1, on weights that move."""
+    lines = metrics_of(finished[0])
+    assert [line["mismatch"] for line in lines] == [0] * 4
+    assert [line["first_ratio_min"] for line in lines] == [line["first_ratio_max"] for line in lines] == [1] * 4
+    assert max(line["ratio_max"] for line in lines) > 1 and max(line["kl"] for line in lines) > 0
+
+
+def test_a_run_writes_its_files(finished):
+    folder, _ = finished
+    assert {x.name for x in folder.path.iterdir()} == {
+        "before.json",
+        "checkpoints",
+        "completions.jsonl",
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+        "report.png",
+        "summary.json",
+    }
+    last = metrics_of(folder)[-1]
+    assert last.keys() >= {"reward", "completion_length", "truncated", "entropy", "kl", "mismatch", "tokens"}
+    assert 0 < last["completion_length"] <= 6 and 0 <= last["truncated"] <= 1 and last["entropy"] > 0
+    samples = [json.loads(line) for line in folder.completions.read_text().splitlines()]
+    assert len({x["tokens"] for x in samples}) > 2 and {x["ended"] for x in samples} == {True, False}
+    assert [x["step"] for x in samples].count(0) == 8 and {x["step"] for x in samples} == {-1, 0, 1, 2, 3, 4}
+    shown = [x for x in samples if x["step"] == 2]
+    assert np.mean([x["reward"] for x in shown]) == pytest.approx(metrics_of(folder)[2]["reward"])
+    assert json.loads(folder.summary.read_text()).keys() == {"before", "after"}
+
+
+def test_the_trained_model_is_loaded_by_transformers(finished, files):
+    """It has the tokenizer, other weights than the given one, and those of the last checkpoint."""
+    transformers = pytest.importorskip("transformers")
+    _, saved = finished
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved).float()
+    ours = models.load(saved, dtype=jnp.float32)
+    tokens = np.array([[4, 30, 70, 9]])
+    torch = pytest.importorskip("torch")
+    expected = theirs(torch.tensor(tokens)).logits.detach().numpy()
+    helpers.assert_within_contract(ours.lm_head(ours(jnp.asarray(tokens))), expected, "models", jnp.float32, "forward")
+    before = models.load(files[0], dtype=jnp.float32)
+    assert bool((before.embedding[...] != ours.embedding[...]).any())
+    assert models.load_tokenizer(saved).digest == models.load_tokenizer(files[0]).digest
+
+
+def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path):
+    """It goes on from a checkpoint in the middle, and ends with the same weights and files."""
+    folder, saved = finished
+    out = tmp_path / "out"
+    assert tiny.run_here(*command(files, out, save_hf=tmp_path / "first")) == 0
+    (out / "summary.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "4")
+    assert tiny.run_here(*command(files, out, save_hf=tmp_path / "again"), "--resume") == 0
+    again = RunFolder(out)
+    for name in ("metrics", "completions", "summary"):
+        assert getattr(again, name).read_bytes() == getattr(folder, name).read_bytes(), name
+    for path in (tmp_path / "first", tmp_path / "again"):
+        assert (path / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": None}, "model needs prompts, a JSONL file (rlk prompts arithmetic writes one)"),
+        ({"width": 8}, "width is of the built-in policy: it has no meaning beside model"),
+        ({"warmup_steps": 3}, "warmup_steps is of the built-in policy: it has no meaning beside model"),
+        ({"rollout_buckets": 2}, "rollout_buckets is of the built-in policy: it has no meaning beside model"),
+        ({"model": "absent"}, "absent"),
+        ({"model": None}, "is of a given model: it has no meaning without model"),
+        ({"max_prompt_tokens": 3}, "has no prompt to train on of at most 3 tokens"),
+        ({"eval_prompts": "absent.jsonl"}, "absent.jsonl"),
+        ({"top_p": 1.5}, "top_p must be greater than 0 and at most 1, got 1.5."),
+        ({"temperature": 0}, "temperature must be greater than 0, got 0.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"schedule": "steep"}, "schedule must be constant, linear or cosine, got 'steep'"),
+        ({"schedule_warmup": 9}, "schedule_warmup (9) must be at most grpo_steps (4)"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        (
+            {"loss_type": "grpo", "packing": True, "micro_batches": 2},
+            "packing does not go with normaliser sequence_mean",
+        ),
+        ({"reward": "absent_module:f"}, "absent_module"),
+        ({"reward": "tests.grpo.test_text_run:not_a_number"}, "not_a_number"),
+        ({"save_hf": "."}, "save_hf: . is not empty"),
+        ({"invariant": True, "compute_dtype": "float32"}, "invariant needs compute_dtype bfloat16, got float32"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(files, tmp_path, capsys, changes, message):
+    assert tiny.run_here(*command(files, tmp_path / "out", **changes)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlk grpo: error: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_sampling_from_fewer_tokens_is_said_once(files, tmp_path, capsys):
+    """Ratios are those of the whole vocabulary, in a run that goes on."""
+    short = {"grpo_steps": 1, "updates_per_rollout": 1, "top_k": 5}
+    assert tiny.run_here(*command(files, tmp_path / "out", **short)) == 0
+    assert capsys.readouterr().err.count("warning: top_k, top_p and min_p sample from fewer tokens") == 1
+
+
+def not_a_number(prompts, completions, **columns) -> list[float]:
+    """A reward that cannot be learnt from."""
+    return [math.nan] * len(completions)
+
+
+def test_rewards_that_are_not_finite_lose_nothing(finished, files, capsys):
+    """The run that asked for them ends; one that is there keeps its files."""
+    before = finished[0].metrics.read_bytes()
+    assert (
+        tiny.run_here(*command(files, finished[0].path, reward="tests.grpo.test_text_run:not_a_number"), "--resume")
+        == 2
+    )
+    assert "reward was" in capsys.readouterr().err
+    assert finished[0].metrics.read_bytes() == before
+
+
+def test_a_tokenizer_that_is_missing(files, tmp_path, capsys):
+    model = shutil.copytree(files[0], tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    assert tiny.run_here(*command((model, files[1]), tmp_path / "out")) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["prompts", "tokenizer", "model", "reward"])
+def test_what_a_resumed_run_reads_may_not_change(finished, files, tmp_path, capsys, what):
+    model, prompts, changes = shutil.copytree(files[0], tmp_path / "model"), files[1], {}
+    if what == "prompts":
+        prompts = tiny_text.write_prompts(tmp_path / "other.jsonl", count=12)
+    elif what == "tokenizer":
+        (model / "chat_template.jinja").write_text(tiny_text.TEMPLATE + " ")
+    elif what == "model":
+        tiny_text.write_model(model, seed=1)
+    else:
+        changes["reward"] = "tests.grpo.tiny_text:letters=2"
+    assert tiny.run_here(*command((model, prompts), finished[0].path, **changes), "--resume") == 2
+    assert re.search(f"cannot resume .*: {what}(_digest)? was ", capsys.readouterr().err)
+
+
+def test_every_row_is_taken_once_before_any_comes_again():
+    """Whatever the number of rows of a step; equal steps take equal rows."""
+    taken = np.concatenate([rows_of_step(3, step, 10, 4) for step in range(5)])
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10))
+    assert taken[:10].tolist() != taken[10:].tolist()
+    np.testing.assert_array_equal(rows_of_step(3, 2, 3, 7), rows_of_step(3, 2, 3, 7))
+    assert len(rows_of_step(3, 2, 3, 7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("constant", [5, 10, 10, 10, 10, 10]), ("linear", [5, 10, 10, 7.5, 5, 2.5])]
+)
+def test_schedules_of_the_learning_rate(schedule, expected):
+    """Over updates, of which a step has two: a rise over one step, then the schedule over the others."""
+    config = GrpoConfig(grpo_steps=3, updates_per_rollout=2, schedule=schedule, schedule_warmup=1, learning_rate=10.0)
+    np.testing.assert_array_equal([learning_rate_of(config)(i) for i in range(6)], expected)
+
+
+def moves(files: tuple[Path, Path], folder: Path, **changes) -> list[np.ndarray]:
+    """By how much two steps move each float32 weight."""
+    plain = {"invariant": False, "compute_dtype": "float32", "grpo_steps": 2, "learning_rate": 1e-3}
+    assert tiny.run_here(*command(files, folder / "out", save_hf=folder / "hf", **{**plain, **changes})) == 0
+    before, after = load_parameters(files[0]), load_parameters(folder / "hf")
+    return [np.ravel(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, after, before))]
+
+
+@pytest.mark.parametrize("changes", [{"mesh": "data=2,tensor=2"}, {"mesh": "data=2,tensor=1", **HALVES}], ids=str)
+def test_a_mesh_trains_like_one_device(files, tmp_path, changes):
+    found = [np.concatenate(moves(files, tmp_path / name, **own)) for name, own in (("one", {}), ("two", changes))]
+    helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "gradient")
+
+
+@pytest.mark.full
+def test_log_probs_of_rollouts_are_those_of_training_with_a_cut_head(files, tmp_path):
+    """Rollouts multiply with the head once more there. `make test` has the whole head."""
+    assert tiny.run_here(*command(files, tmp_path / "out", mesh="data=2,tensor=2", implementation="deterministic")) == 0
+    lines = metrics_of(RunFolder(tmp_path / "out"))
+    assert [line["mismatch"] for line in lines] == [0] * 4
+    assert [line["first_ratio_max"] for line in lines] == [1] * 4
+
+
+CUT = ("data=1,tensor=1", "data=1,tensor=2")
+
+
+@pytest.mark.full
+def test_a_head_that_is_cut_has_the_bits_of_a_whole_one(files, tmp_path):
+    """In `make test`, test_sharded.py has this of the built-in policy, and the next test trains with a cut head."""
+    found = [moves(files, tmp_path / mesh, mesh=mesh, implementation="deterministic") for mesh in CUT]
+    helpers.assert_same_bits(*found)
+
+
+def test_a_tied_head_that_is_cut_trains_like_a_whole_one(tmp_path):
+    """It is the embedding, whose rows are looked up, too. Adam enlarges the rounding of gradients that vanish, so what
+    the model says after a step is compared, not its weights.
+    """
+    model = tiny_text.write_model(tmp_path / "model", tie_word_embeddings=True)
+    files, found = (model, tiny_text.write_prompts(tmp_path / "prompts.jsonl")), []
+    for mesh in CUT:
+        moves(files, tmp_path / mesh, mesh=mesh)
+        lines = metrics_of(RunFolder(tmp_path / mesh / "out"))
+        found.append(np.array([line[name] for line in lines for name in ("reward", "entropy", "completion_length")]))
+    helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "forward")
