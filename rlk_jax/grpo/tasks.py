@@ -95,13 +95,11 @@ def load_prompts(path: Path, max_prompt_tokens: int | None = None) -> Task:
     """
     pairs = [pair for _, pair in read_json_lines(path, _pair, _LINE)]
     kept = [pair for pair in pairs if max_prompt_tokens is None or len(pair.prompt) <= max_prompt_tokens]
-    questions: dict[str, list[Pair]] = {}
-    for pair in kept:
-        questions.setdefault(pair.prompt, []).append(pair)
+    questions = _by_text([pair.prompt for pair in kept], kept)
     if len(questions) < 2:
         which = "" if max_prompt_tokens is None else f" of at most {max_prompt_tokens} tokens"
         raise BadInput(f"{path}: needs at least 2 different prompts{which} to hold one out, found {len(questions)}")
-    return replace(_split(list(questions.values())), dropped=len(pairs) - len(kept))
+    return replace(_split(questions), dropped=len(pairs) - len(kept))
 
 
 def _pair(entry: dict[str, Any]) -> Pair:
@@ -110,9 +108,7 @@ def _pair(entry: dict[str, Any]) -> Pair:
 
 def _split(questions: list[list[Pair]]) -> Task:
     """Hold out a fixed fraction of the questions; they are the same ones for every seed of a run."""
-    order, held = _order(len(questions))
-    heldout = [pair for index in order[:held] for pair in questions[index]]
-    train = [pair for index in order[held:] for pair in questions[index]]
+    train, heldout = _train_and_heldout(questions)
     prompts, answers = zip(*train, *heldout, strict=True)
     characters = Characters.of(prompts + answers)
     longest_prompt = max(prompts, key=len)
@@ -131,18 +127,24 @@ def held_out(texts: Sequence[str], items: Sequence[int]) -> tuple[list[int], lis
     """The items, one for each text, that are trained on, and those that are held out. Equal texts are all in one part,
     which is the same for every seed of a run.
     """
-    questions: dict[str, list[int]] = {}
-    for text, item in zip(texts, items, strict=True):
-        questions.setdefault(text, []).append(item)
-    grouped = list(questions.values())
-    order, held = _order(len(grouped))
-    train, heldout = ([item for index in part for item in grouped[index]] for part in (order[held:], order[:held]))
+    train, heldout = _train_and_heldout(_by_text(texts, items))
     return sorted(train), sorted(heldout)
 
 
-def _order(questions: int) -> tuple[np.ndarray, int]:
-    """The order of so many questions, and how many of the first ones are held out."""
-    return np.random.default_rng(_SPLIT_SEED).permutation(questions), max(1, round(HELDOUT_FRACTION * questions))
+def _by_text[Item](texts: Sequence[str], items: Sequence[Item]) -> list[list[Item]]:
+    """The items of equal texts together, in the order in which texts come first."""
+    groups: dict[str, list[Item]] = {}
+    for text, item in zip(texts, items, strict=True):
+        groups.setdefault(text, []).append(item)
+    return list(groups.values())
+
+
+def _train_and_heldout[Item](groups: Sequence[Sequence[Item]]) -> tuple[list[Item], list[Item]]:
+    """The items of the groups that are trained on, and those of the held-out ones, in a fixed random order."""
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(groups))
+    held = max(1, round(HELDOUT_FRACTION * len(groups)))
+    train, heldout = ([item for index in part for item in groups[index]] for part in (order[held:], order[:held]))
+    return train, heldout
 
 
 def _encode_pairs(pairs: list[Pair], characters: Characters, longest: Longest) -> Examples:
