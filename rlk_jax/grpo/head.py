@@ -108,17 +108,18 @@ class MeshHead:
                 mesh=self.mesh,
                 vocab_axis="tensor",
                 token_axes="data",
-                global_vocab_size=self.vocab_size,
-                reduction="canonical" if self.keeps_bits else "sum",
+                **self._cut_options,
             )
-        return op(
-            *self.fusion_barrier((hidden.astype(self.dtype), kernel.astype(self.dtype))),
-            target_ids,
-            ignore_index=IGNORED,
-            weight_layout=self.weight_layout,
-            implementation=self.implementation,
-            **self._scaling,
-        )
+        return op(*self._rounded(hidden, kernel), target_ids, **self._options)
+
+    def own_logps(
+        self, hidden: Float[Array, "*lead D"], kernel: Float[Array, "D W"] | Float[Array, "W D"], target_ids: Array
+    ) -> Float[Array, "*lead"]:
+        """`logps` of a device's own rows, inside shard_map, where `kernel` is its part of the head."""
+        options = self._options
+        if self.shard_count > 1:
+            options |= {"axis_name": "tensor", **self._cut_options}
+        return linear_logp(*self._rounded(hidden, kernel), target_ids, **options)
 
     def logps_of_logits(
         self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any
@@ -126,11 +127,18 @@ class MeshHead:
         """fp32 log-prob of every token under logits of the whole vocabulary, in front of their softcap, 0 where
         IGNORED; rows are sharded over "data". The options are those of `logp`.
         """
-        options = {"implementation": self.implementation if self.keeps_bits else None, **self._scaling, **options}
-        op, rows = functools.partial(logp, ignore_index=IGNORED, **options), PartitionSpec("data")
+        op: Any = functools.partial(self.own_logps_of_logits, **options)
+        rows = PartitionSpec("data")
         if self.mesh.size > 1:
             op = jax.shard_map(op, mesh=self.mesh, in_specs=(rows, rows), out_specs=rows)
-        return op(self.fusion_barrier(logits), token_ids)
+        return op(logits, token_ids)
+
+    def own_logps_of_logits(
+        self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any
+    ) -> Float[Array, "B"]:
+        """`logps_of_logits` of a device's own rows, inside shard_map."""
+        options = {"implementation": self.implementation if self.keeps_bits else None, **self._scaling, **options}
+        return logp(self.fusion_barrier(logits), token_ids, ignore_index=IGNORED, **options)
 
     @property
     def records_logits(self) -> bool:
@@ -175,12 +183,31 @@ class MeshHead:
         return (None, "tensor") if self.weight_layout == "dv" else ("tensor", None)
 
     @property
+    def _options(self) -> dict[str, Any]:
+        """How linear_logp is called."""
+        how = {"weight_layout": self.weight_layout, "implementation": self.implementation}
+        return {"ignore_index": IGNORED, **how, **self._scaling}
+
+    @property
+    def _cut_options(self) -> dict[str, Any]:
+        """The same for a head that is cut."""
+        reduction = "canonical" if self.keeps_bits else "sum"
+        return {"global_vocab_size": self.vocab_size, "reduction": reduction}
+
+    def _rounded(self, hidden: Array, kernel: Array) -> tuple[Array, Array]:
+        return self.fusion_barrier((hidden.astype(self.dtype), kernel.astype(self.dtype)))
+
+    @property
     def _scaling(self) -> dict[str, Any]:
         """What becomes of products with the head before their softmax."""
         return {"logit_softcap": self.softcap, "temperature": self.temperature}
 
     def _shape(self, width: int) -> tuple[int, int]:
         return (width, self.vocab_size) if self.weight_layout == "dv" else (self.vocab_size, width)
+
+    def replicated(self, x: Array) -> Array:
+        """The whole array on every device."""
+        return self._constrain(x)
 
     def _sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))

@@ -1,5 +1,7 @@
 """A given model as the policy of a run: float32 parameters, and the model that computes from them."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rlk_jax import models
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.sequences import Sequences
+from rlk_jax.models import placement
 from rlk_jax.models.sampling import Completions, Sampling
 
 
@@ -27,35 +30,22 @@ class Policy:
     shapes: nnx.State
     """Shapes of the float32 parameters, as `load_parameters` gives them."""
     head: MeshHead
+    fetch: placement.Fetch
     sampling: Sampling
     stop_ids: tuple[int, ...]
     pad_id: int
 
-    def rounded(self, params: nnx.State) -> nnx.State:
-        """Parameters in the dtype that the policy computes in.
-
-        XLA drops a conversion to a shorter dtype and back, and would then compute from other numbers in one program
-        than in another; it keeps what reduces precision.
-        """
-        bits = jnp.finfo(self.head.dtype)
-
-        def short(x: Array) -> Array:
-            return jax.lax.reduce_precision(x, bits.nexp, bits.nmant).astype(self.head.dtype)
-
-        return jax.tree.map(short, params)
-
     def model(self, params: nnx.State) -> models.CausalLM:
-        """The model of stored parameters."""
+        """The model of stored parameters, to be written."""
         return nnx.merge(self.graph, self.rounded(self.head.unshard(params)), self.constants)
+
+    def rounded(self, params: nnx.State) -> nnx.State:
+        """Parameters in the dtype that the policy computes in."""
+        return jax.tree.map(lambda x: placement.rounded(x, self.head.dtype), params)
 
     def logps(self, params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
         """fp32 log-prob of every target given the tokens of its sequence before it; 0 where IGNORED."""
-
-        def decode(params: nnx.State) -> Array:
-            return self.model(params)(sequences.token_ids, sequences.padding)
-
-        hidden = self.head.with_fusion_barriers(decode)(params)[:, -sequences.target_ids.shape[1] :]
-        return self.head.logps(hidden, self._weight(params), sequences.target_ids)
+        return self._over_rows(self._own_logps)(params, sequences)
 
     def roll_out(
         self,
@@ -67,21 +57,88 @@ class Policy:
         max_new_tokens: int,
     ) -> Completions:
         """Completions of left-padded prompts; those of an invariant model have log-probs with the bits of `logps`."""
-        model, weight = self.model(params), self._weight(params)
+        own = functools.partial(self._own_roll_out, max_new_tokens=max_new_tokens)
+        return self._over_rows(own)(params, (prompt_ids, padding, keys))
+
+    def specs(self, tree: Any) -> Any:
+        """How arrays lie on the mesh: parameters, their gradients, or states of an optimizer."""
+
+        def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+            name = jax.tree_util.keystr(path)
+            if "embedding" not in name and "lm_head" not in name:
+                return placement.spec_of(x.shape, self.head.mesh, over_vocab=False)
+            over_vocab = placement.spec_of(x.shape, self.head.mesh, over_vocab=True)
+            is_cut = self.head.name in name and self.head.shard_count > 1
+            return over_vocab if is_cut else PartitionSpec(None, *over_vocab[1:])
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def shardings(self, tree: Any) -> Any:
+        """The same as shardings."""
+        return jax.tree.map(functools.partial(NamedSharding, self.head.mesh), self.specs(tree))
+
+    def _over_rows[Rows, Result](
+        self, function: Callable[[nnx.State, Rows], Result]
+    ) -> Callable[[nnx.State, Rows], Result]:
+        """A function of parts of parameters and of a device's own rows, as one of whole arrays."""
+        if self.head.mesh.size == 1:
+            return function
+        rows = PartitionSpec("data")
+
+        def of_whole_arrays(params: nnx.State, given: Rows) -> Result:
+            specs = (self.specs(params), rows)
+            return jax.shard_map(function, mesh=self.head.mesh, in_specs=specs, out_specs=rows)(params, given)
+
+        return of_whole_arrays
+
+    def _own_logps(self, params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
+        model, weight = self._with_ends(params)
+        model.fetch = self.fetch
+        graph, *states = nnx.split(model, nnx.PathContains("lm_head"), nnx.Param, ...)
+        head, rest, constants = states
+
+        def decode(rest: nnx.State) -> Array:
+            return nnx.merge(graph, head, rest, constants)(sequences.token_ids, sequences.padding)
+
+        hidden = self.head.with_fusion_barriers(decode)(rest)[:, -sequences.target_ids.shape[1] :]
+        return self.head.own_logps(hidden, weight, sequences.target_ids)
+
+    def _own_roll_out(
+        self, params: nnx.State, prompts: tuple[Array, Array, PRNGKeyArray], *, max_new_tokens: int
+    ) -> Completions:
+        # A token is decoded in less time than its layers are fetched in: they are fetched before.
+        model, weight = self._with_ends(nnx.State({**params, "blocks": self.fetch(params["blocks"])}))
         multiplies_again = model.keeps_bits and not self.head.records_logits
 
         def score(hidden: Array, products: Array, ids: Array) -> Array:
             if multiplies_again:
-                return self.head.logps(hidden, weight, ids)
+                return self.head.own_logps(hidden, weight, ids)
             as_trained = {"as_linear_logp": True, "implementation": self.head.implementation}
-            return self.head.logps_of_logits(products, ids, **(as_trained if model.keeps_bits else {}))
+            return self.head.own_logps_of_logits(products, ids, **(as_trained if model.keeps_bits else {}))
 
         how: dict[str, Any] = {"stop_ids": self.stop_ids, "pad_id": self.pad_id, "sampling": self.sampling}
-        return models.sample(model, prompt_ids, padding, keys, max_new_tokens=max_new_tokens, score=score, **how)
+        return models.sample(model, *prompts, max_new_tokens=max_new_tokens, score=score, **how)
 
-    def _weight(self, params: nnx.State) -> Array:
-        """The head as it is stored."""
-        return nnx.merge(self.graph, params, self.constants).lm_head.weight[...]
+    def _with_ends(self, params: nnx.State) -> tuple[models.CausalLM, Array]:
+        """The model with its embedding, last norm and head whole, and the head as this device has it for `own_logps`.
+        A head that is tied has two uses, whose gradients are added before those of devices are.
+        """
+        (table,) = jax.tree.leaves(params["embedding"])
+        if self.head.name == "embedding":
+            lookup, weight = self.fetch.copies(table, 1, 2)
+            ends = {"embedding": self._joined(lookup)}
+        else:
+            (lookup,), (weight,) = (self.fetch.copies(x, 1, 1) for x in (table, *jax.tree.leaves(params["lm_head"])))
+            ends = {"embedding": lookup, "lm_head": self._joined(weight)}
+        whole = {name: jax.tree.map(lambda _, x=x: x, params[name]) for name, x in ends.items()}
+        state = nnx.State({**params, **whole, "norm": self.fetch(params["norm"])})
+        return nnx.merge(self.graph, state, self.constants), weight
+
+    def _joined(self, weight: Float[Array, "W D"]) -> Float[Array, "V D"]:
+        """The whole of a head that is cut along the vocabulary."""
+        if self.head.shard_count == 1:
+            return weight
+        return jax.lax.all_gather(weight, "tensor", tiled=True, to="invarying")[: self.head.vocab_size]
 
 
 def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
@@ -118,12 +175,25 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     model.set_frequencies()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), nnx.state(model, nnx.Param))
     constants = nnx.state(model, nnx.Not(nnx.Param))
-    return Policy(nnx.graphdef(model), constants, shapes, head, sampling, tokenizer.stop_ids, tokenizer.pad_id)
+    fetch = placement.Fetch(dtype, mesh.shape["data"])
+    ends = tokenizer.stop_ids, tokenizer.pad_id
+    policy = Policy(nnx.graphdef(model), constants, shapes, head, fetch, sampling, *ends)
+    _check_cuts(policy, mesh)
+    return policy
 
 
-def load_parameters(directory: Path | str) -> nnx.State:
+def _check_cuts(policy: Policy, mesh: Mesh) -> None:
+    """All parameters are cut into equal parts over "data"."""
+    leaves = jax.tree_util.tree_leaves_with_path(policy.shapes)
+    for (path, shape), spec in zip(leaves, jax.tree.leaves(policy.specs(policy.shapes)), strict=True):
+        if "data" not in spec:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise BadInput(f"mesh: {name} {list(shape.shape)} cannot be cut into data={mesh.shape['data']} equal parts")
+
+
+def load_parameters(directory: Path | str, mesh: Mesh | None = None) -> nnx.State:
     """The float32 parameters of a checkpoint. Raises BadInput for one that does not fit its config.json."""
     try:
-        return nnx.state(models.load(directory, dtype=jnp.float32), nnx.Param)
+        return nnx.state(models.load(directory, dtype=jnp.float32, mesh=mesh), nnx.Param)
     except ValueError as error:
         raise BadInput(str(error)) from error

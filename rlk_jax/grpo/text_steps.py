@@ -125,7 +125,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         learner, metrics = updates.run(optimizer, Learner(state.params, state.opt_state), scored)
         return state._replace(**learner._asdict()), metrics
 
-    state = head.shardings(jax.eval_shape(lambda params: begin(head.shard(params)), policy.shapes))
+    state = policy.shardings(jax.eval_shape(lambda params: begin(head.shard(params)), policy.shapes))
     begin_program = jax.jit(lambda params: begin(head.shard(params)), out_shardings=state)
     roll_out_program = jax.jit(roll_out, out_shardings=by_row)
     update_program = jax.jit(update, out_shardings=(state, replicated), donate_argnums=0)
@@ -173,7 +173,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     whole_step = Hosted(grpo_step, lower_update)
     return TrainingSteps(
         initial_state=Hosted(
-            lambda: begin_program(load_parameters(config.model or "")), lambda: begin_program.lower(policy.shapes)
+            lambda: begin_program(load_parameters(config.model or "", mesh)), lambda: begin_program.lower(policy.shapes)
         ),
         start_grpo=Hosted(lambda state: state, lambda state: lower_roll_out(state.params)),
         warmup_step=whole_step,  # It is never called: a given model has no warm start.

@@ -131,15 +131,26 @@ class Updates:
 
 
 def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float) -> optax.GradientTransformation:
-    """Adam on gradients clipped to a norm; its moments are sharded as their parameters are."""
-    clip = optax.clip_by_global_norm(max_norm)
+    """Adam on gradients clipped to a norm; its moments lie as their parameters do."""
 
-    def clip_unsharded(grads: nnx.State, _: Any) -> nnx.State:
-        """Clip with heads unsharded: a norm that is summed shard by shard would have other bits."""
-        clipped, _ = clip.update(head.fusion_barrier(head.unshard(grads)), clip.init(grads))
-        return head.fusion_barrier(head.shard(clipped))
+    def clipped(grads: nnx.State, _: Any) -> nnx.State:
+        grads = head.fusion_barrier(grads)
+        norm = global_norm(grads, head)
+        scaled = jax.tree.map(lambda grad: jnp.where(norm < max_norm, grad, grad / norm * max_norm), grads)
+        return head.fusion_barrier(scaled)
 
-    return optax.chain(optax.stateless(clip_unsharded), optax.adam(learning_rate, b2=ADAM_B2))
+    return optax.chain(optax.stateless(clipped), optax.adam(learning_rate, b2=ADAM_B2))
+
+
+def global_norm(grads: nnx.State, head: MeshHead) -> Float[Array, ""]:
+    """The norm of all gradients. It is summed over one whole array after the other, each on every device: sums of parts
+    would have other bits. An array is gathered when the one before it is done with.
+    """
+    total = jnp.float32(0)
+    for grad in jax.tree.leaves(head.unshard(grads)):
+        total, grad = jax.lax.optimization_barrier((total, grad))
+        total += jnp.sum(jnp.square(head.replicated(grad)))
+    return jnp.sqrt(total)
 
 
 def learning_rate_of(config: GrpoConfig) -> optax.ScalarOrSchedule:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rlk_jax.models.config import ModelConfig, UnsupportedModel, read_config
 from rlk_jax.models.decoder import CausalLM, DecoderLayer
+from rlk_jax.models.placement import spec_of
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TOKENIZER = (
@@ -82,8 +85,11 @@ def _parts(model: CausalLM) -> Iterator[_Part]:
         yield _Part(model.lm_head.weight, ["lm_head.weight"], [config.vocab_size])
 
 
-def load(directory: Path | str, *, dtype: DTypeLike = jnp.bfloat16, kind: str = "stock") -> CausalLM:
-    """The decoder of a checkpoint, its tensors read one by one and rounded to `dtype`.
+def load(
+    directory: Path | str, *, dtype: DTypeLike = jnp.bfloat16, kind: str = "stock", mesh: Mesh | None = None
+) -> CausalLM:
+    """The decoder of a checkpoint, its tensors read one by one, rounded to `dtype` and put on the default device, or on
+    a mesh ("data", "tensor"): cut along their first axis over "data"; embedding and head along D, and V over "tensor".
 
     Raises UnsupportedModel for a config.json that is not supported, for tensors that are missing, unknown or of another
     shape, all by name, and for an index that points out of the directory.
@@ -98,7 +104,9 @@ def load(directory: Path | str, *, dtype: DTypeLike = jnp.bfloat16, kind: str = 
         for part in parts:
             tensors = [files[name].get_tensor(name) for name in part.names]
             joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-            part.parameter.set_value(jnp.asarray(joined.astype(jnp.dtype(dtype))))
+            is_vocab = part.parameter is model.embedding or part.parameter is model.lm_head.weight
+            spec = None if mesh is None else NamedSharding(mesh, spec_of(joined.shape, mesh, over_vocab=is_vocab))
+            part.parameter.set_value(jax.device_put(joined.astype(jnp.dtype(dtype)), spec))
     model.set_frequencies()
     return model
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int
 from rlk_jax import nn
 from rlk_jax.models.config import LayerConfig, ModelConfig
 from rlk_jax.models.kinds import KINDS, LayerKind, Reach, Slots
+from rlk_jax.models.placement import Fetch
 from rlk_jax.models.rope import Rope
 from rlk_jax.ops.det_gemm.checks import check_gemm_dtype
 
@@ -147,14 +148,22 @@ class DecoderLayer(nnx.Module):
 
 
 def _through_layer(
-    block: nnx.GraphDef[DecoderLayer], parameters: nnx.State, stream: Stream, places: _TokenPlaces, cache: LayerCache
+    block: nnx.GraphDef[DecoderLayer],
+    fetch: Fetch | None,
+    parameters: nnx.State,
+    stream: Stream,
+    places: _TokenPlaces,
+    cache: LayerCache,
 ) -> tuple[Stream, LayerCache]:
+    parameters = parameters if fetch is None else fetch(parameters)
     return nnx.merge(block, parameters)(stream, places, cache)
 
 
-_KEEPING = jax.jit(_through_layer, static_argnums=0)
+_KEEPING = jax.jit(_through_layer, static_argnums=(0, 1))
 """What a block gives. Blocks with the same window and rope have one graph, and are lowered once together."""
-_RECOMPUTING = jax.jit(jax.checkpoint(_through_layer, static_argnums=0), static_argnums=0)
+_FETCHING = jax.jit(jax.checkpoint(_through_layer, static_argnums=(0, 1), policy=Fetch.is_kept), static_argnums=(0, 1))
+"""The same; a backward fetches the parameters once more."""
+_RECOMPUTING = jax.jit(jax.checkpoint(_through_layer, static_argnums=(0, 1)), static_argnums=(0, 1))
 """The same; a backward computes it once more."""
 
 
@@ -187,8 +196,11 @@ class CausalLM(nnx.Module):
 
     kind is "stock" or "invariant": with the latter a token has the same bits alone, in a batch, padded, packed, and
     decoded through the KV cache. It computes in `dtype`, which is bfloat16 or float16 for "invariant". With `remat`, a
-    backward recomputes every layer from what went into it, which is all that is kept.
+    backward recomputes every layer from what went into it, which is all that is kept. Where `fetch` is set, the
+    parameters of blocks are parts, of which each block gets its whole ones when it computes.
     """
+
+    fetch: Fetch | None = None
 
     def __init__(
         self,
@@ -241,9 +253,10 @@ class CausalLM(nnx.Module):
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
-        through_layer = _RECOMPUTING if self.remat else _KEEPING
+        through_layer = _RECOMPUTING if self.remat else _KEEPING if self.fetch is None else _FETCHING
         for block, layer_cache in zip(self.blocks, cache, strict=True):
-            stream, layer_cache = through_layer(*nnx.split(block), stream, places, layer_cache)
+            graph, parameters = nnx.split(block)
+            stream, layer_cache = through_layer(graph, self.fetch, parameters, stream, places, layer_cache)
             extended.append(layer_cache)
         return self.norm.of_sum(stream)[1], tuple(extended)
 

@@ -24,6 +24,7 @@ from rlk_jax.core.checks import (
     require_positive_integer,
 )
 from rlk_jax.core.tokens import IGNORED
+from rlk_jax.core.transforms import equally_varying
 from rlk_jax.models.decoder import Cache, CausalLM
 from rlk_jax.ops import promising
 
@@ -179,7 +180,9 @@ def sample(
     none = Completions(jnp.full((batch, max_new_tokens), pad_id, jnp.int32), nothing, logps)
     if max_new_tokens == 0:
         return none
-    first = with_next(_Drawn(jnp.int32(0), nothing, jnp.zeros(batch, bool), none), hidden)
+    # Inside shard_map, all of it becomes what a device alone has.
+    start, *_ = equally_varying((_Drawn(jnp.int32(0), nothing, jnp.zeros(batch, bool), none), hidden, keys))
+    first = with_next(start, hidden)
     return lax.while_loop(goes_on, step, (first, cache))[0].found
 
 
