@@ -29,6 +29,7 @@ _MODEL_FIELDS = (
     "top_k",
     "top_p",
     "min_p",
+    "lora_rank",
     "remat",
     "save_hf",
     "show_every",
@@ -149,6 +150,11 @@ class GrpoConfig:
     top_k: int | None = _option(None, "sample among so many most probable tokens (default: all)", minimum=1)
     top_p: float | None = _option(None, "sample among the fewest tokens of this probability (default: all)", above=0)
     min_p: float | None = _option(None, "sample among tokens so probable beside the first (default: all)", above=0)
+    lora_rank: int | None = _option(
+        None,
+        "train low-rank terms (LoRA) of this rank beside a model's frozen weights (default: train these)",
+        minimum=1,
+    )
     remat: bool = _option(False, "recompute each layer of a model in the backward pass, to save memory")
     save_hf: str | None = _option(None, "directory to write the trained model to, as transformers and vLLM load it")
     show_every: int = _option(10, "steps between printed completions of a model", minimum=1)
@@ -185,7 +191,9 @@ class GrpoConfig:
             raise BadInput(f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}")
         if self.invariant and self.compute_dtype != "bfloat16":
             raise BadInput(f"invariant needs compute_dtype bfloat16, got {self.compute_dtype}")
-        data, _ = self.mesh_shape
+        data, tensor = self.mesh_shape
+        if self.lora_rank is not None and tensor > 1:
+            raise BadInput(f"lora_rank needs a whole head, as in mesh data=N,tensor=1, got {self.mesh}")
         if self.prompts_per_step % data:
             raise BadInput(f"prompts_per_step ({self.prompts_per_step}) must be a multiple of the data axis ({data})")
         rows = self.prompts_per_step * self.samples_per_prompt // data

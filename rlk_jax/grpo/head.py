@@ -113,10 +113,16 @@ class MeshHead:
         return op(*self._rounded(hidden, kernel), target_ids, **self._options)
 
     def own_logps(
-        self, hidden: Float[Array, "*lead D"], kernel: Float[Array, "D W"] | Float[Array, "W D"], target_ids: Array
+        self,
+        hidden: Float[Array, "*lead D"],
+        kernel: Float[Array, "D W"] | Float[Array, "W D"],
+        target_ids: Array,
+        low_rank: tuple[Array, Array] | None = None,
     ) -> Float[Array, "*lead"]:
-        """`logps` of a device's own rows, inside shard_map, where `kernel` is its part of the head."""
-        options = self._options
+        """`logps` of a device's own rows, inside shard_map, where `kernel` is its part of the head. A low-rank term is
+        of a whole head.
+        """
+        options = {"low_rank": low_rank, **self._options}
         if self.shard_count > 1:
             options |= {"axis_name": "tensor", **self._cut_options}
         return linear_logp(*self._rounded(hidden, kernel), target_ids, **options)

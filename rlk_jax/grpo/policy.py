@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rlk_jax import models
@@ -28,7 +29,9 @@ class Policy:
     constants: nnx.State
     """What a model holds beside its parameters."""
     shapes: nnx.State
-    """Shapes of the float32 parameters, as `load_parameters` gives them."""
+    """Shapes of the stored parameters: float32, but for those that are frozen beside low-rank terms."""
+    low_rank: Callable[[], nnx.State] | None
+    """Draws the first low-rank terms of a run that trains nothing else."""
     head: MeshHead
     fetch: placement.Fetch
     sampling: Sampling
@@ -37,7 +40,34 @@ class Policy:
 
     def model(self, params: nnx.State) -> models.CausalLM:
         """The model of stored parameters, to be written."""
-        return nnx.merge(self.graph, self.rounded(self.head.unshard(params)), self.constants)
+        model = nnx.merge(self.graph, self.rounded(self.head.unshard(params)), self.constants)
+        model.merge_low_rank()
+        return model
+
+    @property
+    def given_shapes(self) -> nnx.State:
+        """Shapes of the parameters that a checkpoint has."""
+        return self.split(self.shapes)[1] if self.low_rank else self.shapes
+
+    @property
+    def given_dtype(self) -> DTypeLike:
+        """The dtype that these are stored in: that of the computation, where they are not trained."""
+        return self.head.dtype if self.low_rank else jnp.float32
+
+    def begun(self, given: nnx.State) -> nnx.State:
+        """The parameters that a run begins with."""
+        return nnx.merge_state(self.low_rank(), given) if self.low_rank else given
+
+    def split(self, params: nnx.State) -> tuple[nnx.State, nnx.State]:
+        """What a run trains, and what it does not. `nnx.merge_state` is the inverse."""
+        trained, frozen = nnx.split_state(params, nnx.LoRAParam if self.low_rank else nnx.Param, ...)
+        return trained, frozen
+
+    def reference(self, params: nnx.State) -> nnx.State:
+        """What the reference has in the place of what is trained, when it is the policy of these parameters."""
+        trained, _ = self.split(params)
+        # Without low-rank terms, a model is as it was.
+        return jax.tree.map(jnp.zeros_like, trained) if self.low_rank else self.rounded(trained)
 
     def rounded(self, params: nnx.State) -> nnx.State:
         """Parameters in the dtype that the policy computes in."""
@@ -101,18 +131,18 @@ class Policy:
             return nnx.merge(graph, head, rest, constants)(sequences.token_ids, sequences.padding)
 
         hidden = self.head.with_fusion_barriers(decode)(rest)[:, -sequences.target_ids.shape[1] :]
-        return self.head.own_logps(hidden, weight, sequences.target_ids)
+        return self.head.own_logps(hidden, weight, sequences.target_ids, _term(model))
 
     def _own_roll_out(
         self, params: nnx.State, prompts: tuple[Array, Array, PRNGKeyArray], *, max_new_tokens: int
     ) -> Completions:
         # A token is decoded in less time than its layers are fetched in: they are fetched before.
         model, weight = self._with_ends(nnx.State({**params, "blocks": self.fetch(params["blocks"])}))
-        multiplies_again = model.keeps_bits and not self.head.records_logits
+        recorded = self.head.records_logits and model.lm_head.low_rank is None
 
         def score(hidden: Array, products: Array, ids: Array) -> Array:
-            if multiplies_again:
-                return self.head.own_logps(hidden, weight, ids)
+            if model.keeps_bits and not recorded:
+                return self.head.own_logps(hidden, weight, ids, _term(model))
             as_trained = {"as_linear_logp": True, "implementation": self.head.implementation}
             return self.head.own_logps_of_logits(products, ids, **(as_trained if model.keeps_bits else {}))
 
@@ -123,15 +153,16 @@ class Policy:
         """The model with its embedding, last norm and head whole, and the head as this device has it for `own_logps`.
         A head that is tied has two uses, whose gradients are added before those of devices are.
         """
-        (table,) = jax.tree.leaves(params["embedding"])
+        named = {name: params[name] for name in ("embedding", "lm_head") if name in params}
+        ends = jax.tree.map(lambda x: self.fetch.copies(x, 1, 1)[0], named)
         if self.head.name == "embedding":
+            (table,) = jax.tree.leaves(params["embedding"])
             lookup, weight = self.fetch.copies(table, 1, 2)
-            ends = {"embedding": self._joined(lookup)}
+            ends["embedding"] = jax.tree.map(lambda _: self._joined(lookup), params["embedding"])
         else:
-            (lookup,), (weight,) = (self.fetch.copies(x, 1, 1) for x in (table, *jax.tree.leaves(params["lm_head"])))
-            ends = {"embedding": lookup, "lm_head": self._joined(weight)}
-        whole = {name: jax.tree.map(lambda _, x=x: x, params[name]) for name, x in ends.items()}
-        state = nnx.State({**params, **whole, "norm": self.fetch(params["norm"])})
+            (weight,) = jax.tree.leaves(ends["lm_head"]["weight"])
+            ends["lm_head"] = jax.tree.map(self._joined, ends["lm_head"])
+        state = nnx.State({**params, **ends, "norm": self.fetch(params["norm"])})
         return nnx.merge(self.graph, state, self.constants), weight
 
     def _joined(self, weight: Float[Array, "W D"]) -> Float[Array, "V D"]:
@@ -139,6 +170,11 @@ class Policy:
         if self.head.shard_count == 1:
             return weight
         return jax.lax.all_gather(weight, "tensor", tiled=True, to="invarying")[: self.head.vocab_size]
+
+
+def _term(model: models.CausalLM) -> tuple[Array, Array] | None:
+    """The low-rank term of the head, if there is one."""
+    return None if model.lm_head.low_rank is None else model.lm_head.low_rank.term
 
 
 def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
@@ -150,9 +186,15 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     try:
         described = models.read_config(config.model or "")
         sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
-        model = nnx.eval_shape(
-            lambda: models.CausalLM(described, dtype=dtype, kind=kind, remat=config.remat, rngs=nnx.Rngs(0))
-        )
+
+        def new() -> models.CausalLM:
+            rngs = nnx.Rngs(config.seed)
+            model = models.CausalLM(described, dtype=dtype, kind=kind, remat=config.remat, rngs=rngs)
+            if config.lora_rank is not None:
+                model.add_low_rank(config.lora_rank, rngs=rngs)
+            return model
+
+        model = nnx.eval_shape(new)
     except ValueError as error:
         raise BadInput(str(error)) from error
     if tokenizer.vocab_size > described.vocab_size:
@@ -173,13 +215,24 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     if config.invariant:
         head = head.with_promised_bits(described.width)
     model.set_frequencies()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), nnx.state(model, nnx.Param))
+    shapes, low_rank = _in_float32(nnx.state(model, nnx.Param)), None
+    if config.lora_rank is not None:
+        terms, frozen = nnx.split_state(nnx.state(model, nnx.Param), nnx.LoRAParam, ...)
+        shapes = nnx.merge_state(_in_float32(terms), frozen)
+
+        def low_rank() -> nnx.State:
+            return jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(new(), nnx.LoRAParam))
+
     constants = nnx.state(model, nnx.Not(nnx.Param))
     fetch = placement.Fetch(dtype, mesh.shape["data"])
     ends = tokenizer.stop_ids, tokenizer.pad_id
-    policy = Policy(nnx.graphdef(model), constants, shapes, head, fetch, sampling, *ends)
+    policy = Policy(nnx.graphdef(model), constants, shapes, low_rank, head, fetch, sampling, *ends)
     _check_cuts(policy, mesh)
     return policy
+
+
+def _in_float32(shapes: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
 
 
 def _check_cuts(policy: Policy, mesh: Mesh) -> None:
@@ -191,9 +244,9 @@ def _check_cuts(policy: Policy, mesh: Mesh) -> None:
             raise BadInput(f"mesh: {name} {list(shape.shape)} cannot be cut into data={mesh.shape['data']} equal parts")
 
 
-def load_parameters(directory: Path | str, mesh: Mesh | None = None) -> nnx.State:
-    """The float32 parameters of a checkpoint. Raises BadInput for one that does not fit its config.json."""
+def load_parameters(directory: Path | str, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> nnx.State:
+    """The parameters of a checkpoint. Raises BadInput for one that does not fit its config.json."""
     try:
-        return nnx.state(models.load(directory, dtype=jnp.float32, mesh=mesh), nnx.Param)
+        return nnx.state(models.load(directory, dtype=dtype, mesh=mesh), nnx.Param)
     except ValueError as error:
         raise BadInput(str(error)) from error

@@ -20,7 +20,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.policy import Policy, load_parameters, make_policy
 from rlk_jax.grpo.samples import Sample
-from rlk_jax.grpo.sequences import join_completions
+from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.steps import EVALUATION_SAMPLES, EVALUATION_STEP, TrainingSteps, TrainState
 from rlk_jax.grpo.text_task import TextRows, TextTask, shown_prompt
 from rlk_jax.grpo.updates import Learner, Updates, adam, learning_rate_of
@@ -99,13 +99,13 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     run_key, group = jax.random.key(config.seed), config.samples_per_prompt
     rows_per_step = config.prompts_per_step * group
     optimizer = adam(learning_rate_of(config), head, config.max_gradient_norm)
-    updates = Updates(config, mesh, policy.logps, config.max_new_tokens)
     drawn: list[Sample] = []
 
-    def begin(params: nnx.State) -> TrainState:
+    def begin(given: nnx.State) -> TrainState:
+        params = policy.begun(head.shard(given))
         # With a beta of 0 nothing is measured to the reference. It computes from rounded numbers, as the policy does.
-        reference = policy.rounded(params) if config.beta else None
-        return TrainState(params, reference, optimizer.init(params))
+        reference = policy.reference(params) if config.beta else None
+        return TrainState(params, reference, optimizer.init(policy.split(params)[0]))
 
     def roll_out(params: nnx.State, prompt_ids: Array, padding: Array, step: Array) -> Completions:
         keys = jax.random.split(jax.random.fold_in(run_key, step), len(padding))
@@ -121,12 +121,19 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         if config.shuffle_advantages:
             advantages = jax.random.permutation(jax.random.fold_in(run_key, ~step), advantages)
         rows = join_completions(prompt_ids, padding, completions.ids, completions.mask)
-        scored = updates.scored(state.reference, rows, completions.logps, advantages)
-        learner, metrics = updates.run(optimizer, Learner(state.params, state.opt_state), scored)
-        return state._replace(**learner._asdict()), metrics
+        trained, frozen = policy.split(state.params)
 
-    state = policy.shardings(jax.eval_shape(lambda params: begin(head.shard(params)), policy.shapes))
-    begin_program = jax.jit(lambda params: begin(head.shard(params)), out_shardings=state)
+        def logps(trained: nnx.State, sequences: Sequences) -> Array:
+            return policy.logps(nnx.merge_state(trained, frozen), sequences)
+
+        updates = Updates(config, mesh, logps, config.max_new_tokens)
+        scored = updates.scored(state.reference, rows, completions.logps, advantages)
+        learner, metrics = updates.run(optimizer, Learner(trained, state.opt_state), scored)
+        params = nnx.merge_state(learner.params, frozen)
+        return state._replace(params=params, opt_state=learner.opt_state), metrics
+
+    state = policy.shardings(jax.eval_shape(begin, policy.given_shapes))
+    begin_program = jax.jit(begin, out_shardings=state)
     roll_out_program = jax.jit(roll_out, out_shardings=by_row)
     update_program = jax.jit(update, out_shardings=(state, replicated), donate_argnums=0)
 
@@ -173,7 +180,8 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     whole_step = Hosted(grpo_step, lower_update)
     return TrainingSteps(
         initial_state=Hosted(
-            lambda: begin_program(load_parameters(config.model or "", mesh)), lambda: begin_program.lower(policy.shapes)
+            lambda: begin_program(load_parameters(config.model or "", mesh, policy.given_dtype)),
+            lambda: begin_program.lower(policy.given_shapes),
         ),
         start_grpo=Hosted(lambda state: state, lambda state: lower_roll_out(state.params)),
         warmup_step=whole_step,  # It is never called: a given model has no warm start.

@@ -1,6 +1,7 @@
 """A decoder driven by a `ModelConfig`, in Flax NNX modules that can be read and used alone."""
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from rlk_jax import nn
-from rlk_jax.models.config import LayerConfig, ModelConfig
+from rlk_jax.models.config import LayerConfig, ModelConfig, config_of
 from rlk_jax.models.kinds import KINDS, LayerKind, Reach, Slots
+from rlk_jax.models.low_rank import LowRank
 from rlk_jax.models.placement import Fetch
 from rlk_jax.models.rope import Rope
 from rlk_jax.ops.det_gemm.checks import check_gemm_dtype
@@ -48,7 +50,9 @@ class _TokenPlaces(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """`x·Wᵀ + bias`; the weight is `[out, in]`."""
+    """`x·Wᵀ + bias`, and a low-rank term where there is one; the weight is `[out, in]`."""
+
+    low_rank: LowRank | None = None
 
     def __init__(
         self, inputs: int, outputs: int, kind: LayerKind, dtype: DTypeLike, *, bias: bool, rngs: nnx.Rngs
@@ -58,7 +62,8 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*lead in"]) -> Float[Array, "*lead out"]:
-        return self.kind.dense(x, self.weight[...], None if self.bias is None else self.bias[...])
+        product = self.kind.dense(x, self.weight[...], None if self.bias is None else self.bias[...])
+        return product if self.low_rank is None else self.kind.plus(product, self.low_rank(x))
 
 
 class Norm(nnx.Module):
@@ -170,6 +175,8 @@ _RECOMPUTING = jax.jit(jax.checkpoint(_through_layer, static_argnums=(0, 1)), st
 class LogitsHead(nnx.Module):
     """The head of a model, whose weight is `[V, D]`; where it is tied, the embedding's own."""
 
+    low_rank: LowRank | None = None
+
     def __init__(self, weight: nnx.Param, softcap: float | None, kind: LayerKind) -> None:
         self.weight, self.softcap, self.kind = weight, softcap, kind
 
@@ -179,7 +186,8 @@ class LogitsHead(nnx.Module):
 
     def products(self, hidden: Float[Array, "*lead D"]) -> Float32[Array, "*lead V"]:
         """float32 hidden·Wᵀ, in front of the softcap: what `rlk_jax.logp` takes with `as_linear_logp`."""
-        return self.kind.logits(hidden, self.weight[...])
+        products = self.kind.logits(hidden, self.weight[...])
+        return products if self.low_rank is None else self.kind.plus(products, self.low_rank.products(hidden))
 
     def capped(self, products: Float32[Array, "*lead V"]) -> Float32[Array, "*lead V"]:
         """Logits from products."""
@@ -229,6 +237,25 @@ class CausalLM(nnx.Module):
         """Compute the frequencies of the ropes, which are no parameters: a model that is only shapes has none."""
         for rope, frequencies in zip(ropes_of(self.config), self.frequencies, strict=True):
             frequencies.set_value(jnp.asarray(rope.frequencies()))
+
+    def add_low_rank(self, rank: int, *, rngs: nnx.Rngs) -> None:
+        """Give all linear layers and the head low-rank terms, whose parameters are `nnx.LoRAParam`."""
+        for linear in self._with_weights():
+            linear.low_rank = LowRank(linear.weight, rank, self.kind, self.dtype, rngs=rngs)
+
+    def merge_low_rank(self) -> None:
+        """Add low-rank terms to the weights beside them. A head that was tied has a weight of its own then."""
+        for linear in self._with_weights():
+            if linear.low_rank is not None:
+                linear.weight = nnx.Param(linear.low_rank.added_to(linear.weight[...]))
+                linear.low_rank = None
+                self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
+
+    def _with_weights(self) -> Iterator[Linear | LogitsHead]:
+        for block in self.blocks:
+            attention, feed_forward = block.attention, block.feed_forward
+            yield from (attention.query_key_value, attention.out, feed_forward.gate_up, feed_forward.down)
+        yield self.lm_head
 
     def __call__(
         self, tokens: Int[Array, "B T"], padding: Int[Array, "B"] | Int[Array, "B T"] | None = None

@@ -54,6 +54,7 @@ class LayerKind:
 
     dense: Callable[[Array, Array, Array | None], Array]
     """x·Wᵀ + bias."""
+    plus: Callable[[Array, Array], Array]
     embed: Callable[[Array, Array], Array]
     """Rows of an embedding."""
     norm: Callable[[Array, Array, float], Array]
@@ -145,6 +146,7 @@ def _invariant_values(query: Array, keys: Array, values: Array, slots: Slots, re
 KINDS = {
     "stock": LayerKind(
         dense=_dense,
+        plus=jnp.add,
         embed=lambda table, ids: jnp.take(table, ids, axis=0),
         norm=_norm,
         add_norm=_norm_of_sum,
@@ -157,6 +159,7 @@ KINDS = {
     ),
     "invariant": LayerKind(
         dense=_invariant_dense,
+        plus=_added,
         embed=nn.embed,
         norm=lambda x, scale, epsilon: nn.rms_norm(x, scale, epsilon=epsilon),
         add_norm=lambda x, branch, scale, epsilon: nn.add_rms_norm(x, branch, scale, epsilon=epsilon),

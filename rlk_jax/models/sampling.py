@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
-from rlk_jax import logp
+from rlk_jax import linear_logp, logp
 from rlk_jax.core.checks import (
     as_array,
     fits_float32,
@@ -304,6 +304,10 @@ def logps_of(model: CausalLM, sampling: Sampling) -> Score:
     def score(hidden: Array, products: Array, ids: Array) -> Array:
         if not model.keeps_bits:
             return logp(products, ids, **options)
+        if model.lm_head.low_rank is not None:
+            head = hidden, model.lm_head.weight[...], ids
+            how: dict[str, Any] = {"low_rank": model.lm_head.low_rank.term, **options}
+            return linear_logp(*head, implementation=promising("linear_logp", *head, **how), **how)
         name = promising("logp", products, ids, as_linear_logp=True, **options)
         return logp(products, ids, as_linear_logp=True, implementation=name, **options)
 

@@ -149,6 +149,11 @@ def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path):
         ),
         ({"reward": "absent_module:f"}, "absent_module"),
         ({"reward": "tests.grpo.test_text_run:not_a_number"}, "not_a_number"),
+        ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
+        (
+            {"lora_rank": 2, "mesh": "data=1,tensor=2"},
+            "lora_rank needs a whole head, as in mesh data=N,tensor=1, got data=1,tensor=2",
+        ),
         ({"save_hf": "."}, "save_hf: . is not empty"),
         ({"invariant": True, "compute_dtype": "float32"}, "invariant needs compute_dtype bfloat16, got float32"),
     ],
@@ -222,6 +227,35 @@ def test_schedules_of_the_learning_rate(schedule, expected):
     """Over updates, of which a step has two: a rise over one step, then the schedule over the others."""
     config = GrpoConfig(grpo_steps=3, updates_per_rollout=2, schedule=schedule, schedule_warmup=1, learning_rate=10.0)
     np.testing.assert_array_equal([learning_rate_of(config)(i) for i in range(6)], expected)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="untied"), pytest.param(True, id="tied")])
+def adapted(request, tmp_path_factory) -> tuple[RunFolder, Path, Path]:
+    """A finished run of low-rank terms, the checkpoint that it saved, and the one that it began from."""
+    folder = tmp_path_factory.mktemp("adapted")
+    model = tiny_text.write_model(folder / "model", tie_word_embeddings=request.param)
+    files = model, tiny_text.write_prompts(folder / "prompts.jsonl")
+    assert tiny.run_here(*command(files, folder / "out", lora_rank=4, learning_rate=3e-2, save_hf=folder / "hf")) == 0
+    return RunFolder(folder / "out"), folder / "hf", model
+
+
+def test_low_rank_terms_are_trained_from_the_given_model_on(adapted):
+    """Ratios begin at exactly 1; the reference, which is the given model, is left behind."""
+    lines = metrics_of(adapted[0])
+    assert [line["mismatch"] for line in lines] == [0] * 4
+    assert [line["first_ratio_max"] for line in lines] == [1] * 4
+    assert lines[0]["first_ratio_min"] == 1 and lines[-1]["kl"] > 0 and lines[-1]["ratio_max"] > 1
+
+
+def test_what_is_frozen_is_saved_as_it_was(adapted):
+    """Norms and embedding are; matrices beside low-rank terms differ by matrices of that rank, the head among them."""
+    before, after = (models.load(path, dtype=jnp.float32) for path in (adapted[2], adapted[1]))
+    rounded = jnp.asarray(before.embedding[...], jnp.bfloat16)
+    np.testing.assert_array_equal(after.embedding[...], rounded)
+    np.testing.assert_array_equal(after.norm.scale[...], before.norm.scale[...])
+    for changed in (after.lm_head.weight[...] - before.lm_head.weight[...],):
+        sizes = np.linalg.svd(np.asarray(changed), compute_uv=False)
+        assert sizes[3] > 3 * sizes[4], sizes
 
 
 def moves(files: tuple[Path, Path], folder: Path, **changes) -> list[np.ndarray]:
