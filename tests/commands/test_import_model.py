@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -164,7 +165,6 @@ NAMES = {
 
 def write_gguf(path, model, tokenizer, **changes) -> None:
     """Write a model and its tokenizer as llama.cpp's own converter does."""
-    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {**SAYS, **changes}.items():
         if key.startswith(("GGUF", "general")):
