@@ -16,6 +16,7 @@ JOBS ?= 2
 # FULL=1, as `make test-full` sets it, adds the tests that are marked `full` and every configuration of the kernels.
 FULL ?=
 ALL := $(if $(FULL),--all)
+REAL_MODEL := $(if $(FULL),.smollm2/model/config.json)
 marked = $(if $(1),$(if $(FULL),-m "$(1)",-m "$(1) and not full"),$(if $(FULL),,-m "not full"))
 HEAD := $(wildcard tests/ops/linear_logp/test_*.py)
 PARALLEL := tests/ops/linear_logp/sharding tests/checker/test_check_tp.py
@@ -49,8 +50,8 @@ demo-smollm2: .smollm2/model/config.json
 	--max-new-tokens 16 --grpo-steps 2 --updates-per-rollout 1 --show-every 1 --out runs/smollm2 --overwrite
 
 # What CI runs: the sharp part of every leg. Two legs run at a time, the longest first, each in one process, so that no
-# core waits for the last file of a leg. What the longest needs is built before, or make would start it last.
-test: .sm90/ready
+# core waits for the last file of a leg. What the long ones need is built before, or make would start it last.
+test: .sm90/ready $(REAL_MODEL)
 	@start=$$SECONDS; \
 	$(MAKE) --no-print-directory -j $(JOBS) $(if $(filter output-sync,$(.FEATURES)),-Otarget) JOBS=0 $(LEGS:%=test-%) && \
 	echo "make test$(if $(FULL),-full): all legs passed in $$((SECONDS - start)) s"
@@ -71,8 +72,9 @@ test-lint: .venv/ready
 test-head: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(HEAD) $(marked))
 
-# All other ops, core, losses, layers, the checker, commands, benchmarks and the laws of the tree.
-test-ops: .venv/ready
+# All other ops, core, losses, layers, models, the checker, commands, benchmarks and the laws of the tree. FULL fetches a
+# real model.
+test-ops: .venv/ready $(REAL_MODEL)
 	$(call leg,$(RUN) $(PYTEST) $(OPS) --ignore=tests/checker/test_check_tp.py --deselect $(CHECK) $(marked))
 
 # `rlk check --all` with gradients and bits, in float16; under FULL in every dtype.
