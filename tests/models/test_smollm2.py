@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rlk_jax import linear_logp, models
+from tests.models.greedy import assert_same_answers
 
 DIRECTORY = Path(__file__).parents[2] / ".smollm2" / "model"
 # In `make test`, test_families.py has tiny models of every family.
@@ -55,26 +56,9 @@ def ours():
 
 
 def test_answers_are_those_of_transformers(theirs, ours):
-    """Token for token: ours of all questions at once behind left padding, theirs of each one alone."""
-    tokenizer, gold = models.load_tokenizer(DIRECTORY), AutoTokenizer.from_pretrained(DIRECTORY)
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    prompts = [tokenizer.chat(chat) for chat in chats]
-    padding = np.array([max(map(len, prompts)) - len(prompt) for prompt in prompts])
-    tokens = np.stack([np.pad(prompt, (before, 0)) for prompt, before in zip(prompts, padding, strict=True)])
-    limits = {"max_new_tokens": NEW_TOKENS, "stop_ids": tokenizer.stop_ids}
-
-    @nnx.jit
-    def answers(model, tokens, padding):
-        keys = jax.random.split(jax.random.key(0), len(prompts))
-        return models.sample(model, tokens, padding, keys, sampling=models.Sampling(temperature=0), **limits)
-
-    found = answers(ours, jnp.asarray(tokens), jnp.asarray(padding))
-    for i, chat in enumerate(chats):
-        prompt = gold.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-        assert prompts[i] == prompt[0].tolist()
-        expected = theirs.generate(prompt, do_sample=False, max_new_tokens=NEW_TOKENS)[0, prompt.shape[1] :]
-        assert found.ids[i, : int(found.lengths[i])].tolist() == expected.tolist(), QUESTIONS[i]
-    assert int(found.lengths.min()) < int(found.lengths.max()) == NEW_TOKENS, "some answers end, and some are cut off"
+    answers = assert_same_answers(ours, theirs, DIRECTORY, QUESTIONS, NEW_TOKENS)
+    lengths = [len(answer) for answer in answers]
+    assert min(lengths) < max(lengths) == NEW_TOKENS, "some answers end, and some are cut off"
 
 
 def test_the_perplexity_of_a_text_is_that_of_transformers(theirs, ours):
