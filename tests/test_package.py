@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -12,6 +13,7 @@ import rlk_jax
 import rlk_jax.checker
 import rlk_jax.grpo
 import torch_bridge
+from rlk_jax.grpo import extras
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -42,6 +44,29 @@ def test_import_adds_little_to_jax_and_flax():
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     count = [int(x) for x in printed.split()]
     assert count[1] < 1.5 * count[0]
+
+
+def imported_packages(*rooms: str) -> set[str]:
+    """The packages that the modules of these rooms import anywhere: none of Python's own, and none of this project."""
+    found = set[str]()
+    for path in (path for room in rooms for path in (ROOT / "rlk_jax" / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.partition(".")[0] for name in names}
+    return found - sys.stdlib_module_names - {"rlk_jax", "pallas_kernels"}
+
+
+def test_packages_that_commands_ask_for_are_those_of_the_extra():
+    """The command checks all that its rooms import, and the extra brings all that it checks."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plain, grpo = (
+        {re.match(r"[\w-]+", x)[0].replace("-", ".") for x in requirements}
+        for requirements in (project["dependencies"], project["optional-dependencies"]["grpo"])
+    )
+    assert imported_packages("nn", "models") - plain == set(extras.MODEL_PACKAGES)
+    assert imported_packages("grpo") - plain < {x.partition(".")[0] for x in extras.TRAINER_PACKAGES}
+    assert set(extras.TRAINER_PACKAGES) == grpo
 
 
 def test_kernels_and_ops_keep_their_rooms():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.grpo.config import BadInput
-from rlk_jax.grpo.extras import missing_extra_is_bad_input
+from rlk_jax.grpo.extras import MODEL_PACKAGES, require_packages
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.usage import Throughput
 
@@ -68,8 +68,9 @@ def _begun(options: argparse.Namespace) -> tuple["Tokenizer", Iterator[int]]:
     if not options.model.is_dir():
         raise BadInput(f"--model {options.model} is no directory")
     # Imported here so that `rlk generate --help` does not wait for flax.
-    with missing_extra_is_bad_input():
-        from rlk_jax import models
+    require_packages(MODEL_PACKAGES, extra="grpo")
+    from rlk_jax import models
+
     try:
         sampling = models.Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         tokenizer = models.load_tokenizer(options.model)

@@ -4,7 +4,6 @@ transformers does not take all over that a GGUF says, and does not say so; what 
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlk_jax.grpo.config import BadInput
+from rlk_jax.grpo.extras import MODEL_PACKAGES, require_packages
 from rlk_jax.grpo.usage import gib
 
 if TYPE_CHECKING:
     from rlk_jax.models import ModelConfig
 
-_PACKAGES = ("gguf", "transformers", "torch", "flax", "safetensors", "tokenizers", "jinja2")
 _DTYPES = ("bfloat16", "float16", "float32")
 _MAGIC = b"GGUF"
 _STRING_TYPE = 8
@@ -79,9 +78,7 @@ def import_model(path: Path, directory: Path, dtype: str) -> str:
     converted; the directory is then as it was.
     """
     _check_paths(path, directory)
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BadInput(f"{', '.join(missing)} not installed: `rlk import-model` needs rlk-jax's extra `import`")
+    require_packages(("gguf", "transformers", "torch", *MODEL_PACKAGES), extra="import")
     from rlk_jax.models import config_of
     from rlk_jax.models.tokenizer import one_line
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
-from rlk_jax.grpo.extras import missing_extra_is_bad_input
+from rlk_jax.grpo.extras import TRAINER_PACKAGES, require_packages
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
 from rlk_jax.grpo.tasks import Task, load_task
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     # Imported here so that `rlk grpo --help` does not wait for flax, orbax and matplotlib.
-    with missing_extra_is_bad_input():
-        from rlk_jax.grpo.run_folder import RunFolder
-        from rlk_jax.grpo.steps import build_steps, make_mesh
-        from rlk_jax.grpo.text_steps import build_text_steps
-        from rlk_jax.grpo.text_task import TextTask, load_text_task
-        from rlk_jax.grpo.trainer import say_stopped, train
+    require_packages(TRAINER_PACKAGES, extra="grpo")
+    from rlk_jax.grpo.run_folder import RunFolder
+    from rlk_jax.grpo.steps import build_steps, make_mesh
+    from rlk_jax.grpo.text_steps import build_text_steps
+    from rlk_jax.grpo.text_task import TextTask, load_text_task
+    from rlk_jax.grpo.trainer import say_stopped, train
 
     folder, console = RunFolder(arguments.out), Console()
     if config.save_hf is not None and Path(config.save_hf).exists() and any(Path(config.save_hf).iterdir()):

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.samples import gain_text
 from rlk_jax.grpo.usage import Throughput, gib, peak_memory
 
 PLAIN_LINE_EVERY = 50
@@ -85,7 +86,7 @@ def final_table(before: Mapping[str, float], after: Mapping[str, float]) -> Tabl
     """Held-out rewards before and after GRPO."""
     table = Table("held-out reward", "before", "after", "gain")
     for name in before:
-        table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}")
+        table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", gain_text(before[name], after[name]))
     return table
 
 

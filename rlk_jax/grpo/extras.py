@@ -1,20 +1,26 @@
-"""A package that is not installed is bad input: one line names it, and the extra that it comes with."""
+"""Packages that come with an extra of rlk-jax. Where some are not installed, one line names them and the extra."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import importlib.util
+from collections.abc import Iterable
 
 from rlk_jax.grpo.config import BadInput
 
-_EXTRA_PACKAGES = {"flax", "safetensors", "tokenizers", "jinja2", "optax", "orbax", "matplotlib"}
-"""What the extra `grpo` installs."""
+MODEL_PACKAGES = ("flax", "safetensors", "tokenizers", "jinja2")
+"""What `rlk_jax.models` imports, of the extra `grpo`."""
+TRAINER_PACKAGES = (*MODEL_PACKAGES, "optax", "orbax.checkpoint", "matplotlib")
+"""All of the extra `grpo`."""
 
 
-@contextmanager
-def missing_extra_is_bad_input() -> Iterator[None]:
-    """Turn an import of a package of the extra `grpo` that is not installed into BadInput."""
+def require_packages(packages: Iterable[str], *, extra: str) -> None:
+    """Raise BadInput where packages are not installed. Importing them here would take long, and each one may fail in a
+    way of its own.
+    """
+    if missing := [name for name in packages if not _is_installed(name)]:
+        raise BadInput(f"not installed, of rlk-jax's extra `{extra}`: {', '.join(missing)}")
+
+
+def _is_installed(package: str) -> bool:
     try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA_PACKAGES:
-            raise
-        raise BadInput(f"{error.name} is not installed: it comes with rlk-jax's extra `grpo`") from error
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # The package that it is a part of is missing.
+        return False

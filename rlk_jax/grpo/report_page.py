@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlk_jax.core.pages import html_table, page_alone
-from rlk_jax.grpo.samples import Sample, length_texts, rewards_texts
+from rlk_jax.grpo.samples import Sample, gain_text, length_texts, rewards_texts
 
 _RUN_STYLE = """
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; overflow-wrap: anywhere }
@@ -72,9 +72,9 @@ def _rewards_table(before: Mapping[str, float], after: Mapping[str, float]) -> s
 
 
 def _gain(before: float, after: float) -> str:
-    """The change of a reward with its sign, coloured by it."""
+    """The gain of a reward, coloured by its sign."""
     colours = {1: "good", 0: "", -1: "bad"}
-    return f'<span class="{colours[(after > before) - (after < before)]}">{after - before:+.3f}</span>'
+    return f'<span class="{colours[(after > before) - (after < before)]}">{gain_text(before, after)}</span>'
 
 
 def _data_address(picture: Path) -> str:

@@ -99,6 +99,11 @@ def rewards_texts(sample: Sample) -> list[str]:
     return [f"{sample.reward:.3f}", *(named if len(named) > 1 else [])]
 
 
+def gain_text(before: float, after: float) -> str:
+    """By how much a reward has risen, with its sign, for a person to read."""
+    return f"{after - before:+.3f}"
+
+
 def length_texts(sample: Sample) -> list[str]:
     """The length of a completion, for a person to read, and that the limit cut it where that is so."""
     return [f"{sample.tokens} token{'' if sample.tokens == 1 else 's'}", *([] if sample.ended else ["at limit"])]

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_a_package_that_is_missing_names_the_extra(tmp_path, capsys, monkeypatch
     (tmp_path / "magic.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("gguf", "torch") else name)
     assert run(tmp_path / "magic.gguf", tmp_path / "new") == 2
-    said = "gguf, torch not installed: `rlk import-model` needs rlk-jax's extra `import`"
+    said = "not installed, of rlk-jax's extra `import`: gguf, torch"
     assert capsys.readouterr().err == f"rlk import-model: error: {said}\n"
 
 
@@ -164,7 +165,6 @@ NAMES = {
 
 def write_gguf(path, model, tokenizer, **changes) -> None:
     """Write a model and its tokenizer as llama.cpp's own converter does."""
-    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {**SAYS, **changes}.items():
         if key.startswith(("GGUF", "general")):

@@ -11,6 +11,7 @@ import matplotlib.axes
 import matplotlib.image
 import pytest
 
+from rlk_jax.grpo.display import final_table
 from rlk_jax.grpo.report import panel_grid, panels, plot_report
 from rlk_jax.grpo.report_page import pairs_of_prompts, write_report_page
 from rlk_jax.grpo.samples import Sample
@@ -145,6 +146,11 @@ def test_a_page_shows_facts_and_gains(written):
     # The gains of the table, then that of the one completion.
     assert page.texts("span") == ["+0.500", "-0.500", "+0.000", "+1.000"]
     assert [x["class"] for x in page.all("span")] == ["good", "bad", "", "good"]
+
+
+def test_the_terminal_shows_gains():
+    table = final_table({"sampled": 0.25, "greedy": 0.75}, {"sampled": 0.75, "greedy": 0.25})
+    assert list(table.columns[-1].cells) == ["+0.500", "-0.500"]
 
 
 def test_a_page_shows_texts_as_they_are(written):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rlk_jax import models
 from rlk_jax.grpo.config import GrpoConfig
@@ -18,6 +20,7 @@ from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.text_steps import rows_of_step
 from rlk_jax.grpo.updates import learning_rate_of
 from tests.grpo import tiny, tiny_text
+from tests.models.greedy import assert_same_answers
 from tests.support import helpers
 
 LETTERS = "tests.grpo.tiny_text:letters"
@@ -98,17 +101,28 @@ def test_a_run_writes_its_files(finished):
 
 def test_the_trained_model_is_loaded_by_transformers(finished, files):
     """It has the tokenizer, other weights than the given one, and those of the last checkpoint."""
-    transformers = pytest.importorskip("transformers")
     _, saved = finished
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved).float()
+    theirs = AutoModelForCausalLM.from_pretrained(saved).float()
     ours = models.load(saved, dtype=jnp.float32)
     tokens = np.array([[4, 30, 70, 9]])
-    torch = pytest.importorskip("torch")
     expected = theirs(torch.tensor(tokens)).logits.detach().numpy()
     helpers.assert_within_contract(ours.lm_head(ours(jnp.asarray(tokens))), expected, "models", jnp.float32, "forward")
     before = models.load(files[0], dtype=jnp.float32)
     assert bool((before.embedding[...] != ours.embedding[...]).any())
     assert models.load_tokenizer(saved).digest == models.load_tokenizer(files[0]).digest
+
+
+def test_transformers_writes_the_same_text_with_the_trained_model(finished):
+    """The most probable tokens by float32, of the files that the run saved. Nothing stops them: the first token would,
+    almost always.
+    """
+    _, saved = finished
+    theirs = AutoModelForCausalLM.from_pretrained(saved, dtype="float32")
+    assert theirs.generation_config.eos_token_id == list(models.load_tokenizer(saved).stop_ids)
+    theirs.generation_config.eos_token_id = None
+    questions = ("0", "ab1", "abab2 + 7", "What is 17 + 26?", "zz", "??", "Name three colours.")
+    answers = assert_same_answers(models.load(saved, dtype=jnp.float32), theirs, saved, questions, max_new_tokens=24)
+    assert len(set(map(tuple, answers))) > 3, "they are not all the same"
 
 
 def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path):
