@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 _RECOMPUTED = {"all_gather", "reduce_precision", "convert_element_type"}
 """What a fetch is made of."""
@@ -84,9 +84,15 @@ def _copies_fwd(fetch: Fetch, axis: int, count: int, part: Array) -> tuple[tuple
 
 
 def _copies_bwd(fetch: Fetch, axis: int, count: int, _: None, gradients: tuple[Array, ...]) -> tuple[Array]:
-    exchanged = [[x.astype(jnp.float32) for x in fetch._exchanged(gradient, axis)] for gradient in gradients]
+    exchanged = [[_widened(x) for x in fetch._exchanged(gradient, axis)] for gradient in gradients]
     found = (functools.reduce(jnp.add, of_device) for of_device in zip(*exchanged, strict=True))
     return (functools.reduce(jnp.add, found),)
+
+
+def _widened(x: Array) -> Float32[Array, "..."]:
+    """Numbers of a shorter dtype in float32, whatever they were computed in: `rounded` says why."""
+    bits = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
 
 
 _copies.defvjp(_copies_fwd, _copies_bwd)
