@@ -8,15 +8,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 
-def scan_micro_batches[Carry, Rows](
-    step: Callable[[Carry, Rows], tuple[Carry, Array]],
+def scan_micro_batches[Carry, Rows, Output](
+    step: Callable[[Carry, Rows], tuple[Carry, Output]],
     carry: Carry,
     rows: Rows,
     *,
     micro_batches: int,
     mesh: Mesh,
     is_active: Callable[[Rows], Bool[Array, ""]] | None = None,
-) -> tuple[Carry, Array]:
+) -> tuple[Carry, Output]:
     """Run `carry, output = step(carry, micro_batch)` over all micro-batches.
 
     Returns the last carry, and the outputs `[B / micro_batches, ...]` of all steps joined to `[B, ...]`, in the order
@@ -38,11 +38,11 @@ def scan_micro_batches[Carry, Rows](
     def join(x: Array) -> Array:
         return x.reshape(micro_batches, shards, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-    def skip(carry: Carry, micro_batch: Rows) -> tuple[Carry, Array]:
+    def skip(carry: Carry, micro_batch: Rows) -> tuple[Carry, Output]:
         output = jax.eval_shape(step, carry, micro_batch)[1]
-        return carry, jnp.zeros(output.shape, output.dtype)
+        return carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), output)
 
-    def step_or_skip(carry: Carry, flagged: tuple[Array, Rows]) -> tuple[Carry, Array]:
+    def step_or_skip(carry: Carry, flagged: tuple[Array, Rows]) -> tuple[Carry, Output]:
         active, micro_batch = flagged
         return jax.lax.cond(active, step, skip, carry, micro_batch)
 
@@ -51,18 +51,18 @@ def scan_micro_batches[Carry, Rows](
         carry, outputs = jax.lax.scan(step, carry, stacked)
     else:  # All flags are computed before the loop; inside it, devices would have to agree on each of them.
         carry, outputs = jax.lax.scan(step_or_skip, carry, (jax.vmap(is_active)(stacked), stacked))
-    return carry, join(outputs)
+    return carry, jax.tree.map(join, outputs)
 
 
-def accumulated_gradients[Params, Rows](
-    loss_fn: Callable[[Params, Rows], tuple[Float[Array, ""], Array]],
+def accumulated_gradients[Params, Rows, Output](
+    loss_fn: Callable[[Params, Rows], tuple[Float[Array, ""], Output]],
     params: Params,
     rows: Rows,
     *,
     micro_batches: int,
     mesh: Mesh,
     is_active: Callable[[Rows], Bool[Array, ""]] | None = None,
-) -> tuple[Params, Array]:
+) -> tuple[Params, Output]:
     """Σ over micro-batches of the gradients of `loss_fn(params, micro_batch)`, added in ascending order.
 
     The second result is the auxiliary output of `loss_fn`, for all rows. `scan_micro_batches` says how rows are cut
@@ -73,7 +73,7 @@ def accumulated_gradients[Params, Rows](
     if micro_batches == 1:  # There is nothing to add up.
         return gradients_fn(params, rows)
 
-    def add(total: Params, micro_batch: Rows) -> tuple[Params, Array]:
+    def add(total: Params, micro_batch: Rows) -> tuple[Params, Output]:
         gradients, output = gradients_fn(params, micro_batch)
         return jax.tree.map(jnp.add, total, gradients), output
 

@@ -111,6 +111,13 @@ class GrpoConfig:
     vespo_lambda_pos: float = _option(3.0, "lambda of vespo's weights where advantages are not negative", above=0)
     vespo_k_neg: float = _option(3.0, "k of vespo's weights where advantages are negative", above=0)
     vespo_lambda_neg: float = _option(2.0, "lambda of vespo's weights where advantages are negative", above=0)
+    entropy_coef: float = _option(0.0, "weight of an entropy bonus", minimum=0)
+    importance_cap: float | None = _option(
+        None, "largest importance weight between rollouts and training (default: no weights)", above=0
+    )
+    importance_floor: float | None = _option(None, "smallest importance weight (default: none)", above=0)
+    importance_level: str = _option("token", "whose importance weight a token has: its own (token) or its sequence's")
+    importance_beyond: str = _option("truncate", "weights beyond cap or floor: truncate cuts them, mask makes them 0")
     log_ratio_bound: float | None = _option(
         None,
         "bound of log-ratios in the loss and its KL, so that no token makes them infinite (default: none)",

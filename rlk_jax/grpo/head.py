@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
-from rlk_jax.core.tokens import IGNORED
+from rlk_jax.core.tokens import IGNORED, LinearLogp
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.ops.linear_logp.options import WeightLayout
 
@@ -97,8 +97,19 @@ class MeshHead:
     def logps(
         self, hidden: Float[Array, "*lead D"], kernel: Float[Array, "D V"] | Float[Array, "V D"], target_ids: Array
     ) -> Float[Array, "*lead"]:
-        """fp32 log-prob of every target under a head that `shard` returned, 0 where IGNORED; the first dimension is
-        sharded over "data".
+        """The log-probs of `values`."""
+        return self.values(hidden, kernel, target_ids).logp
+
+    def values(
+        self,
+        hidden: Float[Array, "*lead D"],
+        kernel: Float[Array, "D V"] | Float[Array, "V D"],
+        target_ids: Array,
+        *,
+        entropy: bool = False,
+    ) -> LinearLogp:
+        """fp32 log-prob of every target under a head that `shard` returned, and the entropy if it is asked for, 0 where
+        IGNORED; the first dimension is sharded over "data".
         """
         op: Any = linear_logp
         if self.mesh.size > 1:
@@ -110,22 +121,26 @@ class MeshHead:
                 token_axes="data",
                 **self._cut_options,
             )
-        return op(*self._rounded(hidden, kernel), target_ids, **self._options)
+        found = op(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **self._options)
+        return found if entropy else LinearLogp(found, None, None)
 
-    def own_logps(
+    def own_values(
         self,
         hidden: Float[Array, "*lead D"],
         kernel: Float[Array, "D W"] | Float[Array, "W D"],
         target_ids: Array,
         low_rank: tuple[Array, Array] | None = None,
-    ) -> Float[Array, "*lead"]:
-        """`logps` of a device's own rows, inside shard_map, where `kernel` is its part of the head. A low-rank term is
+        *,
+        entropy: bool = False,
+    ) -> LinearLogp:
+        """`values` of a device's own rows, inside shard_map, where `kernel` is its part of the head. A low-rank term is
         of a whole head.
         """
         options = {"low_rank": low_rank, **self._options}
         if self.shard_count > 1:
             options |= {"axis_name": "tensor", **self._cut_options}
-        return linear_logp(*self._rounded(hidden, kernel), target_ids, **options)
+        found: Any = linear_logp(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **options)
+        return found if entropy else LinearLogp(found, None, None)
 
     def logps_of_logits(
         self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any

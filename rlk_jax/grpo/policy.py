@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rlk_jax import models
+from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.sequences import Sequences
@@ -74,8 +75,14 @@ class Policy:
         return jax.tree.map(lambda x: placement.rounded(x, self.head.dtype), params)
 
     def logps(self, params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
-        """fp32 log-prob of every target given the tokens of its sequence before it; 0 where IGNORED."""
-        return self._over_rows(self._own_logps)(params, sequences)
+        """The log-probs of `values`."""
+        return self.values(params, sequences).logp
+
+    def values(self, params: nnx.State, sequences: Sequences, *, entropy: bool = False) -> LinearLogp:
+        """fp32 log-prob of every target given the tokens of its sequence before it, and the entropy where it is asked
+        for; 0 where IGNORED.
+        """
+        return self._over_rows(functools.partial(self._own_values, entropy=entropy))(params, sequences)
 
     def roll_out(
         self,
@@ -121,7 +128,7 @@ class Policy:
 
         return of_whole_arrays
 
-    def _own_logps(self, params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
+    def _own_values(self, params: nnx.State, sequences: Sequences, *, entropy: bool) -> LinearLogp:
         model, weight = self._with_ends(params)
         model.fetch = self.fetch
         graph, *states = nnx.split(model, nnx.PathContains("lm_head"), nnx.Param, ...)
@@ -131,7 +138,7 @@ class Policy:
             return nnx.merge(graph, head, rest, constants)(sequences.token_ids, sequences.padding)
 
         hidden = self.head.with_fusion_barriers(decode)(rest)[:, -sequences.target_ids.shape[1] :]
-        return self.head.own_logps(hidden, weight, sequences.target_ids, _term(model))
+        return self.head.own_values(hidden, weight, sequences.target_ids, _term(model), entropy=entropy)
 
     def _own_roll_out(
         self, params: nnx.State, prompts: tuple[Array, Array, PRNGKeyArray], *, max_new_tokens: int
@@ -142,7 +149,7 @@ class Policy:
 
         def score(hidden: Array, products: Array, ids: Array) -> Array:
             if model.keeps_bits and not recorded:
-                return self.head.own_logps(hidden, weight, ids, _term(model))
+                return self.head.own_values(hidden, weight, ids, _term(model)).logp
             as_trained = {"as_linear_logp": True, "implementation": self.head.implementation}
             return self.head.own_logps_of_logits(products, ids, **(as_trained if model.keeps_bits else {}))
 
@@ -150,7 +157,7 @@ class Policy:
         return models.sample(model, *prompts, max_new_tokens=max_new_tokens, score=score, **how)
 
     def _with_ends(self, params: nnx.State) -> tuple[models.CausalLM, Array]:
-        """The model with its embedding, last norm and head whole, and the head as this device has it for `own_logps`.
+        """The model with its embedding, last norm and head whole, and the head as this device has it for `own_values`.
         A head that is tied has two uses, whose gradients are added before those of devices are.
         """
         named = {name: params[name] for name in ("embedding", "lm_head") if name in params}

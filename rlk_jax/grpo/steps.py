@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.config import BadInput, GrpoConfig
@@ -93,13 +94,20 @@ def make_layers(config: GrpoConfig) -> Layers:
 
 
 def target_logps(model: Decoder, sequences: Sequences, head: MeshHead) -> Float[Array, "R T"]:
-    """fp32 log-prob of every target given the tokens of its sequence before it; 0 where IGNORED."""
+    """The log-probs of `target_values`."""
+    return target_values(model, sequences, head).logp
+
+
+def target_values(model: Decoder, sequences: Sequences, head: MeshHead, *, entropy: bool = False) -> LinearLogp:
+    """fp32 log-prob of every target given the tokens of its sequence before it, and the entropy where it is asked for;
+    0 where IGNORED.
+    """
 
     def decode(model: Decoder) -> Array:
         return model(sequences.token_ids, sequences.padding)
 
     hidden = head.with_fusion_barriers(decode)(model)[:, -sequences.target_ids.shape[1] :]
-    return head.logps(hidden, model.lm_head.kernel[...], sequences.target_ids)
+    return head.values(hidden, model.lm_head.kernel[...], sequences.target_ids, entropy=entropy)
 
 
 def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
@@ -128,10 +136,10 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
         return jax.lax.with_sharding_constraint(jax.tree.map(lambda array: array[rows], examples), by_row)
 
-    def logps(params: nnx.State, sequences: Sequences) -> Array:
-        return target_logps(nnx.merge(graph, params), sequences, head)
+    def values(params: nnx.State, sequences: Sequences) -> LinearLogp:
+        return target_values(nnx.merge(graph, params), sequences, head, entropy=config.entropy_coef > 0)
 
-    updates = Updates(config, mesh, logps, length)
+    updates = Updates(config, mesh, values, length)
 
     def sampler(params: nnx.State, score: Any, greedy: bool = False) -> Callable[[Examples, PRNGKeyArray], Rollout]:
         model = nnx.merge(graph, head.unshard(params))
@@ -188,7 +196,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         rows, numbers = updates.packed(rows, faults.number_targets(rows.mask))
 
         def loss_fn(params: nnx.State, micro_batch: Sequences) -> tuple[Array, Array]:
-            logp, mask = logps(params, micro_batch), micro_batch.mask
+            logp, mask = target_logps(nnx.merge(graph, params), micro_batch, head), micro_batch.mask
             return -masked_mean(logp, mask) * (mask.sum() / rows.mask.sum()), logp
 
         grads, logp = accumulated_gradients(loss_fn, state.params, rows, **updates.micro_batching)
@@ -208,8 +216,9 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
             advantages = jax.random.permutation(shuffle_key, advantages)
         mask = completion_mask(rollout.completion_ids)
         rows = join_completions(examples.prompt_ids, examples.padding, rollout.completion_ids, mask)
-        scored = updates.scored(state.reference, rows, rollout.logps, advantages)
-        learner, metrics = updates.run(grpo_optimizer, Learner(state.params, state.opt_state), scored)
+        learner = Learner(state.params, state.opt_state)
+        scored = updates.scored(learner, state.reference, rows, rollout.logps, advantages)
+        learner, metrics = updates.run(grpo_optimizer, learner, scored)
         return state._replace(**learner._asdict()), {**metrics, "reward": rewards.mean()}
 
     def heldout_rewards(params: nnx.State) -> Metrics:

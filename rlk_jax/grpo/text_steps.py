@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int
 
 from rlk_jax import models
+from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.policy import Policy, load_parameters, make_policy
@@ -123,12 +124,13 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         rows = join_completions(prompt_ids, padding, completions.ids, completions.mask)
         trained, frozen = policy.split(state.params)
 
-        def logps(trained: nnx.State, sequences: Sequences) -> Array:
-            return policy.logps(nnx.merge_state(trained, frozen), sequences)
+        def values(trained: nnx.State, sequences: Sequences) -> LinearLogp:
+            return policy.values(nnx.merge_state(trained, frozen), sequences, entropy=config.entropy_coef > 0)
 
-        updates = Updates(config, mesh, logps, config.max_new_tokens)
-        scored = updates.scored(state.reference, rows, completions.logps, advantages)
-        learner, metrics = updates.run(optimizer, Learner(trained, state.opt_state), scored)
+        updates = Updates(config, mesh, values, config.max_new_tokens)
+        learner = Learner(trained, state.opt_state)
+        scored = updates.scored(learner, state.reference, rows, completions.logps, advantages)
+        learner, metrics = updates.run(optimizer, learner, scored)
         params = nnx.merge_state(learner.params, frozen)
         return state._replace(params=params, opt_state=learner.opt_state), metrics
 

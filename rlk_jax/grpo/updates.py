@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
 from rlk_jax.grpo.config import GrpoConfig
@@ -20,7 +21,19 @@ from rlk_jax.grpo.sequences import Sequences, pack
 from rlk_jax.losses import PolicyLoss, expand_advantages, loss_denominator, policy_loss
 
 ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would still be filling up at their end.
-_LOSS_METRICS = ("loss", "policy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max", "log_ratio_bounded_fraction")
+_LOSS_METRICS = (
+    "loss",
+    "policy_loss",
+    "kl",
+    "entropy_bonus",
+    "clip_fraction",
+    "ratio_min",
+    "ratio_max",
+    "importance_weight_mean",
+    "importance_capped_fraction",
+    "log_ratio_bounded_fraction",
+)
+"""Metrics of an update, where its loss has them."""
 _FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
 """Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
 
@@ -33,6 +46,8 @@ class ScoredRollout(NamedTuple):
     """Which target of the rollout stands where; packing moves them."""
     old_logps: Float[Array, "R T"]
     ref_logps: Float[Array, "R T"] | None
+    rollout_logps: Float[Array, "R T"] | None
+    """Log-probs that tokens were drawn with, where those of the policy before its updates stand in `old_logps`."""
     advantages: Float[Array, "R T"]
 
     @property
@@ -50,11 +65,13 @@ class Learner(NamedTuple):
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of a run. `logps(params, sequences)` gives fp32 log-probs of targets, 0 where they do not count."""
+    """The updates of a run. `values(params, sequences)` gives fp32 log-probs of targets, and their entropies where the
+    loss takes them, 0 where they do not count.
+    """
 
     config: GrpoConfig
     mesh: Mesh
-    logps: Callable[[nnx.State, Sequences], Array]
+    values: Callable[[nnx.State, Sequences], LinearLogp]
     length: int
     """The tokens of a completion, at most."""
 
@@ -73,19 +90,31 @@ class Updates:
         return pack(sequences, values, shards=self.mesh.shape["data"])
 
     def scored(
-        self, reference: nnx.State | None, rows: Sequences, old_logps: Array, advantages: Float[Array, "B"]
+        self,
+        learner: Learner,
+        reference: nnx.State | None,
+        rows: Sequences,
+        drawn_logps: Array,
+        advantages: Float[Array, "B"],
     ) -> ScoredRollout:
-        """A rollout with the log-probs of the reference; None stands for none, which beta 0 allows."""
-        values = old_logps, expand_advantages(advantages, rows.mask), faults.number_targets(rows.mask)
-        rows, (old_logps, advantages, numbers) = self.packed(rows, values)
-        if reference is None:
-            return ScoredRollout(rows, numbers, old_logps, None, advantages)
+        """A rollout with the log-probs of the reference; None stands for none, which beta 0 allows. Where tokens have
+        importance weights, these lie between the log-probs that they were drawn with and those of training.
+        """
+        values = drawn_logps, expand_advantages(advantages, rows.mask), faults.number_targets(rows.mask)
+        rows, (drawn_logps, advantages, numbers) = self.packed(rows, values)
+        ref_logps = None if reference is None else self._logps(reference, rows)
+        if self.config.importance_cap is None:
+            return ScoredRollout(rows, numbers, drawn_logps, ref_logps, None, advantages)
+        old_logps = self._logps(learner.params, rows)
+        return ScoredRollout(rows, numbers, old_logps, ref_logps, drawn_logps, advantages)
 
-        def reference_logps(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
-            return carry, self.logps(reference, micro_batch)
+    def _logps(self, params: nnx.State, rows: Sequences) -> Float[Array, "R T"]:
+        """Log-probs of all rows, in micro-batches."""
 
-        _, ref_logps = scan_micro_batches(reference_logps, None, rows, **self.micro_batching)
-        return ScoredRollout(rows, numbers, old_logps, ref_logps, advantages)
+        def of_micro_batch(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
+            return carry, self.values(params, micro_batch).logp
+
+        return scan_micro_batches(of_micro_batch, None, rows, **self.micro_batching)[1]
 
     def run(
         self, optimizer: optax.GradientTransformation, learner: Learner, scored: ScoredRollout
@@ -93,18 +122,19 @@ class Updates:
         """All updates on a rollout, and what they measured."""
         denominator = loss_denominator(scored.mask, options=self.config.loss_options())
 
-        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, Array]:
-            logp = self.logps(params, micro_batch.sequences)
-            return self._loss(logp, micro_batch, denominator).loss, logp
+        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, LinearLogp]:
+            values = self.values(params, micro_batch.sequences)
+            return self._loss(values, micro_batch, denominator).loss, values
 
         def update(learner: Learner, _: None) -> tuple[Learner, Metrics]:
-            grads, logp = accumulated_gradients(loss_fn, learner.params, scored, **self.micro_batching)
-            whole = self._loss(logp, scored, denominator)
+            grads, values = accumulated_gradients(loss_fn, learner.params, scored, **self.micro_batching)
+            whole, logp = self._loss(values, scored, denominator), values.logp
             metrics = {name: x for name in _LOSS_METRICS if (x := getattr(whole, name)) is not None}
-            metrics["mismatch"] = jnp.abs(logp - scored.old_logps).max()
+            drawn = scored.old_logps if scored.rollout_logps is None else scored.rollout_logps
+            metrics["mismatch"] = jnp.abs(logp - drawn).max()
 
             def is_bad() -> Array:
-                slope = jax.grad(lambda logp: self._loss(logp, scored, denominator).loss)(logp)
+                slope = jax.grad(lambda logp: self._loss(values._replace(logp=logp), scored, denominator).loss)(logp)
                 return scored.mask & ~jnp.isfinite(logp + slope)
 
             found = faults.fault_metrics((whole.loss, grads), is_bad, scored.numbers, self.length)
@@ -124,10 +154,18 @@ class Updates:
         new = Learner(optax.apply_updates(learner.params, updates), opt_state)
         return faults.kept_if_finite(found, new, learner) if self.config.skip_nonfinite else new
 
-    def _loss(self, logp: Array, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
-        given = scored.old_logps, scored.advantages, scored.mask
-        options = self.config.loss_options()
-        return policy_loss(logp, *given, ref_logps=scored.ref_logps, denominator=denominator, options=options)
+    def _loss(self, values: LinearLogp, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
+        return policy_loss(
+            values.logp,
+            scored.old_logps,
+            scored.advantages,
+            scored.mask,
+            ref_logps=scored.ref_logps,
+            rollout_logps=scored.rollout_logps,
+            entropy=values.entropy,
+            denominator=denominator,
+            options=self.config.loss_options(),
+        )
 
 
 def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float) -> optax.GradientTransformation:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from rlk_jax.grpo.policy import load_parameters
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.text_steps import rows_of_step
 from rlk_jax.grpo.updates import learning_rate_of
+from rlk_jax.losses import LossOptions
 from tests.grpo import tiny, tiny_text
 from tests.models.greedy import assert_same_answers
 from tests.support import helpers
@@ -241,6 +243,23 @@ def test_schedules_of_the_learning_rate(schedule, expected):
     """Over updates, of which a step has two: a rise over one step, then the schedule over the others."""
     config = GrpoConfig(grpo_steps=3, updates_per_rollout=2, schedule=schedule, schedule_warmup=1, learning_rate=10.0)
     np.testing.assert_array_equal([learning_rate_of(config)(i) for i in range(6)], expected)
+
+
+def test_every_option_of_the_loss_is_one_of_a_run():
+    assert {x.name for x in fields(LossOptions)} <= {x.name for x in fields(GrpoConfig)}
+
+
+def test_entropies_and_importance_weights(files, tmp_path):
+    """The policy before its updates is that of training, so ratios begin at 1 with stock layers, too; weights lie between
+    it and what tokens were drawn with.
+    """
+    given = {"invariant": False, "entropy_coef": 0.5, "importance_cap": 1.5, "importance_level": "sequence"}
+    assert tiny.run_here(*command(files, tmp_path / "out", **given, **HALVES, grpo_steps=2)) == 0
+    for line in metrics_of(RunFolder(tmp_path / "out")):
+        assert line["first_ratio_min"] == line["first_ratio_max"] == 1 and line["mismatch"] > 0
+        assert line["importance_weight_mean"] == pytest.approx(1, abs=0.05) and line["importance_weight_mean"] != 1
+        assert 0 < line["entropy_bonus"] < np.log(263)
+        assert line["loss"] == pytest.approx(line["policy_loss"] + 0.01 * line["kl"] - 0.5 * line["entropy_bonus"])
 
 
 @pytest.fixture(scope="module", params=[pytest.param(False, id="untied"), pytest.param(True, id="tied")])
