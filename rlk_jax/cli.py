@@ -4,23 +4,63 @@ GGUF, `rlk generate` prints what a model writes, `rlk build-cuda` compiles.
 """
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
 from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check
 from rlk_jax.commands import build_cuda, doctor, generate, import_model, prompts
 from rlk_jax.grpo import command as grpo
+from rlk_jax.grpo.config import BadInput
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. Bad usage ends the process with status 2, as argparse does it."""
+    """Run one command and return its exit status.
+
+    Bad input, and files that cannot be read or written, are one line and status 2. Bad usage ends the process with
+    status 2, as argparse does it. Where nobody reads the output any more, as behind head, nothing is said, and the
+    status is the one that SIGPIPE would give.
+    """
     parser = argparse.ArgumentParser(prog="rlk", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in (doctor, check, check_tp, grpo, prompts, import_model, generate, build_cuda):
         command.add_parser(subparsers)
-    options = parser.parse_args(argv)
-    return options.run(options)
+    name = "rlk"
+    try:
+        with _written_output():
+            options = parser.parse_args(argv)
+            name = f"rlk {options.command}"
+            return options.run(options)
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE
+    except (BadInput, OSError) as problem:
+        print(f"{name}: error: {problem}", file=sys.stderr)
+        return 2
+
+
+@contextmanager
+def _written_output() -> Iterator[None]:
+    """Write all output at the end. What cannot be written raises OSError, and does not fail again when Python ends."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError:
+        for stream in (sys.stdout, sys.stderr):
+            _drop_what_cannot_be_written(stream)
+        raise
+
+
+def _drop_what_cannot_be_written(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

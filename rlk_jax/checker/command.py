@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from rlk_jax.checker.options import DTYPES, Unusable, arch_key_of, dtype_name, n
 from rlk_jax.checker.report import OperatorCheckReport
 from rlk_jax.checker.runner import Checks, run_operator_suite
 from rlk_jax.checker.specs import SPECS
+from rlk_jax.core.terminal import OutputConsole
 
 _DESCRIPTION = "Check an implementation of an op against its float64 definition, and the bits that it promises."
 _SIZES = dataclasses.fields(Sizes)
@@ -222,7 +222,7 @@ def _print_table(reports: Sequence[OperatorCheckReport], seconds: float) -> None
     table = Table(*page.TABLE_HEADER)
     for row in page.table_rows(reports):
         table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    OutputConsole(width=None if sys.stdout.isatty() else 140).print(table)
     for report in reports:
         for line in report.lines():
             if line.startswith("  ") and line.endswith("passed=False"):

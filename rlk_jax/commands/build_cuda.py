@@ -25,6 +25,8 @@ def run() -> int:
     from rich.progress import Progress
     from rich.table import Table
 
+    from rlk_jax.core.terminal import OutputConsole
+
     start = time.perf_counter()
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -41,7 +43,7 @@ def run() -> int:
     kernels = build.kernels(library)
     for name, kernel in zip(_readable([k.name for k in kernels]), kernels, strict=True):
         table.add_row(name, str(kernel.registers or ""), str(kernel.spill_bytes))
-    Console().print(table)
+    OutputConsole().print(table)
     return 0
 
 

@@ -54,8 +54,9 @@ def run(as_json: bool) -> int:
         json.dump(found, sys.stdout, indent=2)
         print()
         return 1 if "error" in found else 0
-    from rich.console import Console
     from rich.table import Table
+
+    from rlk_jax.core.terminal import OutputConsole
 
     machine = Table("what", "found", title="this machine")
     machine.add_row("python", found["python"])
@@ -65,7 +66,7 @@ def run(as_json: bool) -> int:
     machine.add_row("Triton kernels", found["triton"])
     for device in found.get("devices", ()):
         machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")
-    console = Console()
+    console = OutputConsole()
     console.print(machine)
     if "error" in found:
         print(f"rlk doctor: {found['error']}", file=sys.stderr)

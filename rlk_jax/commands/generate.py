@@ -44,8 +44,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the text, and on stderr how many tokens it took. The exit status is 2 for bad input, and 130 where the user
-    has interrupted it.
+    """Print the text, and on stderr how many tokens it took. The exit status is 130 where the user has interrupted it.
+    Raises BadInput for what cannot work.
     """
     try:
         with shortage_is_bad_input("--max-new-tokens and --dtype decide how much it takes"):
@@ -54,9 +54,6 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)  # The shell's own prompt begins a line.
         return 130
-    except (BadInput, OSError) as problem:
-        print(f"rlk generate: error: {problem}", file=sys.stderr)
-        return 2
 
 
 def _begun(options: argparse.Namespace) -> tuple["Tokenizer", Iterator[int]]:

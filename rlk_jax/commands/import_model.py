@@ -6,7 +6,6 @@ transformers does not take all over that a GGUF says, and does not say so; what 
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,13 +63,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(model: Path, directory: Path, dtype: str) -> int:
-    """Convert a file and print what was written. The exit status is 2 for what cannot be converted."""
+    """Convert a file and print what was written. Raises BadInput or OSError for what cannot be converted."""
     try:
         print(import_model(model, directory, dtype))
         return 0
-    except (ValueError, OSError) as problem:
-        print(f"rlk import-model: error: {problem}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def import_model(path: Path, directory: Path, dtype: str) -> str:

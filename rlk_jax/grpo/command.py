@@ -7,8 +7,7 @@ import typing
 from dataclasses import fields, replace
 from pathlib import Path
 
-from rich.console import Console
-
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
 from rlk_jax.grpo.extras import TRAINER_PACKAGES, require_packages
 from rlk_jax.grpo.shortage import shortage_is_bad_input
@@ -45,12 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Train as the parsed arguments say.
 
     Returns the exit status: 0 when done, 1 when diverged, 2 for bad input, too little memory or files that cannot be
-    written, 128 + signal when interrupted.
+    written, 128 + signal when interrupted. Raises BrokenPipeError where nobody reads the output any more.
     """
     with stop_on_signal() as stop:
         try:
             config = GrpoConfig(**{option.name: getattr(arguments, option.name) for option in fields(GrpoConfig)})
             return _train(config, arguments, stop)
+        except BrokenPipeError:  # Nobody is there who reads what went wrong.
+            raise
         except (BadInput, Diverged, OSError) as error:
             print(f"rlk grpo: error: {error}", file=sys.stderr)
             return 1 if isinstance(error, Diverged) else 2
@@ -65,7 +66,7 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     from rlk_jax.grpo.text_task import TextTask, load_text_task
     from rlk_jax.grpo.trainer import say_stopped, train
 
-    folder, console = RunFolder(arguments.out), Console()
+    folder, console = RunFolder(arguments.out), OutputConsole()
     if config.save_hf is not None and Path(config.save_hf).exists() and any(Path(config.save_hf).iterdir()):
         raise BadInput(f"save_hf: {config.save_hf} is not empty")
     mesh = make_mesh(config)

@@ -12,20 +12,30 @@ _SHOWN_CHARACTERS = 20
 """So many characters of a long text are shown."""
 
 
+BUILT_IN_POLICY_REMEDY = (
+    "--max-prompt-tokens (of a prompts file), --micro-batches, --rollout-buckets and --prompts-per-step make a step "
+    "smaller, --vocab-size, --width and --layers the policy"
+)
+GIVEN_MODEL_REMEDY = (
+    "--max-prompt-tokens, --max-new-tokens, --micro-batches, --prompts-per-step and --remat make a step smaller"
+)
+
+
 class Longest(NamedTuple):
     """The longest prompt of a task, its tokens, and those of the longest completion. All others are padded to them."""
 
     prompt: str
     prompt_tokens: int
     completion_tokens: int
+    remedy: str
+    """Which options of the run save memory."""
 
     @property
     def advice(self) -> str:
         """What to do about a step of training that needs too much memory."""
         return (
-            f"the longest prompt has {self.prompt_tokens} tokens ({start_of(self.prompt)}), the longest answer "
-            f"{self.completion_tokens}; --max-prompt-tokens (of a prompts file), --micro-batches, --rollout-buckets "
-            "and --prompts-per-step make a step smaller, --vocab-size, --width and --layers the policy"
+            f"the longest prompt has {self.prompt_tokens} tokens ({start_of(self.prompt)}), the longest completion "
+            f"{self.completion_tokens}; {self.remedy}"
         )
 
 

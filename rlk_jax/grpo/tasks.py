@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.json_lines import read_json_lines, text_of
-from rlk_jax.grpo.shortage import Longest, shortage_is_bad_input
+from rlk_jax.grpo.shortage import BUILT_IN_POLICY_REMEDY, Longest, shortage_is_bad_input
 from rlk_jax.grpo.vocabulary import EOS, PAD, Characters
 
 HELDOUT_FRACTION = 0.2
@@ -112,7 +112,7 @@ def _split(questions: list[list[Pair]]) -> Task:
     prompts, answers = zip(*train, *heldout, strict=True)
     characters = Characters.of(prompts + answers)
     longest_prompt = max(prompts, key=len)
-    longest = Longest(longest_prompt, len(longest_prompt), max(map(len, answers)))
+    longest = Longest(longest_prompt, len(longest_prompt), max(map(len, answers)), BUILT_IN_POLICY_REMEDY)
     with shortage_is_bad_input(longest.advice):
         return Task(
             train=_encode_pairs(train, characters, longest),

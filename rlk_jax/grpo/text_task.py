@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.prompt_rows import Messages, PromptRows, read_rows
 from rlk_jax.grpo.rewards import Rewards, load_rewards
-from rlk_jax.grpo.shortage import Longest
+from rlk_jax.grpo.shortage import GIVEN_MODEL_REMEDY, Longest
 from rlk_jax.grpo.tasks import held_out
 from rlk_jax.models import Tokenizer, load_tokenizer
 
@@ -73,9 +73,9 @@ def load_text_task(config: GrpoConfig) -> TextTask:
     for (file, own), what in zip(parts, ("to train on", "held out"), strict=True):
         if not own:
             raise BadInput(f"{files[file]} has no prompt {what}{_at_most(config.max_prompt_tokens)}")
-    width = max(len(ids[file][i]) for file, own in parts for i in own)
+    width, file, row = max((len(ids[file][i]), file, i) for file, own in parts for i in own)
+    longest = Longest(shown_prompt(read[file].prompts[row]), width, config.max_new_tokens, GIVEN_MODEL_REMEDY)
     train, heldout = (_padded_rows(read[file], ids[file], own, width, tokenizer.pad_id) for file, own in parts)
-    longest = max((prompt for rows in (train, heldout) for prompt in rows.prompts), key=lambda x: len(str(x)))
     return TextTask(
         train,
         heldout,
@@ -87,7 +87,7 @@ def load_text_task(config: GrpoConfig) -> TextTask:
             "reward_digest": rewards.digest,
             "model_digest": _digest(directory / "config.json", *sorted(directory.glob("*.safetensors"))),
         },
-        Longest(str(longest), width, config.max_new_tokens),
+        longest,
         sum(map(len, ids)) - sum(map(len, kept)),
     )
 

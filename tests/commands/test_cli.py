@@ -56,6 +56,26 @@ def test_bad_usage_exits_2_with_one_line(arguments, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("rlk")
 
 
+@pytest.mark.parametrize("command", ["doctor", "doctor --json", "check --list", "prompts arithmetic", "--help"])
+def test_a_reader_that_is_gone_ends_a_command_quietly(command, capfd, monkeypatch):
+    """With the status of a process which SIGPIPE has ended. What could not be written is no error later on, either."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert cli.main(command.split()) == 141
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("command", ["doctor", "prompts arithmetic"])
+def test_a_full_disk_is_one_line(command, capfd, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(command.split()) == 2
+    name = command.partition(" ")[0]
+    assert capfd.readouterr() == ("", f"rlk {name}: error: [Errno 28] No space left on device\n")
+
+
 def test_the_command_is_installed():
     rlk = pathlib.Path(sys.executable).parent / "rlk"
     assert "doctor" in subprocess.run([rlk, "--help"], capture_output=True, text=True, check=True).stdout

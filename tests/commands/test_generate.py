@@ -68,24 +68,42 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_text_comes_before_the_end_and_ctrl_c_ends_it(checkpoint, tmp_path):
-    """This would take an hour; the first characters are there at once."""
-    endless = shutil.copytree(checkpoint, tmp_path / "endless")
-    change(endless / "config.json", eos_token_id=0)
-    change(endless / "generation_config.json", eos_token_id=0)
-    command = [sys.executable, "-c", INTERRUPTED, "generate", "--model", endless, "--prompt", "17", "--temperature", 5]
-    process = subprocess.Popen(
-        [*map(str, command), "--max-new-tokens", str(10**6)],
+@pytest.fixture(scope="module")
+def endless(checkpoint, tmp_path_factory):
+    """Like the checkpoint, but its completions end at a token that is never drawn."""
+    directory = shutil.copytree(checkpoint, tmp_path_factory.mktemp("endless"), dirs_exist_ok=True)
+    change(directory / "config.json", eos_token_id=0)
+    change(directory / "generation_config.json", eos_token_id=0)
+    return directory
+
+
+def started(directory) -> subprocess.Popen[str]:
+    """The command in a process of its own, asked for text that would take an hour."""
+    asked = ["--model", directory, "--prompt", "17", "--temperature", 5, "--max-new-tokens", 10**6]
+    return subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, "generate", *map(str, asked)],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    with process:
+
+
+def test_text_comes_before_the_end_and_ctrl_c_ends_it(endless):
+    """The first characters are there at once."""
+    with started(endless) as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said == "\n"
+
+
+def test_a_reader_may_stop_early(endless):
+    """The text ends with it, quietly, with the status of a process which SIGPIPE has ended."""
+    with started(endless) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141 and process.stderr.read() == ""
 
 
 ASKED = {"--prompt": "17 + 26 =", "--max-new-tokens": 3, "--dtype": "float32"}

@@ -331,6 +331,18 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path, capsys):
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+def test_a_reader_that_is_gone_ends_a_run(tmp_path, capfd, monkeypatch):
+    """Without a line of error, which rlk_jax.cli leaves out, too."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(BrokenPipeError):
+            tiny.run_here(*tiny.options(), "--out", tmp_path / "out", build=tiny.stand_in_steps)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # What is left in the buffer is written when it closes.
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("package", ["flax", "optax", "orbax", "matplotlib"])
 def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch, package):
     for name in list(sys.modules):

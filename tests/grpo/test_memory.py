@@ -19,7 +19,7 @@ from tests.grpo import tiny
 GIB = 2**30
 STATES = 100
 ADVICE = (
-    "; the longest prompt has 4 tokens ('2+3='), the longest answer 1; --max-prompt-tokens (of a prompts file), "
+    "; the longest prompt has 4 tokens ('2+3='), the longest completion 1; --max-prompt-tokens (of a prompts file), "
     "--micro-batches, --rollout-buckets and --prompts-per-step make a step smaller, --vocab-size, --width and --layers "
     "the policy\n"
 )

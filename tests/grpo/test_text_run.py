@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlk_jax import models
+from rlk_jax.grpo import memory
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.policy import load_parameters
 from rlk_jax.grpo.run_folder import RunFolder
@@ -203,6 +204,20 @@ def test_rewards_that_are_not_finite_lose_nothing(finished, files, capsys):
     )
     assert "reward was" in capsys.readouterr().err
     assert finished[0].metrics.read_bytes() == before
+
+
+def test_too_little_memory_names_what_helps_a_given_model(files, tmp_path, capsys, monkeypatch):
+    """In one line, with the prompt that has the most tokens, not the most characters."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": x, "answer": "a"}) + "\n" for x in ("ü" * 20, "a" * 39, "b")))
+    monkeypatch.setattr(memory, "free_memory", lambda _: 0)
+    assert tiny.run_here(*command((files[0], prompts), tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rlk grpo: error: out of memory: the policy with its optimizer needs about 0.00 GiB")
+    assert error.endswith(
+        f"; the longest prompt has 40 tokens ('{'ü' * 20}'), the longest completion 6; --max-prompt-tokens, "
+        "--max-new-tokens, --micro-batches, --prompts-per-step and --remat make a step smaller\n"
+    )
 
 
 def test_a_tokenizer_that_is_missing(files, tmp_path, capsys):
