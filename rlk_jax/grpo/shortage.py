@@ -18,14 +18,15 @@ class Longest(NamedTuple):
     prompt: str
     prompt_tokens: int
     completion_tokens: int
+    remedies: str
+    """The options that make a run smaller."""
 
     @property
     def advice(self) -> str:
         """What to do about a step of training that needs too much memory."""
         return (
             f"the longest prompt has {self.prompt_tokens} tokens ({start_of(self.prompt)}), the longest answer "
-            f"{self.completion_tokens}; --max-prompt-tokens (of a prompts file), --micro-batches, --rollout-buckets "
-            "and --prompts-per-step make a step smaller, --vocab-size, --width and --layers the policy"
+            f"{self.completion_tokens}; {self.remedies}"
         )
 
 

@@ -19,6 +19,10 @@ from rlk_jax.grpo.vocabulary import EOS, PAD, Characters
 HELDOUT_FRACTION = 0.2
 _SPLIT_SEED = 0
 _LINE = '{"prompt": "2+2=", "answer": "4"}'
+_POLICY_REMEDIES = (
+    "--max-prompt-tokens (of a prompts file), --micro-batches, --rollout-buckets and --prompts-per-step make a step "
+    "smaller, --vocab-size, --width and --layers the policy"
+)
 
 
 class Pair(NamedTuple):
@@ -112,7 +116,7 @@ def _split(questions: list[list[Pair]]) -> Task:
     prompts, answers = zip(*train, *heldout, strict=True)
     characters = Characters.of(prompts + answers)
     longest_prompt = max(prompts, key=len)
-    longest = Longest(longest_prompt, len(longest_prompt), max(map(len, answers)))
+    longest = Longest(longest_prompt, len(longest_prompt), max(map(len, answers)), _POLICY_REMEDIES)
     with shortage_is_bad_input(longest.advice):
         return Task(
             train=_encode_pairs(train, characters, longest),

@@ -16,6 +16,11 @@ from rlk_jax.grpo.shortage import Longest
 from rlk_jax.grpo.tasks import held_out
 from rlk_jax.models import Tokenizer, load_tokenizer
 
+_MODEL_REMEDIES = (
+    "--max-prompt-tokens, --max-new-tokens, --micro-batches, --remat, --prompts-per-step and --mesh data=N make a step "
+    "smaller, --compute-dtype bfloat16 and --beta 0 all of a run"
+)
+
 
 @dataclass(frozen=True)
 class TextRows:
@@ -87,7 +92,7 @@ def load_text_task(config: GrpoConfig) -> TextTask:
             "reward_digest": rewards.digest,
             "model_digest": _digest(directory / "config.json", *sorted(directory.glob("*.safetensors"))),
         },
-        Longest(str(longest), width, config.max_new_tokens),
+        Longest(str(longest), width, config.max_new_tokens, _MODEL_REMEDIES),
         sum(map(len, ids)) - sum(map(len, kept)),
     )
 
