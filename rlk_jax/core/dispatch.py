@@ -5,11 +5,12 @@ them into `TABLE`. The choice may depend on vocabulary, hidden size, dtypes, opt
 tokens, so that a row keeps its bits in any batch.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,17 +110,35 @@ class Decision:
         return "\n".join(lines + [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons.items()])
 
 
-def device_of(arrays: Sequence[Any]) -> Device:
-    """The device that holds the arguments; where that cannot be seen (inside jit), JAX's default device."""
-    device: Any
-    committed = [x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed]
+_compiled_for: jax.Device | None = None
+
+
+@contextlib.contextmanager
+def compiling_for(device: jax.Device) -> Iterator[None]:
+    """Have what is traced inside be for this device, which need not be here, where arguments do not say where they are.
+
+    JAX may take what it traced outside again: a process should trace for one kind of device alone.
+    """
+    global _compiled_for
+    before, _compiled_for = _compiled_for, device
+    try:
+        yield
+    finally:
+        _compiled_for = before
+
+
+def traced_device() -> jax.Device:
+    """The device that programs are traced for where their arguments do not say it: JAX's default device."""
     default = jax.config.jax_default_device
-    if committed:
-        device = next(iter(committed[0].sharding.addressable_devices))
-    elif isinstance(default, jax.Device):
-        device = default
-    else:
-        device = jax.devices(default)[0]
+    if _compiled_for is not None:
+        return _compiled_for
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+
+def device_of(arrays: Sequence[Any]) -> Device:
+    """The device that holds the arguments; where that cannot be seen (inside jit), the one that is traced for."""
+    committed = [x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed]
+    device: Any = next(iter(committed[0].sharding.addressable_devices)) if committed else traced_device()
     return Device(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 

@@ -1,7 +1,8 @@
 """The memory that the programs of a run need, compared with what is free before the first step."""
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,29 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class _Planned(NamedTuple):
-    """A program that a run will call, with the shapes of its arguments."""
+    """A program that a run will call, with the shapes of its arguments. The first one is the states or part of them."""
 
     name: str
     program: Jitted
     arguments: tuple[Any, ...]
+
+
+class ProgramMemory(NamedTuple):
+    """What a program needs on each device, in bytes."""
+
+    name: str
+    arguments: int
+    results: int
+    """Those that do not take the place of arguments."""
+    temporaries: int
+    """Temporary arrays, and the program itself."""
+    beside: int
+    """States that it does not take, and that are kept."""
+
+    @property
+    def peak(self) -> int:
+        """All that is on a device while the program runs."""
+        return self.arguments + self.results + self.temporaries + self.beside
 
 
 def check_memory(config: GrpoConfig, steps: TrainingSteps, done: int, stop: StopRequest) -> None:
@@ -29,18 +48,28 @@ def check_memory(config: GrpoConfig, steps: TrainingSteps, done: int, stop: Stop
     JAX keeps what it has compiled, so the run compiles none of them again. Raises MemoryError for a program that needs
     more than is free. Where either is unknown, one warning says that nothing was checked.
     """
-    created = steps.initial_state.lower()
-    state = created.out_info
-    free = free_memory(list(jax.tree.leaves(state)[0].sharding.device_set))
-    states = created.compile().memory_analysis()
-    if free is None or states is None:
-        print("rlk grpo: warning: it is unknown here whether the run fits into memory", file=sys.stderr)
-        return
-    _check_fits("the policy with its optimizer", states.output_size_in_bytes + states.temp_size_in_bytes, free)
-    for planned in _planned(config, steps, state, done):
+    states = steps.initial_state.lower()
+    free = free_memory(list(jax.tree.leaves(states.out_info)[0].sharding.device_set))
+    for needed in program_memories(config, steps, states, done, stop):
+        if needed is None or free is None:
+            warn_unknown()
+            return
+        check_fits(needed, free)
+
+
+def program_memories(
+    config: GrpoConfig, steps: TrainingSteps, states: jax.stages.Lowered, done: int, stop: StopRequest
+) -> Iterator[ProgramMemory | None]:
+    """What each program needs that a run calls after `done` steps, as XLA analyses it; None where it does not.
+
+    `states` is the program that makes them; it comes first. Each of the others is compiled as it comes, until the run
+    is asked to stop.
+    """
+    state, kept = states.out_info, device_bytes(states.out_info)
+    yield _memory("the policy with its optimizer", states, 0, 0)
+    for name, program, arguments in _planned(config, steps, state, done):
         if stop.signal is None:
-            needed = planned.program.lower(*planned.arguments).compile().memory_analysis()
-            _check_fits(planned.name, _size_beside(states.output_size_in_bytes, needed), free)
+            yield _memory(name, program.lower(*arguments), device_bytes(arguments[0]), kept)
 
 
 def _planned(config: GrpoConfig, steps: TrainingSteps, state: TrainState, done: int) -> list[_Planned]:
@@ -49,21 +78,43 @@ def _planned(config: GrpoConfig, steps: TrainingSteps, state: TrainState, done: 
     if done < config.total_steps:
         planned.insert(0, _Planned("a GRPO step", steps.grpo_step, (state, 0)))
     if done <= config.warmup_steps:
-        planned.insert(0, _Planned("the start of GRPO", steps.start_grpo, (state,)))
+        name = "the start of GRPO" if config.model is None else "a rollout"
+        planned.insert(0, _Planned(name, steps.start_grpo, (state,)))
     if done < config.warmup_steps:
         planned.insert(0, _Planned("a warm-up step", steps.warmup_step, (state, 0)))
     return planned
 
 
-def _size_beside(states: int, needed: Any) -> int:
-    """Bytes that a program needs while all states are kept; its arguments are states, or parts of them."""
-    results = needed.output_size_in_bytes - needed.alias_size_in_bytes
-    return states + results + needed.temp_size_in_bytes + needed.generated_code_size_in_bytes
+def _memory(name: str, program: jax.stages.Lowered, taken: int, kept: int) -> ProgramMemory | None:
+    """What a program needs that takes states of so many bytes, of all that are kept."""
+    sizes = program.compile().memory_analysis()
+    if sizes is None:
+        return None
+    arguments = sizes.argument_size_in_bytes
+    return ProgramMemory(
+        name,
+        arguments,
+        sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes,
+        kept - min(taken, arguments),  # JAX does not pass on what a program never reads.
+    )
 
 
-def _check_fits(name: str, size: int, free: int) -> None:
-    if size > free:
-        raise MemoryError(f"{name} needs about {gib(size)} on a device, and {gib(free)} are free")
+def device_bytes(tree: Any) -> int:
+    """The bytes of a tree of arrays, or of their shapes, on the device that they lie on, or on each of several."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def check_fits(needed: ProgramMemory, free: int) -> None:
+    """Raises MemoryError for a program that needs more than is free."""
+    if needed.peak > free:
+        raise MemoryError(f"{needed.name} needs about {gib(needed.peak)} on a device, and {gib(free)} are free")
+
+
+def warn_unknown() -> None:
+    """Say that what programs need, or what is free, is not known."""
+    print("rlk grpo: warning: it is unknown here whether the run fits into memory", file=sys.stderr)
 
 
 def free_memory(devices: Sequence[jax.Device]) -> int | None:

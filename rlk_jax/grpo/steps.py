@@ -1,6 +1,6 @@
 """The steps of a run: supervised warm start, GRPO and evaluation, each one jitted program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -70,10 +70,10 @@ class TrainingSteps:
     """Writes a given model as a checkpoint."""
 
 
-def make_mesh(config: GrpoConfig) -> Mesh:
-    """Mesh ("data", "tensor") of the first devices. Raises BadInput when there are too few."""
+def make_mesh(config: GrpoConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Mesh ("data", "tensor") of the first of these devices, or of JAX's. Raises BadInput when there are too few."""
     data, tensor = config.mesh_shape
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if data * tensor > len(devices):
         raise BadInput(f"mesh {config.mesh} needs {data * tensor} devices and there are {len(devices)}")
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))

@@ -26,9 +26,14 @@ class Throughput:
         self.per_second[phase] = self._tokens[phase] / (now - self._started[phase])
 
 
+def in_gib(size: int) -> str:
+    """Bytes as a number of GiB, for a table that names the unit."""
+    return f"{size / 2**30:.2f}"
+
+
 def gib(size: int) -> str:
     """Bytes as text, in GiB."""
-    return f"{size / 2**30:.2f} GiB"
+    return f"{in_gib(size)} GiB"
 
 
 def peak_memory(devices: Iterable[jax.Device]) -> int | None:

@@ -4,6 +4,8 @@ import dataclasses
 import inspect
 import logging
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +219,16 @@ def test_the_device_is_where_the_arguments_live():
     assert dispatch.device_of([jax.device_put(ARGUMENTS[0], third)]).kind == third.device_kind
     with jax.default_device(third):
         assert dispatch.device_of(ARGUMENTS).platform == "cpu"
+
+
+def test_programs_are_traced_for_a_device_that_is_not_here():
+    """Where arguments lie still counts first."""
+    absent: Any = SimpleNamespace(platform="gpu", device_kind="H200", compute_capability="9.0")
+    half = [jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)] * 2
+    with dispatch.compiling_for(absent):
+        assert rlk_jax.explain("det_gemm", *half).choice == "mosaic"
+        assert dispatch.device_of([jax.device_put(ARGUMENTS[0], jax.devices()[0])]).platform == "cpu"
+    assert rlk_jax.explain("det_gemm", *half).choice != "mosaic"
 
 
 @pytest.mark.parametrize(

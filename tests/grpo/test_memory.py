@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from rlk_jax.grpo import memory
@@ -51,16 +52,17 @@ def test_devices_of_a_cpu_share_its_free_ram(monkeypatch, tmp_path):
     assert free_memory([CPU]) is None
 
 
-def program(*, results: int = 0, aliased: int = 0, temporary: int = 0, code: int = 0) -> Any:
+def program(*, arguments: int = 0, results: int = 0, aliased: int = 0, temporary: int = 0, code: int = 0) -> Any:
     """A program that needs so many bytes, and an initial state that lies on one device."""
     sizes = SimpleNamespace(
+        argument_size_in_bytes=arguments,
         output_size_in_bytes=results,
         alias_size_in_bytes=aliased,
         temp_size_in_bytes=temporary,
         generated_code_size_in_bytes=code,
     )
-    device = SimpleNamespace(device_set=[accelerator(1)])
-    state = TrainState(SimpleNamespace(sharding=device), None, None)
+    lies = SimpleNamespace(device_set=[accelerator(1)], shard_shape=lambda shape: shape)
+    state = TrainState(SimpleNamespace(sharding=lies, shape=(STATES,), dtype=np.dtype("int8")), None, None)
     compiled = SimpleNamespace(memory_analysis=lambda: sizes)
     return SimpleNamespace(lower=lambda *_: SimpleNamespace(compile=lambda: compiled, out_info=state))
 
@@ -71,15 +73,16 @@ SMALL = TrainingSteps(program(results=STATES), program(), program(), program(), 
 @pytest.mark.parametrize(
     ("changed", "done", "need", "name"),
     [
-        ({"initial_state": program(results=STATES, temporary=50)}, 0, 150, "the policy with its optimizer"),
+        ({"initial_state": program(arguments=9, results=STATES)}, 0, 109, "the policy with its optimizer"),
         ({"warmup_step": program(results=99, aliased=90, temporary=7, code=4)}, 2, 120, "a warm-up step"),
         ({"start_grpo": program(results=STATES)}, 3, 200, "the start of GRPO"),
         ({"grpo_step": program(results=99, aliased=90, temporary=7, code=4)}, 4, 120, "a GRPO step"),
-        ({"heldout_rewards": program(results=8, temporary=7)}, 5, 115, "the evaluation"),
+        ({"grpo_step": program(arguments=STATES + 6, results=STATES, aliased=STATES)}, 4, 106, "a GRPO step"),
+        ({"heldout_rewards": program(arguments=STATES - 9, results=8, temporary=7)}, 5, 115, "the evaluation"),
     ],
 )
 def test_each_program_that_is_still_to_be_called_must_fit(monkeypatch, changed, done, need, name):
-    """The states live beside a program. The warm start has 3 steps and GRPO has 2."""
+    """All states are kept, whether or not a program reads them. The warm start has 3 steps and GRPO has 2."""
     steps = replace(SMALL, **changed)
 
     def check(free: int, done: int) -> None:

@@ -265,8 +265,8 @@ def test_every_option_of_the_loss_is_one_of_a_run():
 
 
 def test_entropies_and_importance_weights(files, tmp_path):
-    """The policy before its updates is that of training, so ratios begin at 1 with stock layers, too; weights lie between
-    it and what tokens were drawn with.
+    """The policy before its updates is that of training, so ratios begin at 1 with stock layers, too. Weights lie
+    between it and what tokens were drawn with.
     """
     given = {"invariant": False, "entropy_coef": 0.5, "importance_cap": 1.5, "importance_level": "sequence"}
     assert tiny.run_here(*command(files, tmp_path / "out", **given, **HALVES, grpo_steps=2)) == 0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlk_jax.grpo import steps as steps_module
+from rlk_jax.grpo import job
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.layers import Layers
@@ -118,7 +118,7 @@ def run_here(*arguments: str | Path, build: Callable[..., TrainingSteps] = share
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["grpo", *map(str, arguments)])
-    with mock.patch.object(steps_module, "build_steps", build):
+    with mock.patch.object(job, "build_steps", build):
         return parsed.run(parsed)
 
 

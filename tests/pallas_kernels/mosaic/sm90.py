@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import os
-import pathlib
 import re
 import sys
 import tempfile
@@ -24,11 +23,12 @@ sys.path.insert(0, os.environ["RLK_SM90_PLUGINS"])
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental import topologies
 
 from rlk_jax import det_gemm, linear_logp
 from rlk_jax.core import dispatch
+from rlk_jax.core.absent_gpus import GPUS
 from tests.pallas_kernels.mosaic import configurations
 from tests.support import verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
@@ -74,9 +74,7 @@ def verdict(
 
 @functools.cache
 def _mesh(devices: int) -> jax.sharding.Mesh:
-    target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{devices}")
-    return topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("x",))
+    return jax.sharding.Mesh(np.array(GPUS["h200"].devices(devices)), ("x",))
 
 
 def h200(devices: int = 1, *spec: str | None) -> jax.sharding.Sharding:

@@ -28,14 +28,15 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import jax_triton
+import numpy as np
 import triton
-from jax.experimental import topologies
 from jax_triton import triton_lib
 
 from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.triton import call, linear_logp, rows
 from rlk_jax import linear_logp as linear_logp_op
 from rlk_jax.core import dispatch
+from rlk_jax.core.absent_gpus import GPUS
 from tests.support import shards, verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
 
@@ -187,12 +188,10 @@ def compile_one(index: int) -> tuple[bool, str]:
 
 def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
     """Compile bare calls for one and two H200s: temporary memory is bounded, and a head over two is never gathered."""
-    target = (pathlib.Path(__file__).parent.parent / "mosaic/h200.txtpb").read_text()
     n, dim, vocab = 4096, 2048, 131072
     loss = jax.value_and_grad(lambda *x: linear_logp_op(*x, implementation="triton").sum(), (0, 1))
     for devices, spec in layouts:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{devices}")
-        mesh = topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("x",))
+        mesh = jax.sharding.Mesh(np.array(GPUS["h200"].devices(devices)), ("x",))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         operands = (

@@ -1,0 +1,106 @@
+"""`rlk grpo --plan`: the memory that a run needs, by its compiled programs. Nothing is trained, or put on a device."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from rlk_jax.core.absent_gpus import GPUS
+from rlk_jax.core.dispatch import compiling_for
+from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.job import Job, load_job
+from rlk_jax.grpo.memory import ProgramMemory, check_fits, device_bytes, free_memory, program_memories, warn_unknown
+from rlk_jax.grpo.shortage import shortage_is_bad_input
+from rlk_jax.grpo.stopping import StopRequest
+from rlk_jax.grpo.usage import gib, in_gib
+
+_STATES = {"params": "parameters", "reference": "reference", "opt_state": "optimizer"}
+"""The states of a run as people call them."""
+
+
+class Plan(NamedTuple):
+    """What a run needs on each of its devices, in bytes."""
+
+    devices: str
+    """How many, and of what kind."""
+    free: int | None
+    """What each has free; None where that is unknown."""
+    states: Mapping[str, int]
+    """What is kept from step to step."""
+    programs: Sequence[ProgramMemory]
+    """As far as XLA analyses them."""
+
+    @property
+    def largest(self) -> ProgramMemory:
+        """The program that needs most."""
+        return max(self.programs, key=lambda program: program.peak)
+
+
+def plan(config: GrpoConfig, device: str | None, console: Console, stop: StopRequest) -> int:
+    """Print what a run needs on each of the devices here, or of GPUs of this name, and compare it with what they have.
+
+    Returns the exit status: 0, or 128 + signal if interrupted. Raises BadInput for a run that does not fit.
+    """
+    with console.status("compiling"):
+        job, made = make_plan(config, device, stop)
+    if stop.signal is not None:
+        return 128 + stop.signal
+    _show(made, console)
+    if made.free is None or not made.programs:
+        warn_unknown()
+        return 0
+    with shortage_is_bad_input(job.task.longest.advice):
+        check_fits(made.largest, made.free)
+    return 0
+
+
+def make_plan(config: GrpoConfig, device: str | None, stop: StopRequest) -> tuple[Job, Plan]:
+    """The job of a configuration, and what its programs need that are compiled before the run is asked to stop."""
+    count = math.prod(config.mesh_shape)
+    if device is None:
+        here = jax.devices()
+        return _plan_for(config, here, free_memory(here[:count]), stop)
+    if config.model is None:
+        raise BadInput("device is of a given model: it has no meaning without model")
+    jax.config.update("jax_platforms", "cpu")  # JAX then asks for no driver, and takes no memory of a GPU.
+    jax.config.update("jax_enable_compilation_cache", False)  # It cannot read programs of GPUs that are not here.
+    try:
+        named = GPUS[device].devices(count)
+    except ValueError as error:
+        raise BadInput(f"device {device} {error}") from error
+    with compiling_for(named[0]):
+        return _plan_for(config, named, GPUS[device].usable_memory, stop)
+
+
+def _plan_for(
+    config: GrpoConfig, devices: Sequence[jax.Device], free: int | None, stop: StopRequest
+) -> tuple[Job, Plan]:
+    job = load_job(config, devices)
+    with shortage_is_bad_input(job.task.longest.advice):
+        begun = job.steps.initial_state.lower()
+        programs = [x for x in program_memories(job.config, job.steps, begun, 0, stop) if x is not None]
+    states = {name: device_bytes(tree) for name, tree in begun.out_info._asdict().items()}
+    kind = f"{math.prod(config.mesh_shape)} x {devices[0].device_kind}"
+    return job, Plan(kind, free, states, programs)
+
+
+def _show(made: Plan, console: Console) -> None:
+    """Print the tables of a plan, and its peak in the words of a run that ends."""
+    states = Table("states on a device", "GiB")
+    for name, size in made.states.items():
+        states.add_row(_STATES.get(name, name), in_gib(size))
+    states.add_row("all", in_gib(sum(made.states.values())))
+    console.print(states)
+    if not made.programs:
+        return
+    programs = Table("GiB on a device")
+    for heading in ("arguments", "results", "temporary", "other states", "peak"):
+        programs.add_column(heading, justify="right", no_wrap=heading != "other states")
+    for program in made.programs:
+        sizes = program.arguments, program.results, program.temporaries, program.beside, program.peak
+        programs.add_row(program.name, *map(in_gib, sizes))
+    console.print(programs)
+    console.print(f"peak memory of a device: {gib(made.largest.peak)}; {made.devices}", highlight=False, soft_wrap=True)
