@@ -14,7 +14,8 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, build_steps, make_head, make_mesh
 from rlk_jax.grpo.tasks import load_task
-from tests.grpo import prompts, tiny
+from tests.grpo import prompts, tiny, tiny_text
+from tests.grpo.test_shards import built, trained
 from tests.support import helpers
 
 WARMUP = 60
@@ -148,3 +149,16 @@ def test_programs_stay_where_the_user_keeps_them(file, tmp_path):
     folder = RunFolder(tmp_path / "out")
     assert run(*tiny.options(prompts=file), "--out", folder.path) == 0
     assert any((tmp_path / "own").iterdir()) and not folder.programs.exists()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 GPUs")
+def test_a_given_model_on_two_gpus_has_the_bits_of_micro_batches(tmp_path):
+    """Its states are cut over "data", and its layers fetch their parameters."""
+    model = tiny_text.write_model(tmp_path / "model", hidden_size=128, intermediate_size=192, tie_word_embeddings=True)
+    given = {"model": str(model), "prompts": str(tiny_text.write_prompts(tmp_path / "prompts.jsonl"))}
+    plain = {"implementation": None, "max_gradient_norm": 0.1}
+    one, many = (
+        trained(built(given, **plain, **how), 5) for how in ({"micro_batches": 2}, {"mesh": "data=2,tensor=1"})
+    )
+    helpers.assert_same_bits(one[0], many[0])
+    assert [line["mismatch"] for line in (*one[1], *many[1])] == [0] * 10
