@@ -106,8 +106,8 @@ test-docs: .venv/ready
 	$(call leg,$(RUN) $(PYTEST) tests/test_docs.py $(marked))
 
 # The trainer, but for whole runs that learn.
-test-grpo: .venv/ready
-	$(call leg,$(RUN) $(PYTEST) tests/grpo $(call marked,not learning))
+test-grpo: .venv/ready .sm90/ready
+	$(call leg,RLK_SM90_PLUGINS=.sm90 $(RUN) $(PYTEST) tests/grpo $(call marked,not learning))
 
 # Runs that learn, and a control that must not.
 test-learning: .venv/ready

@@ -27,6 +27,7 @@ from benchmarks import (
     det_gemm,
     few_rows,
     grpo,
+    grpo_plan,
     invariance,
     linear_grpo_loss,
     linear_logp,
@@ -103,6 +104,17 @@ def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch, com
     assert broken["kind"] == "broken" and broken["status"].startswith("not available: compute_dtype")
     assert stock["kind"] == "stock, float32" and stock["status"] == "pass" and stock["mismatch"] > 0
     assert picture.stat().st_size > 1000 and "rollout and training" in capsys.readouterr().out
+
+
+def test_grpo_plan_smoke_and_an_option_that_fails(tmp_path, capsys, monkeypatch, compiled_quickly):
+    """A model that a run would hold needs more than its states."""
+    monkeypatch.setattr(grpo_plan, "OPTIONS", {"broken": {"compute_dtype": "float33"}, "stock": {}})
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    assert grpo_plan.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
+    broken, stock = json.loads(out.read_text())["rows"]
+    assert broken["status"].startswith("not available: compute_dtype") and broken["model"] == stock["model"] == "tiny"
+    assert stock["status"] == "pass" and 0 < stock["states"] < stock["peak"] and stock["program"] == "a GRPO step"
+    assert picture.stat().st_size > 1000 and "memory of rlk grpo" in capsys.readouterr().out
 
 
 @pytest.mark.full
