@@ -152,6 +152,17 @@ class DecoderLayer(nnx.Module):
         return Stream(x, branch), cache
 
 
+@jax.custom_vjp
+def _with_gradients_together[Tree](tree: Tree) -> Tree:
+    """The same arrays. Their gradients are there when all of them are: else XLA puts off products that give gradients
+    of weights, and holds what they need of all layers.
+    """
+    return tree
+
+
+_with_gradients_together.defvjp(lambda tree: (tree, None), lambda _, gradients: (lax.optimization_barrier(gradients),))
+
+
 def _through_layer(
     block: nnx.GraphDef[DecoderLayer],
     fetch: Fetch | None,
@@ -160,6 +171,12 @@ def _through_layer(
     places: _TokenPlaces,
     cache: LayerCache,
 ) -> tuple[Stream, LayerCache]:
+    trained, frozen = nnx.split_state(parameters, nnx.LoRAParam, ...)
+    if jax.tree.leaves(trained):
+        trained, stream = _with_gradients_together((trained, stream))
+    else:
+        frozen, stream = _with_gradients_together((frozen, stream))
+    parameters = nnx.merge_state(trained, frozen)
     parameters = parameters if fetch is None else fetch(parameters)
     return nnx.merge(block, parameters)(stream, places, cache)
 

@@ -277,9 +277,13 @@ def test_entropies_and_importance_weights(files, tmp_path):
         assert line["loss"] == pytest.approx(line["policy_loss"] + 0.01 * line["kl"] - 0.5 * line["entropy_bonus"])
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, id="untied"), pytest.param(True, id="tied")])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, id="untied", marks=pytest.mark.full), pytest.param(True, id="tied")]
+)
 def adapted(request, tmp_path_factory) -> tuple[RunFolder, Path, Path]:
-    """A finished run of low-rank terms, the checkpoint that it saved, and the one that it began from."""
+    """A finished run of low-rank terms, the checkpoint that it saved, and the one that it began from. `make test` has a
+    tied head, which becomes one of its own.
+    """
     folder = tmp_path_factory.mktemp("adapted")
     model = tiny_text.write_model(folder / "model", tie_word_embeddings=request.param)
     files = model, tiny_text.write_prompts(folder / "prompts.jsonl")
