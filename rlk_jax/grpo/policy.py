@@ -181,7 +181,7 @@ class Policy:
 
 def _term(model: models.CausalLM) -> tuple[Array, Array] | None:
     """The low-rank term of the head, if there is one."""
-    return None if model.lm_head.low_rank is None else model.lm_head.low_rank.term
+    return None if model.lm_head.low_rank is None else model.lm_head.low_rank.operands
 
 
 def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
@@ -222,10 +222,10 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     if config.invariant:
         head = head.with_promised_bits(described.width)
     model.set_frequencies()
-    shapes, low_rank = _in_float32(nnx.state(model, nnx.Param)), None
+    shapes, low_rank = _float32_shapes(nnx.state(model, nnx.Param)), None
     if config.lora_rank is not None:
         terms, frozen = nnx.split_state(nnx.state(model, nnx.Param), nnx.LoRAParam, ...)
-        shapes = nnx.merge_state(_in_float32(terms), frozen)
+        shapes = nnx.merge_state(_float32_shapes(terms), frozen)
 
         def low_rank() -> nnx.State:
             return jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(new(), nnx.LoRAParam))
@@ -238,7 +238,7 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     return policy
 
 
-def _in_float32(shapes: nnx.State) -> nnx.State:
+def _float32_shapes(shapes: nnx.State) -> nnx.State:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from rlk_jax import nn
 from rlk_jax.models.config import LayerConfig, ModelConfig, config_of
 from rlk_jax.models.kinds import KINDS, LayerKind, Reach, Slots
-from rlk_jax.models.low_rank import LowRank
+from rlk_jax.models.low_rank import LowRankTerm
 from rlk_jax.models.placement import Fetch
 from rlk_jax.models.rope import Rope
 from rlk_jax.ops.det_gemm.checks import check_gemm_dtype
@@ -52,7 +52,7 @@ class _TokenPlaces(NamedTuple):
 class Linear(nnx.Module):
     """`x·Wᵀ + bias`, and a low-rank term where there is one; the weight is `[out, in]`."""
 
-    low_rank: LowRank | None = None
+    low_rank: LowRankTerm | None = None
 
     def __init__(
         self, inputs: int, outputs: int, kind: LayerKind, dtype: DTypeLike, *, bias: bool, rngs: nnx.Rngs
@@ -192,7 +192,7 @@ _RECOMPUTING = jax.jit(jax.checkpoint(_through_layer, static_argnums=(0, 1)), st
 class LogitsHead(nnx.Module):
     """The head of a model, whose weight is `[V, D]`; where it is tied, the embedding's own."""
 
-    low_rank: LowRank | None = None
+    low_rank: LowRankTerm | None = None
 
     def __init__(self, weight: nnx.Param, softcap: float | None, kind: LayerKind) -> None:
         self.weight, self.softcap, self.kind = weight, softcap, kind
@@ -258,7 +258,7 @@ class CausalLM(nnx.Module):
     def add_low_rank(self, rank: int, *, rngs: nnx.Rngs) -> None:
         """Give all linear layers and the head low-rank terms, whose parameters are `nnx.LoRAParam`."""
         for linear in self._with_weights():
-            linear.low_rank = LowRank(linear.weight, rank, self.kind, self.dtype, rngs=rngs)
+            linear.low_rank = LowRankTerm(linear.weight, rank, self.kind, self.dtype, rngs=rngs)
 
     def merge_low_rank(self) -> None:
         """Add low-rank terms to the weights beside them. A head that was tied has a weight of its own then."""
@@ -297,12 +297,19 @@ class CausalLM(nnx.Module):
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
-        through_layer = _RECOMPUTING if self.remat else _KEEPING if self.fetch is None else _FETCHING
+        through_layer = _RECOMPUTING if self.remat else _FETCHING if self._fetches_again else _KEEPING
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             graph, parameters = nnx.split(block)
             stream, layer_cache = through_layer(graph, self.fetch, parameters, stream, places, layer_cache)
             extended.append(layer_cache)
         return self.norm.of_sum(stream)[1], tuple(extended)
+
+    @property
+    def _fetches_again(self) -> bool:
+        """Whether a backward fetches parameters once more. One device need not, where it has no bits in common with
+        several; XLA then holds less of stock layers.
+        """
+        return self.fetch is not None and (self.keeps_bits or self.fetch.devices > 1)
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the residual stream begins with."""

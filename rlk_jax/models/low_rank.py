@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 from rlk_jax.models.kinds import LayerKind
 
 
-class LowRank(nnx.Module):
+class LowRankTerm(nnx.Module):
     """`B·A·x` beside `W·x`, with A `[rank, in]` and B `[out, rank]`. B begins at 0, so a model begins as it was."""
 
     def __init__(self, weight: nnx.Param, rank: int, kind: LayerKind, dtype: DTypeLike, *, rngs: nnx.Rngs) -> None:
@@ -25,13 +25,13 @@ class LowRank(nnx.Module):
         return self.kind.logits(self._reduced(x), self.b[...])
 
     @property
-    def term(self) -> tuple[Array, Array]:
+    def operands(self) -> tuple[Array, Array]:
         """What `rlk_jax.linear_logp` takes as `low_rank`."""
         return self.a[...], self.b[...]
 
     def added_to(self, weight: Float[Array, "out in"]) -> Float[Array, "out in"]:
         """W + B·A, computed in float32 and rounded to W's dtype."""
-        a, b = (x.astype(jnp.float32) for x in self.term)
+        a, b = (x.astype(jnp.float32) for x in self.operands)
         return (weight + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)).astype(weight.dtype)
 
     def _reduced(self, x: Float[Array, "*lead in"]) -> Float[Array, "*lead rank"]:

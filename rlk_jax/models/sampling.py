@@ -306,7 +306,7 @@ def logps_of(model: CausalLM, sampling: Sampling) -> Score:
             return logp(products, ids, **options)
         if model.lm_head.low_rank is not None:
             head = hidden, model.lm_head.weight[...], ids
-            how: dict[str, Any] = {"low_rank": model.lm_head.low_rank.term, **options}
+            how: dict[str, Any] = {"low_rank": model.lm_head.low_rank.operands, **options}
             return linear_logp(*head, implementation=promising("linear_logp", *head, **how), **how)
         name = promising("logp", products, ids, as_linear_logp=True, **options)
         return logp(products, ids, as_linear_logp=True, implementation=name, **options)

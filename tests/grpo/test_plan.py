@@ -79,7 +79,7 @@ def test_the_plan_has_what_the_programs_of_a_run_need(planned):
     job, made = planned(**TWO)
     model = nnx.eval_shape(lambda: models.CausalLM(models.read_config(job.config.model), rngs=nnx.Rngs(0)))
     weights = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), nnx.state(model, nnx.Param))
-    with mock.patch.object(text_steps, "load_parameters", lambda _: weights):
+    with mock.patch.object(text_steps, "load_parameters", lambda *_: weights):
         state = job.steps.initial_state()
     for name, tree in state._asdict().items():
         shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
