@@ -183,10 +183,8 @@ def _through_layer(
 
 _KEEPING = jax.jit(_through_layer, static_argnums=(0, 1))
 """What a block gives. Blocks with the same window and rope have one graph, and are lowered once together."""
-_FETCHING = jax.jit(jax.checkpoint(_through_layer, static_argnums=(0, 1), policy=Fetch.is_kept), static_argnums=(0, 1))
-"""The same; a backward fetches the parameters once more."""
 _RECOMPUTING = jax.jit(jax.checkpoint(_through_layer, static_argnums=(0, 1)), static_argnums=(0, 1))
-"""The same; a backward computes it once more."""
+"""The same; a backward fetches the parameters and computes it once more."""
 
 
 class LogitsHead(nnx.Module):
@@ -297,19 +295,12 @@ class CausalLM(nnx.Module):
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
-        through_layer = _RECOMPUTING if self.remat else _FETCHING if self._fetches_again else _KEEPING
+        through_layer = _RECOMPUTING if self.remat else _KEEPING
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             graph, parameters = nnx.split(block)
             stream, layer_cache = through_layer(graph, self.fetch, parameters, stream, places, layer_cache)
             extended.append(layer_cache)
         return self.norm.of_sum(stream)[1], tuple(extended)
-
-    @property
-    def _fetches_again(self) -> bool:
-        """Whether a backward fetches parameters once more. One device need not, where it has no bits in common with
-        several; XLA then holds less of stock layers.
-        """
-        return self.fetch is not None and (self.keeps_bits or self.fetch.devices > 1)
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the residual stream begins with."""

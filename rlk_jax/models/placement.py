@@ -4,16 +4,12 @@ gets the whole of one when it computes with it (FSDP; ZeRO stage 3, arXiv 1910.0
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
-
-_RECOMPUTED = {"all_gather", "reduce_precision", "convert_element_type"}
-"""What a fetch is made of."""
 
 
 def spec_of(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, over_vocab: bool) -> PartitionSpec:
@@ -54,13 +50,6 @@ class Fetch:
     def copies(self, part: Float[Array, "..."], axis: int, count: int) -> tuple[Array, ...]:
         """The whole of a parameter that is cut along `axis`, once for each of its uses."""
         return _copies(self, axis, count, part)
-
-    @staticmethod
-    def is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-        """A policy of `jax.checkpoint`: a backward fetches parameters once more, and nothing else is recomputed that
-        takes long.
-        """
-        return primitive.name not in _RECOMPUTED
 
     def _whole(self, part: Array, axis: int) -> Array:
         short = rounded(part, self.dtype)

@@ -78,9 +78,9 @@ def test_a_device_holds_its_part_of_the_states(given):
             assert x.addressable_shards[0].data.size * 4 == x.size, jax.tree_util.keystr(path)
 
 
-def test_a_backward_fetches_layers_once_more(given, capsys):
+def test_a_backward_with_remat_fetches_layers_once_more(given, capsys):
     """It keeps the float32 parts of weights, not what was fetched, which is a whole model."""
-    config = GrpoConfig(**{**OPTIONS, **given})
+    config = GrpoConfig(**{**OPTIONS, **given, "remat": True})
     policy = make_policy(config, make_mesh(config), load_text_task(config).tokenizer)
     ids = jnp.zeros((3, 7), jnp.int32)
     sequences = Sequences(ids, jnp.zeros(3, jnp.int32), ids)
