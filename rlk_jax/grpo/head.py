@@ -122,7 +122,7 @@ class MeshHead:
                 **self._cut_options,
             )
         found = op(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **self._options)
-        return found if entropy else LinearLogp(found, None, None)
+        return _values_of(found)
 
     def own_values(
         self,
@@ -140,7 +140,7 @@ class MeshHead:
         if self.shard_count > 1:
             options |= {"axis_name": "tensor", **self._cut_options}
         found: Any = linear_logp(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **options)
-        return found if entropy else LinearLogp(found, None, None)
+        return _values_of(found)
 
     def logps_of_logits(
         self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any
@@ -243,3 +243,8 @@ class MeshHead:
             return change(leaf) if self.name in jax.tree_util.keystr(path) else leaf
 
         return tree if self.shard_count == 1 else jax.tree_util.tree_map_with_path(changed, tree)
+
+
+def _values_of(found: Array | LinearLogp) -> LinearLogp:
+    """What linear_logp returned, which is an array where nothing but log-probs was asked for."""
+    return found if isinstance(found, LinearLogp) else LinearLogp(found, None, None)
