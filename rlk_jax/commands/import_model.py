@@ -108,9 +108,9 @@ def write_checkpoint(directory: Path, model: Any, tokenizer: Any, dtype: str, st
     Completions end at `stop_ids` and at the tokens that the model names.
     """
     import jax.numpy as jnp
-    from safetensors.numpy import save_file
 
     from rlk_jax.models import load_tokenizer, read_config
+    from rlk_jax.models.checkpoint import write_tensors
 
     tokenizer.save_pretrained(directory)
     fields = {**_fields_of(model.config), "architectures": [type(model).__name__], "dtype": dtype}
@@ -127,7 +127,7 @@ def write_checkpoint(directory: Path, model: Any, tokenizer: Any, dtype: str, st
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight" or not model.config.tie_word_embeddings
     }
-    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    write_tensors(tensors, directory)
     config = read_config(directory)
     load_tokenizer(directory)
     count, size = (sum(getattr(x, name) for x in tensors.values()) for name in ("size", "nbytes"))

@@ -95,6 +95,18 @@ def halving_sum(x: Array) -> Array:
     return x[:, 0]
 
 
+def sum_of_squares(x: Array) -> Array:
+    """Σ x² over all of an array: 64 equal parts are added by halves, again and again until one number is left.
+
+    The parts are those of the array in row-major order, however it lies in memory, and on how many devices it was.
+    """
+    # The barrier keeps XLA from fusing squares into the sum, which would skip their rounding.
+    sums = lax.optimization_barrier(jnp.square(x)).reshape(-1)
+    while sums.size > 1:
+        sums = halving_sum(zeros_behind(sums, 0, 64).reshape(64, -1).T)
+    return sums[0]
+
+
 def rounded_product(a: Array, b: Array) -> Array:
     """a·b, rounded even where a sum follows: abs and select keep compilers from fusing the product into the sum.
 

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental.compilation_cache import compilation_cache
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.steps import Jitted
 
 KEPT_CHECKPOINTS = 2
 _MAY_CHANGE = ("prompts", "eval_prompts", "model", "skip_nonfinite", "save_hf", "show_every")
@@ -259,18 +260,24 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def restore_latest_checkpoint[State](checkpoints: ocp.CheckpointManager, like: State) -> tuple[State, int]:
-    """The newest saved state, with the types and shardings of `like`, and its step; `like` and 0 when there is none.
+def restore_latest_checkpoint[State](checkpoints: ocp.CheckpointManager, begin: Jitted[[], State]) -> tuple[State, int]:
+    """The newest saved state and its step, or what `begin` returns and 0 when there is none. It is not called where there
+    is one, and says types and shardings alone: what it returns would take as much memory again.
 
     Raises BadInput naming the checkpoint when it cannot be read.
     """
     step = checkpoints.latest_step()
     if step is None:
-        return like, 0
+        return begin(), 0
+    like = jax.tree.map(_shape_of, begin.lower().out_info)
     try:
         return checkpoints.restore(step, args=ocp.args.StandardRestore(like)), step
     except Exception as error:  # Orbax and its storage raise many types of errors.
         raise BadInput(f"cannot read checkpoint {checkpoints.directory / str(step)}: it is damaged") from error
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def write_json(path: Path, value: Any) -> None:

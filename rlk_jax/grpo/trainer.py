@@ -67,7 +67,7 @@ def run_steps(
     with open_checkpoints(folder) as checkpoints:
         with console.status("compiling"):
             check_memory(config, steps, checkpoints.latest_step() or 0, stop)
-        state, done = restore_latest_checkpoint(checkpoints, steps.initial_state())
+        state, done = restore_latest_checkpoint(checkpoints, steps.initial_state)
         cut_after(folder.completions, done or BEFORE)
         with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:

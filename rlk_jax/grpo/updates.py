@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from rlk_jax.core.fixed_order import sum_of_squares
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
@@ -181,13 +182,13 @@ def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float)
 
 
 def global_norm(grads: nnx.State, head: MeshHead) -> Float[Array, ""]:
-    """The norm of all gradients. It is summed over one whole array after the other, each on every device: sums of parts
-    would have other bits. An array is gathered when the one before it is done with.
+    """The norm of all gradients. It is summed over one whole array after the other, each on every device, in an order
+    that is written down: XLA's own depends on the program. An array is gathered when the one before it is done with.
     """
     total = jnp.float32(0)
     for grad in jax.tree.leaves(head.unshard(grads)):
         total, grad = jax.lax.optimization_barrier((total, grad))
-        total += jnp.sum(jnp.square(head.replicated(grad)))
+        total += sum_of_squares(head.replicated(grad))
     return jnp.sqrt(total)
 
 

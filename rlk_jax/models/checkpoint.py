@@ -120,11 +120,19 @@ def save(model: CausalLM, directory: Path | str, *, like: Path | str | None = No
     fields = {**model.config.fields, "dtype": model.dtype.name}
     fields.pop("torch_dtype", None)
     (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    save_file(tensors_of(model), str(directory / _SINGLE), metadata={"format": "pt"})
+    write_tensors(tensors_of(model), directory)
     if like is not None:
         for name in _TOKENIZER:
             if (Path(like) / name).exists():
                 shutil.copy(Path(like) / name, directory / name)
+
+
+def write_tensors(tensors: dict[str, np.ndarray], directory: Path) -> None:
+    """Write the weights of a checkpoint beside its config.json, for those to read who can read that: safetensors itself
+    writes for the owner alone.
+    """
+    save_file(tensors, str(directory / _SINGLE), metadata={"format": "pt"})
+    shutil.copymode(directory / "config.json", directory / _SINGLE)
 
 
 def tensors_of(model: CausalLM) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlk_jax.core.fixed_order import pairwise_spread, pairwise_sum
+from rlk_jax.core.fixed_order import pairwise_spread, pairwise_sum, sum_of_squares
 from tests.support import helpers
 
 
@@ -47,3 +47,23 @@ def test_spread_repeats_and_its_derivative_is_the_pairwise_sum(count):
     np.testing.assert_array_equal(pairwise_spread(values, count), np.repeat(values[:, None], count, axis=1))
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(pairwise_spread(x, count) * weights)))(values)
     helpers.assert_same_bits(gradient, np.array([by_pairs(row) for row in weights]))
+
+
+def sum_of_squares_by_numpy(x: np.ndarray) -> np.float32:
+    sums = np.square(x).reshape(-1)
+    while sums.size > 1:
+        sums = np.pad(sums, (0, -sums.size % 64)).reshape(64, -1)
+        while len(sums) > 1:
+            sums = sums[: len(sums) // 2] + sums[len(sums) // 2 :]
+        sums = sums[0]
+    return sums[0]
+
+
+@pytest.mark.parametrize("shape", [(1,), (64,), (3, 43), (70, 130), (5, 7, 200)], ids=str)
+def test_squares_are_summed_in_a_written_order_however_they_were_computed(shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    transposed = jax.jit(lambda x: sum_of_squares(x.T * 2))(x.T / 2)
+    expected = sum_of_squares_by_numpy(x)
+    helpers.assert_same_bits(jax.jit(sum_of_squares)(x), expected)
+    helpers.assert_same_bits(transposed, expected)
+    np.testing.assert_allclose(expected, np.square(x.astype("d")).sum(), rtol=1e-6)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlk_jax import models
-from rlk_jax.grpo import memory
+from rlk_jax.grpo import memory, text_steps
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.policy import load_parameters
 from rlk_jax.grpo.run_folder import RunFolder
@@ -128,13 +128,16 @@ def test_transformers_writes_the_same_text_with_the_trained_model(finished):
     assert len(set(map(tuple, answers))) > 3, "they are not all the same"
 
 
-def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path):
-    """It goes on from a checkpoint in the middle, and ends with the same weights and files."""
+def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path, monkeypatch):
+    """It goes on from a checkpoint in the middle, and ends with the same weights and files. What the run began with is
+    not made again: states would be in memory twice.
+    """
     folder, saved = finished
     out = tmp_path / "out"
     assert tiny.run_here(*command(files, out, save_hf=tmp_path / "first")) == 0
     (out / "summary.json").unlink()
     shutil.rmtree(out / "checkpoints" / "4")
+    monkeypatch.setattr(text_steps, "load_parameters", lambda *given: pytest.fail("the given model was read again"))
     assert tiny.run_here(*command(files, out, save_hf=tmp_path / "again"), "--resume") == 0
     again = RunFolder(out)
     for name in ("metrics", "completions", "summary"):

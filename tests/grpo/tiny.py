@@ -169,7 +169,7 @@ def final_state(folder: RunFolder, **changes: Any) -> tuple[TrainState, int]:
     chosen = config(**changes)
     steps = shared_steps(chosen, load_task(chosen), make_mesh(chosen))
     with open_checkpoints(folder) as checkpoints:
-        return restore_latest_checkpoint(checkpoints, steps.initial_state())
+        return restore_latest_checkpoint(checkpoints, steps.initial_state)
 
 
 def tuned(folder: RunFolder) -> dict[str, bytes]:

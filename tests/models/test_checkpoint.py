@@ -45,6 +45,13 @@ def test_shards_give_what_a_single_file_gives(folder):
         np.testing.assert_array_equal(found[name], x)
 
 
+def test_who_can_read_the_config_can_read_the_weights(folder, tmp_path):
+    saved = tmp_path / "saved"
+    models.save(models.load(folder, dtype=jnp.float32), saved)
+    config, weights = ((saved / name).stat().st_mode for name in ("config.json", SINGLE))
+    assert oct(weights) == oct(config)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_checkpoints(tmp_path, dtype):
     theirs = tiny.make(tmp_path, "qwen3", dtype)
