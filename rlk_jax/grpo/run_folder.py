@@ -261,8 +261,8 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def restore_latest_checkpoint[State](checkpoints: ocp.CheckpointManager, begin: Jitted[[], State]) -> tuple[State, int]:
-    """The newest saved state and its step, or what `begin` returns and 0 when there is none. It is not called where there
-    is one, and says types and shardings alone: what it returns would take as much memory again.
+    """The newest saved state and its step, or what `begin` returns and 0 when there is none. Where there is one, only
+    the types and shardings of `begin` are asked for: what it returns would take as much memory again.
 
     Raises BadInput naming the checkpoint when it cannot be read.
     """
