@@ -1,4 +1,8 @@
-"""Eight CPU devices for every test, and the table of measured errors against the contract at the end of a run."""
+"""Eight CPU devices for every test, no programs on disk unless a test asks for them, and the table of measured errors
+against the contract at the end of a run.
+"""
+
+import os
 
 import jax
 import pytest
@@ -7,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.support import helpers
 
+os.environ["RLK_CACHE"] = "off"
 jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("rlk_jax", derandomize=True, deadline=None)
 settings.load_profile("rlk_jax")

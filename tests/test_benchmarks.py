@@ -22,6 +22,7 @@ from benchmarks import (
     attention,
     attention_accuracy,
     attention_peers,
+    cold,
     common,
     decoder,
     det_gemm,
@@ -659,3 +660,19 @@ def test_what_logits_ops_are_measured_against_is_the_same(op):
     # The naive ratio_kl leaves out two constants 1: that of a masked ratio, and that of k3.
     naive = jnp.where(active, found["naive"] - (op == "ratio_kl"), op == "ratio_kl")
     assert_within_contract(naive, found["reference"], op, jnp.float32, "forward")
+
+
+def test_cold(tmp_path, capsys):
+    """Every stage of every case has a figure."""
+    path = tmp_path / "cold.json"
+    assert cold.main(["--shape", "8,64,256", "--what", "linear_logp", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["what"], row["caches"]) for row in rows] == [("linear_logp", "empty"), ("linear_logp", "full")]
+    for row in rows:
+        assert list(row["seconds"]) == ["import", "start", "trace", "lower", "compile", "run"]
+        assert all(x >= 0 for x in row["seconds"].values())
+    assert "compile" in capsys.readouterr().out
+    for name, call in cold.CASES.items():
+        stages = cold.Stages()
+        call(8, 64, 256, stages=stages)
+        assert next(iter(stages.seconds)) == "import" and len(stages.seconds) > 3, name

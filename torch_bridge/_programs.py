@@ -6,7 +6,7 @@ There are few programs, because the rows of calls are padded to buckets.
 import collections
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from jax.extend.core import Literal as Constant
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
+from rlk_jax.core import program_cache
 from torch_bridge import _exchange
 
 Arrays = tuple[jax.Array | None, ...]
@@ -65,54 +66,30 @@ class Program:
     """
 
     def __init__(self, op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> None:
+        self._call, self._device = (op, options, needs), _device_of(arrays)
         self._arrays = tuple(map(_spec, arrays))
+        self._key = (op.name, tuple(x is not None for x in arrays), options, needs)
         self._backwards: dict[tuple[bool, ...], Any] = {}
-
-        def call(*arrays: jax.Array | None) -> Any:
-            def function(*needed: jax.Array) -> tuple[jax.Array, ...]:
-                arguments = list(arrays)
-                for i, x in zip(needs, needed, strict=True):
-                    arguments[i] = x
-                return op.function(*arguments, **dict(options))
-
-            if not needs:
-                return function(), ()
-            outputs, pull_back = jax.vjp(function, *(arrays[i] for i in needs))
-            leaves, self._tree = jax.tree.flatten(pull_back)
-            return outputs, leaves
-
-        with jax.default_device(_device_of(arrays)):
-            traced = jax.jit(call).trace(*self._arrays)
-        outputs, _ = traced.out_info
-        jaxpr = traced.jaxpr.jaxpr
-        inputs = [i for i, x in enumerate(arrays) if x is not None]
-        # The input that a variable of the jaxpr holds, unchanged or reshaped.
-        input_of = dict(zip(jaxpr.invars, inputs, strict=True))
-        for x in jaxpr.eqns:
-            if x.primitive.name == "reshape" and not isinstance(x.invars[0], Constant) and x.invars[0] in input_of:
-                input_of[x.outvars[0]] = input_of[x.invars[0]]
-        leaves = jaxpr.outvars[len(outputs) :]
-        self._leaf_shapes = [x.aval.shape for x in leaves]
-        sources = [None if isinstance(x, Constant) else input_of.get(x) for x in leaves]
-        self._outputs = outputs
-        self._borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
-        self.borrows = frozenset(i for i in self._borrowed if i is not None)
-        kept = [*range(len(outputs)), *(len(outputs) + i for i, x in enumerate(self._borrowed) if x is None)]
-        run = jaxpr_as_fun(traced.jaxpr)
-
-        def forward(*arrays: jax.Array) -> list[jax.Array]:
-            found = run(*arrays)
-            return [found[i] for i in kept]
-
-        self._device = _device_of(arrays)
-        self._forward = _compiled(forward, self._device, *(x for x in self._arrays if x is not None))
+        specs = [x for x in self._arrays if x is not None]
+        self._forward, facts = program_cache.compiled(("forward", self._key), specs, self._device, self._made_forward)
+        self._layout = _Layout(**facts)
+        self.borrows = frozenset(i for i in self._layout.borrowed if i is not None)
         _count["forward"] += 1
+
+    def _made_forward(self) -> program_cache.Made:
+        return program_cache.Made(self._traced.forward, self._traced.layout._asdict())
+
+    @functools.cached_property
+    def _traced(self) -> "_Traced":
+        """The trace of the call, for what the disk does not have."""
+        return _trace(*self._call, self._arrays)
 
     def forward(self, arrays: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
         """The outputs, and the residuals for `backward`."""
         _exchange.follow(self._device)
         found = self._forward(*[x for x in arrays if x is not None])
-        return found[: len(self._outputs)], found[len(self._outputs) :]
+        count = len(self._layout.outputs)
+        return found[:count], found[count:]
 
     def backward(
         self, residuals: list[jax.Array], arrays: Arrays, upstream: tuple[jax.Array | None, ...]
@@ -123,32 +100,98 @@ class Program:
         gradient of an output that was not used is None, and costs nothing.
         """
         has_upstream = tuple([g is not None for g in upstream])
+        borrowed = [arrays[i] for i in self._layout.borrowed if i is not None]
+        given = residuals, borrowed, [g for g in upstream if g is not None]
         with _lock:
             if has_upstream not in self._backwards:
-                self._backwards[has_upstream] = self._compile_backward(residuals, arrays, upstream)
-        borrowed = [arrays[i] for i in self._borrowed if i is not None]
+                self._backwards[has_upstream] = self._compile_backward(has_upstream, given)
         _exchange.follow(self._device)
-        return self._backwards[has_upstream](residuals, borrowed, [g for g in upstream if g is not None])
+        return self._backwards[has_upstream](*given)
 
-    def _compile_backward(self, residuals: list[jax.Array], arrays: Arrays, upstream: Arrays) -> Any:
-        has_upstream = [g is not None for g in upstream]
+    def _compile_backward(self, has_upstream: tuple[bool, ...], given: Any) -> Any:
+        key, specs = ("backward", self._key, has_upstream), jax.tree.map(_spec, given)
+        made = functools.partial(self._made_backward, has_upstream)
+        compiled, _ = program_cache.compiled(key, specs, self._device, made)
+        _count["backward"] += 1
+        return compiled
+
+    def _made_backward(self, has_upstream: tuple[bool, ...]) -> program_cache.Made:
+        layout, tree = self._layout, self._traced.tree
 
         def backward(residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
             kept, lent, gradients = iter(residuals), iter(borrowed), iter(upstream)
             leaves = [
                 next(kept) if i is None else next(lent).reshape(shape)
-                for i, shape in zip(self._borrowed, self._leaf_shapes, strict=True)
+                for i, shape in zip(layout.borrowed, layout.leaf_shapes, strict=True)
             ]
-            pull_back = jax.tree.unflatten(self._tree, leaves)
-            zeros = [ad.Zero(jax.core.ShapedArray(x.shape, x.dtype)) for x in self._outputs]
+            pull_back = jax.tree.unflatten(tree, leaves)
+            zeros = [ad.Zero(jax.core.ShapedArray(shape, dtype)) for shape, dtype in layout.outputs]
             pairs = zip(has_upstream, zeros, strict=True)
             return pull_back(tuple(next(gradients) if is_used else zero for is_used, zero in pairs))
 
-        borrowed = [arrays[i] for i in self._borrowed if i is not None]
-        specs = jax.tree.map(_spec, (residuals, borrowed, [g for g in upstream if g is not None]))
-        compiled = _compiled(backward, self._device, *specs)
-        _count["backward"] += 1
-        return compiled
+        return program_cache.Made(backward, None)
+
+
+class _Layout(NamedTuple):
+    """What a caller must know of a forward, as JSON has it."""
+
+    outputs: Sequence[tuple[Sequence[int], str]]
+    """Shapes and dtypes."""
+    leaf_shapes: Sequence[Sequence[int]]
+    """Shapes of all residuals."""
+    borrowed: Sequence[int | None]
+    """Which of the differentiable inputs each residual is; None where it is kept."""
+
+
+class _Traced(NamedTuple):
+    """A call that was traced: its forward, and how a backward finds what the forward kept."""
+
+    forward: Callable[..., list[jax.Array]]
+    """The outputs, and then the residuals that are kept."""
+    layout: _Layout
+    tree: Any
+    """The structure of the function that `jax.vjp` returned, whose leaves the residuals are."""
+
+
+def _trace(op: Op, options: Options, needs: tuple[int, ...], arrays: Sequence[Any]) -> _Traced:
+    """Trace a call of `op` with arrays of these shapes."""
+    trees = []
+
+    def call(*arrays: jax.Array | None) -> Any:
+        def function(*needed: jax.Array) -> tuple[jax.Array, ...]:
+            arguments = list(arrays)
+            for i, x in zip(needs, needed, strict=True):
+                arguments[i] = x
+            return op.function(*arguments, **dict(options))
+
+        if not needs:
+            return function(), ()
+        outputs, pull_back = jax.vjp(function, *(arrays[i] for i in needs))
+        leaves, tree = jax.tree.flatten(pull_back)
+        trees.append(tree)
+        return outputs, leaves
+
+    traced = jax.jit(call).trace(*arrays)
+    outputs, _ = traced.out_info
+    jaxpr = traced.jaxpr.jaxpr
+    inputs = [i for i, x in enumerate(arrays) if x is not None]
+    # The input that a variable of the jaxpr holds, unchanged or reshaped.
+    input_of = dict(zip(jaxpr.invars, inputs, strict=True))
+    for x in jaxpr.eqns:
+        if x.primitive.name == "reshape" and not isinstance(x.invars[0], Constant) and x.invars[0] in input_of:
+            input_of[x.outvars[0]] = input_of[x.invars[0]]
+    leaves = jaxpr.outvars[len(outputs) :]
+    sources = [None if isinstance(x, Constant) else input_of.get(x) for x in leaves]
+    borrowed = [i if i is not None and i < op.differentiable else None for i in sources]
+    kept = [*range(len(outputs)), *(len(outputs) + i for i, x in enumerate(borrowed) if x is None)]
+    run = jaxpr_as_fun(traced.jaxpr)
+
+    def forward(*arrays: jax.Array) -> list[jax.Array]:
+        found = run(*arrays)
+        return [found[i] for i in kept]
+
+    shapes = [(x.shape, str(x.dtype)) for x in outputs]
+    return _Traced(forward, _Layout(shapes, [x.aval.shape for x in leaves], borrowed), trees[-1] if trees else None)
 
 
 def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Compiles the CUDA sources beside this file into a library, and registers its handlers with XLA.
 
 Nothing is compiled at `pip install`: `rlk build-cuda` compiles the library, or else its first use does. The library is
-kept in a folder of its own for each version of the sources, processor, jaxlib and CUDA, below $RLK_CACHE_DIR,
+kept in a folder of its own for each version of the sources, processor, jaxlib and CUDA, below $RLK_CACHE,
 $XDG_CACHE_HOME/rlk_jax or ~/.cache/rlk_jax.
 """
 
@@ -111,9 +111,13 @@ def _output(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def cache_folder() -> Path:
-    """The folder that holds a folder for each library; it need not exist."""
-    chosen = os.environ.get("RLK_CACHE_DIR")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlk_jax"
+    """The folder that holds a folder for each library; it need not exist. RLK_CACHE=off, which turns other caches off,
+    means the user's own folder here: a library has to lie somewhere.
+    """
+    chosen = os.environ.get("RLK_CACHE", "off")
+    if chosen not in ("", "off"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlk_jax"
 
 
 def _folder_name(nvcc_version: str) -> str:
@@ -142,7 +146,7 @@ def _place() -> tuple[Path, Nvcc | None]:
 def _check_writable(folder: Path) -> None:
     there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise RuntimeError(f"cannot write the CUDA kernels to {folder} (RLK_CACHE_DIR names another folder)")
+        raise RuntimeError(f"cannot write the CUDA kernels to {folder} (RLK_CACHE names another folder)")
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 import jax
 import orbax.checkpoint as ocp
-from jax.experimental.compilation_cache import compilation_cache
 
+from rlk_jax.core.program_cache import use_xla_cache
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.steps import Jitted
 
@@ -152,11 +152,11 @@ class RunFolder:
         if self.checkpoints.exists() and not self.programs.exists():
             print(f"rlk grpo: warning: no {self.programs}: what is compiled anew may have other bits", file=sys.stderr)
         seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-        _use_cache(str(self.programs.absolute()), 0)
+        use_xla_cache(str(self.programs.absolute()), 0)
         try:
             yield
         finally:
-            _use_cache(None, seconds)
+            use_xla_cache(None, seconds)
 
     def _write_config(self, values: dict[str, Any]) -> None:
         """Write the whole file or nothing: a folder with half a configuration would not count as a run any more."""
@@ -203,13 +203,6 @@ class RunFolder:
 
 def _tunes_programs() -> bool:
     return jax.default_backend() == "gpu"
-
-
-def _use_cache(folder: str | None, least_seconds: float) -> None:
-    """Have JAX cache there, from now on, what takes at least so long to compile; None turns the cache off."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
-    compilation_cache.reset_cache()  # JAX would otherwise keep using the folder that it used first.
 
 
 @contextmanager

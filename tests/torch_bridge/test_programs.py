@@ -94,3 +94,24 @@ def test_a_dropped_program_still_has_its_backward(fresh, monkeypatch):
     torch_bridge.linear_logp(hidden[:1], weight, ids[:1])
     found.sum().backward()
     assert hidden.grad.abs().sum() > 0
+
+
+def test_another_process_traces_nothing(fresh, monkeypatch, tmp_path):
+    """The disk has the programs, and what a caller must know of them. A backward that it lacks is traced."""
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path))
+    hidden, weight, ids, _ = head((4,))
+
+    def call(*outputs: str) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        found = torch_bridge.linear_logp(*leaves, ids, return_lse=True)
+        sum(getattr(found, name).sum() for name in outputs).backward()
+        return [found.logp, found.lse, *(x.grad for x in leaves)]
+
+    expected = call("logp"), call("logp", "lse")
+    _programs._programs.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(_programs, "_trace", lambda *call: pytest.fail("it was traced again"))
+        for found, before in zip((call("logp"), call("logp", "lse")), expected, strict=True):
+            assert all(map(same_bits, found, before))
+    traced = call("lse")
+    assert same_bits(traced[1], expected[0][1]) and not same_bits(traced[2], expected[0][2])

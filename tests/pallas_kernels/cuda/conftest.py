@@ -21,7 +21,7 @@ def built_library(folder: pathlib.Path, sources: pathlib.Path) -> pathlib.Path:
         pytest.skip(str(problem))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCES", sources)
-        patch.setenv("RLK_CACHE_DIR", str(folder))
+        patch.setenv("RLK_CACHE", str(folder))
         return build.library()
 
 

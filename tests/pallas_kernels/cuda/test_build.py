@@ -82,7 +82,7 @@ def toolkit(tmp_path, monkeypatch):
     for name in ("a.cu", "b.cu", "c.cuh"):
         (sources / name).write_text(name)
     monkeypatch.setattr(build, "SOURCES", sources)
-    monkeypatch.setenv("RLK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     return Toolkit(tmp_path / "cuda")
 
@@ -214,9 +214,9 @@ def test_a_driver_runs_what_its_major_version_has_built(driver, reason, toolkit,
 
 def test_a_cache_that_cannot_be_written(toolkit, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLK_CACHE_DIR", str(tmp_path / "file/cache"))
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path / "file/cache"))
     assert build.why_missing() == (
-        f"cannot write the CUDA kernels to {tmp_path}/file/cache (RLK_CACHE_DIR names another folder)"
+        f"cannot write the CUDA kernels to {tmp_path}/file/cache (RLK_CACHE names another folder)"
     )
 
 
@@ -240,13 +240,13 @@ def test_a_library_built_elsewhere_needs_no_nvcc(toolkit):
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"RLK_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"RLK_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
         ({"XDG_CACHE_HOME": "/b"}, "/b/rlk_jax"),
         ({"HOME": "/c"}, "/c/.cache/rlk_jax"),
     ],
 )
 def test_cache_folder(variables, expected, monkeypatch):
-    for name in ("RLK_CACHE_DIR", "XDG_CACHE_HOME"):
+    for name in ("RLK_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

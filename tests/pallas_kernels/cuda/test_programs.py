@@ -18,7 +18,7 @@ def programs(quick, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "tests.pallas_kernels.cuda.h200", folder],
         env=os.environ
-        | {"RLK_CACHE_DIR": str(quick.parent.parent), "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
+        | {"RLK_CACHE": str(quick.parent.parent), "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
         capture_output=True,
         text=True,
         check=False,

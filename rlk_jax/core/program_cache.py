@@ -1,0 +1,197 @@
+"""Programs on disk, so that a process need not trace, lower and compile what another has: JAX's own cache spares it
+compiling alone.
+
+A program is kept as `jax.export` writes it, under a digest of what it was made for and of the sources that made it.
+RLK_CACHE is the folder, or "off"; else it is the user's cache folder. What cannot be read or written is said once, and
+the program is made as if there were no disk.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+from jax.experimental.compilation_cache import compilation_cache
+
+from pallas_kernels.cuda.build import cache_folder
+from rlk_jax.core.dispatch import log
+
+MOST_BYTES = 256 * 2**20
+"""All programs together; those that were not used for the longest time are deleted."""
+MOST_XLA_BYTES = 2 * 2**30
+"""All that XLA compiled from them."""
+_MAGIC = b"rlk_jax program 1\n"
+_PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
+_MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+"""The kernels whose programs are kept. Those of `triton` and `cuda` need a library that the program does not name."""
+
+
+class Made(NamedTuple):
+    """A function to compile, and what else is known of it, as JSON has it."""
+
+    function: Callable[..., Any]
+    facts: Any
+
+
+def compiled(
+    key: Hashable, specs: Sequence[Any], device: jax.Device, make: Callable[[], Made]
+) -> tuple[jax.stages.Compiled, Any]:
+    """The function that `make` gives, compiled for a device and arguments of these shapes, and its facts.
+
+    `key` and the shapes say what the program is, and the key's `repr` is the same in every process. Where the disk has
+    the program, nothing is made. Bits are those of the function: what is compiled is the same.
+    """
+    share_xla_cache(device)
+    name = _name(key, specs, device)
+    with jax.default_device(device):
+        found = _load(name)
+        if found is None:
+            made = make()
+            exported = None if folder() is None else _exported(made.function, specs, device)
+            if exported is not None:
+                _store(name, made.facts, exported)
+            found = made if exported is None else Made(exported.call, made.facts)
+        return jax.jit(found.function).lower(*specs).compile(), found.facts
+
+
+def folder() -> Path | None:
+    """Where programs are kept; None where they are not."""
+    if os.environ.get("RLK_CACHE") == "off":
+        return None
+    try:
+        return cache_folder() / "programs"
+    except RuntimeError as error:  # There is no home.
+        _say("programs are not kept", error)
+        return None
+
+
+def share_xla_cache(device: jax.Device) -> None:
+    """Keep what XLA compiles for a GPU in the same folder, unless a cache has been set or there was one before."""
+    if device.platform != "gpu" or jax.config.jax_compilation_cache_dir is not None or folder() is None:
+        return
+    if importlib.util.find_spec("filelock") is None:  # JAX bounds no cache without it.
+        _say("what XLA compiles is not kept", "the package filelock is missing")
+        return
+    jax.config.update("jax_compilation_cache_max_size", MOST_XLA_BYTES)
+    use_xla_cache(str(cache_folder() / "xla"), jax.config.jax_persistent_cache_min_compile_time_secs)
+
+
+def use_xla_cache(path: str | None, least_seconds: float) -> None:
+    """Have JAX cache there, from now on, what takes at least so long to compile; None turns the cache off."""
+    jax.config.update("jax_compilation_cache_dir", path)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+    compilation_cache.reset_cache()  # JAX would otherwise keep using the folder that it used first.
+
+
+def _exported(function: Callable[..., Any], specs: Sequence[Any], device: jax.Device) -> jax.export.Exported | None:
+    """The function as `jax.export` has it; None where it has kernels that are not kept."""
+    platforms = ["cuda" if device.platform == "gpu" else device.platform]
+    try:
+        return jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=[_MOSAIC])(*specs)
+    except ValueError as error:
+        if "custom call" not in str(error):
+            raise
+        return None
+
+
+def _name(key: Hashable, specs: Sequence[Any], device: jax.Device) -> str:
+    leaves, tree = jax.tree.flatten(specs)
+    shapes = [(x.shape, str(x.dtype)) for x in leaves]
+    facts = key, shapes, str(tree), device.platform, device.device_kind, _environment(), _settings()
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _environment() -> tuple[str, ...]:
+    """What else a program depends on, and no process changes: versions, and the sources of the project."""
+    sources = hashlib.sha256()
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for root in spec.submodule_search_locations or () if spec else ():
+            for path in sorted(Path(root).rglob("*.py")):
+                sources.update(repr((path.relative_to(root).as_posix(), path.read_bytes())).encode())
+    versions = tuple(map(importlib.metadata.version, ("jax", "jaxlib")))
+    return *versions, str(importlib.util.find_spec("jax_triton") is not None), sources.hexdigest()
+
+
+def _settings() -> tuple[Any, ...]:
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+    return tuple(getattr(jax.config, name) for name in names)
+
+
+def _load(name: str) -> Made | None:
+    """The program of this name, if there is one that is whole."""
+    with _said("a program on disk cannot be read"):
+        if (path := _path(name)) is None or not path.exists():
+            return None
+        data = path.read_bytes()
+        head = len(_MAGIC) + 32
+        if not data.startswith(_MAGIC) or hashlib.sha256(data[head:]).digest() != data[len(_MAGIC) : head]:
+            raise ValueError(f"{path} is damaged")
+        facts, _, program = data[head:].partition(b"\n")
+        os.utime(path)  # It was used.
+        return Made(jax.export.deserialize(bytearray(program)).call, json.loads(facts))
+    return None
+
+
+def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
+    """Write the program whole or not at all, and make room for it."""
+    with _said("programs are not kept"):
+        if (path := _path(name)) is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(facts).encode() + b"\n" + bytes(exported.serialize())
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete_on_close=False) as file:
+            file.write(_MAGIC + hashlib.sha256(data).digest() + data)
+            file.close()
+            os.replace(file.name, path)
+            _make_room(path.parent)
+
+
+def _path(name: str) -> Path | None:
+    where = folder()
+    return None if where is None else where / name
+
+
+def _make_room(where: Path) -> None:
+    """Delete programs, those used last at the end, until the others are no more than `MOST_BYTES`."""
+    sizes = {}
+    for path in where.iterdir():
+        try:
+            sizes[path] = path.stat()
+        except FileNotFoundError:  # Another process was here.
+            continue
+    total = sum(x.st_size for x in sizes.values())
+    for path, stat in sorted(sizes.items(), key=lambda item: item[1].st_mtime):
+        if total <= MOST_BYTES:
+            return
+        path.unlink(missing_ok=True)
+        total -= stat.st_size
+
+
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """A context that ends where anything goes wrong in it, and says so."""
+    try:
+        yield
+    except Exception as error:  # Disks and what stands on them fail in many ways, of which none may end a call.
+        _say(what, error)
+
+
+_has_said: set[str] = set()
+
+
+def _say(what: str, why: object) -> None:
+    """Warn of it once."""
+    if what not in _has_said:
+        _has_said.add(what)
+        log.warning("rlk_jax: %s: %s. RLK_CACHE names another folder, or is off.", what, why)

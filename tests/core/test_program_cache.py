@@ -1,0 +1,186 @@
+"""Programs on disk: found again, bounded, and never in the way."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax.core import program_cache
+from tests.support import helpers
+
+DEVICE = jax.devices("cpu")[0]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path))
+    monkeypatch.setattr(program_cache, "_has_said", set())
+    return tmp_path / "programs"
+
+
+def spec(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.float32)
+
+
+class Maker:
+    """Counts how often its program is made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> program_cache.Made:
+        self.count += 1
+        return program_cache.Made(lambda x: (jnp.sin(x), x.sum()), {"sizes": [1, None]})
+
+    def run(self, size: int = 8, key: Any = "sines") -> tuple[Any, Any]:
+        """What the program gives, and its facts."""
+        program, facts = program_cache.compiled(key, [spec(size)], DEVICE, self)
+        return program(jnp.arange(size, dtype=jnp.float32)), facts
+
+
+def test_a_program_is_made_once(folder):
+    make = Maker()
+    first, second = make.run(), make.run()
+    helpers.assert_same_bits(first[0], second[0])
+    assert make.count == 1 and first[1] == second[1] == {"sizes": [1, None]}
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_what_a_program_is_made_for_tells_it_from_others(folder, monkeypatch):
+    make = Maker()
+    make.run()
+    make.run(size=9)
+    make.run(key="other")
+    with jax.default_matmul_precision("highest"):
+        make.run()
+    monkeypatch.setattr(program_cache, "_environment", lambda: ("other sources",))
+    make.run()
+    assert make.count == len(list(folder.iterdir())) == 5
+
+
+def test_the_environment_has_versions_and_sources():
+    versions = program_cache._environment()
+    assert jax.__version__ in versions and len(versions[-1]) == 64
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "empty"])
+def test_what_is_damaged_is_made_again(folder, caplog, damage):
+    make = Maker()
+    expected, _ = make.run()
+    (path,) = folder.iterdir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    broken = {"cut": data[: len(data) // 2], "flipped": data, "foreign": b"another's file", "empty": b""}
+    path.write_bytes(broken[damage])
+    found, _ = make.run()
+    helpers.assert_same_bits(found, expected)
+    assert make.count == 2 and [x.getMessage() for x in caplog.records] == [
+        f"rlk_jax: a program on disk cannot be read: {path} is damaged. RLK_CACHE names another folder, or is off."
+    ]
+    make.run()
+    assert make.count == 2
+
+
+def test_a_folder_that_cannot_be_is_said_once(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(program_cache, "_has_said", set())
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path / "file" / "cache"))
+    make = Maker()
+    make.run()
+    make.run(size=3)
+    said = [x.getMessage() for x in caplog.records]
+    assert make.count == 2 and len(said) == 1 and said[0].startswith("rlk_jax: programs are not kept: [Errno 20]")
+
+
+def test_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLK_CACHE", "off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make = Maker()
+    make.run()
+    make.run()
+    assert make.count == 2 and not list(tmp_path.iterdir())
+
+
+def test_without_a_home(monkeypatch, caplog):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("RLK_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(program_cache, "_has_said", set())
+    Maker().run()
+    assert "Could not determine home directory" in caplog.text
+
+
+def test_those_not_used_for_longest_make_room(folder, monkeypatch):
+    make = Maker()
+    for size in (4, 5, 6):
+        make.run(size)
+    monkeypatch.setattr(program_cache, "MOST_BYTES", sum(x.stat().st_size for x in folder.iterdir()))
+    make.run(4)
+    make.run(7)
+    assert make.count == 4
+    make.run(4)
+    make.run(6)
+    assert make.count == 4
+    make.run(5)
+    assert make.count == 5
+
+
+def test_several_may_write_at_once(folder):
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(Maker().run()[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(list(folder.iterdir())) == 1
+    for x in found:
+        helpers.assert_same_bits(x, found[0])
+
+
+def test_programs_with_kernels_of_libraries_are_not_kept(folder, monkeypatch):
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise ValueError("Cannot serialize code with custom calls whose targets have no compatibility guarantees: x")
+
+    monkeypatch.setattr(jax.export, "export", lambda *arguments, **options: refuse)
+    make = Maker()
+    np.testing.assert_allclose(make.run()[0][0], np.sin(np.arange(8)), rtol=1e-6)
+    assert not folder.exists()
+
+
+@pytest.fixture
+def xla_cache():
+    """What JAX's own cache is set to, which is as it was afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
+    before = {name: getattr(jax.config, name) for name in names}
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    program_cache.use_xla_cache(before["jax_compilation_cache_dir"], seconds)
+    jax.config.update("jax_compilation_cache_max_size", before["jax_compilation_cache_max_size"])
+
+
+GPU: Any = SimpleNamespace(platform="gpu")
+
+
+def test_what_xla_compiles_for_a_gpu_is_kept_beside_and_bounded(folder, xla_cache):
+    program_cache.share_xla_cache(DEVICE)
+    assert jax.config.jax_compilation_cache_dir is None
+    program_cache.share_xla_cache(GPU)
+    assert jax.config.jax_compilation_cache_dir == str(folder.parent / "xla")
+    assert jax.config.jax_compilation_cache_max_size == program_cache.MOST_XLA_BYTES
+
+
+def test_a_cache_that_was_set_stays(folder, xla_cache):
+    jax.config.update("jax_compilation_cache_dir", "/users/own")
+    before = jax.config.jax_compilation_cache_max_size
+    program_cache.share_xla_cache(GPU)
+    assert jax.config.jax_compilation_cache_dir == "/users/own"
+    assert jax.config.jax_compilation_cache_max_size == before
