@@ -1,6 +1,7 @@
 """`rlk grpo`: the command line of the trainer."""
 
 import argparse
+import os
 import sys
 import typing
 from dataclasses import fields
@@ -79,8 +80,8 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     if arguments.device is not None:
         raise BadInput("device is of plan: a run takes the devices that are here")
     folder, console = RunFolder(arguments.out), OutputConsole()
-    if config.save_hf is not None and Path(config.save_hf).exists() and any(Path(config.save_hf).iterdir()):
-        raise BadInput(f"save_hf: {config.save_hf} is not empty")
+    if config.save_hf is not None:
+        _check_empty(Path(config.save_hf))
     config, task, steps = load_job(config)
     if task.dropped:
         console.print(f"left out prompts of more than {config.max_prompt_tokens} tokens: {task.dropped}")
@@ -92,6 +93,15 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
         opened = folder.start(config, task.digests, overwrite=arguments.overwrite)
     with opened, folder.keep_programs(), shortage_is_bad_input(task.longest.advice):
         return train(config, steps, folder, console, stop)
+
+
+def _check_empty(directory: Path) -> None:
+    """A directory that is written at the end of a run can be, and nothing is in it."""
+    there = next(x for x in (directory.absolute(), *directory.absolute().parents) if x.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise BadInput(f"save_hf: cannot write to {there}")
+    if directory.exists() and any(directory.iterdir()):
+        raise BadInput(f"save_hf: {directory} is not empty")
 
 
 def _plain_type(annotation: typing.Any) -> type:

@@ -38,6 +38,8 @@ class Policy:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     pad_id: int
+    positions: int | None
+    """How long a text the model was made for, as its config.json has it."""
 
     def model(self, params: nnx.State) -> models.CausalLM:
         """The model of stored parameters, to be written."""
@@ -74,10 +76,6 @@ class Policy:
         """Parameters in the dtype that the policy computes in."""
         return jax.tree.map(lambda x: placement.rounded(x, self.head.dtype), params)
 
-    def logps(self, params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
-        """The log-probs of `values`."""
-        return self.values(params, sequences).logp
-
     def values(self, params: nnx.State, sequences: Sequences, *, entropy: bool = False) -> LinearLogp:
         """fp32 log-prob of every target given the tokens of its sequence before it, and the entropy where it is asked
         for; 0 where IGNORED.
@@ -93,7 +91,7 @@ class Policy:
         *,
         max_new_tokens: int,
     ) -> Completions:
-        """Completions of left-padded prompts; those of an invariant model have log-probs with the bits of `logps`."""
+        """Completions of left-padded prompts; those of an invariant model have log-probs with the bits of `values`."""
         own = functools.partial(self._own_roll_out, max_new_tokens=max_new_tokens)
         return self._over_rows(own)(params, (prompt_ids, padding, keys))
 
@@ -232,7 +230,7 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
 
     constants = nnx.state(model, nnx.Not(nnx.Param))
     fetch = placement.Fetch(dtype, mesh.shape["data"])
-    ends = tokenizer.stop_ids, tokenizer.pad_id
+    ends = tokenizer.stop_ids, tokenizer.pad_id, described.fields.get("max_position_embeddings")
     policy = Policy(nnx.graphdef(model), constants, shapes, low_rank, head, fetch, sampling, *ends)
     _check_cuts(policy, mesh)
     return policy

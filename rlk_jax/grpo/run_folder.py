@@ -25,6 +25,8 @@ _MAY_CHANGE = ("prompts", "eval_prompts", "model", "skip_nonfinite", "save_hf", 
 """Fields in which a resumed run may differ: its files, which have digests, may have moved, and it may skip what had
 ended it, or show and save something else.
 """
+_REWARD = "reward_digest"
+"""What the folder keeps of the source of the rewards; null where the run may go on with another one."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,19 @@ class RunFolder:
         before = self._read_config()
         # A run of an older version had what is now the default.
         before = {option.name: option.default for option in fields(GrpoConfig)} | before
+        if before.get(_REWARD, "") is None:
+            before[_REWARD] = now.get(_REWARD)
+            self._write_config(before)
         for field in now | before:
             if field not in _MAY_CHANGE and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
         with open_checkpoints(self) as checkpoints:
             if checkpoints.latest_step() is None:
                 raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
+
+    def release_reward(self) -> None:
+        """Let the run go on with another source of its rewards, because this one failed."""
+        self._write_config({**self._read_config(), _REWARD: None})
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -2,8 +2,10 @@
 the host between them.
 """
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +95,8 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     """
     policy = make_policy(config, mesh, task.tokenizer)
     head = policy.head
-    if policy.sampling.truncates:
-        which = "top_k, top_p and min_p sample from fewer tokens than log-probs and ratios are of"
-        print(f"rlk grpo: warning: {which}", file=sys.stderr)
+    for warning in _warnings(config, policy, task):
+        print(f"rlk grpo: warning: {warning}", file=sys.stderr)
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     run_key, group = jax.random.key(config.seed), config.samples_per_prompt
     rows_per_step = config.prompts_per_step * group
@@ -194,6 +195,15 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     )
 
 
+def _warnings(config: GrpoConfig, policy: Policy, task: TextTask) -> Iterator[str]:
+    """What a run can do and its user may not want."""
+    if policy.sampling.truncates:
+        yield "top_k, top_p and min_p sample from fewer tokens than log-probs and ratios are of"
+    length = task.train.prompt_ids.shape[1] + config.max_new_tokens
+    if policy.positions is not None and length > policy.positions:
+        yield f"prompt and completion have up to {length} tokens, and the model was made for {policy.positions}"
+
+
 def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarray, "wanted"]:
     """The numbers of the rows that a step takes: all `count` rows in a new random order, again and again."""
     places = np.arange(step * wanted, (step + 1) * wanted)
@@ -203,5 +213,11 @@ def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarra
 
 
 def save_hf(config: GrpoConfig, policy: Policy, params: nnx.State, directory: Path | str) -> None:
-    """Write the policy as a checkpoint, in the dtype that it computed in, with the tokenizer of the given model."""
-    models.save(policy.model(params), directory, like=config.model)
+    """Write the policy as a checkpoint, in the dtype that it computed in, with the tokenizer of the given model. The
+    directory, which may be there if it is empty, appears whole.
+    """
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as beside:
+        models.save(policy.model(params), written := Path(beside) / "model", like=config.model)
+        os.replace(written, directory)

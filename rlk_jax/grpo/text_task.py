@@ -83,6 +83,7 @@ def load_text_task(config: GrpoConfig) -> TextTask:
         rewards,
         {
             "prompts_digest": _digest(*files),
+            "prompt_ids_digest": _digest_of_rows(train, heldout),
             "tokenizer_digest": tokenizer.digest,
             "reward_digest": rewards.digest,
             "model_digest": _digest(directory / "config.json", *sorted(directory.glob("*.safetensors"))),
@@ -133,6 +134,14 @@ def _padded_rows(
         prompt_ids[row, padding[row] :] = ids[i]
     columns = {name: [values[i] for i in own] for name, values in rows.columns.items()}
     return TextRows([rows.prompts[i] for i in own], columns, prompt_ids, padding)
+
+
+def _digest_of_rows(*parts: TextRows) -> str:
+    """A hash of what the model reads: a chat template may write the date into a prompt."""
+    digest = hashlib.sha256()
+    for rows in parts:
+        digest.update(rows.prompt_ids.tobytes() + rows.padding.tobytes())
+    return digest.hexdigest()
 
 
 def _digest(*files: Path) -> str:

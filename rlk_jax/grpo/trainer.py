@@ -1,7 +1,8 @@
 """Runs a job from its start, or from its last checkpoint, to its report: phases, checkpoints and interruption."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 
 from rlk_jax.grpo import faults
-from rlk_jax.grpo.config import Diverged, GrpoConfig
+from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.memory import check_memory
 from rlk_jax.grpo.report import plot_report
@@ -78,7 +79,8 @@ def run_steps(
                         keep_samples(folder, steps, BEFORE)
                 phase = "warmup" if done < config.warmup_steps else "grpo"
                 program = steps.warmup_step if phase == "warmup" else steps.grpo_step
-                state, measured = program(state, done)
+                with what_is_done_saved(folder, checkpoints, done, state):
+                    state, measured = program(state, done)
                 metrics = to_floats(measured)
                 line = faults.logged(metrics, done, phase, skips=config.skip_nonfinite)
                 log.write(json.dumps({"step": done, "phase": phase, **line}) + "\n")
@@ -93,6 +95,24 @@ def run_steps(
         if done and checkpoints.latest_step() != done:
             save_finite(checkpoints, done, state)
     return state, done
+
+
+@contextmanager
+def what_is_done_saved(
+    folder: RunFolder, checkpoints: ocp.CheckpointManager, done: int, state: TrainState
+) -> Iterator[None]:
+    """A context for a step that a reward may end, before the step changes the state: the steps before it are saved
+    then, and the run may go on with another source of its rewards.
+    """
+    try:
+        yield
+    except BadInput as error:
+        if not done:
+            raise
+        if checkpoints.latest_step() != done:
+            save_finite(checkpoints, done, state)
+        folder.release_reward()
+        raise BadInput(f"{error}; --resume goes on from step {done} once that is mended") from error
 
 
 def keep_samples(folder: RunFolder, steps: TrainingSteps, step: int) -> None:

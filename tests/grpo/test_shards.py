@@ -85,7 +85,7 @@ def test_a_backward_with_remat_fetches_layers_once_more(given, capsys):
     ids = jnp.zeros((3, 7), jnp.int32)
     sequences = Sequences(ids, jnp.zeros(3, jnp.int32), ids)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), policy.shapes)
-    print_saved_residuals(lambda params: policy.logps(params, sequences).sum(), params)
+    print_saved_residuals(lambda params: policy.values(params, sequences).logp.sum(), params)
     kept, query_key_value = capsys.readouterr().out, "[64,32]"
     assert f"f32{query_key_value}" in kept and f"bf16{query_key_value}" not in kept
 

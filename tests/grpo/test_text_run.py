@@ -193,22 +193,6 @@ def test_sampling_from_fewer_tokens_is_said_once(files, tmp_path, capsys):
     assert capsys.readouterr().err.count("warning: top_k, top_p and min_p sample from fewer tokens") == 1
 
 
-def not_a_number(prompts, completions, **columns) -> list[float]:
-    """A reward that cannot be learnt from."""
-    return [math.nan] * len(completions)
-
-
-def test_rewards_that_are_not_finite_lose_nothing(finished, files, capsys):
-    """The run that asked for them ends; one that is there keeps its files."""
-    before = finished[0].metrics.read_bytes()
-    assert (
-        tiny.run_here(*command(files, finished[0].path, reward="tests.grpo.test_text_run:not_a_number"), "--resume")
-        == 2
-    )
-    assert "reward was" in capsys.readouterr().err
-    assert finished[0].metrics.read_bytes() == before
-
-
 def test_too_little_memory_names_what_helps_a_given_model(files, tmp_path, capsys, monkeypatch):
     """In one line, with the prompt that has the most tokens, not the most characters."""
     prompts = tmp_path / "prompts.jsonl"

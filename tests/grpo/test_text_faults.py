@@ -1,0 +1,148 @@
+"""Runs of a given model in which something goes wrong midway, or at their end: what is done is kept."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.models import tokenizer as tokenizers
+from tests.grpo import tiny, tiny_text
+from tests.grpo.test_text_run import command, metrics_of
+
+FAULTS = {
+    "raises": ("raise KeyError('x')", "raised KeyError: 'x'"),
+    "nan": ("return [float('nan')] * len(completions)", "must return finite numbers, got nan"),
+    "too few": ("return [1.0]", "must return a number for each completion: 8, got 1"),
+}
+REWARD = """
+from tests.grpo.tiny_text import letters
+calls = 0
+
+def late(prompts, completions, answer, **columns):
+    global calls
+    calls += 1
+    if calls == 5:  # Two are of the evaluation before the run, and one of each step.
+        {fault}
+    return letters(prompts, completions, answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("given")
+    return tiny_text.write_model(folder / "model"), tiny_text.write_prompts(folder / "prompts.jsonl")
+
+
+def run(files: tuple[Path, Path], out: Path, reward: Path, *more: str, **changes) -> int:
+    options = {"checkpoint_every": 100, "reward": f"{reward}:late", **changes}
+    return tiny.run_here(*command(files, out, **options), *more)
+
+
+@pytest.mark.parametrize("fault", ["nan", *(pytest.param(x, marks=pytest.mark.full) for x in ("raises", "too few"))])
+def test_a_reward_that_fails_midway_loses_nothing(files, tmp_path, capsys, fault):
+    """The steps before it are saved, and the run goes on with the mended reward to the bits of one that never failed."""
+    source, message = FAULTS[fault]
+    reward, mended, out = tmp_path / "reward.py", tmp_path / "mended.py", tmp_path / "out"
+    reward.write_text(REWARD.format(fault=source))
+    mended.write_text(REWARD.format(fault="pass"))
+    assert run(files, out, reward) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"rlk grpo: error: .*{re.escape(message)}.*; --resume goes on from step 2 .*\n", error)
+    assert [line["step"] for line in metrics_of(RunFolder(out))] == [0, 1]
+    shutil.copy(mended, reward)
+    assert run(files, out, reward, "--resume") == 0
+    if fault != "nan":
+        return
+    assert run(files, tmp_path / "whole", mended) == 0
+    for name in ("metrics", "summary"):
+        found, expected = (getattr(RunFolder(x), name).read_bytes() for x in (out, tmp_path / "whole"))
+        assert found == expected, name
+    reward.write_text(mended.read_text() + "# Changed again, in a run that has not failed since.\n")
+    assert run(files, out, reward, "--resume") == 2
+    assert "reward_digest was" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_at_once_says_no_more(files, tmp_path, capsys):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.format(fault="return None").replace("calls == 5", "calls == 1"))
+    assert run(files, tmp_path / "out", reward) == 2
+    assert "resume" not in capsys.readouterr().err
+
+
+def test_a_template_that_writes_another_date(files, tmp_path, capsys, monkeypatch):
+    """Prompts with another date are other prompts."""
+    model = shutil.copytree(files[0], tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(tiny_text.TEMPLATE + "{{ strftime_now('%d') }}")
+    monkeypatch.setattr(tokenizers, "_strftime_now", lambda form: "26")
+    tokenizers._compiled.cache_clear()
+    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
+    out, found = tmp_path / "out", (model, files[1])
+    assert tiny.run_here(*command(found, out, **given)) == 0
+    assert tiny.run_here(*command(found, out, **given), "--resume") == 0
+    monkeypatch.setattr(tokenizers, "_strftime_now", lambda form: "27")
+    tokenizers._compiled.cache_clear()
+    assert tiny.run_here(*command(found, out, **given), "--resume") == 2
+    assert "prompt_ids_digest was" in capsys.readouterr().err
+    tokenizers._compiled.cache_clear()
+
+
+def test_where_a_trained_model_cannot_be_written(files, tmp_path, capsys):
+    """It is said before the run, and nothing is left behind."""
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "hf"
+    assert tiny.run_here(*command(files, tmp_path / "out", save_hf=place)) == 2
+    assert capsys.readouterr().err == f"rlk grpo: error: save_hf: cannot write to {tmp_path / 'file'}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_many_options(files, tmp_path, capsys):
+    """Several rewards with weights, held-out prompts of their own, a temperature, truncated sampling, another loss, a
+    schedule, clipping, prompts that are too long, and completions shown at every step.
+    """
+    model, prompts = files
+    rows = prompts.read_text().splitlines()
+    longer = json.dumps({"prompt": [{"role": "user", "content": "x" * 60}], "answer": "a"})
+    train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"
+    train.write_text("\n".join([*rows[:8], longer]))
+    held.write_text("\n".join(rows[8:]))
+    rewards = "tests.grpo.tiny_text:letters,tests.grpo.test_text_faults:shortness=0.5"
+    given = {
+        "reward": rewards,
+        "eval_prompts": held,
+        "max_prompt_tokens": 50,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "loss_type": "gspo",
+        "clip_eps_high": 0.3,
+        "schedule": "cosine",
+        "schedule_warmup": 1,
+        "max_gradient_norm": 0.1,
+        "show_every": 1,
+        "grpo_steps": 3,
+    }
+    assert tiny.run_here(*command((model, train), tmp_path / "out", **given)) == 0
+    said = capsys.readouterr().out
+    assert "left out prompts of more than 50 tokens: 1" in said and said.count("┃ completion") == 3
+    folder = RunFolder(tmp_path / "out")
+    for line in metrics_of(folder):
+        assert line["mismatch"] == 0
+        parts = line["reward/tests.grpo.tiny_text:letters"] + line["reward/tests.grpo.test_text_faults:shortness"] / 2
+        assert line["reward"] == pytest.approx(parts, abs=1e-6)
+    samples = [json.loads(line) for line in folder.completions.read_text().splitlines()]
+    held_out = {json.loads(row)["prompt"][0]["content"] for row in rows[8:]}
+    assert {x["prompt"].removeprefix("user: ") for x in samples if x["step"] in (-1, 3)} == held_out
+
+
+def shortness(prompts: list, completions: list[str], **columns: list) -> list[float]:
+    """A reward of short completions."""
+    return [1 / (1 + len(x)) for x in completions]
+
+
+def test_texts_longer_than_the_model_was_made_for(files, tmp_path, capsys):
+    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 120, "prompts_per_step": 1}
+    assert tiny.run_here(*command(files, tmp_path / "out", **given)) == 0
+    assert "prompt and completion have up to" in (said := capsys.readouterr().err) and "made for 128" in said
