@@ -29,7 +29,7 @@ MOST_BYTES = 256 * 2**20
 """All programs together; those that were not used for the longest time are deleted."""
 MOST_XLA_BYTES = 2 * 2**30
 """All that XLA compiled from them."""
-_MAGIC = b"rlk_jax program 1\n"
+_FIRST_LINE = b"rlk_jax program 1\n"
 _PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
 _MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 """The kernels whose programs are kept. Those of `triton` and `cuda` need a library that the program does not name."""
@@ -70,7 +70,7 @@ def folder() -> Path | None:
     try:
         return cache_folder() / "programs"
     except RuntimeError as error:  # There is no home.
-        _say("programs are not kept", error)
+        _warn_once("programs are not kept", error)
         return None
 
 
@@ -79,7 +79,7 @@ def share_xla_cache(device: jax.Device) -> None:
     if device.platform != "gpu" or jax.config.jax_compilation_cache_dir is not None or folder() is None:
         return
     if importlib.util.find_spec("filelock") is None:  # JAX bounds no cache without it.
-        _say("what XLA compiles is not kept", "the package filelock is missing")
+        _warn_once("what XLA compiles is not kept", "the package filelock is missing")
         return
     jax.config.update("jax_compilation_cache_max_size", MOST_XLA_BYTES)
     use_xla_cache(str(cache_folder() / "xla"), jax.config.jax_persistent_cache_min_compile_time_secs)
@@ -130,12 +130,12 @@ def _settings() -> tuple[Any, ...]:
 
 def _load(name: str) -> Made | None:
     """The program of this name, if there is one that is whole."""
-    with _said("a program on disk cannot be read"):
+    with _never_an_error("a program on disk cannot be read"):
         if (path := _path(name)) is None or not path.exists():
             return None
         data = path.read_bytes()
-        head = len(_MAGIC) + 32
-        if not data.startswith(_MAGIC) or hashlib.sha256(data[head:]).digest() != data[len(_MAGIC) : head]:
+        head = len(_FIRST_LINE) + 32
+        if not data.startswith(_FIRST_LINE) or hashlib.sha256(data[head:]).digest() != data[len(_FIRST_LINE) : head]:
             raise ValueError(f"{path} is damaged")
         facts, _, program = data[head:].partition(b"\n")
         os.utime(path)  # It was used.
@@ -145,13 +145,13 @@ def _load(name: str) -> Made | None:
 
 def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
     """Write the program whole or not at all, and make room for it."""
-    with _said("programs are not kept"):
+    with _never_an_error("programs are not kept"):
         if (path := _path(name)) is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(facts).encode() + b"\n" + bytes(exported.serialize())
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete_on_close=False) as file:
-            file.write(_MAGIC + hashlib.sha256(data).digest() + data)
+            file.write(_FIRST_LINE + hashlib.sha256(data).digest() + data)
             file.close()
             os.replace(file.name, path)
             _make_room(path.parent)
@@ -179,18 +179,18 @@ def _make_room(where: Path) -> None:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
+def _never_an_error(what: str) -> Iterator[None]:
     """A context that ends where anything goes wrong in it, and says so."""
     try:
         yield
     except Exception as error:  # Disks and what stands on them fail in many ways, of which none may end a call.
-        _say(what, error)
+        _warn_once(what, error)
 
 
 _has_said: set[str] = set()
 
 
-def _say(what: str, why: object) -> None:
+def _warn_once(what: str, why: object) -> None:
     """Warn of it once."""
     if what not in _has_said:
         _has_said.add(what)

@@ -43,7 +43,9 @@ def run(files: tuple[Path, Path], out: Path, reward: Path, *more: str, **changes
 
 @pytest.mark.parametrize("fault", ["nan", *(pytest.param(x, marks=pytest.mark.full) for x in ("raises", "too few"))])
 def test_a_reward_that_fails_midway_loses_nothing(files, tmp_path, capsys, fault):
-    """The steps before it are saved, and the run goes on with the mended reward to the bits of one that never failed."""
+    """The steps before it are saved, and the run goes on with the mended reward to the bits of one that never failed.
+    `make test` has one fault: test_rewards.py tells the others from it.
+    """
     source, message = FAULTS[fault]
     reward, mended, out = tmp_path / "reward.py", tmp_path / "mended.py", tmp_path / "out"
     reward.write_text(REWARD.format(fault=source))

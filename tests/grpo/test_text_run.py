@@ -1,7 +1,6 @@
 """`rlk grpo --model`: a run of a tiny checkpoint, its files, its bits, and mistakes."""
 
 import json
-import math
 import re
 import shutil
 from dataclasses import fields
