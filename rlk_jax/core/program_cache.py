@@ -8,6 +8,7 @@ the program is made as if there were no disk.
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -138,6 +139,9 @@ def _load(name: str) -> Made | None:
         if not data.startswith(_FIRST_LINE) or hashlib.sha256(data[head:]).digest() != data[len(_FIRST_LINE) : head]:
             raise ValueError(f"{path} is damaged")
         facts, _, program = data[head:].partition(b"\n")
+        if b"mosaic_gpu" in program:
+            # The import tells XLA where the runtime of these kernels is.
+            importlib.import_module("jax.experimental.mosaic.gpu")
         os.utime(path)  # It was used.
         return Made(jax.export.deserialize(bytearray(program)).call, json.loads(facts))
     return None
