@@ -79,7 +79,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remat, 8 micro-batches": _SMALL,
     "remat, 8 micro-batches, beta 0": {**_SMALL, "beta": 0.0},
     "invariant": {"invariant": True},
+    "invariant, remat": {"remat": True, "invariant": True},
     "invariant, remat, 8 micro-batches": {**_SMALL, "invariant": True},
+    "invariant, remat, low rank 16": {"remat": True, "invariant": True, "lora_rank": 16},
+    "invariant, remat, 8 devices": {"remat": True, "invariant": True, "mesh": "data=8,tensor=1"},
 }
 
 
