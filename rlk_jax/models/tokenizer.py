@@ -1,23 +1,17 @@
-"""Text of a Hugging Face checkpoint: its tokenizer.json, its chat template, and the tokens that end a completion.
+"""Text of a Hugging Face checkpoint: its tokenizer.json, its chat template, and the tokens that end a completion."""
 
-The template is a program of whoever made the checkpoint, so it runs in jinja2's sandbox.
-"""
-
-import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, str]
-"""What one speaker of a chat said: an object with `role` and `content`."""
+from rlk_jax.core.named_functions import first_line
+from rlk_jax.models.chat_template import Message, read_template, rendered
+from rlk_jax.models.text_files import read_object
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,16 +53,9 @@ class Tokenizer:
 
         Raises ValueError, in one line, for messages that are none, and for a template that is missing or fails.
         """
-        _check_messages(messages)
         if self.template is None:
             raise ValueError("this checkpoint has no chat template: give the prompt as text.")
-        given = {**self.special_tokens, "messages": messages, "tools": None, "documents": None}
-        try:
-            return _compiled(self.template).render(given, add_generation_prompt=True)
-        except Exception as error:
-            # A template fails as any program does: by its own raise_exception, by the sandbox, or by a sum of texts
-            # and numbers.
-            raise ValueError(f"the chat template fails: {one_line(error)}") from error
+        return rendered(self.template, self.special_tokens, messages)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of `chat_text`. The template has written all special tokens, so none is added."""
@@ -102,14 +89,14 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)
     except Exception as error:  # The package raises plain exceptions.
-        raise ValueError(f"{path} is damaged: {one_line(error)}") from error
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     # The file may keep what its author's training did with long and short texts; nothing is cut or filled here.
     backend.no_truncation()
     backend.no_padding()
-    settings = _read_object(directory / "tokenizer_config.json")
-    numbers = [_read_object(directory / name) for name in ("generation_config.json", "config.json")]
+    settings = read_object(directory / "tokenizer_config.json")
+    numbers = [read_object(directory / name) for name in ("generation_config.json", "config.json")]
     special = _special_tokens(settings)
-    template = _template(directory, settings)
+    template = read_template(directory, settings)
     stops = _stop_ids(directory, backend, special, numbers)
     padding = _pad_id(backend, special, numbers, stops)
     decisive = json.dumps([template, special, stops, padding], sort_keys=True).encode()
@@ -117,42 +104,11 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     return Tokenizer(backend, template, special, stops, padding, digest)
 
 
-def one_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {one_line(error)}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object.")
-    return found
-
-
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that tokenizer_config.json names, as text; old files write an object for each."""
     given = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in given.items()}
     return {name: x for name, x in texts.items() if isinstance(x, str)}
-
-
-def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own, or a text or the one named "default" in tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return path.read_text()
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        found = next((x.get("template") for x in found if isinstance(x, dict) and x.get("name") == "default"), None)
-    if not isinstance(found, str | None):
-        raise ValueError(f"{directory}: chat_template of tokenizer_config.json is {type(found).__name__}, not a text.")
-    return found
 
 
 def _stop_ids(
@@ -186,51 +142,3 @@ def _pad_id(
     given = [named, *(fields.get("pad_token_id") for fields in numbers)]
     # Old checkpoints of Llama write -1 for none.
     return next((x for x in given if isinstance(x, int) and x >= 0), stops[0])
-
-
-def _check_messages(messages: Any) -> None:
-    """The messages of a chat are a list of objects that say who speaks and what."""
-    if not isinstance(messages, list | tuple):
-        raise ValueError(f"a chat is a list of messages, not {type(messages).__name__}.")
-    if not messages:
-        raise ValueError("a chat needs at least one message.")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"message {i} of a chat is an object with role and content, not {type(message).__name__}.")
-        for name in ("role", "content"):
-            if name not in message:
-                raise ValueError(f"message {i} of a chat has no {name}.")
-            if not isinstance(message[name], str):
-                raise ValueError(f"{name} of message {i} of a chat is a text, not {type(message[name]).__name__}.")
-
-
-@functools.cache
-def _compiled(template: str) -> jinja2.Template:
-    """The program that a template is, with the names that transformers gives to templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment.from_string(template)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter of this name writes JSON for web pages, with letters escaped."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    """A template calls this for a chat that the model was not trained on."""
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    """Templates that tell the model the date call this."""
-    return datetime.now().strftime(form)

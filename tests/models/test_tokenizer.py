@@ -97,7 +97,8 @@ def test_where_a_template_may_stand(saved):
 
 FAILING = {
     "of its own": (GEMMA, "System role not supported"),
-    "in lines": ("{{ raise_exception('a\n  b') }}", "a b$"),
+    "in lines": ("{{ raise_exception('a\n  b') }}", "a$"),
+    "of its own, silent": ("{{ raise_exception('') }}", "TemplateError without a word$"),
     "syntax": ("{% for %}", "Expected|unexpected|expected"),
     "unknown tag": ("{% generation %}", "unknown tag 'generation'"),
     "arithmetic": ("{{ messages[0].content + 1 }}", "can only concatenate str"),
@@ -159,6 +160,15 @@ def test_directories_without_a_whole_tokenizer(saved):
 def test_damaged_files_beside_it(name, text, message, saved):
     (saved / name).write_text(text)
     with pytest.raises(ValueError, match=f"^{saved / name} {message}"):
+        load_tokenizer(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja"]
+)
+def test_files_beside_it_that_are_no_text(name, saved):
+    (saved / name).write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=f"^{saved / name} is no UTF-8: [^\n]*$"):
         load_tokenizer(saved)
 
 
