@@ -27,12 +27,15 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
     """The tokens that end a completion, in rising order; there is at least one."""
     pad_id: int
+    """The token that fills rows. Nothing reads what it fills, so any token of the model will do."""
+    model_rows: int | None
+    """How many tokens the model has, where the checkpoint's config.json says it."""
     digest: str
     """A hash of all that decides which ids a text has, by which a resumed run notices another tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """The largest id of a token, plus one. A model may have more rows."""
+        """The largest id of a token, plus one. A model may have more tokens, or fewer."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -41,8 +44,11 @@ class Tokenizer:
         return self.template is not None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text with the special tokens that tokenizer.json puts around every text, often one in front."""
-        return self.backend.encode(text).ids
+        """The ids of a text with the special tokens that tokenizer.json puts around every text, often one in front.
+
+        Raises ValueError, in one line, for a text with a token that the model does not have.
+        """
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -58,8 +64,18 @@ class Tokenizer:
         return rendered(self.template, self.special_tokens, messages)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of `chat_text`. The template has written all special tokens, so none is added."""
-        return self.backend.encode(self.chat_text(messages), add_special_tokens=False).ids
+        """The ids of `chat_text`. The template has written all special tokens, so none is added. Raises as it and
+        `encode` do.
+        """
+        return self._ids(self.chat_text(messages), add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text, which the model can read."""
+        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self.model_rows is not None and (beyond := [x for x in ids if x >= self.model_rows]):
+            token = self.backend.id_to_token(beyond[0])
+            raise ValueError(f"the text has token {beyond[0]}, {token!r}, of a model of {self.model_rows} tokens.")
+        return ids
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of ids that come one by one, as soon as it is certain: a part of a character waits for the rest, and
@@ -94,14 +110,16 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     settings = read_object(directory / "tokenizer_config.json")
-    numbers = [read_object(directory / name) for name in ("generation_config.json", "config.json")]
+    numbers = {name: read_object(directory / name) for name in ("generation_config.json", "config.json")}
+    rows = numbers["config.json"].get("vocab_size")
+    rows = rows if isinstance(rows, int) else None
     special = _special_tokens(settings)
     template = read_template(directory, settings)
-    stops = _stop_ids(directory, backend, special, numbers)
-    padding = _pad_id(backend, special, numbers, stops)
+    stops = _stop_ids(directory, backend, special, numbers, rows)
+    padding = _pad_id(backend, special, numbers.values(), stops, rows)
     decisive = json.dumps([template, special, stops, padding], sort_keys=True).encode()
     digest = hashlib.sha256(hashlib.sha256(text).digest() + decisive).hexdigest()
-    return Tokenizer(backend, template, special, stops, padding, digest)
+    return Tokenizer(backend, template, special, stops, padding, rows, digest)
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -112,33 +130,43 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _stop_ids(
-    directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str], numbers: Sequence[Mapping[str, Any]]
+    directory: Path,
+    backend: tokenizers.Tokenizer,
+    special: Mapping[str, str],
+    numbers: Mapping[str, Mapping[str, Any]],
+    rows: int | None,
 ) -> tuple[int, ...]:
     """The tokens that end a completion: the ids of the first file that gives some, or else the eos_token."""
-    for fields in numbers:
-        given = fields.get("eos_token_id")
-        ids = given if isinstance(given, list) else [] if given is None else [given]
+    named = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    given = {name: fields.get("eos_token_id") for name, fields in numbers.items()} | {"tokenizer_config.json": named}
+    for name, value in given.items():
+        ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(x) is not int or x < 0 for x in ids):
-            raise ValueError(f"{directory} has an eos_token_id that is no token: {given!r}.")
+            raise ValueError(f"{directory / name} has an eos_token_id that is no token: {value!r}.")
+        if rows is not None and (beyond := [x for x in ids if x >= rows]):
+            raise ValueError(f"{directory / name} ends completions at token {beyond[0]} of a model of {rows} tokens.")
         if ids:
             return tuple(sorted(set(ids)))
-    stop = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    if stop is None:
-        raise ValueError(
-            f"{directory} names no token that ends a completion: there is no eos_token_id in generation_config.json "
-            f"or config.json, and no eos_token of tokenizer.json in tokenizer_config.json."
-        )
-    return (stop,)
+    raise ValueError(
+        f"{directory} names no token that ends a completion: there is no eos_token_id in generation_config.json "
+        f"or config.json, and no eos_token of tokenizer.json in tokenizer_config.json."
+    )
 
 
 def _pad_id(
     backend: tokenizers.Tokenizer,
     special: Mapping[str, str],
-    numbers: Sequence[Mapping[str, Any]],
+    numbers: Iterable[Mapping[str, Any]],
     stops: Sequence[int],
+    rows: int | None,
 ) -> int:
-    """The token that fills rows: the one of that name, or else the first that ends a completion."""
+    """The token that fills rows: the one of that name, or else the first that ends a completion.
+
+    Old fine-tunes of Llama name a token that they added to the tokenizer alone. Nothing reads what a pad fills, so the
+    first one that ends a completion stands in for a token that the model does not have.
+    """
     named = backend.token_to_id(special["pad_token"]) if "pad_token" in special else None
     given = [named, *(fields.get("pad_token_id") for fields in numbers)]
     # Old checkpoints of Llama write -1 for none.
-    return next((x for x in given if isinstance(x, int) and x >= 0), stops[0])
+    found = next((x for x in given if isinstance(x, int) and x >= 0), stops[0])
+    return found if rows is None or found < rows else stops[0]

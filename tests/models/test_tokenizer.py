@@ -206,6 +206,49 @@ def test_the_token_that_fills_rows(saved):
     assert load_tokenizer(saved).pad_id == 0
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", "tokenizer_config.json"])
+def test_a_token_that_ends_a_completion_is_one_of_the_model(name, saved):
+    """A model may have more tokens than its tokenizer, or fewer."""
+    size = load_tokenizer(saved).vocab_size
+    change(saved / "config.json", vocab_size=size + 9)
+    change(saved / "generation_config.json", eos_token_id=[2, size + 8])
+    assert load_tokenizer(saved).stop_ids == (2, size + 8)
+    for other in ("generation_config.json", "config.json"):
+        change(saved / other, eos_token_id=[2, 9] if other == name else None)
+    change(saved / "config.json", vocab_size=9 if name != "tokenizer_config.json" else 2)
+    stop, rows = (2, 2) if name == "tokenizer_config.json" else (9, 9)
+    message = f"^{saved / name} ends completions at token {stop} of a model of {rows} tokens.$"
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(saved)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_pad_that_the_model_does_not_have(name, saved):
+    change(saved / "config.json", vocab_size=32)
+    change(saved / name, pad_token_id=31)
+    assert load_tokenizer(saved).pad_id == 31
+    change(saved / name, pad_token_id=32)
+    assert load_tokenizer(saved).pad_id == 2, "the one that ends a completion"
+
+
+def test_texts_with_tokens_that_the_model_does_not_have(saved):
+    """The image token of Gemma 3 1B is one."""
+    backend = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    rows = backend.get_vocab_size()
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(saved / "tokenizer.json"))
+    change(saved / "config.json", vocab_size=rows)
+    found = load_tokenizer(saved)
+    assert found.encode("17") and found.vocab_size == rows + 1
+    message = f"^the text has token {rows}, '<image>', of a model of {rows} tokens.$"
+    with pytest.raises(ValueError, match=message):
+        found.encode("17 <image>")
+    with pytest.raises(ValueError, match=message):
+        found.chat([{"role": "user", "content": "17 <image>"}])
+    change(saved / "config.json", vocab_size=rows + 1)
+    assert load_tokenizer(saved).encode("17 <image>")[-1] == rows
+
+
 def test_the_digest_follows_what_decides_ids(saved):
     digests = [load_tokenizer(saved).digest, load_tokenizer(saved).digest]
     assert digests[0] == digests.pop()
