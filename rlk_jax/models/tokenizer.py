@@ -11,6 +11,7 @@ import tokenizers
 
 from rlk_jax.core.named_functions import first_line
 from rlk_jax.models.chat_template import Message, read_template, rendered
+from rlk_jax.models.special_tokens import add_special_tokens, added_tokens
 from rlk_jax.models.text_files import read_object
 
 
@@ -106,67 +107,46 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(text)
     except Exception as error:  # The package raises plain exceptions.
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    settings = read_object(directory / "tokenizer_config.json")
+    special = add_special_tokens(directory, settings, backend)
     # The file may keep what its author's training did with long and short texts; nothing is cut or filled here.
     backend.no_truncation()
     backend.no_padding()
-    settings = read_object(directory / "tokenizer_config.json")
+    template = read_template(directory, settings)
+    ids = {name: backend.token_to_id(token) for name, token in special.items()}
     numbers = {name: read_object(directory / name) for name in ("generation_config.json", "config.json")}
     rows = numbers["config.json"].get("vocab_size")
     rows = rows if isinstance(rows, int) else None
-    special = _special_tokens(settings)
-    template = read_template(directory, settings)
-    stops = _stop_ids(directory, backend, special, numbers, rows)
-    padding = _pad_id(backend, special, numbers.values(), stops, rows)
-    decisive = json.dumps([template, special, stops, padding], sort_keys=True).encode()
+    ends = {name: fields.get("eos_token_id") for name, fields in numbers.items()}
+    stops = _stop_ids(directory, {**ends, "eos_token": ids.get("eos_token")}, rows)
+    padding = _pad_id([ids.get("pad_token"), *(fields.get("pad_token_id") for fields in numbers.values())], stops, rows)
+    decisive = json.dumps([template, special, added_tokens(backend), stops, padding], sort_keys=True).encode()
     digest = hashlib.sha256(hashlib.sha256(text).digest() + decisive).hexdigest()
     return Tokenizer(backend, template, special, stops, padding, rows, digest)
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that tokenizer_config.json names, as text; old files write an object for each."""
-    given = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    texts = {name: x.get("content") if isinstance(x, dict) else x for name, x in given.items()}
-    return {name: x for name, x in texts.items() if isinstance(x, str)}
-
-
-def _stop_ids(
-    directory: Path,
-    backend: tokenizers.Tokenizer,
-    special: Mapping[str, str],
-    numbers: Mapping[str, Mapping[str, Any]],
-    rows: int | None,
-) -> tuple[int, ...]:
-    """The tokens that end a completion: the ids of the first file that gives some, or else the eos_token."""
-    named = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    given = {name: fields.get("eos_token_id") for name, fields in numbers.items()} | {"tokenizer_config.json": named}
+def _stop_ids(directory: Path, given: Mapping[str, Any], rows: int | None) -> tuple[int, ...]:
+    """The tokens that end a completion: the ids of the first of those that give some, who have names."""
     for name, value in given.items():
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(x) is not int or x < 0 for x in ids):
-            raise ValueError(f"{directory / name} has an eos_token_id that is no token: {value!r}.")
+            raise ValueError(f"{directory}: {name} has an eos_token_id that is no token: {value!r}.")
         if rows is not None and (beyond := [x for x in ids if x >= rows]):
-            raise ValueError(f"{directory / name} ends completions at token {beyond[0]} of a model of {rows} tokens.")
+            raise ValueError(f"{directory}: {name} ends completions at token {beyond[0]} of a model of {rows} tokens.")
         if ids:
             return tuple(sorted(set(ids)))
     raise ValueError(
         f"{directory} names no token that ends a completion: there is no eos_token_id in generation_config.json "
-        f"or config.json, and no eos_token of tokenizer.json in tokenizer_config.json."
+        f"or config.json, and no eos_token in tokenizer_config.json or special_tokens_map.json."
     )
 
 
-def _pad_id(
-    backend: tokenizers.Tokenizer,
-    special: Mapping[str, str],
-    numbers: Iterable[Mapping[str, Any]],
-    stops: Sequence[int],
-    rows: int | None,
-) -> int:
-    """The token that fills rows: the one of that name, or else the first that ends a completion.
+def _pad_id(given: Iterable[Any], stops: Sequence[int], rows: int | None) -> int:
+    """The token that fills rows: the first that is given, or else the first that ends a completion.
 
     Old fine-tunes of Llama name a token that they added to the tokenizer alone. Nothing reads what a pad fills, so the
     first one that ends a completion stands in for a token that the model does not have.
     """
-    named = backend.token_to_id(special["pad_token"]) if "pad_token" in special else None
-    given = [named, *(fields.get("pad_token_id") for fields in numbers)]
     # Old checkpoints of Llama write -1 for none.
     found = next((x for x in given if isinstance(x, int) and x >= 0), stops[0])
     return found if rows is None or found < rows else stops[0]

@@ -193,7 +193,7 @@ def test_a_prompt_with_a_token_that_the_model_does_not_have(damaged, capsys):
 def test_a_stop_token_that_the_model_does_not_have(damaged, capsys):
     change(damaged / "generation_config.json", eos_token_id=10**6)
     size = models.load(damaged).config.vocab_size
-    message = f"{damaged / 'generation_config.json'} ends completions at token 1000000 of a model of {size} tokens."
+    message = f"{damaged}: generation_config.json ends completions at token 1000000 of a model of {size} tokens."
     assert_refused(capsys, damaged, message)
 
 
