@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlk_jax.core.named_functions import first_line
@@ -21,10 +24,18 @@ Message = Mapping[str, str]
 
 
 def read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own, or a text or the one named "default" in tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
+    """The chat template: a file of its own, or a text or the one named "default" in tokenizer_config.json.
+
+    A folder of additional templates is for tools and documents. Where it has a default one, transformers takes that in
+    the place of chat_template.jinja, and beside any of its files it takes none of tokenizer_config.json.
+    """
+    path, folder = directory / "chat_template.jinja", directory / "additional_chat_templates"
+    if (folder / "default.jinja").exists():
+        raise ValueError(f"{folder / 'default.jinja'} is not supported: the chat template is chat_template.jinja.")
     if path.exists():
         return read_text(path)
+    if any(folder.glob("*.jinja")):
+        return None
     found = settings.get("chat_template")
     if isinstance(found, list):
         found = next((x.get("template") for x in found if isinstance(x, dict) and x.get("name") == "default"), None)
@@ -63,11 +74,22 @@ def _check_messages(messages: Any) -> None:
                 raise ValueError(f"{name} of message {i} of a chat is a text, not {type(message[name]).__name__}.")
 
 
+class _Generation(Extension):
+    """The block `{% generation %}`, by which templates tell trainers what the assistant said. It writes its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements of a block, whose variables are its own."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 @functools.cache
 def _compiled(template: str) -> jinja2.Template:
     """The program that a template is, with the names that transformers gives to templates."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -47,7 +47,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text with the special tokens that tokenizer.json puts around every text, often one in front.
 
-        Raises ValueError, in one line, for a text with a token that the model does not have.
+        Raises ValueError, in one line, for a text that is no UTF-8 or has a token that the model does not have.
         """
         return self._ids(text, add_special_tokens=True)
 
@@ -72,6 +72,10 @@ class Tokenizer:
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of a text, which the model can read."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is no UTF-8: it has half a character, {error.object[error.start]!r}.") from None
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if self.model_rows is not None and (beyond := [x for x in ids if x >= self.model_rows]):
             token = self.backend.id_to_token(beyond[0])
@@ -108,6 +112,8 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     except Exception as error:  # The package raises plain exceptions.
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     settings = read_object(directory / "tokenizer_config.json")
+    if settings.get("split_special_tokens"):
+        raise ValueError(f"{directory / 'tokenizer_config.json'} has split_special_tokens, which is not supported.")
     special = add_special_tokens(directory, settings, backend)
     # The file may keep what its author's training did with long and short texts; nothing is cut or filled here.
     backend.no_truncation()

@@ -190,6 +190,12 @@ def test_a_prompt_with_a_token_that_the_model_does_not_have(damaged, capsys):
     assert_refused(capsys, damaged, message, prompt="<image>")
 
 
+@pytest.mark.parametrize("given", [{"prompt": "\udcff"}, {"system": "\udcff"}, {"prompt": "\udcff", "no_chat": True}])
+def test_half_a_character(checkpoint, capsys, given):
+    """Python reads the byte FF of a command line as one."""
+    assert_refused(capsys, checkpoint, r"the text is no UTF-8: it has half a character, '\udcff'.", **given)
+
+
 def test_a_stop_token_that_the_model_does_not_have(damaged, capsys):
     change(damaged / "generation_config.json", eos_token_id=10**6)
     size = models.load(damaged).config.vocab_size

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 from tokenizers.models import BPE
+from transformers import AutoTokenizer
 
 from rlk_jax.models import load_tokenizer
 from tests.models.tiny import CHATML, make_tokenizer
@@ -31,7 +32,14 @@ GEMMA = """{{ bos_token }}
 {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
 {{ '<|im_start|>' + role + '\n' + message['content'] | trim + '<|im_end|>\n' }}
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"""
-TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "gemma": GEMMA}
+GENERATION = """{{ bos_token }}{% set said = 'nothing' %}{% for message in messages %}
+{% if message.role == 'assistant' %}
+    {%- generation %}{% set said = message.content %}
+    {{ loop.index }}{{ said }}{{ eos_token }}
+    {%- endgeneration -%}
+{% else %}{{ message.content }}{{ said }}{% endif %}
+{% endfor %}"""
+TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "gemma": GEMMA, "generation": GENERATION}
 TEXTS = ["17 + 26 = 43", " two  spaces\n", "Zürich 北京 🧮", "", "<|im_start|>user", "naïve <s> text"]
 USER = {"role": "user", "content": "Was ist 17 + 26? 🧮 <b>&'\"</b> "}
 CHATS = [
@@ -95,12 +103,47 @@ def test_where_a_template_may_stand(saved):
         load_tokenizer(saved)
 
 
+def test_additional_templates(saved):
+    """One of another name is for chats with tools. transformers takes no text of tokenizer_config.json beside it."""
+    folder = saved / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("tools")
+    gold, found = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
+    assert found.chat_text([USER]) == gold.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    (saved / "chat_template.jinja").unlink()
+    change(saved / "tokenizer_config.json", chat_template=CHATML)
+    assert set(AutoTokenizer.from_pretrained(saved).chat_template) == {"tool_use"}
+    assert not load_tokenizer(saved).has_chat_template
+    path = folder / "default.jinja"
+    path.write_text("default")
+    with pytest.raises(ValueError, match=f"^{path} is not supported: the chat template is chat_template.jinja.$"):
+        load_tokenizer(saved)
+
+
+def test_special_tokens_that_are_split(saved):
+    change(saved / "tokenizer_config.json", split_special_tokens=False)
+    load_tokenizer(saved)
+    change(saved / "tokenizer_config.json", split_special_tokens=True)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json has split_special_tokens, which is not supported\.$"):
+        load_tokenizer(saved)
+
+
+def test_half_a_character(saved):
+    """Shells and JSON can hold one."""
+    found = load_tokenizer(saved)
+    message = r"^the text is no UTF-8: it has half a character, '\\udcff'\.$"
+    for give in (found.encode, lambda text: found.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match=message):
+            give("17 \udcff")
+
+
 FAILING = {
     "of its own": (GEMMA, "System role not supported"),
     "in lines": ("{{ raise_exception('a\n  b') }}", "a$"),
     "of its own, silent": ("{{ raise_exception('') }}", "TemplateError without a word$"),
     "syntax": ("{% for %}", "Expected|unexpected|expected"),
-    "unknown tag": ("{% generation %}", "unknown tag 'generation'"),
+    "unknown tag": ("{% answer %}", "unknown tag 'answer'"),
+    "open block": ("{% generation %}", "Unexpected end of template"),
     "arithmetic": ("{{ messages[0].content + 1 }}", "can only concatenate str"),
     "long loop": ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
     "internals": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__' of 'str' object"),
