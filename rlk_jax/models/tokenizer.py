@@ -47,7 +47,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text with the special tokens that tokenizer.json puts around every text, often one in front.
 
-        Raises ValueError, in one line, for a text that is no UTF-8 or has a token that the model does not have.
+        Raises ValueError, in one line, for a text with a lone surrogate, or with a token that the model does not have.
         """
         return self._ids(text, add_special_tokens=True)
 
@@ -75,7 +75,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the text is no UTF-8: it has half a character, {error.object[error.start]!r}.") from None
+            raise ValueError(
+                f"the text holds {text[error.start]!r}, a lone surrogate, which is no character."
+            ) from None
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if self.model_rows is not None and (beyond := [x for x in ids if x >= self.model_rows]):
             token = self.backend.id_to_token(beyond[0])

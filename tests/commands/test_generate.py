@@ -191,9 +191,9 @@ def test_a_prompt_with_a_token_that_the_model_does_not_have(damaged, capsys):
 
 
 @pytest.mark.parametrize("given", [{"prompt": "\udcff"}, {"system": "\udcff"}, {"prompt": "\udcff", "no_chat": True}])
-def test_half_a_character(checkpoint, capsys, given):
+def test_a_lone_surrogate(checkpoint, capsys, given):
     """Python reads the byte FF of a command line as one."""
-    assert_refused(capsys, checkpoint, r"the text is no UTF-8: it has half a character, '\udcff'.", **given)
+    assert_refused(capsys, checkpoint, r"the text holds '\udcff', a lone surrogate, which is no character.", **given)
 
 
 def test_a_stop_token_that_the_model_does_not_have(damaged, capsys):

@@ -203,15 +203,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(files, tmp_path, capsys):
     assert capsys.readouterr().err == f"rlk grpo: error: {error}\n"
 
 
-def test_a_prompt_with_half_a_character(files, tmp_path, capsys):
-    """JSON can write one, and no tokenizer can read it."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "\ud800", "answer": "a"}))
-    assert tiny.run_here(*command((files[0], prompts), tmp_path / "out")) == 2
-    error = f"{prompts}: the text is no UTF-8: it has half a character, '\\ud800'."
-    assert capsys.readouterr().err == f"rlk grpo: error: {error}\n"
-
-
 def test_sampling_from_fewer_tokens_is_said_once(files, tmp_path, capsys):
     """Ratios are those of the whole vocabulary, in a run that goes on."""
     short = {"grpo_steps": 1, "updates_per_rollout": 1, "top_k": 5}

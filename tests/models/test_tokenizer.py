@@ -128,10 +128,10 @@ def test_special_tokens_that_are_split(saved):
         load_tokenizer(saved)
 
 
-def test_half_a_character(saved):
+def test_a_lone_surrogate(saved):
     """Shells and JSON can hold one."""
     found = load_tokenizer(saved)
-    message = r"^the text is no UTF-8: it has half a character, '\\udcff'\.$"
+    message = r"^the text holds '\\udcff', a lone surrogate, which is no character\.$"
     for give in (found.encode, lambda text: found.chat([{"role": "user", "content": text}])):
         with pytest.raises(ValueError, match=message):
             give("17 \udcff")
