@@ -26,7 +26,7 @@ def add_special_tokens(directory: Path, settings: Mapping[str, Any], backend: to
     path, own = directory / "tokenizer_config.json", backend.get_added_tokens_decoder()
     named, unnamed = _named(settings, path), _unnamed(settings, path)
     if "added_tokens_decoder" in settings:
-        described = _described(settings["added_tokens_decoder"], path)
+        described = _tokens_by_id(settings["added_tokens_decoder"], path)
     else:
         older_path = directory / "special_tokens_map.json"
         older = read_object(older_path)
@@ -69,7 +69,7 @@ def _unnamed(fields: Mapping[str, Any], path: Path) -> list[AddedToken]:
     return [_token(x, path, special=True) for x in next(filter(None, lists), [])]
 
 
-def _described(given: Any, path: Path) -> dict[int, AddedToken]:
+def _tokens_by_id(given: Any, path: Path) -> dict[int, AddedToken]:
     """The tokens of added_tokens_decoder by their ids, which decide their order alone."""
     if not isinstance(given, dict) or not all(x.isdecimal() for x in given):
         raise ValueError(f"{path} has an added_tokens_decoder that is no object of tokens by their ids.")
