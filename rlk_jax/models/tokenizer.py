@@ -105,14 +105,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     or that name no token at which a completion ends.
     """
     directory = Path(directory)
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise ValueError(f"{directory} has no tokenizer.json: it comes with a checkpoint, beside config.json.")
-    text = path.read_bytes()
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(text)
-    except Exception as error:  # The package raises plain exceptions.
-        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    backend, text = _read_backend(directory)
     settings = read_object(directory / "tokenizer_config.json")
     if settings.get("split_special_tokens"):
         raise ValueError(f"{directory / 'tokenizer_config.json'} has split_special_tokens, which is not supported.")
@@ -133,8 +126,20 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     return Tokenizer(backend, template, special, stops, padding, rows, digest)
 
 
+def _read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, bytes]:
+    """What tokenizer.json describes, and what it holds."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{directory} has no tokenizer.json: it comes with a checkpoint, beside config.json.")
+    text = path.read_bytes()
+    try:
+        return tokenizers.Tokenizer.from_buffer(text), text
+    except Exception as error:  # The package raises plain exceptions.
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+
+
 def _stop_ids(directory: Path, given: Mapping[str, Any], rows: int | None) -> tuple[int, ...]:
-    """The tokens that end a completion: the ids of the first of those that give some, who have names."""
+    """The tokens that end a completion: those of the first file that gives some, or else the eos_token."""
     for name, value in given.items():
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(x) is not int or x < 0 for x in ids):

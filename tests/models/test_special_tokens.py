@@ -39,9 +39,13 @@ FILES = {
     "flags of a named one": {
         CONFIG: {"added_tokens_decoder": {"2": {**LOOSE, "content": "<|im_end|>", "special": False}}}
     },
-    "a new one": {CONFIG: {"added_tokens_decoder": {"999": NEW, "400": {**NEW, "content": "26"}}}},
+    "a new one": {CONFIG: {"added_tokens_decoder": {"999": NEW, "400": {**NEW, "content": "<old>"}}}},
     "a new one, normalized": {CONFIG: {"added_tokens_decoder": {"999": {**NEW, "normalized": True, "special": False}}}},
-    "old ones": {ADDED: {"<new>": 999, "26": 400}},
+    "a new one, special by its name": {
+        CONFIG: {"sep_token": "<new>", "added_tokens_decoder": {"999": {**NEW, "special": False}}}
+    },
+    "an old one whose id is taken": {ADDED: {"<new>": 3}},
+    "old ones": {ADDED: {"<new>": 999, "<old>": 400}},
     "old ones, special": {ADDED: {"<new>": 999}, MAP: {"sep_token": "<new>"}},
     "old ones that are not read": {CONFIG: {"added_tokens_decoder": {}}, ADDED: {"<new>": 999}},
     "a pad of its own": {CONFIG: {"pad_token": "[PAD]"}},
@@ -87,7 +91,7 @@ def test_the_digest_follows_what_decides_ids(saved):
         for name, fields in FILES[what].items():
             change(saved / name, **fields)
         assert load_tokenizer(saved).digest == digests[0]
-    changes = {"added_tokens_decoder": None}, {"image_token": "<s>"}, {"added_tokens_decoder": {"3": LOOSE}}
+    changes = {"image_token": "<s>"}, {"added_tokens_decoder": {"3": LOOSE}}, {"added_tokens_decoder": None}
     for fields in changes:
         change(saved / CONFIG, **fields)
         digests.append(load_tokenizer(saved).digest)

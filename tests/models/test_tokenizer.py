@@ -37,7 +37,7 @@ GENERATION = """{{ bos_token }}{% set said = 'nothing' %}{% for message in messa
     {%- generation %}{% set said = message.content %}
     {{ loop.index }}{{ said }}{{ eos_token }}
     {%- endgeneration -%}
-{% else %}{{ message.content }}{{ said }}{% endif %}
+{% else %}{{ message.content }}{% endif %}{{ said }}
 {% endfor %}"""
 TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "gemma": GEMMA, "generation": GENERATION}
 TEXTS = ["17 + 26 = 43", " two  spaces\n", "Zürich 北京 🧮", "", "<|im_start|>user", "naïve <s> text"]
