@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlk_jax.core.named_functions import first_line
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.extras import MODEL_PACKAGES, require_packages
 from rlk_jax.grpo.usage import gib
@@ -78,19 +79,18 @@ def import_model(path: Path, directory: Path, dtype: str) -> str:
     _check_paths(path, directory)
     require_packages(("gguf", "transformers", "torch", *MODEL_PACKAGES), extra="import")
     from rlk_jax.models import config_of
-    from rlk_jax.models.tokenizer import one_line
 
     try:
         gguf = _read_gguf(path)
         fields = _fields(gguf)
     except Exception as error:  # Two packages read a file that may be damaged in any way.
-        raise BadInput(f"{path} cannot be read: {one_line(error)}") from error
+        raise BadInput(f"{path} cannot be read: {first_line(error)}") from error
     check_taken_over(gguf, config_of(fields))
     try:
         model, found = _model(gguf)
         tokenizer = _tokenizer_of(gguf)
     except Exception as error:
-        raise BadInput(f"{path} cannot be converted: {one_line(error)}") from error
+        raise BadInput(f"{path} cannot be converted: {first_line(error)}") from error
     lost = {name: sorted(found[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if found[name]}
     if lost:
         raise BadInput(f"{path} does not hold the tensors of its model: {lost}")

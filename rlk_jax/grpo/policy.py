@@ -202,10 +202,6 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
         model = nnx.eval_shape(new)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    if tokenizer.vocab_size > described.vocab_size:
-        raise BadInput(
-            f"{config.model}: its tokenizer has {tokenizer.vocab_size} tokens and the model {described.vocab_size}"
-        )
     head = MeshHead(
         mesh,
         described.vocab_size,

@@ -183,6 +183,26 @@ def test_a_prompt_without_tokens(damaged, capsys):
     assert_refused(capsys, damaged, message, prompt="  ")
 
 
+def test_a_prompt_with_a_token_that_the_model_does_not_have(damaged, capsys):
+    make_tokenizer(extra_special_tokens=["<image>"], chat_template=CHATML).save_pretrained(damaged)
+    size = models.load_tokenizer(damaged).model_rows
+    message = f"the text has token {size}, '<image>', of a model of {size} tokens."
+    assert_refused(capsys, damaged, message, prompt="<image>")
+
+
+@pytest.mark.parametrize("given", [{"prompt": "\udcff"}, {"system": "\udcff"}, {"prompt": "\udcff", "no_chat": True}])
+def test_a_lone_surrogate(checkpoint, capsys, given):
+    """Python reads the byte FF of a command line as one."""
+    assert_refused(capsys, checkpoint, r"the text holds '\udcff', a lone surrogate, which is no character.", **given)
+
+
+def test_a_stop_token_that_the_model_does_not_have(damaged, capsys):
+    change(damaged / "generation_config.json", eos_token_id=10**6)
+    size = models.load(damaged).config.vocab_size
+    message = f"{damaged}: generation_config.json ends completions at token 1000000 of a model of {size} tokens."
+    assert_refused(capsys, damaged, message)
+
+
 def test_too_little_memory(checkpoint, capsys):
     assert generate("--model", checkpoint, "--prompt", "17", "--max-new-tokens", 10**12) == 2
     said = capsys.readouterr().err

@@ -23,6 +23,7 @@ from rlk_jax.grpo.updates import learning_rate_of
 from rlk_jax.losses import LossOptions
 from tests.grpo import tiny, tiny_text
 from tests.models.greedy import assert_same_answers
+from tests.models.test_tokenizer import change
 from tests.support import helpers
 
 LETTERS = "tests.grpo.tiny_text:letters"
@@ -183,6 +184,22 @@ def test_a_mistake_is_one_line(files, tmp_path, capsys, changes, message):
     error = capsys.readouterr().err
     assert error.startswith("rlk grpo: error: ") and error.count("\n") == 1
     assert message in error
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(files, tmp_path, capsys):
+    """Gemma 3 1B has such a one, and old fine-tunes of Llama pad with it. Only a prompt that holds it is refused."""
+    size = models.load_tokenizer(files[0]).vocab_size
+    model = tiny_text.write_model(tmp_path / "model", vocab_size=size - 1)
+    change(model / "generation_config.json", pad_token_id=size - 1)
+    change(model / "tokenizer_config.json", pad_token=None)
+    short = {"grpo_steps": 1, "updates_per_rollout": 1}
+    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **short)) == 0
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "\u00ad", "answer": "a"}))
+    capsys.readouterr()
+    assert tiny.run_here(*command((model, prompts), tmp_path / "other", **short)) == 2
+    error = f"{prompts}: the text has token {size - 1}, 'Ń', of a model of {size - 1} tokens."
+    assert capsys.readouterr().err == f"rlk grpo: error: {error}\n"
 
 
 def test_sampling_from_fewer_tokens_is_said_once(files, tmp_path, capsys):

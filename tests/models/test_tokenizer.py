@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 from tokenizers.models import BPE
+from transformers import AutoTokenizer
 
 from rlk_jax.models import load_tokenizer
 from tests.models.tiny import CHATML, make_tokenizer
@@ -31,7 +32,14 @@ GEMMA = """{{ bos_token }}
 {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
 {{ '<|im_start|>' + role + '\n' + message['content'] | trim + '<|im_end|>\n' }}
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"""
-TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "gemma": GEMMA}
+GENERATION = """{{ bos_token }}{% set said = 'nothing' %}{% for message in messages %}
+{% if message.role == 'assistant' %}
+    {%- generation %}{% set said = message.content %}
+    {{ loop.index }}{{ said }}{{ eos_token }}
+    {%- endgeneration -%}
+{% else %}{{ message.content }}{% endif %}{{ said }}
+{% endfor %}"""
+TEMPLATES = {"chatml": CHATML, "llama 3": LLAMA3, "gemma": GEMMA, "generation": GENERATION}
 TEXTS = ["17 + 26 = 43", " two  spaces\n", "Zürich 北京 🧮", "", "<|im_start|>user", "naïve <s> text"]
 USER = {"role": "user", "content": "Was ist 17 + 26? 🧮 <b>&'\"</b> "}
 CHATS = [
@@ -95,11 +103,47 @@ def test_where_a_template_may_stand(saved):
         load_tokenizer(saved)
 
 
+def test_additional_templates(saved):
+    """One of another name is for chats with tools. transformers takes no text of tokenizer_config.json beside it."""
+    folder = saved / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("tools")
+    gold, found = AutoTokenizer.from_pretrained(saved), load_tokenizer(saved)
+    assert found.chat_text([USER]) == gold.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    (saved / "chat_template.jinja").unlink()
+    change(saved / "tokenizer_config.json", chat_template=CHATML)
+    assert set(AutoTokenizer.from_pretrained(saved).chat_template) == {"tool_use"}
+    assert not load_tokenizer(saved).has_chat_template
+    path = folder / "default.jinja"
+    path.write_text("default")
+    with pytest.raises(ValueError, match=f"^{path} is not supported: the chat template is chat_template.jinja.$"):
+        load_tokenizer(saved)
+
+
+def test_special_tokens_that_are_split(saved):
+    change(saved / "tokenizer_config.json", split_special_tokens=False)
+    load_tokenizer(saved)
+    change(saved / "tokenizer_config.json", split_special_tokens=True)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json has split_special_tokens, which is not supported\.$"):
+        load_tokenizer(saved)
+
+
+def test_a_lone_surrogate(saved):
+    """Shells and JSON can hold one."""
+    found = load_tokenizer(saved)
+    message = r"^the text holds '\\udcff', a lone surrogate, which is no character\.$"
+    for give in (found.encode, lambda text: found.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match=message):
+            give("17 \udcff")
+
+
 FAILING = {
     "of its own": (GEMMA, "System role not supported"),
-    "in lines": ("{{ raise_exception('a\n  b') }}", "a b$"),
+    "in lines": ("{{ raise_exception('a\n  b') }}", "a$"),
+    "of its own, silent": ("{{ raise_exception('') }}", "TemplateError without a word$"),
     "syntax": ("{% for %}", "Expected|unexpected|expected"),
-    "unknown tag": ("{% generation %}", "unknown tag 'generation'"),
+    "unknown tag": ("{% answer %}", "unknown tag 'answer'"),
+    "open block": ("{% generation %}", "Unexpected end of template"),
     "arithmetic": ("{{ messages[0].content + 1 }}", "can only concatenate str"),
     "long loop": ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
     "internals": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__' of 'str' object"),
@@ -162,6 +206,15 @@ def test_damaged_files_beside_it(name, text, message, saved):
         load_tokenizer(saved)
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja"]
+)
+def test_files_beside_it_that_are_no_text(name, saved):
+    (saved / name).write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=f"^{saved / name} is no UTF-8: [^\n]*$"):
+        load_tokenizer(saved)
+
+
 def test_tokens_that_end_a_completion(saved):
     assert load_tokenizer(saved).stop_ids == (2,)
     settings = saved / "tokenizer_config.json"
@@ -179,9 +232,8 @@ def test_tokens_that_end_a_completion(saved):
             load_tokenizer(saved)
 
 
-@pytest.mark.parametrize("eos", [None, "<never>"])
-def test_no_token_that_ends_a_completion(eos, saved):
-    change(saved / "tokenizer_config.json", eos_token=eos)
+def test_no_token_that_ends_a_completion(saved):
+    change(saved / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ValueError, match=f"^{saved} names no token that ends a completion: there is no eos_token_id"):
         load_tokenizer(saved)
 
@@ -194,6 +246,49 @@ def test_the_token_that_fills_rows(saved):
     assert load_tokenizer(saved).pad_id == 4
     change(saved / "tokenizer_config.json", pad_token="<unk>")
     assert load_tokenizer(saved).pad_id == 0
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json", "eos_token"])
+def test_a_token_that_ends_a_completion_is_one_of_the_model(name, saved):
+    """A model may have more tokens than its tokenizer, or fewer."""
+    size = load_tokenizer(saved).vocab_size
+    change(saved / "config.json", vocab_size=size + 9)
+    change(saved / "generation_config.json", eos_token_id=[2, size + 8])
+    assert load_tokenizer(saved).stop_ids == (2, size + 8)
+    for other in ("generation_config.json", "config.json"):
+        change(saved / other, eos_token_id=[2, 9] if other == name else None)
+    stop = 2 if name == "eos_token" else 9
+    change(saved / "config.json", vocab_size=stop)
+    message = f"^{saved}: {name} ends completions at token {stop} of a model of {stop} tokens.$"
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(saved)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_pad_that_the_model_does_not_have(name, saved):
+    change(saved / "config.json", vocab_size=32)
+    change(saved / name, pad_token_id=31)
+    assert load_tokenizer(saved).pad_id == 31
+    change(saved / name, pad_token_id=32)
+    assert load_tokenizer(saved).pad_id == 2, "the one that ends a completion"
+
+
+def test_texts_with_tokens_that_the_model_does_not_have(saved):
+    """The image token of Gemma 3 1B is one."""
+    backend = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    rows = backend.get_vocab_size()
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(saved / "tokenizer.json"))
+    change(saved / "config.json", vocab_size=rows)
+    found = load_tokenizer(saved)
+    assert found.encode("17") and found.vocab_size == rows + 1
+    message = f"^the text has token {rows}, '<image>', of a model of {rows} tokens.$"
+    with pytest.raises(ValueError, match=message):
+        found.encode("17 <image>")
+    with pytest.raises(ValueError, match=message):
+        found.chat([{"role": "user", "content": "17 <image>"}])
+    change(saved / "config.json", vocab_size=rows + 1)
+    assert load_tokenizer(saved).encode("17 <image>")[-1] == rows
 
 
 def test_the_digest_follows_what_decides_ids(saved):
