@@ -87,7 +87,9 @@ def bridged(n: int, dim: int, vocab: int, *, stages: Stages) -> None:
     def call(rows: int) -> None:
         hidden = torch.zeros((rows, dim), dtype=torch.bfloat16, device=device, requires_grad=True)
         ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        torch_bridge.linear_logp(hidden, weight, ids).sum().backward()
+        found = torch_bridge.linear_logp(hidden, weight, ids)
+        assert isinstance(found, torch.Tensor)
+        found.sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
 
