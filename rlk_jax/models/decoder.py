@@ -291,7 +291,6 @@ class CausalLM(nnx.Module):
         """Hidden states of tokens in slots `start..start+T`, which follow the slots that the cache holds already, and
         the cache with these tokens added.
         """
-        _check_length(self.config, cache)
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
@@ -308,27 +307,21 @@ class CausalLM(nnx.Module):
         return self.kind.scaled(x, self.config.width**0.5) if self.config.scales_embedding else x
 
     def _rotations(self, positions: Int[Array, "B T"]) -> tuple[nn.Rotation, ...]:
-        ropes = ropes_of(self.config)
-        return tuple(
-            nn.rotation_by(positions, frequencies[...], factor=rope.attention)
-            for rope, frequencies in zip(ropes, self.frequencies, strict=True)
-        )
+        """What queries and keys of each rope are turned by. A dynamic one is as long as the last position of the call
+        says; keys in the cache stay as they were turned.
+        """
+
+        def rotation(rope: Rope, frequencies: Array) -> nn.Rotation:
+            if rope.type == "dynamic":
+                frequencies = rope.stretched(frequencies, positions.max() + 1)
+            return nn.rotation_by(positions, frequencies, factor=rope.attention)
+
+        return tuple(rotation(rope, x[...]) for rope, x in zip(ropes_of(self.config), self.frequencies, strict=True))
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A KV cache for `slots` tokens per row."""
         zeros = jnp.zeros((batch, slots, self.config.groups, self.config.head_size), self.dtype)
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)
-
-
-def _check_length(config: ModelConfig, cache: Cache) -> None:
-    """A dynamic rope has one set of frequencies for all slots of the cache."""
-    slots = cache[0].keys.shape[1]
-    for layer in config.layers:
-        if layer.rope.type == "dynamic" and slots > layer.rope.original:
-            raise ValueError(
-                f"rope_type 'dynamic' has other frequencies beyond {layer.rope.original} positions, got {slots} slots: "
-                "not supported."
-            )
 
 
 def _check_kind(config: ModelConfig, kind: str, dtype: DTypeLike) -> None:
