@@ -96,10 +96,8 @@ def rope_of(fields: Fields, size: int, layer_type: str | None) -> Rope:
     """
     given = _of_all_layers(fields) if layer_type is None else _of_layers(fields, layer_type)
     kind = _type_of(given)
-    if given.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModel(
-            f"partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported, only 1.0."
-        )
+    if (part := given.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise UnsupportedModel(f"partial_rotary_factor = {part!r} is not supported, only 1.0.")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NUMBERS[kind]}
     if unknown := sorted(given.keys() - known):
         raise UnsupportedModel(f"rope_type {kind!r} does not take {', '.join(unknown)}.")
