@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from rlk_jax import nn
+from rlk_jax.core.checks import is_concrete, require
 from rlk_jax.models.config import LayerConfig, ModelConfig, config_of
 from rlk_jax.models.kinds import KINDS, LayerKind, Reach, Slots
 from rlk_jax.models.low_rank import LowRankTerm
@@ -264,7 +265,7 @@ class CausalLM(nnx.Module):
             if linear.low_rank is not None:
                 linear.weight = nnx.Param(linear.low_rank.added_to(linear.weight[...]))
                 linear.low_rank = None
-                self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
+        self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
 
     def _with_weights(self) -> Iterator[Linear | LogitsHead]:
         for block in self.blocks:
@@ -290,8 +291,12 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Hidden states of tokens in slots `start..start+T`, which follow the slots that the cache holds already, and
         the cache with these tokens added.
+
+        Raises ValueError for slots that the cache does not have. Where `start` is traced, they give NaN, in the hidden
+        states and in the cache.
         """
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
+        x = _unless_outside(x, start, cache[0].keys.shape[1])
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
         through_layer = _RECOMPUTING if self.remat else _KEEPING
@@ -322,6 +327,20 @@ class CausalLM(nnx.Module):
         """A KV cache for `slots` tokens per row."""
         zeros = jnp.zeros((batch, slots, self.config.groups, self.config.head_size), self.dtype)
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)
+
+
+def _unless_outside(x: Float[Array, "B T D"], start: int | Int[Array, ""], slots: int) -> Float[Array, "B T D"]:
+    """What the stream of tokens begins with, and NaN where their slots are not among those of the cache: writing there
+    would be clamped.
+    """
+    last = slots - x.shape[1]
+    fits = (start >= 0) & (start <= last)
+    if last < 0 or is_concrete(fits):
+        require(
+            last >= 0 and fits, f"extend got {x.shape[1]} tokens from slot {start} on, and a cache of {slots} slots."
+        )
+        return x
+    return jnp.where(fits, x, jnp.nan)
 
 
 def _check_kind(config: ModelConfig, kind: str, dtype: DTypeLike) -> None:
