@@ -116,7 +116,7 @@ _COMMON = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
-    "rope_theta": None,
+    "rope_theta": 10_000.0,
     "rope_scaling": None,
     "rope_parameters": None,
     "sliding_window": None,

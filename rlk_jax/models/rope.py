@@ -25,7 +25,6 @@ from rlk_jax.models.fields import (
 )
 
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-_OLD_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ def rope_of(fields: Fields, size: int, layer_type: str | None) -> Rope:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NUMBERS[kind]}
     if unknown := sorted(given.keys() - known):
         raise UnsupportedModel(f"rope_type {kind!r} does not take {', '.join(unknown)}.")
-    base = optional(positive_number, given, "rope_theta")
-    return _with_numbers(Rope(size, kind, _OLD_BASE if base is None else base), given, fields)
+    return _with_numbers(Rope(size, kind, positive_number(given, "rope_theta")), given, fields)
 
 
 _NUMBERS: dict[str, set[str]] = {
@@ -127,7 +125,7 @@ _NUMBERS: dict[str, set[str]] = {
 def _of_all_layers(fields: Fields) -> dict[str, Any]:
     """The parameters of a model whose layers have one rope: `rope_scaling` goes before `rope_parameters`."""
     given = optional(table, fields, "rope_scaling") or optional(table, fields, "rope_parameters") or {}
-    return _with_theta(given, fields.get("rope_theta"))
+    return _with_theta(given, fields["rope_theta"])
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -182,6 +180,8 @@ def _with_numbers(rope: Rope, given: Fields, fields: Fields) -> Rope:
     original = optional(positive_integer, given, "original_max_position_embeddings") or positions
     if rope.type == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise UnsupportedModel(f"high_freq_factor = {high} must be above low_freq_factor = {low}.")
         return replace(rope, factor=number("factor"), original=original, low=low, high=high)
     return _with_yarn(replace(rope, original=original), given, positions / original)
 

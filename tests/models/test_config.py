@@ -48,6 +48,11 @@ BAD = {
     "rope type list": ({"rope_scaling": {"type": ["linear"]}}, "type must be a string, got ['linear']."),
     "rope factor": ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number, got 0."),
     "rope base": ({"rope_theta": -1.0}, "rope_theta must be a positive number, got -1.0."),
+    "no base": ({"rope_theta": None}, "rope_theta must be a positive number, got None."),
+    "llama3's ends": (
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+        "high_freq_factor = 4.0 must be above low_freq_factor = 4.0.",
+    ),
     "infinite": ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf."),
     "yarn's base": ({"rope_theta": 1, "rope_scaling": {"type": "yarn"}}, "'yarn' needs a rope_theta above 1, got 1.0."),
     "dynamic pair": (
