@@ -37,8 +37,8 @@ _BESIDE_WEIGHTS = (
     "added_tokens.json",
 )
 """Files of a tokenizer and of generation that `save` takes along."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_DTYPES = ("BF16", "F16", "F32")
+_EMBEDDING_TENSOR, _HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+_TENSOR_DTYPES = ("BF16", "F16", "F32")
 """The dtypes of tensors that are read, by the names that safetensors has for them."""
 
 
@@ -83,12 +83,12 @@ def _parts_of_block(config: ModelConfig, block: DecoderLayer, prefix: str) -> It
 def _parts(model: CausalLM) -> Iterator[_Part]:
     """All parameters of a decoder by the names of a checkpoint."""
     config = model.config
-    yield _Part(model.embedding, [_EMBEDDING], [config.vocab_size])
+    yield _Part(model.embedding, [_EMBEDDING_TENSOR], [config.vocab_size])
     for i, block in enumerate(model.blocks):
         yield from _parts_of_block(config, block, f"model.layers.{i}.")
     yield _Part(model.norm.scale, ["model.norm.weight"], [config.width])
     if not config.is_tied:
-        yield _Part(model.lm_head.weight, [_HEAD], [config.vocab_size])
+        yield _Part(model.lm_head.weight, [_HEAD_TENSOR], [config.vocab_size])
 
 
 def load(
@@ -108,7 +108,7 @@ def load(
         files = _files(directory, opened)
         _check_tensors(files, parts, config)
         for part in parts:
-            tensors = [_rounded(name, files[name].get_tensor(name), jnp.dtype(dtype)) for name in part.names]
+            tensors = [converted(name, files[name].get_tensor(name), jnp.dtype(dtype)) for name in part.names]
             joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
             is_vocab = part.parameter is model.embedding or part.parameter is model.lm_head.weight
             spec = None if mesh is None else NamedSharding(mesh, spec_of(joined.shape, mesh, over_vocab=is_vocab))
@@ -117,7 +117,7 @@ def load(
     return model
 
 
-def _rounded(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def converted(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A tensor in another dtype. Raises UnsupportedModel where a number is too large for it."""
     if float(jnp.finfo(dtype).max) >= float(jnp.finfo(tensor.dtype).max):
         return tensor.astype(dtype, copy=False)
@@ -199,7 +199,7 @@ def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:
             raise UnsupportedModel(f"{directory} has neither {_SINGLE} nor {_INDEX}.")
         single = file(_SINGLE)
         return dict.fromkeys(single.keys(), single)
-    places = _places(index)
+    places = _files_by_tensor(index)
     files = {name: file(name) for name in sorted(set(places.values()))}
     held = {name: set(x.keys()) for name, x in files.items()}
     for tensor, name in places.items():
@@ -208,7 +208,7 @@ def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:
     return {tensor: files[name] for tensor, name in places.items()}
 
 
-def _places(index: Path) -> dict[str, str]:
+def _files_by_tensor(index: Path) -> dict[str, str]:
     """The name of the file of each tensor, from an index."""
     read = read_object(index)
     try:
@@ -236,19 +236,21 @@ def _check_tensors(files: dict[str, Any], parts: list[_Part], config: ModelConfi
         for name, size in zip(part.names, part.sizes, strict=True)
     }
     given = {name for name in files if not name.endswith(_BUFFERS)}
-    if config.is_tied and _HEAD in given:
-        wanted[_HEAD] = wanted[_EMBEDDING]
+    if config.is_tied and _HEAD_TENSOR in given:
+        wanted[_HEAD_TENSOR] = wanted[_EMBEDDING_TENSOR]
     problems = [f"missing {name}" for name in sorted(wanted.keys() - given)]
     problems += [f"unknown {name}" for name in sorted(given - wanted.keys())]
     for name in sorted(wanted.keys() & given):
         lying = files[name].get_slice(name)
         if (shape := tuple(lying.get_shape())) != wanted[name]:
             problems.append(f"{name} is {shape}, not {wanted[name]}")
-        if lying.get_dtype() not in _DTYPES:
-            problems.append(f"{name} is {lying.get_dtype()}, not {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+        if lying.get_dtype() not in _TENSOR_DTYPES:
+            problems.append(
+                f"{name} is {lying.get_dtype()}, not {', '.join(_TENSOR_DTYPES[:-1])} or {_TENSOR_DTYPES[-1]}"
+            )
     if problems:
         raise UnsupportedModel(f"the checkpoint does not fit its config.json: {'; '.join(problems)}.")
-    if config.is_tied and _HEAD in given:
-        head, embedding = (files[name].get_tensor(name) for name in (_HEAD, _EMBEDDING))
+    if config.is_tied and _HEAD_TENSOR in given:
+        head, embedding = (files[name].get_tensor(name) for name in (_HEAD_TENSOR, _EMBEDDING_TENSOR))
         if not np.array_equal(head, embedding):
-            raise UnsupportedModel(f"tie_word_embeddings = True, and {_HEAD} is not {_EMBEDDING}.")
+            raise UnsupportedModel(f"tie_word_embeddings = True, and {_HEAD_TENSOR} is not {_EMBEDDING_TENSOR}.")

@@ -247,7 +247,7 @@ def config_of(given: Fields) -> ModelConfig:
     family = FAMILIES[name]
     _check_fields(given, family)
     fields = {**family.defaults, **given}
-    width, heads, groups, size = _sizes(fields)
+    width, heads, groups, size = _shape_of_heads(fields)
     has_bias = bool(optional(boolean, fields, "attention_bias"))
     query_key_value_bias, out_bias = family.biases or (has_bias, has_bias)
     return ModelConfig(
@@ -291,7 +291,7 @@ def _check_fields(given: Fields, family: _Family) -> None:
             )
 
 
-def _sizes(fields: Fields) -> tuple[int, int, int, int]:
+def _shape_of_heads(fields: Fields) -> tuple[int, int, int, int]:
     """The model's width, its heads, its groups of heads, and the size of a head."""
     width, heads = positive_integer(fields, "hidden_size"), positive_integer(fields, "num_attention_heads")
     groups = optional(positive_integer, fields, "num_key_value_heads") or heads

@@ -42,7 +42,7 @@ def test_decoding_fills_the_cache_to_its_last_slot():
 @every_kind
 @pytest.mark.parametrize("start", [SLOTS - 1, SLOTS, -1])
 def test_slots_that_the_cache_does_not_have(kind, dtype, start):
-    """Of two tokens. What is known to be outside raises, and else poisons what a clamped write would spoil."""
+    """What is known to be outside raises, and else poisons what a clamped write of its two tokens would spoil."""
     model, tokens, padding = made(kind, dtype), drawn(2), jnp.zeros(1, jnp.int32)
     cache = model.empty_cache(1, SLOTS)
     message = f"extend got 2 tokens from slot {start} on, and a cache of {SLOTS} slots."
