@@ -110,7 +110,7 @@ def write_checkpoint(directory: Path, model: Any, tokenizer: Any, dtype: str, st
     import jax.numpy as jnp
 
     from rlk_jax.models import load_tokenizer, read_config
-    from rlk_jax.models.checkpoint import write_tensors
+    from rlk_jax.models.checkpoint import converted, write_tensors
 
     tokenizer.save_pretrained(directory)
     fields = {**_fields_of(model.config), "architectures": [type(model).__name__], "dtype": dtype}
@@ -123,7 +123,7 @@ def write_checkpoint(directory: Path, model: Any, tokenizer: Any, dtype: str, st
         generation["eos_token_id"] = sorted(stops)
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tensors = {
-        name: np.ascontiguousarray(tensor.numpy()).astype(jnp.dtype(dtype))
+        name: converted(name, np.ascontiguousarray(tensor.numpy()), jnp.dtype(dtype))
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight" or not model.config.tie_word_embeddings
     }

@@ -144,10 +144,10 @@ def sum_rows_by_id(ids: Array, rows: Array, size: int) -> Array:
     """The sums `[size, D]` of rows `[N, D]` by id int32 `[N]`: row i sums the rows whose id is i, in a fixed order.
 
     Rows are sorted by id. After k doublings each place holds the sum of its own row and of those among the 2^k − 1
-    rows before it that have the same id. Negative ids count from the end; ids that are still out of range are dropped.
+    rows before it that have the same id. Ids out of range are dropped.
     """
     count = len(ids)
-    places, ids = jnp.arange(count), jnp.where(ids < 0, ids + size, ids)
+    places = jnp.arange(count)
     order = jnp.argsort(ids, stable=True)
     ids, rows = ids[order], rows[order]
 

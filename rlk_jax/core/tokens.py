@@ -74,6 +74,12 @@ def as_int32(ids: Any) -> Array:
     return jnp.asarray(clip(ids, low, high).astype(np.int32))
 
 
+def row_ids(ids: Any, count: int) -> Array:
+    """Ids of `count` rows as int32. Negative ones, which JAX would count from the end, are beyond the last row."""
+    ids = as_int32(ids)
+    return jnp.where(ids < 0, count, ids)
+
+
 def active_mask(mask: Any) -> Array:
     """Where a mask is not 0, as bool. NumPy masks are converted by NumPy: JAX would cut 64 bits to 32 first."""
     mask = mask if isinstance(mask, np.ndarray | np.generic) else jnp.asarray(mask)

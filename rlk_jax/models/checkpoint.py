@@ -1,6 +1,7 @@
 """Checkpoints as Hugging Face has them: a directory with config.json and safetensors, in and out."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,12 +18,14 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from rlk_jax.core.checks import require
 from rlk_jax.models.config import ModelConfig, UnsupportedModel, read_config
 from rlk_jax.models.decoder import CausalLM, DecoderLayer
+from rlk_jax.models.fields import read_object, string, table
 from rlk_jax.models.placement import spec_of
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_TOKENIZER = (
+_INDEX, _SINGLE, _UNFINISHED = "model.safetensors.index.json", "model.safetensors", "model.unfinished"
+_BESIDE_WEIGHTS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -33,7 +36,10 @@ _TOKENIZER = (
     "tokenizer.model",
     "added_tokens.json",
 )
-"""Files beside the weights that `save` takes along."""
+"""Files of a tokenizer and of generation that `save` takes along."""
+_EMBEDDING_TENSOR, _HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+_TENSOR_DTYPES = ("BF16", "F16", "F32")
+"""The dtypes of tensors that are read, by the names that safetensors has for them."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,12 @@ def _parts_of_block(config: ModelConfig, block: DecoderLayer, prefix: str) -> It
 def _parts(model: CausalLM) -> Iterator[_Part]:
     """All parameters of a decoder by the names of a checkpoint."""
     config = model.config
-    yield _Part(model.embedding, ["model.embed_tokens.weight"], [config.vocab_size])
+    yield _Part(model.embedding, [_EMBEDDING_TENSOR], [config.vocab_size])
     for i, block in enumerate(model.blocks):
         yield from _parts_of_block(config, block, f"model.layers.{i}.")
     yield _Part(model.norm.scale, ["model.norm.weight"], [config.width])
     if not config.is_tied:
-        yield _Part(model.lm_head.weight, ["lm_head.weight"], [config.vocab_size])
+        yield _Part(model.lm_head.weight, [_HEAD_TENSOR], [config.vocab_size])
 
 
 def load(
@@ -91,8 +97,8 @@ def load(
     """The decoder of a checkpoint, its tensors read one by one, rounded to `dtype` and put on the default device, or on
     a mesh ("data", "tensor"): cut along their first axis over "data"; embedding and head along D, and V over "tensor".
 
-    Raises UnsupportedModel for a config.json that is not supported, for tensors that are missing, unknown or of another
-    shape, all by name, and for an index that points out of the directory.
+    Raises UnsupportedModel for a config.json that is not supported, for tensors that are missing, unknown, or of
+    another shape or dtype, all by name, for numbers that are infinite in `dtype` alone, and for files that are damaged.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -102,37 +108,71 @@ def load(
         files = _files(directory, opened)
         _check_tensors(files, parts, config)
         for part in parts:
-            tensors = [files[name].get_tensor(name) for name in part.names]
+            tensors = [converted(name, files[name].get_tensor(name), jnp.dtype(dtype)) for name in part.names]
             joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
             is_vocab = part.parameter is model.embedding or part.parameter is model.lm_head.weight
             spec = None if mesh is None else NamedSharding(mesh, spec_of(joined.shape, mesh, over_vocab=is_vocab))
-            part.parameter.set_value(jax.device_put(joined.astype(jnp.dtype(dtype)), spec))
+            part.parameter.set_value(jax.device_put(joined, spec))
     model.set_frequencies()
     return model
 
 
+def converted(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A tensor in another dtype. Raises UnsupportedModel where a number is too large for it."""
+    if float(jnp.finfo(dtype).max) >= float(jnp.finfo(tensor.dtype).max):
+        return tensor.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        rounded = tensor.astype(dtype)
+    if np.isinf(rounded).sum() != np.isinf(tensor).sum():
+        raise UnsupportedModel(f"{name} has numbers that are infinite in {dtype.name}: another dtype holds them.")
+    return rounded
+
+
 def save(model: CausalLM, directory: Path | str, *, like: Path | str | None = None) -> None:
-    """Write a directory that transformers and vLLM load: config.json, the weights in their dtype, and the tokenizer's
-    files of the checkpoint `like`, where one is given.
+    """Write a directory that transformers and vLLM load: config.json, the weights in their dtype, and the files of the
+    checkpoint `like` that say how text is cut and generated, where one is given.
+
+    A single file of weights that is there is replaced. Where a save is cut off, the directory holds what it held, or no
+    weights. Raises ValueError for a directory with other weights, and for a `like` that is no directory.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    others = sorted(x.name for x in directory.glob("*.safetensors*") if x.name != _SINGLE)
+    require(not others, f"{directory} holds the weights of another checkpoint: {', '.join(others)}.")
+    require(like is None or Path(like).is_dir(), f"like must be the directory of a checkpoint, got {like}.")
     fields = {**model.config.fields, "dtype": model.dtype.name}
     fields.pop("torch_dtype", None)
+    _write_unfinished(tensors_of(model), directory)
+    (directory / _SINGLE).unlink(missing_ok=True)  # they are not those of the config.json that comes
     (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    write_tensors(tensors_of(model), directory)
     if like is not None:
-        for name in _TOKENIZER:
-            if (Path(like) / name).exists():
-                shutil.copy(Path(like) / name, directory / name)
+        _copy_beside_weights(Path(like), directory)
+    _finish(directory)
 
 
 def write_tensors(tensors: dict[str, np.ndarray], directory: Path) -> None:
     """Write the weights of a checkpoint beside its config.json, for those to read who can read that: safetensors itself
     writes for the owner alone.
     """
-    save_file(tensors, str(directory / _SINGLE), metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", directory / _SINGLE)
+    _write_unfinished(tensors, directory)
+    _finish(directory)
+
+
+def _write_unfinished(tensors: dict[str, np.ndarray], directory: Path) -> None:
+    save_file(tensors, str(directory / _UNFINISHED), metadata={"format": "pt"})
+
+
+def _finish(directory: Path) -> None:
+    """Let weights that are whole be those of the checkpoint."""
+    shutil.copymode(directory / "config.json", directory / _UNFINISHED)
+    os.replace(directory / _UNFINISHED, directory / _SINGLE)
+
+
+def _copy_beside_weights(source: Path, directory: Path) -> None:
+    for name in _BESIDE_WEIGHTS:
+        there, here = source / name, directory / name
+        if there.exists() and not (here.exists() and here.samefile(there)):
+            shutil.copy(there, here)
 
 
 def tensors_of(model: CausalLM) -> dict[str, np.ndarray]:
@@ -155,18 +195,33 @@ def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:
 
     index = directory / _INDEX
     if not index.exists():
-        if not (directory / _SINGLE).exists():
+        if not (directory / _SINGLE).is_file():
             raise UnsupportedModel(f"{directory} has neither {_SINGLE} nor {_INDEX}.")
         single = file(_SINGLE)
         return dict.fromkeys(single.keys(), single)
-    found = json.loads(index.read_text())["weight_map"]
-    for name in set(found.values()):
-        if Path(name).name != name:
-            raise UnsupportedModel(f"{index} names a file out of its directory: {name!r}.")
-        if not (directory / name).exists():
+    places = _files_by_tensor(index)
+    files = {name: file(name) for name in sorted(set(places.values()))}
+    held = {name: set(x.keys()) for name, x in files.items()}
+    for tensor, name in places.items():
+        if tensor not in held[name]:
+            raise UnsupportedModel(f"{index} names {name} for {tensor}, which is not in it.")
+    return {tensor: files[name] for tensor, name in places.items()}
+
+
+def _files_by_tensor(index: Path) -> dict[str, str]:
+    """The name of the file of each tensor, from an index."""
+    read = read_object(index)
+    try:
+        found = table(read, "weight_map")
+        places = {tensor: string(found, tensor) for tensor in found}
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{index}: {error}") from None
+    for name in sorted(set(places.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UnsupportedModel(f"{index} names a file that is no file of weights in its directory: {name!r}.")
+        if not (index.parent / name).is_file():
             raise UnsupportedModel(f"{index} names {name}, which does not exist.")
-    files = {name: file(name) for name in set(found.values())}
-    return {tensor: files[name] for tensor, name in found.items()}
+    return places
 
 
 _BUFFERS = "rotary_emb.inv_freq"
@@ -174,20 +229,28 @@ _BUFFERS = "rotary_emb.inv_freq"
 
 
 def _check_tensors(files: dict[str, Any], parts: list[_Part], config: ModelConfig) -> None:
-    """The checkpoint has the tensors of the decoder in their shapes, and no others."""
+    """The checkpoint has the tensors of the decoder in their shapes, of a dtype that is read, and no others."""
     wanted = {
         name: (size, *part.parameter.shape[1:])
         for part in parts
         for name, size in zip(part.names, part.sizes, strict=True)
     }
     given = {name for name in files if not name.endswith(_BUFFERS)}
-    if config.is_tied:
-        given.discard("lm_head.weight")
+    if config.is_tied and _HEAD_TENSOR in given:
+        wanted[_HEAD_TENSOR] = wanted[_EMBEDDING_TENSOR]
     problems = [f"missing {name}" for name in sorted(wanted.keys() - given)]
     problems += [f"unknown {name}" for name in sorted(given - wanted.keys())]
     for name in sorted(wanted.keys() & given):
-        shape = tuple(files[name].get_slice(name).get_shape())
-        if shape != wanted[name]:
+        lying = files[name].get_slice(name)
+        if (shape := tuple(lying.get_shape())) != wanted[name]:
             problems.append(f"{name} is {shape}, not {wanted[name]}")
+        if lying.get_dtype() not in _TENSOR_DTYPES:
+            problems.append(
+                f"{name} is {lying.get_dtype()}, not {', '.join(_TENSOR_DTYPES[:-1])} or {_TENSOR_DTYPES[-1]}"
+            )
     if problems:
         raise UnsupportedModel(f"the checkpoint does not fit its config.json: {'; '.join(problems)}.")
+    if config.is_tied and _HEAD_TENSOR in given:
+        head, embedding = (files[name].get_tensor(name) for name in (_HEAD_TENSOR, _EMBEDDING_TENSOR))
+        if not np.array_equal(head, embedding):
+            raise UnsupportedModel(f"tie_word_embeddings = True, and {_HEAD_TENSOR} is not {_EMBEDDING_TENSOR}.")

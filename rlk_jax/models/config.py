@@ -3,17 +3,24 @@
 Every field of the file is honoured, known to change nothing, or an error that names it.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlk_jax.models.fields import (
+    Fields,
+    UnsupportedModel,
+    boolean,
+    natural_number,
+    optional,
+    positive_integer,
+    positive_number,
+    read_object,
+    string,
+    strings,
+)
 from rlk_jax.models.rope import Rope, rope_of
-
-
-class UnsupportedModel(ValueError):
-    """A checkpoint that `rlk_jax.models` does not compute as its authors do; the text names the field."""
 
 
 @dataclass(frozen=True)
@@ -63,36 +70,42 @@ class ModelConfig:
 class _Family:
     """What a `model_type` implies: defaults of fields that a file may leave out, and facts that no field says."""
 
-    defaults: Mapping[str, Any]
-    windows: Callable[[Mapping[str, Any]], list[bool]]
-    """Which layers slide a window, where `layer_types` does not say it."""
-    query_key_value_bias: bool | None = None
-    """None where `attention_bias` says it."""
+    defaults: Fields
+    windows: Callable[[Fields, int], list[bool]]
+    """Which of so many layers slide a window, where `layer_types` does not say it."""
+    only: Fields = field(default_factory=dict)
+    """The values of fields that are taken with these alone, as `_ONLY` has them for all families."""
+    has_layer_types: bool = True
+    """Whether `layer_types` decides; else all layers are alike, and it may say the same."""
+    has_layer_ropes: bool = False
+    """Whether each type of layers has a rope of its own."""
+    biases: tuple[bool, bool] | None = None
+    """Whether query, key and value have biases, and what joins the heads; None where `attention_bias` says both."""
     has_head_norms: bool = False
     is_gemma: bool = False
 
 
-def _no_layer(fields: Mapping[str, Any]) -> list[bool]:
-    return [False] * fields["num_hidden_layers"]
+def _no_layer(fields: Fields, count: int) -> list[bool]:
+    return [False] * count
 
 
-def _every_layer(fields: Mapping[str, Any]) -> list[bool]:
-    return [fields["sliding_window"] is not None] * fields["num_hidden_layers"]
+def _every_layer(fields: Fields, count: int) -> list[bool]:
+    return [fields["sliding_window"] is not None] * count
 
 
-def _late_layers(fields: Mapping[str, Any]) -> list[bool]:
+def _late_layers(fields: Fields, count: int) -> list[bool]:
     """Qwen's, where windows are switched on at all."""
-    first = fields["max_window_layers"] if fields["use_sliding_window"] else fields["num_hidden_layers"]
-    return [i >= first for i in range(fields["num_hidden_layers"])]
+    first = count if _window(fields) is None else natural_number(fields, "max_window_layers")
+    return [i >= first for i in range(count)]
 
 
-def _alternate_layers(fields: Mapping[str, Any]) -> list[bool]:
-    return [i % 2 == 0 for i in range(fields["num_hidden_layers"])]
+def _alternate_layers(fields: Fields, count: int) -> list[bool]:
+    return [i % 2 == 0 for i in range(count)]
 
 
-def _all_but_each_sixth(fields: Mapping[str, Any]) -> list[bool]:
-    every = fields["sliding_window_pattern"] or fields["_sliding_window_pattern"]
-    return [(i + 1) % every != 0 for i in range(fields["num_hidden_layers"])]
+def _all_but_each_nth(fields: Fields, count: int) -> list[bool]:
+    every = positive_integer(fields, "sliding_window_pattern")
+    return [(i + 1) % every != 0 for i in range(count)]
 
 
 _COMMON = {
@@ -103,52 +116,71 @@ _COMMON = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
-    "rope_theta": None,
+    "rope_theta": 10_000.0,
     "rope_scaling": None,
     "rope_parameters": None,
     "sliding_window": None,
     "layer_types": None,
 }
-_QWEN = {**_COMMON, "use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
+_QWEN = {
+    **_COMMON,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "max_position_embeddings": 32768,
+}
 _GEMMA = {
-    **{name: x for name, x in _COMMON.items() if name not in ("hidden_act", "mlp_bias")},
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_act": None,
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+_WITHOUT_BIAS = (False, None)
 FAMILIES = {
-    "llama": _Family({**_COMMON, "max_position_embeddings": 2048}, _no_layer),
-    "mistral": _Family(
-        {**_COMMON, "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}, _every_layer
+    "llama": _Family(
+        {**_COMMON, "max_position_embeddings": 2048},
+        _no_layer,
+        only={"sliding_window": (None,)},
+        has_layer_types=False,
     ),
-    "qwen2": _Family({**_QWEN, "max_position_embeddings": 32768}, _late_layers, query_key_value_bias=True),
-    "qwen3": _Family({**_QWEN, "head_dim": 128, "max_position_embeddings": 32768}, _late_layers, has_head_norms=True),
+    "mistral": _Family(
+        {**_COMMON, "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        _every_layer,
+        only={"attention_bias": _WITHOUT_BIAS, "mlp_bias": _WITHOUT_BIAS},
+        has_layer_types=False,
+        biases=(False, False),
+    ),
+    "qwen2": _Family(_QWEN, _late_layers, only={"mlp_bias": _WITHOUT_BIAS}, biases=(True, False)),
+    "qwen3": _Family({**_QWEN, "head_dim": 128}, _late_layers, only={"mlp_bias": _WITHOUT_BIAS}, has_head_norms=True),
     "gemma2": _Family(
         {
             **_GEMMA,
-            "head_dim": 256,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
             "max_position_embeddings": 8192,
         },
         _alternate_layers,
+        only={"mlp_bias": _WITHOUT_BIAS},
         is_gemma=True,
     ),
     "gemma3_text": _Family(
         {
             **_GEMMA,
-            "head_dim": 256,
             "rope_theta": 1_000_000.0,
             "rope_local_base_freq": 10_000.0,
-            "sliding_window_pattern": None,
-            "_sliding_window_pattern": 6,
+            "sliding_window_pattern": 6,
+            "_sliding_window_pattern": None,  # transformers writes it beside layer_types, and does not read it
             "max_position_embeddings": 131072,
         },
-        _all_but_each_sixth,
+        _all_but_each_nth,
+        only={"mlp_bias": _WITHOUT_BIAS, "attn_logit_softcapping": (None,)},
+        has_layer_ropes=True,
         has_head_norms=True,
         is_gemma=True,
     ),
@@ -198,46 +230,44 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 def read_config(directory: Path | str) -> ModelConfig:
     """The model of a checkpoint's directory. Raises UnsupportedModel for what would be computed otherwise here."""
     path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise UnsupportedModel(f"{path} does not exist: a checkpoint is a directory with config.json.")
+    fields = read_object(path)
     try:
-        fields = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UnsupportedModel(f"{path} does not exist: a checkpoint is a directory with config.json.") from None
-    except json.JSONDecodeError as error:
-        raise UnsupportedModel(f"{path} is no JSON: {error}") from None
-    return config_of(fields)
+        return config_of(fields)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from None
 
 
-def config_of(given: Mapping[str, Any]) -> ModelConfig:
+def config_of(given: Fields) -> ModelConfig:
     """The model that the fields of a config.json describe. Raises UnsupportedModel as `read_config` does."""
-    name = given.get("model_type")
+    name = string(given, "model_type")
     if name not in FAMILIES:
         raise UnsupportedModel(f"model_type {name!r} is not among {', '.join(FAMILIES)}.")
     family = FAMILIES[name]
     _check_fields(given, family)
     fields = {**family.defaults, **given}
-    size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
-    activation = fields.get("hidden_activation") or fields["hidden_act"]
-    if activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"hidden_act {activation!r} is not among {', '.join(ACTIVATIONS)}.")
-    attention_bias = bool(fields["attention_bias"])
+    width, heads, groups, size = _shape_of_heads(fields)
+    has_bias = bool(optional(boolean, fields, "attention_bias"))
+    query_key_value_bias, out_bias = family.biases or (has_bias, has_bias)
     return ModelConfig(
-        vocab_size=fields["vocab_size"],
-        width=fields["hidden_size"],
-        inner=fields["intermediate_size"],
-        heads=fields["num_attention_heads"],
-        groups=fields["num_key_value_heads"] or fields["num_attention_heads"],
+        vocab_size=positive_integer(fields, "vocab_size"),
+        width=width,
+        inner=positive_integer(fields, "intermediate_size"),
+        heads=heads,
+        groups=groups,
         head_size=size,
         layers=_layers(fields, family, size),
-        norm_epsilon=float(fields["rms_norm_eps"]),
-        activation=ACTIVATIONS[activation],
-        attention_scale=(fields["query_pre_attn_scalar"] if family.is_gemma else size) ** -0.5,
-        attention_softcap=fields.get("attn_logit_softcapping"),
-        final_softcap=fields.get("final_logit_softcapping"),
-        query_key_value_bias=attention_bias if family.query_key_value_bias is None else family.query_key_value_bias,
-        out_bias=attention_bias,
-        feed_forward_bias=bool(fields.get("mlp_bias")),
+        norm_epsilon=positive_number(fields, "rms_norm_eps"),
+        activation=_activation(fields, "hidden_activation" if family.is_gemma else "hidden_act"),
+        attention_scale=(positive_number(fields, "query_pre_attn_scalar") if family.is_gemma else size) ** -0.5,
+        attention_softcap=optional(positive_number, fields, "attn_logit_softcapping"),
+        final_softcap=optional(positive_number, fields, "final_logit_softcapping"),
+        query_key_value_bias=query_key_value_bias,
+        out_bias=out_bias,
+        feed_forward_bias=bool(optional(boolean, fields, "mlp_bias")),
         has_head_norms=family.has_head_norms,
-        is_tied=bool(fields["tie_word_embeddings"]),
+        is_tied=boolean(fields, "tie_word_embeddings"),
         has_offset_norms=family.is_gemma,
         has_post_norms=family.is_gemma,
         scales_embedding=family.is_gemma,
@@ -245,43 +275,80 @@ def config_of(given: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _check_fields(given: Mapping[str, Any], family: _Family) -> None:
+def _check_fields(given: Fields, family: _Family) -> None:
     """Every field is known, and those that are not honoured have a value that changes nothing."""
     for name in _REQUIRED:
         if name not in given:
             raise UnsupportedModel(f"config.json has no {name}.")
+    only = {**_ONLY, **family.only}
     for name, value in given.items():
-        if name in _ONLY:
-            if value not in _ONLY[name]:
-                raise UnsupportedModel(f"{name} = {value!r} is not supported, only {_ONLY[name][0]!r}.")
+        if name in only:
+            if value not in only[name]:
+                raise UnsupportedModel(f"{name} = {value!r} is not supported, only {only[name][0]!r}.")
         elif name not in family.defaults and name not in _REQUIRED and name not in _WITHOUT_EFFECT:
             raise UnsupportedModel(
                 f"{name} = {value!r} is a field of {given['model_type']} that is not known here: it may change results."
             )
 
 
+def _shape_of_heads(fields: Fields) -> tuple[int, int, int, int]:
+    """The model's width, its heads, its groups of heads, and the size of a head."""
+    width, heads = positive_integer(fields, "hidden_size"), positive_integer(fields, "num_attention_heads")
+    groups = optional(positive_integer, fields, "num_key_value_heads") or heads
+    size = optional(positive_integer, fields, "head_dim") or width // heads
+    if heads % groups:
+        raise UnsupportedModel(f"num_attention_heads = {heads} is no multiple of num_key_value_heads = {groups}.")
+    if size % 2 or size == 0:
+        raise UnsupportedModel(f"head_dim must be even, got {size}: rotary embeddings turn pairs.")
+    return width, heads, groups, size
+
+
+def _activation(fields: Fields, name: str) -> str:
+    """The key of `ACTIVATIONS` that a field means."""
+    given = string(fields, name)
+    if given not in ACTIVATIONS:
+        raise UnsupportedModel(f"{name} {given!r} is not among {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[given]
+
+
 _WINDOWED = {"sliding_attention": True, "full_attention": False}
 
 
-def _layers(fields: Mapping[str, Any], family: _Family, size: int) -> tuple[LayerConfig, ...]:
+def _layers(fields: Fields, family: _Family, size: int) -> tuple[LayerConfig, ...]:
     """The layers: those that slide a window, and the rotary embedding of each."""
-    types = fields["layer_types"]
-    if types is None:
-        windowed = family.windows(fields)
-    else:
-        if unknown := sorted(set(types) - set(_WINDOWED)):
-            raise UnsupportedModel(f"layer_types {', '.join(unknown)} are not supported, only {', '.join(_WINDOWED)}.")
-        windowed = [_WINDOWED[x] for x in types]
-    if len(windowed) != fields["num_hidden_layers"]:
-        raise UnsupportedModel(f"layer_types has {len(windowed)} entries for {fields['num_hidden_layers']} layers.")
-    if any(windowed) and fields["sliding_window"] is None:
-        raise UnsupportedModel("layer_types has sliding_attention, and sliding_window is null.")
+    windowed, window = _which_slide(fields, family), _window(fields)
+    if any(windowed) and window is None:
+        switch = "use_sliding_window is false" if fields["sliding_window"] is not None else "sliding_window is null"
+        raise UnsupportedModel(f"layer_types has sliding_attention, and {switch}.")
 
     def layer(slides: bool) -> LayerConfig:
-        try:
-            rope = rope_of(fields, size, "sliding_attention" if slides else "full_attention")
-        except ValueError as error:
-            raise UnsupportedModel(str(error)) from None
-        return LayerConfig(fields["sliding_window"] if slides else None, rope)
+        layer_type = ("sliding_attention" if slides else "full_attention") if family.has_layer_ropes else None
+        return LayerConfig(window if slides else None, rope_of(fields, size, layer_type))
 
-    return tuple(map(layer, windowed))
+    by_type = {slides: layer(slides) for slides in dict.fromkeys(windowed)}
+    return tuple(by_type[slides] for slides in windowed)
+
+
+def _which_slide(fields: Fields, family: _Family) -> list[bool]:
+    """For each layer, whether it slides a window."""
+    count = positive_integer(fields, "num_hidden_layers")
+    types = optional(strings, fields, "layer_types")
+    if types is None:
+        return family.windows(fields, count)
+    if unknown := sorted(set(types) - set(_WINDOWED)):
+        raise UnsupportedModel(f"layer_types {', '.join(unknown)} are not supported, only {', '.join(_WINDOWED)}.")
+    if len(types) != count:
+        raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers.")
+    windowed = [_WINDOWED[x] for x in types]
+    if not family.has_layer_types and windowed != family.windows(fields, count):
+        raise UnsupportedModel(
+            f"layer_types may not differ from sliding_window = {fields['sliding_window']!r}, which holds for every "
+            f"layer of {fields['model_type']}."
+        )
+    return windowed
+
+
+def _window(fields: Fields) -> int | None:
+    """The slots of a window, where there are windows. Qwen has a switch for them."""
+    is_on = boolean({"use_sliding_window": True, **fields}, "use_sliding_window")
+    return optional(positive_integer, fields, "sliding_window") if is_on else None

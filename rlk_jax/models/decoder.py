@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from rlk_jax import nn
+from rlk_jax.core.checks import is_concrete, require
 from rlk_jax.models.config import LayerConfig, ModelConfig, config_of
 from rlk_jax.models.kinds import KINDS, LayerKind, Reach, Slots
 from rlk_jax.models.low_rank import LowRankTerm
@@ -264,7 +265,7 @@ class CausalLM(nnx.Module):
             if linear.low_rank is not None:
                 linear.weight = nnx.Param(linear.low_rank.added_to(linear.weight[...]))
                 linear.low_rank = None
-                self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
+        self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
 
     def _with_weights(self) -> Iterator[Linear | LogitsHead]:
         for block in self.blocks:
@@ -290,9 +291,12 @@ class CausalLM(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Hidden states of tokens in slots `start..start+T`, which follow the slots that the cache holds already, and
         the cache with these tokens added.
+
+        Raises ValueError for slots that the cache does not have. Where `start` is traced, they give NaN, in the hidden
+        states and in the cache.
         """
-        _check_length(self.config, cache)
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
+        x = _unless_outside(x, start, cache[0].keys.shape[1])
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
         through_layer = _RECOMPUTING if self.remat else _KEEPING
@@ -308,11 +312,16 @@ class CausalLM(nnx.Module):
         return self.kind.scaled(x, self.config.width**0.5) if self.config.scales_embedding else x
 
     def _rotations(self, positions: Int[Array, "B T"]) -> tuple[nn.Rotation, ...]:
-        ropes = ropes_of(self.config)
-        return tuple(
-            nn.rotation_by(positions, frequencies[...], factor=rope.attention)
-            for rope, frequencies in zip(ropes, self.frequencies, strict=True)
-        )
+        """What queries and keys of each rope are turned by. A dynamic one is as long as the last position of the call
+        says; keys in the cache stay as they were turned.
+        """
+
+        def rotation(rope: Rope, frequencies: Array) -> nn.Rotation:
+            if rope.type == "dynamic":
+                frequencies = rope.stretched(frequencies, positions.max() + 1)
+            return nn.rotation_by(positions, frequencies, factor=rope.attention)
+
+        return tuple(rotation(rope, x[...]) for rope, x in zip(ropes_of(self.config), self.frequencies, strict=True))
 
     def empty_cache(self, batch: int, slots: int) -> Cache:
         """A KV cache for `slots` tokens per row."""
@@ -320,15 +329,18 @@ class CausalLM(nnx.Module):
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)
 
 
-def _check_length(config: ModelConfig, cache: Cache) -> None:
-    """A dynamic rope has one set of frequencies for all slots of the cache."""
-    slots = cache[0].keys.shape[1]
-    for layer in config.layers:
-        if layer.rope.type == "dynamic" and slots > layer.rope.original:
-            raise ValueError(
-                f"rope_type 'dynamic' has other frequencies beyond {layer.rope.original} positions, got {slots} slots: "
-                "not supported."
-            )
+def _unless_outside(x: Float[Array, "B T D"], start: int | Int[Array, ""], slots: int) -> Float[Array, "B T D"]:
+    """What the stream of tokens begins with, and NaN where their slots are not among those of the cache: writing there
+    would be clamped.
+    """
+    last = slots - x.shape[1]
+    fits = (start >= 0) & (start <= last)
+    if last < 0 or is_concrete(fits):
+        require(
+            last >= 0 and fits, f"extend got {x.shape[1]} tokens from slot {start} on, and a cache of {slots} slots."
+        )
+        return x
+    return jnp.where(fits, x, jnp.nan)
 
 
 def _check_kind(config: ModelConfig, kind: str, dtype: DTypeLike) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from rlk_jax import det_gemm, nn
+from rlk_jax.core.tokens import row_ids
 
 Activation = Callable[[Array], Array]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -56,7 +57,7 @@ class LayerKind:
     """x·Wᵀ + bias."""
     plus: Callable[[Array, Array], Array]
     embed: Callable[[Array, Array], Array]
-    """Rows of an embedding."""
+    """Rows of an embedding; NaN for ids that it does not have."""
     norm: Callable[[Array, Array, float], Array]
     """RMSNorm by a float32 scale and an epsilon, in x's dtype."""
     add_norm: Callable[[Array, Array, Array, float], tuple[Array, Array]]
@@ -147,7 +148,7 @@ KINDS = {
     "stock": LayerKind(
         dense=_dense,
         plus=jnp.add,
-        embed=lambda table, ids: jnp.take(table, ids, axis=0),
+        embed=lambda table, ids: jnp.take(table, row_ids(ids, len(table)), axis=0),
         norm=_norm,
         add_norm=_norm_of_sum,
         rotated=_rotated,

@@ -9,19 +9,19 @@ from jaxtyping import Array, Float, Int
 
 from rlk_jax.core.checks import require
 from rlk_jax.core.fixed_order import sum_rows_by_id
-from rlk_jax.core.tokens import as_int32
+from rlk_jax.core.tokens import row_ids
 from rlk_jax.core.transforms import equally_varying, varying_like
 
 
 def embed(table: Float[Array, "V D"], ids: Int[Array, "*lead"]) -> Float[Array, "*lead D"]:
-    """Rows of an embedding table, `jnp.take(table, ids, axis=0)`.
+    """Rows of an embedding table, `jnp.take(table, ids, axis=0)` of ids in [0, V).
 
     A row's gradient is added up in float32 and in one order, with the same bits run to run; XLA's scatter has no fixed
-    order on GPUs. Reverse mode only. Ids beyond the table give NaN, and no gradient. Raises ValueError for a table that
-    is not `[V, D]` of a float dtype with D at least 1, and for ids that are not integers.
+    order on GPUs. Reverse mode only. Other ids, negative ones too, give NaN, and no gradient. Raises ValueError for a
+    table that is not `[V, D]` of a float dtype with D at least 1, and for ids that are not integers.
     """
     _check_embedding(table, ids)
-    return _embed(*equally_varying((jnp.asarray(table), as_int32(ids))))
+    return _embed(*equally_varying((jnp.asarray(table), row_ids(ids, len(table)))))
 
 
 @jax.custom_vjp

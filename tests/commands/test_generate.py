@@ -163,8 +163,8 @@ def test_a_checkpoint_without_a_chat_template(damaged, capsys):
 
 def test_a_model_that_is_not_supported(damaged, capsys):
     change(damaged / "config.json", model_type="mamba")
-    families = ", ".join(models.config.FAMILIES)
-    assert_refused(capsys, damaged, f"model_type 'mamba' is not among {families}.")
+    families, path = ", ".join(models.config.FAMILIES), damaged / "config.json"
+    assert_refused(capsys, damaged, f"{path}: model_type 'mamba' is not among {families}.")
 
 
 def test_weights_that_are_cut_off(damaged, capsys):

@@ -77,6 +77,13 @@ def test_what_is_written_loads_everywhere(dtype, original, tmp_path):
     assert found.chat(chat) == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
+def test_numbers_that_the_dtype_does_not_hold(tmp_path):
+    model = tiny.make(tmp_path / "original", "llama", vocab_size=VOCABULARY)
+    model.model.norm.weight.data[0] = 1e5
+    with pytest.raises(models.UnsupportedModel, match=r"^model.norm.weight has numbers that are infinite in float16"):
+        import_model.write_checkpoint(tmp_path / "new", model, tiny.make_tokenizer(), "float16", [])
+
+
 def test_a_tied_head_is_left_out(tmp_path):
     model = tiny.make(tmp_path / "original", "llama 3.1, tied, biases", vocab_size=VOCABULARY)
     import_model.write_checkpoint(tmp_path / "new", model, tiny.make_tokenizer(), "float32", [])

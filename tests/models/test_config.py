@@ -16,7 +16,8 @@ LLAMA = {"model_type": "llama", **PLAIN}
 GEMMA3 = {"model_type": "gemma3_text", **PLAIN}
 BAD = {
     "family": ({"model_type": "bert"}, "model_type 'bert' is not among llama, mistral, qwen2"),
-    "no family": ({"model_type": None}, "model_type None is not among"),
+    "no family": ({"model_type": None}, "model_type must be a string, got None."),
+    "families": ({"model_type": ["llama"]}, "model_type must be a string, got ['llama']."),
     "unknown field": ({"attn_gate": 2}, "attn_gate = 2 is a field of llama that is not known here: it may change"),
     "another family's field": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is a field of llama"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0."),
@@ -30,7 +31,85 @@ BAD = {
     "part of a head": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not"),
     "layer types": ({"layer_types": ["chunked_attention"] * 3}, "layer_types chunked_attention are not supported"),
     "count of layers": ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers."),
-    "no window": ({"layer_types": ["sliding_attention"] * 3}, "layer_types has sliding_attention, and sliding_window"),
+    "windows of llama": ({"sliding_window": 4}, "sliding_window = 4 is not supported, only None."),
+    "types of llama": (
+        {"layer_types": ["sliding_attention"] * 3},
+        "layer_types may not differ from sliding_window = None",
+    ),
+    "ropes of llama": (
+        {"rope_parameters": {"full_attention": {}}},
+        "rope_type 'default' does not take full_attention.",
+    ),
+    "types of rope": (
+        {"rope_scaling": {"type": "linear", "rope_type": "yarn"}},
+        "rope_type 'yarn' is not type 'linear'",
+    ),
+    "rope": ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'."),
+    "rope type list": ({"rope_scaling": {"type": ["linear"]}}, "type must be a string, got ['linear']."),
+    "rope factor": ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number, got 0."),
+    "rope base": ({"rope_theta": -1.0}, "rope_theta must be a positive number, got -1.0."),
+    "no base": ({"rope_theta": None}, "rope_theta must be a positive number, got None."),
+    "llama3's ends": (
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+        "high_freq_factor = 4.0 must be above low_freq_factor = 4.0.",
+    ),
+    "infinite": ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf."),
+    "yarn's base": ({"rope_theta": 1, "rope_scaling": {"type": "yarn"}}, "'yarn' needs a rope_theta above 1, got 1.0."),
+    "dynamic pair": (
+        {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_type 'dynamic' needs heads of at least 4 numbers, got 2.",
+    ),
+    "text for a size": ({"vocab_size": "131"}, "vocab_size must be a positive integer, got '131'."),
+    "no width": ({"hidden_size": 0}, "hidden_size must be a positive integer, got 0."),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0."),
+    "too large": ({"intermediate_size": 2**31}, "intermediate_size must be a positive integer, got 2147483648."),
+    "groups": ({"num_key_value_heads": 3}, "num_attention_heads = 4 is no multiple of num_key_value_heads = 3."),
+    "odd heads": ({"head_dim": 7}, "head_dim must be even, got 7: rotary embeddings turn pairs."),
+    "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number, got None."),
+    "text for a switch": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, got 'no'."),
+    "activations": ({"hidden_act": ["silu"]}, "hidden_act must be a string, got ['silu']."),
+    "numbers for types": ({"layer_types": [1, 2, 3]}, "layer_types must be a list of strings, got [1, 2, 3]."),
+}
+BAD_ELSEWHERE = {
+    "mistral's types": (
+        "mistral",
+        {"sliding_window": 7, "layer_types": ["full_attention"] * 3},
+        "layer_types may not differ from sliding_window = 7, which holds for every layer of mistral.",
+    ),
+    "mistral's biases": ("mistral", {"attention_bias": True}, "attention_bias = True is not supported, only False."),
+    "qwen's switch": (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 3},
+        "layer_types has sliding_attention, and use_sliding_window is false.",
+    ),
+    "qwen's count": (
+        "qwen2",
+        {"max_window_layers": -1, "use_sliding_window": True},
+        "must be an integer of at least 0",
+    ),
+    "no window": ("gemma2", {"sliding_window": None}, "layer_types has sliding_attention, and sliding_window is null."),
+    "gemma 2's ropes": (
+        "gemma2",
+        {"rope_parameters": {"full_attention": {}}},
+        "'default' does not take full_attention.",
+    ),
+    "gemma 3's softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not"),
+    "gemma 3's rope": (
+        "gemma3_text",
+        {"rope_parameters": {"rope_type": "default"}},
+        "rope_parameters takes full_attention and sliding_attention here, got rope_type.",
+    ),
+    "gemma 3's old type": (
+        "gemma3_text",
+        {"num_hidden_layers": 6, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_type 'default' is not type 'linear', which stands beside it.",
+    ),
+    "gemma 3's yarn": (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "truncate": False}}},
+        "truncate = False is not supported in the rope_parameters of one type of layer.",
+    ),
+    "gemma's activation": ("gemma2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not among silu"),
 }
 
 
@@ -39,6 +118,13 @@ def test_what_would_change_results_is_refused(what):
     changes, message = BAD[what]
     with pytest.raises(UnsupportedModel, match=re.escape(message)):
         config_of({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize("what", BAD_ELSEWHERE)
+def test_what_other_families_compute_otherwise_is_refused(what):
+    family, changes, message = BAD_ELSEWHERE[what]
+    with pytest.raises(UnsupportedModel, match=re.escape(message)):
+        config_of({**LLAMA, "model_type": family, **changes})
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers"])
@@ -50,11 +136,28 @@ def test_required_fields(name):
 def test_directories_without_a_config(tmp_path):
     with pytest.raises(UnsupportedModel, match="does not exist: a checkpoint is a directory"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UnsupportedModel, match="is no JSON"):
-        read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_config(tmp_path) == config_of(LLAMA)
+
+
+DAMAGED = {
+    "cut off": (b"{", " is no JSON: "),
+    "latin-1": (b'{"model_type": "\xff"}', " is no JSON: "),
+    "a long number": (b'{"vocab_size": ' + b"9" * 5000 + b"}", " is no JSON: "),
+    "deep": (b"[" * 200_000, " is no JSON: "),
+    "a list": (b"[1]", " must hold an object, got a list."),
+    "a field": (json.dumps({**LLAMA, "vocab_size": 0}).encode(), ": vocab_size must be a positive integer, got 0."),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_files_are_one_line_that_names_them(tmp_path, what):
+    text, message = DAMAGED[what]
+    path = tmp_path / "config.json"
+    path.write_bytes(text)
+    with pytest.raises(UnsupportedModel, match=f"^{re.escape(f'{path}{message}')}") as error:
+        read_config(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_fields_of_smollm2_that_change_nothing():
@@ -87,16 +190,6 @@ def test_ropes_by_the_type_of_layer():
     new = {**GEMMA3, "sliding_window_pattern": 3, "rope_parameters": by_type}
     assert config_of(old).layers == config_of(new).layers
     assert [layer.rope.type for layer in config_of(new).layers] == ["default", "default", "linear"]
-    with pytest.raises(UnsupportedModel, match="rope_parameters has no full_attention"):
-        config_of({**new, "rope_parameters": {"sliding_attention": by_type["sliding_attention"]}})
-
-
-def test_dynamic_ropes_end_where_their_frequencies_change():
-    dynamic = config_of({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
-    model = models.CausalLM(dynamic, rngs=nnx.Rngs(0))
-    model(jnp.zeros((1, 64), int))
-    with pytest.raises(ValueError, match="other frequencies beyond 64 positions, got 65 slots"):
-        model(jnp.zeros((1, 65), int))
 
 
 def test_invariant_says_what_would_break_its_promise():

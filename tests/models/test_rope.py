@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlk_jax.models.config import config_of
-from tests.support.helpers import assert_within_contract
+from tests.support.helpers import assert_same_bits, assert_within_contract
 
 SIZES = {
     "vocab_size": 100,
@@ -50,5 +50,15 @@ def test_frequencies_are_those_of_transformers(name, is_new):
     rope = config_of(fields).layers[0].rope
     theirs = LlamaConfig(**SIZES, max_position_embeddings=256, rope_parameters={**scaling, "rope_theta": 5e4})
     expected, attention = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu", seq_len=1000)
-    assert_within_contract(rope.frequencies(1000), expected.numpy(), "models", jnp.float32, "forward")
+    frequencies = rope.frequencies()
+    if rope.type == "dynamic":
+        frequencies = rope.stretched(jnp.asarray(frequencies), jnp.int32(1000))
+    assert_within_contract(frequencies, expected.numpy(), "models", jnp.float32, "forward")
     assert rope.frequencies().dtype == np.float32 and rope.attention == pytest.approx(attention)
+
+
+def test_a_dynamic_rope_keeps_its_bits_up_to_its_original_length():
+    fields = {**SIZES, "model_type": "llama", "max_position_embeddings": 256, "rope_scaling": SCALINGS["dynamic"]}
+    rope = config_of(fields).layers[0].rope
+    for length in (1, 255, 256):
+        assert_same_bits(rope.stretched(jnp.asarray(rope.frequencies()), jnp.int32(length)), rope.frequencies())
