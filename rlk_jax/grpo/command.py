@@ -73,6 +73,7 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     require_packages(TRAINER_PACKAGES, extra="grpo")
     from rlk_jax.grpo.job import load_job
     from rlk_jax.grpo.run_folder import RunFolder
+    from rlk_jax.grpo.text_task import check_weights
     from rlk_jax.grpo.trainer import say_stopped, train
 
     if arguments.out is None:
@@ -83,6 +84,8 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
     if config.save_hf is not None:
         _check_empty(Path(config.save_hf))
     config, task, steps = load_job(config)
+    if config.model is not None:
+        check_weights(config.model)
     if task.dropped:
         console.print(f"left out prompts of more than {config.max_prompt_tokens} tokens: {task.dropped}")
     if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.

@@ -15,6 +15,7 @@ from rlk_jax.grpo.rewards import Rewards, load_rewards
 from rlk_jax.grpo.shortage import GIVEN_MODEL_REMEDY, Longest
 from rlk_jax.grpo.tasks import held_out
 from rlk_jax.models import Tokenizer, load_tokenizer
+from rlk_jax.models.checkpoint import check, weight_files
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,19 @@ def load_text_task(config: GrpoConfig) -> TextTask:
             "prompt_ids_digest": _digest_of_rows(train, heldout),
             "tokenizer_digest": tokenizer.digest,
             "reward_digest": rewards.digest,
-            "model_digest": _digest(directory / "config.json", *sorted(directory.glob("*.safetensors"))),
+            "model_digest": _digest(directory / "config.json", *weight_files(directory)),
         },
         longest,
         sum(map(len, ids)) - sum(map(len, kept)),
     )
+
+
+def check_weights(directory: str) -> None:
+    """Raise BadInput for a checkpoint whose weights cannot be read. `load_text_task` does not need them."""
+    try:
+        check(directory)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def shown_prompt(prompt: str | Messages) -> str:

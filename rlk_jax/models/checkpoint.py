@@ -103,11 +103,9 @@ def load(
     directory = Path(directory)
     config = read_config(directory)
     model = nnx.eval_shape(lambda: CausalLM(config, dtype=dtype, kind=kind, rngs=nnx.Rngs(0)))
-    parts = list(_parts(model))
     with ExitStack() as opened:
-        files = _files(directory, opened)
-        _check_tensors(files, parts, config)
-        for part in parts:
+        files = _fitting_files(directory, model, opened)
+        for part in _parts(model):
             tensors = [converted(name, files[name].get_tensor(name), jnp.dtype(dtype)) for name in part.names]
             joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
             is_vocab = part.parameter is model.embedding or part.parameter is model.lm_head.weight
@@ -115,6 +113,23 @@ def load(
             part.parameter.set_value(jax.device_put(joined, spec))
     model.set_frequencies()
     return model
+
+
+def check(directory: Path | str) -> None:
+    """Raise UnsupportedModel for what `load` raises it for, but for the numbers of tensors, which are not read."""
+    config = read_config(directory)
+    model = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
+    with ExitStack() as opened:
+        _fitting_files(Path(directory), model, opened)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that `load` reads weights from, with the index of them; none where there are no weights."""
+    index = directory / _INDEX
+    if index.exists():
+        return [index, *(directory / name for name in sorted(set(_files_by_tensor(index).values())))]
+    single = directory / _SINGLE
+    return [single] if single.exists() else []
 
 
 def converted(name: str, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -182,6 +197,13 @@ def tensors_of(model: CausalLM) -> dict[str, np.ndarray]:
         joined, edges = np.asarray(part.parameter[...]), np.cumsum(part.sizes)[:-1]
         tensors |= dict(zip(part.names, map(np.ascontiguousarray, np.split(joined, edges)), strict=True))
     return tensors
+
+
+def _fitting_files(directory: Path, model: CausalLM, opened: ExitStack) -> dict[str, Any]:
+    """The file of each tensor of a checkpoint that fits a model."""
+    files = _files(directory, opened)
+    _check_tensors(files, list(_parts(model)), model.config)
+    return files
 
 
 def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:

@@ -101,6 +101,35 @@ def test_where_a_trained_model_cannot_be_written(files, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("what", ["missing", "damaged", "of another model"])
+def test_weights_that_cannot_be_read_lose_no_run(files, tmp_path, capsys, what):
+    """They are looked at before --overwrite deletes anything."""
+    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
+    model, out = shutil.copytree(files[0], tmp_path / "model"), tmp_path / "out"
+    assert tiny.run_here(*command((model, files[1]), out, **given)) == 0
+    kept = {x: x.stat().st_mtime_ns for x in out.rglob("*")}
+    weights = model / "model.safetensors"
+    if what == "missing":
+        weights.unlink()
+    elif what == "damaged":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        other = tiny_text.write_model(tmp_path / "other", hidden_size=64)
+        shutil.copy(other / "model.safetensors", weights)
+    assert tiny.run_here(*command((model, files[1]), out, **given), "--overwrite") == 2
+    assert re.search("has neither|is damaged|does not fit", capsys.readouterr().err)
+    assert {x: x.stat().st_mtime_ns for x in out.rglob("*")} == kept
+
+
+def test_files_that_no_model_reads_may_come(files, tmp_path):
+    """The digest of a model is that of its own files."""
+    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
+    model = shutil.copytree(files[0], tmp_path / "model")
+    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **given)) == 0
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **given), "--resume") == 0
+
+
 def test_a_run_of_many_options(files, tmp_path, capsys):
     """Several rewards with weights, held-out prompts of their own, a temperature, truncated sampling, another loss, a
     schedule, clipping, prompts that are too long, and completions shown at every step.
