@@ -261,11 +261,12 @@ class CausalLM(nnx.Module):
 
     def merge_low_rank(self) -> None:
         """Add low-rank terms to the weights beside them. A head that was tied has a weight of its own then."""
-        for linear in self._with_weights():
-            if linear.low_rank is not None:
-                linear.weight = nnx.Param(linear.low_rank.added_to(linear.weight[...]))
-                linear.low_rank = None
-        self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
+        terms = [(linear, linear.low_rank) for linear in self._with_weights() if linear.low_rank is not None]
+        for linear, term in terms:
+            linear.weight = nnx.Param(term.added_to(linear.weight[...]))
+            linear.low_rank = None
+        if terms:
+            self.config = config_of({**self.config.fields, "tie_word_embeddings": False})
 
     def _with_weights(self) -> Iterator[Linear | LogitsHead]:
         for block in self.blocks:

@@ -89,6 +89,8 @@ def test_recomputed_layers_have_the_same_gradients(case):
 
 def test_merged_terms_untie_the_head_once(monkeypatch):
     model, read = made(case="qwen3"), []
+    model.merge_low_rank()
+    assert model.config.is_tied, "there was nothing to merge"
     model.add_low_rank(2, rngs=nnx.Rngs(0))
     monkeypatch.setattr(models.decoder, "config_of", lambda fields: read.append(fields) or config_of(fields))
     model.merge_low_rank()
