@@ -84,10 +84,11 @@ def load_text_task(config: GrpoConfig) -> TextTask:
         rewards,
         {
             "prompts_digest": _digest(*files),
-            "prompt_ids_digest": _digest_of_rows(train, heldout),
             "tokenizer_digest": tokenizer.digest,
             "reward_digest": rewards.digest,
             "model_digest": _digest(directory / "config.json", *weight_files(directory)),
+            # The last one: what is named above changes it too.
+            "prompt_ids_digest": _digest_of_rows(train, heldout),
         },
         longest,
         sum(map(len, ids)) - sum(map(len, kept)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlk_jax.grpo.run_folder import RunFolder
-from rlk_jax.models import tokenizer as tokenizers
+from rlk_jax.models import chat_template
 from tests.grpo import tiny, tiny_text
 from tests.grpo.test_text_run import command, metrics_of
 
@@ -79,17 +79,17 @@ def test_a_template_that_writes_another_date(files, tmp_path, capsys, monkeypatc
     model = shutil.copytree(files[0], tmp_path / "model")
     template = model / "chat_template.jinja"
     template.write_text(tiny_text.TEMPLATE + "{{ strftime_now('%d') }}")
-    monkeypatch.setattr(tokenizers, "_strftime_now", lambda form: "26")
-    tokenizers._compiled.cache_clear()
+    monkeypatch.setattr(chat_template, "_strftime_now", lambda form: "26")
+    chat_template._compiled.cache_clear()
     given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
     out, found = tmp_path / "out", (model, files[1])
     assert tiny.run_here(*command(found, out, **given)) == 0
     assert tiny.run_here(*command(found, out, **given), "--resume") == 0
-    monkeypatch.setattr(tokenizers, "_strftime_now", lambda form: "27")
-    tokenizers._compiled.cache_clear()
+    monkeypatch.setattr(chat_template, "_strftime_now", lambda form: "27")
+    chat_template._compiled.cache_clear()
     assert tiny.run_here(*command(found, out, **given), "--resume") == 2
     assert "prompt_ids_digest was" in capsys.readouterr().err
-    tokenizers._compiled.cache_clear()
+    chat_template._compiled.cache_clear()
 
 
 def test_where_a_trained_model_cannot_be_written(files, tmp_path, capsys):
