@@ -21,8 +21,9 @@ from safetensors.numpy import save_file
 from rlk_jax.core.checks import require
 from rlk_jax.models.config import ModelConfig, UnsupportedModel, read_config
 from rlk_jax.models.decoder import CausalLM, DecoderLayer
-from rlk_jax.models.fields import read_object, string, table
+from rlk_jax.models.fields import string, table
 from rlk_jax.models.placement import spec_of
+from rlk_jax.models.text_files import read_object
 
 _INDEX, _SINGLE, _UNFINISHED = "model.safetensors.index.json", "model.safetensors", "model.unfinished"
 _BESIDE_WEIGHTS = (

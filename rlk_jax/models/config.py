@@ -16,11 +16,11 @@ from rlk_jax.models.fields import (
     optional,
     positive_integer,
     positive_number,
-    read_object,
     string,
     strings,
 )
 from rlk_jax.models.rope import Rope, rope_of
+from rlk_jax.models.text_files import read_object
 
 
 @dataclass(frozen=True)

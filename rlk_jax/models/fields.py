@@ -1,8 +1,6 @@
 """Fields of the JSON files of a checkpoint, read by type: a value of another type is an error that names its field."""
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +11,6 @@ _LARGEST_INTEGER, _LARGEST_NUMBER = np.iinfo(np.int32).max, float(np.finfo(np.fl
 
 class UnsupportedModel(ValueError):
     """A checkpoint that `rlk_jax.models` does not compute as its authors do; the text names the field."""
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises UnsupportedModel, in one line, for a file that holds none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UnsupportedModel(f"{path} must hold an object, got a {type(found).__name__}.")
-    return found
 
 
 def optional[Value](read: Callable[[Fields, str], Value], fields: Fields, name: str) -> Value | None:

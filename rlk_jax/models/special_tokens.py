@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from rlk_jax.models.text_files import read_object
+from rlk_jax.models.text_files import object_if_there
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
@@ -29,7 +29,7 @@ def add_special_tokens(directory: Path, settings: Mapping[str, Any], backend: to
         described = _tokens_by_id(settings["added_tokens_decoder"], path)
     else:
         older_path = directory / "special_tokens_map.json"
-        older = read_object(older_path)
+        older = object_if_there(older_path)
         named, unnamed = _named_by_both(named, _named(older, older_path)), unnamed or _unnamed(older, older_path)
         described = {**_older_added(directory, {x.content for x in (*named.values(), *unnamed)}), **own}
     if backend.padding is not None and "pad_token" not in settings:
@@ -79,7 +79,7 @@ def _tokens_by_id(given: Any, path: Path) -> dict[int, AddedToken]:
 def _older_added(directory: Path, special: Collection[str]) -> dict[int, AddedToken]:
     """The tokens of added_tokens.json by their ids, some of which are special."""
     path = directory / "added_tokens.json"
-    found = read_object(path)
+    found = object_if_there(path)
     if not all(type(x) is int for x in found.values()):
         raise ValueError(f"{path} has a token whose id is no integer.")
     return {x: AddedToken(text, special=text in special) for text, x in found.items()}

@@ -12,7 +12,7 @@ import tokenizers
 from rlk_jax.core.named_functions import first_line
 from rlk_jax.models.chat_template import Message, read_template, rendered
 from rlk_jax.models.special_tokens import add_special_tokens, added_tokens
-from rlk_jax.models.text_files import read_object
+from rlk_jax.models.text_files import object_if_there
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     """
     directory = Path(directory)
     backend, text = _read_backend(directory)
-    settings = read_object(directory / "tokenizer_config.json")
+    settings = object_if_there(directory / "tokenizer_config.json")
     if settings.get("split_special_tokens"):
         raise ValueError(f"{directory / 'tokenizer_config.json'} has split_special_tokens, which is not supported.")
     special = add_special_tokens(directory, settings, backend)
@@ -115,7 +115,7 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     backend.no_padding()
     template = read_template(directory, settings)
     ids = {name: backend.token_to_id(token) for name, token in special.items()}
-    numbers = {name: read_object(directory / name) for name in ("generation_config.json", "config.json")}
+    numbers = {name: object_if_there(directory / name) for name in ("generation_config.json", "config.json")}
     rows = numbers["config.json"].get("vocab_size")
     rows = rows if isinstance(rows, int) else None
     ends = {name: fields.get("eos_token_id") for name, fields in numbers.items()}

@@ -142,7 +142,7 @@ def test_directories_without_a_config(tmp_path):
 
 DAMAGED = {
     "cut off": (b"{", " is no JSON: "),
-    "latin-1": (b'{"model_type": "\xff"}', " is no JSON: "),
+    "latin-1": (b'{"model_type": "\xff"}', " is no UTF-8: "),
     "a long number": (b'{"vocab_size": ' + b"9" * 5000 + b"}", " is no JSON: "),
     "deep": (b"[" * 200_000, " is no JSON: "),
     "a list": (b"[1]", " must hold an object, got a list."),

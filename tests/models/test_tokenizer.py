@@ -198,7 +198,7 @@ def test_directories_without_a_whole_tokenizer(saved):
         load_tokenizer(saved)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON: "), ("[]", "holds no JSON object.")])
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON: "), ("[]", "must hold an object, got a list.")])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
 def test_damaged_files_beside_it(name, text, message, saved):
     (saved / name).write_text(text)
