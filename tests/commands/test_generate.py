@@ -98,8 +98,11 @@ def test_text_comes_before_the_end_and_ctrl_c_ends_it(endless):
     assert process.returncode == 130 and said == "\n"
 
 
+@pytest.mark.full
 def test_a_reader_may_stop_early(endless):
-    """The text ends with it, quietly, with the status of a process which SIGPIPE has ended."""
+    """The text ends with it, quietly, with the status of a process which SIGPIPE has ended. In `make test`,
+    test_cli.py::test_a_reader_that_is_gone_ends_a_command_quietly has all commands.
+    """
     with started(endless) as process:
         assert process.stdout.read(1)
         process.stdout.close()

@@ -36,6 +36,17 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
     return tiny_text.write_model(folder / "model"), tiny_text.write_prompts(folder / "prompts.jsonl")
 
 
+SHORT = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def short(files, tmp_path_factory) -> Path:
+    """The folder of a finished run of one step."""
+    out = tmp_path_factory.mktemp("short") / "out"
+    assert tiny.run_here(*command(files, out, **SHORT)) == 0
+    return out
+
+
 def run(files: tuple[Path, Path], out: Path, reward: Path, *more: str, **changes) -> int:
     options = {"checkpoint_every": 100, "reward": f"{reward}:late", **changes}
     return tiny.run_here(*command(files, out, **options), *more)
@@ -81,13 +92,11 @@ def test_a_template_that_writes_another_date(files, tmp_path, capsys, monkeypatc
     template.write_text(tiny_text.TEMPLATE + "{{ strftime_now('%d') }}")
     monkeypatch.setattr(chat_template, "_strftime_now", lambda form: "26")
     chat_template._compiled.cache_clear()
-    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
     out, found = tmp_path / "out", (model, files[1])
-    assert tiny.run_here(*command(found, out, **given)) == 0
-    assert tiny.run_here(*command(found, out, **given), "--resume") == 0
+    assert tiny.run_here(*command(found, out, **SHORT)) == 0
     monkeypatch.setattr(chat_template, "_strftime_now", lambda form: "27")
     chat_template._compiled.cache_clear()
-    assert tiny.run_here(*command(found, out, **given), "--resume") == 2
+    assert tiny.run_here(*command(found, out, **SHORT), "--resume") == 2
     assert "prompt_ids_digest was" in capsys.readouterr().err
     chat_template._compiled.cache_clear()
 
@@ -102,11 +111,9 @@ def test_where_a_trained_model_cannot_be_written(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("what", ["missing", "damaged", "of another model"])
-def test_weights_that_cannot_be_read_lose_no_run(files, tmp_path, capsys, what):
+def test_weights_that_cannot_be_read_lose_no_run(files, short, tmp_path, capsys, what):
     """They are looked at before --overwrite deletes anything."""
-    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
-    model, out = shutil.copytree(files[0], tmp_path / "model"), tmp_path / "out"
-    assert tiny.run_here(*command((model, files[1]), out, **given)) == 0
+    model, out = shutil.copytree(files[0], tmp_path / "model"), shutil.copytree(short, tmp_path / "out")
     kept = {x: x.stat().st_mtime_ns for x in out.rglob("*")}
     weights = model / "model.safetensors"
     if what == "missing":
@@ -116,18 +123,16 @@ def test_weights_that_cannot_be_read_lose_no_run(files, tmp_path, capsys, what):
     else:
         other = tiny_text.write_model(tmp_path / "other", hidden_size=64)
         shutil.copy(other / "model.safetensors", weights)
-    assert tiny.run_here(*command((model, files[1]), out, **given), "--overwrite") == 2
+    assert tiny.run_here(*command((model, files[1]), out, **SHORT), "--overwrite") == 2
     assert re.search("has neither|is damaged|does not fit", capsys.readouterr().err)
     assert {x: x.stat().st_mtime_ns for x in out.rglob("*")} == kept
 
 
-def test_files_that_no_model_reads_may_come(files, tmp_path):
+def test_files_that_no_model_reads_may_come(files, short, tmp_path):
     """The digest of a model is that of its own files."""
-    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
-    model = shutil.copytree(files[0], tmp_path / "model")
-    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **given)) == 0
+    model, out = shutil.copytree(files[0], tmp_path / "model"), shutil.copytree(short, tmp_path / "out")
     shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
-    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **given), "--resume") == 0
+    assert tiny.run_here(*command((model, files[1]), out, **SHORT), "--resume") == 0
 
 
 def test_a_run_of_many_options(files, tmp_path, capsys):

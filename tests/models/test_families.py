@@ -50,9 +50,16 @@ def test_logits_and_gradients(both):
     assert_within_contract(*joined, "models", jnp.float32, "gradient")
 
 
-@every_family
+DECODED = ("llama 3.1, tied, biases", "qwen3", "gemma2", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=() if x in DECODED else pytest.mark.full) for x in tiny.FAMILIES]
+)
 def test_greedy_decoding_through_the_cache_behind_left_padding(both):
-    """Token for token, in rows of two lengths; transformers has no cache here."""
+    """Token for token, in rows of two lengths; transformers has no cache here. `make test` has four cases,
+    with all that reads the places of tokens: windows, head norms and both kinds of ropes.
+    """
     theirs, ours, _ = both
     padding, steps = (0, 6), 12
     tokens = drawn(2, 14)

@@ -17,7 +17,10 @@ LENGTH = 9
 
 
 def made(case, **changes):
-    fields = {**SIZES, **FAMILIES[case], **changes}
+    fields = {**SIZES, **FAMILIES[case], "num_hidden_layers": 2}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:2]
+    fields |= changes
     return models.CausalLM(config_of(fields), kind="invariant", rngs=nnx.Rngs(0))
 
 
