@@ -68,7 +68,9 @@ class Program:
     def __init__(self, op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> None:
         self._call, self._device = (op, options, needs), _device_of(arrays)
         self._arrays = tuple(map(_spec, arrays))
-        self._key = (op.name, tuple(x is not None for x in arrays), options, needs)
+        # A backward has other arguments, which do not tell all that its forward was made for.
+        shapes = tuple([None if x is None else (x.shape, str(x.dtype)) for x in arrays])
+        self._key = (op.name, shapes, options, needs)
         self._backwards: dict[tuple[bool, ...], Any] = {}
         specs = [x for x in self._arrays if x is not None]
         self._forward, facts = program_cache.compiled(("forward", self._key), specs, self._device, self._made_forward)

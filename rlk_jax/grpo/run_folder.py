@@ -115,15 +115,17 @@ class RunFolder:
         before = self._read_config()
         # A run of an older version had what is now the default.
         before = {option.name: option.default for option in fields(GrpoConfig)} | before
-        if before.get(_REWARD, "") is None:
+        is_released = before.get(_REWARD, "") is None
+        if is_released:
             before[_REWARD] = now.get(_REWARD)
-            self._write_config(before)
         for field in now | before:
             if field not in _MAY_CHANGE and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
         with open_checkpoints(self) as checkpoints:
             if checkpoints.latest_step() is None:
                 raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
+        if is_released:
+            self._write_config(before)
 
     def release_reward(self) -> None:
         """Let the run go on with another source of its rewards, because this one failed."""

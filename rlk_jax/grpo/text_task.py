@@ -1,7 +1,8 @@
 """Prompts of a given model: rows of a file as tokens, split into train and held-out ones, and the reward of texts."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def load_text_task(config: GrpoConfig) -> TextTask:
             "prompts_digest": _digest(*files),
             "tokenizer_digest": tokenizer.digest,
             "reward_digest": rewards.digest,
-            "model_digest": _digest(directory / "config.json", *weight_files(directory)),
+            "model_digest": _digest(directory / "config.json", *_weight_files(directory)),
             # The last one: what is named above changes it too.
             "prompt_ids_digest": _digest_of_rows(train, heldout),
         },
@@ -97,10 +98,8 @@ def load_text_task(config: GrpoConfig) -> TextTask:
 
 def check_weights(directory: str) -> None:
     """Raise BadInput for a checkpoint whose weights cannot be read. `load_text_task` does not need them."""
-    try:
+    with _unsupported_is_bad_input():
         check(directory)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
 
 
 def shown_prompt(prompt: str | Messages) -> str:
@@ -109,8 +108,20 @@ def shown_prompt(prompt: str | Messages) -> str:
 
 
 def _tokenizer(directory: Path) -> Tokenizer:
-    try:
+    with _unsupported_is_bad_input():
         return load_tokenizer(directory)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    with _unsupported_is_bad_input():
+        return weight_files(directory)
+
+
+@contextmanager
+def _unsupported_is_bad_input() -> Iterator[None]:
+    """A context in which what is wrong with a checkpoint is a mistake of the user."""
+    try:
+        yield
     except ValueError as error:
         raise BadInput(str(error)) from error
 

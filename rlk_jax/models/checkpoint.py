@@ -117,7 +117,7 @@ def load(
 
 
 def check(directory: Path | str) -> None:
-    """Raise UnsupportedModel for what `load` raises it for, but for the numbers of tensors, which are not read."""
+    """Raise UnsupportedModel for what `load` raises it for, but for numbers that its dtype does not hold."""
     config = read_config(directory)
     model = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
     with ExitStack() as opened:
@@ -125,10 +125,11 @@ def check(directory: Path | str) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that `load` reads weights from, with the index of them; none where there are no weights."""
+    """The files that `load` reads weights from, as far as they exist, with the index of them."""
     index = directory / _INDEX
     if index.exists():
-        return [index, *(directory / name for name in sorted(set(_files_by_tensor(index).values())))]
+        named = (directory / name for name in sorted(set(_files_by_tensor(index).values())))
+        return [index, *(path for path in named if path.exists())]
     single = directory / _SINGLE
     return [single] if single.exists() else []
 
@@ -223,6 +224,9 @@ def _files(directory: Path, opened: ExitStack) -> dict[str, Any]:
         single = file(_SINGLE)
         return dict.fromkeys(single.keys(), single)
     places = _files_by_tensor(index)
+    for name in sorted(set(places.values())):
+        if not (directory / name).is_file():
+            raise UnsupportedModel(f"{index} names {name}, which does not exist.")
     files = {name: file(name) for name in sorted(set(places.values()))}
     held = {name: set(x.keys()) for name, x in files.items()}
     for tensor, name in places.items():
@@ -242,8 +246,6 @@ def _files_by_tensor(index: Path) -> dict[str, str]:
     for name in sorted(set(places.values())):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UnsupportedModel(f"{index} names a file that is no file of weights in its directory: {name!r}.")
-        if not (index.parent / name).is_file():
-            raise UnsupportedModel(f"{index} names {name}, which does not exist.")
     return places
 
 

@@ -128,6 +128,14 @@ def test_weights_that_cannot_be_read_lose_no_run(files, short, tmp_path, capsys,
     assert {x: x.stat().st_mtime_ns for x in out.rglob("*")} == kept
 
 
+def test_an_index_that_is_damaged(files, tmp_path, capsys):
+    model = shutil.copytree(files[0], tmp_path / "model")
+    (model / "model.safetensors.index.json").write_text("{")
+    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **SHORT)) == 2
+    assert re.fullmatch("rlk grpo: error: .*index.json is no JSON: .*\n", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
 def test_files_that_no_model_reads_may_come(files, short, tmp_path):
     """The digest of a model is that of its own files."""
     model, out = shutil.copytree(files[0], tmp_path / "model"), shutil.copytree(short, tmp_path / "out")

@@ -4,6 +4,7 @@ import itertools
 import resource
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -94,6 +95,18 @@ def test_a_dropped_program_still_has_its_backward(fresh, monkeypatch):
     torch_bridge.linear_logp(hidden[:1], weight, ids[:1])
     found.sum().backward()
     assert hidden.grad.abs().sum() > 0
+
+
+def test_a_backward_is_found_by_all_that_its_forward_was_made_for(fresh, monkeypatch, tmp_path):
+    """What a backward is called with need not tell the dtype of its gradients."""
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path))
+    op = _programs.Op("a sum", lambda x: (x.astype(jnp.float32).sum(),), differentiable=1)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        x = jnp.ones(3, dtype)
+        program = _programs.Program(op, (x,), (), (0,))
+        _, residuals = program.forward((x,))
+        (gradient,) = program.backward(residuals, (x,), (jnp.float32(1),))
+        assert gradient.dtype == dtype
 
 
 def test_another_process_traces_nothing(fresh, monkeypatch, tmp_path):
