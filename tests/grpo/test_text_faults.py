@@ -11,6 +11,7 @@ from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.models import chat_template
 from tests.grpo import tiny, tiny_text
 from tests.grpo.test_text_run import command, metrics_of
+from tests.models.test_tokenizer import change
 
 FAULTS = {
     "raises": ("raise KeyError('x')", "raised KeyError: 'x'"),
@@ -36,7 +37,10 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
     return tiny_text.write_model(folder / "model"), tiny_text.write_prompts(folder / "prompts.jsonl")
 
 
-SHORT = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 2}
+SHORT = {"grpo_steps": 1}
+"""A run of the same programs as all others: one compilation serves them, and those of test_text_run.py, where JAX keeps
+a cache on disk, as in `make test`.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +92,9 @@ def test_a_reward_that_fails_at_once_says_no_more(files, tmp_path, capsys):
 def test_a_template_that_writes_another_date(files, tmp_path, capsys, monkeypatch):
     """Prompts with another date are other prompts."""
     model = shutil.copytree(files[0], tmp_path / "model")
-    template = model / "chat_template.jinja"
-    template.write_text(tiny_text.TEMPLATE + "{{ strftime_now('%d') }}")
+    assert tiny_text.TEMPLATE.endswith("<s>assistant:")
+    written = tiny_text.TEMPLATE.removesuffix("nt:") + "{{ strftime_now('%d') }}:"
+    (model / "chat_template.jinja").write_text(written)
     monkeypatch.setattr(chat_template, "_strftime_now", lambda form: "26")
     chat_template._compiled.cache_clear()
     out, found = tmp_path / "out", (model, files[1])
@@ -188,6 +193,7 @@ def shortness(prompts: list, completions: list[str], **columns: list) -> list[fl
 
 
 def test_texts_longer_than_the_model_was_made_for(files, tmp_path, capsys):
-    given = {"grpo_steps": 1, "updates_per_rollout": 1, "max_new_tokens": 120, "prompts_per_step": 1}
-    assert tiny.run_here(*command(files, tmp_path / "out", **given)) == 0
-    assert "prompt and completion have up to" in (said := capsys.readouterr().err) and "made for 128" in said
+    model = shutil.copytree(files[0], tmp_path / "model")
+    change(model / "config.json", max_position_embeddings=20)
+    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **SHORT)) == 0
+    assert "prompt and completion have up to" in (said := capsys.readouterr().err) and "made for 20" in said

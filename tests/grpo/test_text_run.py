@@ -19,6 +19,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.policy import load_parameters
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.text_steps import rows_of_step
+from rlk_jax.grpo.text_task import load_text_task
 from rlk_jax.grpo.updates import learning_rate_of
 from rlk_jax.losses import LossOptions
 from tests.grpo import tiny, tiny_text
@@ -57,6 +58,12 @@ def command(files: tuple[Path, Path], out: Path, **changes) -> list[str]:
     flags = {name: "--" + name.replace("_", "-") for name in values}
     values = {name: x for name, x in values.items() if x is not None and x is not False}
     return [*(flags[name] if x is True else f"{flags[name]}={x}" for name, x in values.items()), "--out", str(out)]
+
+
+@pytest.fixture(scope="module")
+def tied(files, tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint whose head is its embedding, and the same prompts."""
+    return tiny_text.write_model(tmp_path_factory.mktemp("tied") / "model", tie_word_embeddings=True), files[1]
 
 
 @pytest.fixture(scope="module")
@@ -186,18 +193,29 @@ def test_a_mistake_is_one_line(files, tmp_path, capsys, changes, message):
     assert message in error
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(files, tmp_path, capsys):
-    """Gemma 3 1B has such a one, and old fine-tunes of Llama pad with it. Only a prompt that holds it is refused."""
+@pytest.fixture
+def smaller(files, tmp_path) -> tuple[Path, Path]:
+    """A checkpoint whose tokenizer has one token more than its model, which it pads with, and prompts without it."""
     size = models.load_tokenizer(files[0]).vocab_size
     model = tiny_text.write_model(tmp_path / "model", vocab_size=size - 1)
     change(model / "generation_config.json", pad_token_id=size - 1)
     change(model / "tokenizer_config.json", pad_token=None)
-    short = {"grpo_steps": 1, "updates_per_rollout": 1}
-    assert tiny.run_here(*command((model, files[1]), tmp_path / "out", **short)) == 0
-    prompts = tmp_path / "prompts.jsonl"
+    return model, files[1]
+
+
+@pytest.mark.full
+def test_a_tokenizer_with_more_tokens_than_the_model(smaller, tmp_path):
+    """Gemma 3 1B has such a one, and old fine-tunes of Llama pad with it. `make test` reads it, in the next test."""
+    assert tiny.run_here(*command(smaller, tmp_path / "out", grpo_steps=1)) == 0
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_have(smaller, tmp_path, capsys):
+    """No other is refused."""
+    model, prompts = smaller[0], tmp_path / "prompts.jsonl"
+    config = GrpoConfig(**OPTIONS, model=str(model), prompts=str(smaller[1]))
+    size = load_text_task(config).tokenizer.vocab_size
     prompts.write_text(json.dumps({"prompt": "\u00ad", "answer": "a"}))
-    capsys.readouterr()
-    assert tiny.run_here(*command((model, prompts), tmp_path / "other", **short)) == 2
+    assert tiny.run_here(*command((model, prompts), tmp_path / "out")) == 2
     error = f"{prompts}: the text has token {size - 1}, 'Ń', of a model of {size - 1} tokens."
     assert capsys.readouterr().err == f"rlk grpo: error: {error}\n"
 
@@ -273,17 +291,19 @@ def test_entropies_and_importance_weights(files, tmp_path):
         assert line["loss"] == pytest.approx(line["policy_loss"] + 0.01 * line["kl"] - 0.5 * line["entropy_bonus"])
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(False, id="untied", marks=pytest.mark.full), pytest.param(True, id="tied")]
-)
+@pytest.fixture(scope="module", params=[pytest.param("files", marks=pytest.mark.full), "tied"])
 def adapted(request, tmp_path_factory) -> tuple[RunFolder, Path, Path]:
     """A finished run of low-rank terms, the checkpoint that it saved, and the one that it began from. `make test` has a
     tied head, which becomes one of its own.
     """
     folder = tmp_path_factory.mktemp("adapted")
-    model = tiny_text.write_model(folder / "model", tie_word_embeddings=request.param)
-    files = model, tiny_text.write_prompts(folder / "prompts.jsonl")
-    assert tiny.run_here(*command(files, folder / "out", lora_rank=4, learning_rate=3e-2, save_hf=folder / "hf")) == 0
+    model, prompts = request.getfixturevalue(request.param)
+    assert (
+        tiny.run_here(
+            *command((model, prompts), folder / "out", lora_rank=4, learning_rate=3e-2, save_hf=folder / "hf")
+        )
+        == 0
+    )
     return RunFolder(folder / "out"), folder / "hf", model
 
 
@@ -319,9 +339,9 @@ def moves(files: tuple[Path, Path], folder: Path, **changes) -> list[np.ndarray]
     [pytest.param({"mesh": "data=2,tensor=2"}, marks=pytest.mark.full), {"mesh": "data=2,tensor=1", **HALVES}],
     ids=str,
 )
-def test_a_mesh_trains_like_one_device(files, tmp_path, changes):
+def test_a_mesh_trains_like_one_device(tied, tmp_path, changes):
     """`make test` has one mesh; what cuts a head is in test_a_tied_head_that_is_cut_trains_like_a_whole_one."""
-    found = [np.concatenate(moves(files, tmp_path / name, **own)) for name, own in (("one", {}), ("two", changes))]
+    found = [np.concatenate(moves(tied, tmp_path / name, **own)) for name, own in (("one", {}), ("two", changes))]
     helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "gradient")
 
 
@@ -344,14 +364,13 @@ def test_a_head_that_is_cut_has_the_bits_of_a_whole_one(files, tmp_path):
     helpers.assert_same_bits(*found)
 
 
-def test_a_tied_head_that_is_cut_trains_like_a_whole_one(tmp_path):
+def test_a_tied_head_that_is_cut_trains_like_a_whole_one(tied, tmp_path):
     """It is the embedding, whose rows are looked up, too. Adam enlarges the rounding of gradients that vanish, so what
     the model says after a step is compared, not its weights.
     """
-    model = tiny_text.write_model(tmp_path / "model", tie_word_embeddings=True)
-    files, found = (model, tiny_text.write_prompts(tmp_path / "prompts.jsonl")), []
+    found = []
     for mesh in CUT:
-        moves(files, tmp_path / mesh, mesh=mesh)
+        moves(tied, tmp_path / mesh, mesh=mesh)
         lines = metrics_of(RunFolder(tmp_path / mesh / "out"))
         found.append(np.array([line[name] for line in lines for name in ("reward", "entropy", "completion_length")]))
     helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "forward")
