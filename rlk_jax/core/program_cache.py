@@ -25,6 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.cuda.build import cache_folder
 from rlk_jax.core.dispatch import log
+from rlk_jax.core.kernel_compilation import compile_kernels
 
 MOST_BYTES = 256 * 2**20
 """All programs together; those that were not used for the longest time are deleted."""
@@ -55,13 +56,16 @@ def compiled(
     name = _name(key, specs, device)
     with jax.default_device(device):
         found = _load(name)
-        if found is None:
+        if is_new := found is None:
             made = make()
             exported = None if folder() is None else _exported(made.function, specs, device)
             if exported is not None:
                 _store(name, made.facts, exported)
             found = made if exported is None else Made(exported.call, made.facts)
-        return jax.jit(found.function).lower(*specs).compile(), found.facts
+        lowered = jax.jit(found.function).lower(*specs)
+        if is_new:  # XLA's own cache has most others.
+            compile_kernels(lowered, device)
+        return lowered.compile(), found.facts
 
 
 def folder() -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from rlk_jax.core.kernel_compilation import compile_kernels
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.steps import Jitted, TrainingSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
@@ -67,9 +68,11 @@ def program_memories(
     """
     state, kept = states.out_info, device_bytes(states.out_info)
     yield _memory("the policy with its optimizer", states, 0, 0)
+    device = next(iter(jax.tree.leaves(state)[0].sharding.device_set))
     for name, program, arguments in _planned(config, steps, state, done):
         if stop.signal is None:
-            yield _memory(name, program.lower(*arguments), device_bytes(arguments[0]), kept)
+            compile_kernels(lowered := program.lower(*arguments), device)
+            yield _memory(name, lowered, device_bytes(arguments[0]), kept)
 
 
 def _planned(config: GrpoConfig, steps: TrainingSteps, state: TrainState, done: int) -> list[_Planned]:

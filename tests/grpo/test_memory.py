@@ -53,7 +53,7 @@ def test_devices_of_a_cpu_share_its_free_ram(monkeypatch, tmp_path):
 
 
 def program(*, arguments: int = 0, results: int = 0, aliased: int = 0, temporary: int = 0, code: int = 0) -> Any:
-    """A program that needs so many bytes, and an initial state that lies on one device."""
+    """A program without kernels that needs so many bytes, and an initial state that lies on one device."""
     sizes = SimpleNamespace(
         argument_size_in_bytes=arguments,
         output_size_in_bytes=results,
@@ -64,7 +64,9 @@ def program(*, arguments: int = 0, results: int = 0, aliased: int = 0, temporary
     lies = SimpleNamespace(device_set=[accelerator(1)], shard_shape=lambda shape: shape)
     state = TrainState(SimpleNamespace(sharding=lies, shape=(STATES,), dtype=np.dtype("int8")), None, None)
     compiled = SimpleNamespace(memory_analysis=lambda: sizes)
-    return SimpleNamespace(lower=lambda *_: SimpleNamespace(compile=lambda: compiled, out_info=state))
+    module = SimpleNamespace(operation=SimpleNamespace(regions=[]))
+    lowered = SimpleNamespace(compile=lambda: compiled, compiler_ir=lambda: module, out_info=state)
+    return SimpleNamespace(lower=lambda *_: lowered)
 
 
 SMALL = TrainingSteps(program(results=STATES), program(), program(), program(), program())

@@ -3,7 +3,8 @@
 With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills more than it may, or has its
 wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops
-in a scan, and bare calls over one and two H200s; without --all, only gradients in a scan and one bare call. It needs
+in a scan, bare calls over one and two H200s, an exported one, and one whose kernels come first; without --all, only
+gradients in a scan and one bare call of the first two. It needs
 ptxas, and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core,
 and without it one process, because `make test` keeps the other cores busy.
 """
@@ -29,6 +30,7 @@ from jax import lax
 from rlk_jax import det_gemm, linear_logp
 from rlk_jax.core import dispatch
 from rlk_jax.core.absent_gpus import GPUS
+from rlk_jax.core.kernel_compilation import compile_kernels
 from tests.pallas_kernels.mosaic import configurations
 from tests.support import verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
@@ -97,6 +99,9 @@ def trace_for_h200() -> None:
     dispatch.device_of = lambda arrays: dispatch.Device("gpu", "H200", "9.0")
 
 
+head_gradients = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
+
+
 def scanned(every: bool) -> Iterator[Verdict]:
     """Whether ops under lax.map write slices of stacked results in place, and linear_logp's gradients alone take kept
     exponentials. Unless every op is asked for, only gradients are compiled, which have the kernels of the values too.
@@ -137,7 +142,6 @@ def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
     """Whether bare calls' gradients keep exponentials on one H200, and never gather a head that is spread over two."""
     trace_for_h200()
     shape = jax.ShapeDtypeStruct
-    loss = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
     for devices, spec in layouts:
         whole = h200(devices)
         operands = (
@@ -146,7 +150,7 @@ def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
             shape((256,), jnp.int32, sharding=whole),
         )
         jax.clear_caches()
-        text = jax.jit(loss).trace(*operands).lower(lowering_platforms=("cuda",)).compile().as_text()
+        text = jax.jit(head_gradients).trace(*operands).lower(lowering_platforms=("cuda",)).compile().as_text()
         gathers = [x for x in text.splitlines() if " all-gather(" in x or " all-gather-start(" in x]
         holds_head = any("[32768," in x.split(" all-gather")[0] for x in gathers)
         is_ok = not holds_head and (("linear_logp_dlogits_from_kept_exponentials" in text) == (devices == 1))
@@ -156,9 +160,22 @@ def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
 def exported() -> Iterator[Verdict]:
     """Whether jax.export takes a program with Mosaic's kernels."""
     trace_for_h200()
-    loss = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
     shapes = ((256, 512), jnp.bfloat16), ((4096, 512), jnp.bfloat16), ((256,), jnp.int32)
-    yield verdicts.exported(loss, [jax.ShapeDtypeStruct(*x) for x in shapes])
+    yield verdicts.exported(head_gradients, [jax.ShapeDtypeStruct(*x) for x in shapes])
+
+
+def side_by_side() -> Iterator[Verdict]:
+    """Whether `compile_kernels` leaves a program none to compile. No other program here has kernels of this head."""
+    trace_for_h200()
+    shapes = ((256, 448), jnp.bfloat16), ((4096, 448), jnp.bfloat16), ((256,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*x, sharding=h200()) for x in shapes]
+    lowered, logs = jax.jit(head_gradients).trace(*operands).lower(lowering_platforms=("cuda",)), []
+    with _captured_output(logs):
+        count = compile_kernels(lowered, GPUS["h200"].devices(1)[0])
+    with _captured_output(logs):
+        lowered.compile()
+    alone, in_program = (log.count("Used ") for log in logs)
+    yield verdicts.named("kernels side by side", alone == count > 4 and in_program == 0)
 
 
 def main() -> int:
@@ -166,7 +183,7 @@ def main() -> int:
     numbers, compiled = verdicts.of_configurations(options, compile_one, every=every)
     # Without --all, one H200 is left to `scanned`, whose gradients are on one too, and the last layout to Triton's aot.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
-    failed = verdicts.count_failed(itertools.chain(compiled, scanned(every), bare(layouts), exported()))
+    failed = verdicts.count_failed(itertools.chain(compiled, scanned(every), bare(layouts), exported(), side_by_side()))
     count = f"{len(numbers)} of {len(options)} configurations"
     print(f"{count}: {f'{failed} failed' if failed else 'no spills but those allowed, no serialised wgmma'}")
     return 1 if failed else 0

@@ -239,9 +239,7 @@ few_lengths = st.sampled_from((1, 7, 40)).flatmap(lambda n: st.lists(st.booleans
 """Few, because each length is a program of its own."""
 
 
-@given(active=few_lengths, room=st.sampled_from((0, 9)))
-def test_compaction_and_back(active, room):
-    mask = np.asarray(active)
+def check_compaction(mask, room):
     x = np.arange(1.0, len(mask) + 1, dtype=np.float32)
     found, taken, back = map(np.asarray, compacted_and_back(mask, x, len(mask) + room))
     count = int(mask.sum())
@@ -249,3 +247,14 @@ def test_compaction_and_back(active, room):
     np.testing.assert_array_equal(taken[count:], -1)
     np.testing.assert_array_equal(back, np.where(mask, x, 0))
     assert found == count
+
+
+@given(active=few_lengths, room=st.sampled_from((0, 9)))
+def test_compaction_and_back(active, room):
+    check_compaction(np.asarray(active), room)
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 4097])
+def test_compaction_of_many_tokens(tokens):
+    """They are counted by blocks of 64, and blocks by blocks."""
+    check_compaction(np.random.default_rng(tokens).random(tokens) < 0.6, 3)

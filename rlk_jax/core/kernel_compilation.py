@@ -1,0 +1,54 @@
+"""Mosaic kernels of a program, compiled side by side: XLA compiles those of one program one after the other.
+
+JAX's runtime keeps each compiled kernel for the whole process, by a hash of its text. A program whose kernels were
+compiled before, in whatever program, finds them there.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_TARGET = "mosaic_gpu_v2"
+"""The custom call of Mosaic's kernels."""
+
+
+def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> int:
+    """Compile each kernel of a program alone, all at once, before the program is compiled; returns how many there are.
+
+    The kernels of a program are then compiled in the time of the slowest of them, on a machine of as many cores. The
+    program's bits are the same: it takes the kernels that it would have compiled.
+    """
+    module: Any = lowered.compiler_ir()
+    kernels = {x["kernel_hash"]: x for x in _kernels(module.operation)}
+    if len(kernels) > 1:  # One alone is compiled as soon by its program.
+        with ThreadPoolExecutor(len(kernels)) as pool:
+            list(pool.map(lambda kernel: _compile_alone(kernel, device), kernels.values()))
+    return len(kernels)
+
+
+def _kernels(operation: Any) -> Iterator[dict[str, Any]]:
+    """The attributes of each call of a kernel in an operation of MLIR, and in all that it holds."""
+    for region in operation.regions:
+        for block in region:
+            for held in block:
+                attributes = held.operation.attributes
+                if "call_target_name" in attributes and attributes["call_target_name"].value == _TARGET:
+                    config = attributes["mhlo.backend_config"]
+                    yield {x.name: _value(x.attr) for x in config}
+                yield from _kernels(held.operation)
+
+
+def _value(attribute: Any) -> Any:
+    """An attribute as `jax.ffi.ffi_call` takes it: strings as bytes, which need not be text."""
+    return attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
+
+
+def _compile_alone(kernel: dict[str, Any], device: jax.Device) -> None:
+    """Compile a program that would call the kernel with a number. It never runs."""
+    call = jax.ffi.ffi_call(_TARGET, (), has_side_effect=True)
+    given = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.SingleDeviceSharding(device))
+    traced = jax.jit(lambda x: call(x, **kernel)).trace(given)
+    traced.lower(lowering_platforms=("cuda",)).compile()
