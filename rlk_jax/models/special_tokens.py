@@ -30,7 +30,8 @@ def add_special_tokens(directory: Path, settings: Mapping[str, Any], backend: to
     else:
         older_path = directory / "special_tokens_map.json"
         older = object_if_there(older_path)
-        named, unnamed = _named_by_both(named, _named(older, older_path)), unnamed or _unnamed(older, older_path)
+        named = _named_by_both(named, _named(older, older_path))
+        unnamed = _unnamed_by_both(unnamed, _unnamed(older, older_path), older)
         described = {**_older_added(directory, {x.content for x in (*named.values(), *unnamed)}), **own}
     if backend.padding is not None and "pad_token" not in settings:
         named.setdefault("pad_token", AddedToken(backend.padding["pad_token"], special=True))
@@ -61,6 +62,15 @@ def _named(fields: Mapping[str, Any], path: Path) -> dict[str, AddedToken]:
 def _named_by_both(config: Mapping[str, AddedToken], older: Mapping[str, AddedToken]) -> dict[str, AddedToken]:
     """The tokens of both files: special_tokens_map.json has the last word, but for names that are a model's own."""
     return {**older, **config, **{name: older[name] for name in _NAMES if name in older}}
+
+
+def _unnamed_by_both(
+    config: list[AddedToken], older: list[AddedToken], older_fields: Mapping[str, Any]
+) -> list[AddedToken]:
+    """The tokens that both files list: those of special_tokens_map.json come behind, or only where there are no others
+    if its list has the older name.
+    """
+    return [*config, *older] if isinstance(older_fields.get(_LISTS[0]), list) else config or older
 
 
 def _unnamed(fields: Mapping[str, Any], path: Path) -> list[AddedToken]:

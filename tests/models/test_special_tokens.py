@@ -48,6 +48,14 @@ FILES = {
     "old ones": {ADDED: {"<new>": 999, "<old>": 400}},
     "old ones, special": {ADDED: {"<new>": 999}, MAP: {"sep_token": "<new>"}},
     "old ones that are not read": {CONFIG: {"added_tokens_decoder": {}}, ADDED: {"<new>": 999}},
+    "lists of both files": {
+        CONFIG: {"extra_special_tokens": ["<new>", "17"]},
+        MAP: {"extra_special_tokens": ["<old>", {"content": "<new>", "lstrip": True}]},
+    },
+    "lists of both files, one by its older name": {
+        CONFIG: {"extra_special_tokens": ["<new>"]},
+        MAP: {"additional_special_tokens": ["<old>", "17"]},
+    },
     "a pad of its own": {CONFIG: {"pad_token": "[PAD]"}},
     "an end of its own": {CONFIG: {"eos_token": "[PAD]"}},
     "a name for a part of text": {CONFIG: {"cls_token": "17"}},
