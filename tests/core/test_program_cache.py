@@ -183,3 +183,19 @@ def test_a_cache_that_was_set_stays(folder, xla_cache):
     program_cache.share_xla_cache(GPU)
     assert jax.config.jax_compilation_cache_dir == "/users/own"
     assert jax.config.jax_compilation_cache_max_size == before
+
+
+def test_whether_a_program_of_this_name_was_compiled(xla_cache, tmp_path):
+    def namesake(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    def other(x: jax.Array) -> jax.Array:
+        return x + 2
+
+    lowered = jax.jit(namesake).lower(spec(3))
+    assert not program_cache.xla_has_namesake(lowered), "no cache is set"
+    program_cache.use_xla_cache(str(tmp_path / "xla"), 0)
+    jax.jit(other).lower(spec(3)).compile()
+    assert not program_cache.xla_has_namesake(lowered)
+    lowered.compile()
+    assert program_cache.xla_has_namesake(jax.jit(namesake).lower(spec(4)))

@@ -64,7 +64,8 @@ def program(*, arguments: int = 0, results: int = 0, aliased: int = 0, temporary
     lies = SimpleNamespace(device_set=[accelerator(1)], shard_shape=lambda shape: shape)
     state = TrainState(SimpleNamespace(sharding=lies, shape=(STATES,), dtype=np.dtype("int8")), None, None)
     compiled = SimpleNamespace(memory_analysis=lambda: sizes)
-    module = SimpleNamespace(operation=SimpleNamespace(regions=[]))
+    name = SimpleNamespace(value="jit_stand_in")
+    module = SimpleNamespace(operation=SimpleNamespace(regions=[], attributes={"sym_name": name}))
     lowered = SimpleNamespace(compile=lambda: compiled, compiler_ir=lambda: module, out_info=state)
     return SimpleNamespace(lower=lambda *_: lowered)
 
@@ -96,6 +97,18 @@ def test_each_program_that_is_still_to_be_called_must_fit(monkeypatch, changed, 
         check(need - 1, done)
     if name not in ("the policy with its optimizer", "the evaluation"):  # Those are ahead of every run.
         check(need - 1, done + 1)
+
+
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_kernels_of_a_program_are_compiled_before_it(monkeypatch, is_cold):
+    """Not where such a program has been compiled before, as in a run that is resumed."""
+    ready: list[Any] = []
+    monkeypatch.setattr(memory, "compile_kernels", lambda lowered, _: ready.append(lowered))
+    monkeypatch.setattr(memory, "xla_has_namesake", lambda _: not is_cold)
+    monkeypatch.setattr(memory, "free_memory", lambda _: STATES)
+    check_memory(tiny.config(), SMALL, 0, StopRequest())
+    called = (SMALL.warmup_step, SMALL.start_grpo, SMALL.grpo_step, SMALL.heldout_rewards)
+    assert ready == ([x.lower() for x in called] if is_cold else [])
 
 
 def test_nothing_more_is_compiled_for_a_run_that_is_asked_to_stop(monkeypatch):
