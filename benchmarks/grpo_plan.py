@@ -142,10 +142,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo_plan", description=__doc__)
     parser.add_argument("--device", choices=GPUS, help="GPU to compile for (default: what is here)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[1:], help="(default: all)")
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        choices=OPTIONS,
+        metavar="NAME",
+        default=list(OPTIONS),
+        help=f"of {list(OPTIONS)} (default: all)",
+    )
     common.add_outputs(parser)
     options = parser.parse_args(argv)
     models, sizes = (["tiny"], SMOKE) if options.smoke else (options.models, {})
-    rows = [measure(name, how, options.device, sizes) for name in models for how in OPTIONS]
+    rows = [measure(name, how, options.device, sizes) for name in models for how in options.options]
     _show(rows, options.device or jax.devices()[0].device_kind)
     if options.json:
         common.write(options.json, "grpo_plan", argv, rows, timing="not timed")

@@ -11,22 +11,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.dispatch import log
+
 _TARGET = "mosaic_gpu_v2"
 """The custom call of Mosaic's kernels."""
 
 
-def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> int:
-    """Compile each kernel of a program alone, all at once, before the program is compiled; returns how many there are.
+def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:
+    """Compile each kernel of a program alone, all at once, before the program is compiled.
 
     The kernels of a program are then compiled in the time of the slowest of them, on a machine of as many cores. The
-    program's bits are the same: it takes the kernels that it would have compiled.
+    program's bits are the same: it takes the kernels that it would have compiled. A kernel that cannot be compiled
+    alone is left to its program, and the log says so.
     """
     module: Any = lowered.compiler_ir()
     kernels = {x["kernel_hash"]: x for x in _kernels(module.operation)}
-    if len(kernels) > 1:  # One alone is compiled as soon by its program.
-        with ThreadPoolExecutor(len(kernels)) as pool:
-            list(pool.map(lambda kernel: _compile_alone(kernel, device), kernels.values()))
-    return len(kernels)
+    if len(kernels) < 2:  # One is compiled as soon by its program.
+        return
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        begun = [pool.submit(_compile_alone, kernel, device) for kernel in kernels.values()]
+    if error := next(filter(None, (x.exception() for x in begun)), None):
+        log.warning("rlk_jax: kernels are compiled one after the other: %s", error)
 
 
 def _kernels(operation: Any) -> Iterator[dict[str, Any]]:
@@ -36,8 +41,7 @@ def _kernels(operation: Any) -> Iterator[dict[str, Any]]:
             for held in block:
                 attributes = held.operation.attributes
                 if "call_target_name" in attributes and attributes["call_target_name"].value == _TARGET:
-                    config = attributes["mhlo.backend_config"]
-                    yield {x.name: _value(x.attr) for x in config}
+                    yield {x.name: _value(x.attr) for x in attributes["mhlo.backend_config"]}
                 yield from _kernels(held.operation)
 
 

@@ -171,11 +171,11 @@ def side_by_side() -> Iterator[Verdict]:
     operands = [jax.ShapeDtypeStruct(*x, sharding=h200()) for x in shapes]
     lowered, logs = jax.jit(head_gradients).trace(*operands).lower(lowering_platforms=("cuda",)), []
     with _captured_output(logs):
-        count = compile_kernels(lowered, GPUS["h200"].devices(1)[0])
+        compile_kernels(lowered, GPUS["h200"].devices(1)[0])
     with _captured_output(logs):
         lowered.compile()
     alone, in_program = (log.count("Used ") for log in logs)
-    yield verdicts.named("kernels side by side", alone == count > 4 and in_program == 0)
+    yield verdicts.named("kernels side by side", alone > 4 and in_program == 0)
 
 
 def main() -> int:

@@ -1,0 +1,60 @@
+"""Which kernels of a program are compiled alone; sm90.py compiles real ones."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlk_jax.core import kernel_compilation
+from rlk_jax.core.kernel_compilation import compile_kernels
+
+DEVICE = jax.devices()[0]
+
+
+def lowered(*hashes: bytes) -> jax.stages.Lowered:
+    """A program that calls kernels of Mosaic with these hashes: the first one in a loop, the others behind it."""
+
+    def call(x: jax.Array, name: bytes) -> jax.Array:
+        kernel = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return kernel(x, kernel_hash=name, module=b"text of " + name, skip_device_barrier=True)
+
+    def program(x: jax.Array) -> jax.Array:
+        x = jax.lax.fori_loop(0, 3, lambda _, x: call(x, hashes[0]), x)
+        for name in hashes[1:]:
+            x = call(x, name)
+        return x
+
+    given = jax.ShapeDtypeStruct((8,), jnp.float32)
+    return jax.jit(program).trace(given).lower(lowering_platforms=("cuda",))
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[dict]:
+    """The kernels that are compiled alone."""
+    found: list[dict] = []
+    monkeypatch.setattr(kernel_compilation, "_compile_alone", lambda kernel, device: found.append(kernel))
+    return found
+
+
+def test_each_kernel_is_compiled_once(compiled):
+    """Hashes need not be text."""
+    compile_kernels(lowered(b"\xff\x00", b"b", b"\xff\x00", b"c"), DEVICE)
+    names = (b"\xff\x00", b"b", b"c")
+    expected = [{"kernel_hash": x, "module": b"text of " + x, "skip_device_barrier": True} for x in names]
+    assert sorted(compiled, key=str) == sorted(expected, key=str)
+
+
+def test_a_program_compiles_its_only_kernel_itself(compiled):
+    compile_kernels(lowered(b"a"), DEVICE)
+    compile_kernels(jax.jit(jnp.cos).lower(1.0), DEVICE)
+    assert not compiled
+
+
+def test_a_kernel_that_cannot_be_compiled_alone_is_logged(monkeypatch, caplog):
+    def fail(kernel: dict, device: jax.Device) -> None:
+        raise RuntimeError(f"no {kernel['module'].decode()}")
+
+    monkeypatch.setattr(kernel_compilation, "_compile_alone", fail)
+    compile_kernels(lowered(b"a", b"b"), DEVICE)
+    assert [x.getMessage() for x in caplog.records] == [
+        "rlk_jax: kernels are compiled one after the other: no text of a"
+    ]
