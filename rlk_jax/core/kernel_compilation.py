@@ -4,6 +4,7 @@ JAX's runtime keeps each compiled kernel for the whole process, by a hash of its
 compiled before, in whatever program, finds them there.
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,7 +29,7 @@ def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:
     kernels = {x["kernel_hash"]: x for x in _kernels(module.operation)}
     if len(kernels) < 2:  # One is compiled as soon by its program.
         return
-    with ThreadPoolExecutor(len(kernels)) as pool:
+    with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         begun = [pool.submit(_compile_alone, kernel, device) for kernel in kernels.values()]
     if error := next(filter(None, (x.exception() for x in begun)), None):
         log.warning("rlk_jax: kernels are compiled one after the other: %s", error)
