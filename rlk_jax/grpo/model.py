@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from rlk_jax import nn
 from rlk_jax.grpo.layers import ROTARY_BASE, STOCK, Layers
-from rlk_jax.models.decoder import Cache, LayerCache, Stream
+from rlk_jax.models.decoder import Cache, LayerCache, Stream, unless_outside
 from rlk_jax.models.kinds import Slots
 
 
@@ -118,8 +118,11 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache]:
         """Hidden states of tokens in slots `start..start+T`, which follow the slots that the cache holds already, and
         the cache with these tokens added.
+
+        Raises ValueError for slots that the cache does not have. Where `start` is traced, they give NaN.
         """
         slots, x, extended = Slots(start, padding), nn.embed(self.embed.embedding[...], tokens), []
+        x = unless_outside(x, start, cache[0].keys.shape[1])
         stream = Stream(x, jnp.zeros_like(x, self.kind.dtype))
         positions, size = slots.positions(tokens.shape[1]), self.cache_shape[1]
         places = _Places(slots, nn.rotation(positions, size, base=ROTARY_BASE))

@@ -297,7 +297,7 @@ class CausalLM(nnx.Module):
         states and in the cache.
         """
         x, slots, extended = self.embedded(tokens), Slots(start, padding), []
-        x = _unless_outside(x, start, cache[0].keys.shape[1])
+        x = unless_outside(x, start, cache[0].keys.shape[1])
         stream = Stream(x, jnp.zeros_like(x))
         places = _TokenPlaces(slots, self._rotations(slots.positions(tokens.shape[1])))
         through_layer = _RECOMPUTING if self.remat else _KEEPING
@@ -330,7 +330,7 @@ class CausalLM(nnx.Module):
         return tuple(LayerCache(zeros, zeros) for _ in self.blocks)
 
 
-def _unless_outside(x: Float[Array, "B T D"], start: int | Int[Array, ""], slots: int) -> Float[Array, "B T D"]:
+def unless_outside(x: Float[Array, "B T D"], start: int | Int[Array, ""], slots: int) -> Float[Array, "B T D"]:
     """What the stream of tokens begins with, and NaN where their slots are not among those of the cache: writing there
     would be clamped.
     """

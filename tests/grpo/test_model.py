@@ -145,6 +145,14 @@ def test_decoding_with_the_cache_equals_the_full_forward(model, tokens, cut):
     helpers.assert_within_contract(cached, full, "decoder_cache", jnp.float32, "forward")
 
 
+def test_slots_that_the_cache_does_not_have(model, tokens):
+    """What is known to be outside raises; what is not, is NaN."""
+    cache, slots = model.empty_cache(*tokens.shape), tokens.shape[1]
+    with pytest.raises(ValueError, match=f"extend got 1 tokens from slot {slots} on, and a cache of {slots} slots."):
+        model.extend(tokens[:, :1], PADDING, cache, slots)
+    assert np.isnan(nnx.jit(Decoder.extend)(model, tokens[:, :1], PADDING, cache, slots)[0]).all()
+
+
 def test_padding_slots_hold_nothing(model, tokens):
     real = np.arange(tokens.shape[1]) >= PADDING[:, None]
     hidden, same = (np.asarray(model(x, PADDING))[real] for x in (tokens, np.where(real, tokens, 7)))
