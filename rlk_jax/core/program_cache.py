@@ -63,7 +63,7 @@ def compiled(
                 _store(name, made.facts, exported)
             found = made if exported is None else Made(exported.call, made.facts)
         lowered = jax.jit(found.function).lower(*specs)
-        if is_new:  # XLA's own cache has most others.
+        if is_new:  # XLA's own cache has what was compiled for a program on disk.
             compile_kernels(lowered, device)
         return lowered.compile(), found.facts
 

@@ -31,7 +31,7 @@ def add_special_tokens(directory: Path, settings: Mapping[str, Any], backend: to
         older_path = directory / "special_tokens_map.json"
         older = object_if_there(older_path)
         named = _named_by_both(named, _named(older, older_path))
-        unnamed = _unnamed_by_both(unnamed, _unnamed(older, older_path), older)
+        unnamed = _unnamed_by_both(unnamed, older, older_path)
         described = {**_older_added(directory, {x.content for x in (*named.values(), *unnamed)}), **own}
     if backend.padding is not None and "pad_token" not in settings:
         named.setdefault("pad_token", AddedToken(backend.padding["pad_token"], special=True))
@@ -64,13 +64,12 @@ def _named_by_both(config: Mapping[str, AddedToken], older: Mapping[str, AddedTo
     return {**older, **config, **{name: older[name] for name in _NAMES if name in older}}
 
 
-def _unnamed_by_both(
-    config: list[AddedToken], older: list[AddedToken], older_fields: Mapping[str, Any]
-) -> list[AddedToken]:
-    """The tokens that both files list: those of special_tokens_map.json come behind, or only where there are no others
-    if its list has the older name.
+def _unnamed_by_both(config: list[AddedToken], fields: Mapping[str, Any], path: Path) -> list[AddedToken]:
+    """The tokens that both files list. Those of special_tokens_map.json follow the others; under the older name of the
+    list, they count only where there are no others.
     """
-    return [*config, *older] if isinstance(older_fields.get(_LISTS[0]), list) else config or older
+    older = _unnamed(fields, path)
+    return [*config, *older] if isinstance(fields.get(_LISTS[0]), list) else config or older
 
 
 def _unnamed(fields: Mapping[str, Any], path: Path) -> list[AddedToken]:

@@ -38,8 +38,8 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
 
 
 SHORT = {"grpo_steps": 1}
-"""A run of the same programs as all others: one compilation serves them, and those of test_text_run.py, where JAX keeps
-a cache on disk, as in `make test`.
+"""Runs of one step call the programs of longer ones, here and in test_text_run.py. One compilation serves them all
+where JAX keeps a cache on disk, as in `make test`.
 """
 
 

@@ -297,14 +297,9 @@ def adapted(request, tmp_path_factory) -> tuple[RunFolder, Path, Path]:
     tied head, which becomes one of its own.
     """
     folder = tmp_path_factory.mktemp("adapted")
-    model, prompts = request.getfixturevalue(request.param)
-    assert (
-        tiny.run_here(
-            *command((model, prompts), folder / "out", lora_rank=4, learning_rate=3e-2, save_hf=folder / "hf")
-        )
-        == 0
-    )
-    return RunFolder(folder / "out"), folder / "hf", model
+    given = request.getfixturevalue(request.param)
+    assert tiny.run_here(*command(given, folder / "out", lora_rank=4, learning_rate=3e-2, save_hf=folder / "hf")) == 0
+    return RunFolder(folder / "out"), folder / "hf", given[0]
 
 
 def test_low_rank_terms_are_trained_from_the_given_model_on(adapted):

@@ -4,9 +4,9 @@ With --all it compiles all of them; without, as few as have every kernel and eve
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills more than it may, or has its
 wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops
 in a scan, bare calls over one and two H200s, an exported one, and one whose kernels come first; without --all, only
-gradients in a scan and one bare call of the first two. It needs
-ptxas, and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core,
-and without it one process, because `make test` keeps the other cores busy.
+gradients in a scan and one bare call of the first two. It needs ptxas, and jax's CUDA plugins of its version in the
+folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and without it one process, because `make test`
+keeps the other cores busy.
 """
 
 import contextlib
@@ -100,6 +100,7 @@ def trace_for_h200() -> None:
 
 
 head_gradients = jax.grad(lambda *x: linear_logp(*x, implementation="mosaic").sum(), (0, 1))
+"""The gradients of hidden and weight, from hidden, weight and ids."""
 
 
 def scanned(every: bool) -> Iterator[Verdict]:
