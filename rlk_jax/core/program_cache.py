@@ -53,24 +53,36 @@ def compiled(
     the program, nothing is made. Bits are those of the function: what is compiled is the same.
     """
     share_xla_cache(device)
-    name = _name(key, specs, device)
     with jax.default_device(device):
-        found = _load(name)
-        if is_new := found is None:
-            made = make()
-            exported = None if folder() is None else _exported(made.function, specs, device)
-            if exported is not None:
-                _store(name, made.facts, exported)
-            found = made if exported is None else Made(exported.call, made.facts)
+        found, is_new = kept(key, specs, device, make)
         lowered = jax.jit(found.function).lower(*specs)
         if is_new:  # XLA's own cache has what was compiled for a program on disk.
             compile_kernels(lowered, device)
         return lowered.compile(), found.facts
 
 
+def kept(
+    key: Hashable, specs: Sequence[Any], device: jax.Device, make: Callable[[], Made], *, always_exports: bool = False
+) -> tuple[Made, bool]:
+    """The function that `make` gives, with its facts, as the disk has it or will have it; and whether it is new there.
+
+    XLA's own cache knows a function that was exported by another name than the function itself. Where both must be one
+    program, `always_exports` has the function exported although there is no disk.
+    """
+    name = _name(key, specs, device)
+    if (found := _load(name)) is not None:
+        return found, False
+    made = make()
+    exported = _exported(made.function, specs, device) if always_exports or folder() is not None else None
+    if exported is None:
+        return made, True
+    _store(name, made.facts, exported)
+    return Made(exported.call, made.facts), True
+
+
 def folder() -> Path | None:
-    """Where programs are kept; None where they are not."""
-    if os.environ.get("RLK_CACHE") == "off":
+    """Where programs are kept; None where they are not, or JAX keeps none either."""
+    if os.environ.get("RLK_CACHE") == "off" or not jax.config.jax_enable_compilation_cache:
         return None
     try:
         return cache_folder() / "programs"
@@ -131,8 +143,15 @@ def _environment() -> tuple[str, ...]:
         for root in spec.submodule_search_locations or () if spec else ():
             for path in sorted(Path(root).rglob("*.py")):
                 sources.update(repr((path.relative_to(root).as_posix(), path.read_bytes())).encode())
-    versions = tuple(map(importlib.metadata.version, ("jax", "jaxlib")))
-    return *versions, str(importlib.util.find_spec("jax_triton") is not None), sources.hexdigest()
+    return *map(_version, ("jax", "jaxlib", "flax", "optax", "jax_triton")), sources.hexdigest()
+
+
+def _version(package: str) -> str:
+    """The version of a package; nothing where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _settings() -> tuple[Any, ...]:

@@ -38,8 +38,8 @@ class Policy:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     pad_id: int
-    positions: int | None
-    """How long a text the model was made for, as its config.json has it."""
+    described: models.ModelConfig
+    """The model, as its config.json has it."""
 
     def model(self, params: nnx.State) -> models.CausalLM:
         """The model of stored parameters, to be written."""
@@ -226,8 +226,8 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
 
     constants = nnx.state(model, nnx.Not(nnx.Param))
     fetch = placement.Fetch(dtype, mesh.shape["data"])
-    ends = tokenizer.stop_ids, tokenizer.pad_id, described.fields.get("max_position_embeddings")
-    policy = Policy(nnx.graphdef(model), constants, shapes, low_rank, head, fetch, sampling, *ends)
+    ends = tokenizer.stop_ids, tokenizer.pad_id
+    policy = Policy(nnx.graphdef(model), constants, shapes, low_rank, head, fetch, sampling, *ends, described)
     _check_cuts(policy, mesh)
     return policy
 

@@ -5,8 +5,8 @@ the host between them.
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlk_jax import models
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
+from rlk_jax.grpo.kept_programs import KeptProgram
 from rlk_jax.grpo.policy import Policy, load_parameters, make_policy
 from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
@@ -109,10 +110,10 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         reference = policy.reference(params) if config.beta else None
         return TrainState(params, reference, optimizer.init(policy.split(params)[0]))
 
-    def roll_out(params: nnx.State, prompt_ids: Array, padding: Array, step: Array) -> Completions:
+    def roll_out(params: nnx.State, prompt_ids: Array, padding: Array, step: Array) -> tuple[None, dict[str, Array]]:
         keys = jax.random.split(jax.random.fold_in(run_key, step), len(padding))
         prompts = jax.lax.with_sharding_constraint((prompt_ids, padding, keys), by_row)
-        return policy.roll_out(params, *prompts, max_new_tokens=config.max_new_tokens)
+        return None, policy.roll_out(params, *prompts, max_new_tokens=config.max_new_tokens)._asdict()
 
     def update(
         state: TrainState, prompt_ids: Array, padding: Array, completions: Completions, rewards: Array, step: Array
@@ -137,12 +138,13 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
 
     state = policy.shardings(jax.eval_shape(begin, policy.given_shapes))
     begin_program = jax.jit(begin, out_shardings=state)
-    roll_out_program = jax.jit(roll_out, out_shardings=by_row)
-    update_program = jax.jit(update, out_shardings=(state, replicated), donate_argnums=0)
+    key = _key(config, policy)
+    roll_out_program = KeptProgram(roll_out, key, (), by_row)
+    update_program = KeptProgram(update, key, jax.tree.leaves(state), replicated)
 
     def completed(params: nnx.State, rows: TextRows, step: int) -> Completions[Array]:
         prompts = jax.device_put((rows.prompt_ids, rows.padding), by_row)
-        return roll_out_program(params, *prompts, jnp.uint32(step))
+        return Completions(**roll_out_program(params, *prompts, jnp.uint32(step))[1])
 
     def grpo_step(state: TrainState, step: int) -> tuple[TrainState, Metrics]:
         numbers = rows_of_step(config.seed, step, len(task.train.prompts), config.prompts_per_step)
@@ -176,9 +178,12 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         return roll_out_program.lower(params, rows, row, number)
 
     def lower_update(state: TrainState, _: int) -> jax.stages.Lowered:
-        completions = jax.eval_shape(roll_out_program, state.params, rows, row, number)
+        _, shapes = roll_out_program.shapes(state.params, rows, row, number)
+        placed: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_row) for name, x in shapes.items()
+        }
         rewards = jax.ShapeDtypeStruct(row.shape, jnp.float32, sharding=by_row)
-        return update_program.lower(state, rows, row, completions, rewards, number)
+        return update_program.lower(state, rows, row, Completions(**placed), rewards, number)
 
     whole_step = Hosted(grpo_step, lower_update)
     return TrainingSteps(
@@ -195,13 +200,24 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     )
 
 
+_NOT_OF_PROGRAMS = ("prompts", "eval_prompts", "model", "reward", "save_hf", "show_every", "checkpoint_every")
+"""Fields of a configuration that no program depends on."""
+
+
+def _key(config: GrpoConfig, policy: Policy) -> Hashable:
+    """What the programs of a run are made from."""
+    fields = {name: x for name, x in asdict(config).items() if name not in _NOT_OF_PROGRAMS}
+    return tuple(fields.items()), policy.described, policy.head.implementation, policy.stop_ids, policy.pad_id
+
+
 def _warnings(config: GrpoConfig, policy: Policy, task: TextTask) -> Iterator[str]:
     """What a run can do and its user may not want."""
     if policy.sampling.truncates:
         yield "top_k, top_p and min_p sample from fewer tokens than log-probs and ratios are of"
     length = task.train.prompt_ids.shape[1] + config.max_new_tokens
-    if policy.positions is not None and length > policy.positions:
-        yield f"prompt and completion have up to {length} tokens, and the model was made for {policy.positions}"
+    positions = policy.described.fields.get("max_position_embeddings")
+    if positions is not None and length > positions:
+        yield f"prompt and completion have up to {length} tokens, and the model was made for {positions}"
 
 
 def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarray, "wanted"]:

@@ -1,0 +1,117 @@
+"""Programs of `rlk grpo --model` on disk: another process finds them, with the same bits; what they are made from tells
+them apart.
+"""
+
+import shutil
+from collections.abc import Hashable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlk_jax.grpo import text_steps
+from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.kept_programs import KeptProgram
+from rlk_jax.grpo.policy import Policy, make_policy
+from rlk_jax.grpo.run_folder import RunFolder
+from rlk_jax.grpo.steps import make_mesh
+from rlk_jax.grpo.text_task import load_text_task
+from tests.grpo import tiny, tiny_text
+from tests.grpo.test_text_run import OPTIONS, command, metrics_of
+from tests.support import helpers
+
+ONE_STEP = {"grpo_steps": 1, "updates_per_rollout": 1}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where programs are kept."""
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "programs"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint and a file of prompts."""
+    where = tmp_path_factory.mktemp("given")
+    return tiny_text.write_model(where / "model"), tiny_text.write_prompts(where / "prompts.jsonl")
+
+
+def test_another_run_traces_nothing_and_has_the_same_bits(files, folder, tmp_path, monkeypatch):
+    def bits_of(name: str) -> tuple[list[dict], bytes]:
+        saved = tmp_path / f"{name}-hf"
+        assert tiny.run_here(*command(files, tmp_path / name, save_hf=saved, **ONE_STEP)) == 0
+        return metrics_of(RunFolder(tmp_path / name)), (saved / "model.safetensors").read_bytes()
+
+    monkeypatch.setenv("RLK_CACHE", "off")
+    expected = bits_of("off")
+    monkeypatch.setenv("RLK_CACHE", str(folder.parent))
+    assert bits_of("first") == expected and len(list(folder.iterdir())) == 2
+    for traced in ("values", "roll_out"):
+        monkeypatch.setattr(Policy, traced, lambda *_, **__: pytest.fail("it was traced again"))
+    assert bits_of("second") == expected and len(list(folder.iterdir())) == 2
+
+
+def key(model: Path, prompts: Path, **changes) -> Hashable:
+    config = GrpoConfig(**{**OPTIONS, "model": str(model), "prompts": str(prompts), **changes})
+    return text_steps._key(config, make_policy(config, make_mesh(config), load_text_task(config).tokenizer))
+
+
+def test_what_programs_are_made_from_tells_them_apart(files, tmp_path):
+    model, prompts = files
+    same = {"save_hf": str(tmp_path), "show_every": 3, "checkpoint_every": 7, "reward": "exact"}
+    of_run = key(*files)
+    assert key(shutil.copytree(model, tmp_path / "copied"), prompts, **same) == of_run
+    other_model = tiny_text.write_model(tmp_path / "other", rope_theta=5000.0)
+    other_ends = tiny_text.write_model(tmp_path / "ends", eos_token_id=[2, 41])
+    changed = [{"learning_rate": 2e-2}, {"seed": 1}, {"top_k": 5}, {"loss_type": "cispo"}, {"grpo_steps": 5}]
+    others = [key(other_model, prompts), key(other_ends, prompts), *(key(*files, **x) for x in changed)]
+    assert len({repr(x) for x in [of_run, *others]}) == len(others) + 1
+
+
+@pytest.fixture
+def doubled() -> KeptProgram:
+    """A program that doubles the arrays of a state, and says their sum."""
+    mesh = make_mesh(GrpoConfig())
+    lies = NamedSharding(mesh, PartitionSpec())
+
+    def double(states: nnx.State, by: jax.Array) -> tuple[nnx.State, dict[str, jax.Array]]:
+        new = jax.tree.map(lambda x: x * by, states)
+        return new, {"sum": sum(x.sum() for x in jax.tree.leaves(new)), "by": by}
+
+    return KeptProgram(double, "doubled", (lies, lies), lies)
+
+
+def test_states_are_updated_in_place_and_results_have_their_names(folder, doubled):
+    def run() -> tuple[nnx.State, dict[str, jax.Array]]:
+        given = nnx.State({"a": jnp.arange(3.0), "b": jnp.ones((2, 2))})
+        new, named = doubled(given, jnp.float32(2))
+        assert all(x.is_deleted() for x in jax.tree.leaves(given))
+        return new, named
+
+    ours, theirs = run(), run()
+    assert len(list(folder.iterdir())) == 1
+    helpers.assert_same_bits(ours, theirs)
+    assert list(ours[1]) == ["by", "sum"] and ours[1]["sum"] == 14
+    np.testing.assert_array_equal(ours[0]["a"], [0, 2, 4])
+
+
+def test_shapes_and_the_lowered_program_are_those_of_calls(folder, doubled, caplog):
+    (lies, _), by = doubled.states, jnp.float32(2)
+    given = jax.device_put(nnx.State({"a": jnp.arange(3.0), "b": jnp.ones((2, 2))}), lies)
+    with jax.log_compiles():
+        lowered = doubled.lower(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), given), by
+        )
+        lowered.compile()
+        assert caplog.text.count("Compiling jit(double)") == 1 and "@jit_double" in lowered.as_text()
+        caplog.clear()
+        doubled(jax.tree.map(jnp.copy, given), by)
+        assert "Compiling jit(double)" not in caplog.text
+    states, named = doubled.shapes(given, jnp.float32(2))
+    assert states["b"].shape == (2, 2) and {name: x.shape for name, x in named.items()} == {"by": (), "sum": ()}
+    assert len(list(folder.iterdir())) == 1
