@@ -73,9 +73,10 @@ def kept(
     if (found := _load(name)) is not None:
         return found, False
     made = make()
-    exported = _exported(made.function, specs, device) if always_exports or folder() is not None else None
+    function = jax.jit(made.function)  # A program that cannot be exported is not traced again for that.
+    exported = _exported(function, specs, device) if always_exports or folder() is not None else None
     if exported is None:
-        return made, True
+        return Made(function, made.facts), True
     _store(name, made.facts, exported)
     return Made(exported.call, made.facts), True
 
@@ -116,11 +117,11 @@ def use_xla_cache(path: str | None, least_seconds: float) -> None:
     compilation_cache.reset_cache()  # JAX would otherwise keep using the folder that it used first.
 
 
-def _exported(function: Callable[..., Any], specs: Sequence[Any], device: jax.Device) -> jax.export.Exported | None:
-    """The function as `jax.export` has it; None where it has kernels that are not kept."""
+def _exported(function: Any, specs: Sequence[Any], device: jax.Device) -> jax.export.Exported | None:
+    """The jitted function as `jax.export` has it; None where it has kernels that are not kept."""
     platforms = ["cuda" if device.platform == "gpu" else device.platform]
     try:
-        return jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=[_MOSAIC])(*specs)
+        return jax.export.export(function, platforms=platforms, disabled_checks=[_MOSAIC])(*specs)
     except ValueError as error:
         if "custom call" not in str(error):
             raise
@@ -154,9 +155,15 @@ def _version(package: str) -> str:
         return ""
 
 
+_PARTS_OF_OTHER_SETTINGS = ("cache", "device", "dump", "log", "platform", "traceback", "transfer")
+"""Parts of the names of JAX's settings that say where and how loudly it works, and not what a program is."""
+
+
 def _settings() -> tuple[Any, ...]:
-    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
-    return tuple(getattr(jax.config, name) for name in names)
+    """What a process may set, and a program may depend on: random numbers, precision and checks among it."""
+    settings = jax.config.values
+    named = [x for x in sorted(settings) if not any(part in x for part in _PARTS_OF_OTHER_SETTINGS)]
+    return os.environ.get("RLK_STRICT"), *((name, settings[name]) for name in named)
 
 
 def _load(name: str) -> Made | None:

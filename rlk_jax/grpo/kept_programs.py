@@ -17,6 +17,7 @@ class _Loaded(NamedTuple):
 
     jitted: Any
     names: Sequence[str]
+    """They are known once the program was traced or found."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class KeptProgram:
         return self._results(loaded, states, jax.eval_shape(loaded.jitted, *leaves))
 
     def _results(self, loaded: _Loaded, states: Any, flat: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        count = len(self.states)
-        new = jax.tree.unflatten(jax.tree.structure(states), flat[:count]) if count else None
-        return new, dict(zip(loaded.names, flat[count:], strict=True))
+        leaves, named = flat
+        new = jax.tree.unflatten(jax.tree.structure(states), leaves) if self.states else None
+        return new, dict(zip(loaded.names, named, strict=True))
 
     def _program(self, states: Any, arrays: Sequence[Any]) -> tuple[_Loaded, list[Any]]:
         leaves, tree = jax.tree.flatten((states, *arrays))
@@ -66,7 +67,7 @@ class KeptProgram:
         return self._loaded[made_for], leaves
 
     def _load(self, tree: Any, specs: Sequence[jax.ShapeDtypeStruct], count: int) -> _Loaded:
-        make = functools.partial(self._made, tree, specs)
+        make = functools.partial(self._made, tree)
         devices: list[Any] = list(self.named.device_set)
         if len(devices) > 1:
             made = make()
@@ -75,21 +76,20 @@ class KeptProgram:
             # A run that goes on finds what XLA compiled for it, whatever is kept now.
             made, _ = program_cache.kept(key, specs, device, make, always_exports=device.platform == "gpu")
 
-        def flat(*leaves: Array) -> Sequence[Array]:
+        def flat(*leaves: Array) -> tuple[Sequence[Array], Sequence[Array]]:
             return made.function(*leaves)
 
         flat.__name__ = self.function.__name__  # What was compiled is kept by this name.
-        shardings = [*self.states, *[self.named] * len(made.facts)]
+        shardings = (list(self.states), self.named)
         donated = range(count) if self.states else ()
         return _Loaded(jax.jit(flat, out_shardings=shardings, donate_argnums=tuple(donated)), made.facts)
 
-    def _made(self, tree: Any, specs: Sequence[jax.ShapeDtypeStruct]) -> program_cache.Made:
+    def _made(self, tree: Any) -> program_cache.Made:
         names: list[str] = []
 
-        def flat(*leaves: Array) -> list[Array]:
+        def flat(*leaves: Array) -> tuple[list[Array], list[Array]]:
             states, named = self.function(*jax.tree.unflatten(tree, leaves))
             names[:] = sorted(named)
-            return [*jax.tree.leaves(states), *[named[name] for name in names]]
+            return jax.tree.leaves(states), [named[name] for name in names]
 
-        jax.eval_shape(flat, *specs)  # JAX keeps the trace, which says the names.
         return program_cache.Made(flat, names)

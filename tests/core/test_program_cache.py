@@ -62,6 +62,31 @@ def test_what_a_program_is_made_for_tells_it_from_others(folder, monkeypatch):
     assert make.count == len(list(folder.iterdir())) == 5
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "matters"),
+    [
+        ("jax_default_prng_impl", "rbg", True),
+        ("jax_random_seed_offset", 7, True),
+        ("jax_threefry_partitionable", False, True),
+        ("jax_high_dynamic_range_gumbel", True, True),
+        ("jax_numpy_rank_promotion", "raise", True),
+        ("jax_enable_x64", True, True),
+        ("jax_compilation_cache_dir", "/elsewhere", False),
+        ("jax_log_compiles", True, False),
+    ],
+)
+def test_settings_that_change_programs_tell_them_apart(monkeypatch, name, value, matters):
+    before, was = program_cache._settings(), jax.config.values[name]
+    jax.config.update(name, value)
+    try:
+        assert (program_cache._settings() != before) == matters
+    finally:
+        jax.config.update(name, was)
+    assert program_cache._settings() == before
+    monkeypatch.setenv("RLK_STRICT", "1")  # A program that was made strictly has no implementation in another's place.
+    assert program_cache._settings() != before
+
+
 def test_the_environment_has_versions_and_sources():
     versions = program_cache._environment()
     assert jax.__version__ in versions and len(versions[-1]) == 64

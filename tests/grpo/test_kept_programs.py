@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlk_jax.core import program_cache
 from rlk_jax.grpo import text_steps
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.kept_programs import KeptProgram
@@ -74,12 +75,19 @@ def test_what_programs_are_made_from_tells_them_apart(files, tmp_path):
 
 
 @pytest.fixture
-def doubled() -> KeptProgram:
+def traces() -> list[nnx.State]:
+    """The states that `doubled` was traced with."""
+    return []
+
+
+@pytest.fixture
+def doubled(traces) -> KeptProgram:
     """A program that doubles the arrays of a state, and says their sum."""
     mesh = make_mesh(GrpoConfig())
     lies = NamedSharding(mesh, PartitionSpec())
 
     def double(states: nnx.State, by: jax.Array) -> tuple[nnx.State, dict[str, jax.Array]]:
+        traces.append(states)
         new = jax.tree.map(lambda x: x * by, states)
         return new, {"sum": sum(x.sum() for x in jax.tree.leaves(new)), "by": by}
 
@@ -98,6 +106,19 @@ def test_states_are_updated_in_place_and_results_have_their_names(folder, double
     helpers.assert_same_bits(ours, theirs)
     assert list(ours[1]) == ["by", "sum"] and ours[1]["sum"] == 14
     np.testing.assert_array_equal(ours[0]["a"], [0, 2, 4])
+
+
+@pytest.mark.parametrize("kept", ["on disk", "off", "not to be exported"])
+def test_a_process_traces_it_once(folder, doubled, traces, monkeypatch, kept):
+    if kept == "off":
+        monkeypatch.setenv("RLK_CACHE", "off")
+    if kept == "not to be exported":
+        monkeypatch.setattr(program_cache, "_exported", lambda function, specs, _: function.trace(*specs) and None)
+    given, by = nnx.State({"a": jnp.arange(3.0), "b": jnp.ones((2, 2))}), jnp.float32(2)
+    doubled.shapes(given, by)
+    doubled.lower(given, by)
+    doubled(given, by)
+    assert len(traces) == 1 and (kept != "on disk" or len(list(folder.iterdir())) == 1)
 
 
 def test_shapes_and_the_lowered_program_are_those_of_calls(folder, doubled, caplog):
