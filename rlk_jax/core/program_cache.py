@@ -155,7 +155,7 @@ def _version(package: str) -> str:
         return ""
 
 
-_PARTS_OF_OTHER_SETTINGS = ("cache", "device", "dump", "log", "platform", "traceback", "transfer")
+_PARTS_OF_OTHER_SETTINGS = ("cache", "device", "dump", "_log_", "logging", "platform", "traceback", "transfer")
 """Parts of the names of JAX's settings that say where and how loudly it works, and not what a program is."""
 
 

@@ -70,6 +70,7 @@ def test_what_a_program_is_made_for_tells_it_from_others(folder, monkeypatch):
         ("jax_threefry_partitionable", False, True),
         ("jax_high_dynamic_range_gumbel", True, True),
         ("jax_numpy_rank_promotion", "raise", True),
+        ("jax_use_hlo_logistic_lowering", True, True),
         ("jax_enable_x64", True, True),
         ("jax_compilation_cache_dir", "/elsewhere", False),
         ("jax_log_compiles", True, False),
