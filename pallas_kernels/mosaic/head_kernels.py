@@ -3,8 +3,9 @@
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
-from pallas_kernels.mosaic.gradients import add_hidden_gradient, column_sums, store_weight_gradient
+from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
 from pallas_kernels.mosaic.statistics import partials
+from pallas_kernels.mosaic.weight_gradient import column_sums, store_weight_gradient
 
 __all__ = (
     "add_hidden_gradient",

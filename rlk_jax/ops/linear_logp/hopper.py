@@ -13,16 +13,14 @@ alike.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import (
-    GradientRows,
     KeptExponentials,
-    KeptRowMap,
     LogitsConfig,
     Partials,
     Softmax,
@@ -31,26 +29,21 @@ from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.rows import Compacted, compact
-from rlk_jax.core.softmax import fp16_scale, gradient_bound, scaling
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients
+from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
 from rlk_jax.ops.linear_logp.hopper_plan import (
     ChunkRange,
     HopperPlan,
-    backward_plan,
     forward_plan,
     kept_chunks,
-    replaces_kept,
     vocabulary_of,
 )
 from rlk_jax.ops.linear_logp.hopper_slices import matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import (
-    Gradients,
     HeadConfig,
     LinearLogpFunctions,
-    Needs,
     Operands,
     head_dim,
 )
@@ -87,7 +80,7 @@ def _functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> L
     return LinearLogpFunctions(
         functools.partial(_partials, kernels, machine),
         functools.partial(_merge, kernels, machine),
-        functools.partial(_gradients, kernels, machine),
+        functools.partial(gradients, kernels, machine),
         functools.partial(by_kernel, lambda: kernels().gemm, machine),
     )
 
@@ -106,20 +99,13 @@ def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
     return jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32).at[block, chunk].set(1, mode="drop")
 
 
-class _KeptForBackward(NamedTuple):
-    """What a forward keeps for the backward of the same tokens: exponentials, and which row of them each token has."""
-
-    exponentials: KeptExponentials
-    place: Array
-
-
 def _partials(
     kernels: Callable[[], HeadKernels],
     machine: Machine | None,
     config: HeadConfig,
     operands: Operands,
     tokens: Tokens,
-) -> tuple[Partials, tuple[Compacted, _KeptForBackward | None]]:
+) -> tuple[Partials, tuple[Compacted, KeptForBackward | None]]:
     """The partials of every group by row of the kernels; which token is in which row, and what is kept."""
     use, machine = kernels(), machine or default_machine()
     n, dim = operands.hidden.shape[0], head_dim(config, operands)
@@ -152,7 +138,7 @@ def _partials(
     kept = None
     if exponentials is not None:
         place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
-        kept = _KeptForBackward(KeptExponentials(jax.freeze(exponentials), of_chunks.shift[:keeping]), place)
+        kept = KeptForBackward(KeptExponentials(jax.freeze(exponentials), of_chunks.shift[:keeping]), place)
     return varying_like((groups, (rows, kept)), typed)
 
 
@@ -161,91 +147,10 @@ def _merge(
     machine: Machine | None,
     config: HeadConfig,
     groups: Partials,
-    state: tuple[Compacted, _KeptForBackward | None],
-) -> tuple[LinearLogp, Softmax, _KeptForBackward | None]:
+    state: tuple[Compacted, KeptForBackward | None],
+) -> tuple[LinearLogp, Softmax, KeptForBackward | None]:
     """The values and the softmax of every token, from the groups of the whole vocabulary."""
     groups, (rows, kept) = as_replicated((groups, state))
     softmax = jax.tree.map(rows.spread, kernels().fold_groups(groups, rows.count, machine or default_machine()))
     softmax, kept = fusion_barrier((softmax, kept))
     return LinearLogp(softmax.logp, softmax.lse if config.return_lse else None, softmax.entropy), softmax, kept
-
-
-def _gradients(
-    kernels: Callable[[], HeadKernels],
-    machine: Machine | None,
-    config: HeadConfig,
-    needs: Needs,
-    operands: Operands,
-    tokens: Tokens,
-    softmax: Softmax,
-    kept: _KeptForBackward | None,
-    upstream: LinearLogp,
-) -> Gradients:
-    """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db."""
-    use, machine = kernels(), machine or default_machine()
-    n, dim = operands.hidden.shape[0], head_dim(config, operands)
-    dtype = operands.hidden.dtype
-    if upstream.entropy is not None:
-        # The entropy's gradient needs logits more exactly than rounded exponentials tell them.
-        kept = None
-    operands, tokens, softmax, kept, upstream = fusion_barrier(
-        as_replicated((operands, tokens, softmax, kept, upstream))
-    )
-    keeping = 0 if kept is None else kept.exponentials.exponentials.shape[1] // COLUMNS
-    plan = backward_plan(config, dim, n, needs=needs, dtype=dtype, kept=keeping)
-    rows = compact(tokens.active, plan.rows)
-    stored = None if kept is None else (kept.exponentials, _kept_row_map(plan, rows, kept.place))
-    hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
-    row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
-    row_coefficients = use.coefficients(row_facts, machine)
-    row_scaling = None if row_facts.scale is None else scaling(rows, row_facts.scale)
-    written = new_head_gradients(plan, needs, operands, (hidden, low_rank_hidden), row_scaling)
-
-    def step(chunks: ChunkRange, index: Any) -> None:
-        part = slice_of(plan, chunks, index, operands, rows)
-        logits = LogitsConfig(part.head, config.logit_softcap)
-        memory = lax.empty((plan.matrix_rows, chunks.width * COLUMNS), dtype)
-        if chunks.is_kept and stored is not None:
-            exponentials, row_map = stored
-            if replaces_kept(config, dim):
-                memory, exponentials = exponentials.exponentials, exponentials._replace(exponentials=None)
-            buffer = jax.new_ref(memory)
-            use.dlogits_from_kept_exponentials(
-                part.head.vocabulary, machine, part.where, exponentials, row_map, row_coefficients, buffer
-            )
-        else:
-            buffer = jax.new_ref(memory)
-            head = (part.where, hidden, part.weight, part.bias)
-            use.dlogits(logits, machine, *head, row_coefficients, buffer, part.term(low_rank_hidden))
-        written.add(use, machine, chunks, part, jax.freeze(buffer))
-
-    over_slices(plan, step)
-    return written.complete(operands, rows)
-
-
-def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: LinearLogp, dtype: Any) -> GradientRows:
-    """What the gradient kernels take for each row. Rows that hold no token have values for which exponentials
-    and gradients are 0 whatever the bias.
-    """
-    scale = fp16_scale(gradient_bound(tokens.temperature, upstream)) if dtype == jnp.float16 else None
-    return GradientRows(
-        target_ids=rows.take(tokens.target_ids),
-        temperature=rows.take(tokens.temperature, 1),
-        logp=rows.take(softmax.logp),
-        shift=rows.take(softmax.shift, jnp.inf),
-        total=rows.take(softmax.total, 1),
-        gap=None if upstream.entropy is None else rows.take(softmax.gap),
-        g_logp=rows.take(upstream.logp),
-        g_lse=None if upstream.lse is None else rows.take(upstream.lse),
-        g_entropy=None if upstream.entropy is None else rows.take(upstream.entropy),
-        scale=None if scale is None else rows.take(scale, 1),
-    )
-
-
-def _kept_row_map(plan: HopperPlan, rows: Compacted, place: Array) -> KeptRowMap:
-    """Where the backward's rows are among the forward's. The forward may have more rows: tokens whose upstream
-    gradients are 0 are active there alone.
-    """
-    own = jnp.arange(plan.rows, dtype=jnp.int32)
-    row = jnp.where(own < rows.count, rows.take(place), own)
-    return KeptRowMap(row, jnp.any(row != own, keepdims=True).astype(jnp.int32))

@@ -21,9 +21,11 @@ from pallas_kernels.hopper.arrays import (
 )
 from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
-from pallas_kernels.mosaic import gradients, statistics
+from pallas_kernels.mosaic import statistics
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
+from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
+from pallas_kernels.mosaic.weight_gradient import column_sums, store_weight_gradient
 from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.fixed_order import column_groups
 from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
@@ -181,7 +183,7 @@ def hidden_gradient(p: Problem) -> Configuration:
         rounded = None if p.shard else jax.new_ref(lax.empty(shape, p.dtype))
         out = HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded)
         chain = range(p.head.vocabulary.chunks)
-        gradients.add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, chain, out)
+        add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, chain, out)
         return jax.tree.map(jax.freeze, out)
 
     arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "weight": p.weight}
@@ -191,7 +193,7 @@ def hidden_gradient(p: Problem) -> Configuration:
 def weight_gradient(p: Problem) -> Configuration:
     def run(where, slice_dlogits, hidden, unscale):
         out = jax.new_ref(lax.empty(p.weight.shape, p.dtype))
-        gradients.store_weight_gradient(p.head, MACHINE, where, slice_dlogits, hidden, unscale, out)
+        store_weight_gradient(p.head, MACHINE, where, slice_dlogits, hidden, unscale, out)
         return jax.freeze(out)
 
     unscale = jax.ShapeDtypeStruct((1,), jnp.float32) if p.dtype == jnp.float16 else None
@@ -202,7 +204,7 @@ def weight_gradient(p: Problem) -> Configuration:
 
 def bias_gradient(p: Problem) -> Configuration:
     def run(where, slice_dlogits, row_unscale):
-        return gradients.column_sums(where, slice_dlogits, row_unscale, MACHINE)
+        return column_sums(where, slice_dlogits, row_unscale, MACHINE)
 
     row_unscale = p.vector(p.dtype == jnp.float16)
     arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "row_unscale": row_unscale}
