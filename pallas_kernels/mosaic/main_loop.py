@@ -51,8 +51,8 @@ class Block(NamedTuple):
 class Stretch:
     """A part of K along which both operands of a tile lie in one array each. `refs` are references to the arguments."""
 
-    steps: Callable[[Any], Any]
-    """`steps(refs)` returns how many steps of 64 along K there are."""
+    steps: Callable[[Any, Block], Any]
+    """`steps(refs, block)` returns how many steps of 64 along K there are."""
     load_a: Callable[[Any, Block, Array], Ref]
     """`load_a(refs, block, k)` returns the part of A that step k of a tile multiplies."""
     load_b: Callable[[Any, Block, Array], Ref]
@@ -238,7 +238,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             def visit(block: Block, count: Array) -> Array:
                 for stretch in product.stretches:
                     load_a, load_b = (functools.partial(x, refs, block) for x in (stretch.load_a, stretch.load_b))
-                    count = ring.load(count, stretch.steps(refs), load_a, load_b)
+                    count = ring.load(count, stretch.steps(refs, block), load_a, load_b)
                 return count
 
             ring.drain(over_tiles(visit))
@@ -248,7 +248,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             plgpu.set_max_registers(232, action="increase")
 
             def visit(block: Block, count: Array) -> Array:
-                steps = functools.reduce(operator.add, (stretch.steps(refs) for stretch in product.stretches))
+                steps = functools.reduce(operator.add, (stretch.steps(refs, block) for stretch in product.stretches))
 
                 def tile_of(start: Array | None = None) -> Array:
                     def accumulate(acc: Ref) -> tuple[Array, Array]:

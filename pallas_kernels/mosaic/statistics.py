@@ -222,7 +222,7 @@ def product_with_head(
             weight_gmem = pair_of(refs)[1]
             return weight_gmem.at[columns, depth] if head.layout == "vd" else weight_gmem.at[depth, columns]
 
-        return Stretch(lambda refs: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
+        return Stretch(lambda refs, block: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
 
     stretches = [stretch(hidden.shape[1], lambda refs: (refs.hidden_gmem, refs.weight_gmem))]
     if low_rank is not None:

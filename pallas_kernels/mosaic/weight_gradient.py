@@ -104,7 +104,7 @@ def store_weight_gradient(
             return row_clusters(chunks * COLUMNS, tile.cluster_rows), -(-dim // tile.columns)
         return padded(dim, tile.cluster_rows) // tile.cluster_rows, chunks
 
-    def steps(refs: _WeightGradientArguments) -> Array:
+    def steps(refs: _WeightGradientArguments, block: Block) -> Array:
         return row_clusters(refs.where_gmem.rows[0], DEPTH)
 
     def load_a(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:

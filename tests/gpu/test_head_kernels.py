@@ -149,9 +149,11 @@ def test_run_to_run(kernels, whole):
         assert_same_bits(helpers.outputs(BITS, problem, kernels), (rows, head))
 
 
-@pytest.mark.parametrize("budget", [1, 2**20, 64 * 2**20, 512 * 2**20, 4 * 2**30])
+@pytest.mark.parametrize("budget", [1, 2**20, 20 * 2**20, 64 * 2**20, 512 * 2**20, 4 * 2**30])
 def test_memory_budgets(kernels, whole, budget):
-    """One chunk a slice to all of them: the chain of dH is cut at every chunk, at multiples of 64, or not at all."""
+    """One chunk a slice to all of them: chains of dH are cut at every chunk, at multiples of 64, or not at all, and
+    groups are summed up one by one or at once.
+    """
     problem, rows, head = whole
     assert_same_bits(helpers.outputs(BITS, problem, kernels, memory_budget=budget), (rows, head))
 
