@@ -7,9 +7,9 @@ namespace {
 
 constexpr int kSteps = kChunk / kDepth;  // over the columns of a full chunk
 
-// Sums up dlogits·W over the columns of one slice. Each group of the vocabulary has a float32 chain, which goes on from
-// where the slice before left it, and the groups are folded in ascending order, here where there is a `total`. So
-// slices change no bits. The column blocks are those of the first group, then those of the next one, and so on.
+// Adds dlogits·W over one slice to the sums of dH. Each element has a float32 chain for each group of the vocabulary,
+// which goes on from where the slice before left it, so that slices change no bits. Where there is a `total`, the chain
+// of a group that the slice ends is folded into it. Column blocks are those of the first group, then those of the next.
 template <typename T, bool kIsDv>
 struct HiddenGradientOp {
   using Type = T;

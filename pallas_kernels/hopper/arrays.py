@@ -126,7 +126,7 @@ class HiddenGradient(NamedTuple):
     chains: float32 `[groups, rows, columns]` where every group has a chain of its own, `[1, rows, columns]` for the
     group that a slice may end inside, None where no slice ends inside a group. total: float32 `[rows, columns]`, the
     fold of the groups so far in ascending order, or None where every group has its chain. rounded: `[rows, columns]`,
-    what the last group's fold is rounded to, or None. Columns are a multiple of 256.
+    what the fold of all groups is rounded to, or None. Columns are a multiple of 256.
     """
 
     chains: Any
