@@ -93,19 +93,14 @@ def add_hidden_gradient(
         piece = piece_of(refs, block)
         return vocabulary.steps_before(piece.end) - vocabulary.steps_before(piece.first)
 
-    def place_of_step(refs: _HiddenGradientArguments, block: Block, k: Array) -> tuple[Array, Array]:
-        """The slice's chunk that step k of a piece reads, and the step's first column in it."""
-        chunk, step = vocabulary.place(vocabulary.steps_before(piece_of(refs, block).first) + k)
-        return chunk - refs.where_gmem.first_chunk[0], step * DEPTH
-
     def load_a(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
-        chunk, offset = place_of_step(refs, block, k)
-        return refs.dlogits_gmem.at[pl.ds(block.row, tile.rows), pl.ds(chunk * COLUMNS + offset, DEPTH)]
+        chunk = piece_of(refs, block).first - refs.where_gmem.first_chunk[0]
+        return refs.dlogits_gmem.at[pl.ds(block.row, tile.rows), pl.ds(chunk * COLUMNS + k * DEPTH, DEPTH)]
 
     def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
-        chunk, offset = place_of_step(refs, block, k)
-        depth = pl.ds(head.row(refs.where_gmem.first_chunk[0], chunk) + offset, DEPTH)
-        wide = pl.ds(column_of(block), tile.columns)
+        slice_first = refs.where_gmem.first_chunk[0]
+        first = head.row(slice_first, piece_of(refs, block).first - slice_first)
+        depth, wide = pl.ds(first + k * DEPTH, DEPTH), pl.ds(column_of(block), tile.columns)
         return refs.weight_gmem.at[depth, wide] if head.layout == "vd" else refs.weight_gmem.at[wide, depth]
 
     def finish(refs: _HiddenGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
