@@ -76,7 +76,7 @@ def add_hidden_gradient(
     n, dim = dlogits.shape[0], weight.shape[1 if head.layout == "vd" else 0]
     groups_at_once = vocabulary.groups if out.total is None else 1
     tile = hidden_gradient_tile(n, dim, groups_at_once)
-    column_blocks = -(-dim // tile.columns)
+    column_blocks, loaded_rows = -(-dim // tile.columns), min(n, tile.rows)
 
     def piece_of(refs: _HiddenGradientArguments, block: Block) -> _Piece:
         group = refs.groups_gmem.first[0] + lax.div(block.column_block, jnp.int32(column_blocks))
@@ -95,7 +95,7 @@ def add_hidden_gradient(
 
     def load_a(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
         chunk = piece_of(refs, block).first - refs.where_gmem.first_chunk[0]
-        return refs.dlogits_gmem.at[pl.ds(block.row, tile.rows), pl.ds(chunk * COLUMNS + k * DEPTH, DEPTH)]
+        return refs.dlogits_gmem.at[pl.ds(block.row, loaded_rows), pl.ds(chunk * COLUMNS + k * DEPTH, DEPTH)]
 
     def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
         slice_first = refs.where_gmem.first_chunk[0]
@@ -160,5 +160,6 @@ def add_hidden_gradient(
         ),
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
+        loaded_rows=loaded_rows,
     )
     multiply(product, machine, _HiddenGradientArguments(where, groups, dlogits, weight, unscale, out))

@@ -81,6 +81,8 @@ class Product:
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
     """The epilogue `finish(refs, block, product, staging_smem)`. It loads what it needs, calls `product(start=None)`
     once for the float32 tile `[64, columns]`, and then stores."""
+    loaded_rows: int | None = None
+    """How many rows of a tile of A are loaded, where A has fewer than a tile. Products of the others are undefined."""
     store_dtype: Any = None
     """The dtype of what `finish` stores by `store_through`, or None where it stores without shared memory."""
     strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
@@ -156,7 +158,10 @@ class _StageRing:
 
             shared = "cluster" if cluster > 1 else None
             full = self.full_barriers.at[slot]
-            plgpu.copy_gmem_to_smem(a_of(k), self.a_smem.at[slot], full)
+            a_smem = self.a_smem.at[slot]
+            if self.product.loaded_rows is not None:
+                a_smem = a_smem.at[pl.ds(0, self.product.loaded_rows)]
+            plgpu.copy_gmem_to_smem(a_of(k), a_smem, full)
             plgpu.copy_gmem_to_smem(b_of(k), self.b_smem.at[slot], full, collective_axes=shared)
             return count + 1
 
@@ -319,6 +324,15 @@ def store_through(
         plgpu.commit_smem()
         store(strip, strip_smem)
         plgpu.commit_smem_to_gmem_group()
+
+
+def store_rows(strip_smem: Ref, out_gmem: Ref, row: Array, columns: Any) -> None:
+    """Issue the copy of a strip to the rows from `row` on, for `store_through`; those that `out_gmem` does not have are
+    left out.
+    """
+    rows = min(WARPGROUP_ROWS, out_gmem.shape[0])
+    to_gmem = out_gmem.at[pl.ds(row, rows), columns]
+    plgpu.copy_smem_to_gmem(strip_smem.at[pl.ds(0, rows)], to_gmem, commit_group=False)
 
 
 def row_vector(vector_gmem: Ref, row: Array) -> Array:

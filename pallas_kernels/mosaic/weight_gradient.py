@@ -146,7 +146,7 @@ def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, ma
 
         def block_sum(block: Array) -> Array:
             total = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
-            for i in range(WARPGROUP_ROWS):
+            for i in range(min(WARPGROUP_ROWS, dlogits.shape[0])):
                 row = block * WARPGROUP_ROWS + i
                 values = plgpu.load(dlogits_gmem.at[row, here], layout=layout, optimized=False).astype(jnp.float32)
                 total = total + (values if row_unscale_gmem is None else values * row_unscale_gmem[row])

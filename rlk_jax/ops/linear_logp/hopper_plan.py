@@ -54,19 +54,33 @@ class HopperPlan:
         return any(x.first % each or (x.slices > 1 and x.width % each) for x in self.ranges)
 
     @property
+    def buffer_chunks(self) -> int:
+        """Chunks that the memory for one slice's dlogits holds, in all ranges alike: kernels are made for its size."""
+        return max(x.width for x in self.ranges)
+
+    @property
     def slices(self) -> int:
         """How many slices there are in all ranges."""
         return sum(x.slices for x in self.ranges)
 
     @property
     def matrix_rows(self) -> int:
-        """Rows of hidden and of dlogits: whole tiles."""
-        return padded(self.tokens, statistics_tile(self.tokens).cluster_rows)
+        """Rows of hidden and of dlogits."""
+        return matrix_rows(self.tokens)
 
     @property
     def rows(self) -> int:
         """Rows of arrays with one number per token: a multiple of a warpgroup's threads, each of which has a row."""
         return padded(self.matrix_rows, THREADS)
+
+
+def matrix_rows(tokens: int) -> int:
+    """Rows of hidden and of dlogits for so many tokens: whole tiles; where one is not full, as few as a load can bring.
+
+    What is loaded for nothing slows the stream of the head.
+    """
+    tile = statistics_tile(tokens)
+    return padded(tokens, 8 if tokens <= 64 else tile.cluster_rows)
 
 
 def vocabulary_of(config: HeadConfig) -> Vocabulary:
@@ -107,7 +121,7 @@ class BufferSizes:
 
 def kept_bytes(tokens: int) -> int:
     """Bytes of one chunk's kept exponentials and their shifts."""
-    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+    rows = matrix_rows(tokens)
     return 2 * COLUMNS * rows + 4 * padded(rows, THREADS)
 
 
@@ -151,8 +165,7 @@ def replaces_kept(config: HeadConfig, dim: int) -> bool:
 
 def chain_bytes(dim: int, tokens: int) -> int:
     """Bytes of one float32 sum of dH."""
-    rows = padded(padded(tokens, statistics_tile(tokens).cluster_rows), THREADS)
-    return 4 * rows * padded(dim, COLUMNS)
+    return 4 * padded(matrix_rows(tokens), THREADS) * padded(dim, COLUMNS)
 
 
 def sums_groups_at_once(config: HeadConfig, dim: int, tokens: int) -> bool:
@@ -221,7 +234,7 @@ def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtyp
     """What a backward without kept exponentials holds. In float16, dW needs rescaled rows of hidden too. Sums of dH for
     every group are held where they are not what the caller asks for.
     """
-    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+    rows = matrix_rows(tokens)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
     copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
     fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies
