@@ -149,8 +149,7 @@ def kept(handle: Tensor, *, is_last: bool) -> Any:
     if int(handle) not in _kept:
         raise RuntimeError(
             "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that "
-            "autograd saved: hooks on saved tensors must not put a copy in its place. A backward that did not retain "
-            "the graph has used it up, even where it failed."
+            "autograd saved: hooks on saved tensors must not put a copy in its place."
         )
     return _kept.pop(int(handle)) if is_last else _kept[int(handle)]
 

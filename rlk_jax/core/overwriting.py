@@ -4,7 +4,7 @@ XLA writes to an argument's memory where the argument is donated and a result ta
 copy. A program that has no such result returns `room` besides its own results, and its caller drops that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,14 @@ LEAST_BYTES = 2**20
 def large(arrays: Sequence[Any]) -> tuple[int, ...]:
     """The positions of the arrays that are worth overwriting."""
     return tuple(i for i, x in enumerate(arrays) if x.size * x.dtype.itemsize >= LEAST_BYTES)
+
+
+def donating(function: Callable[..., Any], donated: Sequence[int]) -> Any:
+    """The jitted function, with the arguments at these positions donated.
+
+    One that it does not use is donated, too: else its room would take memory of its own.
+    """
+    return jax.jit(function, donate_argnums=donated, keep_unused=True)
 
 
 def room(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -24,6 +24,7 @@ import jax.export
 from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.cuda.build import cache_folder
+from rlk_jax.core import overwriting
 from rlk_jax.core.dispatch import log
 from rlk_jax.core.kernel_compilation import compile_kernels
 
@@ -56,7 +57,7 @@ def compiled(
     share_xla_cache(device)
     with jax.default_device(device):
         found, is_new = kept(key, specs, device, make)
-        lowered = jax.jit(found.function, donate_argnums=donated).lower(*specs)
+        lowered = overwriting.donating(found.function, donated).lower(*specs)
         if is_new:  # XLA's own cache has what was compiled for a program on disk.
             compile_kernels(lowered, device)
         return lowered.compile(), found.facts
