@@ -1,4 +1,8 @@
-"""A donated argument's memory becomes a result's. That nothing is copied on a GPU is for sm90.py to see: see there."""
+"""A donated argument's memory becomes a result's.
+
+On a CPU XLA fills the room, and so copies what is overwritten. tests/pallas_kernels/mosaic/sm90.py looks for copies in
+programs for a GPU.
+"""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ def kept_arrays() -> list[jax.Array]:
 
 
 def test_the_backward_writes_over_what_was_kept():
-    """tests/pallas_kernels/mosaic/sm90.py looks for copies on a GPU. On a CPU the room itself is written."""
+    """Its result is right although XLA on a CPU fills the room, too."""
 
     @jax.custom_vjp
     def squares(x):
