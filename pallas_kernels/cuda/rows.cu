@@ -185,8 +185,9 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums 
     const int rows = static_cast<int>(min(int64_t{64}, s.dlogits.rows - block * 64));
     float2 of_block = {0, 0};
 #pragma unroll 16
-    for (int i = 0; i < rows; ++i) {
-      const float2 values = floats_of(there[i * stride / 2]);
+    for (int i = 0; i < 64; ++i) {
+      // A loop over the rows alone would wait for each of the last ones.
+      const float2 values = i < rows ? floats_of(there[i * stride / 2]) : float2{0, 0};
       const float unscale = s.row_unscale == nullptr ? 1.0f : s.row_unscale[block * 64 + i];
       of_block.x = fmaf(values.x, unscale, of_block.x);
       of_block.y = fmaf(values.y, unscale, of_block.y);
