@@ -85,11 +85,12 @@ def partials(
 ) -> None:
     """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
-    hidden `[rows, D]` holds whole tiles of rows; weight is stored as `logits.head` says; bias is float32
-    `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
-    `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
-    searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
-    room for. low_rank is a term of the head, or None: the chain of a product goes on over its r columns.
+    hidden `[rows, D]` holds whole tiles of rows, or a multiple of 8 below 64; weight is stored as `logits.head` says;
+    bias is float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 have a value for each row of
+    whole tiles. holds_target, int32 `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk;
+    with None every chunk is searched. kept, a reference to bfloat16 `[hidden's rows, first chunks · 256]`, takes the
+    exponentials of the chunks it has room for. low_rank is a term of the head, or None: the chain of a product goes on
+    over its r columns.
     """
     references = [x for x in (*out, kept) if x is not None]
     found = _call(
@@ -214,7 +215,7 @@ def add_hidden_gradient(
     it `groups` is one group: a slice that ends inside it leaves the chain in `out.chains`, and one that ends it adds
     the chain to `out.total`, which the first group starts. The last group of the vocabulary multiplies each row of the
     fold by unscale, float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.total` where
-    `rounded` is None.
+    `rounded` is None. Rows of the sums behind the last row of dlogits hold anything.
     """
     references = [x for x in out if x is not None]
     found = _call(
@@ -223,7 +224,7 @@ def add_hidden_gradient(
         (*where[:3], dlogits, weight, *groups),
         (unscale,),
         head=_head(head),
-        tile=_tile(gemm_tile(references[0].shape[-2]), machine),
+        tile=_tile(gemm_tile(dlogits.shape[0]), machine),
         has_chains=out.chains is not None,
         has_total=out.total is not None,
     )

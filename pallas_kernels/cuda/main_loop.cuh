@@ -94,10 +94,11 @@ __device__ __forceinline__ int steps_of_tile(const Op& op, int column_block) {
   return steps;
 }
 
-// The tensor maps of the operands along each stretch, and of what is stored.
+// The tensor maps of the operands along each stretch, and of what is stored, and the bytes that each step loads.
 template <class Op>
 struct Maps {
   CUtensorMap a[Op::kStretches], b[Op::kStretches], out;
+  int step_bytes;
 };
 
 // How many blocks of size `width` hold `size` elements.
@@ -150,7 +151,6 @@ template <class Op>
 __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const SharedMemory<Op>& memory, const Order& order,
                                         const Maps<Op>& maps) {
   const int rank = cluster_rank();
-  const int stage_bytes = (tile.rows + Op::kColumns) * kStepBytes;
   const uint16_t everyone = static_cast<uint16_t>((1 << tile.cluster) - 1);
   // Each block of a cluster loads a part of B for all blocks: some of its columns, or of the 64 rows of its only box.
   const int part = Op::kColumns / tile.cluster, first = rank * part;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
         const int stage = step.stage(tile);
         const uint32_t full = memory.full(stage), a = memory.a(stage), b = memory.b(stage);
         barrier_wait(memory.empty(stage), step.parity(tile) ^ 1);
-        barrier_expect(full, stage_bytes);
+        barrier_expect(full, maps.step_bytes);
         const int a_depth = steps.a_depth + k * kDepth, b_depth = steps.b_depth + k * kDepth;
         if constexpr (Op::kTransposeA) {
           for (int i = 0; i < tile.rows / 64; ++i) load_box(a + i * kBlockBytes, a_map, row + 64 * i, a_depth, full);

@@ -125,7 +125,7 @@ def test_constants_of_a_program_give_the_bits_of_arguments(kernels, whole):
     assert_same_bits(jax.jit(jax.grad(loss))(problem.hidden), rows[-1])
 
 
-@pytest.mark.parametrize("n", [1, 7, 64, 100, 128, 129, 1000, 4096])
+@pytest.mark.parametrize("n", [1, 7, 20, 64, 100, 128, 129, 1000, 4096])
 def test_rows_do_not_depend_on_the_batch(kernels, whole, n):
     problem, rows, _ = whole
     rng = np.random.default_rng(n)
