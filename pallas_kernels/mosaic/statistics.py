@@ -180,12 +180,12 @@ def store_partial(
     scaling = exponent_scaling(values.max(axis=1), tile.scale)
     y_minus_shift = scaling.exponents(values)
     exponentials = jnp.exp2(y_minus_shift)
-    out_gmem.shift[there] = scaling.shift
-    out_gmem.total[there] = exponentials.sum(axis=1)
-    out_gmem.target[there] = picked
     if out_gmem.gap is not None:
         # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
         out_gmem.gap[there] = (exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+    out_gmem.shift[there] = scaling.shift
+    out_gmem.total[there] = exponentials.sum(axis=1)
+    out_gmem.target[there] = picked
     return exponentials
 
 

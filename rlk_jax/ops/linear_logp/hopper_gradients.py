@@ -69,7 +69,7 @@ class HeadGradients:
             else:
                 store(product.d_weight)
         if self.d_bias is not None:
-            sums = use.column_sums(part.where, dlogits, row_unscale, machine)
+            sums = use.column_sums(part.where, dlogits, row_unscale, machine)[: part.columns.size]
             self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
 
     def _over_groups(self, where: VocabSlice, add: Callable[[GroupRange], None]) -> None:

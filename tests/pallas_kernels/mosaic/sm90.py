@@ -115,7 +115,7 @@ def scanned(every: bool) -> Iterator[Verdict]:
     exponentials. Unless every op is asked for, only gradients are compiled, which have the kernels of the values too.
     """
     trace_for_h200()
-    # There are more than 64 tokens, so that exponentials are kept.
+    # In bfloat16 and without a softcap exponentials are kept.
     a, b, c = ((4, 96, 512), jnp.bfloat16), ((4, 512, 4096), jnp.bfloat16), ((4, 96, 4096), jnp.bfloat16)
     ids = ((4, 96), jnp.int32)
 
@@ -224,7 +224,7 @@ def overwritten() -> Iterator[Verdict]:
 
 
 def side_by_side() -> Iterator[Verdict]:
-    """Whether `compile_kernels` leaves a program none to compile, and kept and recomputed slices share the kernels of dH
+    """Whether `compile_kernels` leaves a program none to compile, and kept and recomputed slices share kernels of dH
     and dW. No other program here has kernels of this head.
     """
     trace_for_h200()

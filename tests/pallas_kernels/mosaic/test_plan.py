@@ -203,7 +203,7 @@ def test_what_is_kept():
     padded_head = options(131072, keeps=True, real_vocab_size=131000, memory_budget=2**34)
     assert hopper_plan.kept_chunks(padded_head, 4096, 4096, jnp.bfloat16) == 511  # the last chunk's rows are copied
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**25), 4096, 4096, jnp.bfloat16) == 0
-    assert hopper_plan.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(keeping, 4096, 1, jnp.bfloat16) == 512
     assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512

@@ -240,7 +240,7 @@ def configurations() -> Iterator[Configuration]:
         options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
         for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}, {"shard": True}):
             yield forward(Problem(**head, **options))
-            if softcap is None and rows > 64:
+            if softcap is None:
                 yield forward(Problem(keeps=True, **head, **options))
         for vocab, dtype in itertools.product((131072, 151936), (jnp.bfloat16, jnp.float16)):
             yield logit_gradients(Problem(vocab=vocab, dtype=dtype, **options))
