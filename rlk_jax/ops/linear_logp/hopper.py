@@ -110,12 +110,12 @@ def _partials(
     use, machine = kernels(), machine or default_machine()
     n, dim = operands.hidden.shape[0], head_dim(config, operands)
     typed = operands.hidden
-    operands, tokens = fusion_barrier(as_replicated((operands, tokens)))
+    operands, tokens = as_replicated((fusion_barrier(operands), tokens))
     keeping = kept_chunks(config, dim, n, operands.hidden.dtype)
     plan, vocabulary = forward_plan(config, dim, n, keeping), vocabulary_of(config)
     rows = compact(tokens.active, plan.rows, all_active=not config.may_ignore)
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
-    target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
+    target_ids, temperature = fusion_barrier((rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)))
 
     holds_target = _holds_target(plan, target_ids)
 

@@ -56,7 +56,7 @@ class HeadGradients:
         for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
             if product.d_hidden is not None and weight is not None:
                 add = functools.partial(use.add_hidden_gradient, *of_slice, weight, row_unscale)
-                self._over_groups(part.where, functools.partial(add, out=product.d_hidden))
+                self._over_groups(chunks, part.where, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
@@ -72,16 +72,20 @@ class HeadGradients:
             sums = use.column_sums(part.where, dlogits, row_unscale, machine)[: part.columns.size]
             self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
 
-    def _over_groups(self, where: VocabSlice, add: Callable[[GroupRange], None]) -> None:
-        """Call `add` with the groups of one slice: with all of them, or with one after the other."""
+    def _over_groups(self, chunks: ChunkRange, where: VocabSlice, add: Callable[[GroupRange], None]) -> None:
+        """Call `add` with the groups of one slice: with all of them, or with one after the other.
+
+        A slice of fewer groups than others of its range has empty calls: with a number of calls that only the device
+        knows, each would wait for the host.
+        """
         each = vocabulary_of(self.plan.config).group_chunks
-        first, last = where.first_chunk // each, (where.first_chunk + where.chunks - 1) // each
+        first = where.first_chunk // each
+        count = (where.first_chunk + where.chunks - 1) // each - first + 1
         if self.plan.groups_at_once:
-            add(GroupRange(first, last - first + 1))
+            add(GroupRange(first, count))
         else:
-            lax.fori_loop(
-                first[0], last[0] + 1, lambda i, _: add(GroupRange(i.reshape(1), jnp.ones(1, jnp.int32))), None
-            )
+            most = chunks.most_groups(each)
+            lax.fori_loop(0, most, lambda i, _: add(GroupRange(first + i, (i < count).astype(jnp.int32))), None)
 
     def _hidden_sums(self, sums: HiddenGradient) -> list[Array]:
         """The complete sums of rows of one product's gradient: one, or one for each group that a shard gives."""

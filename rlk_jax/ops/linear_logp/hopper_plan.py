@@ -34,6 +34,12 @@ class ChunkRange:
         """How many slices there are in the range."""
         return -(-(self.end - self.first) // self.width)
 
+    def most_groups(self, group_chunks: int) -> int:
+        """The largest number of groups, of so many chunks each, that one slice has chunks of."""
+        starts = range(self.first, self.end, self.width)
+        lasts = (min(start + self.width, self.end) - 1 for start in starts)
+        return max(last // group_chunks - start // group_chunks + 1 for start, last in zip(starts, lasts, strict=True))
+
 
 @dataclass(frozen=True)
 class HopperPlan:
