@@ -5,6 +5,7 @@ takes three products, where all tokens at once would recompute what the budget d
 64 rows, so that dW and db have the bits of sums that are not cut.
 """
 
+import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,12 +70,8 @@ def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> To
             f"the budget of {_mib(budget)} holds all exponentials but {_mib(max(missing, 0))}, no more than the "
             f"{_mib(sums)} of the weight gradient's float32 sums"
         )
-    most = tokens // _ROWS
-
-    def keeps_all(units: int) -> bool:
-        return _is_kept(config, dim, tokens, TokenBlocks(units * _ROWS, 1))
-
-    rows = _ROWS * _largest(most, keeps_all)
+    sizes = range(_ROWS, tokens, _ROWS)
+    rows = _ROWS * bisect.bisect_left(sizes, True, key=lambda x: not _keeps_all(config, dim, tokens, x))
     if rows < _LEAST_ROWS:
         return f"the budget of {_mib(budget)} keeps no {_LEAST_ROWS} tokens' exponentials over the whole vocabulary"
     count = -(-tokens // rows)
@@ -85,46 +82,31 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
 
 
-def _largest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest number from 0 to `most` for which a condition holds that holds for all smaller ones; 0 where none."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-def _is_kept(config: HeadConfig, dim: int, tokens: int, blocks: TokenBlocks) -> bool:
-    """Whether every exponential of a block is kept, but for those of columns beside padding, which are always computed
-    again.
+def _keeps_all(config: HeadConfig, dim: int, tokens: int, rows: int) -> bool:
+    """Whether every exponential of a block of so many rows is kept, but for those of columns beside padding, which are
+    always computed again.
     """
     in_place = chunks_in_place(config, dim)
-    return 0 < in_place <= kept_chunks(_config_of_block(config, dim, tokens, blocks), dim, blocks.rows, jnp.bfloat16)
+    return 0 < in_place <= kept_chunks(_config_of_block(config, dim, tokens), dim, rows, jnp.bfloat16)
 
 
-def _config_of_block(config: HeadConfig, dim: int, tokens: int, blocks: TokenBlocks) -> HeadConfig:
-    """The config of one block's forward and gradients. Its dH stays float32, as a shard's does.
-
-    The budget is that of the call without what a block holds beside exponentials and its rows of hidden: these rows
-    once more, and their dH.
-    """
-    beside = blocks.rows * padded(dim, COLUMNS) * 6
-    budget = max(1, kernel_memory_budget(config, dim, tokens) - beside)
-    return replace(config, memory_budget=budget, is_shard=True, keeps=True)
+def _config_of_block(config: HeadConfig, dim: int, tokens: int) -> HeadConfig:
+    """The config of one block's forward and gradients, whose dH stays float32 as a shard's does."""
+    return replace(config, memory_budget=kernel_memory_budget(config, dim, tokens), is_shard=True, keeps=True)
 
 
-class _Sums(NamedTuple):
+class _SumsOverBlocks(NamedTuple):
     """The float32 sums of dW `[chunks · 256, D padded to 256]` and of db `[V]`; None where none is needed."""
 
     weight: Any
     bias: Any
 
 
-def _no_sums(config: HeadConfig, needs: Needs, operands: Operands) -> _Sums:
+def _no_sums(config: HeadConfig, needs: Needs, operands: Operands) -> _SumsOverBlocks:
     """The sums over no tokens."""
     shape = vocabulary_of(config).chunks * COLUMNS, padded(operands.hidden.shape[1], COLUMNS)
     weight = jnp.zeros(shape, jnp.float32) if needs.weight else None
-    return _Sums(weight, jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None)
+    return _SumsOverBlocks(weight, jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None)
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,7 @@ class _GradientsOfBlock:
     """The gradients of one block: those of its rows of hidden, complete, and references to the sums over blocks."""
 
     of_hidden: HeadGradients
-    sums: _Sums
+    sums: _SumsOverBlocks
 
     def add(self, use: BlockKernels, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Array) -> None:
         """Add one slice's part to dH, and this block's rows to the sums of the slice's dW and db."""
@@ -160,8 +142,8 @@ def _add(
     softmax: Softmax,
     kept: KeptForBackward | None,
     upstream: LinearLogp,
-    sums: _Sums,
-) -> tuple[Array | None, _Sums]:
+    sums: _SumsOverBlocks,
+) -> tuple[Array | None, _SumsOverBlocks]:
     """One block's dH, and the sums with the block added."""
     refs = jax.tree.map(jax.new_ref, fusion_barrier(sums))
 
@@ -177,7 +159,7 @@ def _add(
     return d_hidden, fusion_barrier(jax.tree.map(jax.freeze, refs))
 
 
-def _complete(config: HeadConfig, operands: Operands, sums: _Sums) -> Gradients:
+def _complete(config: HeadConfig, operands: Operands, sums: _SumsOverBlocks) -> Gradients:
     """The float32 gradients of weight and bias."""
     if sums.weight is None:
         return Gradients(None, None, sums.bias)

@@ -171,14 +171,15 @@ class TokenBlocks:
 class BlockFunctions:
     """What an implementation has beside `LinearLogpFunctions` to work on one block of tokens after the other.
 
-    `plan(config, dim, tokens, dtype)` is the plan that the memory budget leads to, or the reason for none. `config`
-    says what a block's forward is compiled for. `start` makes the sums of dW and db over no tokens. `add` takes what
-    `gradients` does and the sums so far; it gives the block's dH, float32 `[N, D]` or None, and the sums with the block
-    added. `complete` makes float32 gradients of weight and bias of the sums over all blocks.
+    `plan(config, dim, tokens, dtype)` is the plan that the memory budget leads to, or the reason for none.
+    `config(config, dim, tokens)` is what a block's forward and gradients are compiled for. `start` makes the sums of dW
+    and db over no tokens. `add` takes what `gradients` does and the sums so far; it gives the block's dH, float32
+    `[N, D]` or None, and the sums with the block added. `complete` makes float32 gradients of weight and bias of the
+    sums over all blocks.
     """
 
     plan: Callable[[HeadConfig, int, int, Any], TokenBlocks | str]
-    config: Callable[[HeadConfig, int, int, TokenBlocks], HeadConfig]
+    config: Callable[[HeadConfig, int, int], HeadConfig]
     start: Callable[[HeadConfig, Needs, Operands], Any]
     add: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp, Any], tuple[Array | None, Any]]
     complete: Callable[[HeadConfig, Operands, Any], Gradients]

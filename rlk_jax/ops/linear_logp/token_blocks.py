@@ -43,7 +43,7 @@ def values_and_gradients_by_blocks(
     its own: those of later blocks are still 0 when it is asked.
     """
     n = operands.hidden.shape[0]
-    own = of_blocks.config(config, head_dim(config, operands), n, blocks)
+    own = of_blocks.config(config, head_dim(config, operands), n)
 
     def step(block: Block, so_far: Any) -> Any:
         values, d_hidden, sums = so_far
