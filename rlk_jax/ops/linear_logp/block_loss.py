@@ -89,7 +89,9 @@ def _loss_fwd(
         return _by_blocks(*of_call, blocks, operands, tokens, constants)
 
     at_once = functools.partial(_at_once, *of_call)
-    by_devices = functools.partial(chosen_by_devices, alone, at_once)
+    # Kernels in Pallas' interpreter are no HeadFunctions, and have effects that no choice may hide.
+    is_spread = isinstance(functions, HeadFunctions)
+    by_devices = functools.partial(chosen_by_devices, alone, at_once) if is_spread else alone
     values, gradients = transforms.with_vmap_rule(by_devices, at_once)(operands, tokens, constants)
     # The tree is the same whatever is needed: JAX keeps one for all linearisations of a jitted function.
     saved = [jnp.zeros(0) if x is None else x for x in gradients[:3]]
