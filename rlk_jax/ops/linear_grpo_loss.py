@@ -4,7 +4,7 @@ It is composed of `linear_logp` and `policy_loss`, and runs on the implementatio
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,9 +78,10 @@ def linear_grpo_loss(
         `ignore_index`, one of ref_hidden and ref_weight without the other, both beside ref_logps or a bias.
 
     Gradients flow to hidden, lm_head_weight, bias and a low-rank term: those of `linear_logp` followed by
-    `policy_loss`, to the bit.
+    `policy_loss`, to the bit where all tokens are worked on at once.
     Within `memory_budget` the forward keeps exponentials, so that the backward repeats fewer products
-    (docs/linear_logp.md).
+    (docs/linear_logp.md). Where it lacks many of them, `mosaic` works on blocks of tokens, and forms the gradients in
+    the forward (docs/linear_grpo_loss.md).
 
     Same bits: those that `linear_logp` and `policy_loss` promise.
 
@@ -115,7 +116,7 @@ def linear_grpo_loss(
     loss = _LossOfValues(options)
     constants = _Constants(old_logps, ref_logps, rollout_logps, advantages, mask, entropy_threshold, denominator)
     given = bound_arguments(linear_logp, hidden, lm_head_weight, ids, bias, **head)
-    blocks = _blocks_or_reason(given, options)
+    blocks = _blocks_or_reason(given, constants, options)
     if isinstance(blocks, TokenBlocks):
         inputs, head_options, _ = inputs_and_options(given)
         return loss_by_blocks(inputs, head_options, blocks, loss, constants)
@@ -157,15 +158,17 @@ class _LossOfValues:
         )
 
 
-def _blocks_or_reason(given: Mapping[str, Any], options: LossOptions) -> TokenBlocks | str:
-    """The blocks of tokens that a gradient through this call of `linear_logp` takes, or why it takes all at once."""
+def _blocks_or_reason(given: Mapping[str, Any], others: Iterable[Any], options: LossOptions) -> TokenBlocks | str:
+    """The blocks of tokens that a gradient through a call of `linear_logp` with these arguments takes, or why it takes
+    all tokens at once. `others` are the other arguments of the loss.
+    """
     if not options.is_sum_over_tokens:
         return f"{options.loss_type} weighs a token by its whole sequence"
     if options.entropy_coef:
         return "an entropy bonus needs the logits once more"
     if given["low_rank"] is not None:
         return "a low-rank term has sums of its own"
-    if lies_over_a_mesh(given.values()):
+    if lies_over_a_mesh((*given.values(), *others)):
         return "the arrays lie over a mesh"
     facts, implementation = describe_linear_logp(given)
     chosen = choose(facts, implementation)
@@ -251,7 +254,7 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
 
 def describe_plan(arguments: Mapping[str, Any]) -> str:
     """In a sentence, whether a call with these arguments works on blocks of tokens under a gradient, and why not."""
-    blocks = _blocks_or_reason(_head_call(arguments), arguments["options"])
+    blocks = _blocks_or_reason(_head_call(arguments), arguments.values(), arguments["options"])
     if isinstance(blocks, TokenBlocks):
         return f"a gradient takes {blocks}, each through all three products, in a program of one device"
     return f"a gradient takes all tokens at once: {blocks}"

@@ -198,7 +198,11 @@ def test_programs_over_devices_take_all_tokens_at_once(spec):
         jax.device_put(x, NamedSharding(mesh, PartitionSpec(axis)))
         for x, axis in zip((b.hidden, b.weight), spec, strict=True)
     )
-    program = jax.jit(jax.value_and_grad(loss_of, (0, 1))).lower(hidden, weight)
+    gradient = jax.jit(jax.value_and_grad(loss_of, (0, 1)))
+    program = gradient.lower(hidden, weight)
+    # A call by all tokens at once is what XLA partitions; a program of one device has nothing to partition.
+    assert "CustomSPMDPartitioning" in program.as_text()
+    assert "CustomSPMDPartitioning" not in gradient.lower(b.hidden, b.weight).as_text()
     assert_equal_up_to_rounding(
         program.compile()(hidden, weight), jax.value_and_grad(loss_of, (0, 1))(b.hidden, b.weight)
     )
@@ -220,6 +224,10 @@ def test_explain_says_what_a_gradient_takes():
     }
     for reason, changes in reasons.items():
         assert explained(**changes) == f"a gradient takes all tokens at once: {reason}"
+    mesh = jax.make_mesh((2,), ("data",))
+    mask = jax.device_put(batch().mask, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        assert explained(arrays={"mask": mask}).endswith(": the arrays lie over a mesh")
 
 
 @pytest.mark.parametrize("loss", ["gspo", "luspo", "vespo"])
