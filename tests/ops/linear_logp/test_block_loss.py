@@ -4,7 +4,7 @@ all tokens at once and against float64, what is not formed, JAX's transformation
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ import rlk_jax
 from rlk_jax import dispatch
 from rlk_jax.checker import gold
 from rlk_jax.core.fixed_order import column_groups
-from rlk_jax.grpo import LossOptions
+from rlk_jax.grpo import LossOptions, policy_loss
+from rlk_jax.losses.options import LossType
 from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.options import BlockFunctions, Gradients, HeadConfig, TokenBlocks
 from rlk_jax.ops.linear_logp.sharding.partition import partitioned
@@ -230,10 +231,31 @@ def test_explain_says_what_a_gradient_takes():
         assert explained(arrays={"mask": mask}).endswith(": the arrays lie over a mesh")
 
 
+@pytest.mark.parametrize("loss", get_args(LossType))
+def test_which_losses_are_sums_over_tokens(loss):
+    """A log-prob's gradient does not depend on other tokens where the options say so, and else it does."""
+    options = LossOptions(
+        loss_type=loss,
+        beta=0.1,
+        importance_cap=1.5,
+        importance_level="token" if loss == "vespo" else "sequence",
+        max_completion_length=6 if loss == "dr_grpo" else None,
+    )
+    b = batch()
+
+    def gradient(logp):
+        given = {"ref_logps": b.ref_logps, "rollout_logps": b.old_logps - 0.1, "options": options}
+        return jax.grad(lambda x: policy_loss(x, b.old_logps, b.advantages, jnp.ones(LEAD), **given).loss)(logp)
+
+    logp = b.old_logps + 0.01
+    first, other = gradient(logp), gradient(logp.at[:, 3:].set(-400.0))
+    is_same = (helpers.bits(first[:, :3]) == helpers.bits(other[:, :3])).all()
+    assert is_same == options.is_sum_over_tokens
+
+
 @pytest.mark.parametrize("loss", ["gspo", "luspo", "vespo"])
 def test_losses_of_sequences_take_all_tokens_at_once(loss):
     options = LossOptions(loss_type=loss)
-    assert not options.is_sum_over_tokens
     jax.eval_shape(jax.grad(functools.partial(loss_of, options=options)), batch().hidden, batch().weight)
     assert not SEEN
 
