@@ -17,6 +17,7 @@ import jax
 import torch
 from torch import Tensor
 
+from rlk_jax.core import overwriting
 from rlk_jax.core.tokens import checked_tokens, counted
 from torch_bridge import _exchange, _flops, _inputs, _programs
 from torch_bridge._options import OptionFields
@@ -143,14 +144,19 @@ def keep(residuals: Any) -> Tensor:
     return handle
 
 
-def kept(handle: Tensor) -> Any:
-    """The residuals that `keep` gave this handle for."""
+def kept(handle: Tensor, *, is_last: bool) -> Any:
+    """The residuals that `keep` gave this handle for; they are forgotten where this is the last time they are used."""
     if int(handle) not in _kept:
         raise RuntimeError(
             "torch_bridge: what the forward kept for this backward is gone. It lives as long as the tensor that "
             "autograd saved: hooks on saved tensors must not put a copy in its place."
         )
-    return _kept[int(handle)]
+    return _kept.pop(int(handle)) if is_last else _kept[int(handle)]
+
+
+def is_last_backward() -> bool:
+    """Whether torch frees the graph of the backward that is running: then none of its nodes runs again."""
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _no_handle() -> Tensor:
@@ -217,7 +223,7 @@ class Call(NamedTuple):
         upstream: Sequence[Tensor | None],
         shapes: Sequence[Sequence[int]],
     ) -> list[Tensor]:
-        """Gradients, in these shapes, of the tensors that need one."""
+        """Gradients, in these shapes, of the tensors that need one. The residuals are used up."""
         with _exchange.launching(upstream):
             lent_tensors = self._lend_all([x if i in program.borrows else None for i, x in enumerate(tensors)])
             # Outputs that were not asked for are empty (`linear_logp.shapes`), and torch may send them gradients, too.
@@ -229,11 +235,31 @@ class Call(NamedTuple):
 def _call_bwd(
     handle: Tensor, tensors: Sequence[Tensor | None], upstream: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor]:
-    """The backward of every op: gradients of those differentiable tensors that need one."""
+    """The backward of every op: gradients of those differentiable tensors that need one.
+
+    It leaves the residuals whole. A compiled graph may call it twice with one handle: torch makes equal calls one.
+    """
+    return _gradients(handle, tensors, upstream, needs, is_last=False)
+
+
+def _node_bwd(*arguments: Any) -> list[Tensor]:
+    """The same for the one node of autograd's graph that has saved the handle."""
+    return _gradients(*arguments, is_last=is_last_backward())
+
+
+def _gradients(
+    handle: Tensor,
+    tensors: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    *,
+    is_last: bool,
+) -> list[Tensor]:
     needed = [x for x, needs_it in zip(tensors, needs, strict=True) if needs_it and x is not None]
-    call, program, residuals = kept(handle)
+    call, program, residuals = kept(handle, is_last=is_last)
     if program is None:
         return [torch.zeros_like(x) for x in needed]
+    residuals = residuals if is_last else overwriting.spared(residuals)
     return call.backward(program, residuals, tensors, upstream, [x.shape for x in needed])
 
 
@@ -356,7 +382,7 @@ def as_torch_op(
         return output
 
     def eager_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        call_bwd = _call_bwd_op if _is_watched() else _call_bwd
+        call_bwd = _call_bwd_op if _is_watched() else _node_bwd
         return None, *gradients(call_bwd, ctx, upstream)
 
     members = {"forward": staticmethod(eager_forward), "backward": staticmethod(eager_backward)}

@@ -15,7 +15,7 @@ from jax.extend.core import Literal as Constant
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
-from rlk_jax.core import program_cache
+from rlk_jax.core import overwriting, program_cache
 from torch_bridge import _exchange
 
 Arrays = tuple[jax.Array | None, ...]
@@ -62,7 +62,7 @@ class Program:
     The residuals of the forward are the leaves of the function that `jax.vjp` returns. The program's jaxpr shows which
     leaves are differentiable inputs, unchanged or reshaped. These are not kept: the caller lends them to the backward
     again, because their memory may be freed and filled anew in between, as FSDP and ZeRO do. The other residuals are
-    JAX's own arrays, and are kept.
+    JAX's own arrays, and are kept; the backward overwrites the large ones.
     """
 
     def __init__(self, op: Op, arrays: Arrays, options: Options, needs: tuple[int, ...]) -> None:
@@ -96,31 +96,34 @@ class Program:
     def backward(
         self, residuals: list[jax.Array], arrays: Arrays, upstream: tuple[jax.Array | None, ...]
     ) -> tuple[jax.Array, ...]:
-        """Gradients of the inputs that need one.
+        """Gradients of the inputs that need one. The residuals are donated: no other backward can take them.
 
         `arrays` are the differentiable inputs of the forward; only those in `self.borrows` are read. The upstream
         gradient of an output that was not used is None, and costs nothing.
         """
         has_upstream = tuple([g is not None for g in upstream])
         borrowed = [arrays[i] for i in self._layout.borrowed if i is not None]
-        given = residuals, borrowed, [g for g in upstream if g is not None]
+        given = borrowed, [g for g in upstream if g is not None], *residuals
         with _lock:
             if has_upstream not in self._backwards:
                 self._backwards[has_upstream] = self._compile_backward(has_upstream, given)
         _exchange.follow(self._device)
-        return self._backwards[has_upstream](*given)
+        _, gradients = self._backwards[has_upstream](*given)
+        return gradients
 
     def _compile_backward(self, has_upstream: tuple[bool, ...], given: Any) -> Any:
         key, specs = ("backward", self._key, has_upstream), jax.tree.map(_spec, given)
         made = functools.partial(self._made_backward, has_upstream)
-        compiled, _ = program_cache.compiled(key, specs, self._device, made)
+        _, _, *residuals = given
+        donated = [2 + i for i in overwriting.large(residuals)]
+        compiled, _ = program_cache.compiled(key, specs, self._device, made, donated)
         _count["backward"] += 1
         return compiled
 
     def _made_backward(self, has_upstream: tuple[bool, ...]) -> program_cache.Made:
         layout, tree = self._layout, self._traced.tree
 
-        def backward(residuals: Any, borrowed: Any, upstream: Any) -> tuple[jax.Array, ...]:
+        def backward(borrowed: Any, upstream: Any, *residuals: Any) -> tuple[Any, tuple[jax.Array, ...]]:
             kept, lent, gradients = iter(residuals), iter(borrowed), iter(upstream)
             leaves = [
                 next(kept) if i is None else next(lent).reshape(shape)
@@ -129,7 +132,8 @@ class Program:
             pull_back = jax.tree.unflatten(tree, leaves)
             zeros = [ad.Zero(jax.core.ShapedArray(shape, dtype)) for shape, dtype in layout.outputs]
             pairs = zip(has_upstream, zeros, strict=True)
-            return pull_back(tuple(next(gradients) if is_used else zero for is_used, zero in pairs))
+            found = pull_back(tuple(next(gradients) if is_used else zero for is_used, zero in pairs))
+            return overwriting.room(residuals), found
 
         return program_cache.Made(backward, None)
 
@@ -196,12 +200,6 @@ def _trace(op: Op, options: Options, needs: tuple[int, ...], arrays: Sequence[An
     return _Traced(forward, _Layout(shapes, [x.aval.shape for x in leaves], borrowed), trees[-1] if trees else None)
 
 
-def _compiled(program: Callable[..., Any], device: jax.Device, *specs: Any) -> Any:
-    """`program`, compiled for this device even where it uses no argument."""
-    with jax.default_device(device):
-        return jax.jit(program).lower(*specs).compile()
-
-
 def _spec(x: jax.Array | None) -> Any:
     return None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
@@ -235,25 +233,37 @@ def _cached[T](key: Hashable, make: Callable[[], T]) -> T:
         return found
 
 
-def run(kind: Literal["forward", "backward"], function: Callable[..., Any], arguments: Any, **static: Hashable) -> Any:
-    """`function(*arguments, **static)` by a program of the cache; arguments and results are trees of arrays.
+def run(
+    kind: Literal["forward", "backward"],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    donated: tuple[Any, ...] = (),
+    **static: Hashable,
+) -> Any:
+    """`function(*arguments, *donated, **static)` by a program of the cache; arguments and results are trees of arrays.
 
-    It gives no gradients.
+    It gives no gradients. The large arrays of `donated` are gone afterwards.
     """
-    leaves, tree = jax.tree.flatten(arguments)
+    leaves, tree = jax.tree.flatten((arguments, donated))
     key = (function, tree, _device_of(leaves), tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
-    compiled, result = _cached(key, lambda: _compile(kind, functools.partial(function, **static), arguments))
+    compiled, result = _cached(key, lambda: _compile(kind, functools.partial(function, **static), arguments, donated))
     _exchange.follow(_device_of(leaves))
     return jax.tree.unflatten(result, compiled(*leaves))
 
 
-def _compile(kind: str, function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], Any]:
+def _compile(
+    kind: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: tuple[Any, ...]
+) -> tuple[Callable[..., Any], Any]:
     """The compiled program, which takes and returns the leaves of the trees, and the structure of its results."""
-    specs, device = jax.tree.map(_spec, arguments), _device_of(jax.tree.leaves(arguments))
-    with jax.default_device(device):
+    leaves = jax.tree.leaves(arguments)
+    places = [len(leaves) + i for i in overwriting.large(jax.tree.leaves(donated))]
+    specs = jax.tree.map(_spec, (*arguments, *donated))
+    # The program must be of this device even where it uses no argument.
+    with jax.default_device(_device_of(leaves)):
         traced = jax.jit(function).trace(*specs)
+        program = overwriting.donating(jaxpr_as_fun(traced.jaxpr), places)
+        compiled = program.lower(*jax.tree.leaves(specs)).compile()
     _count[kind] += 1
-    compiled = _compiled(jaxpr_as_fun(traced.jaxpr), device, *jax.tree.leaves(specs))
     return compiled, jax.tree.structure(traced.out_info)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlk_jax.core import overwriting
 from rlk_jax.core.dispatch import choose
 from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
@@ -254,10 +255,14 @@ def _merge(packed: Any, groups: Any, state: RankState, *, steps: RankSteps) -> t
 def _gradients(
     hidden: Any, weight: Any, bias: Any, upstream: tuple[Any, ...], state: RankState, *, steps: RankSteps, needs: Needs
 ) -> Any:
-    """This rank's float32 part of dH `[1, N, D]`, and dW and db of its shard; None where `needs` says so."""
+    """This rank's float32 part of dH `[1, N, D]`, and dW and db of its shard; None where `needs` says so.
+
+    Beside them there is room for what is overwritten of the state.
+    """
     logp, lse, entropy = upstream
     upstream_values = LinearLogp(jnp.zeros_like(state.tokens.temperature) if logp is None else logp, lse, entropy)
-    return steps.gradients(needs, steps.operands(hidden, weight, bias), state, upstream_values)
+    room = overwriting.room(jax.tree.leaves(state))
+    return room, steps.gradients(needs, steps.operands(hidden, weight, bias), state, upstream_values)
 
 
 @dataclass(frozen=True)
@@ -314,10 +319,10 @@ class _TensorParallel(torch.autograd.Function):
         if call.padding.is_empty:
             ctx.save_for_backward(hidden, weight, bias, _calls.keep(None))
             return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
-        static = {"steps": call.steps}
+        steps, ignore_index = call.steps, call.ignore_index
         arrays = (*call.operands(hidden, weight, bias), *tokens)
-        packed, groups, state = _programs.run("forward", _partials, arrays, ignore_index=call.ignore_index, **static)
-        values, state = _programs.run("forward", _merge, (call.gathered(packed), groups, state), **static)
+        packed, groups, state = _programs.run("forward", _partials, arrays, steps=steps, ignore_index=ignore_index)
+        values, state = _programs.run("forward", _merge, (call.gathered(packed), groups), (state,), steps=steps)
         ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
         return tuple(None if x is None else call.padding.without_padding(x, lead) for x in values)
 
@@ -335,15 +340,17 @@ def _linear_logp_bwd(
     call: _Call, tensors: tuple[Tensor, Tensor, Tensor | None], handle: Tensor, upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Gradients of this rank's hidden, weight and bias; None where none is needed."""
-    state = _calls.kept(handle)
+    is_last = _calls.is_last_backward()
+    state = _calls.kept(handle, is_last=is_last)
     if state is None:
         return [None if x is None or not x.requires_grad else torch.zeros_like(x) for x in tensors]
     hidden, weight, bias = tensors
-    static = {"steps": call.steps, "needs": call.needs}
     with _exchange.launching(upstream):
         lent_upstream = tuple(None if g is None else call.padding.rows(g) for g in upstream)
-        arrays = (*call.operands(hidden, weight, bias), lent_upstream, state)
-        d_hidden, d_weight, d_bias, _ = _programs.run("backward", _gradients, arrays, **static)
+        arrays = (*call.operands(hidden, weight, bias), lent_upstream)
+        donated = state if is_last else overwriting.spared(state)
+        _, gradients = _programs.run("backward", _gradients, arrays, (donated,), steps=call.steps, needs=call.needs)
+        d_hidden, d_weight, d_bias, _ = gradients
         return [
             None if d_hidden is None else call.summed(d_hidden, hidden),
             None if d_weight is None else _exchange.to_torch(d_weight),

@@ -69,7 +69,8 @@ def linear_logp(
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv".
       return_lse, return_entropy: also return these, from the same pass, differentiable.
       memory_budget: bytes for the logits and their gradients that are held at a time; None for the default. `mosaic`
-        and `cuda` hold this memory from the forward to the backward, and the backward makes a copy of it.
+        and `cuda` hold this memory from the forward to the backward, and once more in a backward that retains the graph
+        or that torch.compile has taken.
       tp_group: the `torch.distributed` group whose ranks each hold a part of the vocabulary, of any width. Weight and
         bias are then this rank's parts; hidden and target_ids (ids of the whole vocabulary) are the same on every rank,
         and so are the results. Every rank must make the call; a mistake on one rank raises the same error on all.

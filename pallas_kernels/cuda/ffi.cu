@@ -101,14 +101,14 @@ Tile tile(Numbers numbers) {
 }
 
 Vocabulary vocabulary(Numbers numbers) {
-  const int width = static_cast<int>(numbers[1]);
-  return {static_cast<int>(numbers[0]), width, Divisor((width + kChunk - 1) / kChunk)};
+  const int width = static_cast<int>(numbers[2]);
+  return {static_cast<int>(numbers[0]), static_cast<int>(numbers[1]), width, Divisor((width + kChunk - 1) / kChunk)};
 }
 
-// The numbers are the vocabulary's size, the width of a group, whether the head is [D, V], and whether it is a copied
-// slice.
+// The numbers are the vocabulary's size, its groups and their width, whether the head is [D, V], and whether it is a
+// copied slice.
 Head head(Numbers numbers, const AnyBuffer& weight) {
-  return {vocabulary(numbers), numbers[2] != 0, numbers[3] != 0, matrix(weight)};
+  return {vocabulary(numbers), numbers[3] != 0, numbers[4] != 0, matrix(weight)};
 }
 
 VocabSlice slice(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, Optional& optional) {
@@ -255,23 +255,26 @@ ffi::Error dlogits_from_kept_exponentials(cudaStream_t stream, int32_t device, A
   return run("rlk_dlogits_from_kept_exponentials", stream, device, f);
 }
 
-// Optional: unscale. Results: the chain, then what its last slice rounds the sums to, where that is asked for.
+// Optional: unscale. Results: those of chains, total and rounded that there are.
 ffi::Error hidden_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
-                           AnyBuffer dlogits, AnyBuffer weight, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> chain,
-                           ffi::RemainingRets more, int64_t given, Numbers of_head, Numbers of_tile,
-                           int64_t chain_start, int64_t chain_stop) {
+                           AnyBuffer dlogits, AnyBuffer weight, AnyBuffer first_group, AnyBuffer groups,
+                           ffi::RemainingArgs rest, ffi::RemainingRets results, int64_t given, Numbers of_head,
+                           Numbers of_tile, bool has_chains, bool has_total) {
+  const auto sums = results.get<AnyBuffer>(0);
+  if (!sums.has_value()) return sums.error();
+  const auto shape = (*sums)->dimensions().last(2);
   Optional optional(rest, given);
   HiddenGradient h = {};
   h.head = head(of_head, weight);
   h.where = {data<const int>(rows), data<const int>(first_chunk), data<const int>(chunks), nullptr};
+  h.groups = {data<const int>(first_group), data<const int>(groups)};
   h.dlogits = matrix(dlogits);
-  h.chain_start = static_cast<int>(chain_start);
-  h.chain_stop = static_cast<int>(chain_stop);
   h.unscale = optional.next<const float>();
-  h.chain = data<float>(chain);
-  h.rounded = more.size() > 0 ? result<void>(more, 0) : nullptr;
-  h.rows = size(*chain, 0);
-  h.columns = size(*chain, 1);
+  h.chains = has_chains ? result<float>(results, 0) : nullptr;
+  h.total = has_total ? result<float>(results, has_chains) : nullptr;
+  h.rounded = result<void>(results, has_chains + has_total);
+  h.rows = static_cast<int>(shape[0]);
+  h.column_blocks = Divisor(static_cast<int>(shape[1]) / kChunk);
   h.type = dtype(dlogits);
   h.tile = tile(of_tile);
   return run("rlk_hidden_gradient", stream, device, h);
@@ -366,9 +369,9 @@ RLK_HANDLER(dlogits, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RL
 RLK_HANDLER(dlogits_from_kept_exponentials, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG
                              .RemainingArgs().RLK_RET.Attr<int64_t>("given").RLK_NUMBERS("vocabulary")
                              .Attr<int64_t>("rows_at_once"));
-RLK_HANDLER(hidden_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.RemainingRets()
+RLK_HANDLER(hidden_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs().RemainingRets()
                                  .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile")
-                                 .Attr<int64_t>("chain_start").Attr<int64_t>("chain_stop"));
+                                 .Attr<bool>("has_chains").Attr<bool>("has_total"));
 RLK_HANDLER(weight_gradient, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET
                                  .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile"));
 RLK_HANDLER(column_sums, bind().RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.Attr<int64_t>("given"));

@@ -5,7 +5,7 @@ namespace rlk {
 namespace {
 
 template <typename T, bool kTransposedA, bool kTransposedB, int kTileColumns, bool kSwapped>
-struct GemmOp : AscendingK {
+struct GemmOp {
   using Type = T;
   using Arguments = Gemm;
   static constexpr int kColumns = kTileColumns, kStretches = 1;
@@ -18,7 +18,7 @@ struct GemmOp : AscendingK {
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
     return {blocks_of(g.rows, cluster_rows(tile)), blocks_of(g.columns, kColumns)};
   }
-  __device__ __forceinline__ int steps(int) const { return blocks_of(static_cast<int>(g.depth), kDepth); }
+  __device__ __forceinline__ Steps steps(int, int) const { return {blocks_of(static_cast<int>(g.depth), kDepth)}; }
   __device__ __forceinline__ int b_column(int block) const { return block * kColumns; }
 
   // Whether the copy engine can write C; if not, the threads store it.

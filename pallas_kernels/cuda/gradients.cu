@@ -7,9 +7,9 @@ namespace {
 
 constexpr int kSteps = kChunk / kDepth;  // over the columns of a full chunk
 
-// Adds dlogits·W over one slice to `chain`, in place; the last slice of the chain writes the complete sum to `rounded`
-// instead, where that is given. Each element's sum goes on from where the slice before left it, so that slices change
-// no bits.
+// Adds dlogits·W over one slice to the sums of dH. Each element has a float32 chain for each group of the vocabulary,
+// which goes on from where the slice before left it, so that slices change no bits. Where there is a `total`, the chain
+// of a group that the slice ends is folded into it. Column blocks are those of the first group, then those of the next.
 template <typename T, bool kIsDv>
 struct HiddenGradientOp {
   using Type = T;
@@ -18,54 +18,55 @@ struct HiddenGradientOp {
   static constexpr bool kTransposeA = false, kTransposeB = !kIsDv, kStartsFromSums = true;
 
   const HiddenGradient& h;
-  const int first_chunk, chunks;
-  const Divisor group_steps;
-  const int first_step;
+  const int first_chunk, end_chunk, first_group;
 
   __device__ __forceinline__ explicit HiddenGradientOp(const Arguments& h)
       : h(h),
         first_chunk(*h.where.first_chunk),
-        chunks(*h.where.chunks),
-        group_steps(blocks_of(h.head.vocabulary.group_width, kDepth)),
-        first_step(steps_before(first_chunk)) {}
+        end_chunk(first_chunk + *h.where.chunks),
+        first_group(*h.groups.first) {}
 
-  // How many steps all chunks before this one take; a group's last step may be padded with zeros.
-  __device__ __forceinline__ int steps_before(int chunk) const {
-    const int2 place = h.head.vocabulary.group_chunks.divide(chunk);
-    return place.x * group_steps.by + place.y * kSteps;
+  // The part of the slice that lies in one group: its chunks, counted from the group's first one.
+  struct Piece {
+    int group, first, end;
+  };
+  __device__ __forceinline__ Piece piece(int column_block) const {
+    const int group = first_group + h.column_blocks.divide(column_block).x;
+    const int chunks = h.head.vocabulary.group_chunks.by, before = group * chunks;
+    return {group, max(first_chunk - before, 0), min(end_chunk - before, chunks)};
   }
+
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
-    return {blocks_of(*h.where.rows, cluster_rows(tile)), h.columns / kChunk};
+    return {blocks_of(*h.where.rows, cluster_rows(tile)), h.column_blocks.by * *h.groups.count};
   }
-  __device__ __forceinline__ int steps(int) const { return steps_before(first_chunk + chunks) - first_step; }
-  // The slice's chunk that a step reads, and the step's first column in it.
-  __device__ __forceinline__ int2 place_of_step(int k) const {
-    const int2 place = group_steps.divide(first_step + k);
-    return {place.x * h.head.vocabulary.group_chunks.by + place.y / kSteps - first_chunk, place.y % kSteps * kDepth};
+  // A group's last step may be padded with zeros.
+  __device__ __forceinline__ Steps steps(int, int column_block) const {
+    const Vocabulary& vocabulary = h.head.vocabulary;
+    const Piece piece = this->piece(column_block);
+    const int end = min(piece.end * kSteps, blocks_of(vocabulary.group_width, kDepth));
+    const int chunk = piece.group * vocabulary.group_chunks.by + piece.first - first_chunk;
+    return {end - piece.first * kSteps, chunk * kChunk, head_row(h.head, first_chunk, chunk)};
   }
-  __device__ __forceinline__ int a_depth(int k) const {
-    const int2 place = place_of_step(k);
-    return place.x * kChunk + place.y;
-  }
-  __device__ __forceinline__ int b_depth(int k) const {
-    const int2 place = place_of_step(k);
-    return head_row(h.head, first_chunk, place.x) + place.y;
-  }
-  __device__ __forceinline__ int b_column(int block) const { return block * kChunk; }
+  __device__ __forceinline__ int b_column(int block) const { return h.column_blocks.divide(block).y * kChunk; }
 
-  static Matrix stored(const Arguments& h) { return {h.rounded, h.rows, h.columns}; }
+  static Matrix stored(const Arguments& h) { return {h.rounded, h.rows, h.column_blocks.by * kChunk}; }
 
   struct Loaded {};
   __device__ __forceinline__ Loaded load(const Place&) const { return {}; }
 
-  // Where the chain's row r of a thread's two begins in this column block.
-  __device__ __forceinline__ float* row_of_chain(const Place& place, int r) const {
-    return h.chain + static_cast<int64_t>(place.row() + 8 * r) * h.columns + place.column_block * kChunk;
+  // Where a thread's row r, 0 or 1, of matrix number `index` of `sums` begins in this column block.
+  __device__ __forceinline__ float* row_of(float* sums, int index, const Place& place, int r) const {
+    const int64_t row = int64_t{index} * h.rows + place.row() + 8 * r;
+    return sums + (row * h.column_blocks.by + h.column_blocks.divide(place.column_block).y) * kChunk;
+  }
+  __device__ __forceinline__ float* row_of_chain(int group, const Place& place, int r) const {
+    return row_of(h.chains, h.total == nullptr ? group : 0, place, r);
   }
 
   __device__ __forceinline__ void start(const Place& place, float (&products)[kChunk / 2]) const {
-    const bool goes_on = first_chunk > h.chain_start;
-    const float* const rows[2] = {row_of_chain(place, 0), row_of_chain(place, 1)};
+    const Piece piece = this->piece(place.column_block);
+    const bool goes_on = h.chains != nullptr && piece.first > 0;
+    const float* const rows[2] = {row_of_chain(piece.group, place, 0), row_of_chain(piece.group, place, 1)};
     for_pairs(place.column(), products, [&](int r, int column, float& first, float& second) {
       const float2 so_far = goes_on ? *reinterpret_cast<const float2*>(rows[r] + column) : make_float2(0, 0);
       first = so_far.x;
@@ -75,7 +76,20 @@ struct HiddenGradientOp {
 
   __device__ __forceinline__ void finish(const Place& place, Loaded, float (&products)[kChunk / 2],
                                          const Stores& stores) const {
-    const bool is_last = first_chunk + chunks == h.chain_stop;
+    const Piece piece = this->piece(place.column_block);
+    if (h.total == nullptr || piece.end < h.head.vocabulary.group_chunks.by) {
+      store({row_of_chain(piece.group, place, 0), row_of_chain(piece.group, place, 1)}, place, products);
+      return;
+    }
+    float* const rows[2] = {row_of(h.total, 0, place, 0), row_of(h.total, 0, place, 1)};
+    if (piece.group > 0) {
+      for_pairs(place.column(), products, [&](int r, int column, float& first, float& second) {
+        const float2 so_far = *reinterpret_cast<const float2*>(rows[r] + column);
+        first = __fadd_rn(so_far.x, first);
+        second = __fadd_rn(so_far.y, second);
+      });
+    }
+    const bool is_last = piece.group == h.head.vocabulary.groups - 1;
     if (is_last && h.unscale != nullptr) {
       const float unscale[2] = {h.unscale[place.row()], h.unscale[place.row() + 8]};
       for_pairs(place.column(), products, [&](int r, int, float& first, float& second) {
@@ -84,11 +98,15 @@ struct HiddenGradientOp {
       });
     }
     if (is_last && h.rounded != nullptr) {
-      const int column = place.column_block * kChunk;
+      const int column = b_column(place.column_block);
       store_rounded(Target<T>{nullptr, 0, place.first_row, column, 16, kChunk, true, true}, products, stores);
-      return;
+    } else {
+      store(rows, place, products);
     }
-    float* const rows[2] = {row_of_chain(place, 0), row_of_chain(place, 1)};
+  }
+
+  __device__ __forceinline__ void store(float* const (&rows)[2], const Place& place,
+                                        float (&products)[kChunk / 2]) const {
     for_pairs(place.column(), products, [&](int r, int column, float first, float second) {
       *reinterpret_cast<float2*>(rows[r] + column) = make_float2(first, second);
     });
@@ -97,7 +115,7 @@ struct HiddenGradientOp {
 
 // Writes one slice's rows of dW = dlogitsᵀ·H, or columns of Hᵀ·dlogits for a head [D, V]: complete sums, rounded once.
 template <typename T, bool kIsDv>
-struct WeightGradientOp : AscendingK {
+struct WeightGradientOp {
   using Type = T;
   using Arguments = WeightGradient;
   static constexpr int kColumns = kChunk, kStretches = 1;
@@ -113,7 +131,7 @@ struct WeightGradientOp : AscendingK {
     const int rows = kIsDv ? dim : chunks * kChunk, columns = kIsDv ? chunks : blocks_of(dim, kChunk);
     return {blocks_of(rows, cluster_rows(tile)), columns};
   }
-  __device__ __forceinline__ int steps(int) const { return blocks_of(*w.where.rows, kDepth); }
+  __device__ __forceinline__ Steps steps(int, int) const { return {blocks_of(*w.where.rows, kDepth)}; }
   __device__ __forceinline__ int b_column(int block) const { return block * kChunk; }
 
   static Matrix stored(const Arguments& w) { return {w.out, w.head.weight.rows, w.head.weight.columns}; }
@@ -160,7 +178,8 @@ struct WeightGradientOp : AscendingK {
 }  // namespace
 
 cudaError_t launch(cudaStream_t stream, const HiddenGradient& h) {
-  const int64_t blocks = int64_t{h.columns / kChunk} * blocks_of(h.rows, cluster_rows(h.tile));
+  const int64_t groups = h.total == nullptr ? h.head.vocabulary.groups : 1;
+  const int64_t blocks = groups * h.column_blocks.by * blocks_of(h.rows, cluster_rows(h.tile));
   return with_flags(
       [&](auto is_bfloat16, auto is_dv) {
         return launch_product<HiddenGradientOp<Narrow<decltype(is_bfloat16)>, is_dv>>(

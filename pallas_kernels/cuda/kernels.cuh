@@ -54,6 +54,7 @@ struct Operands {
 // How the softmax's fixed tree cuts the columns: into groups, and each group into chunks of 256.
 struct Vocabulary {
   int size;  // columns of the true vocabulary, unless the slice's `columns` gives them
+  int groups;
   int group_width;
   Divisor group_chunks;
 };
@@ -163,15 +164,24 @@ struct DlogitsFromKept {
   int rows_out, chunks, rows_at_once;
 };
 
+// The groups of the vocabulary that one call sums up, as int32 numbers on the device.
+struct GroupRange {
+  const int* first;
+  const int* count;
+};
+
+// Each group's sums are a chain. `total` is the fold of the groups so far; where it is null, the caller folds them.
 struct HiddenGradient {
   Head head;
   VocabSlice where;
+  GroupRange groups;
   Matrix dlogits;
-  int chain_start, chain_stop;
-  const float* unscale;  // [rows], or null
-  float* chain;          // [rows, columns]
-  void* rounded;         // [rows, columns] in `type`, or null
-  int rows, columns;
+  const float* unscale;   // [rows], which multiplies the fold of all groups, or null
+  float* chains;          // [groups, rows, columns] without a total, else [1, rows, columns], or null
+  float* total;           // [rows, columns], or null
+  void* rounded;          // [rows, columns] in `type`, what the fold of all groups is rounded to, or null
+  int rows;
+  Divisor column_blocks;  // of 256 columns
   Dtype type;
   Tile tile;
 };

@@ -15,6 +15,7 @@ from pallas_kernels.cuda import build
 from pallas_kernels.hopper.arrays import (
     Coefficients,
     GradientRows,
+    GroupRange,
     HiddenGradient,
     KeptExponentials,
     KeptRowMap,
@@ -56,8 +57,8 @@ def _tile(tile: Tile, machine: Machine) -> np.ndarray:
     return _numbers(tile.rows, tile.stages * tile.depth // DEPTH, tile.cluster, tile.band, machine.sm_count)
 
 
-def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int]:
-    return vocabulary.size, vocabulary.group_width
+def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int, int]:
+    return vocabulary.size, vocabulary.groups, vocabulary.group_width
 
 
 def _head(head: HeadAccess) -> np.ndarray:
@@ -84,11 +85,12 @@ def partials(
 ) -> None:
     """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
-    hidden `[rows, D]` holds whole tiles of rows; weight is stored as `logits.head` says; bias is float32
-    `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
-    `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
-    searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
-    room for. low_rank is a term of the head, or None: the chain of a product goes on over its r columns.
+    hidden `[rows, D]` holds whole tiles of rows, or a multiple of 8 below 64; weight is stored as `logits.head` says;
+    bias is float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 have a value for each row of
+    whole tiles. holds_target, int32 `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk;
+    with None every chunk is searched. kept, a reference to bfloat16 `[hidden's rows, first chunks · 256]`, takes the
+    exponentials of the chunks it has room for. low_rank is a term of the head, or None: the chain of a product goes on
+    over its r columns.
     """
     references = [x for x in (*out, kept) if x is not None]
     found = _call(
@@ -198,27 +200,33 @@ def add_hidden_gradient(
     dlogits: Array,
     weight: Array,
     unscale: Array | None,
-    chain: range,
+    groups: GroupRange,
     out: HiddenGradient,
 ) -> None:
-    """Add dlogits·W over one slice to `out.chain`, in place. `chain` is the range of chunks that are summed up there.
+    """Add dlogits·W over one slice's columns in `groups` to the sums in `out`, in place.
 
     The weight is the head's, or that of a low-rank term, for which the sums are the gradient of its columns of hidden.
 
-    Each element's float32 sum goes on from where the slice before left it, so that slices change no bits. The first
-    slice starts it from 0, whatever `out` holds. The last slice multiplies each row of the complete sum by unscale,
-    float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.chain` where `rounded` is None.
+    Each element has one float32 chain for each group. It starts from 0 at the group's first chunk, whatever `out`
+    holds, and a slice that begins inside a group goes on from `out.chains`, so that slices change no bits. Where
+    `out.chains` is None, slices begin and end at the edges of groups.
+
+    Without `out.total` each group's chain is left in `out.chains`. The caller folds them, and unscale is not read. With
+    it `groups` is one group: a slice that ends inside it leaves the chain in `out.chains`, and one that ends it adds
+    the chain to `out.total`, which the first group starts. The last group of the vocabulary multiplies each row of the
+    fold by unscale, float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.total` where
+    `rounded` is None. Rows of the sums behind the last row of dlogits hold anything.
     """
     references = [x for x in out if x is not None]
     found = _call(
         "rlk_hidden_gradient",
         [x[...] for x in references],
-        (*where[:3], dlogits, weight),
+        (*where[:3], dlogits, weight, *groups),
         (unscale,),
         head=_head(head),
-        tile=_tile(gemm_tile(out.chain.shape[0]), machine),
-        chain_start=np.int64(chain.start),
-        chain_stop=np.int64(chain.stop),
+        tile=_tile(gemm_tile(dlogits.shape[0]), machine),
+        has_chains=out.chains is not None,
+        has_total=out.total is not None,
     )
     for reference, array in zip(references, found, strict=True):
         reference[...] = array

@@ -51,10 +51,15 @@ constexpr int kMostSharedBytes = 227 * 1024 - 1024;
 template <class Op>
 cudaError_t launch_product(cudaStream_t stream, const Operands (&operands)[Op::kStretches], const Tile& tile,
                            int64_t most_blocks, const typename Op::Arguments& arguments) {
+  // An A of fewer rows than the tile, which are the same along all stretches, is loaded in boxes of its rows alone.
+  // Behind them shared memory holds anything, and so do the products of these rows: an epilogue stores them nowhere, or
+  // only into rows that nobody reads.
+  const int a_rows = Op::kTransposeA ? tile.rows : static_cast<int>(std::min<int64_t>(tile.rows, operands[0].a.rows));
+  const int a_outer = Op::kTransposeA ? 64 : a_rows;
   // Each block of a cluster loads whole boxes of B, or its share of the only one.
-  const int a_outer = Op::kTransposeA ? 64 : tile.rows;
   const int b_outer = Op::kTransposeB && Op::kColumns > 64 ? 64 : Op::kColumns / tile.cluster;
   Maps<Op> maps = {};
+  maps.step_bytes = (a_rows + Op::kColumns) * kStepBytes;
   cudaError_t error = tensor_map(&maps.out, Op::stored(arguments), 64, 16);
   for (int stretch = 0; stretch < Op::kStretches && error == cudaSuccess; ++stretch) {
     error = tensor_map(&maps.a[stretch], operands[stretch].a, 64, a_outer);

@@ -49,7 +49,7 @@ __device__ __forceinline__ int target_place(int target, const Columns& columns) 
 // --- hidden·Wᵀ over one slice of chunks ------------------------------------------------------------------------------
 
 template <typename T, bool kIsDv>
-struct ProductWithHead : AscendingK {
+struct ProductWithHead {
   using Type = T;
   static constexpr int kColumns = kChunk, kStretches = 2;
   // The sums do not start from 0, so that a sum of nothing but −0 is −0, which is the same logit.
@@ -65,9 +65,9 @@ struct ProductWithHead : AscendingK {
   __device__ __forceinline__ int2 blocks(const Tile& tile) const {
     return {blocks_of(*logits.where.rows, cluster_rows(tile)), *logits.where.chunks};
   }
-  __device__ __forceinline__ int steps(int stretch) const {
+  __device__ __forceinline__ Steps steps(int stretch, int) const {
     const Matrix& hidden = stretch == 0 ? logits.hidden : logits.low_rank.a;
-    return blocks_of(static_cast<int>(hidden.columns), kDepth);
+    return {blocks_of(static_cast<int>(hidden.columns), kDepth)};
   }
   __device__ __forceinline__ int b_column(int block) const { return head_row(logits.head, *logits.where.first_chunk, block); }
 };

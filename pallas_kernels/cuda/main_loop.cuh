@@ -10,8 +10,7 @@
 //   Arguments, Op(arguments)      the kernel's arguments, from which the op is made
 //   blocks(tile)                  how many row blocks (one per cluster) and column blocks there are
 //   kStretches                    the stretches of K, along each of which A lies in one matrix and B in one
-//   steps(stretch)                how many steps of 64 along a stretch every tile takes
-//   a_depth(k), b_depth(k)        where step k of a stretch begins in its A and in its B
+//   steps(stretch, block)         the steps of 64 that the tiles of a column block take along a stretch
 //   b_column(block)               where a column block begins in B
 //   load(place)                   loads what the epilogue needs while the last products run, which hides its latency
 //   kStartsFromSums               whether start(place, products) sets what the sums start from; else the first products do
@@ -79,25 +78,27 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(tile.stages + stage); }
 };
 
-// The steps of an `Op` whose K ascends from 0 in both operands.
-struct AscendingK {
-  __device__ __forceinline__ int a_depth(int k) const { return k * kDepth; }
-  __device__ __forceinline__ int b_depth(int k) const { return k * kDepth; }
+// A tile's steps along a stretch: how many there are, and where the first one begins in A and in B. Each of the others
+// begins where the one before it ends.
+struct Steps {
+  int count;
+  int a_depth = 0, b_depth = 0;
 };
 
-// How many steps every tile takes along all stretches.
+// How many steps the tiles of a column block take along all stretches.
 template <class Op>
-__device__ __forceinline__ int steps_of_tile(const Op& op) {
+__device__ __forceinline__ int steps_of_tile(const Op& op, int column_block) {
   int steps = 0;
 #pragma unroll
-  for (int stretch = 0; stretch < Op::kStretches; ++stretch) steps += op.steps(stretch);
+  for (int stretch = 0; stretch < Op::kStretches; ++stretch) steps += op.steps(stretch, column_block).count;
   return steps;
 }
 
-// The tensor maps of the operands along each stretch, and of what is stored.
+// The tensor maps of the operands along each stretch, and of what is stored, and the bytes that each step loads.
 template <class Op>
 struct Maps {
   CUtensorMap a[Op::kStretches], b[Op::kStretches], out;
+  int step_bytes;
 };
 
 // How many blocks of size `width` hold `size` elements.
@@ -150,13 +151,9 @@ template <class Op>
 __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const SharedMemory<Op>& memory, const Order& order,
                                         const Maps<Op>& maps) {
   const int rank = cluster_rank();
-  const int stage_bytes = (tile.rows + Op::kColumns) * kStepBytes;
   const uint16_t everyone = static_cast<uint16_t>((1 << tile.cluster) - 1);
   // Each block of a cluster loads a part of B for all blocks: some of its columns, or of the 64 rows of its only box.
   const int part = Op::kColumns / tile.cluster, first = rank * part;
-  int steps[Op::kStretches];
-#pragma unroll
-  for (int stretch = 0; stretch < Op::kStretches; ++stretch) steps[stretch] = op.steps(stretch);
   Step step;
   for (int index = blockIdx.x / tile.cluster; index < order.tiles(); index += gridDim.x / tile.cluster) {
     const int2 block = order.block(index, tile);
@@ -164,12 +161,13 @@ __device__ __forceinline__ void produce(const Op& op, const Tile& tile, const Sh
 #pragma unroll
     for (int stretch = 0; stretch < Op::kStretches; ++stretch) {
       const CUtensorMap *a_map = &maps.a[stretch], *b_map = &maps.b[stretch];
-      for (int k = 0; k < steps[stretch]; ++k, step.next(tile)) {
+      const Steps steps = op.steps(stretch, block.y);
+      for (int k = 0; k < steps.count; ++k, step.next(tile)) {
         const int stage = step.stage(tile);
         const uint32_t full = memory.full(stage), a = memory.a(stage), b = memory.b(stage);
         barrier_wait(memory.empty(stage), step.parity(tile) ^ 1);
-        barrier_expect(full, stage_bytes);
-        const int a_depth = op.a_depth(k), b_depth = op.b_depth(k);
+        barrier_expect(full, maps.step_bytes);
+        const int a_depth = steps.a_depth + k * kDepth, b_depth = steps.b_depth + k * kDepth;
         if constexpr (Op::kTransposeA) {
           for (int i = 0; i < tile.rows / 64; ++i) load_box(a + i * kBlockBytes, a_map, row + 64 * i, a_depth, full);
         } else {
@@ -245,7 +243,7 @@ __device__ __forceinline__ void consume(const Op& op, const Tile& tile, const Sh
     float products[Op::kColumns / 2];
     typename Op::Loaded loaded;
     if constexpr (Op::kStartsFromSums) op.start(place, products);
-    multiply<Op>(tile, memory, warp / 4, steps_of_tile(op), step, products, [&] {
+    multiply<Op>(tile, memory, warp / 4, steps_of_tile(op, place.column_block), step, products, [&] {
       loaded = op.load(place);
       index += gridDim.x / tile.cluster;
       block = order.block(index, tile);

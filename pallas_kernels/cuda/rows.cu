@@ -121,7 +121,7 @@ __global__ void coefficients_kernel(const CoefficientsArguments c) {
 __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const DlogitsFromKept f) {
   constexpr int kRows = kAtOnce * kThreads / 32;  // eight rows for each warp
   const int block = blockIdx.x, place = blockIdx.y;
-  const int count = *f.where.rows, end = blocks_of(count, f.rows_at_once) * f.rows_at_once;
+  const int count = *f.where.rows, end = min(blocks_of(count, f.rows_at_once) * f.rows_at_once, f.rows_out);
   const bool moved = f.moved != nullptr && *f.moved != 0;
   if (place >= *f.where.chunks || (moved && block > 0)) return;
   const int chunk = *f.where.first_chunk + place;
@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
     float shift[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int kept_row = f.row_map[first + i * (kThreads / 32) + warp];
+      // Behind the last row it is loaded again, without a branch, so that all loads are in flight together.
+      const int kept_row = f.row_map[min(first + i * (kThreads / 32) + warp, last - 1)];
       found[i] = *reinterpret_cast<const uint4*>(exponentials +
                                                  static_cast<int64_t>(kept_row) * f.kept_chunks * kChunk + column);
       shift[i] = f.shift[static_cast<int64_t>(chunk) * f.shift_rows + kept_row];
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i * (kThreads / 32) + warp;
+      if (row >= last) break;
       // A chunk without a finite logit has k = 0, which may be larger than the row's.
       const float below = min_nan(__fsub_rn(shift[i], f.rows.shift[row]), 0.0f);
       const float factor = __fmul_rn(f.rows.constant[row], exp2_approx(below));
@@ -180,10 +182,12 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums 
   for (int block = 0; block < blocks; ++block) {
     const Pair* there = reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(s.dlogits.data) +
                                                       static_cast<int64_t>(block) * 64 * stride + column);
+    const int rows = static_cast<int>(min(int64_t{64}, s.dlogits.rows - block * 64));
     float2 of_block = {0, 0};
 #pragma unroll 16
     for (int i = 0; i < 64; ++i) {
-      const float2 values = floats_of(there[i * stride / 2]);
+      // A loop over the rows alone would wait for each of the last ones.
+      const float2 values = i < rows ? floats_of(there[i * stride / 2]) : float2{0, 0};
       const float unscale = s.row_unscale == nullptr ? 1.0f : s.row_unscale[block * 64 + i];
       of_block.x = fmaf(values.x, unscale, of_block.x);
       of_block.y = fmaf(values.y, unscale, of_block.y);

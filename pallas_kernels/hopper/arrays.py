@@ -113,11 +113,22 @@ class Coefficients(NamedTuple):
     at_target: Any
 
 
-class HiddenGradient(NamedTuple):
-    """References to where dH is summed up, `[rows, multiple of 256 columns]` each.
+class GroupRange(NamedTuple):
+    """The groups of the vocabulary that one call sums up, as int32 `[1]` each."""
 
-    chain: the float32 sums. rounded: what the last slice of the chain rounds them to, or None.
+    first: Any
+    count: Any
+
+
+class HiddenGradient(NamedTuple):
+    """References to where dH is summed up: a chain over the columns of each group, and the fold of the groups.
+
+    chains: float32 `[groups, rows, columns]` where every group has a chain of its own, `[1, rows, columns]` for the
+    group that a slice may end inside, None where no slice ends inside a group. total: float32 `[rows, columns]`, the
+    fold of the groups so far in ascending order, or None where every group has its chain. rounded: `[rows, columns]`,
+    what the fold of all groups is rounded to, or None. Columns are a multiple of 256.
     """
 
-    chain: Any
+    chains: Any
+    total: Any
     rounded: Any

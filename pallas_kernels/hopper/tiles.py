@@ -25,6 +25,10 @@ _MOST_STAGES = 16
 """
 
 
+_ENOUGH_BLOCKS = 96
+"""Blocks with which the multiprocessors of a Hopper GPU read at nearly the speed of memory."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The machine that kernels run on. interpret: None on a GPU, `plgpu.InterpretGPUParams` to run them on a CPU."""
@@ -77,6 +81,15 @@ def gemm_tile(rows: int, columns: int = COLUMNS) -> Tile:
         return Tile(rows=64, cluster=1)
     cluster = 1 if rows <= 128 else 2
     return Tile(cluster=cluster) if columns > 128 else _deep(128, padded(columns, 64), cluster)
+
+
+def hidden_gradient_tile(rows: int, columns: int, sums: int) -> Tile:
+    """The tile for `sums` sums of dH `[rows, columns]` in one launch: narrow where wide ones leave the machine idle."""
+    tile = gemm_tile(rows, columns)
+    for width in (128, 64):
+        if tile.columns > width and sums * -(-rows // tile.rows) * -(-columns // tile.columns) < _ENOUGH_BLOCKS:
+            tile = _deep(tile.rows, width, tile.cluster)
+    return tile
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,6 @@ class Vocabulary:
         group, inside = _divmod(chunk, self.group_chunks)
         return group * self._group_steps + inside * STEPS
 
-    def place(self, step: Array) -> tuple[Array, Array]:
-        """The chunk that a K step belongs to, and the number of the step within that chunk."""
-        group, step = _divmod(step, self._group_steps)
-        return group * self.group_chunks + lax.div(step, jnp.int32(STEPS)), lax.rem(step, jnp.int32(STEPS))
-
     @property
     def _group_steps(self) -> int:
         return -(-self.group_width // DEPTH)

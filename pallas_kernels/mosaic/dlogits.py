@@ -9,6 +9,7 @@ whether E is computed again (`dlogits`) or was kept by the forward (`dlogits_fro
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from pallas_kernels.mosaic.main_loop import (
     over_columns,
     over_rows,
     row_vector,
+    store_rows,
     store_through,
 )
 from pallas_kernels.mosaic.statistics import (
@@ -58,7 +60,7 @@ from pallas_kernels.products import LowRankTerm
 Array = jax.Array
 Ref = Any
 _ROWS_AT_ONCE = 16
-"""Rows of kept exponentials that are loaded together, so that their latencies overlap."""
+"""Rows of kept exponentials, at most, that are loaded together, so that their latencies overlap."""
 
 
 class _DlogitsArguments(NamedTuple):
@@ -251,8 +253,7 @@ def dlogits(
 
         def store(strip: int, strip_smem: Ref) -> None:
             columns = pl.ds(block.column_block * COLUMNS + strip * STRIP, STRIP)
-            there = refs.out_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
-            plgpu.copy_smem_to_gmem(strip_smem, there, commit_group=False)
+            store_rows(strip_smem, refs.out_gmem, block.row, columns)
 
         store_through(staging_smem, block.warpgroup, machine, strip_of, store)
 
@@ -278,7 +279,7 @@ def dlogits_from_kept_exponentials(
     """
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
-    written = statistics_tile(n).cluster_rows
+    written, at_once = statistics_tile(n).cluster_rows, math.gcd(n, _ROWS_AT_ONCE)
 
     def body(
         where_gmem: VocabSlice,
@@ -305,20 +306,19 @@ def dlogits_from_kept_exponentials(
             return jnp.where(column < holds, gradient, 0.0).astype(out_gmem.dtype)
 
         def some_rows(i: Array, _: None) -> None:
-            first = i * _ROWS_AT_ONCE
-            gradients = [gradient_of(first + j) for j in range(_ROWS_AT_ONCE)]
+            first = i * at_once
+            gradients = [gradient_of(first + j) for j in range(at_once)]
             for j, gradient in enumerate(gradients):
                 out_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
 
         @pl.when(place < where_gmem.chunks[0])
         def _() -> None:
-            end = row_clusters(where_gmem.rows[0], written) * written
+            end = jnp.minimum(n, row_clusters(where_gmem.rows[0], written) * written)
             first, last = block * WARPGROUP_ROWS, jnp.minimum(end, (block + 1) * WARPGROUP_ROWS)
             if kept_gmem.exponentials is None:
                 moved = row_map_gmem.moved[0] != 0
                 first, last = jnp.where(moved, 0, first), jnp.where(moved, jnp.where(block == 0, end, 0), last)
-            at_once = jnp.int32(_ROWS_AT_ONCE)
-            lax.fori_loop(lax.div(first, at_once), lax.div(last, at_once), some_rows, None)
+            lax.fori_loop(lax.div(first, jnp.int32(at_once)), lax.div(last, jnp.int32(at_once)), some_rows, None)
 
-    grid, arguments = (n // WARPGROUP_ROWS, chunks), (where, kept, row_map, rows, out)
+    grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows, out)
     launch(body, "linear_logp_dlogits_from_kept_exponentials", machine, (), grid, *arguments, approx_math=True)

@@ -12,11 +12,14 @@ from pallas_kernels.hopper.arrays import Partials, Softmax
 from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.logits import LN_2
 from pallas_kernels.mosaic.launch import launch
+from pallas_kernels.products import padded
 
 Array = jax.Array
 Ref = Any
 _PARTIALS_AT_ONCE = 8
-"""Partials that are loaded together, so that their latencies overlap."""
+"""Partials that are folded together: their shifts first, then their sums."""
+_MOST_IN_MEMORY = 80
+"""Partials of a row, at most, that are in shared memory at a time; a multiple of `_PARTIALS_AT_ONCE`."""
 
 
 def _layout() -> Any:
@@ -28,18 +31,23 @@ def _fill(value: float) -> Array:
     return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), _layout())
 
 
-def _fold(so_far: Partials, partials_gmem: Partials, first: Any, count: int, rows: Any) -> Partials:
-    """The fold of `so_far` and of partials first … first + count − 1, in this order."""
+def _empty(with_gap: bool) -> Partials:
+    """The fold of no partial."""
+    return Partials(_fill(-jnp.inf), _fill(0), _fill(0), _fill(0) if with_gap else None)
+
+
+def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -> Partials:
+    """The fold of `so_far` and of partials first … first + count − 1 of `refs`, in this order."""
 
     def load(ref: Ref, i: int) -> Array:
         return plgpu.load(ref.at[first + i, rows], layout=_layout(), optimized=False)
 
-    parts = [Partials(*(None if ref is None else load(ref, i) for ref in partials_gmem)) for i in range(count)]
+    parts = [Partials(*(None if ref is None else load(ref, i) for ref in refs)) for i in range(count)]
     shift = so_far.shift
     for part in parts:
         # A partial without columns has no maximum.
         shift = jnp.maximum(shift, jnp.where(part.total == 0, -jnp.inf, part.shift))
-    total, target, gap = _fill(0), so_far.target, None if partials_gmem.gap is None else _fill(0)
+    total, target, gap = _fill(0), so_far.target, None if refs.gap is None else _fill(0)
     for part in (so_far, *parts):
         below = jnp.where(part.total == 0, 0, shift - part.shift)
         factor = jnp.exp2(-below)
@@ -51,16 +59,45 @@ def _fold(so_far: Partials, partials_gmem: Partials, first: Any, count: int, row
     return Partials(shift, total, target, gap)
 
 
-def _fold_all(partials_gmem: Partials, first: Any, count: int, rows: Any) -> Partials:
-    """The fold of partials first … first + count − 1, in ascending order."""
-    start = Partials(_fill(-jnp.inf), _fill(0), _fill(0), None if partials_gmem.gap is None else _fill(0))
+def _fold_all(so_far: Partials, refs: Partials, count: int, rows: Any) -> Partials:
+    """The fold of `so_far` and of the first `count` partials of `refs`, in ascending order."""
     whole, rest = divmod(count, _PARTIALS_AT_ONCE)
 
     def step(i: Array, so_far: Partials) -> Partials:
-        return _fold(so_far, partials_gmem, first + i * _PARTIALS_AT_ONCE, _PARTIALS_AT_ONCE, rows)
+        return _fold(so_far, refs, i * _PARTIALS_AT_ONCE, _PARTIALS_AT_ONCE, rows)
 
-    folded = lax.fori_loop(0, whole, step, start)
-    return _fold(folded, partials_gmem, first + whole * _PARTIALS_AT_ONCE, rest, rows) if rest else folded
+    folded = lax.fori_loop(0, whole, step, so_far)
+    return _fold(folded, refs, whole * _PARTIALS_AT_ONCE, rest, rows) if rest else folded
+
+
+def _fold_through_memory(partials_gmem: Partials, first: Any, count: int, rows: Any) -> Partials:
+    """The fold of partials first … first + count − 1, which are brought to shared memory together: one after the other,
+    the latency of each would count.
+    """
+    refs, tree = jax.tree.flatten(partials_gmem)
+    batches = -(-count // _MOST_IN_MEMORY)
+    size = min(count, padded(-(-count // batches), _PARTIALS_AT_ONCE))
+    whole, rest = divmod(count, size)
+
+    def scoped(*scratch: Any) -> Partials:
+        *memory, is_loaded = scratch
+
+        def fold_batch(start: Any, size: int, so_far: Partials) -> Partials:
+            there = [x.at[pl.ds(0, size)] for x in memory]
+            for ref, smem in zip(refs, there, strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[pl.ds(start, size), rows], smem, is_loaded)
+            plgpu.barrier_wait(is_loaded)
+            folded = _fold_all(so_far, jax.tree.unflatten(tree, there), size, slice(None))
+            # All threads have read what the next batch overwrites.
+            plgpu.commit_smem()
+            return folded
+
+        folded = _empty(partials_gmem.gap is not None)
+        folded = lax.fori_loop(0, whole, lambda i, x: fold_batch(first + i * size, size, x), folded)
+        return fold_batch(first + whole * size, rest, folded) if rest else folded
+
+    memory = [plgpu.SMEM((size, THREADS), jnp.float32) for _ in refs]
+    return pl.run_scoped(scoped, *memory, plgpu.Barrier(num_arrivals=len(refs)))
 
 
 def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine) -> Partials:
@@ -73,7 +110,7 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
         @pl.when(block * THREADS < active_gmem[0])
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
-            folded = _fold_all(partials_gmem, group * (chunks // groups), chunks // groups, rows)
+            folded = _fold_through_memory(partials_gmem, group * (chunks // groups), chunks // groups, rows)
             for ref, value in zip(out_gmem, folded, strict=True):
                 if ref is not None:
                     ref[group, rows] = value
@@ -93,7 +130,8 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
         @pl.when(block * THREADS < active_gmem[0])
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
-            shift, total, target, gap = _fold_all(partials_gmem, 0, groups, rows)
+            start = _empty(partials_gmem.gap is not None)
+            shift, total, target, gap = _fold_all(start, partials_gmem, groups, rows)
             # A row without a finite logit has no softmax, and its values are NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
             log_total = jnp.log2(total)

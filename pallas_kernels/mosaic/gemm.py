@@ -143,7 +143,7 @@ def gemm(
             so_far = plgpu.load(refs.start_gmem.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
         result.store(refs.out_gmem, block, product(so_far), staging_smem, machine)
 
-    def steps(refs: _GemmArguments) -> Array:
+    def steps(refs: _GemmArguments, block: Block) -> Array:
         return jnp.int32(-(-rows.depth // tile.depth))
 
     def load_a(refs: _GemmArguments, block: Block, k: Array) -> Ref:

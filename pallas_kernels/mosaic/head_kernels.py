@@ -3,12 +3,18 @@
 `add_weight_gradient` is Mosaic's alone.
 """
 
+import jax
+
+from pallas_kernels.mosaic import hidden_gradient, weight_gradient
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
-from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
 from pallas_kernels.mosaic.statistics import partials
-from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums, store_weight_gradient
+from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
+
+# Slices of one shape share these kernels in a program: a function under jit is traced and lowered once.
+add_hidden_gradient = jax.jit(hidden_gradient.add_hidden_gradient, static_argnums=(0, 1))
+store_weight_gradient = jax.jit(weight_gradient.store_weight_gradient, static_argnums=(0, 1))
 
 __all__ = (
     "add_hidden_gradient",

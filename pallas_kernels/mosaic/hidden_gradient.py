@@ -1,16 +1,29 @@
-"""The gradient of linear_logp's hidden from the gradients of one slice's logits: dH = dlogits·W."""
+"""The gradient of linear_logp's hidden from the gradients of one slice's logits: dH = dlogits·W.
+
+Each group of the vocabulary is one float32 chain over its columns, and the groups are folded in ascending order.
+"""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import HiddenGradient, VocabSlice
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, gemm_tile
+from pallas_kernels.hopper.arrays import GroupRange, HiddenGradient, VocabSlice
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, hidden_gradient_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply, over_columns, row_vector
+from pallas_kernels.mosaic.main_loop import (
+    STRIP,
+    WARPGROUP_ROWS,
+    Block,
+    Product,
+    Stretch,
+    multiply,
+    over_columns,
+    row_vector,
+)
 from pallas_kernels.mosaic.statistics import row_clusters
 from pallas_kernels.products import padded
 
@@ -22,10 +35,21 @@ class _HiddenGradientArguments(NamedTuple):
     """The references that the kernel of `add_hidden_gradient` is given."""
 
     where_gmem: VocabSlice
+    groups_gmem: GroupRange
     dlogits_gmem: Ref
     weight_gmem: Ref
     unscale_gmem: Ref | None
     out_gmem: HiddenGradient
+
+
+class _Piece(NamedTuple):
+    """The chunks first … end − 1 of a slice that belong to one group, and whether they begin and end the group."""
+
+    group: Array
+    first: Array
+    end: Array
+    begins: Array
+    ends: Array
 
 
 def add_hidden_gradient(
@@ -35,67 +59,91 @@ def add_hidden_gradient(
     dlogits: Array,
     weight: Array,
     unscale: Array | None,
-    chain: range,
+    groups: GroupRange,
     out: HiddenGradient,
 ) -> None:
-    """Add dlogits·W over one slice to `out.chain`, in place. `chain` is the range of chunks that are summed up there.
+    """Add dlogits·W over the columns of one slice that belong to `groups` to `out`, in place.
 
     The weight is the head's, or that of a low-rank term, for which the sums are the gradient of its columns of hidden.
 
-    Each element's float32 sum goes on from where the slice before left it, so that slices change no bits. The first
-    slice starts it from 0, whatever `out` holds. The last slice multiplies each row of the complete sum by unscale,
-    float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.chain` where `rounded` is None.
+    A group's float32 chain starts from 0 where the slice has the group's first chunk, whatever `out` holds, and goes on
+    from `out.chains` elsewhere. Where `out.total` is None, it is stored to the group's chain, which the caller folds.
+    Else one group is added at a time: a chain that is not complete is stored, and a complete one is added to the total
+    of the groups before it. With the vocabulary's last group each row of the total is multiplied by unscale, float32
+    `[rows]` or None, and written to `out.rounded` in that dtype, or to `out.total` where `rounded` is None.
     """
     vocabulary = head.vocabulary
-    n, dim = out.chain.shape[0], weight.shape[1 if head.layout == "vd" else 0]
-    tile = gemm_tile(n, dim)
-    column_blocks = -(-dim // tile.columns)
+    n, dim = dlogits.shape[0], weight.shape[1 if head.layout == "vd" else 0]
+    groups_at_once = vocabulary.groups if out.total is None else 1
+    tile = hidden_gradient_tile(n, dim, groups_at_once)
+    column_blocks, loaded_rows = -(-dim // tile.columns), min(n, tile.rows)
 
-    def first_step(refs: _HiddenGradientArguments) -> Array:
-        return vocabulary.steps_before(refs.where_gmem.first_chunk[0])
+    def piece_of(refs: _HiddenGradientArguments, block: Block) -> _Piece:
+        group = refs.groups_gmem.first[0] + lax.div(block.column_block, jnp.int32(column_blocks))
+        start, stop = group * vocabulary.group_chunks, (group + 1) * vocabulary.group_chunks
+        slice_first = refs.where_gmem.first_chunk[0]
+        slice_end = slice_first + refs.where_gmem.chunks[0]
+        first, end = jnp.maximum(start, slice_first), jnp.minimum(stop, slice_end)
+        return _Piece(group, first, end, first == start, end == stop)
 
-    def steps(refs: _HiddenGradientArguments) -> Array:
-        where_gmem = refs.where_gmem
-        return vocabulary.steps_before(where_gmem.first_chunk[0] + where_gmem.chunks[0]) - first_step(refs)
+    def column_of(block: Block) -> Array:
+        return lax.rem(block.column_block, jnp.int32(column_blocks)) * tile.columns
 
-    def place_of_step(refs: _HiddenGradientArguments, k: Array) -> tuple[Array, Array]:
-        """The slice's chunk that step k reads, and the step's first column in it."""
-        chunk, step = vocabulary.place(first_step(refs) + k)
-        return chunk - refs.where_gmem.first_chunk[0], step * DEPTH
+    def steps(refs: _HiddenGradientArguments, block: Block) -> Array:
+        piece = piece_of(refs, block)
+        return vocabulary.steps_before(piece.end) - vocabulary.steps_before(piece.first)
 
     def load_a(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
-        chunk, offset = place_of_step(refs, k)
-        return refs.dlogits_gmem.at[pl.ds(block.row, tile.rows), pl.ds(chunk * COLUMNS + offset, DEPTH)]
+        chunk = piece_of(refs, block).first - refs.where_gmem.first_chunk[0]
+        return refs.dlogits_gmem.at[pl.ds(block.row, loaded_rows), pl.ds(chunk * COLUMNS + k * DEPTH, DEPTH)]
 
     def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
-        chunk, offset = place_of_step(refs, k)
-        depth = pl.ds(head.row(refs.where_gmem.first_chunk[0], chunk) + offset, DEPTH)
-        wide = pl.ds(block.column_block * tile.columns, tile.columns)
+        slice_first = refs.where_gmem.first_chunk[0]
+        first = head.row(slice_first, piece_of(refs, block).first - slice_first)
+        depth, wide = pl.ds(first + k * DEPTH, DEPTH), pl.ds(column_of(block), tile.columns)
         return refs.weight_gmem.at[depth, wide] if head.layout == "vd" else refs.weight_gmem.at[wide, depth]
 
     def finish(refs: _HiddenGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
-        there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(block.column_block * tile.columns, tile.columns)
-        where_gmem, out_gmem = refs.where_gmem, refs.out_gmem
-        # The sums are loaded even where they start from 0: a branch around the load would make ptxas serialise the
-        # wgmmas.
-        so_far = plgpu.load(out_gmem.chain.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
-        goes_on = jnp.broadcast_to(where_gmem.first_chunk[0] > chain.start, so_far.shape)
-        values = product(jnp.where(goes_on, so_far, 0.0))
-        is_last = where_gmem.first_chunk[0] + where_gmem.chunks[0] == chain.stop
+        chains_gmem, total_gmem, _ = refs.out_gmem
+        piece, column = piece_of(refs, block), column_of(block)
+        there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(column, tile.columns)
+        if chains_gmem is None:
+            values = product()
+        else:
+            chain = piece.group if total_gmem is None else 0
+            # The sums are loaded even where they start from 0: a branch around the load would make ptxas serialise the
+            # wgmmas.
+            so_far = plgpu.load(chains_gmem.at[chain, *there], layout=plgpu.Layout.WGMMA, optimized=False)
+            values = product(jnp.where(jnp.broadcast_to(piece.begins, so_far.shape), 0.0, so_far))
+
+            @pl.when(jnp.logical_not(piece.ends) if total_gmem is not None else True)
+            def store_chain() -> None:
+                chains_gmem[chain, *there] = values
+
+        if total_gmem is not None:
+
+            @pl.when(piece.ends)
+            def fold_chain() -> None:
+                for strip in range(0, tile.columns, STRIP):
+                    fold(refs, piece, block.row, column + strip, values[:, strip : strip + STRIP])
+
+    def fold(refs: _HiddenGradientArguments, piece: _Piece, row: Array, column: Array, values: Array) -> None:
+        """Add a strip of a complete chain's columns to the total. Strips keep few registers in use."""
+        _, total_gmem, rounded_gmem = refs.out_gmem
+        there = pl.ds(row, WARPGROUP_ROWS), pl.ds(column, STRIP)
+        before = plgpu.load(total_gmem.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
+        folded = jnp.where(jnp.broadcast_to(piece.group == 0, values.shape), values, before + values)
+        is_last = piece.group == vocabulary.groups - 1
 
         @pl.when(jnp.logical_not(is_last))
-        def _() -> None:
-            out_gmem.chain[there] = values
+        def store_total() -> None:
+            total_gmem[there] = folded
 
         @pl.when(is_last)
-        def _() -> None:
+        def store_complete() -> None:
             unscale_gmem = refs.unscale_gmem
-            done = (
-                values
-                if unscale_gmem is None
-                else values * over_columns(row_vector(unscale_gmem, block.row), tile.columns)
-            )
-            complete_gmem = out_gmem.chain if out_gmem.rounded is None else out_gmem.rounded
+            done = folded if unscale_gmem is None else folded * over_columns(row_vector(unscale_gmem, row), STRIP)
+            complete_gmem = total_gmem if rounded_gmem is None else rounded_gmem
             complete_gmem[there] = done.astype(complete_gmem.dtype)
 
     row_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows
@@ -105,9 +153,13 @@ def add_hidden_gradient(
         dtype=dlogits.dtype,
         a_transposed=False,
         b_transposed=head.layout == "dv",
-        max_blocks=(row_blocks, column_blocks),
-        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), column_blocks),
+        max_blocks=(row_blocks, column_blocks * groups_at_once),
+        blocks=lambda refs: (
+            row_clusters(refs.where_gmem.rows[0], tile.cluster_rows),
+            column_blocks * refs.groups_gmem.count[0],
+        ),
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
+        loaded_rows=loaded_rows,
     )
-    multiply(product, machine, _HiddenGradientArguments(where, dlogits, weight, unscale, out))
+    multiply(product, machine, _HiddenGradientArguments(where, groups, dlogits, weight, unscale, out))

@@ -51,8 +51,8 @@ class Block(NamedTuple):
 class Stretch:
     """A part of K along which both operands of a tile lie in one array each. `refs` are references to the arguments."""
 
-    steps: Callable[[Any], Any]
-    """`steps(refs)` returns how many steps of 64 along K there are."""
+    steps: Callable[[Any, Block], Any]
+    """`steps(refs, block)` returns how many steps of 64 along K there are."""
     load_a: Callable[[Any, Block, Array], Ref]
     """`load_a(refs, block, k)` returns the part of A that step k of a tile multiplies."""
     load_b: Callable[[Any, Block, Array], Ref]
@@ -81,6 +81,8 @@ class Product:
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
     """The epilogue `finish(refs, block, product, staging_smem)`. It loads what it needs, calls `product(start=None)`
     once for the float32 tile `[64, columns]`, and then stores."""
+    loaded_rows: int | None = None
+    """How many rows of a tile of A are loaded, where A has fewer than a tile. Products of the others are undefined."""
     store_dtype: Any = None
     """The dtype of what `finish` stores by `store_through`, or None where it stores without shared memory."""
     strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
@@ -156,7 +158,10 @@ class _StageRing:
 
             shared = "cluster" if cluster > 1 else None
             full = self.full_barriers.at[slot]
-            plgpu.copy_gmem_to_smem(a_of(k), self.a_smem.at[slot], full)
+            a_smem = self.a_smem.at[slot]
+            if self.product.loaded_rows is not None:
+                a_smem = a_smem.at[pl.ds(0, self.product.loaded_rows)]
+            plgpu.copy_gmem_to_smem(a_of(k), a_smem, full)
             plgpu.copy_gmem_to_smem(b_of(k), self.b_smem.at[slot], full, collective_axes=shared)
             return count + 1
 
@@ -238,7 +243,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             def visit(block: Block, count: Array) -> Array:
                 for stretch in product.stretches:
                     load_a, load_b = (functools.partial(x, refs, block) for x in (stretch.load_a, stretch.load_b))
-                    count = ring.load(count, stretch.steps(refs), load_a, load_b)
+                    count = ring.load(count, stretch.steps(refs, block), load_a, load_b)
                 return count
 
             ring.drain(over_tiles(visit))
@@ -248,7 +253,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             plgpu.set_max_registers(232, action="increase")
 
             def visit(block: Block, count: Array) -> Array:
-                steps = functools.reduce(operator.add, (stretch.steps(refs) for stretch in product.stretches))
+                steps = functools.reduce(operator.add, (stretch.steps(refs, block) for stretch in product.stretches))
 
                 def tile_of(start: Array | None = None) -> Array:
                     def accumulate(acc: Ref) -> tuple[Array, Array]:
@@ -319,6 +324,15 @@ def store_through(
         plgpu.commit_smem()
         store(strip, strip_smem)
         plgpu.commit_smem_to_gmem_group()
+
+
+def store_rows(strip_smem: Ref, out_gmem: Ref, row: Array, columns: Any) -> None:
+    """Issue the copy of a strip to the rows from `row` on, for `store_through`; those that `out_gmem` does not have are
+    left out.
+    """
+    rows = min(WARPGROUP_ROWS, out_gmem.shape[0])
+    to_gmem = out_gmem.at[pl.ds(row, rows), columns]
+    plgpu.copy_smem_to_gmem(strip_smem.at[pl.ds(0, rows)], to_gmem, commit_group=False)
 
 
 def row_vector(vector_gmem: Ref, row: Array) -> Array:

@@ -33,6 +33,7 @@ from pallas_kernels.mosaic.main_loop import (
     over_columns,
     over_rows,
     row_vector,
+    store_rows,
     store_through,
 )
 from pallas_kernels.products import LowRankTerm, padded
@@ -179,12 +180,12 @@ def store_partial(
     scaling = exponent_scaling(values.max(axis=1), tile.scale)
     y_minus_shift = scaling.exponents(values)
     exponentials = jnp.exp2(y_minus_shift)
-    out_gmem.shift[there] = scaling.shift
-    out_gmem.total[there] = exponentials.sum(axis=1)
-    out_gmem.target[there] = picked
     if out_gmem.gap is not None:
         # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
         out_gmem.gap[there] = (exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+    out_gmem.shift[there] = scaling.shift
+    out_gmem.total[there] = exponentials.sum(axis=1)
+    out_gmem.target[there] = picked
     return exponentials
 
 
@@ -209,12 +210,13 @@ def product_with_head(
     `hidden_gmem`, `weight_gmem` and `low_rank_gmem`.
     """
     rows = hidden.shape[0]
+    loaded_rows = min(rows, tile.rows)
 
     def stretch(dim: int, pair_of: Callable[[Any], tuple[Ref, Ref]]) -> Stretch:
         """K over `dim` columns of the two references, which are of rows and of the head."""
 
         def load_a(refs: Any, block: Block, k: Array) -> Ref:
-            return pair_of(refs)[0].at[pl.ds(block.row, tile.rows), pl.ds(k * DEPTH, DEPTH)]
+            return pair_of(refs)[0].at[pl.ds(block.row, loaded_rows), pl.ds(k * DEPTH, DEPTH)]
 
         def load_b(refs: Any, block: Block, k: Array) -> Ref:
             columns = pl.ds(head.row(refs.where_gmem.first_chunk[0], block.column_block), COLUMNS)
@@ -222,7 +224,7 @@ def product_with_head(
             weight_gmem = pair_of(refs)[1]
             return weight_gmem.at[columns, depth] if head.layout == "vd" else weight_gmem.at[depth, columns]
 
-        return Stretch(lambda refs: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
+        return Stretch(lambda refs, block: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
 
     stretches = [stretch(hidden.shape[1], lambda refs: (refs.hidden_gmem, refs.weight_gmem))]
     if low_rank is not None:
@@ -238,6 +240,7 @@ def product_with_head(
         blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), refs.where_gmem.chunks[0]),
         stretches=tuple(stretches),
         finish=finish,
+        loaded_rows=loaded_rows,
         store_dtype=store_dtype,
     )
 
@@ -258,8 +261,8 @@ def partials(
 ) -> None:
     """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
 
-    hidden `[rows, D]` holds whole tiles of rows; weight is stored as `logits.head` says; bias is float32
-    `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
+    hidden `[rows, D]` holds whole tiles of rows, or fewer than a tile; weight is stored as `logits.head` says; bias is
+    float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
     `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
     searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
     room for. low_rank is a term of the head, or None.
@@ -285,8 +288,7 @@ def partials(
 
         def store(strip: int, strip_smem: Ref) -> None:
             columns = pl.ds(tile.chunk * COLUMNS + strip * STRIP, STRIP)
-            there = kept_gmem.at[pl.ds(block.row, WARPGROUP_ROWS), columns]
-            plgpu.copy_smem_to_gmem(strip_smem, there, commit_group=False)
+            store_rows(strip_smem, kept_gmem, block.row, columns)
 
         def strip_of(strip: int) -> Array:
             return exponentials[:, strip * STRIP : (strip + 1) * STRIP].astype(kept_gmem.dtype)

@@ -151,7 +151,7 @@ def _product(
     def load(ref: Ref, k: Array, start: Array, width: int) -> Ref:
         return ref.at[pl.ds(k * DEPTH, DEPTH), pl.ds(start, width)]
 
-    def steps(refs: _WeightGradientArguments) -> Array:
+    def steps(refs: _WeightGradientArguments, block: Block) -> Array:
         return row_clusters(refs.where_gmem.rows[0], DEPTH)
 
     def load_a(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
@@ -196,7 +196,7 @@ def column_sums(
 
         def block_sum(block: Array) -> Array:
             total = zeros
-            for i in range(WARPGROUP_ROWS):
+            for i in range(min(WARPGROUP_ROWS, dlogits.shape[0])):
                 row = block * WARPGROUP_ROWS + i
                 values = plgpu.load(dlogits_gmem.at[row, here], layout=layout, optimized=False).astype(jnp.float32)
                 total = total + (values if row_unscale_gmem is None else values * row_unscale_gmem[row])

@@ -24,6 +24,7 @@ import jax.export
 from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.cuda.build import cache_folder
+from rlk_jax.core import overwriting
 from rlk_jax.core.dispatch import log
 from rlk_jax.core.kernel_compilation import compile_kernels
 
@@ -45,17 +46,18 @@ class Made(NamedTuple):
 
 
 def compiled(
-    key: Hashable, specs: Sequence[Any], device: jax.Device, make: Callable[[], Made]
+    key: Hashable, specs: Sequence[Any], device: jax.Device, make: Callable[[], Made], donated: Sequence[int] = ()
 ) -> tuple[jax.stages.Compiled, Any]:
     """The function that `make` gives, compiled for a device and arguments of these shapes, and its facts.
 
     `key` and the shapes say what the program is, and the key's `repr` is the same in every process. Where the disk has
-    the program, nothing is made. Bits are those of the function: what is compiled is the same.
+    the program, nothing is made. Bits are those of the function: what is compiled is the same. Arguments at the
+    positions `donated` are donated, which programs on disk do not say of themselves.
     """
     share_xla_cache(device)
     with jax.default_device(device):
         found, is_new = kept(key, specs, device, make)
-        lowered = jax.jit(found.function).lower(*specs)
+        lowered = overwriting.donating(found.function, donated).lower(*specs)
         if is_new:  # XLA's own cache has what was compiled for a program on disk.
             compile_kernels(lowered, device)
         return lowered.compile(), found.facts

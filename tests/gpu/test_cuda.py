@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cuda import kernels
-from pallas_kernels.hopper.tiles import Tile
+from pallas_kernels.hopper.arrays import Coefficients, KeptExponentials, KeptRowMap, VocabSlice
+from pallas_kernels.hopper.tiles import THREADS, Machine, Tile
+from pallas_kernels.hopper.vocabulary import Vocabulary
+from pallas_kernels.products import padded
 from rlk_jax import det_gemm, explain, linear_logp
 from tests.gpu.hopper import needs_cuda
 from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
@@ -59,6 +62,33 @@ def test_every_tile(tile, monkeypatch):
     jax.clear_caches()
     assert_same_bits(helpers.outputs(BITS, problem, "cuda"), expected)
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("count", [3, 17, 24])
+def test_kept_exponentials_in_a_matrix_of_fewer_rows_than_a_tile(count):
+    """Its gradients have the bits of those in a whole tile, whether or not kept rows moved. No plan keeps so few."""
+    vocabulary, rows = Vocabulary(1000, 8, 128), padded(2 * count, 8)
+    columns = vocabulary.chunks * 256
+    rng = np.random.default_rng(count)
+    exponentials = jnp.asarray(rng.uniform(0, 1, (64, columns)), jnp.bfloat16)
+    shift = jnp.asarray(rng.integers(-3, 3, (vocabulary.chunks, THREADS)), jnp.float32)
+    of_rows = [jnp.asarray(rng.uniform(1, 2, THREADS), jnp.float32) for _ in range(4)]
+    target_ids = jnp.asarray(rng.integers(0, 1000, THREADS), jnp.int32)
+    coefficients = Coefficients(target_ids, *of_rows[:3], None, of_rows[3])
+    where = VocabSlice(*(jnp.full(1, x, jnp.int32) for x in (count, 0, vocabulary.chunks)))
+    own = jnp.arange(THREADS, dtype=jnp.int32)
+
+    def gradients(matrix_rows, first_kept):
+        row_map = KeptRowMap(own + first_kept * (own < count), jnp.full(1, first_kept, jnp.int32))
+        buffer = jax.new_ref(exponentials[:matrix_rows])
+        kernels.dlogits_from_kept_exponentials(
+            vocabulary, Machine(), where, KeptExponentials(None, shift), row_map, coefficients, buffer
+        )
+        return jax.freeze(buffer)
+
+    for first_kept in (0, rows - count):
+        few, whole = (jax.jit(gradients, static_argnums=(0, 1))(x, first_kept) for x in (rows, 64))
+        assert_same_bits(few, whole[:rows])
 
 
 def test_no_other_kernels_run():

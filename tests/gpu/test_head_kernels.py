@@ -125,7 +125,7 @@ def test_constants_of_a_program_give_the_bits_of_arguments(kernels, whole):
     assert_same_bits(jax.jit(jax.grad(loss))(problem.hidden), rows[-1])
 
 
-@pytest.mark.parametrize("n", [1, 7, 64, 100, 128, 129, 1000, 4096])
+@pytest.mark.parametrize("n", [1, 7, 20, 64, 100, 128, 129, 1000, 4096])
 def test_rows_do_not_depend_on_the_batch(kernels, whole, n):
     problem, rows, _ = whole
     rng = np.random.default_rng(n)
@@ -149,9 +149,11 @@ def test_run_to_run(kernels, whole):
         assert_same_bits(helpers.outputs(BITS, problem, kernels), (rows, head))
 
 
-@pytest.mark.parametrize("budget", [1, 2**20, 64 * 2**20, 512 * 2**20, 4 * 2**30])
+@pytest.mark.parametrize("budget", [1, 2**20, 20 * 2**20, 64 * 2**20, 512 * 2**20, 4 * 2**30])
 def test_memory_budgets(kernels, whole, budget):
-    """One chunk a slice to all of them: the chain of dH is cut at every chunk, at multiples of 64, or not at all."""
+    """One chunk a slice to all of them: chains of dH are cut at every chunk, at multiples of 64, or not at all, and
+    groups are summed up one by one or at once.
+    """
     problem, rows, head = whole
     assert_same_bits(helpers.outputs(BITS, problem, kernels, memory_budget=budget), (rows, head))
 

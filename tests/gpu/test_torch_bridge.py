@@ -1,5 +1,7 @@
 """torch_bridge on a GPU: the bits of the JAX op, in the order of torch's streams, without a copy."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -209,6 +211,35 @@ def test_cuda_graphs_of_torch_compile_leave_the_ops_out():
 def test_a_gpu_that_jax_does_not_see():
     code = "import torch, torch_bridge; x = torch.ones(16, 16, device='cuda'); torch_bridge.det_gemm(x, x)"
     assert "ValueError: JAX does not see cuda:0" in run(code).stderr
+
+
+MEMORY = """
+import sys, jax, jax.numpy as jnp, rlk_jax, torch, torch_bridge
+n, d, v = 8192, 4096, 151936
+options = {"memory_budget": int(sys.argv[2]), "implementation": "mosaic"}
+if sys.argv[1] == "jax":
+    h, w, t = jnp.ones((n, d), jnp.bfloat16), jnp.ones((v, d), jnp.bfloat16), jnp.zeros(n, jnp.int32)
+    f = jax.jit(jax.grad(lambda h, w: rlk_jax.linear_logp(h, w, t, **options).sum(), (0, 1)))
+    gradients = jax.block_until_ready(f(h, w))
+else:
+    h, w = (torch.ones(x, d, dtype=torch.bfloat16, device="cuda", requires_grad=True) for x in (n, v))
+    t = torch.zeros(n, dtype=torch.int32, device="cuda")
+    gradients = torch.autograd.grad(torch_bridge.linear_logp(h, w, t, **options).sum(), (h, w))
+    torch.cuda.synchronize()
+peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"] + torch.cuda.max_memory_allocated()
+print(peak - 2 * (h.nbytes + w.nbytes) - t.nbytes)
+"""
+
+
+@pytest.mark.parametrize("budget", [512 * 2**20, 2 * 8192 * 151936 * 11 // 10], ids=["default", "everything kept"])
+def test_what_was_kept_is_held_once(budget):
+    """Beside inputs and gradients, forward and backward hold what one program of the JAX op does, and 5 % more."""
+
+    def used(way: str) -> int:
+        command = [sys.executable, "-c", MEMORY, way, str(budget)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert used("bridge") <= 1.05 * used("jax")
 
 
 def needs(count: int) -> None:

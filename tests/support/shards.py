@@ -72,7 +72,7 @@ def check_two(
     if shard.on_group_edges and has_bits:
         assert_same_bits(tuple(values), tuple(problem.call(case, implementation)))
         unsharded = problem.gradients(case, implementation)
-        assert_same_bits((d_weight[: case.vocab], d_bias[: case.vocab]), unsharded[1:])
+        assert_same_bits((d_hidden, d_weight[: case.vocab], d_bias[: case.vocab]), unsharded)
 
 
 def lowered(implementation: str, vocab: int, *, check_vma: bool, reduction: Any, tokens: int, **options: Any) -> str:

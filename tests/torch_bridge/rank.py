@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_bridge
 from rlk_jax import cli
 from rlk_jax.checker.processes import free_port
+from rlk_jax.core import overwriting
 from rlk_jax.vocab_parallel import shard_bounds
 from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
@@ -183,8 +184,10 @@ def sums_what_it_is_asked_to(rank: int, count: int) -> None:
     options = {"tp_group": dist.group.WORLD, "vocab_start_index": bounds[rank]}
     own_rows = weight[here].clone().requires_grad_()
     found = torch_bridge.linear_logp(hidden, own_rows, ids, bias[here], **options, **EVERYTHING)
-    (d_weight,) = torch.autograd.grad(found, own_rows, [randn(6, seed=i) for i in range(3)])
-    assert same_bits(d_weight, summed[1])
+    for is_retained in (True, False):
+        upstream = [randn(6, seed=i) for i in range(3)]
+        (d_weight,) = torch.autograd.grad(found, own_rows, upstream, retain_graph=is_retained)
+        assert same_bits(d_weight, summed[1])
     nothing = hidden[:0].requires_grad_()
     torch_bridge.linear_logp(nothing, weight[here], ids[:0], bias[here], **options).sum().backward()
     assert nothing.grad.shape == (0, 8)
@@ -289,6 +292,7 @@ def checks_itself(rank: int, count: int, ports: list[Any]) -> None:
 
 def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     limit = timedelta(seconds=50)
+    overwriting.LEAST_BYTES = 1  # A rank's backward overwrites whatever it is given here.
     if device == "cuda":  # Each of NCCL's processes has one of its own.
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")

@@ -2,8 +2,8 @@
 
 The forward is one pass over the head that keeps a partial softmax per row and chunk of 256 columns. The backward cuts
 the vocabulary into slices whose gradients of logits fit the memory budget; for each slice it recomputes the logits,
-writes their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db
-complete.
+writes their gradients in 16 bits, adds dlogits·W to dH (one float32 chain for each group of the vocabulary, folded in
+ascending order) and stores dW and db complete.
 
 A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as the budget holds
 (`kept_chunks`). The backward makes their gradients in their place, and recomputes the rest in the same memory. That

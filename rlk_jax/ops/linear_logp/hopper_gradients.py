@@ -1,6 +1,7 @@
 """The gradients of linear_logp's operands on Hopper, from those of one slice's logits at a time."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,15 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.arrays import HiddenGradient
+from pallas_kernels.hopper.arrays import GroupRange, HiddenGradient, VocabSlice
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine
 from pallas_kernels.products import padded
-from rlk_jax.core.fixed_order import zeros_behind
+from rlk_jax.core.fixed_order import ascending_sum, zeros_behind
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.softmax import Scaling
 from rlk_jax.core.transforms import fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels, Ref
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan
+from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
 from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, rank_axis
 
@@ -30,8 +31,8 @@ class _ProductGradients(NamedTuple):
     """Columns of its rows of hidden."""
     hidden: Array | None
     """The rows that the gradient of its weight sums up."""
-    d_hidden: list[HiddenGradient]
-    """The sums over the vocabulary, one for each part; empty where nothing needs them."""
+    d_hidden: HiddenGradient | None
+    """The sums over the vocabulary, or None where nothing needs them."""
     d_weight: Ref | None
 
 
@@ -53,9 +54,9 @@ class HeadGradients:
         row_unscale, unscale = (None, None) if scaling is None else (scaling.row_unscale, scaling.unscale)
         of_slice = (part.head, machine, part.where, dlogits)
         for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
-            if product.d_hidden and weight is not None:
-                out = product.d_hidden[chunks.chain.start // len(chunks.chain)]
-                use.add_hidden_gradient(*of_slice, weight, row_unscale, chunks.chain, out)
+            if product.d_hidden is not None and weight is not None:
+                add = functools.partial(use.add_hidden_gradient, *of_slice, weight, row_unscale)
+                self._over_groups(part.where, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
@@ -68,19 +69,38 @@ class HeadGradients:
             else:
                 store(product.d_weight)
         if self.d_bias is not None:
-            sums = use.column_sums(part.where, dlogits, row_unscale, machine)
+            sums = use.column_sums(part.where, dlogits, row_unscale, machine)[: part.columns.size]
             self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
+
+    def _over_groups(self, where: VocabSlice, add: Callable[[GroupRange], None]) -> None:
+        """Call `add` with the groups of one slice: with all of them, or with one after the other."""
+        each = vocabulary_of(self.plan.config).group_chunks
+        first, last = where.first_chunk // each, (where.first_chunk + where.chunks - 1) // each
+        if self.plan.groups_at_once:
+            add(GroupRange(first, last - first + 1))
+        else:
+            lax.fori_loop(
+                first[0], last[0] + 1, lambda i, _: add(GroupRange(i.reshape(1), jnp.ones(1, jnp.int32))), None
+            )
+
+    def _hidden_sums(self, sums: HiddenGradient) -> list[Array]:
+        """The complete sums of rows of one product's gradient: one, or one for each group that a shard gives."""
+        if sums.total is not None:
+            return [sums.total if sums.rounded is None else sums.rounded]
+        chains = list(sums.chains) if self.plan.config.sums_by_group else [ascending_sum(sums.chains)]
+        return chains if self.scaling is None else [x * self.scaling.row_unscale[:, None] for x in chains]
 
     def complete(self, operands: Operands, rows: Compacted) -> Gradients:
         """The gradients of the operands, once every slice was added."""
         config = self.plan.config
-        sums = [[x.chain if x.rounded is None else x.rounded for x in product.d_hidden] for product in self.products]
+        sums = [product.d_hidden for product in self.products]
         weights = [product.d_weight for product in self.products]
         # The barrier has dW, which needs hidden, complete before dH's rows are spread: hidden is not held beside them.
         sums, weights, d_bias = fusion_barrier(jax.tree.map(jax.freeze, (sums, weights, self.d_bias)))
+        of_products = [self._hidden_sums(x) for x in sums if x is not None]
         of_parts = [
             jnp.concatenate([rows.spread(x[:, : f.columns]) for x, f in zip(part, self.products, strict=True)], axis=1)
-            for part in zip(*sums, strict=True)
+            for part in zip(*of_products, strict=True)
         ]
         d_hidden = None
         if of_parts:
@@ -100,7 +120,7 @@ def new_head_gradients(
     def of_product(columns: int, of_rows: Array | None, shape: tuple[int, ...], is_needed: bool) -> _ProductGradients:
         if of_rows is not None and scaling is not None:
             of_rows = (of_rows * scaling.to_common[: of_rows.shape[0], None]).astype(dtype)
-        d_hidden = _new_sums(plan, columns, dtype) if needs.hidden else []
+        d_hidden = _new_sums(plan, columns, dtype) if needs.hidden else None
         d_weight = jax.new_ref(new_gradient(shape, dtype)) if is_needed else None
         return _ProductGradients(columns, of_rows, d_hidden, d_weight)
 
@@ -113,12 +133,20 @@ def new_head_gradients(
     return HeadGradients(plan, scaling, tuple(products), d_bias)
 
 
-def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> list[HiddenGradient]:
-    """Memory for the sums over the vocabulary that give the gradient of some columns of hidden, one for each part."""
+def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> HiddenGradient:
+    """Memory for the sums over the vocabulary that give the gradient of some columns of hidden."""
     shape = (plan.rows, padded(columns, COLUMNS))
-    rounded = None if plan.config.is_shard else jax.new_ref(lax.empty(shape, dtype))
-    parts = range(plan.config.hidden_gradient_parts)
-    return [HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded) for _ in parts]
+
+    def new(*leading: int, dtype: Any = jnp.float32) -> Ref:
+        return jax.new_ref(lax.empty((*leading, *shape), dtype))
+
+    if plan.groups_at_once:
+        return HiddenGradient(new(plan.config.groups.count), None, None)
+    return HiddenGradient(
+        chains=new(1) if plan.cuts_groups else None,
+        total=new(),
+        rounded=None if plan.config.is_shard else new(dtype=dtype),
+    )
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, config: HeadConfig) -> Array:

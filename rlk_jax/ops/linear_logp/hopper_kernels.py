@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.hopper.arrays import (
     Coefficients,
     GradientRows,
+    GroupRange,
     HiddenGradient,
     KeptExponentials,
     KeptRowMap,
@@ -89,9 +90,8 @@ class HeadKernels(Protocol):
         dlogits: Array,
         weight: Array,
         unscale: Array | None,
-        chain: range,
+        groups: GroupRange,
         out: HiddenGradient,
-        /,
     ) -> None: ...
 
     def store_weight_gradient(

@@ -14,6 +14,9 @@ from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax.ops.linear_logp.options import HeadConfig, Needs, kernel_memory_budget
 
+_FEW_TILES = 96
+"""Tiles of dH, of 128 rows and 256 columns, below which the multiprocessors of a Hopper GPU have too little to do."""
+
 
 @dataclass(frozen=True)
 class ChunkRange:
@@ -23,8 +26,6 @@ class ChunkRange:
     end: int
     width: int
     copied: bool
-    chain: range
-    """The chunks that dH sums up in one chain; the chunks of this range are among them."""
     is_kept: bool = False
     """Whether the forward kept the exponentials of these chunks."""
 
@@ -42,6 +43,20 @@ class HopperPlan:
     dim: int
     tokens: int
     ranges: tuple[ChunkRange, ...]
+    groups_at_once: bool = False
+    """Whether every group of the vocabulary has a sum of dH of its own, and these are folded after the last slice.
+    Otherwise a slice's groups are added to one total, one after the other."""
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether a slice ends inside a group, whose chain of dH the next slice goes on with."""
+        each = vocabulary_of(self.config).group_chunks
+        return any(x.first % each or (x.slices > 1 and x.width % each) for x in self.ranges)
+
+    @property
+    def buffer_chunks(self) -> int:
+        """Chunks that the memory for one slice's dlogits holds, in all ranges alike: kernels are made for its size."""
+        return max(x.width for x in self.ranges)
 
     @property
     def slices(self) -> int:
@@ -50,13 +65,22 @@ class HopperPlan:
 
     @property
     def matrix_rows(self) -> int:
-        """Rows of hidden and of dlogits: whole tiles."""
-        return padded(self.tokens, statistics_tile(self.tokens).cluster_rows)
+        """Rows of hidden and of dlogits."""
+        return matrix_rows(self.tokens)
 
     @property
     def rows(self) -> int:
         """Rows of arrays with one number per token: a multiple of a warpgroup's threads, each of which has a row."""
         return padded(self.matrix_rows, THREADS)
+
+
+def matrix_rows(tokens: int) -> int:
+    """Rows of hidden and of dlogits for so many tokens: whole tiles; where one is not full, as few as a load can bring.
+
+    What is loaded for nothing slows the stream of the head.
+    """
+    tile = statistics_tile(tokens)
+    return padded(tokens, 8 if tokens <= 64 else tile.cluster_rows)
 
 
 def vocabulary_of(config: HeadConfig) -> Vocabulary:
@@ -97,7 +121,7 @@ class BufferSizes:
 
 def kept_bytes(tokens: int) -> int:
     """Bytes of one chunk's kept exponentials and their shifts."""
-    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+    rows = matrix_rows(tokens)
     return 2 * COLUMNS * rows + 4 * padded(rows, THREADS)
 
 
@@ -105,79 +129,117 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     """How many chunks, from the first on, the forward keeps the exponentials of.
 
     It keeps all that the budget holds beside hidden. Where the gradients are not made in their place
-    (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest.
+    (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest. Where the last kept chunk does not
+    end its group, the budget also holds that group's chain of dH; a few chunks more are not worth it.
 
-    float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves. With up
-    to 64 tokens the backward reads the head and does little else, and keeping would spill registers beside an entropy.
+    float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves.
     """
-    if not config.keeps or dtype != jnp.bfloat16 or config.logit_softcap is not None or tokens <= 64:
+    if not config.keeps or dtype != jnp.bfloat16 or config.logit_softcap is not None:
         return 0
-    sizes = backward_sizes(dim, tokens, Needs(True, True, True), dtype)
-    room, block = kernel_memory_budget(config, dim, tokens) - sizes.fixed, sizes.chunk + sizes.copy
-    if room < block:
-        return 0
-    if replaces_kept(config, dim):
-        return min(chunks_in_place(config, dim), room // kept_bytes(tokens))
-    return min(vocabulary_of(config).chunks, (room - block) // 2 // kept_bytes(tokens))
+    sizes = backward_sizes(config, dim, tokens, Needs(True, True, True), dtype)
+    budget, each = kernel_memory_budget(config, dim, tokens), vocabulary_of(config).group_chunks
+
+    def affordable(fixed: int) -> int:
+        room, block = budget - fixed, sizes.chunk + sizes.copy
+        if room < block:
+            return 0
+        if replaces_kept(config, dim):
+            return min(chunks_in_place(config, dim), room // kept_bytes(tokens))
+        return min(vocabulary_of(config).chunks, (room - block) // 2 // kept_bytes(tokens))
+
+    most = affordable(sizes.fixed)
+    if sums_groups_at_once(config, dim, tokens) or most % each == 0:
+        return most
+    whole, cut = most - most % each, affordable(sizes.fixed + chain_bytes(dim, tokens))
+    return whole if cut <= whole + each // 8 else cut
 
 
 def replaces_kept(config: HeadConfig, dim: int) -> bool:
-    """Whether one slice can hold all kept chunks, with the gradients in the place of the exponentials: dH must be one
-    chain, and the head must not be copied.
+    """Whether one slice can hold all kept chunks, with the gradients in the place of the exponentials.
+
+    A head that is copied would have to be copied whole.
     """
-    return config.hidden_gradient_parts == 1 and chunks_in_place(config, dim) > 0
+    return chunks_in_place(config, dim) > 0
 
 
-def _plan(config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes) -> HopperPlan:
+def chain_bytes(dim: int, tokens: int) -> int:
+    """Bytes of one float32 sum of dH."""
+    return 4 * padded(matrix_rows(tokens), THREADS) * padded(dim, COLUMNS)
+
+
+def sums_groups_at_once(config: HeadConfig, dim: int, tokens: int) -> bool:
+    """Whether every group of the vocabulary has a sum of dH of its own: where a caller needs them, and where the tiles
+    of one sum are too few for the machine, unless all sums take more than half of the budget.
+    """
+    if config.sums_by_group:
+        return True
+    few = -(-tokens // 128) * -(-dim // COLUMNS) < _FEW_TILES
+    every = config.groups.count * chain_bytes(dim, tokens)
+    return few and every <= kernel_memory_budget(config, dim, tokens) // 2
+
+
+def _plan(
+    config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes, unit: int
+) -> HopperPlan:
     """A plan whose slices are as wide as the budget holds, at least one chunk, and equally wide but for rounding within
-    each range.
+    each range. Slices that can hold `unit` chunks are a multiple of it wide.
     """
-    chunks = vocabulary_of(config).chunks
     budget = kernel_memory_budget(config, dim, tokens)
 
     def width(count: int, fixed: int, per_chunk: int) -> int:
         affordable = max(1, (budget - fixed) // per_chunk) if per_chunk else count
-        return -(-count // -(-count // affordable))
+        multiple = unit if affordable >= unit else 1
+        units = -(-count // multiple)
+        return min(count, multiple * -(-units // -(-units // (affordable // multiple))))
 
-    def chunk_range(chain: range, first: int, end: int) -> ChunkRange:
+    def chunk_range(first: int, end: int) -> ChunkRange:
         copied, is_kept = first >= in_place, first < kept
         if is_kept and replaces_kept(config, dim):
-            return ChunkRange(first, end, end - first, copied, chain, is_kept)
+            return ChunkRange(first, end, end - first, copied, is_kept)
         per_chunk = sizes.chunk + (sizes.copy if copied else 0)
         fixed = sizes.fixed + (sizes.exponentials if is_kept else 0)
-        return ChunkRange(first, end, width(end - first, fixed, per_chunk), copied, chain, is_kept)
+        return ChunkRange(first, end, width(end - first, fixed, per_chunk), copied, is_kept)
 
-    each = chunks // config.hidden_gradient_parts
-    ranges = []
-    for start in range(0, chunks, each):
-        chain = range(start, start + each)
-        bounds = sorted({chain.start, chain.stop, *(x for x in (in_place, kept) if x in chain)})
-        ranges += [chunk_range(chain, *ends) for ends in itertools.pairwise(bounds)]
-    return HopperPlan(config, dim, tokens, tuple(ranges))
+    bounds = sorted({0, vocabulary_of(config).chunks, in_place, kept})
+    ranges = tuple(chunk_range(*ends) for ends in itertools.pairwise(bounds))
+    return HopperPlan(config, dim, tokens, ranges, sums_groups_at_once(config, dim, tokens))
 
 
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
     """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
-    return _plan(config, dim, tokens, in_place, 0, BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(tokens)))
+    return _plan(config, dim, tokens, in_place, 0, BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(tokens)), 1)
 
 
 def backward_plan(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> HopperPlan:
     """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows and
     the exponentials of `kept` chunks until their gradients are made.
 
-    A padded head that is read in place is copied only in the chunks that end within 64 columns of the padding.
+    A padded head that is read in place is copied only in the chunks that end within 64 columns of the padding. Slices
+    end with groups of the vocabulary, or leave room for the chain of the group that they end inside.
     """
-    sizes = replace(backward_sizes(dim, tokens, needs, dtype), exponentials=kept * kept_bytes(tokens))
-    return _plan(config, dim, tokens, chunks_in_place(config, dim), kept, sizes)
+    sizes = backward_sizes(config, dim, tokens, needs, dtype)
+    sizes = replace(sizes, exponentials=kept * kept_bytes(tokens))
+    of_call = (config, dim, tokens, chunks_in_place(config, dim), kept)
+    if not needs.hidden or sums_groups_at_once(config, dim, tokens):
+        return _plan(*of_call, sizes, 1)
+    plan = _plan(*of_call, sizes, vocabulary_of(config).group_chunks)
+    if not plan.cuts_groups:
+        return plan
+    return _plan(*of_call, replace(sizes, fixed=sizes.fixed + chain_bytes(dim, tokens)), 1)
 
 
-def backward_sizes(dim: int, tokens: int, needs: Needs, dtype: Any) -> BufferSizes:
-    """What a backward without kept exponentials holds. In float16, dW needs rescaled rows of hidden too."""
-    rows = padded(tokens, statistics_tile(tokens).cluster_rows)
+def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtype: Any) -> BufferSizes:
+    """What a backward without kept exponentials holds. In float16, dW needs rescaled rows of hidden too. Sums of dH for
+    every group are held where they are not what the caller asks for.
+    """
+    rows = matrix_rows(tokens)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
     copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
-    return BufferSizes(2 * COLUMNS * rows, copies, 2 * rows * padded(dim, DEPTH) * hidden_copies)
+    fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies
+    if sums_groups_at_once(config, dim, tokens) and not config.sums_by_group:
+        fixed += (config.groups.count - 1) * chain_bytes(dim, tokens)
+    return BufferSizes(2 * COLUMNS * rows, copies, fixed)
 
 
 def _head_chunk_bytes(dim: int) -> int:

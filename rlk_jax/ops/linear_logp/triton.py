@@ -2,11 +2,12 @@
 
 The forward is one pass over the head that keeps a partial softmax per row and chunk of columns. The backward cuts the
 vocabulary into slices whose gradients of logits fit the memory budget; for each slice it recomputes the logits, writes
-their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db complete.
+their gradients in 16 bits, adds dlogits·W to dH (one float32 chain for each group of the
+vocabulary, folded in ascending order) and stores dW and db complete.
 Logits' products go on over the columns of a low-rank term, whose gradients the kernels of dH and dW make once more.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,39 +39,16 @@ from rlk_jax.ops.linear_logp.options import (
 Array = jax.Array
 
 
-@dataclass(frozen=True)
-class GradientChain:
-    """Columns first … end − 1 that one chain of dH sums up, in slices of `width` columns."""
-
-    first: int
-    end: int
-    width: int
-
-    @property
-    def slices(self) -> int:
-        """How many slices there are in the chain."""
-        return -(-(self.end - self.first) // self.width)
-
-
-def gradient_chains(
-    config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, columns: int
-) -> tuple[GradientChain, ...]:
-    """The chains of dH over `columns` columns. Their slices' dlogits fit the budget beside hidden's copies, and slices
-    of one chain are equally wide but for rounding.
+def slice_width(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> int:
+    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies, and slices of a group are
+    equally wide but for rounding.
     """
     rows = padded(tokens, TILE_ROWS)
     budget = kernel_memory_budget(config, dim, tokens)
     copies = 2 if dtype == jnp.float16 and needs.weight else 1
     affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * TILE_COLUMNS))
-    groups, count = config.groups, config.hidden_gradient_parts
-    of_each = groups.width * groups.count // count
-
-    def chain(first: int) -> GradientChain:
-        end = max(first, min(first + of_each, columns))
-        tiles = max(1, -(-(end - first) // TILE_COLUMNS))
-        return GradientChain(first, end, TILE_COLUMNS * -(-tiles // -(-tiles // affordable)))
-
-    return tuple(chain(i * of_each) for i in range(count))
+    tiles = -(-config.groups.width // TILE_COLUMNS)
+    return TILE_COLUMNS * -(-tiles // -(-tiles // affordable))
 
 
 def _head_shape(config: HeadConfig, operands: Operands) -> HeadShape:
@@ -161,47 +139,56 @@ def _gradients(
     row_coefficients = kernels.coefficients(temperature, own.log_sum, logp, own.gap, *upstreams, scale)
 
     columns = config.real_vocab_size if operands.real_columns is None else config.vocab_size
+    width = slice_width(config, dim, n, needs=needs, dtype=dtype)
     new_weight = jnp.zeros if config.real_vocab_size < config.vocab_size else lax.empty
     d_weights = [
         new_weight(x.weight.shape, dtype) if is_needed else None
         for (_, x), is_needed in zip(terms, (needs.weight, needs.low_rank), strict=False)
     ]
     d_bias = jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None
-    sums = []
-    for chain in gradient_chains(config, dim, n, needs=needs, dtype=dtype, columns=columns):
+    parts = config.hidden_gradient_parts
+    sums = [jnp.zeros((parts, *x.hidden.shape), jnp.float32) if needs.hidden else None for _, x in terms]
 
-        def step(index: Any, so_far: _SoFar, chain: GradientChain = chain) -> _SoFar:
-            start = chain.first + jnp.asarray(index, jnp.int32) * chain.width
-            where = ColumnRange(*(jnp.asarray(x, jnp.int32).reshape(1) for x in (start, chain.first, chain.end)))
-            of_logits = kernels.dlogits(
-                *(head, of_kernels, target_ids, temperature, own.max, own.log_sum, row_coefficients, where),
-                chain.width,
-            )
-            d_hidden, d_weights, d_bias = so_far
-            d_hidden = [
-                x if x is None else kernels.add_hidden_gradient(*term, of_logits, where, x)
-                for term, x in zip(terms, d_hidden, strict=True)
-            ]
-            d_weights = [
-                x if x is None else kernels.store_weight_gradient(*term, of_logits, unscale, where, x)
-                for term, x in zip(of_weights, d_weights, strict=True)
-            ]
-            if d_bias is not None:
-                there = start + jnp.arange(chain.width, dtype=jnp.int32)
-                there = jnp.where(there < chain.end, there, config.vocab_size)
-                d_bias = d_bias.at[there].set(kernels.column_sums(of_logits, row_unscale, rows.count), mode="drop")
-            return _SoFar(d_hidden, d_weights, d_bias)
+    def of_slice(start: Array, first: Array, end: Array, so_far: _SoFar) -> _SoFar:
+        where = ColumnRange(start.reshape(1), first.reshape(1), end.reshape(1))
+        of_logits = kernels.dlogits(
+            *(head, of_kernels, target_ids, temperature, own.max, own.log_sum, row_coefficients, where), width
+        )
+        d_hidden, d_weights, d_bias = so_far
+        d_hidden = [
+            x if x is None else kernels.add_hidden_gradient(*term, of_logits, where, x)
+            for term, x in zip(terms, d_hidden, strict=True)
+        ]
+        d_weights = [
+            x if x is None else kernels.store_weight_gradient(*term, of_logits, unscale, where, x)
+            for term, x in zip(of_weights, d_weights, strict=True)
+        ]
+        if d_bias is not None:
+            there = start + jnp.arange(width, dtype=jnp.int32)
+            there = jnp.where(there < end, there, config.vocab_size)
+            d_bias = d_bias.at[there].set(kernels.column_sums(of_logits, row_unscale, rows.count), mode="drop")
+        return _SoFar(d_hidden, d_weights, d_bias)
 
-        new = jnp.zeros if chain.slices == 0 else lax.empty
-        d_hidden = [new(x.hidden.shape, jnp.float32) if needs.hidden else None for _, x in terms]
-        start = _SoFar(d_hidden, d_weights, d_bias)
-        d_hidden, d_weights, d_bias = lax.fori_loop(0, chain.slices, step, start)
-        if needs.hidden:
-            spread = [rows.spread(x * row_unscale[:, None]) for x in d_hidden if x is not None]
-            sums.append(jnp.concatenate(spread, axis=1)[:, : operands.hidden.shape[1]])
+    def of_group(group: Array, so_far: _SoFar) -> _SoFar:
+        first = jnp.asarray(group, jnp.int32) * config.groups.width
+        end = jnp.clip(first + config.groups.width, first, jnp.maximum(first, columns))
+        chains = [None if x is None else jnp.zeros(x.shape[1:], jnp.float32) for x in so_far.hidden]
+        found = lax.fori_loop(
+            0,
+            (end - first + width - 1) // width,
+            lambda i, x: of_slice(first + jnp.asarray(i, jnp.int32) * width, first, end, x),
+            so_far._replace(hidden=chains),
+        )
+        part = group if config.sums_by_group else 0
+        pairs = zip(so_far.hidden, found.hidden, strict=True)
+        return found._replace(hidden=[x if x is None else x.at[part].add(chain) for x, chain in pairs])
+
+    sums, d_weights, d_bias = lax.fori_loop(0, config.groups.count, of_group, _SoFar(sums, d_weights, d_bias))
     of_hidden = None
     if needs.hidden:
-        of_hidden = jnp.stack(sums) if config.is_shard else sums[0]
+        spread = [jax.vmap(rows.spread)(x * row_unscale[:, None]) for x in sums if x is not None]
+        of_hidden = jnp.concatenate(spread, axis=-1)[..., : operands.hidden.shape[1]]
+        of_hidden = of_hidden if config.is_shard else of_hidden[0]
     d_weight, d_low_rank = d_weights if config.rank else (*d_weights, None)
     return fusion_barrier(Gradients(of_hidden, d_weight, d_bias, d_low_rank).like(config, operands))
 

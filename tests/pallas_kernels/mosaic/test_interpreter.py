@@ -159,6 +159,18 @@ def test_frozen_sides_launch_nothing(monkeypatch, operand, kernel):
     jax.eval_shape(jax.grad(call, 1 - operand), p.hidden, p.weight)
 
 
+@pytest.mark.parametrize("budget", [400_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_how_groups_are_summed_changes_no_bit(budget):
+    """Sums of dH of all groups at once, and of one after the other. Slices that end inside groups run in full alone.
+
+    In make test the slices of `PADDED_SLICES` end inside groups.
+    """
+    case = Case("groups", (70,), 64, 2100)
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    at_once, one_by_one = (problem.gradients(case, "mosaic", memory_budget=b)[0] for b in (None, budget))
+    assert_same_bits(one_by_one, at_once)
+
+
 @pytest.mark.full
 def test_ignored_rows_hold_anything():
     """In make test `test_kept_exponentials` has ignored rows that hold NaN, and checks their gradients."""

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, SHARED_MEMORY, Tile, gemm_plan, gemm_tile, statistics_tile
+from pallas_kernels.hopper.tiles import (
+    COLUMNS,
+    DEPTH,
+    SHARED_MEMORY,
+    Tile,
+    gemm_plan,
+    gemm_tile,
+    hidden_gradient_tile,
+    statistics_tile,
+)
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import column_groups
@@ -55,6 +64,15 @@ def test_tiles_fit_the_machine(rows):
     for tile in (statistics_tile(rows), gemm_tile(rows)):
         assert tile.columns == COLUMNS and padded(rows, tile.cluster_rows) % 64 == 0
         assert_fits(tile, staged=2 * 64 * 64)
+
+
+@given(rows=st.integers(1, 1 << 20), columns=st.integers(1, 16384), sums=st.sampled_from([1, 8]))
+def test_tiles_of_hidden_gradients(rows, columns, sums):
+    """A narrow tile is taken where wide ones are too few, and cuts the columns, which are padded to 256."""
+    tile = hidden_gradient_tile(rows, columns, sums)
+    assert COLUMNS % tile.columns == 0
+    assert_fits(tile, staged=0)
+    assert tile.columns == gemm_tile(rows, columns).columns or sums * -(-rows // tile.rows) * -(-columns // 256) < 96
 
 
 layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_transposed", "accumulates")})
@@ -125,12 +143,10 @@ def test_chunks_partition_the_vocabulary(size):
 
 @settings(max_examples=60)
 @given(size=st.integers(1, 300_000))
-def test_every_step_of_k_has_its_chunk(size):
+def test_every_chunk_has_its_steps_of_k(size):
     v = vocabulary(size)
     before = np.asarray(v.steps_before(jnp.arange(MOST_CHUNKS, dtype=jnp.int32)))[: v.chunks + 1]
     assert before[0] == 0 and (np.diff(before) >= 1).all() and (np.diff(before) <= 4).all()
-    chunk, step = (np.asarray(x)[: before[-1]] for x in v.place(jnp.arange(4 * MOST_CHUNKS, dtype=jnp.int32)))
-    np.testing.assert_array_equal(before[chunk] + step, np.arange(before[-1]))
 
 
 @given(
@@ -152,6 +168,8 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     assert kept == sum(part.end - part.first for part in plan.ranges if part.is_kept) and (keeps or not kept)
     kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
     rows_bytes = 2 * plan.matrix_rows * padded(dim, 64)
+    sum_bytes = 4 * plan.rows * padded(dim, COLUMNS)
+    rows_bytes += sum_bytes * (given_options.groups.count - 1 if plan.groups_at_once else plan.cuts_groups)
     in_place = hopper_plan.replaces_kept(given_options, dim)
     assert not kept or kept_bytes + rows_bytes <= budget
     for part in plan.ranges:
@@ -162,6 +180,11 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
         head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
         used = part.width * (2 * COLUMNS * plan.matrix_rows + head) + rows_bytes
         assert used + kept_bytes * part.is_kept <= budget or (part.width == 1 and not kept)
+    assert plan.cuts_groups == any(
+        (part.first + i * part.width) % vocabulary(size).group_chunks
+        for part in plan.ranges
+        for i in range(part.slices)
+    )
     forward = hopper_plan.forward_plan(given_options, dim, tokens, kept)
     assert forward.slices == 1 or not hopper_plan.reads_in_place(given_options, dim)
     for part in forward.ranges:
@@ -171,20 +194,22 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
 
 def test_what_is_kept():
     keeping = options(131072, keeps=True)
-    assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 238  # of 512: what 512 MiB hold beside hidden
     assert (
-        hopper_plan.kept_chunks(options(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 116
+        hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 206
+    )  # of 512: what 512 MiB hold beside hidden and a chain
+    assert (
+        hopper_plan.kept_chunks(options(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 100
     )  # half, for a copied head
     padded_head = options(131072, keeps=True, real_vocab_size=131000, memory_budget=2**34)
     assert hopper_plan.kept_chunks(padded_head, 4096, 4096, jnp.bfloat16) == 511  # the last chunk's rows are copied
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**25), 4096, 4096, jnp.bfloat16) == 0
-    assert hopper_plan.kept_chunks(keeping, 4096, 64, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(keeping, 4096, 1, jnp.bfloat16) == 512
     assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.float16) == 0
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 0
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
     assert hopper_plan.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
     groups = dataclasses.replace(keeping, is_shard=True, sums_by_group=True)
-    assert hopper_plan.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 116  # half, where dH has several chains
+    assert hopper_plan.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 238  # every group has its chain
 
 
 def test_budgets_of_the_gpu_test_keep_none_some_and_all():

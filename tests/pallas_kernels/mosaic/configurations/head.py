@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels.hopper.arrays import (
     Coefficients,
     GradientRows,
+    GroupRange,
     HiddenGradient,
     KeptExponentials,
     KeptRowMap,
@@ -177,17 +178,25 @@ def logit_gradients_from_kept_exponentials(p: Problem, *, in_place: bool) -> Con
     return Configuration(options, run, arguments)
 
 
-def hidden_gradient(p: Problem) -> Configuration:
-    def run(where, slice_dlogits, weight, unscale):
+def hidden_gradient(p: Problem, sums: str) -> Configuration:
+    """sums: whether groups are summed up "at once" or "whole" ones one by one, or slices "cut" them."""
+
+    def run(where, groups, slice_dlogits, weight, unscale):
         shape = (p.vector_rows, -(-p.dim // COLUMNS) * COLUMNS)
-        rounded = None if p.shard else jax.new_ref(lax.empty(shape, p.dtype))
-        out = HiddenGradient(jax.new_ref(lax.empty(shape, jnp.float32)), rounded)
-        chain = range(p.head.vocabulary.chunks)
-        add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, chain, out)
+
+        def new(wanted: bool, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+            return jax.new_ref(lax.empty(shape, dtype)) if wanted else None
+
+        at_once = sums == "at once"
+        chains = new(sums != "whole", (p.head.vocabulary.groups if at_once else 1, *shape))
+        out = HiddenGradient(chains, new(not at_once, shape), new(not at_once and not p.shard, shape, p.dtype))
+        add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, groups, out)
         return jax.tree.map(jax.freeze, out)
 
-    arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "weight": p.weight}
-    return Configuration(p.options("d_hidden"), run, {**arguments, "unscale": p.vector(p.dtype == jnp.float16)})
+    where = p.common()["where"]
+    arguments = {"where": where, "groups": GroupRange(where.rows, where.rows), "slice_dlogits": p.dlogits_array()}
+    arguments |= {"weight": p.weight, "unscale": p.vector(p.dtype == jnp.float16)}
+    return Configuration(p.options("d_hidden") | {"sums": sums}, run, arguments)
 
 
 def weight_gradient(p: Problem) -> Configuration:
@@ -246,7 +255,7 @@ def configurations() -> Iterator[Configuration]:
         options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
         for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}, {"shard": True}):
             yield forward(Problem(**head, **options))
-            if softcap is None and rows > 64:
+            if softcap is None:
                 yield forward(Problem(keeps=True, **head, **options))
         for vocab, dtype in itertools.product((131072, 151936), (jnp.bfloat16, jnp.float16)):
             yield logit_gradients(Problem(vocab=vocab, dtype=dtype, **options))
@@ -254,12 +263,14 @@ def configurations() -> Iterator[Configuration]:
         yield forward(Problem(dtype=dtype, **head))
         yield logit_gradients(Problem(dtype=dtype, **head))
         for rows in (64, 512):
-            yield hidden_gradient(Problem(rows=rows, dtype=dtype, **head))
+            for sums in ("at once", "whole", "cut"):
+                yield hidden_gradient(Problem(rows=rows, dtype=dtype, **head), sums)
             yield weight_gradient(Problem(rows=rows, dtype=dtype, **head))
     for rank, head in itertools.product((64, 128), ({}, {"layout": "dv"}, {"copied": True, "vocab": 50257})):
         for rows in (64, 512):
             # Products with A of a low-rank term are those with a head of so many dimensions.
-            yield hidden_gradient(Problem(rows=rows, dim=rank, **head))
+            for sums in ("at once", "whole", "cut"):
+                yield hidden_gradient(Problem(rows=rows, dim=rank, **head), sums)
             yield weight_gradient(Problem(rows=rows, dim=rank, **head))
     for head, keeps in itertools.product(({"entropy": True}, {"layout": "dv"}, {"dtype": jnp.float16}), both):
         yield logit_gradients(Problem(rank=64, **head))
