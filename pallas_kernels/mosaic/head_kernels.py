@@ -1,4 +1,7 @@
-"""The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`."""
+"""The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
+
+`add_weight_gradient` is Mosaic's alone.
+"""
 
 import jax
 
@@ -7,7 +10,7 @@ from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_ke
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.statistics import partials
-from pallas_kernels.mosaic.weight_gradient import column_sums
+from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
 
 # Slices of one shape share these kernels in a program: a function under jit is traced and lowered once.
 add_hidden_gradient = jax.jit(hidden_gradient.add_hidden_gradient, static_argnums=(0, 1))
@@ -15,6 +18,7 @@ store_weight_gradient = jax.jit(weight_gradient.store_weight_gradient, static_ar
 
 __all__ = (
     "add_hidden_gradient",
+    "add_weight_gradient",
     "coefficients",
     "column_sums",
     "dlogits",

@@ -1,5 +1,10 @@
-"""The gradients of linear_logp's weight and bias, dW = dlogitsᵀ·H and db, from those of one slice's logits."""
+"""The gradients of linear_logp's weight and bias, dW = dlogitsᵀ·H and db, from those of one slice's logits.
 
+`store_weight_gradient` gives dW complete. `add_weight_gradient` goes on with the float32 sums of rows that came before,
+and so can `column_sums`: cut at multiples of 64 rows, a sum has the bits of one that is not cut.
+"""
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import VocabSlice
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, gemm_tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, gemm_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import STRIP, WARPGROUP_ROWS, Block, Product, Stretch, multiply, store_through
@@ -23,7 +28,7 @@ _PIECE_ROWS = 8
 
 
 class _WeightGradientArguments(NamedTuple):
-    """The references that the kernel of `store_weight_gradient` is given."""
+    """The references that a kernel of dW is given."""
 
     where_gmem: VocabSlice
     dlogits_gmem: Ref
@@ -51,9 +56,6 @@ def store_weight_gradient(
     slice_columns = dlogits.shape[1]
     vocabulary_is_rows = head.layout == "vd"
     tile = gemm_tile(slice_columns, dim) if vocabulary_is_rows else gemm_tile(dim)
-
-    def load(ref: Ref, k: Array, start: Array, width: int) -> Ref:
-        return ref.at[pl.ds(k * DEPTH, DEPTH), pl.ds(start, width)]
 
     def finish(refs: _WeightGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         values = product()
@@ -104,58 +106,106 @@ def store_weight_gradient(
             return row_clusters(chunks * COLUMNS, tile.cluster_rows), -(-dim // tile.columns)
         return padded(dim, tile.cluster_rows) // tile.cluster_rows, chunks
 
+    product = _product(dlogits, hidden, tile, blocks, finish, vocabulary_is_rows, out.dtype)
+    multiply(product, machine, _WeightGradientArguments(where, dlogits, hidden, unscale, out))
+
+
+def add_weight_gradient(machine: Machine, where: VocabSlice, dlogits: Array, hidden: Array, out: Ref) -> None:
+    """Add dlogitsᵀ·H of one slice to dW's float32 sums in the reference `out [all chunks · 256, D]`, in place.
+
+    A sum goes on from where it was left. Every chunk of the vocabulary has 256 rows of `out`, whatever the head's
+    layout; rows of places without a column are sums of zeros. `out` has zeros behind its D columns, up to a multiple
+    of 256. hidden is that of `store_weight_gradient`.
+    """
+    dim = hidden.shape[1]
+    tile = gemm_tile(dlogits.shape[1], dim)
+
+    def finish(refs: _WeightGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
+        row = refs.where_gmem.first_chunk[0] * COLUMNS + block.row
+        there = pl.ds(row, WARPGROUP_ROWS), pl.ds(block.column_block * tile.columns, tile.columns)
+        so_far = plgpu.load(refs.out_gmem.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
+        refs.out_gmem[there] = product(so_far)
+
+    def blocks(refs: _WeightGradientArguments) -> tuple[Any, Any]:
+        return row_clusters(refs.where_gmem.chunks[0] * COLUMNS, tile.cluster_rows), -(-dim // tile.columns)
+
+    product = _product(dlogits, hidden, tile, blocks, finish, True, None)
+    multiply(product, machine, _WeightGradientArguments(where, dlogits, hidden, None, out))
+
+
+def _product(
+    dlogits: Array,
+    hidden: Array,
+    tile: Tile,
+    blocks: Callable[[Any], tuple[Any, Any]],
+    finish: Callable[..., None],
+    vocabulary_is_rows: bool,
+    store_dtype: Any,
+) -> Product:
+    """dlogitsᵀ·H where the vocabulary is along the rows of tiles, else Hᵀ·dlogits, over the rows that count."""
+    names, (rows, columns) = ("dlogits_gmem", "hidden_gmem"), (dlogits, hidden)
+    if not vocabulary_is_rows:
+        names, (rows, columns) = names[::-1], (columns, rows)
+    a_name, b_name = names
+
+    def load(ref: Ref, k: Array, start: Array, width: int) -> Ref:
+        return ref.at[pl.ds(k * DEPTH, DEPTH), pl.ds(start, width)]
+
     def steps(refs: _WeightGradientArguments, block: Block) -> Array:
         return row_clusters(refs.where_gmem.rows[0], DEPTH)
 
     def load_a(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
-        return load(refs.dlogits_gmem if vocabulary_is_rows else refs.hidden_gmem, k, block.row, tile.rows)
+        return load(getattr(refs, a_name), k, block.row, tile.rows)
 
     def load_b(refs: _WeightGradientArguments, block: Block, k: Array) -> Ref:
-        ref = refs.hidden_gmem if vocabulary_is_rows else refs.dlogits_gmem
-        return load(ref, k, block.column_block * tile.columns, tile.columns)
+        return load(getattr(refs, b_name), k, block.column_block * tile.columns, tile.columns)
 
-    output_rows, output_columns = (slice_columns, dim) if vocabulary_is_rows else (dim, slice_columns)
-    product = Product(
+    return Product(
         name="linear_logp_d_weight",
         tile=tile,
         dtype=dlogits.dtype,
         a_transposed=True,
         b_transposed=False,
         max_blocks=(
-            padded(output_rows, tile.cluster_rows) // tile.cluster_rows,
-            -(-output_columns // tile.columns),
+            padded(rows.shape[1], tile.cluster_rows) // tile.cluster_rows,
+            -(-columns.shape[1] // tile.columns),
         ),
         blocks=blocks,
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
-        store_dtype=out.dtype,
+        store_dtype=store_dtype,
     )
-    multiply(product, machine, _WeightGradientArguments(where, dlogits, hidden, unscale, out))
 
 
-def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine) -> Array:
+def column_sums(
+    where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine, so_far: Array | None = None
+) -> Array:
     """The sum over rows of one slice's gradients, float32 `[columns]`: sums of 64 rows, folded in ascending order.
 
-    row_unscale, float32 `[rows]` or None, multiplies each row.
+    row_unscale, float32 `[rows]` or None, multiplies each row. so_far, float32 `[columns]` or None, is the sum of rows
+    that came before, with which the fold begins.
     """
     columns = dlogits.shape[1]
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
 
-    def body(where_gmem: VocabSlice, dlogits_gmem: Ref, row_unscale_gmem: Ref | None, out_gmem: Ref) -> None:
+    def body(
+        where_gmem: VocabSlice, dlogits_gmem: Ref, row_unscale_gmem: Ref | None, so_far_gmem: Ref | None, out_gmem: Ref
+    ) -> None:
         here = pl.ds(lax.axis_index("blocks") * COLUMNS, COLUMNS)
+        zeros = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
 
         def block_sum(block: Array) -> Array:
-            total = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
+            total = zeros
             for i in range(min(WARPGROUP_ROWS, dlogits.shape[0])):
                 row = block * WARPGROUP_ROWS + i
                 values = plgpu.load(dlogits_gmem.at[row, here], layout=layout, optimized=False).astype(jnp.float32)
                 total = total + (values if row_unscale_gmem is None else values * row_unscale_gmem[row])
             return total
 
-        start = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
+        start = zeros if so_far_gmem is None else plgpu.load(so_far_gmem.at[here], layout=layout, optimized=False)
         row_blocks = row_clusters(where_gmem.rows[0], WARPGROUP_ROWS)
         out_gmem[here] = lax.fori_loop(0, row_blocks, lambda i, x: x + block_sum(i), start)
 
     out_type = jax.ShapeDtypeStruct((columns,), jnp.float32)
     grid = (columns // COLUMNS,)
-    return launch(body, "linear_logp_d_bias", machine, out_type, grid, where, dlogits, row_unscale)
+    return launch(body, "linear_logp_d_bias", machine, out_type, grid, where, dlogits, row_unscale, so_far)

@@ -101,12 +101,15 @@ class Decision:
     """The other implementations that would run if `implementation=` named them."""
     device: Device
     numerics_version: int
+    plan: str | None = None
+    """How the implementation goes about it, and why; None where there is one way alone."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.device.kind} runs {self.choice} (numerics version {self.numerics_version})"]
+        lines += [] if self.plan is None else [f"  {self.plan}"]
         return "\n".join(lines + [f"  not {name}: {'; '.join(why)}" for name, why in self.reasons.items()])
 
 

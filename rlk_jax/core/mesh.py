@@ -52,6 +52,13 @@ def mesh_of_processes(arrays: Any) -> Mesh | None:
     return None
 
 
+def lies_over_a_mesh(arrays: Any) -> bool:
+    """Whether a call is inside shard_map, or an array of it is known to lie over several devices of a mesh."""
+    arrays = list(arrays)
+    is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return is_manual or any(map(explicit_spec, arrays)) or mesh_of_processes(arrays) is not None
+
+
 def is_checked(axis: AxisName) -> bool:
     """Whether the surrounding shard_map tracks over which axes values vary (check_vma=True)."""
     return bool(varying_axes(lax.axis_index(axis)))

@@ -60,6 +60,23 @@ def partitioned_by_xla(
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
+def chosen_by_devices(alone: Callable[..., Any], spread: Callable[..., Any], *arguments: Any) -> Any:
+    """`alone(*arguments)` in a program of one device, and `spread(*arguments)` in one of several, over which XLA
+    partitions it. Both return the same tree.
+
+    Whether a program that is traced will run on several devices is known only when it is lowered.
+    """
+    if jax.device_count() == 1:
+        return alone(*arguments)
+    leaves, tree = jax.tree.flatten(arguments)
+    calls = [
+        jax.make_jaxpr(lambda *flat, f=function: f(*jax.tree.unflatten(tree, flat)), return_shape=True)(*leaves)
+        for function in (alone, spread)
+    ]
+    found = _chosen.bind(*leaves, alone=calls[0][0], spread=calls[1][0])
+    return jax.tree.unflatten(jax.tree.structure(calls[0][1]), found)
+
+
 def named_dimensions(array: str, ndim: int, *, is_rows: bool = False) -> str:
     """The dimensions of an array as a sharding rule names them. Each name is this array's alone, but for `i`: it stands
     for the tokens, and is the first dimension of every array of rows.
@@ -148,6 +165,29 @@ def _result_types(*_: Any, call: Any, **__: Any) -> Any:
 @_partitioned.def_impl
 def _run_whole(*arguments: Any, call: Any, **_: Any) -> Any:
     return jaxpr_as_fun(call)(*arguments)
+
+
+_chosen = Primitive("chosen_by_devices")
+_chosen.multiple_results = True
+jax_dispatch.prim_requires_devices_during_lowering.add(_chosen)
+
+
+@_chosen.def_abstract_eval
+def _types_of_alone(*_: Any, alone: Any, spread: Any) -> Any:
+    return alone.out_avals
+
+
+@_chosen.def_impl
+def _run_alone(*arguments: Any, alone: Any, spread: Any) -> Any:
+    return jaxpr_as_fun(alone)(*arguments)
+
+
+def _lowering_of_chosen(context: Any, *values: Any, alone: Any, spread: Any) -> Any:
+    is_alone = context.module_context.axis_context.num_devices == 1
+    return mlir.lower_fun(jaxpr_as_fun(alone if is_alone else spread), multiple_results=True)(context, *values)
+
+
+mlir.register_lowering(_chosen, _lowering_of_chosen)
 
 
 _callbacks: dict[bytes, Any] = {}

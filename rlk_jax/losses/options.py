@@ -43,6 +43,8 @@ _POSITIVE = (
     "vespo_k_neg",
     "vespo_lambda_neg",
 )
+_OF_SEQUENCES: tuple[LossType, ...] = ("gspo", "luspo", "vespo")
+"""The loss types whose ratios or weights are those of whole sequences."""
 _CLIPPED: tuple[LossType, ...] = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo", "luspo")
 _USED_BY: dict[str, tuple[LossType, ...]] = {
     "clip_eps": _CLIPPED,
@@ -141,6 +143,14 @@ class LossOptions:
     def normalised_by(self) -> Normaliser:
         """The normaliser that was given, or else that of the loss type."""
         return self.normaliser or _NORMALISERS[self.loss_type]
+
+    @property
+    def is_sum_over_tokens(self) -> bool:
+        """Whether the loss is a sum over tokens of what each one's own log-prob gives, divided by counts of the mask.
+
+        The gradient of a token's log-prob is then the same whatever the log-probs of other tokens are.
+        """
+        return self.loss_type not in _OF_SEQUENCES
 
 
 def check_loss_options(options: object) -> None:

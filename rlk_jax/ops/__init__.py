@@ -1,7 +1,7 @@
 """The table of ops, a line each, and what can be asked of any op. No module below this one lists ops."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlk_jax.core import dispatch
@@ -30,6 +30,10 @@ class Op:
     """The implementations, fastest first; empty for an op that is composed of another and runs on that one's."""
     typical: dispatch.TypicalCall | None = None
     """A call that `rlk doctor` speaks of; None for an op that is composed of another."""
+    plan: Callable[[Mapping[str, Any]], str] | None = None
+    """What says in a sentence how the op goes about a call that `describe` has described; None where there is one way
+    alone.
+    """
 
 
 _HEAD = (head_implementations.ROWS, head_implementations.TYPICAL)
@@ -43,18 +47,13 @@ OPS = {
     "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS_ROWS, _TYPICAL["ratio_kl"]),
     "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS_ROWS, _TYPICAL["grpo_loss"]),
     "attention": Op(attend.attention, attend.describe, 1, attend_implementations.ROWS, attend_implementations.TYPICAL),
-    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe),
+    "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, plan=composed.describe_plan),
 }
 
 dispatch.TABLE.update({name: op.rows for name, op in OPS.items() if op.rows})
 
 numerics_version = {name: op.numerics_version for name, op in OPS.items() if op.numerics_version is not None}
 """A number per op that rises when the bits of an implementation that promises bits change."""
-
-
-def _described(op: str, *args: Any, **kwargs: Any) -> tuple[dispatch.CallFacts, str | None]:
-    """What the `describe` of an op gives for this call."""
-    return OPS[op].describe(dispatch.bound_arguments(OPS[op].function, *args, **kwargs))
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
@@ -64,8 +63,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
     """
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; the ops are {tuple(OPS)}.")
-    facts, implementation = _described(op, *args, **kwargs)
-    return dispatch.decide(op, facts, implementation, numerics_version[facts.op])
+    given = dispatch.bound_arguments(OPS[op].function, *args, **kwargs)
+    facts, implementation = OPS[op].describe(given)
+    decision = dispatch.decide(op, facts, implementation, numerics_version[facts.op])
+    plan = OPS[op].plan
+    return decision if plan is None else replace(decision, plan=plan(given))
 
 
 def promising(op: str, *args: Any, **kwargs: Any) -> str:
@@ -73,4 +75,5 @@ def promising(op: str, *args: Any, **kwargs: Any) -> str:
 
     A call that names an implementation gets that one. Raises ValueError where it promises no bits.
     """
-    return dispatch.first_promising(*_described(op, *args, **kwargs))
+    given = dispatch.bound_arguments(OPS[op].function, *args, **kwargs)
+    return dispatch.first_promising(*OPS[op].describe(given))

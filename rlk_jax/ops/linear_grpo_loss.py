@@ -3,21 +3,26 @@
 It is composed of `linear_logp` and `policy_loss`, and runs on the implementations of `linear_logp`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from rlk_jax.core.checks import as_array, require
-from rlk_jax.core.dispatch import CallFacts, bound_arguments
-from rlk_jax.core.tokens import active_mask, as_int32
+from rlk_jax.core.dispatch import CallFacts, bound_arguments, choose
+from rlk_jax.core.mesh import lies_over_a_mesh
+from rlk_jax.core.tokens import LinearLogp, active_mask, as_int32
 from rlk_jax.losses import LossOptions, PolicyLoss, policy_loss
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
 from rlk_jax.losses.options import check_loss_options
 from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
-from rlk_jax.ops.linear_logp.api import linear_logp
+from rlk_jax.ops.linear_logp.api import inputs_and_options, linear_logp
+from rlk_jax.ops.linear_logp.block_loss import loss_by_blocks, on_one_device
+from rlk_jax.ops.linear_logp.options import TokenBlocks
 
 _MASKED, _OUT_OF_RANGE = -100, -1
 
@@ -73,9 +78,10 @@ def linear_grpo_loss(
         `ignore_index`, one of ref_hidden and ref_weight without the other, both beside ref_logps or a bias.
 
     Gradients flow to hidden, lm_head_weight, bias and a low-rank term: those of `linear_logp` followed by
-    `policy_loss`, to the bit.
+    `policy_loss`, to the bit where all tokens are worked on at once.
     Within `memory_budget` the forward keeps exponentials, so that the backward repeats fewer products
-    (docs/linear_logp.md).
+    (docs/linear_logp.md). Where it lacks many of them, `mosaic` works on blocks of tokens, and forms the gradients in
+    the forward (docs/linear_grpo_loss.md).
 
     Same bits: those that `linear_logp` and `policy_loss` promise.
 
@@ -102,31 +108,74 @@ def linear_grpo_loss(
     # An active id of −100 is out of range and must stay so: it must not leave its token out.
     ids = jnp.where(mask, jnp.where(ids == _MASKED, _OUT_OF_RANGE, ids), _MASKED)
     head["ignore_index"] = _MASKED
-    found = linear_logp(
-        hidden,
-        lm_head_weight,
-        ids,
-        bias,
-        return_lse=True,  # so that it is a LinearLogp, also without the entropy
-        return_entropy=_needs_entropy(return_entropy, entropy_threshold, options),
-        **head,
-    )
     if ref_hidden is not None and ref_weight is not None:
         # As constants they get no backward, for which their forward would keep exponentials.
         frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
         ref_logps = linear_logp(*frozen, ids, **{**head, "low_rank": None})
-    return policy_loss(
-        found.logp,
-        old_logps,
-        advantages,
-        completion_mask,
-        ref_logps=ref_logps,
-        rollout_logps=rollout_logps,
-        entropy=found.entropy,
-        entropy_threshold=entropy_threshold,
-        denominator=denominator,
-        options=options,
-    )
+    head["return_entropy"] = _needs_entropy(return_entropy, entropy_threshold, options)
+    loss = _LossOfValues(options)
+    constants = _Constants(old_logps, ref_logps, rollout_logps, advantages, mask, entropy_threshold, denominator)
+    given = bound_arguments(linear_logp, hidden, lm_head_weight, ids, bias, **head)
+    blocks = _blocks_or_reason(given, constants, options)
+    if isinstance(blocks, TokenBlocks):
+        inputs, head_options, _ = inputs_and_options(given)
+        return loss_by_blocks(inputs, head_options, blocks, loss, constants)
+    # With return_lse it is a LinearLogp, also without the entropy.
+    return loss(constants, linear_logp(**{**given, "return_lse": True}))
+
+
+class _Constants(NamedTuple):
+    """What a loss is computed from beside the policy's log-probs: arrays per token, advantages, and scalars."""
+
+    old_logps: Any
+    ref_logps: Any
+    rollout_logps: Any
+    advantages: Any
+    mask: Any
+    entropy_threshold: Any
+    denominator: Any
+
+
+@dataclass(frozen=True)
+class _LossOfValues:
+    """`policy_loss` as a function of the log-probs and entropies of tokens, be they `[B, T]` or flat."""
+
+    options: LossOptions
+
+    def __call__(self, constants: _Constants, values: LinearLogp) -> PolicyLoss:
+        values = jax.tree.map(lambda x: x.reshape(constants.mask.shape), values)
+        return policy_loss(
+            values.logp,
+            constants.old_logps,
+            constants.advantages,
+            constants.mask,
+            ref_logps=constants.ref_logps,
+            rollout_logps=constants.rollout_logps,
+            entropy=values.entropy,
+            entropy_threshold=constants.entropy_threshold,
+            denominator=constants.denominator,
+            options=self.options,
+        )
+
+
+def _blocks_or_reason(given: Mapping[str, Any], others: Iterable[Any], options: LossOptions) -> TokenBlocks | str:
+    """The blocks of tokens that a gradient through a call of `linear_logp` with these arguments takes, or why it takes
+    all tokens at once. `others` are the other arguments of the loss.
+    """
+    if not options.is_sum_over_tokens:
+        return f"{options.loss_type} weighs a token by its whole sequence"
+    if options.entropy_coef:
+        return "an entropy bonus needs the logits once more"
+    if given["low_rank"] is not None:
+        return "a low-rank term has sums of its own"
+    if lies_over_a_mesh((*given.values(), *others)):
+        return "the arrays lie over a mesh"
+    facts, implementation = describe_linear_logp(given)
+    chosen = choose(facts, implementation)
+    of_blocks = on_one_device(chosen.functions).of_blocks
+    if of_blocks is None:
+        return f"{chosen.name} has no sums over blocks of tokens"
+    return of_blocks.plan(facts.config, facts.dim, math.prod(given["target_ids"].shape), jnp.dtype(facts.dtypes[0]))
 
 
 def _check(
@@ -198,9 +247,22 @@ def _check_reference(logps: Any, hidden: Any, weight: Any, *, bias: Any, mask: A
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments, which are checked, lead to."""
     given = dict(arguments)
-    hidden, return_entropy = given.pop("hidden"), given.pop("return_entropy")
+    del given["hidden"], given["return_entropy"]
     _check(**given)
-    return_entropy = _needs_entropy(return_entropy, given["entropy_threshold"], given["options"])
-    operands = {name: given[name] for name in ("lm_head_weight", "target_ids", "bias")}
-    asked = {"ignore_index": _MASKED, "return_entropy": return_entropy, **given["head"]}
-    return describe_linear_logp(bound_arguments(linear_logp, hidden=hidden, **operands, **asked))
+    return describe_linear_logp(_head_call(arguments))
+
+
+def describe_plan(arguments: Mapping[str, Any]) -> str:
+    """In a sentence, whether a call with these arguments works on blocks of tokens under a gradient, and why not."""
+    blocks = _blocks_or_reason(_head_call(arguments), arguments.values(), arguments["options"])
+    if isinstance(blocks, TokenBlocks):
+        return f"a gradient takes {blocks}, each through all three products, in a program of one device"
+    return f"a gradient takes all tokens at once: {blocks}"
+
+
+def _head_call(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the call of `linear_logp` that a call with these arguments leads to."""
+    return_entropy = (arguments[name] for name in ("return_entropy", "entropy_threshold", "options"))
+    operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
+    asked = {"ignore_index": _MASKED, "return_entropy": _needs_entropy(*return_entropy), **arguments["head"]}
+    return bound_arguments(linear_logp, **operands, **asked)

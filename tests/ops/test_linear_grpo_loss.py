@@ -86,7 +86,8 @@ def test_explain_says_what_linear_logp_runs():
     given = (b.hidden, b.weight, b.target_ids, b.old_logps, b.ref_logps, b.advantages, b.mask)
     decision = rlk_jax.explain("linear_grpo_loss", *given, options=LOSSES["dapo"], temperature=0.7)
     expected = rlk_jax.explain("linear_logp", *given[:3], temperature=0.7)
-    assert decision == replace(expected, op="linear_grpo_loss")
+    assert decision == replace(expected, op="linear_grpo_loss", plan=decision.plan)
+    assert decision.plan == "a gradient takes all tokens at once: xla has no sums over blocks of tokens"
     with pytest.raises(ValueError, match="does not match completion_mask shape"):
         rlk_jax.explain("linear_grpo_loss", *given[:6], b.mask[:1])
 

@@ -11,7 +11,7 @@ from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
 from rlk_jax.ops.linear_logp.checks import check_call, head_inputs, no_axis_options
-from rlk_jax.ops.linear_logp.options import HeadOptions, LowRank, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agree
 from rlk_jax.ops.linear_logp.sharding.vocab_parallel import over_explicit_axes
 
@@ -152,12 +152,17 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     return on_device(inputs, options, vocab_start_index)
 
 
-def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
-    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
+def inputs_and_options(arguments: Mapping[str, Any]) -> tuple[HeadInputs, HeadOptions, Any]:
+    """A call's arguments, by name, as its arrays, its options and its vocab_start_index."""
     given = dict(arguments)
     arrays = ("hidden", "lm_head_weight", "target_ids", "bias", "temperature", "low_rank")
     inputs = head_inputs(*(given.pop(name) for name in arrays))
     start = given.pop("vocab_start_index")
-    options = HeadOptions(**given)
+    return inputs, HeadOptions(**given), start
+
+
+def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+    """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
+    inputs, options, start = inputs_and_options(arguments)
     inputs, config, _ = check_call(inputs, options, start)
     return facts_of_call(inputs, config), options.implementation

@@ -1,7 +1,7 @@
 """A call of linear_logp on one device: checks, the choice of the implementation, flat tokens, values."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,37 @@ from rlk_jax.ops.linear_logp.autodiff import flat_values
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.low_rank import LowRankProducts, with_low_rank_columns
 from rlk_jax.ops.linear_logp.options import HeadConfig, HeadFunctions, HeadInputs, HeadOptions, Operands
-from rlk_jax.ops.linear_logp.sharding.shard import check_edges
+from rlk_jax.ops.linear_logp.sharding.shard import Shard, check_edges
 
 
 def on_device(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any = None) -> jax.Array | LinearLogp:
     """What `linear_logp` returns for arrays that are one device's own, or that XLA lays over a program's devices."""
+    call = flat_call(inputs, options, vocab_start_index)
+    values = flat_values(*call, vocab_start_index)
+    values = jax.tree.map(lambda x: x.reshape(jnp.shape(inputs.target_ids)), values)
+    return values if options.return_lse or options.return_entropy else values.logp
+
+
+class FlatCall(NamedTuple):
+    """A call whose arguments are checked, of flat tokens: what runs it, its static facts, and its arrays."""
+
+    functions: HeadFunctions
+    config: HeadConfig
+    shard: Shard | None
+    operands: Operands
+    tokens: Tokens
+
+
+def flat_call(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any = None) -> FlatCall:
+    """The call that these arguments lead to."""
     inputs, config, shard = check_call(inputs, options, vocab_start_index)
     require_values(inputs)
     chosen = choose(facts_of_call(inputs, config), options.implementation)
     if shard is not None and chosen.promises_bits:
         check_edges(shard)
     tokens = tokens_of(inputs, config.real_vocab_size if shard is None else shard.vocab_size, options)
-    lead, dim = inputs.hidden.shape[:-1], inputs.hidden.shape[-1]
-    rows = jnp.asarray(inputs.hidden).reshape(math.prod(lead), dim)
+    dim = inputs.hidden.shape[-1]
+    rows = jnp.asarray(inputs.hidden).reshape(math.prod(inputs.hidden.shape[:-1]), dim)
     weight = jnp.asarray(inputs.lm_head_weight)
     operands = Operands(rows, weight, None if inputs.bias is None else jnp.asarray(inputs.bias))
     if config.rank:
@@ -34,9 +52,7 @@ def on_device(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any =
         products = LowRankProducts(chosen.functions.gemm, config.weight_layout, is_spread)
         rows = with_low_rank_columns(products, inputs, rows)
         operands = operands._replace(hidden=rows, low_rank=jnp.asarray(inputs.low_rank_b).astype(weight.dtype))
-    values = flat_values(chosen.functions, config, shard, operands, tokens, vocab_start_index)
-    values = jax.tree.map(lambda x: x.reshape(lead), values)
-    return values if options.return_lse or options.return_entropy else values.logp
+    return FlatCall(chosen.functions, config, shard, operands, tokens)
 
 
 def facts_of_call(inputs: HeadInputs, config: HeadConfig) -> CallFacts:

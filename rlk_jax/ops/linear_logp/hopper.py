@@ -13,6 +13,7 @@ alike.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -32,7 +33,8 @@ from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
-from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
+from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
+from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels, HeadKernels
 from rlk_jax.ops.linear_logp.hopper_plan import (
     ChunkRange,
     HopperPlan,
@@ -51,7 +53,7 @@ from rlk_jax.ops.linear_logp.options import (
 Array = jax.Array
 
 
-def _mosaic_kernels() -> HeadKernels:
+def _mosaic_kernels() -> BlockKernels:
     from pallas_kernels.mosaic import head_kernels
 
     return head_kernels
@@ -68,7 +70,7 @@ def mosaic(machine: Machine | None = None) -> LinearLogpFunctions:
 
     The kernels are imported when one of them is traced.
     """
-    return _functions(_mosaic_kernels, machine)
+    return replace(_functions(_mosaic_kernels, machine), of_blocks=block_functions(_mosaic_kernels, machine))
 
 
 def cuda(machine: Machine | None = None) -> LinearLogpFunctions:

@@ -1,7 +1,7 @@
 """linear_logp's backward on Hopper: dH, dW and db, slice by slice of the vocabulary."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from pallas_kernels.hopper.arrays import GradientRows, KeptExponentials, KeptRow
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.rows import Compacted, compact
-from rlk_jax.core.softmax import fp16_scale, gradient_bound, scaling
+from rlk_jax.core.softmax import Scaling, fp16_scale, gradient_bound, scaling
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
 from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, backward_plan, replaces_kept
-from rlk_jax.ops.linear_logp.hopper_slices import matrices, over_slices, slice_of
+from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice, matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, head_dim
 
 Array = jax.Array
@@ -30,6 +30,17 @@ class KeptForBackward(NamedTuple):
     place: Array
 
 
+class WrittenGradients(Protocol):
+    """What the slices of a backward write to, as `HeadGradients` is."""
+
+    def add(self, use: Any, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Array, /) -> None: ...
+
+    def complete(self, operands: Operands, rows: Compacted, /) -> Gradients: ...
+
+
+NewGradients = Callable[[HopperPlan, Needs, Operands, tuple[Array | None, ...], Scaling | None], WrittenGradients]
+
+
 def gradients(
     kernels: Callable[[], HeadKernels],
     machine: Machine | None,
@@ -40,8 +51,12 @@ def gradients(
     softmax: Softmax,
     kept: KeptForBackward | None,
     upstream: LinearLogp,
+    new_gradients: NewGradients = new_head_gradients,
 ) -> Gradients:
-    """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db."""
+    """The gradients, slice by slice: each slice of the vocabulary adds to dH, and stores its part of dW and db.
+
+    `new_gradients` gives what the slices write to.
+    """
     use, machine = kernels(), machine or default_machine()
     n, dim = operands.hidden.shape[0], head_dim(config, operands)
     dtype = operands.hidden.dtype
@@ -59,7 +74,7 @@ def gradients(
     row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
     row_coefficients = use.coefficients(row_facts, machine)
     row_scaling = None if row_facts.scale is None else scaling(rows, row_facts.scale)
-    written = new_head_gradients(plan, needs, operands, (hidden, low_rank_hidden), row_scaling)
+    written = new_gradients(plan, needs, operands, (hidden, low_rank_hidden), row_scaling)
 
     def step(chunks: ChunkRange, index: Any) -> None:
         part = slice_of(plan, chunks, index, operands, rows)

@@ -109,3 +109,21 @@ class HeadKernels(Protocol):
     def column_sums(
         self, where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine, /
     ) -> Array: ...
+
+
+class BlockKernels(HeadKernels, Protocol):
+    """The kernels that work on blocks of tokens need too; `pallas_kernels.mosaic.head_kernels` has them."""
+
+    def add_weight_gradient(
+        self, machine: Machine, where: VocabSlice, dlogits: Array, hidden: Array, out: Ref, /
+    ) -> None: ...
+
+    def column_sums(
+        self,
+        where: VocabSlice,
+        dlogits: Array,
+        row_unscale: Array | None,
+        machine: Machine,
+        so_far: Array | None = None,
+        /,
+    ) -> Array: ...

@@ -155,6 +155,37 @@ Gather = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
+class TokenBlocks:
+    """A plan to work on blocks of tokens one after the other, on each from the forward to the gradients."""
+
+    rows: int
+    """How many tokens a block has."""
+    count: int
+    """How many blocks there are where every token is active."""
+
+    def __str__(self) -> str:
+        return f"{self.count} blocks of {self.rows} tokens"
+
+
+@dataclass(frozen=True)
+class BlockFunctions:
+    """What an implementation has beside `LinearLogpFunctions` to work on one block of tokens after the other.
+
+    `plan(config, dim, tokens, dtype)` is the plan that the memory budget leads to, or the reason for none.
+    `config(config, dim, tokens)` is what a block's forward and gradients are compiled for. `start` makes the sums of dW
+    and db over no tokens. `add` takes what `gradients` does and the sums so far; it gives the block's dH, float32
+    `[N, D]` or None, and the sums with the block added. `complete` makes float32 gradients of weight and bias of the
+    sums over all blocks.
+    """
+
+    plan: Callable[[HeadConfig, int, int, Any], TokenBlocks | str]
+    config: Callable[[HeadConfig, int, int], HeadConfig]
+    start: Callable[[HeadConfig, Needs, Operands], Any]
+    add: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp, Any], tuple[Array | None, Any]]
+    complete: Callable[[HeadConfig, Operands, Any], Gradients]
+
+
+@dataclass(frozen=True)
 class LinearLogpFunctions:
     """One implementation, on one device.
 
@@ -168,6 +199,8 @@ class LinearLogpFunctions:
     merge: Callable[[HeadConfig, Any, Any], tuple[LinearLogp, Any, Any]]
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
     gemm: Gemm
+    of_blocks: BlockFunctions | None = None
+    """What works on blocks of tokens; None where nothing does."""
 
     def forward(
         self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather

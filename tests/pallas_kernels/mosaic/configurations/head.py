@@ -26,8 +26,8 @@ from pallas_kernels.mosaic import statistics
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
-from pallas_kernels.mosaic.weight_gradient import column_sums, store_weight_gradient
-from pallas_kernels.products import LowRankTerm
+from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums, store_weight_gradient
+from pallas_kernels.products import LowRankTerm, padded
 from rlk_jax.core.fixed_order import column_groups
 from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
 
@@ -211,13 +211,28 @@ def weight_gradient(p: Problem) -> Configuration:
     return Configuration(p.options("d_weight"), run, {**arguments, "unscale": unscale})
 
 
-def bias_gradient(p: Problem) -> Configuration:
-    def run(where, slice_dlogits, row_unscale):
-        return column_sums(where, slice_dlogits, row_unscale, MACHINE)
+def weight_gradient_sums(p: Problem) -> Configuration:
+    def run(where, slice_dlogits, hidden, sums):
+        out = jax.new_ref(sums)
+        add_weight_gradient(MACHINE, where, slice_dlogits, hidden, out)
+        return jax.freeze(out)
+
+    common = p.common()
+    shape = p.head.vocabulary.chunks * COLUMNS, padded(p.dim, COLUMNS)
+    arguments = {"where": common["where"], "slice_dlogits": p.dlogits_array(), "hidden": common["hidden"]}
+    return Configuration(
+        p.options("d_weight sums"), run, {**arguments, "sums": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    )
+
+
+def bias_gradient(p: Problem, *, goes_on: bool = False) -> Configuration:
+    def run(where, slice_dlogits, row_unscale, so_far):
+        return column_sums(where, slice_dlogits, row_unscale, MACHINE, so_far)
 
     row_unscale = p.vector(p.dtype == jnp.float16)
+    so_far = jax.ShapeDtypeStruct((p.slice_chunks * COLUMNS,), jnp.float32) if goes_on else None
     arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "row_unscale": row_unscale}
-    return Configuration(p.options("d_bias"), run, arguments)
+    return Configuration(p.options("d_bias") | {"goes_on": goes_on}, run, {**arguments, "so_far": so_far})
 
 
 def configurations() -> Iterator[Configuration]:
@@ -274,3 +289,6 @@ def configurations() -> Iterator[Configuration]:
         yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy))
     for dtype in (jnp.bfloat16, jnp.float16):
         yield bias_gradient(Problem(dtype=dtype))
+    yield bias_gradient(Problem(), goes_on=True)
+    for dim in (512, 64):
+        yield weight_gradient_sums(Problem(dim=dim))

@@ -1,0 +1,306 @@
+"""linear_grpo_loss by blocks of tokens on a CPU, where `xla` is given sums over blocks: values and gradients against
+all tokens at once and against float64, what is not formed, JAX's transformations, and when blocks are taken.
+"""
+
+import dataclasses
+import functools
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import rlk_jax
+from rlk_jax import dispatch
+from rlk_jax.checker import gold
+from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.grpo import LossOptions, policy_loss
+from rlk_jax.losses.options import LossType
+from rlk_jax.ops.linear_logp import hopper
+from rlk_jax.ops.linear_logp.options import BlockFunctions, Gradients, HeadConfig, TokenBlocks
+from rlk_jax.ops.linear_logp.sharding.partition import partitioned
+from rlk_jax.ops.linear_logp.xla import XLA
+from tests.support import helpers, policy_losses
+from tests.support.helpers import assert_same_bits, assert_within_contract
+from tests.support.policy_losses import Batch, gradients_of_batch
+
+LEAD, DIM, VOCAB, ROWS = (4, 6), 24, 300, 5
+LOSSES = {
+    "dapo": LossOptions(clip_eps=0.15, clip_eps_high=0.3, beta=0.07),
+    "grpo": LossOptions(loss_type="grpo", dual_clip=3.0, beta=0.07, kl_estimator="ratio_k3"),
+    "dr_grpo": LossOptions(loss_type="dr_grpo", max_completion_length=6, beta=0.07, log_ratio_bound=0.1),
+    "bnpo": LossOptions(loss_type="bnpo", normaliser="sequence_sum"),
+    "cispo": LossOptions(loss_type="cispo", cispo_ratio_cap=1.1),
+    "sapo": LossOptions(loss_type="sapo"),
+}
+SEEN: list[Any] = []
+"""The needs of every trace of a block since a test began."""
+
+
+def _add(config, needs, operands, tokens, residual, kept, upstream, sums):
+    SEEN.append(needs)
+    found = XLA.gradients(config, needs, operands, tokens, residual, kept, upstream)
+    d_hidden = None if found.hidden is None else found.hidden[0]
+    return d_hidden, jax.tree.map(jnp.add, sums, (found.weight, found.bias))
+
+
+OF_BLOCKS = BlockFunctions(
+    plan=lambda config, dim, tokens, dtype: TokenBlocks(ROWS, -(-tokens // ROWS)),
+    config=lambda config, dim, tokens: dataclasses.replace(config, is_shard=True),
+    start=lambda config, needs, operands: (
+        jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
+        jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None,
+    ),
+    add=_add,
+    complete=lambda config, operands, sums: Gradients(None, *sums),
+)
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """Give `xla` sums over blocks."""
+    functions = partitioned(dataclasses.replace(XLA, of_blocks=OF_BLOCKS))
+    rows = [
+        dataclasses.replace(x, functions=functions) if x.name == "xla" else x for x in dispatch.TABLE["linear_logp"]
+    ]
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", tuple(rows))
+    jax.clear_caches()
+    SEEN.clear()
+
+
+@functools.cache
+def batch() -> Batch:
+    b = policy_losses.batch(LEAD, DIM, VOCAB)
+    return b._replace(bias=jnp.linspace(-1, 1, VOCAB))
+
+
+def assert_equal_up_to_rounding(found: Any, expected: Any) -> None:
+    for actual, gold_value in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_within_contract(actual, gold_value, "linear_logp", jnp.float32, "gradient")
+
+
+# The loss is policy_loss's own in every case. In `make test`, that of dapo has all options of the head, and that of
+# grpo an entropy's threshold.
+@helpers.cover("name", [(x,) for x in LOSSES], lambda name: name in ("dapo", "grpo"))
+def test_against_all_tokens_at_once(name):
+    b, options = batch(), LOSSES[name]
+    b = b._replace(ref_logps=b.ref_logps if options.beta else None)
+    given = {"options": options, "temperature": jnp.linspace(0.5, 2, 24).reshape(LEAD), "logit_softcap": 5.0}
+    given |= {"entropy_threshold": 4.5, "return_entropy": True} if name == "grpo" else {}
+    found = gradients_of_batch(Batch.loss, b, **given)
+    assert SEEN and all(needs.hidden and needs.weight and needs.bias for needs in SEEN)
+    expected = gradients_of_batch(Batch.in_two_calls, b, **given)
+    assert np.asarray(expected[1][0]).any()
+    assert_same_bits(found[0], expected[0])
+    assert_equal_up_to_rounding(found[1], expected[1])
+
+
+def test_against_float64():
+    b = batch()._replace(bias=None, ref_logps=None)
+    hidden, weight = (np.asarray(x, np.float64) for x in (b.hidden, b.weight))
+    logits, advantages = hidden @ weight.T, np.asarray(b.advantages, np.float64)
+    tokens = b.target_ids, b.mask, b.old_logps
+    *_, slope = gold.grpo_loss_gold(logits, logits, *tokens, advantages, clip=(0.2, 0.2), beta=0.0)
+    (loss, _), (d_hidden, d_weight) = gradients_of_batch(Batch.loss, b)
+    assert SEEN and np.isfinite(loss)
+    expected = slope @ weight, slope.reshape(-1, VOCAB).T @ hidden.reshape(-1, DIM)
+    for gradient, gold_gradient in zip((d_hidden, d_weight), expected, strict=True):
+        assert_within_contract(gradient, gold_gradient, "linear_logp", jnp.float32, "gradient")
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_mask(data):
+    """Masked tokens hold NaN; there may be none that is active, and blocks that are full, in part or not at all."""
+    b, active = batch(), np.array(data.draw(st.lists(st.booleans(), min_size=24, max_size=24))).reshape(LEAD)
+    b = b._replace(mask=jnp.asarray(active), hidden=jnp.where(active[..., None], b.hidden, jnp.nan))
+    found, expected = (_gradients_of_mask(b.hidden, b.mask, calls) for calls in (Batch.loss, Batch.in_two_calls))
+    assert not np.asarray(found[1][0])[~active].any()
+    assert_same_bits(found[0], expected[0])
+    if active.any():
+        assert_equal_up_to_rounding(found[1], expected[1])
+    else:
+        assert not any(np.asarray(x).any() for x in found[1])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _gradients_of_mask(hidden, mask, calls):
+    def loss(hidden, weight, bias):
+        found = calls(batch()._replace(hidden=hidden, weight=weight, bias=bias, mask=mask))
+        return found.loss, found
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, batch().weight, batch().bias)
+
+
+def loss_of(hidden, weight, bias=None, **options):
+    return batch()._replace(hidden=hidden, weight=weight, bias=bias).loss(**options).loss
+
+
+def test_what_needs_no_gradient_is_not_formed():
+    b = batch()
+    jax.eval_shape(loss_of, b.hidden, b.weight)
+    assert not SEEN
+    hidden = jax.grad(loss_of)(b.hidden, b.weight)
+    assert SEEN and all(needs.hidden and not needs.weight and not needs.bias for needs in SEEN)
+    SEEN.clear()
+    weight = jax.grad(loss_of, 1)(b.hidden, b.weight)
+    assert SEEN and all(needs.weight and not needs.hidden for needs in SEEN)
+    assert_same_bits((hidden, weight), jax.grad(loss_of, (0, 1))(b.hidden, b.weight))
+    # One jitted function is differentiated by other operands each time.
+    jitted = jax.jit(loss_of)
+    assert_same_bits(hidden, jax.grad(jitted)(b.hidden, b.weight))
+    assert_same_bits((hidden, weight), jax.grad(jitted, (0, 1))(b.hidden, b.weight))
+    assert_same_bits(weight, jax.grad(jitted, 1)(b.hidden, b.weight))
+
+
+def test_metrics_carry_no_gradient():
+    metric = jax.grad(lambda hidden: batch()._replace(hidden=hidden).loss().ratio_mean)(batch().hidden)
+    assert not np.asarray(metric).any()
+
+
+def test_an_outer_scale():
+    """A power of two scales the bits, and a loss that does not count has gradients of 0, whatever its rows hold."""
+    b = batch()
+    scaled = jax.jit(lambda x, hidden: jax.grad(lambda *y: x * loss_of(*y), (0, 1, 2))(hidden, b.weight, b.bias))
+    one, eight = (scaled(x, b.hidden) for x in (1.0, 8.0))
+    assert_same_bits(eight, jax.tree.map(lambda x: 8 * x, one))
+    nothing = scaled(0.0, b.hidden.at[0].set(jnp.nan))
+    assert not any(np.asarray(x).any() for x in nothing)
+
+
+def test_vmap_and_remat_and_scan():
+    b = batch()
+    gradient = jax.grad(loss_of, (0, 1))
+    expected = gradient(b.hidden, b.weight)
+    remat = jax.grad(jax.checkpoint(loss_of), (0, 1))(b.hidden, b.weight)
+    assert_equal_up_to_rounding(remat, expected)
+    several = jnp.stack([b.hidden, 2 * b.hidden])
+    _, in_scan = jax.lax.scan(lambda _, hidden: (None, gradient(hidden, b.weight)), None, several)
+    batched = jax.vmap(gradient, (0, None))(several, b.weight)
+    assert_equal_up_to_rounding(jax.tree.map(lambda x: x[0], in_scan), expected)
+    assert_equal_up_to_rounding(batched, in_scan)
+
+
+def test_no_second_derivative():
+    with pytest.raises(ValueError, match="linear_grpo_loss has no second derivative"):
+        jax.grad(lambda hidden: jax.grad(loss_of)(hidden, batch().weight).sum())(batch().hidden)
+
+
+@pytest.mark.parametrize("spec", [("data", None), (None, "data")])
+def test_programs_over_devices_take_all_tokens_at_once(spec):
+    """Tokens, or the vocabulary, over two devices: XLA may partition no loop over blocks."""
+    b = batch()
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    hidden, weight = (
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(axis)))
+        for x, axis in zip((b.hidden, b.weight), spec, strict=True)
+    )
+    gradient = jax.jit(jax.value_and_grad(loss_of, (0, 1)))
+    program = gradient.lower(hidden, weight)
+    # A call by all tokens at once is what XLA partitions; a program of one device has nothing to partition.
+    assert "CustomSPMDPartitioning" in program.as_text()
+    assert "CustomSPMDPartitioning" not in gradient.lower(b.hidden, b.weight).as_text()
+    assert_equal_up_to_rounding(
+        program.compile()(hidden, weight), jax.value_and_grad(loss_of, (0, 1))(b.hidden, b.weight)
+    )
+
+
+def explained(**changes: Any) -> str:
+    b = batch()
+    return rlk_jax.explain("linear_grpo_loss", *b._replace(**changes.pop("arrays", {})), **changes).plan
+
+
+def test_explain_says_what_a_gradient_takes():
+    assert "takes 5 blocks of 5 tokens, each" in explained()
+    assert "  a gradient takes 5 blocks" in str(rlk_jax.explain("linear_grpo_loss", *batch()))
+    reasons = {
+        "gspo weighs a token by its whole sequence": {"options": LossOptions(loss_type="gspo")},
+        "an entropy bonus needs the logits once more": {"options": LossOptions(entropy_coef=0.1)},
+        "a low-rank term has sums of its own": {"low_rank": (jnp.ones((2, DIM)), jnp.ones((VOCAB, 2)), 1.0)},
+        "deterministic has no sums over blocks of tokens": {"implementation": "deterministic"},
+    }
+    for reason, changes in reasons.items():
+        assert explained(**changes) == f"a gradient takes all tokens at once: {reason}"
+    mesh = jax.make_mesh((2,), ("data",))
+    mask = jax.device_put(batch().mask, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        assert explained(arrays={"mask": mask}).endswith(": the arrays lie over a mesh")
+
+
+@pytest.mark.parametrize("loss", get_args(LossType))
+def test_which_losses_are_sums_over_tokens(loss):
+    """A log-prob's gradient does not depend on other tokens where the options say so, and else it does."""
+    options = LossOptions(
+        loss_type=loss,
+        beta=0.1,
+        importance_cap=1.5,
+        importance_level="token" if loss == "vespo" else "sequence",
+        max_completion_length=6 if loss == "dr_grpo" else None,
+    )
+    b = batch()
+
+    def gradient(logp):
+        given = {"ref_logps": b.ref_logps, "rollout_logps": b.old_logps - 0.1, "options": options}
+        return jax.grad(lambda x: policy_loss(x, b.old_logps, b.advantages, jnp.ones(LEAD), **given).loss)(logp)
+
+    logp = b.old_logps + 0.01
+    first, other = gradient(logp), gradient(logp.at[:, 3:].set(-400.0))
+    is_same = (helpers.bits(first[:, :3]) == helpers.bits(other[:, :3])).all()
+    assert is_same == options.is_sum_over_tokens
+
+
+@pytest.mark.parametrize("loss", ["gspo", "luspo", "vespo"])
+def test_losses_of_sequences_take_all_tokens_at_once(loss):
+    options = LossOptions(loss_type=loss)
+    jax.eval_shape(jax.grad(functools.partial(loss_of, options=options)), batch().hidden, batch().weight)
+    assert not SEEN
+
+
+def plan_of(tokens: int, dim: int, vocab: int, budget: int | None = None, dtype: Any = jnp.bfloat16) -> Any:
+    """The plan of `mosaic`."""
+    config = HeadConfig(
+        vocab_size=vocab,
+        real_vocab_size=vocab,
+        logit_softcap=None,
+        return_lse=False,
+        return_entropy=False,
+        groups=column_groups(vocab),
+        weight_layout="vd",
+        may_ignore=True,
+        memory_budget=budget,
+    )
+    of_blocks = hopper.mosaic().of_blocks
+    assert of_blocks is not None and hopper.cuda().of_blocks is None
+    return of_blocks.plan(config, dim, tokens, jnp.dtype(dtype))
+
+
+def test_blocks_are_taken_where_they_pay():
+    """They pay where exponentials exceed the budget by more than the 4·V·D bytes of dW's sums, which they add to."""
+    shapes = (4096, 2048, 131072), (4096, 4096, 131072), (8192, 4096, 151936)
+    assert all(isinstance(plan_of(*shape, budget), str) for shape in shapes for budget in (None, 2**30))
+    assert plan_of(32768, 4096, 151936, 2**30) == TokenBlocks(3328, 10)
+    assert plan_of(65536, 2048, 131072, 2**30) == TokenBlocks(3840, 18)
+    # 2·N·V − budget is 4·V·D where N is 2·D and some more tokens, whose exponentials the budget holds.
+    assert isinstance(plan_of(8192 + 3072, 4096, 151936, 2**30), str)
+    assert isinstance(plan_of(8192 + 3584, 4096, 151936, 2**30), TokenBlocks)
+    assert "keeps no 1024 tokens' exponentials" in plan_of(65536, 2048, 131072, 2**26)
+    assert "float16 scales" in plan_of(65536, 2048, 131072, 2**30, jnp.float16)
+
+
+@given(
+    tokens=st.integers(1, 200_000),
+    dim=st.integers(1, 1000),
+    vocab=st.integers(1, 300_000),
+    budget=st.integers(1, 2**34),
+)
+def test_every_plan_keeps_within_the_budget(tokens, dim, vocab, budget):
+    plan = plan_of(tokens, 8 * dim, vocab, budget)
+    if isinstance(plan, TokenBlocks):
+        assert plan.rows % 256 == 0 and 1024 <= plan.rows < tokens
+        assert (plan.count - 1) * plan.rows < tokens <= plan.count * plan.rows
+        assert 2 * plan.rows * (vocab + 8 * dim) <= budget
+        assert 2 * tokens * vocab * 1.2 > budget + 4 * vocab * 8 * dim
