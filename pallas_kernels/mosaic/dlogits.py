@@ -5,11 +5,10 @@ gradient is
     p·(g_lse − g_logp − g_entropy·(z − Σ p·z)) + [target]·g_logp.
 At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). bfloat16 gradients are computed from the rounded
 exponential E = bf16(2^(y − k)), where k is the integer of the row's chunk of 256 columns. Their bits are the same
-whether E is computed again (`dlogits`) or was kept by the forward (`dlogits_from_kept_exponentials`).
+whether E is computed again (`dlogits`) or was kept by the forward (kept_exponentials.py).
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.arrays import (
     Coefficients,
     GradientRows,
-    KeptExponentials,
-    KeptRowMap,
     LogitsConfig,
     VocabSlice,
 )
@@ -33,7 +30,6 @@ from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
-    WARPGROUP_ROWS,
     Block,
     column_numbers,
     multiply,
@@ -46,12 +42,10 @@ from pallas_kernels.mosaic.main_loop import (
 from pallas_kernels.mosaic.statistics import (
     ExponentScaling,
     chunk_and_width,
-    chunk_width,
     column_bias,
     exponent_scaling,
     masked,
     product_with_head,
-    row_clusters,
     softcapped_logits,
     target_place,
 )
@@ -59,8 +53,6 @@ from pallas_kernels.products import LowRankTerm
 
 Array = jax.Array
 Ref = Any
-_ROWS_AT_ONCE = 16
-"""Rows of kept exponentials, at most, that are loaded together, so that their latencies overlap."""
 
 
 class _DlogitsArguments(NamedTuple):
@@ -136,7 +128,7 @@ class _ChunkCoefficients(NamedTuple):
     slope: Array | None
 
 
-def _chunk_coefficients(c: Coefficients, shift: Array) -> _ChunkCoefficients:
+def chunk_coefficients(c: Coefficients, shift: Array) -> _ChunkCoefficients:
     """The coefficients of a chunk whose k is `shift`."""
     # A chunk without a finite logit has k = 0, which may be larger than the row's.
     below = jnp.minimum(shift - c.shift, 0.0)
@@ -236,7 +228,7 @@ def dlogits(
         scale = LOG2_E / c.temperature
         if logits.softcap is None:
             scaling = exponent_scaling(_largest(head.vocabulary, biased, width), scale)
-            of_chunk = _chunk_coefficients(c, scaling.shift)
+            of_chunk = chunk_coefficients(c, scaling.shift)
         else:
             # With a softcap no exponentials are kept, so that the row's own integer does for every chunk; the chunk's
             # would take more registers, which would spill.
@@ -260,65 +252,3 @@ def dlogits(
     tile, chunks = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS
     product = product_with_head("linear_logp_dlogits", head, tile, hidden, low_rank, chunks, finish, out.dtype)
     multiply(product, machine, _DlogitsArguments(where, hidden, weight, bias, rows, out, low_rank))
-
-
-def dlogits_from_kept_exponentials(
-    vocabulary: Vocabulary,
-    machine: Machine,
-    where: VocabSlice,
-    kept: KeptExponentials,
-    row_map: KeptRowMap,
-    rows: Coefficients,
-    out: Ref,
-) -> None:
-    """Write what `dlogits` would write, from the exponentials that the forward kept instead of a product.
-
-    Row i reads row `row_map.row[i]` of what was kept. Where `kept.exponentials` is None, `out` holds the exponentials
-    of the first chunks and the gradients take their place: a thread reads its part of a row before it writes there, and
-    where rows moved one block takes them in ascending order, so that none is overwritten before it is read.
-    """
-    layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2)
-    n, chunks = out.shape[0], out.shape[1] // COLUMNS
-    written, at_once = statistics_tile(n).cluster_rows, math.gcd(n, _ROWS_AT_ONCE)
-
-    def body(
-        where_gmem: VocabSlice,
-        kept_gmem: KeptExponentials,
-        row_map_gmem: KeptRowMap,
-        rows_gmem: Coefficients,
-        out_gmem: Ref,
-        _outputs: tuple[()],
-    ) -> None:
-        block, place = lax.axis_index("blocks"), lax.axis_index("groups")
-        exponentials_gmem = out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials
-        chunk = where_gmem.first_chunk[0] + place
-        width = chunk_width(vocabulary, where_gmem, chunk)
-        column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
-
-        def gradient_of(row: Array) -> Array:
-            kept_row, columns = row_map_gmem.row[row], pl.ds(chunk * COLUMNS, COLUMNS)
-            found = plgpu.load(exponentials_gmem.at[kept_row, columns], layout=layout, optimized=False)
-            c = jax.tree.map(lambda ref: ref[row], rows_gmem)
-            of_chunk = _chunk_coefficients(c, kept_gmem.shift[chunk, kept_row])
-            target = target_place(vocabulary, c.target_ids, chunk, width)
-            gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * of_chunk.constant)
-            holds = jnp.where(row < where_gmem.rows[0], width, 0)
-            return jnp.where(column < holds, gradient, 0.0).astype(out_gmem.dtype)
-
-        def some_rows(i: Array, _: None) -> None:
-            first = i * at_once
-            gradients = [gradient_of(first + j) for j in range(at_once)]
-            for j, gradient in enumerate(gradients):
-                out_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
-
-        @pl.when(place < where_gmem.chunks[0])
-        def _() -> None:
-            end = jnp.minimum(n, row_clusters(where_gmem.rows[0], written) * written)
-            first, last = block * WARPGROUP_ROWS, jnp.minimum(end, (block + 1) * WARPGROUP_ROWS)
-            if kept_gmem.exponentials is None:
-                moved = row_map_gmem.moved[0] != 0
-                first, last = jnp.where(moved, 0, first), jnp.where(moved, jnp.where(block == 0, end, 0), last)
-            lax.fori_loop(lax.div(first, jnp.int32(at_once)), lax.div(last, jnp.int32(at_once)), some_rows, None)
-
-    grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows, out)
-    launch(body, "linear_logp_dlogits_from_kept_exponentials", machine, (), grid, *arguments, approx_math=True)

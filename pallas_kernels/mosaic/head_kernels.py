@@ -6,9 +6,10 @@
 import jax
 
 from pallas_kernels.mosaic import hidden_gradient, weight_gradient
-from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
+from pallas_kernels.mosaic.dlogits import coefficients, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
+from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.statistics import partials
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
 

@@ -302,12 +302,17 @@ print(compiled.memory_analysis().temp_size_in_bytes, stats["peak_bytes_in_use"] 
 @pytest.mark.parametrize("padding", [0, 128])
 @pytest.mark.parametrize("shape", [(4096, 2048, 131072), (16384, 2048, 32768), (8192, 8192, 131072)], ids=str)
 def test_peak_memory(kernels, shape, budget, padding):
-    """Beyond inputs and gradients: the budget, dH in float32, and 2 % of the float32 logits."""
+    """Beyond inputs and gradients: the budget, dH in float32, and 2 % of the float32 logits.
+
+    Where the budget holds no group's gradients of logits beside hidden, the chain of the group that a slice ends inside
+    comes on top.
+    """
     command = [sys.executable, "-c", MEMORY, kernels, *map(str, (*shape, budget, shape[2] - padding))]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     n, d, v = shape
+    sums = 1 if 2 * n * d + 2 * n * v / 8 <= budget else 2
     for used in map(int, out.split()):
-        assert used <= budget + 4 * n * d + 0.02 * 4 * n * v
+        assert used <= budget + sums * 4 * n * d + 0.02 * 4 * n * v
 
 
 def test_transformations(kernels, whole):

@@ -79,7 +79,7 @@ def gradients(
     def step(chunks: ChunkRange, index: Any) -> None:
         part = slice_of(plan, chunks, index, operands, rows)
         logits = LogitsConfig(part.head, config.logit_softcap)
-        memory = lax.empty((plan.matrix_rows, plan.buffer_chunks * COLUMNS), dtype)
+        memory = lax.empty((plan.matrix_rows, plan.buffer_chunks(chunks) * COLUMNS), dtype)
         if chunks.is_kept and stored is not None:
             exponentials, row_map = stored
             if replaces_kept(config, dim):

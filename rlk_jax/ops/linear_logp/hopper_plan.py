@@ -59,10 +59,11 @@ class HopperPlan:
         each = vocabulary_of(self.config).group_chunks
         return any(x.first % each or (x.slices > 1 and x.width % each) for x in self.ranges)
 
-    @property
-    def buffer_chunks(self) -> int:
-        """Chunks that the memory for one slice's dlogits holds, in all ranges alike: kernels are made for its size."""
-        return max(x.width for x in self.ranges)
+    def buffer_chunks(self, chunks: ChunkRange) -> int:
+        """Chunks that the memory for a slice's dlogits holds: kernels are made for its size, which is the same in all
+        ranges that read the head in place.
+        """
+        return max(x.width for x in self.ranges if x is chunks or not (x.copied or chunks.copied))
 
     @property
     def slices(self) -> int:
@@ -153,10 +154,12 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
             return min(chunks_in_place(config, dim), room // kept_bytes(tokens))
         return min(vocabulary_of(config).chunks, (room - block) // 2 // kept_bytes(tokens))
 
-    most = affordable(sizes.fixed)
-    if sums_groups_at_once(config, dim, tokens) or most % each == 0:
+    most, cut = affordable(sizes.fixed), affordable(sizes.fixed + chain_bytes(dim, tokens))
+    if sums_groups_at_once(config, dim, tokens):
         return most
-    whole, cut = most - most % each, affordable(sizes.fixed + chain_bytes(dim, tokens))
+    if chunks_in_place(config, dim) % each:  # The slice that is copied begins inside a group.
+        return cut
+    whole = most - most % each
     return whole if cut <= whole + each // 8 else cut
 
 

@@ -40,13 +40,14 @@ Array = jax.Array
 
 
 def slice_width(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> int:
-    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies, and slices of a group are
-    equally wide but for rounding.
+    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies and the group's chain of dH,
+    and slices of a group are equally wide but for rounding.
     """
     rows = padded(tokens, TILE_ROWS)
     budget = kernel_memory_budget(config, dim, tokens)
     copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    affordable = max(1, (budget - copies * 2 * rows * dim) // (2 * rows * TILE_COLUMNS))
+    beside = (2 * copies + (4 if needs.hidden else 0)) * rows * dim
+    affordable = max(1, (budget - beside) // (2 * rows * TILE_COLUMNS))
     tiles = -(-config.groups.width // TILE_COLUMNS)
     return TILE_COLUMNS * -(-tiles // -(-tiles // affordable))
 

@@ -23,9 +23,10 @@ from pallas_kernels.hopper.arrays import (
 from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic import statistics
-from pallas_kernels.mosaic.dlogits import coefficients, dlogits, dlogits_from_kept_exponentials
+from pallas_kernels.mosaic.dlogits import coefficients, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
+from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums, store_weight_gradient
 from pallas_kernels.products import LowRankTerm, padded
 from rlk_jax.core.fixed_order import column_groups
