@@ -45,8 +45,8 @@ def dlogits_from_kept_exponentials(
 
     Row i reads row `row_map.row[i]` of what was kept. Where `kept.exponentials` is None, `out` holds the exponentials
     of the first chunks and the gradients take their place. A block takes 64 rows of one chunk through shared memory.
-    Where rows moved, one block takes all rows of its chunk in ascending order, so that none is overwritten before it is
-    read.
+    Where rows moved, they are loaded one by one; in their own place one block takes all rows of its chunk in ascending
+    order, so that none is overwritten before it is read.
     """
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written, loaded_rows = statistics_tile(n).cluster_rows, min(n, WARPGROUP_ROWS)
@@ -113,14 +113,16 @@ def dlogits_from_kept_exponentials(
 
         @pl.when(is_chunk & jnp.logical_not(moved) & (block * WARPGROUP_ROWS < end))
         def in_order() -> None:
-            strip = plgpu.SMEM(
-                (_STRIPS, WARPGROUP_ROWS, STRIP), out_gmem.dtype, transforms=tiled(STRIP, out_gmem.dtype)
-            )
-            pl.run_scoped(through_memory, strip, plgpu.Barrier(num_barriers=_STRIPS))
+            shape, transforms = (_STRIPS, WARPGROUP_ROWS, STRIP), tiled(STRIP, out_gmem.dtype)
+            strips = plgpu.SMEM(shape, out_gmem.dtype, transforms=transforms)
+            pl.run_scoped(through_memory, strips, plgpu.Barrier(num_barriers=_STRIPS))
 
-        @pl.when(is_chunk & moved & (block == 0))
+        @pl.when(is_chunk & moved)
         def one_after_another() -> None:
-            lax.fori_loop(0, lax.div(end, jnp.int32(at_once)), some_rows, None)
+            first, last = block * WARPGROUP_ROWS, jnp.minimum(end, (block + 1) * WARPGROUP_ROWS)
+            if kept_gmem.exponentials is None:
+                first, last = jnp.int32(0), jnp.where(block == 0, end, 0)
+            lax.fori_loop(lax.div(first, jnp.int32(at_once)), lax.div(last, jnp.int32(at_once)), some_rows, None)
 
     grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows, out)
     launch(body, "linear_logp_dlogits_from_kept_exponentials", machine, (), grid, *arguments, approx_math=True)
