@@ -46,14 +46,17 @@ def _fold(so_far: Partials, partials_gmem: Partials, first: Any, count: int, row
         total = total + part.total * factor
         if gap is not None:
             gap = gap + (part.gap + part.total * below) * factor
+    derivative = so_far.target_derivative
     for part in parts:
+        # All partials but the one that holds the target have zeros here.
         target = target + part.target
-    return Partials(shift, total, target, gap)
+        derivative = None if derivative is None else derivative + part.target_derivative
+    return Partials(shift, total, target, gap, derivative)
 
 
 def _fold_all(partials_gmem: Partials, first: Any, count: int, rows: Any) -> Partials:
     """The fold of partials first … first + count − 1, in ascending order."""
-    start = Partials(_fill(-jnp.inf), _fill(0), _fill(0), None if partials_gmem.gap is None else _fill(0))
+    start = Partials(_fill(-jnp.inf), *(None if ref is None else _fill(0) for ref in partials_gmem[1:]))
     whole, rest = divmod(count, _PARTIALS_AT_ONCE)
 
     def step(i: Array, so_far: Partials) -> Partials:
@@ -79,7 +82,7 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
                     ref[group, rows] = value
 
     row = jax.ShapeDtypeStruct((groups, n), jnp.float32)
-    out_type = Partials(row, row, row, None if partials.gap is None else row)
+    out_type = Partials(*(None if x is None else row for x in partials))
     return launch(body, "linear_logp_fold", machine, out_type, (n // THREADS, groups), active, partials)
 
 
@@ -93,7 +96,7 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
         @pl.when(block * THREADS < active_gmem[0])
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
-            shift, total, target, gap = _fold_all(partials_gmem, 0, groups, rows)
+            shift, total, target, gap, derivative = _fold_all(partials_gmem, 0, groups, rows)
             # A row without a finite logit has no softmax, and its values are NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
             log_total = jnp.log2(total)
@@ -105,8 +108,10 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
             if gap is not None:
                 out_gmem.entropy[rows] = jnp.maximum(log_total + gap / total, 0) * LN_2
                 out_gmem.gap[rows] = gap / total
+            if derivative is not None:
+                out_gmem.target_derivative[rows] = derivative
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    entropy = None if partials.gap is None else row
-    out_type = Softmax(row, row, entropy, row, row, entropy)
+    entropy, derivative = (None if x is None else row for x in partials[3:])
+    out_type = Softmax(row, row, entropy, row, row, entropy, derivative)
     return launch(body, "linear_logp_merge", machine, out_type, (n // THREADS,), active, partials)

@@ -122,7 +122,8 @@ def _partials(
     def new() -> Any:
         return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
 
-    out = Partials(new(), new(), new(), new() if config.return_entropy else None)
+    derivative = None if config.logit_softcap is None else new()
+    out = Partials(new(), new(), new(), new() if config.return_entropy else None, derivative)
     exponentials = jax.new_ref(lax.empty((plan.matrix_rows, keeping * COLUMNS), hidden.dtype)) if keeping else None
 
     def step(chunks: ChunkRange, index: Any) -> None:

@@ -107,10 +107,10 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     It keeps all that the budget holds beside hidden. Where the gradients are not made in their place
     (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest.
 
-    float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves. With up
-    to 64 tokens the backward reads the head and does little else, and keeping would spill registers beside an entropy.
+    With up to 64 tokens the backward reads the head and does little else, and keeping would spill registers beside an
+    entropy.
     """
-    if not config.keeps or dtype != jnp.bfloat16 or config.logit_softcap is not None or tokens <= 64:
+    if not config.keeps or tokens <= 64:
         return 0
     sizes = backward_sizes(dim, tokens, Needs(True, True, True), dtype)
     room, block = kernel_memory_budget(config, dim, tokens) - sizes.fixed, sizes.chunk + sizes.copy
