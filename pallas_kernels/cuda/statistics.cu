@@ -38,49 +38,61 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
                                          const Stores& stores) const {
     const int chunk = this->chunk(place.column_block);
     add_bias(s.logits.bias, place, values);
-    if constexpr (kSoftcap) {
-#pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) values[i] = softcapped(values[i], s.logits).value;
-    }
     const float scale[2] = {divide(kLog2E, loaded.temperature[0]), divide(kLog2E, loaded.temperature[1])};
-    float picked[2] = {0, 0};
-    if (loaded.looks_for_targets) pick(place, loaded.columns, values, scale, picked);
+    float picked[2] = {0, 0}, picked_derivative[2] = {0, 0};
+    if (loaded.looks_for_targets) pick(place, loaded.columns, values, scale, picked, picked_derivative);
     mask(place, loaded.columns.width, -INFINITY, values);
-    const ExponentScaling scaling[2] = {exponent_scaling(largest_of_row(values, 0), scale[0]),
-                                        exponent_scaling(largest_of_row(values, 1), scale[1])};
-    RowSum total[2], gap[2];
+    const ExponentScaling scaling[2] = {
+        logit_scaling<kSoftcap>(s.logits, largest_of_row(values, 0), scale[0]),
+        logit_scaling<kSoftcap>(s.logits, largest_of_row(values, 1), scale[1]),
+    };
+    // The columns of a softcap are summed strip by strip.
+    constexpr int kEights = (kSoftcap ? 64 : kChunk) / 8;
+    const int width = loaded.columns.width - place.column();
+    float sum[2] = {0, 0}, spread[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < kChunk / 8; ++i) {
+    for (int first = 0; first < kChunk / 8; first += kEights) {
+      RowSum total[2], gap[2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int r = j / 2, c = j % 2;
-        const float exponent = scaling[r].exponent(values[4 * i + j]), weight = exp2_approx(exponent);
-        total[r].add(i, c, weight);
-        // The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
-        if constexpr (kEntropy) gap[r].add_product(i, c, weight, min_nan(-exponent, 1e30f));
-        values[4 * i + j] = weight;
+      for (int i = first; i < first + kEights; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int r = j / 2, c = j % 2;
+          float& value = values[4 * i + j];
+          LogitExponent exponent = logit_exponent<kSoftcap>(s.logits, scaling[r], value);
+          if (kSoftcap && 8 * i + c >= width) exponent.y = -INFINITY;  // the softcap of −∞ is finite
+          const float weight = exp2_approx(exponent.y);
+          total[r].add(i, c, weight);
+          // The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
+          if constexpr (kEntropy) gap[r].add_product(i, c, weight, min_nan(-exponent.y, 1e30f));
+          value = __fmul_rn(kSoftcap ? __fmul_rn(weight, exponent.derivative) : weight, kExponentialScale<T>);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum[r] = __fadd_rn(sum[r], total[r].total());
+        if constexpr (kEntropy) spread[r] = __fadd_rn(spread[r], gap[r].total());
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int64_t there = static_cast<int64_t>(chunk) * s.rows + place.row() + 8 * r;
-      const float sum = total[r].total(), spread = kEntropy ? gap[r].total() : 0;
       if (place.column() == 0) {
         s.shift[there] = scaling[r].shift;
-        s.total[there] = sum;
+        s.total[there] = sum[r];
         s.target[there] = picked[r];
-        if constexpr (kEntropy) s.gap[there] = spread;
+        if constexpr (kEntropy) s.gap[there] = spread[r];
+        if constexpr (kSoftcap) s.target_derivative[there] = picked_derivative[r];
       }
     }
     if (chunk < s.kept_chunks) {
-      store_rounded(Target<__nv_bfloat16>{nullptr, 0, place.first_row, chunk * kChunk, 16, kChunk, true, true}, values,
-                    stores);
+      store_rounded(Target<T>{nullptr, 0, place.first_row, chunk * kChunk, 16, kChunk, true, true}, values, stores);
     }
   }
 
-  // The y of each row's target, 0 where it is not among the columns.
+  // The y of each row's target and the derivative of its softcap, 0 where the target is not among the columns.
   __device__ __forceinline__ void pick(const Place& place, const Columns& columns, float (&values)[kChunk / 2],
-                                       const float (&scale)[2], float (&picked)[2]) const {
+                                       const float (&scale)[2], float (&picked)[2], float (&derivative)[2]) const {
     const int target[2] = {target_place(s.target_ids[place.row()], columns),
                            target_place(s.target_ids[place.row() + 8], columns)};
     float found[2] = {0, 0};
@@ -89,7 +101,12 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
       if (column + 1 == target[r]) found[r] = second;
     });
 #pragma unroll
-    for (int r = 0; r < 2; ++r) picked[r] = __fmul_rn(scale[r], sum_of_row(found[r]));
+    for (int r = 0; r < 2; ++r) {
+      Softcapped value = {sum_of_row(found[r]), 0};
+      if constexpr (kSoftcap) value = softcapped(value.value, s.logits);
+      picked[r] = __fmul_rn(scale[r], value.value);
+      derivative[r] = target[r] < 0 ? 0 : value.derivative;
+    }
   }
 };
 

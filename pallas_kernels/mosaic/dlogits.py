@@ -10,7 +10,7 @@ kept by the forward (`dlogits_from_kept_exponentials`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +50,7 @@ from pallas_kernels.mosaic.statistics import (
     logit_exponents,
     logit_scaling,
     masked,
+    may_be_masked,
     product_with_head,
     rounded_exponentials,
     row_clusters,
@@ -153,19 +154,18 @@ def _chunk_coefficients(c: Coefficients, shift: Array, dtype: Any) -> _ChunkCoef
     return _ChunkCoefficients((c.constant + c.slope * jnp.maximum(below, -1e3)) * power, c.slope * power)
 
 
-def _largest(vocabulary: Vocabulary, values_of: Callable[[int], Array], width: Array) -> Array:
-    """The largest value of each row in a chunk. `values_of(strip)` gives a strip of columns."""
+def _largest(logits: LogitsConfig, strips: list[Array], width: Array) -> Array:
+    """The largest value of each row in a chunk, whose strips of columns are given."""
 
-    def over_strips(values_of: Callable[[int], Array]) -> Array:
-        return functools.reduce(jnp.maximum, map(values_of, range(COLUMNS // STRIP))).max(axis=1)
+    def over_strips(strips: Iterable[Array]) -> Array:
+        return functools.reduce(jnp.maximum, strips).max(axis=1)
 
     def inside(strip: int) -> Array:
-        return jnp.where(column_numbers(STRIP) < width - strip * STRIP, values_of(strip), -jnp.inf)
+        return jnp.where(column_numbers(STRIP) < width - strip * STRIP, strips[strip], -jnp.inf)
 
-    def whole() -> Array:
-        return over_strips(values_of)
-
-    return lax.cond(width < COLUMNS, lambda: over_strips(inside), whole) if vocabulary.is_ragged else whole()
+    if not may_be_masked(logits):
+        return over_strips(strips)
+    return lax.cond(width < COLUMNS, lambda: over_strips(map(inside, range(len(strips)))), lambda: over_strips(strips))
 
 
 def _gradient(
@@ -206,18 +206,19 @@ def dlogits(
         c = jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows_gmem)
         products = product()
         chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
-        target = target_place(head.vocabulary, c.target_ids, chunk, width)
 
         def biased(strip: int) -> Array:
             # The bias is loaded here rather than before the product: with a softcap, 64 more registers would spill.
             bias = column_bias(refs.bias_gmem, block.column_block * COLUMNS + strip * STRIP, STRIP)
             return with_bias(products[:, strip * STRIP : (strip + 1) * STRIP], bias)
 
-        scaling = logit_scaling(logits, _largest(head.vocabulary, biased, width), LOG2_E / c.temperature)
+        strips = list(map(biased, range(COLUMNS // STRIP)))
+        scaling = logit_scaling(logits, _largest(logits, strips, width), LOG2_E / c.temperature)
         of_chunk = _chunk_coefficients(c, scaling.shift, out.dtype)
+        target = target_place(head.vocabulary, c.target_ids, chunk, width)
 
         def strip_of(strip: int) -> Array:
-            gradient = _gradient(logits, scaling, of_chunk, biased(strip), out.dtype)
+            gradient = _gradient(logits, scaling, of_chunk, strips[strip], out.dtype)
             is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
             gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
             return masked(logits, gradient.astype(out.dtype), width - strip * STRIP, 0)

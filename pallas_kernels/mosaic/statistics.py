@@ -142,12 +142,16 @@ def with_bias(products: Array, bias: Array | None) -> Array:
     return products if bias is None else products + over_rows(bias)
 
 
-def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
-    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have.
-
-    With a softcap the branch stays even where no chunk needs it: without the branch ptxas spills registers.
+def may_be_masked(logits: LogitsConfig) -> bool:
+    """Whether kernels branch on a chunk's width. With a softcap the branch stays even where no chunk needs it: without
+    the branch ptxas spills registers.
     """
-    if not logits.head.vocabulary.is_ragged and logits.softcap is None:
+    return logits.head.vocabulary.is_ragged or logits.softcap is not None
+
+
+def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
+    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have."""
+    if not may_be_masked(logits):
         return values
     columns = values.shape[1]
     other = jnp.asarray(fill, values.dtype)
