@@ -213,6 +213,7 @@ struct Gemm {
 };
 
 cudaError_t launch(cudaStream_t, const Statistics&);
+cudaError_t launch_softcapped(cudaStream_t, const Statistics&);
 cudaError_t launch(cudaStream_t, const FoldChunks&);
 cudaError_t launch(cudaStream_t, const FoldGroups&);
 cudaError_t launch(cudaStream_t, const CoefficientsArguments&);
