@@ -3,7 +3,7 @@
 With y = z·log2(e) and p = 2^(y − K) / Σ 2^(y − K), where the integer K is nearest to the row's largest y, a logit's
 gradient is
     p·(g_lse − g_logp − g_entropy·(z − Σ p·z)) + [target]·g_logp.
-At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). A softcap multiplies all of it by its derivative d.
+At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). A softcap multiplies it by its derivative d.
 Gradients are computed from the exponential 2^(y − k)·d, where k is the integer of the row's chunk of 256 columns,
 rounded to 16 bits (`rounded_exponentials`). Their bits are the same whether it is computed again (`dlogits`) or was
 kept by the forward (`dlogits_from_kept_exponentials`).
@@ -135,8 +135,8 @@ def _factors(rows: GradientRows) -> _Factors:
 
 
 class _ChunkCoefficients(NamedTuple):
-    """Each row's coefficients in a chunk with a k of its own: a gradient is E·(constant + slope·(y − k)), where E is the
-    rounded exponential.
+    """Each row's coefficients in a chunk with a k of its own: a gradient is E·(constant + slope·(y − k)), where E is
+    the rounded exponential.
     """
 
     constant: Array

@@ -191,9 +191,7 @@ class ChunkTile(NamedTuple):
     scale: Array
 
 
-def _pick(
-    logits: LogitsConfig, tile: ChunkTile, products: Array, target_ids_gmem: Ref
-) -> tuple[Array, Array | None]:
+def _pick(logits: LogitsConfig, tile: ChunkTile, products: Array, target_ids_gmem: Ref) -> tuple[Array, Array | None]:
     """The y of each row's target and the derivative of its softcap, if any; both 0 where the chunk does not hold it."""
     target_ids = row_vector(target_ids_gmem, tile.row)
     target = target_place(logits.head.vocabulary, target_ids, tile.chunk, tile.width)

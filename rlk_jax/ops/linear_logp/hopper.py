@@ -5,7 +5,7 @@ the vocabulary into slices whose gradients of logits fit the memory budget; for 
 writes their gradients in 16 bits, adds dlogits·W to dH (one float32 chain over all slices) and stores dW and db
 complete.
 
-A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as the budget holds
+A forward whose backward will run keeps the exponentials of the first chunks in 16 bits, as many as the budget holds
 (`kept_chunks`). The backward makes their gradients in their place, and recomputes the rest in the same memory. That
 takes three products and a share of the fourth, and gives the same bits, since recomputed exponentials are rounded
 alike.
