@@ -36,7 +36,7 @@ FLAGS = (
     *("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC"),
     *("-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v,-warn-spills"),
 )
-FLAGS_OF = {"dlogits_softcap.cu": ("-Xptxas", "-O1")}
+FLAGS_OF = dict.fromkeys(("dlogits_softcap.cu", "statistics_softcap.cu"), ("-Xptxas", "-O1"))
 """More flags for some sources, which follow FLAGS; the source says why."""
 OLDEST = (12, 5)
 """The first CUDA with cudaGetDriverEntryPointByVersion, which finds the driver's functions without linking libcuda."""

@@ -8,12 +8,11 @@
 namespace rlk {
 namespace {
 
-// An exponential as T's gradients use it.
 template <typename T>
 __device__ __forceinline__ float rounded_to(float x);
 template <>
 __device__ __forceinline__ float rounded_to<__half>(float x) {
-  return x;  // float16 gradients are not rounded through exponentials
+  return __half2float(__float2half_rn(x));
 }
 template <>
 __device__ __forceinline__ float rounded_to<__nv_bfloat16>(float x) {
@@ -53,8 +52,9 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
     return loaded;
   }
 
-  // A row's coefficients in this chunk with its own k: a logit's gradient is 2^(y − k)·(constant + slope·(y − k)). The
-  // target's column counts from the thread's first column, so that the compiler knows what it is compared with.
+  // A row's coefficients in this chunk with its own k: a logit's gradient is E·(constant + slope·(y − k)), where E is the
+  // rounded exponential. The target's column counts from the thread's first column, so that the compiler knows what it
+  // is compared with.
   struct Within {
     ExponentScaling scaling;
     float constant, slope, at_target;
@@ -64,45 +64,34 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
   __device__ __forceinline__ Within within(const Row& row, float largest, const Columns& columns, int first_column) const {
     const float scale = divide(kLog2E, row.temperature);
     const int target = target_place(row.target, columns) - first_column;
-    if constexpr (kSoftcap) {
-      // With a softcap no exponentials are kept, so that the row's own integer does for every chunk.
-      return {{0, scale, row.shift, -row.shift}, row.constant, row.slope, row.at_target, target};
-    } else {
-      const ExponentScaling scaling = exponent_scaling(largest, scale);
-      // A chunk without a finite logit has k = 0, which may be larger than the row's.
-      const float below = min_nan(__fsub_rn(scaling.shift, row.shift), 0.0f), power = exp2_approx(below);
-      // The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
-      const float constant = kEntropy ? fmaf(row.slope, max_nan(below, -1e3f), row.constant) : row.constant;
-      return {scaling, __fmul_rn(power, constant), __fmul_rn(power, row.slope), row.at_target, target};
-    }
+    const ExponentScaling scaling = logit_scaling<kSoftcap>(d.logits, largest, scale);
+    // A chunk without a finite logit has k = 0, which may be larger than the row's.
+    const float below = min_nan(__fsub_rn(scaling.shift, row.shift), 0.0f);
+    const float power = __fmul_rn(exp2_approx(below), 1 / kExponentialScale<T>);
+    // The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
+    const float constant = kEntropy ? fmaf(row.slope, max_nan(below, -1e3f), row.constant) : row.constant;
+    return {scaling, __fmul_rn(power, constant), __fmul_rn(power, row.slope), row.at_target, target};
   }
 
   __device__ __forceinline__ float gradient(const Within& row, int column, float product) const {
-    Softcapped bounded = {product, 1};
-    if constexpr (kSoftcap) bounded = softcapped(product, d.logits);
-    float y = row.scaling.exponent(bounded.value), factor = row.constant;
-    if constexpr (kSoftcap) y = min_nan(y, 1.0f);
+    const LogitExponent exponent = logit_exponent<kSoftcap>(d.logits, row.scaling, product);
+    float y = exponent.y, factor = row.constant;
     if constexpr (kEntropy) {
       y = max_nan(y, -1e30f);  // the exponential of y = −∞ is 0, and 0·∞ must be 0
       factor = fmaf(row.slope, y, factor);
     }
-    float found = __fmul_rn(rounded_to<T>(exp2_approx(y)), factor);
-    if (column == row.target) found = row.at_target;
-    return kSoftcap ? __fmul_rn(found, bounded.derivative) : found;
+    const float power = kSoftcap ? __fmul_rn(exp2_approx(y), exponent.derivative) : exp2_approx(y);
+    const float found = __fmul_rn(rounded_to<T>(__fmul_rn(power, kExponentialScale<T>)), factor);
+    return column == row.target ? row.at_target : found;
   }
 
   __device__ __forceinline__ void finish(const Place& place, const Loaded& loaded, float (&values)[kChunk / 2],
                                          const Stores& stores) const {
     const int first_column = place.column();
     add_bias(d.logits.bias, place, values);
-    float largest[2] = {0, 0};
-    if constexpr (!kSoftcap) {
-      mask(place, loaded.columns.width, -INFINITY, values);
-      largest[0] = largest_of_row(values, 0);
-      largest[1] = largest_of_row(values, 1);
-    }
-    const Within rows[2] = {within(loaded.rows[0], largest[0], loaded.columns, first_column),
-                            within(loaded.rows[1], largest[1], loaded.columns, first_column)};
+    mask(place, loaded.columns.width, -INFINITY, values);
+    const Within rows[2] = {within(loaded.rows[0], largest_of_row(values, 0), loaded.columns, first_column),
+                            within(loaded.rows[1], largest_of_row(values, 1), loaded.columns, first_column)};
     const int width = loaded.columns.width - first_column;
     const Target<T> out = {nullptr, 0, place.first_row, place.column_block * kChunk, 16, kChunk, true, true};
 #pragma unroll

@@ -89,11 +89,22 @@ class Optional {
   size_t index_ = 0;
 };
 
-template <typename T>
-T* result(ffi::RemainingRets buffers, size_t index) {
-  auto buffer = buffers.get<AnyBuffer>(index);
-  return buffer.has_value() ? data<T>(*buffer) : nullptr;
-}
+// The results that follow the fixed ones, in their order.
+class MoreResults {
+ public:
+  explicit MoreResults(ffi::RemainingRets buffers) : buffers_(buffers) {}
+  // The next result where it is asked for, else null.
+  template <typename T>
+  T* next(bool is_asked_for) {
+    if (!is_asked_for) return nullptr;
+    auto buffer = buffers_.get<AnyBuffer>(index_++);
+    return buffer.has_value() ? data<T>(*buffer) : nullptr;
+  }
+
+ private:
+  ffi::RemainingRets buffers_;
+  size_t index_ = 0;
+};
 
 Tile tile(Numbers numbers) {
   return {static_cast<int>(numbers[0]), static_cast<int>(numbers[1]), static_cast<int>(numbers[2]),
@@ -123,8 +134,8 @@ Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuff
           inverse, dtype(hidden), tile(of_tile)};
 }
 
-// Optional: columns, bias, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap and
-// kept where they are asked for.
+// Optional: columns, bias, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap,
+// target_derivative and kept where they are asked for.
 ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                       AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
@@ -142,17 +153,22 @@ ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBu
   s.shift = data<float>(shift);
   s.total = data<float>(total);
   s.target = data<float>(target);
-  s.gap = has_gap ? result<float>(more, 0) : nullptr;
+  MoreResults results(more);
+  s.gap = results.next<float>(has_gap);
+  s.target_derivative = results.next<float>(softcap > 0);
   s.kept_chunks = static_cast<int>(kept_chunks);
-  s.kept = kept_chunks > 0 ? result<void>(more, has_gap) : nullptr;
+  s.kept = results.next<void>(kept_chunks > 0);
   return run("rlk_statistics", stream, device, s);
 }
 
 Partials partials(const AnyBuffer& shift, const AnyBuffer& total, const AnyBuffer& target, Optional& optional) {
-  return {data<const float>(shift), data<const float>(total), data<const float>(target), optional.next<const float>()};
+  Partials partials = {data<const float>(shift), data<const float>(total), data<const float>(target)};
+  partials.gap = optional.next<const float>();
+  partials.target_derivative = optional.next<const float>();
+  return partials;
 }
 
-// Optional: gap, and with it the last result.
+// Optional: gap, target_derivative, and with each its result.
 ffi::Error fold_chunks(cudaStream_t stream, int32_t device, AnyBuffer active, AnyBuffer shift, AnyBuffer total,
                        AnyBuffer target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift_out,
                        ffi::Result<AnyBuffer> total_out, ffi::Result<AnyBuffer> target_out, ffi::RemainingRets more,
@@ -165,11 +181,13 @@ ffi::Error fold_chunks(cudaStream_t stream, int32_t device, AnyBuffer active, An
   f.shift = data<float>(shift_out);
   f.total = data<float>(total_out);
   f.target = data<float>(target_out);
-  f.gap = given ? result<float>(more, 0) : nullptr;
+  MoreResults results(more);
+  f.gap = results.next<float>(f.of_chunks.gap);
+  f.target_derivative = results.next<float>(f.of_chunks.target_derivative);
   return run("rlk_fold_chunks", stream, device, f);
 }
 
-// Optional: gap, and with it the results entropy and gap.
+// Optional: gap, and with it the results entropy and gap; target_derivative, and with it its result.
 ffi::Error fold_groups(cudaStream_t stream, int32_t device, AnyBuffer active, AnyBuffer shift, AnyBuffer total,
                        AnyBuffer target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> logp,
                        ffi::Result<AnyBuffer> lse, ffi::Result<AnyBuffer> shift_out, ffi::Result<AnyBuffer> total_out,
@@ -182,12 +200,14 @@ ffi::Error fold_groups(cudaStream_t stream, int32_t device, AnyBuffer active, An
   f.lse = data<float>(lse);
   f.shift = data<float>(shift_out);
   f.total = data<float>(total_out);
-  f.entropy = given ? result<float>(more, 0) : nullptr;
-  f.gap = given ? result<float>(more, 1) : nullptr;
+  MoreResults results(more);
+  f.entropy = results.next<float>(f.of_groups.gap);
+  f.gap = results.next<float>(f.of_groups.gap);
+  f.target_derivative = results.next<float>(f.of_groups.target_derivative);
   return run("rlk_fold_groups", stream, device, f);
 }
 
-// Optional: gap, g_lse, g_entropy, scale. Results: constant, at_target, then slope beside g_entropy.
+// Optional: gap, target_derivative, g_lse, g_entropy, scale. Results: constant, at_target, then slope beside g_entropy.
 ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperature, AnyBuffer logp, AnyBuffer total,
                         AnyBuffer g_logp, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> constant,
                         ffi::Result<AnyBuffer> at_target, ffi::RemainingRets more, int64_t given) {
@@ -198,13 +218,14 @@ ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperatu
   c.rows.total = data<const float>(total);
   c.rows.g_logp = data<const float>(g_logp);
   c.rows.gap = optional.next<const float>();
+  c.rows.target_derivative = optional.next<const float>();
   c.rows.g_lse = optional.next<const float>();
   c.rows.g_entropy = optional.next<const float>();
   c.rows.scale = optional.next<const float>();
   c.count = size(logp, 0);
   c.constant = data<float>(constant);
   c.at_target = data<float>(at_target);
-  c.slope = c.rows.g_entropy ? result<float>(more, 0) : nullptr;
+  c.slope = MoreResults(more).next<float>(c.rows.g_entropy);
   return run("rlk_coefficients", stream, device, c);
 }
 
@@ -252,6 +273,7 @@ ffi::Error dlogits_from_kept_exponentials(cudaStream_t stream, int32_t device, A
   f.rows_out = size(*out, 0);
   f.chunks = size(*out, 1) / kChunk;
   f.rows_at_once = static_cast<int>(rows_at_once);
+  f.type = dtype(*out);
   return run("rlk_dlogits_from_kept_exponentials", stream, device, f);
 }
 
@@ -270,9 +292,10 @@ ffi::Error hidden_gradient(cudaStream_t stream, int32_t device, AnyBuffer rows, 
   h.groups = {data<const int>(first_group), data<const int>(groups)};
   h.dlogits = matrix(dlogits);
   h.unscale = optional.next<const float>();
-  h.chains = has_chains ? result<float>(results, 0) : nullptr;
-  h.total = has_total ? result<float>(results, has_chains) : nullptr;
-  h.rounded = result<void>(results, has_chains + has_total);
+  MoreResults each(results);
+  h.chains = each.next<float>(has_chains);
+  h.total = each.next<float>(has_total);
+  h.rounded = each.next<void>(results.size() > static_cast<size_t>(has_chains + has_total));
   h.rows = static_cast<int>(shape[0]);
   h.column_blocks = Divisor(static_cast<int>(shape[1]) / kChunk);
   h.type = dtype(dlogits);

@@ -100,35 +100,37 @@ struct Statistics {
   float* total;
   float* target;
   float* gap;
-  void* kept;  // bfloat16 [rows of hidden, kept_chunks · 256], or null
+  float* target_derivative;  // null without a softcap
+  void* kept;                // [rows of hidden, kept_chunks · 256] in hidden's type, or null
   int kept_chunks;
 };
 
-// [rows] each; gap is null where no entropy is asked for.
+// [rows] each; gap is null where no entropy is asked for, target_derivative without a softcap.
 struct Partials {
   const float* shift;
   const float* total;
   const float* target;
   const float* gap;
+  const float* target_derivative;
 };
 
 struct FoldChunks {
   const int* active;   // [1]: how many rows count
   Partials of_chunks;  // [chunks, rows]
   int chunks, groups, rows;
-  float *shift, *total, *target, *gap;  // [groups, rows]
+  float *shift, *total, *target, *gap, *target_derivative;  // [groups, rows]
 };
 
 struct FoldGroups {
   const int* active;   // [1]: how many rows count
   Partials of_groups;  // [groups, rows]
   int groups, rows;
-  float *logp, *lse, *entropy, *shift, *total, *gap;  // [rows]
+  float *logp, *lse, *entropy, *shift, *total, *gap, *target_derivative;  // [rows]
 };
 
 // The facts about each row that its gradients depend on; [rows], those not asked for are null.
 struct RowFacts {
-  const float *temperature, *logp, *total, *gap, *g_logp, *g_lse, *g_entropy, *scale;
+  const float *temperature, *logp, *total, *gap, *target_derivative, *g_logp, *g_lse, *g_entropy, *scale;
 };
 
 struct CoefficientsArguments {
@@ -155,13 +157,14 @@ struct DlogitsFromKept {
   VocabSlice where;
   Vocabulary vocabulary;
   Coefficients rows;
-  const void* exponentials;  // bfloat16 [rows, kept chunks · 256]; `out` itself where gradients take their place
+  const void* exponentials;  // [rows, kept chunks · 256] in `type`; `out` itself where gradients take their place
   const float* shift;        // [kept chunks, shift_rows]
   const int* row_map;        // [rows]: the kept row of each row, not below its own number
   const int* moved;          // [1]: whether any kept row has another number; null where nothing is replaced
   int kept_chunks, shift_rows;
-  void* out;  // bfloat16 [rows, chunks · 256]
+  void* out;  // [rows, chunks · 256] in `type`
   int rows_out, chunks, rows_at_once;
+  Dtype type;
 };
 
 // The groups of the vocabulary that one call sums up, as int32 numbers on the device.
@@ -220,6 +223,7 @@ struct Gemm {
 };
 
 cudaError_t launch(cudaStream_t, const Statistics&);
+cudaError_t launch_softcapped(cudaStream_t, const Statistics&);
 cudaError_t launch(cudaStream_t, const FoldChunks&);
 cudaError_t launch(cudaStream_t, const FoldGroups&);
 cudaError_t launch(cudaStream_t, const CoefficientsArguments&);

@@ -88,9 +88,9 @@ def partials(
     hidden `[rows, D]` holds whole tiles of rows, or a multiple of 8 below 64; weight is stored as `logits.head` says;
     bias is float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 have a value for each row of
     whole tiles. holds_target, int32 `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk;
-    with None every chunk is searched. kept, a reference to bfloat16 `[hidden's rows, first chunks · 256]`, takes the
-    exponentials of the chunks it has room for. low_rank is a term of the head, or None: the chain of a product goes on
-    over its r columns.
+    with None every chunk is searched. kept, a reference `[hidden's rows, first chunks · 256]` in hidden's dtype, takes
+    the rounded exponentials of the chunks it has room for. low_rank is a term of the head, or None: the chain of a
+    product goes on over its r columns.
     """
     references = [x for x in (*out, kept) if x is not None]
     found = _call(
@@ -111,17 +111,18 @@ def partials(
 def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine) -> Partials:
     """The partials of groups `[groups, rows]` from those of chunks `[chunks, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct((groups, partials.shift.shape[1]), jnp.float32)
-    found = _call("rlk_fold_chunks", [row] * (3 + (partials.gap is not None)), (active, *partials[:3]), partials[3:])
-    return Partials(*found, *[None] * (4 - len(found)))
+    wanted = [x is not None for x in partials]
+    found = iter(_call("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    return Partials(*(next(found) if x else None for x in wanted))
 
 
 def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     """The softmax of each row from the partials of groups `[groups, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct(partials.shift.shape[1:], jnp.float32)
-    results = [row] * (4 + 2 * (partials.gap is not None))
-    logp, lse, shift, total, *spread = _call("rlk_fold_groups", results, (active, *partials[:3]), partials[3:])
-    entropy, gap = spread or (None, None)
-    return Softmax(logp, lse, entropy, shift, total, gap)
+    wanted = [True] * 4 + [partials.gap is not None] * 2 + [partials.target_derivative is not None]
+    found = iter(_call("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    logp, lse, shift, total, entropy, gap, target_derivative = (next(found) if x else None for x in wanted)
+    return Softmax(logp, lse, entropy, shift, total, gap, target_derivative)
 
 
 def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
@@ -131,7 +132,7 @@ def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
         "rlk_coefficients",
         [row] * (2 + (rows.g_entropy is not None)),
         (rows.temperature, rows.logp, rows.total, rows.g_logp),
-        (rows.gap, rows.g_lse, rows.g_entropy, rows.scale),
+        (rows.gap, rows.target_derivative, rows.g_lse, rows.g_entropy, rows.scale),
     )
     return Coefficients(rows.target_ids, rows.temperature, rows.shift, constant, slope[0] if slope else None, at_target)
 

@@ -4,6 +4,8 @@
 // depend on which of them are fused and no compiler may choose that. The choice is that of pallas_kernels/mosaic.
 #pragma once
 
+#include <type_traits>
+
 #include "main_loop.cuh"
 
 namespace rlk {
@@ -140,6 +142,31 @@ __device__ __forceinline__ ExponentScaling exponent_scaling(float largest, float
   const float shift = rintf(__fmul_rn(scale, finite)), rest = fmaf(scale, finite, -shift);
   return {finite, scale, shift, fabsf(rest) > 0.5f ? 0.0f : rest};
 }
+
+// The scaling of a row whose largest product, with its bias, is `largest`: a softcap is monotonic.
+template <bool kSoftcap>
+__device__ __forceinline__ ExponentScaling logit_scaling(const Logits& logits, float largest, float scale) {
+  if constexpr (kSoftcap) largest = softcapped(largest, logits).value;
+  return exponent_scaling(largest, scale);
+}
+
+// y − shift of a product that holds its bias, and the derivative of the softcap.
+struct LogitExponent {
+  float y, derivative;
+};
+
+template <bool kSoftcap>
+__device__ __forceinline__ LogitExponent logit_exponent(const Logits& logits, const ExponentScaling& scaling, float product) {
+  if constexpr (!kSoftcap) return {scaling.exponent(product), 1};
+  const Softcapped bounded = softcapped(product, logits);
+  // The softcap is monotonic but for its rounding.
+  return {scaling.exponent(min_nan(bounded.value, scaling.largest)), bounded.derivative};
+}
+
+// The power of two that exponentials are multiplied by before they are rounded to T: float16 has digits for small ones
+// where the largest, √2, is at the top of its range.
+template <typename T>
+constexpr float kExponentialScale = std::is_same_v<T, __half> ? 32768.0f : 1.0f;
 
 // --- over a row ------------------------------------------------------------------------------------------------------
 

@@ -9,16 +9,17 @@ constexpr int kThreads = 128;
 constexpr int kAtOnce = 8;  // loads of a thread that are in flight together
 
 struct Partial {
-  float shift, total, target, gap;
+  float shift, total, target, gap, target_derivative;
 };
 
 __device__ __forceinline__ Partial load(const Partials& from, int64_t there) {
-  return {from.shift[there], from.total[there], from.target[there], from.gap == nullptr ? 0 : from.gap[there]};
+  return {from.shift[there], from.total[there], from.target[there], from.gap == nullptr ? 0 : from.gap[there],
+          from.target_derivative == nullptr ? 0 : from.target_derivative[there]};
 }
 
 // The fold of `so_far` and of the first `count` parts, in this order.
 __device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&parts)[kAtOnce], int count) {
-  Partial whole = {so_far.shift, 0, so_far.target, 0};
+  Partial whole = {so_far.shift, 0, so_far.target, 0, so_far.target_derivative};
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     // A partial without columns has no maximum.
@@ -34,14 +35,16 @@ __device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&p
   for (int i = 0; i < kAtOnce; ++i) {
     if (i >= count) break;
     add(parts[i]);
+    // All partials but the one that holds the target have zeros here.
     whole.target = __fadd_rn(whole.target, parts[i].target);
+    whole.target_derivative = __fadd_rn(whole.target_derivative, parts[i].target_derivative);
   }
   return whole;
 }
 
 // The fold of partials first … first + count − 1 of one row, in ascending order, eight at a time.
 __device__ __forceinline__ Partial fold_all(const Partials& from, int first, int count, int rows, int row) {
-  Partial whole = {-INFINITY, 0, 0, 0};
+  Partial whole = {-INFINITY, 0, 0, 0, 0};
   for (int i = 0; i < count; i += kAtOnce) {
     Partial parts[kAtOnce];
 #pragma unroll
@@ -62,6 +65,7 @@ __global__ void fold_chunks_kernel(const FoldChunks f) {
   f.total[there] = whole.total;
   f.target[there] = whole.target;
   if (f.gap != nullptr) f.gap[there] = whole.gap;
+  if (f.target_derivative != nullptr) f.target_derivative[there] = whole.target_derivative;
 }
 
 __global__ void fold_groups_kernel(const FoldGroups f) {
@@ -80,6 +84,7 @@ __global__ void fold_groups_kernel(const FoldGroups f) {
     f.entropy[row] = __fmul_rn(max_nan(__fadd_rn(gap, log_total), 0.0f), kLn2);
     f.gap[row] = gap;
   }
+  if (f.target_derivative != nullptr) f.target_derivative[row] = whole.target_derivative;
 }
 
 // 1 − exp(x) for x <= 0, without the cancellation near 0; `power` is exp(x).
@@ -113,11 +118,19 @@ __global__ void coefficients_kernel(const CoefficientsArguments c) {
   const float weight = divide(per_logit, total);
   c.constant[row] = __fmul_rn(weight, others);
   if (c.slope != nullptr) c.slope[row] = __fmul_rn(weight, slope);
-  c.at_target[row] = __fmul_rn(per_logit, at_target);
+  at_target = __fmul_rn(per_logit, at_target);
+  c.at_target[row] = facts.target_derivative == nullptr ? at_target : __fmul_rn(at_target, facts.target_derivative[row]);
 }
+
+__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
+
+template <typename T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
 // A block computes 64 rows of one chunk; a warp takes one row at a time, with eight columns in each lane. Where rows
 // moved, one block for each chunk takes them all in ascending order, so that none is overwritten before it is read.
+template <typename T>
 __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const DlogitsFromKept f) {
   constexpr int kRows = kAtOnce * kThreads / 32;  // eight rows for each warp
   const int block = blockIdx.x, place = blockIdx.y;
@@ -127,9 +140,8 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
   const int chunk = *f.where.first_chunk + place;
   const Columns columns = columns_of(f.vocabulary, f.where, chunk);
   const int warp = threadIdx.x / 32, column = threadIdx.x % 32 * 8;
-  const __nv_bfloat16* exponentials =
-      static_cast<const __nv_bfloat16*>(f.exponentials) + static_cast<int64_t>(chunk) * kChunk;
-  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(f.out) + static_cast<int64_t>(place) * kChunk;
+  const T* exponentials = static_cast<const T*>(f.exponentials) + static_cast<int64_t>(chunk) * kChunk;
+  T* out = static_cast<T*>(f.out) + static_cast<int64_t>(place) * kChunk;
   const int last = moved ? end : min(end, (block + 1) * 64);
   for (int first = moved ? 0 : block * 64; first < last; first += kRows) {
     uint4 found[kAtOnce];
@@ -149,7 +161,8 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
       if (row >= last) break;
       // A chunk without a finite logit has k = 0, which may be larger than the row's.
       const float below = min_nan(__fsub_rn(shift[i], f.rows.shift[row]), 0.0f);
-      const float factor = __fmul_rn(f.rows.constant[row], exp2_approx(below));
+      const float power = __fmul_rn(exp2_approx(below), 1 / kExponentialScale<T>);
+      const float factor = __fmul_rn(f.rows.constant[row], power);
       const int target = target_place(f.rows.target_ids[row], columns);
       const int holds = row < count ? columns.width : 0;
       const uint32_t pairs[4] = {found[i].x, found[i].y, found[i].z, found[i].w};
@@ -157,21 +170,17 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int here = column + 2 * j;
-        // A bfloat16 is the upper half of a float.
-        float even = __fmul_rn(factor, __uint_as_float(pairs[j] << 16));
-        float odd = __fmul_rn(factor, __uint_as_float(pairs[j] & 0xffff0000u));
+        const float2 both = floats_of(reinterpret_cast<const PairOf<T>&>(pairs[j]));
+        float even = __fmul_rn(factor, both.x), odd = __fmul_rn(factor, both.y);
         if (here == target) even = f.rows.at_target[row];
         if (here + 1 == target) odd = f.rows.at_target[row];
-        gradients[j] = pair_of<__nv_bfloat16>(here < holds ? even : 0, here + 1 < holds ? odd : 0);
+        gradients[j] = pair_of<T>(here < holds ? even : 0, here + 1 < holds ? odd : 0);
       }
       *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row) * f.chunks * kChunk + column) =
           make_uint4(gradients[0], gradients[1], gradients[2], gradients[3]);
     }
   }
 }
-
-__device__ __forceinline__ float2 floats_of(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
-__device__ __forceinline__ float2 floats_of(__half2 pair) { return __half22float2(pair); }
 
 // Each thread sums two columns: sums of 64 rows, folded in ascending order.
 template <typename Pair>
@@ -224,7 +233,9 @@ cudaError_t launch(cudaStream_t stream, const CoefficientsArguments& c) {
 }
 
 cudaError_t launch(cudaStream_t stream, const DlogitsFromKept& f) {
-  return launch_blocks(dlogits_from_kept_kernel, blocks_of(f.rows_out, 64), f.chunks, stream, f);
+  const auto kernel =
+      f.type == Dtype::kBfloat16 ? dlogits_from_kept_kernel<__nv_bfloat16> : dlogits_from_kept_kernel<__half>;
+  return launch_blocks(kernel, blocks_of(f.rows_out, 64), f.chunks, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const ColumnSums& s) {

@@ -7,6 +7,8 @@ nearest to the largest y of some columns of a row.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from pallas_kernels.hopper.vocabulary import HeadAccess
 
 
@@ -35,19 +37,23 @@ class Partials(NamedTuple):
     """The softmax of each row over the columns of each chunk or group, float32 `[chunks or groups, rows]` each.
 
     total is Σ 2^(y − shift); target is the y of the row's target, 0 where it is not among the columns; gap is
-    Σ 2^(y − shift)·(shift − y), or None where no entropy is asked for. Fields may also be references to such arrays.
+    Σ 2^(y − shift)·(shift − y), or None where no entropy is asked for; target_derivative is the softcap's derivative at
+    the target, 0 where the target is not among the columns, or None without a softcap. Fields may also be references to
+    such arrays.
     """
 
     shift: Any
     total: Any
     target: Any
     gap: Any
+    target_derivative: Any
 
 
 class Softmax(NamedTuple):
     """The softmax of each row over the whole vocabulary, float32 `[rows]` each.
 
-    gap is Σ p·(shift − y). entropy and gap are None where no entropy is asked for.
+    gap is Σ p·(shift − y). entropy and gap are None where no entropy is asked for. target_derivative is the softcap's
+    derivative at the target, or None without a softcap.
     """
 
     logp: Any
@@ -56,16 +62,26 @@ class Softmax(NamedTuple):
     shift: Any
     total: Any
     gap: Any
+    target_derivative: Any
 
 
 class KeptExponentials(NamedTuple):
     """What the forward kept of its first chunks for the backward.
 
-    exponentials: 2^(y − k), bfloat16 `[rows, chunks · 256]`. shift: the k of each chunk, float32 `[chunks, rows]`.
+    exponentials: 2^(y − k) times the softcap's derivative and times `exponential_scale`, rounded to hidden's dtype
+    `[rows, chunks · 256]`. shift: the k of each chunk, float32 `[chunks, rows]`.
     """
 
     exponentials: Any
     shift: Any
+
+
+def exponential_scale(dtype: Any) -> float:
+    """The power of two that exponentials 2^(y − k) are multiplied by before they are rounded to `dtype`.
+
+    The largest lies between √½ and √2. In float16 it is put at the top of the range, so that small ones keep digits.
+    """
+    return 2.0**15 if dtype == jnp.float16 else 1.0
 
 
 class KeptRowMap(NamedTuple):
@@ -83,7 +99,8 @@ class GradientRows(NamedTuple):
     """The facts about each row that its gradients depend on, `[rows]` each; target_ids int32, the others float32.
 
     Rows that do not count hold values whose gradients are 0. scale is a power of two that the row's gradients are
-    multiplied by before they are rounded, or None. gap, g_lse, g_entropy are None where nothing asks for them.
+    multiplied by before they are rounded, or None. gap, g_lse, g_entropy are None where nothing asks for them, and
+    target_derivative is None without a softcap.
     """
 
     target_ids: Any
@@ -92,6 +109,7 @@ class GradientRows(NamedTuple):
     shift: Any
     total: Any
     gap: Any
+    target_derivative: Any
     g_logp: Any
     g_lse: Any
     g_entropy: Any
@@ -101,8 +119,8 @@ class GradientRows(NamedTuple):
 class Coefficients(NamedTuple):
     """What the gradients of a row's logits are computed from, `[rows]` each.
 
-    A logit's gradient is 2^(y − shift)·(constant + slope·(y − shift)); the target's is `at_target`. slope is None where
-    no entropy has an upstream gradient.
+    A logit's gradient is 2^(y − shift)·(constant + slope·(y − shift)) times the softcap's derivative; the target's is
+    `at_target`, which holds that derivative. slope is None where no entropy has an upstream gradient.
     """
 
     target_ids: Any

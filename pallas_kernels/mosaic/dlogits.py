@@ -3,13 +3,14 @@
 With y = z·log2(e) and p = 2^(y − K) / Σ 2^(y − K), where the integer K is nearest to the row's largest y, a logit's
 gradient is
     p·(g_lse − g_logp − g_entropy·(z − Σ p·z)) + [target]·g_logp.
-At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). bfloat16 gradients are computed from the rounded
-exponential E = bf16(2^(y − k)), where k is the integer of the row's chunk of 256 columns. Their bits are the same
-whether E is computed again (`dlogits`) or was kept by the forward (kept_exponentials.py).
+At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). A softcap multiplies it by its derivative d.
+Gradients are computed from the exponential 2^(y − k)·d, where k is the integer of the row's chunk of 256 columns,
+rounded to 16 bits (`rounded_exponentials`). Their bits are the same whether it is computed again (`dlogits`) or was
+kept by the forward (kept_exponentials.py).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +24,9 @@ from pallas_kernels.hopper.arrays import (
     GradientRows,
     LogitsConfig,
     VocabSlice,
+    exponential_scale,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
-from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
@@ -34,7 +35,6 @@ from pallas_kernels.mosaic.main_loop import (
     column_numbers,
     multiply,
     over_columns,
-    over_rows,
     row_vector,
     store_rows,
     store_through,
@@ -43,11 +43,14 @@ from pallas_kernels.mosaic.statistics import (
     ExponentScaling,
     chunk_and_width,
     column_bias,
-    exponent_scaling,
+    logit_exponents,
+    logit_scaling,
     masked,
+    may_be_masked,
     product_with_head,
-    softcapped_logits,
+    rounded_exponentials,
     target_place,
+    with_bias,
 )
 from pallas_kernels.products import LowRankTerm
 
@@ -114,79 +117,63 @@ def _factors(rows: GradientRows) -> _Factors:
         at_target = at_target + slope * (target_y + rows.gap) * probability
         others = others + slope * rows.gap
     weight = per_logit / rows.total
+    at_target = at_target * per_logit
+    if rows.target_derivative is not None:
+        at_target = at_target * rows.target_derivative
     return _Factors(
         constant=others * weight,
         slope=None if slope is None else slope * weight,
-        at_target=at_target * per_logit,
+        at_target=at_target,
     )
 
 
 class _ChunkCoefficients(NamedTuple):
-    """Each row's coefficients in a chunk with a k of its own: a gradient is 2^(y − k)·(constant + slope·(y − k))."""
+    """Each row's coefficients in a chunk with a k of its own: a gradient is E·(constant + slope·(y − k)), where E is
+    the rounded exponential.
+    """
 
     constant: Array
     slope: Array | None
 
 
-def chunk_coefficients(c: Coefficients, shift: Array) -> _ChunkCoefficients:
-    """The coefficients of a chunk whose k is `shift`."""
+def chunk_coefficients(c: Coefficients, shift: Array, dtype: Any) -> _ChunkCoefficients:
+    """The coefficients of a chunk whose k is `shift`, and whose exponentials are rounded to `dtype`."""
     # A chunk without a finite logit has k = 0, which may be larger than the row's.
     below = jnp.minimum(shift - c.shift, 0.0)
-    power = jnp.exp2(below)
+    power = jnp.exp2(below) * (1 / exponential_scale(dtype))
     if c.slope is None:
         return _ChunkCoefficients(c.constant * power, None)
     # The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
     return _ChunkCoefficients((c.constant + c.slope * jnp.maximum(below, -1e3)) * power, c.slope * power)
 
 
-def _largest(vocabulary: Vocabulary, values_of: Callable[[int], Array], width: Array) -> Array:
-    """The largest value of each row in a chunk. `values_of(strip)` gives a strip of columns."""
+def _largest(logits: LogitsConfig, strips: list[Array], width: Array) -> Array:
+    """The largest value of each row in a chunk, whose strips of columns are given."""
 
-    def over_strips(values_of: Callable[[int], Array]) -> Array:
-        return functools.reduce(jnp.maximum, map(values_of, range(COLUMNS // STRIP))).max(axis=1)
+    def over_strips(strips: Iterable[Array]) -> Array:
+        return functools.reduce(jnp.maximum, strips).max(axis=1)
 
     def inside(strip: int) -> Array:
-        return jnp.where(column_numbers(STRIP) < width - strip * STRIP, values_of(strip), -jnp.inf)
+        return jnp.where(column_numbers(STRIP) < width - strip * STRIP, strips[strip], -jnp.inf)
 
-    def whole() -> Array:
-        return over_strips(values_of)
-
-    return lax.cond(width < COLUMNS, lambda: over_strips(inside), whole) if vocabulary.is_ragged else whole()
+    if not may_be_masked(logits):
+        return over_strips(strips)
+    return lax.cond(width < COLUMNS, lambda: over_strips(map(inside, range(len(strips)))), lambda: over_strips(strips))
 
 
 def _gradient(
-    logits: LogitsConfig,
-    scaling: ExponentScaling,
-    c: _ChunkCoefficients,
-    products: Array,
-    bias: Array | None,
-    rounds_exponentials: bool,
-) -> tuple[Array, Array | None]:
-    """The gradients of some columns' logits where none is the target, and the derivative of the softcap, if any.
-
-    The caller multiplies all gradients by the derivative, the target's too.
-    """
+    logits: LogitsConfig, scaling: ExponentScaling, c: _ChunkCoefficients, products: Array, dtype: Any
+) -> Array:
+    """The gradients of some columns' products, which hold their bias, where none is the target."""
     columns = products.shape[1]
-    values, derivative = softcapped_logits(logits, products, bias)
-    y = scaling.exponents(values)
-    if derivative is not None:
-        # y is at most 1/2, except where a fused product is of values too large to have fractional digits.
-        y = jnp.minimum(y, 1.0)
+    y, derivative = logit_exponents(logits, scaling, products)
     if c.slope is not None:
         # The exponential of y = −∞ is 0, and 0·∞ must be 0.
         y = jnp.maximum(y, -1e30)
     factor = over_columns(c.constant, columns)
     if c.slope is not None:
         factor = factor + over_columns(c.slope, columns) * y
-    found = jnp.exp2(y)
-    if rounds_exponentials:
-        found = found.astype(jnp.bfloat16)
-        if derivative is None:
-            # The barrier makes one instruction round two values; one for each value would be as slow as exp2. With a
-            # softcap it would spill registers.
-            found = lax.optimization_barrier(found)
-        found = found.astype(jnp.float32)
-    return found * factor, derivative
+    return rounded_exponentials(jnp.exp2(y), derivative, dtype).astype(jnp.float32) * factor
 
 
 def dlogits(
@@ -212,35 +199,21 @@ def dlogits(
         c = jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows_gmem)
         products = product()
         chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
-        target = target_place(head.vocabulary, c.target_ids, chunk, width)
-
-        def bias_of(strip: int) -> Array | None:
-            # The bias is loaded here rather than before the product: with a softcap, 64 more registers would spill.
-            return column_bias(refs.bias_gmem, block.column_block * COLUMNS + strip * STRIP, STRIP)
-
-        def products_of(strip: int) -> Array:
-            return products[:, strip * STRIP : (strip + 1) * STRIP]
 
         def biased(strip: int) -> Array:
-            bias = bias_of(strip)
-            return products_of(strip) if bias is None else products_of(strip) + over_rows(bias)
+            # The bias is loaded here rather than before the product: with a softcap, 64 more registers would spill.
+            bias = column_bias(refs.bias_gmem, block.column_block * COLUMNS + strip * STRIP, STRIP)
+            return with_bias(products[:, strip * STRIP : (strip + 1) * STRIP], bias)
 
-        scale = LOG2_E / c.temperature
-        if logits.softcap is None:
-            scaling = exponent_scaling(_largest(head.vocabulary, biased, width), scale)
-            of_chunk = chunk_coefficients(c, scaling.shift)
-        else:
-            # With a softcap no exponentials are kept, so that the row's own integer does for every chunk; the chunk's
-            # would take more registers, which would spill.
-            scaling = ExponentScaling(jnp.zeros_like(scale), scale, c.shift, -c.shift)
-            of_chunk = _ChunkCoefficients(c.constant, c.slope)
+        strips = list(map(biased, range(COLUMNS // STRIP)))
+        scaling = logit_scaling(logits, _largest(logits, strips, width), LOG2_E / c.temperature)
+        of_chunk = chunk_coefficients(c, scaling.shift, out.dtype)
+        target = target_place(head.vocabulary, c.target_ids, chunk, width)
 
         def strip_of(strip: int) -> Array:
-            rounds = out.dtype == jnp.bfloat16
-            gradient, derivative = _gradient(logits, scaling, of_chunk, products_of(strip), bias_of(strip), rounds)
+            gradient = _gradient(logits, scaling, of_chunk, strips[strip], out.dtype)
             is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
             gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
-            gradient = gradient if derivative is None else gradient * derivative
             return masked(logits, gradient.astype(out.dtype), width - strip * STRIP, 0)
 
         def store(strip: int, strip_smem: Ref) -> None:

@@ -31,9 +31,9 @@ def _fill(value: float) -> Array:
     return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), _layout())
 
 
-def _empty(with_gap: bool) -> Partials:
-    """The fold of no partial."""
-    return Partials(_fill(-jnp.inf), _fill(0), _fill(0), _fill(0) if with_gap else None)
+def _empty(like: Partials) -> Partials:
+    """The fold of no partial, with the fields that `like` has."""
+    return Partials(_fill(-jnp.inf), *(None if ref is None else _fill(0) for ref in like[1:]))
 
 
 def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -> Partials:
@@ -54,9 +54,12 @@ def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -
         total = total + part.total * factor
         if gap is not None:
             gap = gap + (part.gap + part.total * below) * factor
+    derivative = so_far.target_derivative
     for part in parts:
+        # All partials but the one that holds the target have zeros here.
         target = target + part.target
-    return Partials(shift, total, target, gap)
+        derivative = None if derivative is None else derivative + part.target_derivative
+    return Partials(shift, total, target, gap, derivative)
 
 
 def _fold_all(so_far: Partials, refs: Partials, count: int, rows: Any) -> Partials:
@@ -92,7 +95,7 @@ def _fold_through_memory(partials_gmem: Partials, first: Any, count: int, rows: 
             plgpu.commit_smem()
             return folded
 
-        folded = _empty(partials_gmem.gap is not None)
+        folded = _empty(partials_gmem)
         folded = lax.fori_loop(0, whole, lambda i, x: fold_batch(first + i * size, size, x), folded)
         return fold_batch(first + whole * size, rest, folded) if rest else folded
 
@@ -116,7 +119,7 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
                     ref[group, rows] = value
 
     row = jax.ShapeDtypeStruct((groups, n), jnp.float32)
-    out_type = Partials(row, row, row, None if partials.gap is None else row)
+    out_type = Partials(*(None if x is None else row for x in partials))
     return launch(body, "linear_logp_fold", machine, out_type, (n // THREADS, groups), active, partials)
 
 
@@ -130,8 +133,8 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
         @pl.when(block * THREADS < active_gmem[0])
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
-            start = _empty(partials_gmem.gap is not None)
-            shift, total, target, gap = _fold_all(start, partials_gmem, groups, rows)
+            start = _empty(partials_gmem)
+            shift, total, target, gap, derivative = _fold_all(start, partials_gmem, groups, rows)
             # A row without a finite logit has no softmax, and its values are NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
             log_total = jnp.log2(total)
@@ -143,8 +146,10 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
             if gap is not None:
                 out_gmem.entropy[rows] = jnp.maximum(log_total + gap / total, 0) * LN_2
                 out_gmem.gap[rows] = gap / total
+            if derivative is not None:
+                out_gmem.target_derivative[rows] = derivative
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    entropy = None if partials.gap is None else row
-    out_type = Softmax(row, row, entropy, row, row, entropy)
+    entropy, derivative = (None if x is None else row for x in partials[3:])
+    out_type = Softmax(row, row, entropy, row, row, entropy, derivative)
     return launch(body, "linear_logp_merge", machine, out_type, (n // THREADS,), active, partials)

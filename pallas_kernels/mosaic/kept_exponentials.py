@@ -73,7 +73,7 @@ def dlogits_from_kept_exponentials(
                 there = exponentials_gmem.at[pl.ds(row, loaded_rows), columns]
                 plgpu.copy_gmem_to_smem(there, strip_smem, loaded_barriers.at[strip])
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
-            of_chunk = chunk_coefficients(c, row_vector(kept_gmem.shift.at[chunk], row))
+            of_chunk = chunk_coefficients(c, row_vector(kept_gmem.shift.at[chunk], row), out.dtype)
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
             for strip in range(_STRIPS):
@@ -96,7 +96,7 @@ def dlogits_from_kept_exponentials(
             kept_row, columns = row_map_gmem.row[row], pl.ds(chunk * COLUMNS, COLUMNS)
             found = plgpu.load(exponentials_gmem.at[kept_row, columns], layout=layout, optimized=False)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
-            of_chunk = chunk_coefficients(c, kept_gmem.shift[chunk, kept_row])
+            of_chunk = chunk_coefficients(c, kept_gmem.shift[chunk, kept_row], out.dtype)
             target = target_place(vocabulary, c.target_ids, chunk, width)
             column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
             gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * of_chunk.constant)

@@ -17,7 +17,7 @@ from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, row_vector
-from pallas_kernels.mosaic.statistics import ChunkTile, softcapped, store_partial
+from pallas_kernels.mosaic.statistics import ChunkTile, store_partial
 from pallas_kernels.products import padded
 
 Array = jax.Array
@@ -41,9 +41,6 @@ def partials_of_logits(
     vocabulary, rows = logits.head.vocabulary, padded(products.shape[0], THREADS)
     products = _copyable(products)
 
-    def in_registers(products_smem: Ref) -> Array:
-        return plgpu.load(products_smem, layout=plgpu.Layout.WGMMA, optimized=False)
-
     def body(products_gmem: Ref, target_ids_gmem: Ref, temperature_gmem: Ref, out_gmem: Partials) -> None:
         row, chunk = lax.axis_index("blocks") * WARPGROUP_ROWS, lax.axis_index("groups")
 
@@ -52,19 +49,15 @@ def partials_of_logits(
             plgpu.copy_gmem_to_smem(there, products_smem, is_loaded)
             scale = LOG2_E / row_vector(temperature_gmem, row)
             plgpu.barrier_wait(is_loaded)
-            values = in_registers(products_smem)
-            if logits.softcap is not None:
-                # The compiler would fuse the last product of a softcap into a difference here, and does not elsewhere.
-                products_smem[...] = softcapped(values, logits.softcap)[0]
-                plgpu.commit_smem()
-                values = in_registers(products_smem)
+            values = plgpu.load(products_smem, layout=plgpu.Layout.WGMMA, optimized=False)
             tile = ChunkTile(chunk, vocabulary.width(chunk), row, scale)
             store_partial(logits, tile, values, target_ids_gmem, None, out_gmem)
 
         pl.run_scoped(of_tile, plgpu.SMEM((WARPGROUP_ROWS, COLUMNS), jnp.float32), plgpu.Barrier())
 
     of_rows = jax.ShapeDtypeStruct((vocabulary.chunks, rows), jnp.float32)
-    out_type = Partials(of_rows, of_rows, of_rows, of_rows if with_gap else None)
+    derivative = None if logits.softcap is None else of_rows
+    out_type = Partials(of_rows, of_rows, of_rows, of_rows if with_gap else None, derivative)
     grid = (-(-products.shape[0] // WARPGROUP_ROWS), vocabulary.chunks)
     arguments = (products, target_ids, temperature)
     return launch(body, "linear_logp_of_logits", machine, out_type, grid, *arguments, approx_math=True)

@@ -5,9 +5,11 @@ It also holds what the backward's product with the head (dlogits.py) shares with
 Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. A partial is (k, s, t, u): the integer
 k = round(max y), s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from
 which the entropy follows. Rescaling a partial is exact because k is an integer. The exponentials 2^(y − k) may be kept,
-rounded to bfloat16, so that the backward need not compute them again.
+rounded to 16 bits, so that the backward need not compute them again. Those of a softcap are kept times the softcap's
+derivative, which takes one rounding for both.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice, exponential_scale
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import LOG2_E
@@ -90,6 +92,31 @@ def exponent_scaling(largest: Array, scale: Array) -> ExponentScaling:
     return ExponentScaling(largest, scale, shift, jnp.where(jnp.abs(rest) > 0.5, 0.0, rest))
 
 
+def logit_scaling(logits: LogitsConfig, largest: Array, scale: Array) -> ExponentScaling:
+    """The scaling of rows whose largest products, with their bias, are `largest`: a softcap is monotonic."""
+    return exponent_scaling(softcapped(largest, logits.softcap)[0], scale)
+
+
+def logit_exponents(logits: LogitsConfig, scaling: ExponentScaling, products: Array) -> tuple[Array, Array | None]:
+    """y − shift of products that hold their bias, and the derivative of the softcap or None without one."""
+    values, derivative = softcapped(products, logits.softcap)
+    if derivative is not None:
+        # The softcap is monotonic but for its rounding. The minimum also keeps compilers from fusing the softcap's last
+        # product into the difference to the largest value, which they would not do in every kernel.
+        values = jnp.minimum(values, over_columns(scaling.largest, values.shape[1]))
+    return scaling.exponents(values), derivative
+
+
+def rounded_exponentials(exponentials: Array, derivative: Array | None, dtype: Any) -> Array:
+    """What gradients are made from, and what the forward keeps: exponentials times the softcap's derivative, if any,
+    and times `exponential_scale`, rounded once.
+    """
+    if derivative is not None:
+        exponentials = exponentials * derivative
+    # The barrier makes one instruction round two values; one for each value would be as slow as exp2.
+    return lax.optimization_barrier((exponentials * exponential_scale(dtype)).astype(dtype))
+
+
 def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | None]:
     """softcap·tanh(values / softcap) and its derivative, or the values and None without a softcap.
 
@@ -111,17 +138,21 @@ def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | Non
     return capped, (e * inverse) * (4 * inverse)
 
 
-def softcapped_logits(logits: LogitsConfig, products: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """softcap(products + bias) and the derivative of the softcap, or products + bias and None without a softcap."""
-    return softcapped(products if bias is None else products + over_rows(bias), logits.softcap)
+def with_bias(products: Array, bias: Array | None) -> Array:
+    """The products plus the bias of their columns, if any."""
+    return products if bias is None else products + over_rows(bias)
+
+
+def may_be_masked(logits: LogitsConfig) -> bool:
+    """Whether kernels branch on a chunk's width. With a softcap the branch stays even where no chunk needs it: without
+    the branch ptxas spills registers.
+    """
+    return logits.head.vocabulary.is_ragged or logits.softcap is not None
 
 
 def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
-    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have.
-
-    With a softcap the branch stays even where no chunk needs it: without the branch ptxas spills registers.
-    """
-    if not logits.head.vocabulary.is_ragged and logits.softcap is None:
+    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have."""
+    if not may_be_masked(logits):
         return values
     columns = values.shape[1]
     other = jnp.asarray(fill, values.dtype)
@@ -161,32 +192,65 @@ class ChunkTile(NamedTuple):
     scale: Array
 
 
-def store_partial(
-    logits: LogitsConfig, tile: ChunkTile, values: Array, target_ids_gmem: Ref, holds: Array | None, out_gmem: Partials
-) -> Array:
-    """Store the partial softmax of a tile of logits `[64, 256]`, and return its exponentials.
+def _pick(logits: LogitsConfig, tile: ChunkTile, products: Array, target_ids_gmem: Ref) -> tuple[Array, Array | None]:
+    """The y of each row's target and the derivative of its softcap, if any; both 0 where the chunk does not hold it."""
+    target_ids = row_vector(target_ids_gmem, tile.row)
+    target = target_place(logits.head.vocabulary, target_ids, tile.chunk, tile.width)
+    picked = jnp.where(column_numbers() == over_columns(target), products, 0.0).sum(axis=1)
+    value, derivative = softcapped(picked, logits.softcap)
+    return value * tile.scale, None if derivative is None else jnp.where(target < 0, 0.0, derivative)
 
-    holds says whether one of the rows has its target in the chunk; with None it is searched.
+
+def store_partial(
+    logits: LogitsConfig,
+    tile: ChunkTile,
+    products: Array,
+    target_ids_gmem: Ref,
+    holds: Array | None,
+    out_gmem: Partials,
+    kept_dtype: Any = None,
+) -> list[Array]:
+    """Store the partial softmax of a tile of products `[64, 256]` that hold their bias.
+
+    holds says whether one of the rows has its target in the chunk; with None it is searched. Returns the strips of
+    `rounded_exponentials` in kept_dtype, or none without it. A softcap takes one strip at a time, since the temporaries
+    of a whole tile would spill registers.
     """
     there = tile.chunk, pl.ds(tile.row, WARPGROUP_ROWS)
 
-    def pick() -> Array:
-        target_ids = row_vector(target_ids_gmem, tile.row)
-        target = target_place(logits.head.vocabulary, target_ids, tile.chunk, tile.width)
-        return jnp.where(column_numbers() == over_columns(target), values, 0.0).sum(axis=1) * tile.scale
+    def pick() -> tuple[Array, Array | None]:
+        return _pick(logits, tile, products, target_ids_gmem)
 
-    picked = pick() if holds is None else lax.cond(holds, pick, lambda: jnp.zeros_like(tile.scale))
-    values = masked(logits, values, tile.width, -jnp.inf)
-    scaling = exponent_scaling(values.max(axis=1), tile.scale)
-    y_minus_shift = scaling.exponents(values)
-    exponentials = jnp.exp2(y_minus_shift)
-    if out_gmem.gap is not None:
-        # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
-        out_gmem.gap[there] = (exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1)
+    def no_target() -> tuple[Array, Array | None]:
+        zeros = jnp.zeros_like(tile.scale)
+        return zeros, None if logits.softcap is None else zeros
+
+    picked, picked_derivative = pick() if holds is None else lax.cond(holds, pick, no_target)
+    products = masked(logits, products, tile.width, -jnp.inf)
+    scaling = logit_scaling(logits, products.max(axis=1), tile.scale)
+    columns = COLUMNS if logits.softcap is None else STRIP
+    totals, gaps, kept = [], [], []
+    for first in range(0, COLUMNS, columns):
+        y_minus_shift, derivative = logit_exponents(logits, scaling, products[:, first : first + columns])
+        if derivative is not None:
+            # The softcap of −∞ is finite.
+            y_minus_shift = masked(logits, y_minus_shift, tile.width - first, -jnp.inf)
+        exponentials = jnp.exp2(y_minus_shift)
+        totals.append(exponentials.sum(axis=1))
+        if out_gmem.gap is not None:
+            # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
+            gaps.append((exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1))
+        if kept_dtype is not None:
+            rounded = rounded_exponentials(exponentials, derivative, kept_dtype)
+            kept += [rounded[:, strip : strip + STRIP] for strip in range(0, columns, STRIP)]
     out_gmem.shift[there] = scaling.shift
-    out_gmem.total[there] = exponentials.sum(axis=1)
+    out_gmem.total[there] = functools.reduce(jnp.add, totals)
     out_gmem.target[there] = picked
-    return exponentials
+    if out_gmem.gap is not None:
+        out_gmem.gap[there] = functools.reduce(jnp.add, gaps)
+    if out_gmem.target_derivative is not None:
+        out_gmem.target_derivative[there] = picked_derivative
+    return kept
 
 
 def row_clusters(rows: Array, cluster_rows: int) -> Array:
@@ -264,8 +328,8 @@ def partials(
     hidden `[rows, D]` holds whole tiles of rows, or fewer than a tile; weight is stored as `logits.head` says; bias is
     float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
     `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
-    searched. kept, a reference to bfloat16 `[rows, first chunks · 256]`, takes the exponentials of the chunks it has
-    room for. low_rank is a term of the head, or None.
+    searched. kept, a reference `[rows, first chunks · 256]` in hidden's dtype, takes the rounded exponentials of the
+    chunks it has room for. low_rank is a term of the head, or None.
     """
     head = logits.head
 
@@ -280,8 +344,8 @@ def partials(
         )
         added = column_bias(refs.bias_gmem, block.column_block * COLUMNS, COLUMNS)
         tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
-        values = softcapped_logits(logits, product(), added)[0]
-        exponentials = store_partial(logits, tile, values, refs.target_ids_gmem, holds, refs.out_gmem)
+        products = with_bias(product(), added)
+        strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, refs.out_gmem, store_dtype)
         if refs.kept_gmem is None:
             return
         kept_gmem = refs.kept_gmem
@@ -290,12 +354,9 @@ def partials(
             columns = pl.ds(tile.chunk * COLUMNS + strip * STRIP, STRIP)
             store_rows(strip_smem, kept_gmem, block.row, columns)
 
-        def strip_of(strip: int) -> Array:
-            return exponentials[:, strip * STRIP : (strip + 1) * STRIP].astype(kept_gmem.dtype)
-
         @pl.when(tile.chunk * COLUMNS < kept_gmem.shape[1])
         def _() -> None:
-            store_through(staging_smem, block.warpgroup, machine, strip_of, store)
+            store_through(staging_smem, block.warpgroup, machine, strips.__getitem__, store)
 
     cut, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
     store_dtype = None if kept is None else kept.dtype

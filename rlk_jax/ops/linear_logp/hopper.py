@@ -5,7 +5,7 @@ the vocabulary into slices whose gradients of logits fit the memory budget; for 
 writes their gradients in 16 bits, adds dlogits·W to dH (one float32 chain for each group of the vocabulary, folded in
 ascending order) and stores dW and db complete.
 
-A forward whose backward will run keeps the exponentials of the first chunks in bfloat16, as many as the budget holds
+A forward whose backward will run keeps the exponentials of the first chunks in 16 bits, as many as the budget holds
 (`kept_chunks`). The backward makes their gradients in their place, and recomputes the rest in the same memory. That
 takes three products and a share of the fourth, and gives the same bits, since recomputed exponentials are rounded
 alike.
@@ -124,7 +124,8 @@ def _partials(
     def new() -> Any:
         return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
 
-    out = Partials(new(), new(), new(), new() if config.return_entropy else None)
+    derivative = None if config.logit_softcap is None else new()
+    out = Partials(new(), new(), new(), new() if config.return_entropy else None, derivative)
     exponentials = jax.new_ref(lax.empty((plan.matrix_rows, keeping * COLUMNS), hidden.dtype)) if keeping else None
 
     def step(chunks: ChunkRange, index: Any) -> None:

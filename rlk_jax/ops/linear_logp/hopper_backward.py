@@ -110,6 +110,7 @@ def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: 
         shift=rows.take(softmax.shift, jnp.inf),
         total=rows.take(softmax.total, 1),
         gap=None if upstream.entropy is None else rows.take(softmax.gap),
+        target_derivative=None if softmax.target_derivative is None else rows.take(softmax.target_derivative),
         g_logp=rows.take(upstream.logp),
         g_lse=None if upstream.lse is None else rows.take(upstream.lse),
         g_entropy=None if upstream.entropy is None else rows.take(upstream.entropy),

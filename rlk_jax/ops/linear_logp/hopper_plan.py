@@ -138,10 +138,8 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     It keeps all that the budget holds beside hidden. Where the gradients are not made in their place
     (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest. Where the last kept chunk does not
     end its group, the budget also holds that group's chain of dH; a few chunks more are not worth it.
-
-    float16 gradients are not rounded through exponentials, and those of a softcap need the logits themselves.
     """
-    if not config.keeps or dtype != jnp.bfloat16 or config.logit_softcap is not None:
+    if not config.keeps:
         return 0
     sizes = backward_sizes(config, dim, tokens, Needs(True, True, True), dtype)
     budget, each = kernel_memory_budget(config, dim, tokens), vocabulary_of(config).group_chunks

@@ -233,6 +233,34 @@ def test_kept_exponentials(seen, vocab_size, budget, kernels):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
+@helpers.cover(
+    "dtype, softcap, size",
+    [
+        (jnp.float16, 2.0, 1.0),
+        (jnp.bfloat16, 2.0, 1.0),
+        (jnp.bfloat16, 2.0, 0.02),
+        (jnp.float16, 2.0, 0.02),
+        (jnp.bfloat16, 0.1, 8.0),
+        (jnp.float16, 0.1, 8.0),
+        (jnp.bfloat16, 1e4, 1.0),
+        (jnp.bfloat16, None, 1.0),
+        (jnp.float16, None, 0.02),
+        (jnp.float16, None, 8.0),
+    ],
+    lambda dtype, softcap, size: dtype == jnp.float16 and softcap == 2.0 and size == 1.0,
+)
+def test_kept_and_recomputed_gradients_have_the_same_bits(seen, dtype, softcap, size):
+    """size is that of the logits: some are flat, and some are many times a softcap."""
+    case = Case(f"kept or not, {size}", (80,), 64, 600, bias=True, options={"logit_softcap": softcap})
+    case, problem = helpers.without_entropy(case, helpers.make(case, dtype))
+    problem = problem._replace(hidden=problem.hidden * size, bias=problem.bias * size)
+    kept, recomputed = (problem.gradients(case, "mosaic", memory_budget=budget) for budget in (None, 80_000))
+    assert seen == ["dlogits_from_kept_exponentials", "dlogits"]
+    assert_same_bits(kept, recomputed)
+    for gradient, expected in zip(kept, helpers.gold(case, problem).gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+
+
 def test_kernels_are_traced_under_x64_too(seen):
     case = Case("x64", (80,), 64, 600, bias=True, options={"memory_budget": 402_000})
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
@@ -295,15 +323,10 @@ def test_a_forward_without_a_backward_keeps_nothing(monkeypatch):
     assert any(keeps)
 
 
-def test_entropies_and_softcaps_and_float16_recompute(seen):
+def test_gradients_of_an_entropy_recompute(seen):
     case = Case("recomputed", (70,), 64, 300)
-    for dtype, options in (
-        (jnp.bfloat16, {}),
-        (jnp.bfloat16, {"return_entropy": False, "logit_softcap": 2.0}),
-        (jnp.float16, {"return_entropy": False}),
-    ):
-        problem = helpers.make(case, dtype)
-        jax.eval_shape(lambda p=problem, o=options: p.gradients(case, "mosaic", **o))
+    problem = helpers.make(case, jnp.bfloat16)
+    jax.eval_shape(lambda: problem.gradients(case, "mosaic"))
     assert set(seen) == {"dlogits"}
 
 

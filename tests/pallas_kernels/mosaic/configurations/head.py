@@ -114,8 +114,8 @@ class Problem:
 def forward(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, low_rank, target_ids, holds_target, temperature):
         shape = (p.head.vocabulary.chunks, p.vector_rows)
-        new = [jax.new_ref(lax.empty(shape, jnp.float32)) if i < 3 or p.entropy else None for i in range(4)]
-        out = Partials(*new)
+        wanted = (True, True, True, p.entropy, p.softcap is not None)
+        out = Partials(*(jax.new_ref(lax.empty(shape, jnp.float32)) if x else None for x in wanted))
         kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
         logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
         statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank)
@@ -127,14 +127,16 @@ def forward(p: Problem) -> Configuration:
 
 
 def folds(p: Problem) -> Configuration:
-    """Both folds. They depend on the numbers of chunks and groups and on an entropy, not on what made the partials."""
+    """Both folds. They depend on the numbers of chunks and groups, on an entropy and on a softcap, not on what made the
+    partials.
+    """
 
     def run(partials, active):
         groups = fold_chunks(partials, p.head.vocabulary.groups, active, MACHINE)
         return fold_groups(groups, active, MACHINE)
 
     row = jax.ShapeDtypeStruct((p.head.vocabulary.chunks, p.vector_rows), jnp.float32)
-    partials = Partials(row, row, row, row if p.entropy else None)
+    partials = Partials(row, row, row, row if p.entropy else None, None if p.softcap is None else row)
     active = jax.ShapeDtypeStruct((1,), jnp.int32)
     return Configuration(p.options("folds"), run, {"partials": partials, "active": active})
 
@@ -153,6 +155,7 @@ def row_coefficients(p: Problem) -> Configuration:
         return coefficients(rows, MACHINE)
 
     wanted = {"gap": p.entropy, "g_lse": p.lse, "g_entropy": p.entropy, "scale": p.dtype == jnp.float16}
+    wanted["target_derivative"] = p.softcap is not None
     rows = GradientRows(
         *(
             p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32)
@@ -256,8 +259,8 @@ def configurations() -> Iterator[Configuration]:
         options = {"rows": rows, "bias": bias, "softcap": softcap, "entropy": entropy}
         for head in ({}, {"vocab": 151936}, {"vocab": 131584, "layout": "dv"}, {"shard": True}):
             yield forward(Problem(**head, **options))
-            if softcap is None:
-                yield forward(Problem(keeps=True, **head, **options))
+            for dtype in (jnp.bfloat16, jnp.float16):
+                yield forward(Problem(keeps=True, dtype=dtype, **head, **options))
         for vocab, dtype in itertools.product((131072, 151936), (jnp.bfloat16, jnp.float16)):
             yield logit_gradients(Problem(vocab=vocab, dtype=dtype, **options))
     for head, dtype in itertools.product(heads, (jnp.bfloat16, jnp.float16)):
@@ -275,19 +278,22 @@ def configurations() -> Iterator[Configuration]:
             yield weight_gradient(Problem(rows=rows, dim=rank, **head))
     for head, keeps in itertools.product(({"entropy": True}, {"layout": "dv"}, {"dtype": jnp.float16}), both):
         yield logit_gradients(Problem(rank=64, **head))
-        yield forward(Problem(rank=64, keeps=keeps and "dtype" not in head, **head))
+        yield forward(Problem(rank=64, keeps=keeps, **head))
     for rows in (64, 128):
         yield logit_gradients(Problem(rows=rows, rank=64, bias=True, softcap=30.0))
-        yield forward(Problem(rows=rows, rank=64, bias=True, softcap=30.0))
-    for head in heads:
-        yield forward(Problem(keeps=True, **head))
-        yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=True)
-        yield logit_gradients_from_kept_exponentials(Problem(**head), in_place=False)
-    for entropy, head in itertools.product(both, ({}, {"vocab": 151936}, {"vocab": 131584}, {"vocab": 50257})):
-        yield folds(Problem(entropy=entropy, **head))
-        yield folds(Problem(entropy=entropy, shard=True, **head))
-    for dtype, lse, entropy in itertools.product((jnp.bfloat16, jnp.float16), both, both):
-        yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy))
+        yield forward(Problem(rows=rows, rank=64, bias=True, softcap=30.0, keeps=True))
+    for head, dtype in itertools.product(heads, (jnp.bfloat16, jnp.float16)):
+        yield forward(Problem(keeps=True, dtype=dtype, **head))
+        yield forward(Problem(keeps=True, dtype=dtype, softcap=30.0, entropy=True, **head))
+        for in_place in both:
+            yield logit_gradients_from_kept_exponentials(Problem(dtype=dtype, **head), in_place=in_place)
+    for entropy, softcap, head in itertools.product(
+        both, (None, 30.0), ({}, {"vocab": 151936}, {"vocab": 131584}, {"vocab": 50257})
+    ):
+        yield folds(Problem(entropy=entropy, softcap=softcap, **head))
+        yield folds(Problem(entropy=entropy, softcap=softcap, shard=True, **head))
+    for dtype, lse, entropy, softcap in itertools.product((jnp.bfloat16, jnp.float16), both, both, (None, 30.0)):
+        yield row_coefficients(Problem(dtype=dtype, lse=lse, entropy=entropy, softcap=softcap))
     for dtype in (jnp.bfloat16, jnp.float16):
         yield bias_gradient(Problem(dtype=dtype))
     yield bias_gradient(Problem(), goes_on=True)

@@ -1,0 +1,138 @@
+// The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns.
+// pallas_kernels/mosaic/statistics.py defines a partial (k, s, t, u).
+#pragma once
+
+#include "launch.cuh"
+#include "logits.cuh"
+
+namespace rlk {
+namespace {
+
+template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
+struct StatisticsOp : ProductWithHead<T, kIsDv> {
+  using Arguments = Statistics;
+  using Base = ProductWithHead<T, kIsDv>;
+
+  const Statistics& s;
+
+  __device__ __forceinline__ explicit StatisticsOp(const Arguments& s) : Base(s.logits), s(s) {}
+
+  static Matrix stored(const Arguments& s) { return {s.kept, s.logits.hidden.rows, int64_t{s.kept_chunks} * kChunk}; }
+
+  struct Loaded {
+    float temperature[2];
+    Columns columns;
+    bool looks_for_targets;
+  };
+
+  __device__ __forceinline__ Loaded load(const Place& place) const {
+    Loaded loaded;
+    loaded.temperature[0] = s.temperature[place.row()];
+    loaded.temperature[1] = s.temperature[place.row() + 8];
+    const int chunk = this->chunk(place.column_block);
+    loaded.columns = columns_of(s.logits.head.vocabulary, s.logits.where, chunk);
+    loaded.looks_for_targets =
+        s.holds_target == nullptr || s.holds_target[static_cast<int64_t>(place.row() / 64) * s.chunks + chunk] > 0;
+    return loaded;
+  }
+
+  __device__ __forceinline__ void finish(const Place& place, const Loaded& loaded, float (&values)[kChunk / 2],
+                                         const Stores& stores) const {
+    const int chunk = this->chunk(place.column_block);
+    add_bias(s.logits.bias, place, values);
+    const float scale[2] = {divide(kLog2E, loaded.temperature[0]), divide(kLog2E, loaded.temperature[1])};
+    float picked[2] = {0, 0}, picked_derivative[2] = {0, 0};
+    if (loaded.looks_for_targets) pick(place, loaded.columns, values, scale, picked, picked_derivative);
+    mask(place, loaded.columns.width, -INFINITY, values);
+    const ExponentScaling scaling[2] = {
+        logit_scaling<kSoftcap>(s.logits, largest_of_row(values, 0), scale[0]),
+        logit_scaling<kSoftcap>(s.logits, largest_of_row(values, 1), scale[1]),
+    };
+    // The columns of a softcap are summed strip by strip.
+    constexpr int kEights = (kSoftcap ? 64 : kChunk) / 8;
+    const int width = loaded.columns.width - place.column();
+    float sum[2] = {0, 0}, spread[2] = {0, 0};
+    uint32_t kept[kChunk / 64][16];
+#pragma unroll
+    for (int first = 0; first < kChunk / 8; first += kEights) {
+      RowSum total[2], gap[2];
+#pragma unroll
+      for (int i = first; i < first + kEights; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float* const pair = values + 4 * i + 2 * r;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            LogitExponent exponent = logit_exponent<kSoftcap>(s.logits, scaling[r], pair[c]);
+            if (kSoftcap && 8 * i + c >= width) exponent.y = -INFINITY;  // the softcap of −∞ is finite
+            const float weight = exp2_approx(exponent.y);
+            total[r].add(i, c, weight);
+            // The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
+            if constexpr (kEntropy) gap[r].add_product(i, c, weight, min_nan(-exponent.y, 1e30f));
+            pair[c] = __fmul_rn(kSoftcap ? __fmul_rn(weight, exponent.derivative) : weight, kExponentialScale<T>);
+          }
+          // A softcap leaves no registers for float32 products until all strips are summed.
+          if constexpr (kSoftcap) kept[i / 8][i % 8 * 2 + r] = pair_of<T>(pair[0], pair[1]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sum[r] = __fadd_rn(sum[r], total[r].total());
+        if constexpr (kEntropy) spread[r] = __fadd_rn(spread[r], gap[r].total());
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t there = static_cast<int64_t>(chunk) * s.rows + place.row() + 8 * r;
+      if (place.column() == 0) {
+        s.shift[there] = scaling[r].shift;
+        s.total[there] = sum[r];
+        s.target[there] = picked[r];
+        if constexpr (kEntropy) s.gap[there] = spread[r];
+        if constexpr (kSoftcap) s.target_derivative[there] = picked_derivative[r];
+      }
+    }
+    if (chunk >= s.kept_chunks) return;
+    const Target<T> there = {nullptr, 0, place.first_row, chunk * kChunk, 16, kChunk, true, true};
+    if constexpr (kSoftcap) {
+#pragma unroll
+      for (int strip = 0; strip < kChunk / 64; ++strip) store_strip(there, strip, kept[strip], stores);
+    } else {
+      store_rounded(there, values, stores);
+    }
+  }
+
+  // The y of each row's target and the derivative of its softcap, 0 where the target is not among the columns.
+  __device__ __forceinline__ void pick(const Place& place, const Columns& columns, float (&values)[kChunk / 2],
+                                       const float (&scale)[2], float (&picked)[2], float (&derivative)[2]) const {
+    const int target[2] = {target_place(s.target_ids[place.row()], columns),
+                           target_place(s.target_ids[place.row() + 8], columns)};
+    float found[2] = {0, 0};
+    for_pairs(place.column(), values, [&](int r, int column, float& first, float& second) {
+      if (column == target[r]) found[r] = first;
+      if (column + 1 == target[r]) found[r] = second;
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Softcapped value = {sum_of_row(found[r]), 0};
+      if constexpr (kSoftcap) value = softcapped(value.value, s.logits);
+      picked[r] = __fmul_rn(scale[r], value.value);
+      derivative[r] = target[r] < 0 ? 0 : value.derivative;
+    }
+  }
+};
+
+template <bool kSoftcap>
+cudaError_t launch_statistics(cudaStream_t stream, const Statistics& s) {
+  const Logits& logits = s.logits;
+  const int64_t blocks = int64_t{s.chunks} * blocks_of(logits.hidden.rows, cluster_rows(logits.tile));
+  return with_flags(
+      [&](auto is_bfloat16, auto is_dv, auto entropy) {
+        return launch_product<StatisticsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy>>(
+            stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, s);
+      },
+      logits.type == Dtype::kBfloat16, logits.head.is_dv, s.gap != nullptr);
+}
+
+}  // namespace
+}  // namespace rlk
