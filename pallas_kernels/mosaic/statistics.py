@@ -226,10 +226,18 @@ def store_partial(
         return zeros, None if logits.softcap is None else zeros
 
     picked, picked_derivative = pick() if holds is None else lax.cond(holds, pick, no_target)
-    out_gmem.target[there] = picked
     products = masked(logits, products, tile.width, -jnp.inf)
     scaling = logit_scaling(logits, products.max(axis=1), tile.scale)
-    out_gmem.shift[there] = scaling.shift
+
+    def store_known() -> None:
+        out_gmem.shift[there] = scaling.shift
+        out_gmem.target[there] = picked
+        if out_gmem.target_derivative is not None:
+            out_gmem.target_derivative[there] = picked_derivative
+
+    # What is stored here is held in no register meanwhile. With a softcap ptxas spills unless it is stored last.
+    if logits.softcap is None:
+        store_known()
     columns = COLUMNS if logits.softcap is None else STRIP
     totals, gaps, kept = [], [], []
     for first in range(0, COLUMNS, columns):
@@ -245,11 +253,11 @@ def store_partial(
         if kept_dtype is not None:
             rounded = rounded_exponentials(exponentials, derivative, kept_dtype)
             kept += [rounded[:, strip : strip + STRIP] for strip in range(0, columns, STRIP)]
+    if logits.softcap is not None:
+        store_known()
     out_gmem.total[there] = functools.reduce(jnp.add, totals)
     if out_gmem.gap is not None:
         out_gmem.gap[there] = functools.reduce(jnp.add, gaps)
-    if out_gmem.target_derivative is not None:
-        out_gmem.target_derivative[there] = picked_derivative
     return kept
 
 
