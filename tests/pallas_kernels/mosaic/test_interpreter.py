@@ -238,7 +238,8 @@ def test_kept_and_recomputed_gradients_have_the_same_bits(seen, dtype, softcap, 
     """Logits of some sizes are flat, and of others many times the softcap.
 
     The sums of dH begin anew with each slice in the interpreter, so that the bits of the other gradients are compared,
-    which depend on every gradient of a logit too.
+    which depend on every gradient of a logit too. In make test one case has both float16's scale and a softcap's
+    product.
     """
     case = Case("kept or not", (80,), 64, 600, bias=True, options={"logit_softcap": softcap})
     case, drawn = helpers.without_entropy(case, helpers.make(case, dtype))

@@ -47,7 +47,7 @@ def test_lowers_in_several_slices(vocab, check_vma, tokens, reduction, for_h200)
 def test_ranks_keep_exponentials(changes, keeps, for_h200):
     """Exponentials are kept inside shard_map too, except where the gradient of an entropy cannot use them.
 
-    In make test, test_entropies_and_softcaps_and_float16_recompute (test_interpreter.py) catches a wrong exception: the
+    In make test, test_gradients_of_an_entropy_recompute (test_interpreter.py) catches a wrong exception: the
     same code decides outside shard_map.
     """
     options = {"return_entropy": False, "memory_budget": 2**28} | changes
