@@ -29,6 +29,8 @@ SMOKE_SHAPES = "64,32,1000"
 IGNORED = -100
 LOW_RANKS = 16, 64
 """Ranks of an adapter of the head."""
+SOFTCAP: dict[str, Any] = {"logit_softcap": 30.0}
+"""The softcap of Gemma 2's head."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
 
@@ -130,8 +132,12 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
         found |= {
             "forward, entropy": compiled_candidate(lambda h, w, t: logp(h, w, t, return_entropy=True), *operands),
             "forward, bias": compiled_candidate(logp, *operands, inputs.bias),
-            "forward, softcap": compiled_candidate(lambda h, w, t: logp(h, w, t, logit_softcap=30.0), *operands),
+            "forward, softcap": compiled_candidate(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
         }
+        holds_all: dict[str, Any] = {"memory_budget": 2 * inputs.hidden.shape[0] * inputs.weight.shape[0] * 11 // 10}
+        passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
+        for what, options in passes.items():
+            found[f"forward+backward, {what}"] = compiled_candidate(gradient((0, 1), **options), *operands, g, work=3)
         for rank in LOW_RANKS:
             a, b = inputs.low_rank(rank)
             found[f"forward, rank {rank}"] = compiled_candidate(

@@ -27,6 +27,7 @@ from benchmarks import (
     decoder,
     det_gemm,
     few_rows,
+    few_tokens,
     grpo,
     grpo_plan,
     invariance,
@@ -75,6 +76,7 @@ def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
     passes = {"forward", "forward+backward", "frozen head"}
     ranked = {f"{what}, rank {rank}" for what in ("forward", "frozen head") for rank in linear_logp.LOW_RANKS}
     whole = {"forward, entropy", "forward, bias", "forward, softcap"} | ranked
+    whole |= {f"forward+backward, {what}" for what in ("all kept", "softcap", "softcap, all kept")}
     passes |= {"masked loss"} if density == "0.5" else whole
     assert {what for n, what in status if n == own} == passes
     assert all(status[own, what] == "pass" for what in passes)
@@ -84,6 +86,17 @@ def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
     assert record["command"].startswith("python -m benchmarks.linear_logp --smoke") and record["device"]
     assert picture.stat().st_size > 1000
     assert "of G" in capsys.readouterr().out
+
+
+def test_few_tokens_smoke(tmp_path, capsys, compiled_quickly):
+    out = tmp_path / "rows.json"
+    assert few_tokens.main(["--smoke", "--implementations", "xla,naive", "--scan", "2", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    found = {(r["implementation"], r["what"], r["steps"]) for r in rows}
+    passes = ("forward", "forward+backward", "frozen head")
+    assert found == {(name, what, steps) for name in ("xla", "naive") for what in passes for steps in (1, 2)}
+    assert all(r["us"] > 0 and (r["implementation"] != "naive" or r["of_naive"] == 1) for r in rows)
+    assert "of naive" in capsys.readouterr().out
 
 
 def test_linear_grpo_loss_smoke(tmp_path, capsys, compiled_quickly):
