@@ -156,8 +156,8 @@ def _loss_bwd(
     saved, scale = transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (saved, scale))
 
     def scaled(gradient: Array, like: Array | None) -> Array | None:
-        # A loss that does not count has gradients of 0, whatever its tokens hold.
-        product = jnp.where(scale == 0, 0.0, scale * gradient)
+        # A loss that does not count has gradients of 0, whatever its tokens hold; masked tokens do at any scale.
+        product = jnp.where((scale == 0) | (gradient == 0), 0.0, scale * gradient)
         return None if like is None or not gradient.size else product.astype(like.dtype)
 
     done: Any = map(scaled, saved, dtypes[:3])

@@ -75,7 +75,7 @@ def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> To
     if rows < _LEAST_ROWS:
         return f"the budget of {_mib(budget)} keeps no {_LEAST_ROWS} tokens' exponentials over the whole vocabulary"
     count = -(-tokens // rows)
-    return TokenBlocks(padded(-(-tokens // count), _ROWS), count)
+    return TokenBlocks(max(_LEAST_ROWS, padded(-(-tokens // count), _ROWS)), count)
 
 
 def _mib(size: int) -> str:

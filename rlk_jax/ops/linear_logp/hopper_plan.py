@@ -136,12 +136,13 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     """How many chunks, from the first on, the forward keeps the exponentials of.
 
     It keeps all that the budget holds beside hidden. Where the gradients are not made in their place
-    (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest. Where the last kept chunk does not
-    end its group, the budget also holds that group's chain of dH; a few chunks more are not worth it.
+    (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest. Where a slice of the backward ends
+    inside a group, the budget also holds that group's chain of dH; a few chunks more are not worth it.
     """
     if not config.keeps:
         return 0
-    sizes = backward_sizes(config, dim, tokens, Needs(True, True, True), dtype)
+    needs = Needs(True, True, True)
+    sizes = backward_sizes(config, dim, tokens, needs, dtype)
     budget, each = kernel_memory_budget(config, dim, tokens), vocabulary_of(config).group_chunks
 
     def affordable(fixed: int) -> int:
@@ -155,10 +156,9 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     most, cut = affordable(sizes.fixed), affordable(sizes.fixed + chain_bytes(dim, tokens))
     if sums_groups_at_once(config, dim, tokens):
         return most
-    if chunks_in_place(config, dim) % each:  # The slice that is copied begins inside a group.
-        return cut
     whole = most - most % each
-    return whole if cut <= whole + each // 8 else cut
+    cuts_groups = backward_plan(config, dim, tokens, needs=needs, dtype=dtype, kept=whole).cuts_groups
+    return cut if cuts_groups or cut > whole + each // 8 else whole
 
 
 def replaces_kept(config: HeadConfig, dim: int) -> bool:

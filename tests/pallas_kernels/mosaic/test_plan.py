@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.hopper.tiles import (
@@ -157,6 +157,8 @@ def test_every_chunk_has_its_steps_of_k(size):
     budget=st.integers(1, 1 << 33),
     keeps=st.booleans(),
 )
+@example(size=4345, padding=0, tokens=1042, dim=112, budget=13_672_997, keeps=True)  # copied, no group fits a slice
+@example(size=2129, padding=47, tokens=23, dim=16, budget=305_981, keeps=True)  # only the end is copied
 def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     dim *= 8
     given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
