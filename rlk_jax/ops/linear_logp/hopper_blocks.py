@@ -123,8 +123,10 @@ class _GradientsOfBlock:
         if self.sums.weight is not None and hidden is not None:
             use.add_weight_gradient(machine, part.where, dlogits, hidden, self.sums.weight)
         if self.sums.bias is not None:
+            places = part.columns.size
             so_far = self.sums.bias[...].at[part.columns].get(mode="fill", fill_value=0)
-            sums = use.column_sums(part.where, dlogits, None, machine, so_far)
+            so_far = jnp.pad(so_far, (0, dlogits.shape[1] - places))
+            sums = use.column_sums(part.where, dlogits, None, machine, so_far)[:places]
             self.sums.bias[...] = self.sums.bias[...].at[part.columns].set(sums, mode="drop")
 
     def complete(self, operands: Operands, rows: Compacted) -> Gradients:

@@ -174,9 +174,10 @@ def _gradients(
         first = jnp.asarray(group, jnp.int32) * config.groups.width
         end = jnp.clip(first + config.groups.width, first, jnp.maximum(first, columns))
         chains = [None if x is None else jnp.zeros(x.shape[1:], jnp.float32) for x in so_far.hidden]
+        # Slices behind a short group's end are empty: a count that only the device knows would wait for the host.
         found = lax.fori_loop(
             0,
-            (end - first + width - 1) // width,
+            -(-config.groups.width // width),
             lambda i, x: of_slice(first + jnp.asarray(i, jnp.int32) * width, first, end, x),
             so_far._replace(hidden=chains),
         )
