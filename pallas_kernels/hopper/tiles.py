@@ -23,8 +23,6 @@ _STRIP = 64 * 128
 _MOST_STAGES = 16
 """Stages of DEPTH beyond these gain nothing: so many loads in flight stream from memory on half of the multiprocessors.
 """
-
-
 _ENOUGH_BLOCKS = 96
 """Blocks with which the multiprocessors of a Hopper GPU read at nearly the speed of memory."""
 

@@ -22,10 +22,11 @@ from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.grpo import LossOptions, policy_loss
 from rlk_jax.losses.options import LossType
 from rlk_jax.ops.linear_logp import hopper
-from rlk_jax.ops.linear_logp.options import BlockFunctions, Gradients, HeadConfig, TokenBlocks
+from rlk_jax.ops.linear_logp.options import BlockFunctions, Gradients, TokenBlocks
 from rlk_jax.ops.linear_logp.sharding.partition import partitioned
 from rlk_jax.ops.linear_logp.xla import XLA
 from tests.support import helpers, policy_losses
+from tests.support.head_configs import head_config
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch, gradients_of_batch
 
@@ -265,17 +266,7 @@ def test_losses_of_sequences_take_all_tokens_at_once(loss):
 
 def plan_of(tokens: int, dim: int, vocab: int, budget: int | None = None, dtype: Any = jnp.bfloat16) -> Any:
     """The plan of `mosaic`."""
-    config = HeadConfig(
-        vocab_size=vocab,
-        real_vocab_size=vocab,
-        logit_softcap=None,
-        return_lse=False,
-        return_entropy=False,
-        groups=column_groups(vocab),
-        weight_layout="vd",
-        may_ignore=True,
-        memory_budget=budget,
-    )
+    config = head_config(vocab, may_ignore=True, memory_budget=budget)
     of_blocks = hopper.mosaic().of_blocks
     assert of_blocks is not None and hopper.cuda().of_blocks is None
     return of_blocks.plan(config, dim, tokens, jnp.dtype(dtype))

@@ -25,7 +25,8 @@ from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.rows import compact
 from rlk_jax.ops.linear_logp import hopper_plan
-from rlk_jax.ops.linear_logp.options import HeadConfig, Needs
+from rlk_jax.ops.linear_logp.options import Needs
+from tests.support.head_configs import head_config
 from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 
 MOST_CHUNKS = 2048
@@ -34,22 +35,6 @@ MOST_CHUNKS = 2048
 
 def vocabulary(size: int) -> Vocabulary:
     return Vocabulary(size, column_groups(size).count, column_groups(size).width)
-
-
-def options(size: int, **changes) -> HeadConfig:
-    real = changes.get("real_vocab_size", size)
-    plain = HeadConfig(
-        vocab_size=size,
-        real_vocab_size=size,
-        logit_softcap=None,
-        return_lse=False,
-        return_entropy=False,
-        groups=column_groups(real),
-        weight_layout="vd",
-        may_ignore=False,
-        memory_budget=None,
-    )
-    return dataclasses.replace(plain, **changes)
 
 
 def assert_fits(tile: Tile, staged: int) -> None:
@@ -161,7 +146,7 @@ def test_every_chunk_has_its_steps_of_k(size):
 @example(size=2129, padding=47, tokens=23, dim=16, budget=305_981, keeps=True)  # only the end is copied
 def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
     dim *= 8
-    given_options = options(size + padding, real_vocab_size=size, memory_budget=budget)
+    given_options = head_config(size + padding, real_vocab_size=size, memory_budget=budget)
     kept = hopper_plan.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
     needs = Needs(True, True, True)
     plan = hopper_plan.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
@@ -195,21 +180,21 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
 
 
 def test_what_is_kept():
-    keeping = options(131072, keeps=True)
+    keeping = head_config(131072, keeps=True)
     assert (
         hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.bfloat16) == 206
     )  # of 512: what 512 MiB hold beside hidden and a chain
     assert (
-        hopper_plan.kept_chunks(options(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 100
+        hopper_plan.kept_chunks(head_config(131071, keeps=True), 4096, 4096, jnp.bfloat16) == 100
     )  # half, for a copied head
-    padded_head = options(131072, keeps=True, real_vocab_size=131000, memory_budget=2**34)
+    padded_head = head_config(131072, keeps=True, real_vocab_size=131000, memory_budget=2**34)
     assert hopper_plan.kept_chunks(padded_head, 4096, 4096, jnp.bfloat16) == 511  # the last chunk's rows are copied
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**25), 4096, 4096, jnp.bfloat16) == 0
     assert hopper_plan.kept_chunks(keeping, 4096, 1, jnp.bfloat16) == 512
     assert hopper_plan.kept_chunks(keeping, 4096, 4096, jnp.float16) == 192  # rescaled rows of hidden take some room
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, logit_softcap=30.0), 4096, 4096, jnp.bfloat16) == 206
     assert hopper_plan.kept_chunks(dataclasses.replace(keeping, memory_budget=2**34), 4096, 4096, jnp.bfloat16) == 512
-    assert hopper_plan.kept_chunks(options(131072), 4096, 4096, jnp.bfloat16) == 0
+    assert hopper_plan.kept_chunks(head_config(131072), 4096, 4096, jnp.bfloat16) == 0
     groups = dataclasses.replace(keeping, is_shard=True, sums_by_group=True)
     assert hopper_plan.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 238  # every group has its chain
 
@@ -218,7 +203,7 @@ def test_budgets_of_the_gpu_test_keep_none_some_and_all():
     """Or tests/gpu/test_linear_grpo_loss.py would compare a plan with itself."""
 
     def kept(budget: int | None) -> int:
-        keeping = options(VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
+        keeping = head_config(VOCAB, keeps=True, may_ignore=True, memory_budget=budget)
         return hopper_plan.kept_chunks(keeping, DIM, TOKENS, jnp.bfloat16)
 
     none, some, whole = map(kept, BUDGETS)
@@ -229,7 +214,7 @@ def test_budgets_of_the_gpu_test_keep_none_some_and_all():
 @given(size=st.integers(512, 300_000), padding=st.integers(1, 5000))
 def test_only_the_end_of_a_padded_head_is_copied(size, padding):
     total = padded(size + padding, 64)
-    in_place = hopper_plan.chunks_in_place(options(total, real_vocab_size=size), 128)
+    in_place = hopper_plan.chunks_in_place(head_config(total, real_vocab_size=size), 128)
     v = vocabulary(size)
     chunk = jnp.arange(MOST_CHUNKS, dtype=jnp.int32)
     start, width = (np.asarray(function(chunk))[: v.chunks] for function in (v.start, v.width))
@@ -252,7 +237,7 @@ def test_only_the_end_of_a_padded_head_is_copied(size, padding):
     ],
 )
 def test_which_heads_are_read_in_place(size, dim, layout, in_place):
-    assert hopper_plan.reads_in_place(options(size, weight_layout=layout), dim) == in_place
+    assert hopper_plan.reads_in_place(head_config(size, weight_layout=layout), dim) == in_place
 
 
 @functools.partial(jax.jit, static_argnums=2)
