@@ -25,6 +25,7 @@ from pallas_kernels.hopper.arrays import (
     LogitsConfig,
     Partials,
     Softmax,
+    new_partials,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
@@ -121,11 +122,8 @@ def _partials(
 
     holds_target = _holds_target(plan, target_ids)
 
-    def new() -> Any:
-        return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
-
-    derivative = None if config.logit_softcap is None else new()
-    out = Partials(new(), new(), new(), new() if config.return_entropy else None, derivative)
+    has_softcap = config.logit_softcap is not None
+    out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, with_derivative=has_softcap)
     exponentials = jax.new_ref(lax.empty((plan.matrix_rows, keeping * COLUMNS), hidden.dtype)) if keeping else None
 
     def step(chunks: ChunkRange, index: Any) -> None:
