@@ -56,7 +56,8 @@ class HeadGradients:
         for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
             if product.d_hidden is not None and weight is not None:
                 add = functools.partial(use.add_hidden_gradient, *of_slice, weight, row_unscale)
-                self._over_groups(chunks, part.where, functools.partial(add, out=product.d_hidden))
+                at_once = self.plan.groups_at_once or use.folds_groups(machine)
+                self._over_groups(chunks, part.where, at_once, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
@@ -72,8 +73,10 @@ class HeadGradients:
             sums = use.column_sums(part.where, dlogits, row_unscale, machine)[: part.columns.size]
             self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
 
-    def _over_groups(self, chunks: ChunkRange, where: VocabSlice, add: Callable[[GroupRange], None]) -> None:
-        """Call `add` with the groups of one slice: with all of them, or with one after the other.
+    def _over_groups(
+        self, chunks: ChunkRange, where: VocabSlice, at_once: bool, add: Callable[[GroupRange], None]
+    ) -> None:
+        """Call `add` with the groups of one slice: with all of them at once, or with one after the other.
 
         A slice of fewer groups than others of its range has empty calls: with a number of calls that only the device
         knows, each would wait for the host.
@@ -81,7 +84,7 @@ class HeadGradients:
         each = vocabulary_of(self.plan.config).group_chunks
         first = where.first_chunk // each
         count = (where.first_chunk + where.chunks - 1) // each - first + 1
-        if self.plan.groups_at_once:
+        if at_once:
             add(GroupRange(first, count))
         else:
             most = chunks.most_groups(each)

@@ -106,7 +106,10 @@ def test_against_float64(case, dtype):
     ids=str,
 )
 def test_values_of_few_rows_by_way_of_products(case, monkeypatch):
-    """A forward alone forms the products of few rows before their softmax. Padding of the head holds NaN."""
+    """A forward alone forms the products of few rows before their softmax. Padding of the head holds NaN.
+
+    The case in make test has each option; the others have another layout, or padding.
+    """
     monkeypatch.setattr(statistics, "partials", lambda *_: pytest.fail("a tile of a whole chunk is too wide"))
     problem = helpers.make(case, jnp.bfloat16)
     values = helpers.with_padding(case, problem).call(case, "mosaic")
