@@ -33,7 +33,9 @@ from rlk_jax.ops.linear_logp.token_blocks import values_and_gradients_by_blocks
 
 Array = jax.Array
 Loss = Callable[[Any, LinearLogp], PolicyLoss]
-"""`loss(constants, values)` of flat tokens `[N]`. The derivative by a token's log-prob depends on no other's."""
+"""`loss(constants, values)` of flat tokens `[N]`. The derivative by a token's log-prob depends on none but those of its
+sequence.
+"""
 _NO_SECOND_DERIVATIVE = "linear_grpo_loss has no second derivative: its gradient cannot be differentiated again."
 
 
