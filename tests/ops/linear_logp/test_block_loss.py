@@ -38,9 +38,11 @@ LOSSES = {
     "bnpo": LossOptions(loss_type="bnpo", normaliser="sequence_sum"),
     "cispo": LossOptions(loss_type="cispo", cispo_ratio_cap=1.1),
     "sapo": LossOptions(loss_type="sapo"),
-    "gspo": LossOptions(loss_type="gspo", clip_eps=0.05, beta=0.07, kl_estimator="ratio_k3"),
-    "luspo": LossOptions(loss_type="luspo", log_ratio_bound=0.1),
-    "vespo": LossOptions(loss_type="vespo"),
+    "gspo": LossOptions(loss_type="gspo", clip_eps=0.9, clip_eps_high=9.0, beta=0.07, kl_estimator="ratio_k3"),
+    "luspo": LossOptions(loss_type="luspo", clip_eps=0.9, clip_eps_high=9.0, log_ratio_bound=10.0),
+    "vespo": LossOptions(
+        loss_type="vespo", vespo_k_pos=0.1, vespo_lambda_pos=0.01, vespo_k_neg=0.1, vespo_lambda_neg=0.01
+    ),
 }
 SEEN: list[Any] = []
 """The needs of every trace of a block since a test began."""
