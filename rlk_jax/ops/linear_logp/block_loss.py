@@ -157,9 +157,12 @@ def _loss_bwd(
         return None, None, None
     saved, scale = transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (saved, scale))
 
+    # Without the barrier XLA would hold the zeros that the gradients' sums start from, beside the sums.
+    zero = transforms.fusion_barrier(jnp.zeros(()))
+
     def scaled(gradient: Array, like: Array | None) -> Array | None:
         # A loss that does not count has gradients of 0, whatever its tokens hold; masked tokens do at any scale.
-        product = jnp.where((scale == 0) | (gradient == 0), 0.0, scale * gradient)
+        product = jnp.where((scale == 0) | (gradient == zero), zero, scale * gradient)
         return None if like is None or not gradient.size else product.astype(like.dtype)
 
     done: Any = map(scaled, saved, dtypes[:3])
