@@ -16,7 +16,9 @@ MASKS = st.lists(st.integers(0, 2**LENGTH - 1), min_size=SEQUENCES, max_size=SEQ
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def blocks_of(active, rows, multiple):
-    """Of every block, numbered from 0 on: the tokens that it has, and those that it has as the last `[blocks, N]`."""
+    """How many blocks there are, and of each: the tokens that it has, and those that it is the last to have,
+    `[blocks, N]`.
+    """
     n = active.shape[0]
 
     def step(block, is_last, so_far):
