@@ -22,7 +22,7 @@ from rlk_jax.core.softmax import Scaling
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
-from rlk_jax.ops.linear_logp.hopper_gradients import HeadGradients, new_head_gradients
+from rlk_jax.ops.linear_logp.hopper_gradients import HeadGradients, new_head_gradients, store_bias_gradient
 from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels
 from rlk_jax.ops.linear_logp.hopper_plan import (
     ChunkRange,
@@ -129,11 +129,9 @@ class _GradientsOfBlock:
         if self.sums.weight is not None and hidden is not None:
             use.add_weight_gradient(machine, part.where, dlogits, hidden, self.sums.weight)
         if self.sums.bias is not None:
-            places = part.columns.size
             so_far = self.sums.bias[...].at[part.columns].get(mode="fill", fill_value=0)
-            so_far = jnp.pad(so_far, (0, dlogits.shape[1] - places))
-            sums = use.column_sums(part.where, dlogits, None, machine, so_far)[:places]
-            self.sums.bias[...] = self.sums.bias[...].at[part.columns].set(sums, mode="drop")
+            so_far = jnp.pad(so_far, (0, dlogits.shape[1] - part.columns.size))
+            store_bias_gradient(self.sums.bias, part, use.column_sums(part.where, dlogits, None, machine, so_far))
 
     def complete(self, operands: Operands, rows: Compacted) -> Gradients:
         """The gradient of hidden."""

@@ -332,5 +332,24 @@ def test_every_plan_keeps_within_the_budget(tokens, dim, vocab, budget):
         groups = column_groups(vocab)
         places = groups.count * padded(groups.width, 256)
         assert 2 * tokens * places * 1.2 > budget + 4 * vocab * 8 * dim
-        of_sequences = plan_of(tokens, 8 * dim, vocab, budget, length=tokens)
-        assert isinstance(of_sequences, str)
+
+
+@given(
+    sequences=st.integers(1, 500),
+    length=st.integers(2, 4000),
+    dim=st.integers(1, 1000),
+    vocab=st.integers(1, 300_000),
+    budget=st.integers(2**26, 2**34),
+)
+@example(sequences=16, length=2048, dim=512, vocab=151936, budget=2**30)
+def test_every_plan_of_sequences_has_room_for_them(sequences, length, dim, vocab, budget):
+    """Each block has room for a sequence behind 63 tokens, and within the same budget as other blocks."""
+    call = sequences * length, 8 * dim, vocab, budget
+    plan, of_tokens = plan_of(*call, length=length), plan_of(*call)
+    if isinstance(of_tokens, str):
+        assert isinstance(plan, str)
+    if isinstance(plan, TokenBlocks):
+        assert (plan.length, plan.multiple) == (length, 64)
+        assert max(2048, length + 63) <= plan.rows < sequences * length
+        assert 2 * plan.rows * (vocab + 8 * dim) <= budget
+        assert -(-sequences // ((plan.rows - 63) // length)) == plan.count >= of_tokens.count
