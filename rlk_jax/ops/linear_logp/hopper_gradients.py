@@ -70,8 +70,7 @@ class HeadGradients:
             else:
                 store(product.d_weight)
         if self.d_bias is not None:
-            sums = use.column_sums(part.where, dlogits, row_unscale, machine)[: part.columns.size]
-            self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
+            store_bias_gradient(self.d_bias, part, use.column_sums(part.where, dlogits, row_unscale, machine))
 
     def _over_groups(
         self, chunks: ChunkRange, where: VocabSlice, at_once: bool, add: Callable[[GroupRange], None]
@@ -154,6 +153,11 @@ def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> HiddenGradient:
         total=new(),
         rounded=None if plan.config.is_shard else new(dtype=dtype),
     )
+
+
+def store_bias_gradient(d_bias: Ref, part: HeadSlice, sums: Array) -> None:
+    """Store db of one slice, whose places are the first of `sums`, where its columns are."""
+    d_bias[...] = d_bias[...].at[part.columns].set(sums[: part.columns.size], mode="drop")
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, config: HeadConfig) -> Array:
