@@ -88,7 +88,7 @@ def add_hidden_gradient(
     loaded_rows = min(n, tile.rows)
 
     def piece_of(refs: _HiddenGradientArguments, block: Block) -> _Piece:
-        group = refs.groups_gmem.first[0] + lax.div(block.column_block, jnp.int32(column_blocks))
+        group = refs.groups_gmem.first[0] + block.layer
         start, stop = group * vocabulary.group_chunks, (group + 1) * vocabulary.group_chunks
         slice_first = refs.where_gmem.first_chunk[0]
         slice_end = slice_first + refs.where_gmem.chunks[0]
@@ -96,7 +96,7 @@ def add_hidden_gradient(
         return _Piece(group, first, end, first == start, end == stop)
 
     def column_of(block: Block) -> Array:
-        return lax.rem(block.column_block, jnp.int32(column_blocks)) * tile.columns
+        return block.column_block * tile.columns
 
     def steps(refs: _HiddenGradientArguments, block: Block) -> Array:
         piece = piece_of(refs, block)
@@ -115,12 +115,12 @@ def add_hidden_gradient(
     def folded_of(block: Block) -> Ref:
         """The semaphore that counts the groups of this call whose chains a warpgroup's part of the total has taken.
 
-        A tile waits for the same tile of the group before, which this or another block has begun before it: tiles are
-        begun in ascending order of groups, so that some block can always go on.
+        A tile waits for the same tile of the group before, whose layer was begun before its own: some block can always
+        go on.
         """
         parts = row_blocks * tile.cluster_rows // WARPGROUP_ROWS, column_blocks
-        column = lax.rem(block.column_block, jnp.int32(column_blocks))
-        return pl.get_global(plgpu.SemaphoreType.REGULAR(parts)).at[lax.div(block.row, WARPGROUP_ROWS), column]
+        place = lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), block.column_block
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(parts)).at[place]
 
     def finish(refs: _HiddenGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         chains_gmem, total_gmem, _ = refs.out_gmem
@@ -136,8 +136,7 @@ def add_hidden_gradient(
             values = product(jnp.where(jnp.broadcast_to(piece.begins, so_far.shape), 0.0, so_far))
         folded = folded_of(block) if waits else None
         if folded is not None:
-            groups_before = piece.group - refs.groups_gmem.first[0]
-            plgpu.semaphore_wait(folded, groups_before, decrement=False, memory_scope="gpu")
+            plgpu.semaphore_wait(folded, block.layer, decrement=False, memory_scope="gpu")
         if chains_gmem is not None:
 
             @pl.when(jnp.logical_not(piece.ends) if total_gmem is not None else True)
@@ -181,10 +180,8 @@ def add_hidden_gradient(
         a_transposed=False,
         b_transposed=head.layout == "dv",
         max_blocks=(row_blocks, column_blocks * groups_at_once),
-        blocks=lambda refs: (
-            row_clusters(refs.where_gmem.rows[0], tile.cluster_rows),
-            column_blocks * refs.groups_gmem.count[0],
-        ),
+        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), column_blocks),
+        layers=lambda refs: refs.groups_gmem.count[0],
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
         loaded_rows=loaded_rows,
