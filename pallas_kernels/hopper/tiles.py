@@ -59,10 +59,6 @@ class Tile:
         return self.rows * self.cluster
 
 
-_SPEED = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.75, (64, 64): 0.55}
-"""The share of the tensor cores' speed that a tile reaches, by its rows and columns."""
-
-
 def statistics_tile(rows: int) -> Tile:
     """The tile for a product of hidden rows and the head.
 
@@ -77,18 +73,12 @@ def gemm_tile(rows: int, columns: int = COLUMNS) -> Tile:
     """The tile for the products that give dH, dW and the gradients of a low-rank term, whose result has `rows` rows and
     `columns` columns.
 
-    With up to 128 columns the time is that of reading the gradients of logits, for which many loads are in flight. With
-    more, tiles of 128 columns are slower, and worth it where wide ones would leave half of the last tile empty.
+    With up to 128 columns the time is that of reading the gradients of logits, for which many loads are in flight.
     """
     if rows <= 64:
         return Tile(rows=64, cluster=1)
     cluster = 1 if rows <= 128 else 2
-
-    def time(width: int) -> float:
-        return padded(columns, width) / _SPEED[128, width]
-
-    width = min(COLUMNS, 128, key=time) if columns > 128 else padded(columns, 64)
-    return Tile(cluster=cluster) if width == COLUMNS else _deep(128, width, cluster)
+    return Tile(cluster=cluster) if columns > 128 else _deep(128, padded(columns, 64), cluster)
 
 
 def hidden_gradient_tile(rows: int, columns: int, sums: int) -> Tile:
@@ -106,6 +96,10 @@ class GemmPlan:
 
     tile: Tile
     swapped: bool = False
+
+
+_SPEED = {(128, 256): 1.0, (128, 128): 0.93, (64, 128): 0.75, (64, 64): 0.55}
+"""The share of the tensor cores' speed that a tile reaches, by its rows and columns."""
 
 
 def gemm_plan(m: int, n: int, sm_count: int, *, a_transposed: bool, accumulates: bool) -> GemmPlan:
