@@ -47,6 +47,7 @@ def partials_of_logits(
     """
     vocabulary = logits.head.vocabulary
     products = _copyable(products)
+    loaded_rows = min(products.shape[0], WARPGROUP_ROWS)
 
     def body(
         where_gmem: VocabSlice,
@@ -60,8 +61,8 @@ def partials_of_logits(
         row, chunk = lax.axis_index("blocks") * WARPGROUP_ROWS, lax.axis_index("groups")
 
         def of_tile(products_smem: Ref, is_loaded: Ref) -> None:
-            there = products_gmem.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(vocabulary.start(chunk), COLUMNS)]
-            plgpu.copy_gmem_to_smem(there, products_smem, is_loaded)
+            there = products_gmem.at[pl.ds(row, loaded_rows), pl.ds(vocabulary.start(chunk), COLUMNS)]
+            plgpu.copy_gmem_to_smem(there, products_smem.at[pl.ds(0, loaded_rows)], is_loaded)
             scale = LOG2_E / row_vector(temperature_gmem, row)
             added = column_bias(bias_gmem, chunk * COLUMNS, COLUMNS)
             plgpu.barrier_wait(is_loaded)
