@@ -16,7 +16,7 @@ from rlk_jax.core.dispatch import choose
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
-from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _tensor_parallel
+from torch_bridge import _calls, _exchange, _flops, _inputs, _options
 from torch_bridge._programs import Arrays, Op
 
 
@@ -114,13 +114,16 @@ def linear_logp(
         implementation=implementation,
     )
     term = _low_rank_term(low_rank)
-    if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
-        if low_rank is not None:
-            raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
-        rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
-        shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
-        logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
-        return values(logp, lse, entropy, return_lse, return_entropy)
+    if tp_group is not None or vocab_start_index != 0:
+        from torch_bridge import _tensor_parallel  # It takes torch's compiler, whose import takes seconds.
+
+        if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
+            if low_rank is not None:
+                raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
+            rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
+            shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
+            logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
+            return values(logp, lse, entropy, return_lse, return_entropy)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
     hidden, lm_head_weight, bias, a, b, inputs = _inputs.autocast(
