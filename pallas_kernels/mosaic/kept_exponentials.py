@@ -67,19 +67,23 @@ def dlogits_from_kept_exponentials(
 
         def through_memory(strips_smem: Ref, loaded_barriers: Ref) -> None:
             row = block * WARPGROUP_ROWS
-            for strip in range(_STRIPS):
+
+            def load(strip: Array, _: None) -> None:
                 columns = pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
                 strip_smem = strips_smem.at[strip, pl.ds(0, loaded_rows)]
                 there = exponentials_gmem.at[pl.ds(row, loaded_rows), columns]
                 plgpu.copy_gmem_to_smem(there, strip_smem, loaded_barriers.at[strip])
+
+            lax.fori_loop(0, _STRIPS, load, None)
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
             of_chunk = chunk_coefficients(c, row_vector(kept_gmem.shift.at[chunk], row), out.dtype)
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
-            for strip in range(_STRIPS):
+
+            def replace(strip: Array, _: None) -> None:
                 strip_smem = strips_smem.at[strip]
                 plgpu.barrier_wait(loaded_barriers.at[strip])
-                found = plgpu.load(strip_smem, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+                found = plgpu.load(strip_smem, optimized=False).astype(jnp.float32)
                 gradient = found * over_columns(of_chunk.constant, STRIP)
                 column = column_numbers(STRIP) + strip * STRIP
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
@@ -88,26 +92,27 @@ def dlogits_from_kept_exponentials(
                 plgpu.commit_smem()
                 store_rows(strip_smem, out_gmem, row, pl.ds(place * COLUMNS + strip * STRIP, STRIP))
                 plgpu.commit_smem_to_gmem_group()
+
+            lax.fori_loop(0, _STRIPS, replace, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        layout, at_once = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), math.gcd(n, _ROWS_AT_ONCE)
+        at_once, counted = math.gcd(n, _ROWS_AT_ONCE), where_gmem.rows[0]
 
-        def gradient_of(row: Array) -> Array:
-            kept_row, columns = row_map_gmem.row[row], pl.ds(chunk * COLUMNS, COLUMNS)
-            found = plgpu.load(exponentials_gmem.at[kept_row, columns], layout=layout, optimized=False)
+        def gradient_of(row: Array, column: Array, end: Array) -> Array:
+            kept_row = row_map_gmem.row[row]
+            there = exponentials_gmem.at[kept_row, pl.ds(chunk * COLUMNS, COLUMNS)]
+            found = plgpu.load(there, optimized=False).astype(jnp.float32)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
             of_chunk = chunk_coefficients(c, kept_gmem.shift[chunk, kept_row], out.dtype)
-            target = target_place(vocabulary, c.target_ids, chunk, width)
-            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
-            gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * of_chunk.constant)
-            holds = jnp.where(row < where_gmem.rows[0], width, 0)
-            return jnp.where(column < holds, gradient, 0.0).astype(out_gmem.dtype)
+            gradient = jnp.where(column == c.target_ids, c.at_target, found * of_chunk.constant)
+            return jnp.where(column < jnp.where(row < counted, end, 0), gradient, 0.0).astype(out_gmem.dtype)
 
         def some_rows(i: Array, _: None) -> None:
-            first = i * at_once
-            gradients = [gradient_of(first + j) for j in range(at_once)]
+            layout, start = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), vocabulary.start(chunk)
+            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout) + start
+            gradients = [gradient_of(i * at_once + j, column, start + width) for j in range(at_once)]
             for j, gradient in enumerate(gradients):
-                out_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
+                out_gmem[i * at_once + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
 
         moved, is_chunk = row_map_gmem.moved[0] != 0, place < where_gmem.chunks[0]
 
@@ -124,7 +129,7 @@ def dlogits_from_kept_exponentials(
                 first, last = jnp.int32(0), jnp.where(block == 0, end, 0)
             lax.fori_loop(lax.div(first, jnp.int32(at_once)), lax.div(last, jnp.int32(at_once)), some_rows, None)
 
-    grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows, out)
+    grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows._replace(temperature=None), out)
     launch(body, "linear_logp_dlogits_from_kept_exponentials", machine, (), grid, *arguments, approx_math=True)
 
 
