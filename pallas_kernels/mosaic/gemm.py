@@ -146,12 +146,12 @@ def gemm(
     def steps(refs: _GemmArguments, block: Block) -> Array:
         return jnp.int32(-(-rows.depth // tile.depth))
 
-    def load_a(refs: _GemmArguments, block: Block, k: Array) -> Ref:
-        return rows.part(refs.rows_gmem, block.row, tile.rows, k, tile.depth)
+    def load_a(refs: _GemmArguments, block: Block, k: Array) -> tuple[Ref, ...]:
+        return (rows.part(refs.rows_gmem, block.row, tile.rows, k, tile.depth),)
 
-    def load_b(refs: _GemmArguments, block: Block, k: Array) -> Ref:
+    def load_b(refs: _GemmArguments, block: Block, k: Array) -> tuple[Ref, ...]:
         first = block.column_block * tile.columns
-        return columns.part(refs.columns_gmem, first, tile.columns, k, tile.depth)
+        return (columns.part(refs.columns_gmem, first, tile.columns, k, tile.depth),)
 
     product = Product(
         name="det_gemm",

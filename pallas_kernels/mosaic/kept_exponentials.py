@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import Coefficients, KeptExponentials, KeptRowMap, VocabSlice
-from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
+from pallas_kernels.hopper.parts import in_parts, parts_of, whole
+from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.mosaic.dlogits import chunk_coefficients
 from pallas_kernels.mosaic.launch import launch
@@ -20,16 +21,14 @@ from pallas_kernels.mosaic.main_loop import (
     column_numbers,
     over_columns,
     row_vector,
-    store_rows,
     tiled,
 )
-from pallas_kernels.mosaic.statistics import chunk_width, row_clusters, target_place
+from pallas_kernels.mosaic.statistics import chunk_width, row_clusters, storing, target_place
 
 Array = jax.Array
 Ref = Any
 _ROWS_AT_ONCE = 16
 """Rows, at most, that are loaded together where rows moved, so that their latencies overlap."""
-_STRIPS = COLUMNS // STRIP
 
 
 def dlogits_from_kept_exponentials(
@@ -39,16 +38,20 @@ def dlogits_from_kept_exponentials(
     kept: KeptExponentials,
     row_map: KeptRowMap,
     rows: Coefficients,
-    out: Ref,
+    out: Any,
 ) -> None:
     """Write what `dlogits` would write, from the exponentials that the forward kept instead of a product.
 
     Row i reads row `row_map.row[i]` of what was kept. Where `kept.exponentials` is None, `out` holds the exponentials
     of the first chunks and the gradients take their place. A block takes 64 rows of one chunk through shared memory.
     Where rows moved, they are loaded one by one; in their own place one block takes all rows of its chunk in ascending
-    order, so that none is overwritten before it is read.
+    order, so that none is overwritten before it is read. Where `out` is in two parts, exponentials are too, and have a
+    k for 128 columns.
     """
-    n, chunks = out.shape[0], out.shape[1] // COLUMNS
+    parts = len(parts_of(out))
+    vocabulary = vocabulary.cut(COLUMNS // parts)
+    columns, dtype = vocabulary.columns, parts_of(out)[0].dtype
+    n, chunks, strips = out.shape[0], out.shape[1] // columns, columns // STRIP
     written, loaded_rows = statistics_tile(n).cluster_rows, min(n, WARPGROUP_ROWS)
 
     def body(
@@ -56,66 +59,73 @@ def dlogits_from_kept_exponentials(
         kept_gmem: KeptExponentials,
         row_map_gmem: KeptRowMap,
         rows_gmem: Coefficients,
-        out_gmem: Ref,
+        out_gmem: Any,
         _outputs: tuple[()],
     ) -> None:
         block, place = lax.axis_index("blocks"), lax.axis_index("groups")
-        exponentials_gmem = out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials
-        chunk = where_gmem.first_chunk[0] + place
+        exponentials_gmem = parts_of(out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials)
+        chunk = vocabulary.chunks_in(where_gmem.first_chunk[0]) + place
         width = chunk_width(vocabulary, where_gmem, chunk)
         end = jnp.minimum(n, row_clusters(where_gmem.rows[0], written) * written)
 
         def through_memory(strips_smem: Ref, loaded_barriers: Ref) -> None:
             row = block * WARPGROUP_ROWS
-            for strip in range(_STRIPS):
-                columns = pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
-                strip_smem = strips_smem.at[strip, pl.ds(0, loaded_rows)]
-                there = exponentials_gmem.at[pl.ds(row, loaded_rows), columns]
-                plgpu.copy_gmem_to_smem(there, strip_smem, loaded_barriers.at[strip])
+            for number in range(strips * parts):
+                strip, of_part = divmod(number, parts)
+                strip_smem = strips_smem.at[number, pl.ds(0, loaded_rows)]
+                there = pl.ds(row, loaded_rows), pl.ds(chunk * columns + strip * STRIP, STRIP)
+                plgpu.copy_gmem_to_smem(exponentials_gmem[of_part].at[there], strip_smem, loaded_barriers.at[number])
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
             of_chunk = chunk_coefficients(c, row_vector(kept_gmem.shift.at[chunk], row), out.dtype)
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
-            for strip in range(_STRIPS):
-                strip_smem = strips_smem.at[strip]
-                plgpu.barrier_wait(loaded_barriers.at[strip])
-                found = plgpu.load(strip_smem, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-                gradient = found * over_columns(of_chunk.constant, STRIP)
+            store = storing(out_gmem, row, place * columns)
+
+            def loaded(number: int) -> Array:
+                plgpu.barrier_wait(loaded_barriers.at[number])
+                return plgpu.load(strips_smem.at[number], layout=plgpu.Layout.WGMMA, optimized=False)
+
+            for strip in range(strips):
+                numbers = range(strip * parts, (strip + 1) * parts)
+                gradient = whole(map(loaded, numbers)) * over_columns(of_chunk.constant, STRIP)
                 column = column_numbers(STRIP) + strip * STRIP
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
                 gradient = jnp.where(counts & (column < width), gradient, 0.0)
-                strip_smem[...] = gradient.astype(out_gmem.dtype)
-                plgpu.commit_smem()
-                store_rows(strip_smem, out_gmem, row, pl.ds(place * COLUMNS + strip * STRIP, STRIP))
-                plgpu.commit_smem_to_gmem_group()
+                for number, part in zip(numbers, in_parts(gradient, out.dtype), strict=True):
+                    strips_smem[number] = part
+                    plgpu.commit_smem()
+                    store(number, strips_smem.at[number])
+                    plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        layout, at_once = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), math.gcd(n, _ROWS_AT_ONCE)
+        layout, at_once = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // THREADS), math.gcd(n, _ROWS_AT_ONCE)
 
-        def gradient_of(row: Array) -> Array:
-            kept_row, columns = row_map_gmem.row[row], pl.ds(chunk * COLUMNS, COLUMNS)
-            found = plgpu.load(exponentials_gmem.at[kept_row, columns], layout=layout, optimized=False)
+        def gradient_of(row: Array) -> tuple[Array, ...]:
+            kept_row = row_map_gmem.row[row]
+            there = kept_row, pl.ds(chunk * columns, columns)
+            found = whole(plgpu.load(x.at[there], layout=layout, optimized=False) for x in exponentials_gmem)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
             of_chunk = chunk_coefficients(c, kept_gmem.shift[chunk, kept_row], out.dtype)
             target = target_place(vocabulary, c.target_ids, chunk, width)
-            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
-            gradient = jnp.where(column == target, c.at_target, found.astype(jnp.float32) * of_chunk.constant)
+            column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=layout)
+            gradient = jnp.where(column == target, c.at_target, found * of_chunk.constant)
             holds = jnp.where(row < where_gmem.rows[0], width, 0)
-            return jnp.where(column < holds, gradient, 0.0).astype(out_gmem.dtype)
+            return in_parts(jnp.where(column < holds, gradient, 0.0), out.dtype)
 
         def some_rows(i: Array, _: None) -> None:
             first = i * at_once
             gradients = [gradient_of(first + j) for j in range(at_once)]
             for j, gradient in enumerate(gradients):
-                out_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
+                for part_gmem, part in zip(parts_of(out_gmem), gradient, strict=True):
+                    part_gmem[first + j, pl.ds(place * columns, columns)] = part
 
-        moved, is_chunk = row_map_gmem.moved[0] != 0, place < where_gmem.chunks[0]
+        moved, is_chunk = row_map_gmem.moved[0] != 0, place < vocabulary.chunks_in(where_gmem.chunks[0])
 
         @pl.when(is_chunk & jnp.logical_not(moved) & (block * WARPGROUP_ROWS < end))
         def in_order() -> None:
-            shape, transforms = (_STRIPS, WARPGROUP_ROWS, STRIP), tiled(STRIP, out_gmem.dtype)
-            strips = plgpu.SMEM(shape, out_gmem.dtype, transforms=transforms)
-            pl.run_scoped(through_memory, strips, plgpu.Barrier(num_barriers=_STRIPS))
+            shape = strips * parts, WARPGROUP_ROWS, STRIP
+            memory = plgpu.SMEM(shape, dtype, transforms=tiled(STRIP, dtype))
+            pl.run_scoped(through_memory, memory, plgpu.Barrier(num_barriers=strips * parts))
 
         @pl.when(is_chunk & moved)
         def one_after_another() -> None:
