@@ -1,6 +1,7 @@
 """Gradients of the logits of one slice from the exponentials that the forward kept, at the speed of memory."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import Coefficients, KeptExponentials, KeptRowMap, VocabSlice
 from pallas_kernels.hopper.parts import in_parts, parts_of, whole
-from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.mosaic.dlogits import chunk_coefficients
 from pallas_kernels.mosaic.launch import launch
@@ -29,6 +30,7 @@ Array = jax.Array
 Ref = Any
 _ROWS_AT_ONCE = 16
 """Rows, at most, that are loaded together where rows moved, so that their latencies overlap."""
+_STRIPS = COLUMNS // STRIP
 
 
 def dlogits_from_kept_exponentials(
@@ -48,11 +50,10 @@ def dlogits_from_kept_exponentials(
     order, so that none is overwritten before it is read. Where `out` is in two parts, exponentials are too, and have a
     k for 128 columns.
     """
-    parts = len(parts_of(out))
-    vocabulary = vocabulary.cut(COLUMNS // parts)
-    columns, dtype = vocabulary.columns, parts_of(out)[0].dtype
-    n, chunks, strips = out.shape[0], out.shape[1] // columns, columns // STRIP
+    parts, dtype = len(parts_of(out)), parts_of(out)[0].dtype
+    n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written, loaded_rows = statistics_tile(n).cluster_rows, min(n, WARPGROUP_ROWS)
+    strips_of_shift = _STRIPS // parts
 
     def body(
         where_gmem: VocabSlice,
@@ -64,30 +65,35 @@ def dlogits_from_kept_exponentials(
     ) -> None:
         block, place = lax.axis_index("blocks"), lax.axis_index("groups")
         exponentials_gmem = parts_of(out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials)
-        chunk = vocabulary.chunks_in(where_gmem.first_chunk[0]) + place
+        chunk = where_gmem.first_chunk[0] + place
         width = chunk_width(vocabulary, where_gmem, chunk)
         end = jnp.minimum(n, row_clusters(where_gmem.rows[0], written) * written)
 
+        def constants(c: Coefficients, load_shift: Callable[[Any], Array]) -> list[Array]:
+            """What the exponentials of each shift are multiplied by."""
+            shifts = (chunk if parts == 1 else chunk * parts + i for i in range(parts))
+            return [chunk_coefficients(c, load_shift(x), out.dtype).constant for x in shifts]
+
         def through_memory(strips_smem: Ref, loaded_barriers: Ref) -> None:
             row = block * WARPGROUP_ROWS
-            for number in range(strips * parts):
+            for number in range(_STRIPS * parts):
                 strip, of_part = divmod(number, parts)
                 strip_smem = strips_smem.at[number, pl.ds(0, loaded_rows)]
-                there = pl.ds(row, loaded_rows), pl.ds(chunk * columns + strip * STRIP, STRIP)
+                there = pl.ds(row, loaded_rows), pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
                 plgpu.copy_gmem_to_smem(exponentials_gmem[of_part].at[there], strip_smem, loaded_barriers.at[number])
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
-            of_chunk = chunk_coefficients(c, row_vector(kept_gmem.shift.at[chunk], row), out.dtype)
+            of_shifts = constants(c, lambda x: row_vector(kept_gmem.shift.at[x], row))
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
-            store = storing(out_gmem, row, place * columns)
+            store = storing(out_gmem, row, place * COLUMNS)
 
             def loaded(number: int) -> Array:
                 plgpu.barrier_wait(loaded_barriers.at[number])
                 return plgpu.load(strips_smem.at[number], layout=plgpu.Layout.WGMMA, optimized=False)
 
-            for strip in range(strips):
+            for strip in range(_STRIPS):
                 numbers = range(strip * parts, (strip + 1) * parts)
-                gradient = whole(map(loaded, numbers)) * over_columns(of_chunk.constant, STRIP)
+                gradient = whole(map(loaded, numbers)) * over_columns(of_shifts[strip // strips_of_shift], STRIP)
                 column = column_numbers(STRIP) + strip * STRIP
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
                 gradient = jnp.where(counts & (column < width), gradient, 0.0)
@@ -98,17 +104,20 @@ def dlogits_from_kept_exponentials(
                     plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        layout, at_once = plgpu.Layout.WG_STRIDED((columns,), vec_size=columns // THREADS), math.gcd(n, _ROWS_AT_ONCE)
+        layout, at_once = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), math.gcd(n, _ROWS_AT_ONCE)
 
         def gradient_of(row: Array) -> tuple[Array, ...]:
             kept_row = row_map_gmem.row[row]
-            there = kept_row, pl.ds(chunk * columns, columns)
+            there = kept_row, pl.ds(chunk * COLUMNS, COLUMNS)
             found = whole(plgpu.load(x.at[there], layout=layout, optimized=False) for x in exponentials_gmem)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
-            of_chunk = chunk_coefficients(c, kept_gmem.shift[chunk, kept_row], out.dtype)
+            first, *others = constants(c, lambda x: kept_gmem.shift[x, kept_row])
             target = target_place(vocabulary, c.target_ids, chunk, width)
-            column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=layout)
-            gradient = jnp.where(column == target, c.at_target, found * of_chunk.constant)
+            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
+            gradient = found * first
+            for i, constant in enumerate(others, 1):
+                gradient = jnp.where(column < i * strips_of_shift * STRIP, gradient, found * constant)
+            gradient = jnp.where(column == target, c.at_target, gradient)
             holds = jnp.where(row < where_gmem.rows[0], width, 0)
             return in_parts(jnp.where(column < holds, gradient, 0.0), out.dtype)
 
@@ -117,15 +126,15 @@ def dlogits_from_kept_exponentials(
             gradients = [gradient_of(first + j) for j in range(at_once)]
             for j, gradient in enumerate(gradients):
                 for part_gmem, part in zip(parts_of(out_gmem), gradient, strict=True):
-                    part_gmem[first + j, pl.ds(place * columns, columns)] = part
+                    part_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = part
 
-        moved, is_chunk = row_map_gmem.moved[0] != 0, place < vocabulary.chunks_in(where_gmem.chunks[0])
+        moved, is_chunk = row_map_gmem.moved[0] != 0, place < where_gmem.chunks[0]
 
         @pl.when(is_chunk & jnp.logical_not(moved) & (block * WARPGROUP_ROWS < end))
         def in_order() -> None:
-            shape = strips * parts, WARPGROUP_ROWS, STRIP
+            shape = _STRIPS * parts, WARPGROUP_ROWS, STRIP
             memory = plgpu.SMEM(shape, dtype, transforms=tiled(STRIP, dtype))
-            pl.run_scoped(through_memory, memory, plgpu.Barrier(num_barriers=strips * parts))
+            pl.run_scoped(through_memory, memory, plgpu.Barrier(num_barriers=_STRIPS * parts))
 
         @pl.when(is_chunk & moved)
         def one_after_another() -> None:

@@ -51,7 +51,7 @@ class HeadGradients:
         """Add one slice's part to dH and to the gradient of a low-rank term's columns, and store its part of the
         other gradients.
 
-        The gradient of an operand in one part is made of one part of everything: it is rounded to 16 bits itself.
+        The gradient of an operand in one part is made of one part of the logits' gradients, as all 16-bit ones are.
         """
         scaling, config = self.scaling, self.plan.config
         row_unscale, unscale = (None, None) if scaling is None else (scaling.row_unscale, scaling.unscale)
@@ -59,13 +59,12 @@ class HeadGradients:
         of_hidden = leading_parts(dlogits, config.hidden_parts)
         for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
             if product.d_hidden is not None and weight is not None:
-                weight = leading_parts(weight, config.hidden_parts)
                 add = functools.partial(use.add_hidden_gradient, *of_slice, of_hidden, weight, row_unscale)
                 self._over_groups(chunks, part.where, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
-            out, rows = product.d_weight, leading_parts(product.hidden, config.weight_parts)
+            out, rows = product.d_weight, product.hidden
             of_weight = leading_parts(dlogits, config.weight_parts)
             store = functools.partial(use.store_weight_gradient, *of_slice, of_weight, rows, unscale)
             if chunks.copied:
