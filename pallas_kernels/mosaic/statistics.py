@@ -115,6 +115,9 @@ def rounded_exponentials(exponentials: Array, derivative: Array | None, dtype: A
     """
     if derivative is not None:
         exponentials = exponentials * derivative
+    if dtype == jnp.float32:
+        # Compilers would fuse the product above into the difference that is the low part, though not in every kernel.
+        exponentials = jnp.maximum(exponentials, 0.0)
     # The barrier makes one instruction round two values; one for each value would be as slow as exp2.
     return lax.optimization_barrier(in_parts(exponentials * exponential_scale(dtype), dtype))
 

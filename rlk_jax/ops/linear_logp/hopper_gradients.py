@@ -55,19 +55,19 @@ class HeadGradients:
         """
         scaling, config = self.scaling, self.plan.config
         row_unscale, unscale = (None, None) if scaling is None else (scaling.row_unscale, scaling.unscale)
-        of_slice = (part.head, machine, part.where)
-        of_hidden = leading_parts(dlogits, config.hidden_parts)
+        of_hidden, of_weight = (leading_parts(dlogits, x) for x in (config.hidden_parts, config.weight_parts))
         for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
             if product.d_hidden is not None and weight is not None:
-                add = functools.partial(use.add_hidden_gradient, *of_slice, of_hidden, weight, row_unscale)
+                of_slice = (part.head, machine, part.where, of_hidden)
+                add = functools.partial(use.add_hidden_gradient, *of_slice, weight, row_unscale)
                 self._over_groups(chunks, part.where, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
             out, rows = product.d_weight, product.hidden
-            of_weight = leading_parts(dlogits, config.weight_parts)
-            store = functools.partial(use.store_weight_gradient, *of_slice, of_weight, rows, unscale)
-            if chunks.copied:
+            of_slice = (part.stored, machine, part.where, of_weight)
+            store = functools.partial(use.store_weight_gradient, *of_slice, rows, unscale)
+            if part.stored.copied:
                 rows_of_slice = jax.new_ref(lax.empty((part.columns.size, rows.shape[1]), out.dtype))
                 store(rows_of_slice)
                 out[...] = _stored(out[...], jax.freeze(rows_of_slice), part.columns, config)

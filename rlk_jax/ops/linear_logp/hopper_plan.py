@@ -106,11 +106,12 @@ def logits_dtype(config: HeadConfig, dtype: Any) -> Any:
 
 
 def reads_in_place(config: HeadConfig, dim: int) -> bool:
-    """Whether TMA can read the head where it is: its strides and every chunk's first column suit TMA's tiles, and it is
-    not read in parts.
-    """
-    if config.weight_parts > 1:
-        return False
+    """Whether TMA reads the head where it is, not in parts."""
+    return config.weight_parts == 1 and stores_in_place(config, dim)
+
+
+def stores_in_place(config: HeadConfig, dim: int) -> bool:
+    """Whether TMA can write dW where it belongs: strides and every chunk's first column suit TMA's tiles."""
     if config.weight_layout == "vd":
         return dim % DEPTH == 0 and config.vocab_size % 8 == 0
     return config.vocab_size % 64 == 0 and config.groups.width % 64 == 0
@@ -229,7 +230,7 @@ def _plan(
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
     """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
-    sizes = BufferSizes(0, _head_chunk_bytes(config, dim), kept * kept_bytes(config, tokens))
+    sizes = BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(config, tokens))
     return _plan(config, dim, tokens, in_place, 0, sizes, 1)
 
 
@@ -257,13 +258,17 @@ def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtyp
     """
     rows = matrix_rows(tokens)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    copies = _head_chunk_bytes(config, dim) * (2 if needs.weight else 1)
+    copies = _head_chunk_bytes(dim)
+    if needs.weight and not (config.weight_parts > 1 and stores_in_place(config, dim)):
+        copies += config.weight_parts * _head_chunk_bytes(dim)
     fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies * config.hidden_parts
     if sums_groups_at_once(config, dim, tokens) and not config.sums_by_group:
         fixed += (config.groups.count - 1) * chain_bytes(dim, tokens)
     return BufferSizes(2 * COLUMNS * rows * config.logit_parts, copies, fixed)
 
 
-def _head_chunk_bytes(config: HeadConfig, dim: int) -> int:
-    """Bytes of one chunk of a copied head, and of the gather that makes it."""
-    return 2 * 2 * COLUMNS * padded(dim, DEPTH) * config.weight_parts
+def _head_chunk_bytes(dim: int) -> int:
+    """Bytes of one chunk of a copied head, and of the gather that makes it; or of its two parts, which XLA gathers and
+    makes in one kernel.
+    """
+    return 2 * 2 * COLUMNS * padded(dim, DEPTH)

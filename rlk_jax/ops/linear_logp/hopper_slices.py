@@ -16,7 +16,7 @@ from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
+from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, stores_in_place, vocabulary_of
 from rlk_jax.ops.linear_logp.options import Operands, rank_axis, real_columns
 
 Array = jax.Array
@@ -28,6 +28,8 @@ class HeadSlice:
 
     where: VocabSlice
     head: HeadAccess
+    stored: HeadAccess
+    """Where the slice's part of the weight's gradient is stored, as `head` says where the weight is read."""
     weight: Matrix
     bias: Array | None
     low_rank: Array | None
@@ -67,11 +69,13 @@ def slice_of(plan: HopperPlan, chunks: ChunkRange, index: Any, operands: Operand
         bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
     known = operands.real_columns
     where = VocabSlice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
-    head = HeadAccess(vocabulary, "vd" if chunks.copied else config.weight_layout, chunks.copied)
+    head = stored = HeadAccess(vocabulary, "vd" if chunks.copied else config.weight_layout, chunks.copied)
+    if config.weight_parts > 1 and stores_in_place(config, plan.dim):
+        stored = HeadAccess(vocabulary, config.weight_layout, False)
     weight: Matrix = of_slice(operands.weight)
     if config.weight_parts > 1:
         weight = fusion_barrier(split(weight.astype(jnp.float32)))
-    return HeadSlice(where, head, weight, bias, low_rank, columns)
+    return HeadSlice(where, head, stored, weight, bias, low_rank, columns)
 
 
 def over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> None:

@@ -47,6 +47,8 @@ def make(case: Case, hidden: Any = F32, weight: Any = F32) -> Problem:
     return problem._replace(hidden=problem.hidden.astype(hidden), weight=problem.weight.astype(weight))
 
 
+SOME_KEPT = {F32: 600_000, BF16: 300_000}
+"""A budget, by the dtype of a weight, that holds some exponentials of 40 tokens × 64 × 600."""
 PLAIN = Case("plain, odd, bias", (70,), 72, 301, bias=True)
 SOFTCAP = Case("two row tiles, softcap, dv", (140,), 72, 512, options={"logit_softcap": 2.0, "weight_layout": "dv"})
 
@@ -77,28 +79,35 @@ def test_against_float64(case, hidden, weight):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
 
 
-@helpers.cover(
-    "hidden, weight, budgets",
-    [(F32, F32, (None, 100_000)), (BF16, F32, (None, 100_000)), (F32, BF16, (None, 300_000, 100_000))],
-    lambda hidden, weight, _: hidden == weight,
-)
-def test_no_budget_changes_a_gradient(seen, hidden, weight, budgets):
-    """Exponentials are kept of all chunks, of some and of none, and slices end inside groups.
+mixed = helpers.cover("hidden, weight", [(F32, F32), (BF16, F32), (F32, BF16)], lambda hidden, weight: hidden == weight)
 
-    Bits of values are compared on a GPU: here a CPU's compiler may fuse products into sums in one program alone.
-    """
-    case = Case("budgets", (40,), 64, 600, bias=True)
+
+@mixed
+def test_slices_change_no_bit(seen, monkeypatch, hidden, weight):
+    """Slices end inside groups, or there is one. Nothing is kept, so that all logits are recomputed."""
+    monkeypatch.setattr(hopper, "kept_chunks", lambda *_: 0)
+    case = Case("slices or not", (40,), 64, 600, bias=True)
     case, problem = helpers.without_entropy(case, make(case, hidden, weight))
-    found, kernels = [], []
-    for budget in budgets:
+    one, several = (problem.values_and_gradients(case, "mosaic", memory_budget=x) for x in (2**30, 100_000))
+    assert set(seen) == {"dlogits"}
+    assert_same_bits(several, one)
+
+
+@mixed
+def test_kept_exponentials(seen, hidden, weight):
+    """Exponentials are kept of all chunks, or of some.
+
+    Raw bits are compared on a GPU: here a CPU's compiler fuses products into sums in one kernel, and not in another.
+    """
+    case = Case("kept", (40,), 64, 600, bias=True)
+    case, problem = helpers.without_entropy(case, make(case, hidden, weight))
+    gold = helpers.gold(case, problem)
+    for budget, kernels in ((None, set()), (SOME_KEPT[weight], {"dlogits"})):
         seen.clear()
-        found.append(problem.gradients(case, "mosaic", memory_budget=budget))
-        kernels.append(set(seen))
-    assert kernels[0] == {"dlogits_from_kept_exponentials"} and kernels[-1] == {"dlogits"}
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
-    for gradient, expected in zip(found[0], helpers.gold(case, problem).gradients, strict=True):
-        assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
+        gradients = problem.gradients(case, "mosaic", memory_budget=budget)
+        assert set(seen) == {"dlogits_from_kept_exponentials"} | kernels
+        for gradient, expected in zip(gradients, gold.gradients, strict=True):
+            assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
 
 
 def test_ignored_rows_and_other_rows_change_no_bit(seen):
