@@ -37,7 +37,6 @@ from pallas_kernels.mosaic.main_loop import (
     multiply,
     over_columns,
     row_vector,
-    store_through,
 )
 from pallas_kernels.mosaic.statistics import (
     ExponentScaling,
@@ -50,10 +49,10 @@ from pallas_kernels.mosaic.statistics import (
     may_be_masked,
     product_with_head,
     rounded_exponentials,
-    storing,
     target_place,
     with_bias,
 )
+from pallas_kernels.mosaic.stores import store_through, storing
 from pallas_kernels.products import LowRankTerm
 
 Array = jax.Array

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import GemmPlan, Machine, gemm_plan
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply, store_through
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply
+from pallas_kernels.mosaic.stores import store_through
 from pallas_kernels.products import padded
 
 Array = jax.Array

@@ -24,7 +24,8 @@ from pallas_kernels.mosaic.main_loop import (
     row_vector,
     tiled,
 )
-from pallas_kernels.mosaic.statistics import chunk_width, row_clusters, storing, target_place
+from pallas_kernels.mosaic.statistics import chunk_width, row_clusters, target_place
+from pallas_kernels.mosaic.stores import storing
 
 Array = jax.Array
 Ref = Any

@@ -25,6 +25,8 @@ from pallas_kernels.hopper.tiles import COLUMNS, SHARED_MEMORY, SUM_STEPS, Machi
 Array = jax.Array
 Ref = Any
 """A reference to memory inside a kernel, or a slice of one."""
+Refs = tuple[Ref, ...]
+"""The same for each part of a matrix."""
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one value for each row of an accumulator."""
@@ -34,7 +36,7 @@ WARPGROUP_ROWS = 64
 """Rows of a tile that one compute warpgroup holds."""
 STRIP = 64
 """Columns that an epilogue computes and stores together."""
-_STRIPS_IN_FLIGHT = 2
+STRIPS_IN_FLIGHT = 2
 """Strips of a warpgroup in shared memory: one is filled while the other is stored."""
 
 
@@ -56,9 +58,9 @@ class Stretch:
 
     steps: Callable[[Any, Block], Any]
     """`steps(refs, block)` returns how many steps of 64 along K there are."""
-    load_a: Callable[[Any, Block, Array], tuple[Ref, ...]]
+    load_a: Callable[[Any, Block, Array], Refs]
     """`load_a(refs, block, k)` returns what step k of a tile multiplies of A, in each of its parts."""
-    load_b: Callable[[Any, Block, Array], tuple[Ref, ...]]
+    load_b: Callable[[Any, Block, Array], Refs]
     """`load_b(refs, block, k)` returns what step k of a tile multiplies of B, in each of its parts."""
 
 
@@ -95,8 +97,7 @@ class Product:
 
     @property
     def terms(self) -> list[tuple[int, int]]:
-        """The parts of A and of B that a step multiplies, in this order: small terms come before the large one, while
-        the sum is small."""
+        """The parts of A and of B that a step multiplies, in order: small terms come first, while the sum is small."""
         return [(a, b) for a, b in ((1, 0), (0, 1), (0, 0)) if a < self.parts[0] and b < self.parts[1]]
 
 
@@ -118,7 +119,7 @@ def _scratch(product: Product) -> dict[str, Any]:
         for name, shape, parts in (("a_smem", a, product.parts[0]), ("b_smem", b, product.parts[1]))
     }
     if product.store_dtype is not None:
-        shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, *product.strip)
+        shape = (tile.warpgroups, STRIPS_IN_FLIGHT, *product.strip)
         transforms = tiled(product.strip[1], product.store_dtype)
         ring["staging_smem"] = plgpu.SMEM(shape, product.store_dtype, transforms=transforms)
     empty: Any
@@ -140,7 +141,7 @@ def _shared_bytes(product: Product) -> int:
     if product.store_dtype is None:
         return ring
     strip = product.strip[0] * product.strip[1] * jnp.dtype(product.store_dtype).itemsize
-    return ring + tile.warpgroups * _STRIPS_IN_FLIGHT * strip
+    return ring + tile.warpgroups * STRIPS_IN_FLIGHT * strip
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,7 @@ class _StageRing:
         """The stage that a step uses; steps are counted over all tiles of the block."""
         return lax.rem(step, jnp.int32(self.product.tile.stages))
 
-    def load(
-        self,
-        first: Array,
-        steps: Array,
-        a_of: Callable[[Array], tuple[Ref, ...]],
-        b_of: Callable[[Array], tuple[Ref, ...]],
-    ) -> Array:
+    def load(self, first: Array, steps: Array, a_of: Callable[[Array], Refs], b_of: Callable[[Array], Refs]) -> Array:
         """For the producer: issue the loads of one tile. `first` counts the steps before it; returns the new count."""
         stages, cluster = self.product.tile.stages, self.product.tile.cluster
 
@@ -176,15 +171,14 @@ class _StageRing:
 
             shared = "cluster" if cluster > 1 else None
             full = self.full_barriers.at[slot]
-            a_parts, b_parts = a_of(k), b_of(k)
-            for part, a in enumerate(a_parts):
-                a_smem = self.a_smem.at[_place(slot, part, len(a_parts))]
+            a_parts, b_parts = self.product.parts
+            for part, a in enumerate(a_of(k)):
+                a_smem = self.a_smem.at[_place(slot, part, a_parts)]
                 if self.product.loaded_rows is not None:
                     a_smem = a_smem.at[pl.ds(0, self.product.loaded_rows)]
                 plgpu.copy_gmem_to_smem(a, a_smem, full)
-            for part, b in enumerate(b_parts):
-                b_smem = self.b_smem.at[_place(slot, part, len(b_parts))]
-                plgpu.copy_gmem_to_smem(b, b_smem, full, collective_axes=shared)
+            for part, b in enumerate(b_of(k)):
+                plgpu.copy_gmem_to_smem(b, self.b_smem.at[_place(slot, part, b_parts)], full, collective_axes=shared)
             return count + 1
 
         return lax.fori_loop(0, steps, step, first)
@@ -252,10 +246,9 @@ def _summed(ring: _StageRing, first: Array, steps: Array, warpgroup: Array, star
 
         def few_steps(acc: Ref) -> tuple[Array, Array]:
             after = ring.multiply(count, jnp.minimum(steps - i * SUM_STEPS, SUM_STEPS), warpgroup, acc)
-            return acc[...], after
+            return total + acc[...], after
 
-        products, after = pl.run_scoped(few_steps, plgpu.ACC(shape, jnp.float32))
-        return total + products, after
+        return pl.run_scoped(few_steps, plgpu.ACC(shape, jnp.float32))
 
     return lax.fori_loop(0, lax.div(steps + (SUM_STEPS - 1), jnp.int32(SUM_STEPS)), add, (start, first))
 
@@ -305,11 +298,6 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                 steps = functools.reduce(operator.add, (stretch.steps(refs, block) for stretch in product.stretches))
 
                 def tile_of(start: Array | None = None) -> Array:
-                    if len(product.terms) > 1:
-                        values, after = _summed(ring, count, steps, warpgroup, start)
-                        counts.append(after)
-                        return values
-
                     def accumulate(acc: Ref) -> tuple[Array, Array]:
                         if start is not None and machine.interpret is None:
                             acc[...] = start
@@ -317,7 +305,11 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                         # The interpreter cannot store to accumulators, and adds C after the products instead.
                         return acc[...] if start is None or machine.interpret is None else acc[...] + start, after
 
-                    values, after = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, tile.columns), jnp.float32))
+                    if len(product.terms) > 1:
+                        values, after = _summed(ring, count, steps, warpgroup, start)
+                    else:
+                        shape = WARPGROUP_ROWS, tile.columns
+                        values, after = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
                     counts.append(after)
                     return values
 
@@ -344,49 +336,6 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*leaves)
-
-
-def store_through(
-    staging_smem: Ref,
-    warpgroup: Array,
-    machine: Machine,
-    strip_of: Callable[[int], Array],
-    store: Callable[[int, Ref], None],
-    strips: int = COLUMNS // STRIP,
-    *,
-    transposed: bool = False,
-) -> None:
-    """Store a tile by TMA, one strip of columns at a time.
-
-    `strip_of(strip)` computes a strip, and `store(strip, strip_smem)` issues the copies of it from shared memory
-    without committing them, so that each strip is one group however many copies it takes. Strips are computed one after
-    the other, which keeps an epilogue's temporaries few. transposed: a strip is stored as `[columns, rows]`.
-    """
-    # The interpreter counts copies instead of groups, and a strip may take none or several: there it waits for all.
-    unread = _STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for strip in range(strips):
-        slot = strip % _STRIPS_IN_FLIGHT
-        values = strip_of(strip)
-        if strip >= _STRIPS_IN_FLIGHT:
-            plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
-        strip_smem = staging_smem.at[warpgroup, slot]
-        if transposed:
-            strip_smem.transpose((1, 0))[...] = values
-        else:
-            strip_smem[...] = values
-        plgpu.commit_smem()
-        store(strip, strip_smem)
-        plgpu.commit_smem_to_gmem_group()
-
-
-def store_rows(strip_smem: Ref, out_gmem: Ref, row: Array, columns: Any) -> None:
-    """Issue the copy of a strip to the rows from `row` on, for `store_through`; those that `out_gmem` does not have are
-    left out.
-    """
-    rows = min(WARPGROUP_ROWS, out_gmem.shape[0])
-    to_gmem = out_gmem.at[pl.ds(row, rows), columns]
-    plgpu.copy_smem_to_gmem(strip_smem.at[pl.ds(0, rows)], to_gmem, commit_group=False)
 
 
 def row_vector(vector_gmem: Ref, row: Array) -> Array:

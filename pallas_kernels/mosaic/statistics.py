@@ -37,9 +37,8 @@ from pallas_kernels.mosaic.main_loop import (
     over_columns,
     over_rows,
     row_vector,
-    store_rows,
-    store_through,
 )
+from pallas_kernels.mosaic.stores import store_through, storing
 from pallas_kernels.products import LowRankTerm, padded
 
 Array = jax.Array
@@ -264,17 +263,6 @@ def store_partial(
     if out_gmem.gap is not None:
         out_gmem.gap[there] = functools.reduce(jnp.add, gaps)
     return kept
-
-
-def storing(out_gmem: Any, row: Array, first: Any) -> Callable[[int, Ref], None]:
-    """What stores strips of a matrix's columns from `first` on by `store_through`, each in all of its parts."""
-    parts = parts_of(out_gmem)
-
-    def store(number: int, strip_smem: Ref) -> None:
-        strip, part = divmod(number, len(parts))
-        store_rows(strip_smem, parts[part], row, pl.ds(first + strip * STRIP, STRIP))
-
-    return store
 
 
 def row_clusters(rows: Array, cluster_rows: int) -> Array:

@@ -18,8 +18,9 @@ from pallas_kernels.hopper.parts import Matrix, parts_of, whole
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, gemm_tile, of_parts
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.mosaic.launch import launch
-from pallas_kernels.mosaic.main_loop import STRIP, WARPGROUP_ROWS, Block, Product, Stretch, multiply, store_through
+from pallas_kernels.mosaic.main_loop import STRIP, WARPGROUP_ROWS, Block, Product, Stretch, multiply
 from pallas_kernels.mosaic.statistics import chunk_width, row_clusters
+from pallas_kernels.mosaic.stores import store_through
 from pallas_kernels.products import padded
 
 Array = jax.Array

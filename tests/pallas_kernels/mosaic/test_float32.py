@@ -70,6 +70,9 @@ SOFTCAP = Case("two row tiles, softcap, dv", (140,), 72, 512, options={"logit_so
     lambda case, hidden, weight: case is PLAIN and F16 not in (hidden, weight),
 )
 def test_against_float64(case, hidden, weight):
+    """In make test every pair of dtypes has ragged chunks and a bias; softcaps, layouts and padding meet the same
+    epilogues in test_interpreter.py.
+    """
     problem = make(case, hidden, weight)
     gold = helpers.gold(case, problem)
     values, gradients = helpers.with_padding(case, problem).values_and_gradients(case, "mosaic")
@@ -79,12 +82,16 @@ def test_against_float64(case, hidden, weight):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
 
 
+# In make test both operands are float32, which takes every term of the others.
 mixed = helpers.cover("hidden, weight", [(F32, F32), (BF16, F32), (F32, BF16)], lambda hidden, weight: hidden == weight)
 
 
 @mixed
 def test_slices_change_no_bit(seen, monkeypatch, hidden, weight):
-    """Slices end inside groups, or there is one. Nothing is kept, so that all logits are recomputed."""
+    """Slices end inside groups, or there is one. Nothing is kept, so that all logits are recomputed.
+
+    In make test both operands are float32, which has every term of the others.
+    """
     monkeypatch.setattr(hopper, "kept_chunks", lambda *_: 0)
     case = Case("slices or not", (40,), 64, 600, bias=True)
     case, problem = helpers.without_entropy(case, make(case, hidden, weight))
@@ -95,7 +102,7 @@ def test_slices_change_no_bit(seen, monkeypatch, hidden, weight):
 
 @mixed
 def test_kept_exponentials(seen, hidden, weight):
-    """Exponentials are kept of all chunks, or of some.
+    """Exponentials are kept of all chunks, or of some. In make test both operands are float32.
 
     Raw bits are compared on a GPU: here a CPU's compiler fuses products into sums in one kernel, and not in another.
     """
