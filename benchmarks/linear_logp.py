@@ -1,7 +1,7 @@
 """Time and memory of linear_logp beside the bare GEMM: python -m benchmarks.linear_logp --help.
 
 G is XLA's own GEMM [N, D] x [D, V] that writes logits in the input dtype, or in bfloat16 where that is float32. With
---dtype bfloat16,float32 hidden is bfloat16 and the head float32. All candidates of a shape are timed in turn,
+--dtype bfloat16/float32 hidden is bfloat16 and the head float32. All candidates of a shape are timed in turn,
 round after round, in one process, each back to back for half a second first; ratios are to G of the same rounds.
 Memory is what the compiled program (or torch's allocator) takes beyond inputs and results.
 
@@ -32,7 +32,7 @@ LOW_RANKS = 16, 64
 """Ranks of an adapter of the head."""
 SOFTCAP: dict[str, Any] = {"logit_softcap": 30.0}
 """The softcap of Gemma 2's head."""
-MIXED = "bfloat16,float32"
+MIXED = "bfloat16/float32"
 """The dtypes of hidden and of the head, where they differ."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
@@ -98,7 +98,7 @@ def make_inputs(shape: str, dtype: str, density: float) -> Inputs:
     """Random inputs for a shape "N,D,V"."""
     tokens, dim, vocab = map(int, shape.split(","))
     keys = jax.random.split(jax.random.key(0), 5)
-    of_hidden, of_weight = dtype.split(",") if dtype == MIXED else (dtype, dtype)
+    of_hidden, of_weight = dtype.split("/") if dtype == MIXED else (dtype, dtype)
     return Inputs(
         jax.random.normal(keys[0], (tokens, dim), of_hidden),
         (jax.random.normal(keys[1], (vocab, dim)) / dim**0.5).astype(of_weight),

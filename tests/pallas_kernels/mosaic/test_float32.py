@@ -17,7 +17,7 @@ from pallas_kernels.mosaic import head_kernels
 from rlk_jax import dispatch
 from rlk_jax.ops.linear_logp import hopper
 from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
-from tests.support import helpers
+from tests.support import helpers, shards
 from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -133,6 +133,15 @@ def test_ignored_rows_and_other_rows_change_no_bit(seen):
     assert set(seen) == {"dlogits_from_kept_exponentials"}
     assert_same_bits((values.logp[counts], d_hidden[counts], d_weight), (alone.logp, *gradients))
     assert not np.asarray(d_hidden[~counts]).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("columns", "layout"), [(512, "vd"), (640, "dv")])
+def test_shards_of_a_padded_head(columns, layout):
+    """Shards on the edges of groups, and off them. In make test, the same test in test_interpreter.py has shards in
+    bfloat16.
+    """
+    shards.check_two("mosaic", columns, layout, F32, "linear_logp_wgmma", has_bits=False)
 
 
 def test_parts():
