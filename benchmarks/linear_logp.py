@@ -1,6 +1,7 @@
 """Time and memory of linear_logp beside the bare GEMM: python -m benchmarks.linear_logp --help.
 
-G is XLA's own GEMM [N, D] x [D, V] that writes logits in the input dtype. All candidates of a shape are timed in turn,
+G is XLA's own GEMM [N, D] x [D, V] that writes logits in the input dtype, or in bfloat16 where that is float32. With
+--dtype bfloat16/float32 hidden is bfloat16 and the head float32. All candidates of a shape are timed in turn,
 round after round, in one process, each back to back for half a second first; ratios are to G of the same rounds.
 Memory is what the compiled program (or torch's allocator) takes beyond inputs and results.
 
@@ -31,6 +32,8 @@ LOW_RANKS = 16, 64
 """Ranks of an adapter of the head."""
 SOFTCAP: dict[str, Any] = {"logit_softcap": 30.0}
 """The softcap of Gemma 2's head."""
+MIXED = "bfloat16/float32"
+"""The dtypes of hidden and of the head, where they differ."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
 
@@ -95,11 +98,12 @@ def make_inputs(shape: str, dtype: str, density: float) -> Inputs:
     """Random inputs for a shape "N,D,V"."""
     tokens, dim, vocab = map(int, shape.split(","))
     keys = jax.random.split(jax.random.key(0), 5)
+    of_hidden, of_weight = dtype.split("/") if dtype == MIXED else (dtype, dtype)
     return Inputs(
-        jax.random.normal(keys[0], (tokens, dim), dtype),
-        (jax.random.normal(keys[1], (vocab, dim)) / dim**0.5).astype(dtype),
+        jax.random.normal(keys[0], (tokens, dim), of_hidden),
+        (jax.random.normal(keys[1], (vocab, dim)) / dim**0.5).astype(of_weight),
         jax.random.randint(keys[2], (tokens,), 0, vocab),
-        jax.random.normal(keys[3], (vocab,), dtype),
+        jax.random.normal(keys[3], (vocab,), of_weight),
         jax.random.normal(keys[4], (tokens,)),
         density,
     )
@@ -134,11 +138,15 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
             "forward, bias": compiled_candidate(logp, *operands, inputs.bias),
             "forward, softcap": compiled_candidate(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
         }
-        holds_all: dict[str, Any] = {"memory_budget": 2 * inputs.hidden.shape[0] * inputs.weight.shape[0] * 11 // 10}
+        # Kept exponentials are in two parts beside a float32 head, and take half of the budget.
+        is_float32 = inputs.weight.dtype == jnp.float32
+        bytes_of_logit = 8 if is_float32 else 2
+        logits = inputs.hidden.shape[0] * inputs.weight.shape[0]
+        holds_all: dict[str, Any] = {"memory_budget": bytes_of_logit * logits * 11 // 10}
         passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
         for what, options in passes.items():
             found[f"forward+backward, {what}"] = compiled_candidate(gradient((0, 1), **options), *operands, g, work=3)
-        for rank in LOW_RANKS:
+        for rank in () if is_float32 else LOW_RANKS:
             a, b = inputs.low_rank(rank)
             found[f"forward, rank {rank}"] = compiled_candidate(
                 lambda h, w, t, a, b: logp(h, w, t, low_rank=(a, b, 2.0)), *operands, a, b
@@ -176,7 +184,8 @@ def measure(
     inputs = make_inputs(shape, dtype, density)
 
     def gemm() -> dict[tuple[str, str], Candidate]:
-        return {GEMM: compiled_candidate(lambda h, w: h @ w.T, inputs.hidden, inputs.weight)}
+        halves = (x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in (inputs.hidden, inputs.weight))
+        return {GEMM: compiled_candidate(lambda h, w: h @ w.T, *halves)}
 
     def by_pass(name: str) -> dict[tuple[str, str], Candidate]:
         return {(name, what): x for what, x in build(name, inputs).items()}
@@ -222,7 +231,11 @@ def run_benchmark(module: str, options: argparse.Namespace, argv: Sequence[str] 
 def main(argv: Sequence[str] | None = None) -> int:
     common.share_gpu_with_torch()
     parser = common.parser(
-        "linear_logp", __doc__, shapes=SHAPES, implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS))
+        "linear_logp",
+        __doc__,
+        shapes=SHAPES,
+        implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS)),
+        dtypes=(*common.DTYPES, MIXED),
     )
     return run_benchmark("linear_logp", common.add_mask_density(parser).parse_args(argv), argv, candidates_of)
 

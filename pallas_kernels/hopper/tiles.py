@@ -1,9 +1,10 @@
 """The tile of each product on Hopper, and the order in which tiles are visited, as pure functions of the size.
 
-No choice made here changes a bit: the K loop is never split, and tiles of linear_logp always have 256 columns.
+No choice made here changes a bit: the K loop is never split, and tiles of linear_logp always have 256 columns, or 128
+where an operand is in two parts (parts.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallas_kernels.products import padded
 
@@ -18,6 +19,11 @@ SHARED_MEMORY = 232448
 """Bytes of shared memory that a block of an H200 can have."""
 _BARRIERS = 1024
 """Bytes of shared memory set aside for barriers and alignment."""
+SUM_STEPS = 4
+"""Steps that tensor cores sum up where an operand is in two parts, before float32 registers take their sum.
+
+Tensor cores cut off digits with every addition: errors of long sums would be larger than those of float32.
+"""
 _STRIP = 64 * 128
 """Bytes of a strip, which a warpgroup stores together: 64 rows of 128 bytes. Two strips are in flight."""
 _MOST_STAGES = 16
@@ -88,6 +94,18 @@ def hidden_gradient_tile(rows: int, columns: int, sums: int) -> Tile:
         if tile.columns > width and sums * -(-rows // tile.rows) * -(-columns // tile.columns) < _ENOUGH_BLOCKS:
             tile = _deep(tile.rows, width, tile.cluster)
     return tile
+
+
+def of_parts(tile: Tile, a_parts: int, b_parts: int) -> Tile:
+    """The tile where A and B are in so many parts, of which a stage holds all: with two of either, the sums are held
+    twice, which leaves registers for 128 columns.
+    """
+    if a_parts == b_parts == 1:
+        return tile
+    columns = min(tile.columns, 128)
+    room = SHARED_MEMORY - _BARRIERS - tile.warpgroups * 2 * _STRIP
+    stages = room // (2 * tile.depth * (a_parts * tile.rows + b_parts * columns))
+    return replace(tile, columns=columns, stages=min(stages, _MOST_STAGES))
 
 
 @dataclass(frozen=True)

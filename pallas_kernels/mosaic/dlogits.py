@@ -10,7 +10,7 @@ kept by the forward (kept_exponentials.py).
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,8 @@ from pallas_kernels.hopper.arrays import (
     VocabSlice,
     exponential_scale,
 )
-from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine, statistics_tile
+from pallas_kernels.hopper.parts import Matrix, in_parts, parts_of, whole
+from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
@@ -36,13 +37,12 @@ from pallas_kernels.mosaic.main_loop import (
     multiply,
     over_columns,
     row_vector,
-    store_rows,
-    store_through,
 )
 from pallas_kernels.mosaic.statistics import (
     ExponentScaling,
     chunk_and_width,
     column_bias,
+    cut_for,
     logit_exponents,
     logit_scaling,
     masked,
@@ -52,6 +52,7 @@ from pallas_kernels.mosaic.statistics import (
     target_place,
     with_bias,
 )
+from pallas_kernels.mosaic.stores import store_through, storing
 from pallas_kernels.products import LowRankTerm
 
 Array = jax.Array
@@ -165,7 +166,9 @@ def _largest(logits: LogitsConfig, strips: list[Array], width: Array) -> Array:
 
     if not may_be_masked(logits):
         return over_strips(strips)
-    return lax.cond(width < COLUMNS, lambda: over_strips(map(inside, range(len(strips)))), lambda: over_strips(strips))
+    return lax.cond(
+        width < len(strips) * STRIP, lambda: over_strips(map(inside, range(len(strips)))), lambda: over_strips(strips)
+    )
 
 
 def _gradient(
@@ -180,26 +183,27 @@ def _gradient(
     factor = over_columns(c.constant, columns)
     if c.slope is not None:
         factor = factor + over_columns(c.slope, columns) * y
-    return rounded_exponentials(jnp.exp2(y), derivative, dtype).astype(jnp.float32) * factor
+    return whole(rounded_exponentials(jnp.exp2(y), derivative, dtype)) * factor
 
 
 def dlogits(
     logits: LogitsConfig,
     machine: Machine,
     where: VocabSlice,
-    hidden: Array,
-    weight: Array,
+    hidden: Matrix,
+    weight: Matrix,
     bias: Array | None,
     rows: Coefficients,
-    out: Ref,
+    out: Any,
     low_rank: LowRankTerm | None = None,
 ) -> None:
     """Write the gradients of one slice's logits into the reference `out [rows, chunks · 256]`.
 
     Places that hold no column become 0. hidden is `[rows, D]`; weight, bias and low_rank are those that `partials`
-    takes.
+    takes. Where one of them is in two parts, so is `out`.
     """
-    head = logits.head
+    logits, tile = cut_for(logits, hidden, weight)
+    head, count = logits.head, tile.columns // STRIP
 
     def finish(refs: _DlogitsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         # These are loaded before the product and used after it: the latency of memory hides there.
@@ -209,26 +213,26 @@ def dlogits(
 
         def biased(strip: int) -> Array:
             # The bias is loaded here rather than before the product: with a softcap, 64 more registers would spill.
-            bias = column_bias(refs.bias_gmem, block.column_block * COLUMNS + strip * STRIP, STRIP)
+            bias = column_bias(refs.bias_gmem, block.column_block * tile.columns + strip * STRIP, STRIP)
             return with_bias(products[:, strip * STRIP : (strip + 1) * STRIP], bias)
 
-        strips = list(map(biased, range(COLUMNS // STRIP)))
+        strips = list(map(biased, range(count)))
         scaling = logit_scaling(logits, _largest(logits, strips, width), LOG2_E / c.temperature)
         of_chunk = chunk_coefficients(c, scaling.shift, out.dtype)
         target = target_place(head.vocabulary, c.target_ids, chunk, width)
 
-        def strip_of(strip: int) -> Array:
-            gradient = _gradient(logits, scaling, of_chunk, strips[strip], out.dtype)
-            is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
-            gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
-            return masked(logits, gradient.astype(out.dtype), width - strip * STRIP, 0)
+        def strips_in_parts() -> Iterator[Array]:
+            for strip in range(count):
+                gradient = _gradient(logits, scaling, of_chunk, strips[strip], out.dtype)
+                is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
+                gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
+                for part in in_parts(gradient, out.dtype):
+                    yield masked(logits, part, width - strip * STRIP, 0)
 
-        def store(strip: int, strip_smem: Ref) -> None:
-            columns = pl.ds(block.column_block * COLUMNS + strip * STRIP, STRIP)
-            store_rows(strip_smem, refs.out_gmem, block.row, columns)
+        computed, store = strips_in_parts(), storing(refs.out_gmem, block.row, block.column_block * tile.columns)
+        parts = len(parts_of(out))
+        store_through(staging_smem, block.warpgroup, machine, lambda _: next(computed), store, count * parts)
 
-        store_through(staging_smem, block.warpgroup, machine, strip_of, store)
-
-    tile, chunks = statistics_tile(hidden.shape[0]), out.shape[1] // COLUMNS
-    product = product_with_head("linear_logp_dlogits", head, tile, hidden, low_rank, chunks, finish, out.dtype)
+    of_product = hidden, weight, low_rank, out.shape[1] // tile.columns, finish
+    product = product_with_head("linear_logp_dlogits", head, tile, *of_product, parts_of(out)[0].dtype)
     multiply(product, machine, _DlogitsArguments(where, hidden, weight, bias, rows, out, low_rank))

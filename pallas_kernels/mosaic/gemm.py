@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import GemmPlan, Machine, gemm_plan
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply, store_through
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, Product, Stretch, multiply
+from pallas_kernels.mosaic.stores import store_through
 from pallas_kernels.products import padded
 
 Array = jax.Array
@@ -146,12 +147,12 @@ def gemm(
     def steps(refs: _GemmArguments, block: Block) -> Array:
         return jnp.int32(-(-rows.depth // tile.depth))
 
-    def load_a(refs: _GemmArguments, block: Block, k: Array) -> Ref:
-        return rows.part(refs.rows_gmem, block.row, tile.rows, k, tile.depth)
+    def load_a(refs: _GemmArguments, block: Block, k: Array) -> tuple[Ref, ...]:
+        return (rows.part(refs.rows_gmem, block.row, tile.rows, k, tile.depth),)
 
-    def load_b(refs: _GemmArguments, block: Block, k: Array) -> Ref:
+    def load_b(refs: _GemmArguments, block: Block, k: Array) -> tuple[Ref, ...]:
         first = block.column_block * tile.columns
-        return columns.part(refs.columns_gmem, first, tile.columns, k, tile.depth)
+        return (columns.part(refs.columns_gmem, first, tile.columns, k, tile.depth),)
 
     product = Product(
         name="det_gemm",

@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import GroupRange, HiddenGradient, VocabSlice
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, hidden_gradient_tile
+from pallas_kernels.hopper.parts import Matrix, parts_of
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, hidden_gradient_tile, of_parts
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.mosaic.launch import all_threads
 from pallas_kernels.mosaic.main_loop import (
@@ -37,8 +38,8 @@ class _HiddenGradientArguments(NamedTuple):
 
     where_gmem: VocabSlice
     groups_gmem: GroupRange
-    dlogits_gmem: Ref
-    weight_gmem: Ref
+    dlogits_gmem: Any
+    weight_gmem: Any
     unscale_gmem: Ref | None
     out_gmem: HiddenGradient
 
@@ -62,8 +63,8 @@ def add_hidden_gradient(
     head: HeadAccess,
     machine: Machine,
     where: VocabSlice,
-    dlogits: Array,
-    weight: Array,
+    dlogits: Matrix,
+    weight: Matrix,
     unscale: Array | None,
     groups: GroupRange,
     out: HiddenGradient,
@@ -83,7 +84,8 @@ def add_hidden_gradient(
     n, dim = dlogits.shape[0], weight.shape[1 if head.layout == "vd" else 0]
     waits = out.total is not None and folds_groups(machine)
     groups_at_once = vocabulary.groups if out.total is None or waits else 1
-    tile = hidden_gradient_tile(n, dim, groups_at_once)
+    parts = len(parts_of(dlogits)), len(parts_of(weight))
+    tile = of_parts(hidden_gradient_tile(n, dim, groups_at_once), *parts)
     row_blocks, column_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows, -(-dim // tile.columns)
     loaded_rows = min(n, tile.rows)
 
@@ -102,15 +104,17 @@ def add_hidden_gradient(
         piece = piece_of(refs, block)
         return vocabulary.steps_before(piece.end) - vocabulary.steps_before(piece.first)
 
-    def load_a(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
+    def load_a(refs: _HiddenGradientArguments, block: Block, k: Array) -> tuple[Ref, ...]:
         chunk = piece_of(refs, block).first - refs.where_gmem.first_chunk[0]
-        return refs.dlogits_gmem.at[pl.ds(block.row, loaded_rows), pl.ds(chunk * COLUMNS + k * DEPTH, DEPTH)]
+        there = pl.ds(block.row, loaded_rows), pl.ds(chunk * COLUMNS + k * DEPTH, DEPTH)
+        return tuple(part.at[there] for part in parts_of(refs.dlogits_gmem))
 
-    def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> Ref:
+    def load_b(refs: _HiddenGradientArguments, block: Block, k: Array) -> tuple[Ref, ...]:
         slice_first = refs.where_gmem.first_chunk[0]
         first = head.row(slice_first, piece_of(refs, block).first - slice_first)
         depth, wide = pl.ds(first + k * DEPTH, DEPTH), pl.ds(column_of(block), tile.columns)
-        return refs.weight_gmem.at[depth, wide] if head.layout == "vd" else refs.weight_gmem.at[wide, depth]
+        there = (depth, wide) if head.layout == "vd" else (wide, depth)
+        return tuple(part.at[there] for part in parts_of(refs.weight_gmem))
 
     def folded_of(block: Block) -> Ref:
         """The semaphore that counts the groups of this call whose chains a warpgroup's part of the total has taken.
@@ -176,7 +180,7 @@ def add_hidden_gradient(
     product = Product(
         name="linear_logp_d_hidden",
         tile=tile,
-        dtype=dlogits.dtype,
+        dtype=parts_of(dlogits)[0].dtype,
         a_transposed=False,
         b_transposed=head.layout == "dv",
         max_blocks=(row_blocks, column_blocks * groups_at_once),
@@ -185,5 +189,6 @@ def add_hidden_gradient(
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
         loaded_rows=loaded_rows,
+        parts=parts,
     )
     multiply(product, machine, _HiddenGradientArguments(where, groups, dlogits, weight, unscale, out))

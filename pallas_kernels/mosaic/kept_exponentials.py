@@ -1,6 +1,7 @@
 """Gradients of the logits of one slice from the exponentials that the forward kept, at the speed of memory."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import Coefficients, KeptExponentials, KeptRowMap, VocabSlice
+from pallas_kernels.hopper.parts import in_parts, parts_of, whole
 from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.mosaic.dlogits import chunk_coefficients
@@ -20,10 +22,10 @@ from pallas_kernels.mosaic.main_loop import (
     column_numbers,
     over_columns,
     row_vector,
-    store_rows,
     tiled,
 )
 from pallas_kernels.mosaic.statistics import chunk_width, row_clusters, target_place
+from pallas_kernels.mosaic.stores import store_rows
 
 Array = jax.Array
 Ref = Any
@@ -39,15 +41,17 @@ def dlogits_from_kept_exponentials(
     kept: KeptExponentials,
     row_map: KeptRowMap,
     rows: Coefficients,
-    out: Ref,
+    out: Any,
 ) -> None:
     """Write what `dlogits` would write, from the exponentials that the forward kept instead of a product.
 
     Row i reads row `row_map.row[i]` of what was kept. Where `kept.exponentials` is None, `out` holds the exponentials
     of the first chunks and the gradients take their place. A block takes 64 rows of one chunk through shared memory.
     Where rows moved, they are loaded one by one; in their own place one block takes all rows of its chunk in ascending
-    order, so that none is overwritten before it is read.
+    order, so that none is overwritten before it is read. Where `out` is in two parts, exponentials are too, and have a
+    k for 128 columns.
     """
+    parts, dtype = len(parts_of(out)), parts_of(out)[0].dtype
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written, loaded_rows = statistics_tile(n).cluster_rows, min(n, WARPGROUP_ROWS)
 
@@ -56,71 +60,95 @@ def dlogits_from_kept_exponentials(
         kept_gmem: KeptExponentials,
         row_map_gmem: KeptRowMap,
         rows_gmem: Coefficients,
-        out_gmem: Ref,
+        out_gmem: Any,
         _outputs: tuple[()],
     ) -> None:
         block, place = lax.axis_index("blocks"), lax.axis_index("groups")
-        exponentials_gmem = out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials
+        exponentials_gmem = parts_of(out_gmem if kept_gmem.exponentials is None else kept_gmem.exponentials)
         chunk = where_gmem.first_chunk[0] + place
         width = chunk_width(vocabulary, where_gmem, chunk)
         end = jnp.minimum(n, row_clusters(where_gmem.rows[0], written) * written)
+
+        def constants_of(c: Coefficients, load_shift: Callable[[Any], Array]) -> list[Array]:
+            """What the exponentials of each shift are multiplied by."""
+            shifts = (chunk if parts == 1 else chunk * parts + i for i in range(parts))
+            return [chunk_coefficients(c, load_shift(x), out.dtype).constant for x in shifts]
+
+        def constant_at(constants: list[Array], column: Array) -> Array:
+            """The constant of the shift that a column of the chunk has."""
+            first, *others = constants
+            for i, other in enumerate(others, 1):
+                first = jnp.where(column < i * (COLUMNS // parts), first, other)
+            return first
+
+        def numbers(strip: Array) -> list[Array]:
+            """Where shared memory holds the parts of a strip."""
+            return [strip if parts == 1 else strip * parts + i for i in range(parts)]
 
         def through_memory(strips_smem: Ref, loaded_barriers: Ref) -> None:
             row = block * WARPGROUP_ROWS
 
             def load(strip: Array, _: None) -> None:
-                columns = pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
-                strip_smem = strips_smem.at[strip, pl.ds(0, loaded_rows)]
-                there = exponentials_gmem.at[pl.ds(row, loaded_rows), columns]
-                plgpu.copy_gmem_to_smem(there, strip_smem, loaded_barriers.at[strip])
+                there = pl.ds(row, loaded_rows), pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
+                for exponentials, number in zip(exponentials_gmem, numbers(strip), strict=True):
+                    strip_smem = strips_smem.at[number, pl.ds(0, loaded_rows)]
+                    plgpu.copy_gmem_to_smem(exponentials.at[there], strip_smem, loaded_barriers.at[number])
 
             lax.fori_loop(0, _STRIPS, load, None)
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
-            of_chunk = chunk_coefficients(c, row_vector(kept_gmem.shift.at[chunk], row), out.dtype)
+            constants = constants_of(c, lambda x: row_vector(kept_gmem.shift.at[x], row))
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
 
+            def loaded(number: Array) -> Array:
+                plgpu.barrier_wait(loaded_barriers.at[number])
+                return plgpu.load(strips_smem.at[number], optimized=False)
+
             def replace(strip: Array, _: None) -> None:
-                strip_smem = strips_smem.at[strip]
-                plgpu.barrier_wait(loaded_barriers.at[strip])
-                found = plgpu.load(strip_smem, optimized=False).astype(jnp.float32)
-                gradient = found * over_columns(of_chunk.constant, STRIP)
                 column = column_numbers(STRIP) + strip * STRIP
+                found = whole(map(loaded, numbers(strip)))
+                gradient = found * over_columns(constant_at(constants, strip * STRIP), STRIP)
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
                 gradient = jnp.where(counts & (column < width), gradient, 0.0)
-                strip_smem[...] = gradient.astype(out_gmem.dtype)
-                plgpu.commit_smem()
-                store_rows(strip_smem, out_gmem, row, pl.ds(place * COLUMNS + strip * STRIP, STRIP))
-                plgpu.commit_smem_to_gmem_group()
+                columns = pl.ds(place * COLUMNS + strip * STRIP, STRIP)
+                values = in_parts(gradient, out.dtype)
+                for part_gmem, number, part in zip(parts_of(out_gmem), numbers(strip), values, strict=True):
+                    strip_smem = strips_smem.at[number]
+                    strip_smem[...] = part
+                    plgpu.commit_smem()
+                    store_rows(strip_smem, part_gmem, row, columns)
+                    plgpu.commit_smem_to_gmem_group()
 
             lax.fori_loop(0, _STRIPS, replace, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         at_once, counted = math.gcd(n, _ROWS_AT_ONCE), where_gmem.rows[0]
 
-        def gradient_of(row: Array, column: Array, end: Array) -> Array:
+        def gradient_of(row: Array, column: Array, end: Array) -> tuple[Array, ...]:
             kept_row = row_map_gmem.row[row]
-            there = exponentials_gmem.at[kept_row, pl.ds(chunk * COLUMNS, COLUMNS)]
-            found = plgpu.load(there, optimized=False).astype(jnp.float32)
+            there = kept_row, pl.ds(chunk * COLUMNS, COLUMNS)
+            found = whole(plgpu.load(part.at[there], optimized=False) for part in exponentials_gmem)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
-            of_chunk = chunk_coefficients(c, kept_gmem.shift[chunk, kept_row], out.dtype)
-            gradient = jnp.where(column == c.target_ids, c.at_target, found * of_chunk.constant)
-            return jnp.where(column < jnp.where(row < counted, end, 0), gradient, 0.0).astype(out_gmem.dtype)
+            constants = constants_of(c, lambda x: kept_gmem.shift[x, kept_row])
+            gradient = found * constant_at(constants, column - vocabulary.start(chunk))
+            gradient = jnp.where(column == c.target_ids, c.at_target, gradient)
+            return in_parts(jnp.where(column < jnp.where(row < counted, end, 0), gradient, 0.0), out.dtype)
 
         def some_rows(i: Array, _: None) -> None:
             layout, start = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), vocabulary.start(chunk)
             column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout) + start
             gradients = [gradient_of(i * at_once + j, column, start + width) for j in range(at_once)]
             for j, gradient in enumerate(gradients):
-                out_gmem[i * at_once + j, pl.ds(place * COLUMNS, COLUMNS)] = gradient
+                for part_gmem, part in zip(parts_of(out_gmem), gradient, strict=True):
+                    part_gmem[i * at_once + j, pl.ds(place * COLUMNS, COLUMNS)] = part
 
         moved, is_chunk = row_map_gmem.moved[0] != 0, place < where_gmem.chunks[0]
 
         @pl.when(is_chunk & jnp.logical_not(moved) & (block * WARPGROUP_ROWS < end))
         def in_order() -> None:
-            shape, transforms = (_STRIPS, WARPGROUP_ROWS, STRIP), tiled(STRIP, out_gmem.dtype)
-            strips = plgpu.SMEM(shape, out_gmem.dtype, transforms=transforms)
-            pl.run_scoped(through_memory, strips, plgpu.Barrier(num_barriers=_STRIPS))
+            shape = _STRIPS * parts, WARPGROUP_ROWS, STRIP
+            memory = plgpu.SMEM(shape, dtype, transforms=tiled(STRIP, dtype))
+            pl.run_scoped(through_memory, memory, plgpu.Barrier(num_barriers=_STRIPS * parts))
 
         @pl.when(is_chunk & moved)
         def one_after_another() -> None:

@@ -3,6 +3,9 @@
 One producer warpgroup keeps a ring of shared-memory stages full by TMA. The compute warpgroups, 64 rows each, multiply
 from the ring with wgmma. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the
 stages of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
+
+Where A or B is in two parts (parts.py), a step multiplies every pair of parts but low·low from one stage. Every few
+steps the accumulators are added to float32 registers and begin anew, because tensor cores cut off digits.
 """
 
 import functools
@@ -17,11 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tiles import COLUMNS, SHARED_MEMORY, Machine, Tile
+from pallas_kernels.hopper.tiles import COLUMNS, SHARED_MEMORY, SUM_STEPS, Machine, Tile
 
 Array = jax.Array
 Ref = Any
 """A reference to memory inside a kernel, or a slice of one."""
+Refs = tuple[Ref, ...]
+"""The same for each part of a matrix."""
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 """The layout of one value for each row of an accumulator."""
@@ -31,7 +36,7 @@ WARPGROUP_ROWS = 64
 """Rows of a tile that one compute warpgroup holds."""
 STRIP = 64
 """Columns that an epilogue computes and stores together."""
-_STRIPS_IN_FLIGHT = 2
+STRIPS_IN_FLIGHT = 2
 """Strips of a warpgroup in shared memory: one is filled while the other is stored."""
 
 
@@ -54,10 +59,10 @@ class Stretch:
 
     steps: Callable[[Any, Block], Any]
     """`steps(refs, block)` returns how many steps of 64 along K there are."""
-    load_a: Callable[[Any, Block, Array], Ref]
-    """`load_a(refs, block, k)` returns the part of A that step k of a tile multiplies."""
-    load_b: Callable[[Any, Block, Array], Ref]
-    """`load_b(refs, block, k)` returns the part of B that step k of a tile multiplies."""
+    load_a: Callable[[Any, Block, Array], Refs]
+    """`load_a(refs, block, k)` returns what step k of a tile multiplies of A, in each of its parts."""
+    load_b: Callable[[Any, Block, Array], Refs]
+    """`load_b(refs, block, k)` returns what step k of a tile multiplies of B, in each of its parts."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,13 @@ class Product:
     """The dtype of what `finish` stores by `store_through`, or None where it stores without shared memory."""
     strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
     """The shape of a strip that `store_through` stores."""
+    parts: tuple[int, int] = (1, 1)
+    """How many parts A and B are in, one or two each."""
+
+    @property
+    def terms(self) -> list[tuple[int, int]]:
+        """The parts of A and of B that a step multiplies, in order: small terms come first, while the sum is small."""
+        return [(a, b) for a, b in ((1, 0), (0, 1), (0, 0)) if a < self.parts[0] and b < self.parts[1]]
 
 
 def tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
@@ -108,11 +120,11 @@ def _scratch(product: Product) -> dict[str, Any]:
     a = (tile.depth, tile.rows) if product.a_transposed else (tile.rows, tile.depth)
     b = (tile.columns, tile.depth) if product.b_transposed else (tile.depth, tile.columns)
     ring = {
-        name: plgpu.SMEM((tile.stages, *shape), product.dtype, transforms=tiled(shape[1], product.dtype))
-        for name, shape in (("a_smem", a), ("b_smem", b))
+        name: plgpu.SMEM((tile.stages * parts, *shape), product.dtype, transforms=tiled(shape[1], product.dtype))
+        for name, shape, parts in (("a_smem", a, product.parts[0]), ("b_smem", b, product.parts[1]))
     }
     if product.store_dtype is not None:
-        shape = (tile.warpgroups, _STRIPS_IN_FLIGHT, *product.strip)
+        shape = (tile.warpgroups, STRIPS_IN_FLIGHT, *product.strip)
         transforms = tiled(product.strip[1], product.store_dtype)
         ring["staging_smem"] = plgpu.SMEM(shape, product.store_dtype, transforms=transforms)
     empty: Any
@@ -122,18 +134,19 @@ def _scratch(product: Product) -> dict[str, Any]:
         )
     else:
         empty = plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages)
-    full = plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)
+    full = plgpu.Barrier(num_arrivals=sum(product.parts), num_barriers=tile.stages)
     return {**ring, "full_barriers": full, "empty_barriers": empty}
 
 
 def _shared_bytes(product: Product) -> int:
     """Bytes of shared memory that the ring and the strips of the epilogue take."""
     tile = product.tile
-    ring = tile.stages * (tile.rows + tile.columns) * tile.depth * jnp.dtype(product.dtype).itemsize
+    of_a, of_b = product.parts
+    ring = tile.stages * (of_a * tile.rows + of_b * tile.columns) * tile.depth * jnp.dtype(product.dtype).itemsize
     if product.store_dtype is None:
         return ring
     strip = product.strip[0] * product.strip[1] * jnp.dtype(product.store_dtype).itemsize
-    return ring + tile.warpgroups * _STRIPS_IN_FLIGHT * strip
+    return ring + tile.warpgroups * STRIPS_IN_FLIGHT * strip
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ class _StageRing:
         """The stage that a step uses; steps are counted over all tiles of the block."""
         return lax.rem(step, jnp.int32(self.product.tile.stages))
 
-    def load(self, first: Array, steps: Array, a_of: Callable[[Array], Ref], b_of: Callable[[Array], Ref]) -> Array:
+    def load(self, first: Array, steps: Array, a_of: Callable[[Array], Refs], b_of: Callable[[Array], Refs]) -> Array:
         """For the producer: issue the loads of one tile. `first` counts the steps before it; returns the new count."""
         stages, cluster = self.product.tile.stages, self.product.tile.cluster
 
@@ -163,11 +176,14 @@ class _StageRing:
 
             shared = "cluster" if cluster > 1 else None
             full = self.full_barriers.at[slot]
-            a_smem = self.a_smem.at[slot]
-            if self.product.loaded_rows is not None:
-                a_smem = a_smem.at[pl.ds(0, self.product.loaded_rows)]
-            plgpu.copy_gmem_to_smem(a_of(k), a_smem, full)
-            plgpu.copy_gmem_to_smem(b_of(k), self.b_smem.at[slot], full, collective_axes=shared)
+            a_parts, b_parts = self.product.parts
+            for part, a in enumerate(a_of(k)):
+                a_smem = self.a_smem.at[_place(slot, part, a_parts)]
+                if self.product.loaded_rows is not None:
+                    a_smem = a_smem.at[pl.ds(0, self.product.loaded_rows)]
+                plgpu.copy_gmem_to_smem(a, a_smem, full)
+            for part, b in enumerate(b_of(k)):
+                plgpu.copy_gmem_to_smem(b, self.b_smem.at[_place(slot, part, b_parts)], full, collective_axes=shared)
             return count + 1
 
         return lax.fori_loop(0, steps, step, first)
@@ -183,22 +199,25 @@ class _StageRing:
         lax.fori_loop(jnp.maximum(count - self.product.tile.stages, 0), count, step, None)
 
     def multiply(self, first: Array, steps: Array, warpgroup: Array, acc: Ref) -> Array:
-        """For a compute warpgroup: acc += A·B over the steps of one tile, with one wgmma group in flight.
+        """For a compute warpgroup: acc += A·B over steps of one tile, with the wgmma groups of one step in flight.
 
-        `first` counts the steps before the tile; returns the new count.
+        `first` counts the steps before them; returns the new count.
         """
         rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        (a_parts, b_parts), terms = self.product.parts, self.product.terms
 
-        def operands(slot: Array) -> tuple[Ref, Ref]:
-            a, b = self.a_smem, self.b_smem
-            a = a.at[slot, :, rows].transpose((1, 0)) if self.product.a_transposed else a.at[slot, rows]
-            return a, b.at[slot].transpose((1, 0)) if self.product.b_transposed else b.at[slot]
+        def operands(slot: Array, a_part: int, b_part: int) -> tuple[Ref, Ref]:
+            a, b = _place(slot, a_part, a_parts), _place(slot, b_part, b_parts)
+            a_smem, b_smem = self.a_smem, self.b_smem.at[b]
+            a_smem = a_smem.at[a, :, rows].transpose((1, 0)) if self.product.a_transposed else a_smem.at[a, rows]
+            return a_smem, b_smem.transpose((1, 0)) if self.product.b_transposed else b_smem
 
         def step(k: Array, count: Array) -> Array:
             slot = self.slot(count)
             plgpu.barrier_wait(self.full_barriers.at[slot])
-            plgpu.wgmma(acc, *operands(slot))
-            plgpu.wgmma_wait(1)
+            for term in terms:
+                plgpu.wgmma(acc, *operands(slot, *term))
+            plgpu.wgmma_wait(len(terms))
 
             @pl.when(k > 0)
             def _() -> None:
@@ -214,6 +233,29 @@ class _StageRing:
             plgpu.barrier_arrive(self.empty_barriers.at[self.slot(count - 1)])
 
         return count
+
+
+def _place(slot: Array, part: int, parts: int) -> Array:
+    """The place of one part of a stage in shared memory."""
+    return slot if parts == 1 else slot * parts + part
+
+
+def _summed(ring: _StageRing, first: Array, steps: Array, warpgroup: Array, start: Array | None) -> tuple[Array, Array]:
+    """start + A·B over the steps of one tile, by sums of a few steps each; also returns the new count."""
+    shape = WARPGROUP_ROWS, ring.product.tile.columns
+    if start is None:
+        start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    def add(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        total, count = so_far
+
+        def few_steps(acc: Ref) -> tuple[Array, Array]:
+            after = ring.multiply(count, jnp.minimum(steps - i * SUM_STEPS, SUM_STEPS), warpgroup, acc)
+            return total + acc[...], after
+
+        return pl.run_scoped(few_steps, plgpu.ACC(shape, jnp.float32))
+
+    return lax.fori_loop(0, lax.div(steps + (SUM_STEPS - 1), jnp.int32(SUM_STEPS)), add, (start, first))
 
 
 def multiply(product: Product, machine: Machine, arguments: Any) -> None:
@@ -271,7 +313,11 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                         # The interpreter cannot store to accumulators, and adds C after the products instead.
                         return acc[...] if start is None or machine.interpret is None else acc[...] + start, after
 
-                    values, after = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, tile.columns), jnp.float32))
+                    if len(product.terms) > 1:
+                        values, after = _summed(ring, count, steps, warpgroup, start)
+                    else:
+                        shape = WARPGROUP_ROWS, tile.columns
+                        values, after = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
                     counts.append(after)
                     return values
 
@@ -298,49 +344,6 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
         interpret=machine.interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*leaves)
-
-
-def store_through(
-    staging_smem: Ref,
-    warpgroup: Array,
-    machine: Machine,
-    strip_of: Callable[[int], Array],
-    store: Callable[[int, Ref], None],
-    strips: int = COLUMNS // STRIP,
-    *,
-    transposed: bool = False,
-) -> None:
-    """Store a tile by TMA, one strip of columns at a time.
-
-    `strip_of(strip)` computes a strip, and `store(strip, strip_smem)` issues the copies of it from shared memory
-    without committing them, so that each strip is one group however many copies it takes. Strips are computed one after
-    the other, which keeps an epilogue's temporaries few. transposed: a strip is stored as `[columns, rows]`.
-    """
-    # The interpreter counts copies instead of groups, and a strip may take none or several: there it waits for all.
-    unread = _STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for strip in range(strips):
-        slot = strip % _STRIPS_IN_FLIGHT
-        values = strip_of(strip)
-        if strip >= _STRIPS_IN_FLIGHT:
-            plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
-        strip_smem = staging_smem.at[warpgroup, slot]
-        if transposed:
-            strip_smem.transpose((1, 0))[...] = values
-        else:
-            strip_smem[...] = values
-        plgpu.commit_smem()
-        store(strip, strip_smem)
-        plgpu.commit_smem_to_gmem_group()
-
-
-def store_rows(strip_smem: Ref, out_gmem: Ref, row: Array, columns: Any) -> None:
-    """Issue the copy of a strip to the rows from `row` on, for `store_through`; those that `out_gmem` does not have are
-    left out.
-    """
-    rows = min(WARPGROUP_ROWS, out_gmem.shape[0])
-    to_gmem = out_gmem.at[pl.ds(row, rows), columns]
-    plgpu.copy_smem_to_gmem(strip_smem.at[pl.ds(0, rows)], to_gmem, commit_group=False)
 
 
 def row_vector(vector_gmem: Ref, row: Array) -> Array:

@@ -11,6 +11,7 @@ derivative, which takes one rounding for both.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice, exponential_scale
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, statistics_tile
+from pallas_kernels.hopper.parts import Matrix, in_parts, parts_of
+from pallas_kernels.hopper.tiles import DEPTH, Machine, Tile, of_parts, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.main_loop import (
@@ -35,9 +37,8 @@ from pallas_kernels.mosaic.main_loop import (
     over_columns,
     over_rows,
     row_vector,
-    store_rows,
-    store_through,
 )
+from pallas_kernels.mosaic.stores import store_through, storing
 from pallas_kernels.products import LowRankTerm, padded
 
 Array = jax.Array
@@ -107,14 +108,17 @@ def logit_exponents(logits: LogitsConfig, scaling: ExponentScaling, products: Ar
     return scaling.exponents(values), derivative
 
 
-def rounded_exponentials(exponentials: Array, derivative: Array | None, dtype: Any) -> Array:
+def rounded_exponentials(exponentials: Array, derivative: Array | None, dtype: Any) -> tuple[Array, ...]:
     """What gradients are made from, and what the forward keeps: exponentials times the softcap's derivative, if any,
-    and times `exponential_scale`, rounded once.
+    and times `exponential_scale`, rounded once, or in two parts for float32.
     """
     if derivative is not None:
         exponentials = exponentials * derivative
+    if dtype == jnp.float32:
+        # Compilers would fuse the product above into the difference that is the low part, though not in every kernel.
+        exponentials = jnp.maximum(exponentials, 0.0)
     # The barrier makes one instruction round two values; one for each value would be as slow as exp2.
-    return lax.optimization_barrier((exponentials * exponential_scale(dtype)).astype(dtype))
+    return lax.optimization_barrier(in_parts(exponentials * exponential_scale(dtype), dtype))
 
 
 def softcapped(values: Array, softcap: float | None) -> tuple[Array, Array | None]:
@@ -168,7 +172,7 @@ def column_bias(bias_gmem: Ref | None, first: Array, columns: int) -> Array | No
 
 def chunk_and_width(vocabulary: Vocabulary, where_gmem: VocabSlice, block: Block) -> tuple[Array, Array]:
     """The chunk of the vocabulary that a tile's columns are, and how many columns it has."""
-    chunk = where_gmem.first_chunk[0] + block.column_block
+    chunk = vocabulary.chunks_in(where_gmem.first_chunk[0]) + block.column_block
     return chunk, chunk_width(vocabulary, where_gmem, chunk)
 
 
@@ -195,8 +199,8 @@ class ChunkTile(NamedTuple):
 def _pick(logits: LogitsConfig, tile: ChunkTile, products: Array, target_ids_gmem: Ref) -> tuple[Array, Array | None]:
     """The y of each row's target and the derivative of its softcap, if any; both 0 where the chunk does not hold it."""
     target_ids = row_vector(target_ids_gmem, tile.row)
-    target = target_place(logits.head.vocabulary, target_ids, tile.chunk, tile.width)
-    picked = jnp.where(column_numbers() == over_columns(target), products, 0.0).sum(axis=1)
+    target, columns = target_place(logits.head.vocabulary, target_ids, tile.chunk, tile.width), products.shape[1]
+    picked = jnp.where(column_numbers(columns) == over_columns(target, columns), products, 0.0).sum(axis=1)
     value, derivative = softcapped(picked, logits.softcap)
     return value * tile.scale, None if derivative is None else jnp.where(target < 0, 0.0, derivative)
 
@@ -210,11 +214,11 @@ def store_partial(
     out_gmem: Partials,
     kept_dtype: Any = None,
 ) -> list[Array]:
-    """Store the partial softmax of a tile of products `[64, 256]` that hold their bias.
+    """Store the partial softmax of a tile of products `[64, 256 or 128]` that hold their bias.
 
     holds says whether one of the rows has its target in the chunk; with None it is searched. Returns the strips of
-    `rounded_exponentials` in kept_dtype, or none without it. A softcap takes one strip at a time, since the temporaries
-    of a whole tile would spill registers.
+    `rounded_exponentials` in kept_dtype, each in all of its parts, or none without it. A softcap takes one strip at a
+    time, since the temporaries of a whole tile would spill registers.
     """
     there = tile.chunk, pl.ds(tile.row, WARPGROUP_ROWS)
 
@@ -238,9 +242,9 @@ def store_partial(
     # What is stored here is held in no register meanwhile. With a softcap ptxas spills unless it is stored last.
     if logits.softcap is None:
         store_known()
-    columns = COLUMNS if logits.softcap is None else STRIP
+    columns = products.shape[1] if logits.softcap is None else STRIP
     totals, gaps, kept = [], [], []
-    for first in range(0, COLUMNS, columns):
+    for first in range(0, products.shape[1], columns):
         y_minus_shift, derivative = logit_exponents(logits, scaling, products[:, first : first + columns])
         if derivative is not None:
             # The softcap of −∞ is finite.
@@ -252,7 +256,7 @@ def store_partial(
             gaps.append((exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1))
         if kept_dtype is not None:
             rounded = rounded_exponentials(exponentials, derivative, kept_dtype)
-            kept += [rounded[:, strip : strip + STRIP] for strip in range(0, columns, STRIP)]
+            kept += [part[:, strip : strip + STRIP] for strip in range(0, columns, STRIP) for part in rounded]
     if logits.softcap is not None:
         store_known()
     out_gmem.total[there] = functools.reduce(jnp.add, totals)
@@ -266,11 +270,19 @@ def row_clusters(rows: Array, cluster_rows: int) -> Array:
     return lax.div(rows + (cluster_rows - 1), jnp.int32(cluster_rows))
 
 
+def cut_for(logits: LogitsConfig, hidden: Matrix, weight: Matrix) -> tuple[LogitsConfig, Tile]:
+    """The tile of hidden·Wᵀ, and the logits whose chunks are its columns."""
+    tile = of_parts(statistics_tile(hidden.shape[0]), len(parts_of(hidden)), len(parts_of(weight)))
+    head = replace(logits.head, vocabulary=logits.head.vocabulary.cut(tile.columns))
+    return replace(logits, head=head), tile
+
+
 def product_with_head(
     name: str,
     head: HeadAccess,
     tile: Tile,
-    hidden: Array,
+    hidden: Matrix,
+    weight: Matrix,
     low_rank: LowRankTerm | None,
     slice_chunks: int,
     finish: Any,
@@ -287,14 +299,16 @@ def product_with_head(
     def stretch(dim: int, pair_of: Callable[[Any], tuple[Ref, Ref]]) -> Stretch:
         """K over `dim` columns of the two references, which are of rows and of the head."""
 
-        def load_a(refs: Any, block: Block, k: Array) -> Ref:
-            return pair_of(refs)[0].at[pl.ds(block.row, loaded_rows), pl.ds(k * DEPTH, DEPTH)]
+        def load_a(refs: Any, block: Block, k: Array) -> tuple[Ref, ...]:
+            there = pl.ds(block.row, loaded_rows), pl.ds(k * DEPTH, DEPTH)
+            return tuple(part.at[there] for part in parts_of(pair_of(refs)[0]))
 
-        def load_b(refs: Any, block: Block, k: Array) -> Ref:
-            columns = pl.ds(head.row(refs.where_gmem.first_chunk[0], block.column_block), COLUMNS)
+        def load_b(refs: Any, block: Block, k: Array) -> tuple[Ref, ...]:
+            first = head.vocabulary.chunks_in(refs.where_gmem.first_chunk[0])
+            columns = pl.ds(head.row(first, block.column_block), tile.columns)
             depth = pl.ds(k * DEPTH, DEPTH)
-            weight_gmem = pair_of(refs)[1]
-            return weight_gmem.at[columns, depth] if head.layout == "vd" else weight_gmem.at[depth, columns]
+            there = (columns, depth) if head.layout == "vd" else (depth, columns)
+            return tuple(part.at[there] for part in parts_of(pair_of(refs)[1]))
 
         return Stretch(lambda refs, block: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
 
@@ -305,15 +319,19 @@ def product_with_head(
     return Product(
         name=name,
         tile=tile,
-        dtype=hidden.dtype,
+        dtype=parts_of(hidden)[0].dtype,
         a_transposed=False,
         b_transposed=head.layout == "vd",
         max_blocks=(padded(rows, tile.cluster_rows) // tile.cluster_rows, slice_chunks),
-        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), refs.where_gmem.chunks[0]),
+        blocks=lambda refs: (
+            row_clusters(refs.where_gmem.rows[0], tile.cluster_rows),
+            head.vocabulary.chunks_in(refs.where_gmem.chunks[0]),
+        ),
         stretches=tuple(stretches),
         finish=finish,
         loaded_rows=loaded_rows,
         store_dtype=store_dtype,
+        parts=(len(parts_of(hidden)), len(parts_of(weight))),
     )
 
 
@@ -321,14 +339,14 @@ def partials(
     logits: LogitsConfig,
     machine: Machine,
     where: VocabSlice,
-    hidden: Array,
-    weight: Array,
+    hidden: Matrix,
+    weight: Matrix,
     bias: Array | None,
     target_ids: Array,
     holds_target: Array | None,
     temperature: Array,
     out: Partials,
-    kept: Ref | None = None,
+    kept: Any = None,
     low_rank: LowRankTerm | None = None,
 ) -> None:
     """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
@@ -337,9 +355,11 @@ def partials(
     float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
     `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
     searched. kept, a reference `[rows, first chunks · 256]` in hidden's dtype, takes the rounded exponentials of the
-    chunks it has room for. low_rank is a term of the head, or None.
+    chunks it has room for. low_rank is a term of the head, or None. Where hidden or weight is in two parts, so is kept,
+    and all chunks but those of `where` and of bias have 128 columns.
     """
-    head = logits.head
+    logits, cut = cut_for(logits, hidden, weight)
+    head, store_dtype = logits.head, None if kept is None else kept.dtype
 
     def finish(refs: _PartialsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
@@ -350,24 +370,21 @@ def partials(
             if refs.holds_target_gmem is None
             else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
-        added = column_bias(refs.bias_gmem, block.column_block * COLUMNS, COLUMNS)
+        added = column_bias(refs.bias_gmem, block.column_block * cut.columns, cut.columns)
         tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
         products = with_bias(product(), added)
         strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, refs.out_gmem, store_dtype)
         if refs.kept_gmem is None:
             return
-        kept_gmem = refs.kept_gmem
+        first = tile.chunk * cut.columns
 
-        def store(strip: int, strip_smem: Ref) -> None:
-            columns = pl.ds(tile.chunk * COLUMNS + strip * STRIP, STRIP)
-            store_rows(strip_smem, kept_gmem, block.row, columns)
-
-        @pl.when(tile.chunk * COLUMNS < kept_gmem.shape[1])
+        @pl.when(first < refs.kept_gmem.shape[1])
         def _() -> None:
-            store_through(staging_smem, block.warpgroup, machine, strips.__getitem__, store)
+            store = storing(refs.kept_gmem, block.row, first)
+            store_through(staging_smem, block.warpgroup, machine, strips.__getitem__, store, len(strips))
 
-    cut, chunks = statistics_tile(hidden.shape[0]), out.shift.shape[0]
-    store_dtype = None if kept is None else kept.dtype
-    product = product_with_head("linear_logp_statistics", head, cut, hidden, low_rank, chunks, finish, store_dtype)
+    of_product = hidden, weight, low_rank, out.shift.shape[0], finish
+    staged = None if kept is None else parts_of(kept)[0].dtype
+    product = product_with_head("linear_logp_statistics", head, cut, *of_product, staged)
     per_row = (target_ids, holds_target, temperature)
     multiply(product, machine, _PartialsArguments(where, hidden, weight, bias, *per_row, out, kept, low_rank))

@@ -73,12 +73,19 @@ def test_explain_raises_as_the_op_does():
         rlk_jax.explain("linear_logp", *ARGUMENTS, colour="red")
 
 
-@pytest.mark.parametrize("name", ["mosaic", "cuda"])
-def test_hoppers_kernels_say_everything_that_they_lack(name):
-    reasons = "needs compute capability 9.0 .Hopper., not cpu; needs hidden and .* not float32 and float32; .* not 7"
-    arguments = (jnp.ones((4, 7)), jnp.ones((20, 7)), jnp.arange(4))
+@pytest.mark.parametrize(
+    ("name", "dtype", "refused"),
+    [
+        ("mosaic", jnp.float16, "needs hidden and .* not float16 and bfloat16; .* not 7"),
+        ("mosaic", jnp.float32, ".* not 7; takes a low_rank term beside bfloat16 or float16 operands only"),
+        ("cuda", jnp.float32, "needs hidden and .* not float32 and bfloat16; .* not 7"),
+    ],
+)
+def test_hoppers_kernels_say_everything_that_they_lack(name, dtype, refused):
+    reasons = f"needs compute capability 9.0 .Hopper., not cpu; {refused}"
+    arguments = (jnp.ones((4, 7), dtype), jnp.ones((20, 7), jnp.bfloat16), jnp.arange(4))
     with pytest.raises(ValueError, match=f"linear_logp cannot run '{name}' here: {reasons}"):
-        linear_logp(*arguments, implementation=name)
+        linear_logp(*arguments, implementation=name, low_rank=(jnp.ones((2, 7)), jnp.ones((20, 2)), 1.0))
 
 
 @pytest.mark.parametrize("missing", [None, "needs a compiler"])
@@ -104,8 +111,9 @@ def test_no_compiler_is_looked_for_unless_it_is_asked_for(monkeypatch):
     assert dispatch.choose(facts, None).name == "mosaic"
     with pytest.raises(AssertionError, match="looked for nvcc"):
         dispatch.choose(facts, "cuda")
-    # Neither `mosaic` nor `cuda` takes float32.
-    assert promising("linear_logp", *ARGUMENTS) == "deterministic"
+    # Neither `mosaic` nor `cuda` takes both of these.
+    hidden, weight, ids = ARGUMENTS
+    assert promising("linear_logp", hidden.astype(jnp.float16), weight.astype(jnp.bfloat16), ids) == "deterministic"
 
 
 def test_an_old_driver_is_a_reason(monkeypatch):

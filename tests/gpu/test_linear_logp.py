@@ -48,11 +48,20 @@ def test_xla_memory_does_not_grow_with_the_tokens():
     assert temporary(32768) - temporary(8192) <= 3 * 8192 * 64
 
 
-@pytest.mark.parametrize(("dtype", "choice"), [("bfloat16", "mosaic"), ("float16", "mosaic"), ("float32", "xla")])
-def test_the_choice_here(dtype, choice):
-    decision = rlk_jax.explain("linear_logp", jnp.ones((4, 8), dtype), jnp.ones((20, 8), dtype), jnp.arange(4))
+@pytest.mark.parametrize(
+    ("hidden", "weight", "choice"),
+    [
+        ("bfloat16", "bfloat16", "mosaic"),
+        ("float16", "float16", "mosaic"),
+        ("float32", "float32", "mosaic"),
+        ("bfloat16", "float32", "mosaic"),
+        ("bfloat16", "float16", "xla"),
+    ],
+)
+def test_the_choice_here(hidden, weight, choice):
+    decision = rlk_jax.explain("linear_logp", jnp.ones((4, 8), hidden), jnp.ones((20, 8), weight), jnp.arange(4))
     assert decision.device.platform == "gpu" and decision.choice == choice
     if choice == "xla":
         assert decision.reasons["mosaic"] == [
-            "needs hidden and lm_head_weight both bfloat16 or both float16, not float32 and float32"
+            "needs hidden and lm_head_weight both bfloat16 or both float16, not bfloat16 and float16"
         ]

@@ -74,6 +74,8 @@ def check_call(
     check_memory_budget(options.memory_budget)
     check_devices(inputs)
     real = covered if options.global_vocab_size is None else int(options.global_vocab_size)
+    dtypes = inputs.hidden.dtype, inputs.lm_head_weight.dtype
+    hidden_parts, weight_parts = (1 if x == jnp.bfloat16 or jnp.float32 not in dtypes else 2 for x in dtypes)
     config = HeadConfig(
         vocab_size=vocab_size,
         real_vocab_size=real,
@@ -85,6 +87,8 @@ def check_call(
         may_ignore=options.ignore_index is not None,
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         rank=rank,
+        hidden_parts=hidden_parts,
+        weight_parts=weight_parts,
     )
     return inputs, config if shard is None else shard.config(config), shard
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.hopper.arrays import (
     KeptExponentials,
@@ -27,6 +26,7 @@ from pallas_kernels.hopper.arrays import (
     Softmax,
     new_partials,
 )
+from pallas_kernels.hopper.parts import new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
@@ -41,7 +41,8 @@ from rlk_jax.ops.linear_logp.hopper_plan import (
     HopperPlan,
     forward_plan,
     kept_chunks,
-    vocabulary_of,
+    logits_dtype,
+    softmax_vocabulary,
 )
 from rlk_jax.ops.linear_logp.hopper_slices import matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import (
@@ -94,7 +95,7 @@ def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
     """
     if plan.tokens <= 128:
         return None
-    vocabulary = vocabulary_of(plan.config)
+    vocabulary = softmax_vocabulary(plan.config)
     block = jnp.arange(plan.rows, dtype=jnp.int32) // 64
     # Most targets of a shard's tokens lie in other shards.
     is_here = (target_ids >= 0) & (target_ids < plan.config.vocab_size)
@@ -114,8 +115,9 @@ def _partials(
     n, dim = operands.hidden.shape[0], head_dim(config, operands)
     typed = operands.hidden
     operands, tokens = as_replicated((fusion_barrier(operands), tokens))
-    keeping = kept_chunks(config, dim, n, operands.hidden.dtype)
-    plan, vocabulary = forward_plan(config, dim, n, keeping), vocabulary_of(config)
+    dtype = logits_dtype(config, operands.hidden.dtype)
+    keeping = kept_chunks(config, dim, n, dtype)
+    plan, vocabulary = forward_plan(config, dim, n, keeping), softmax_vocabulary(config)
     rows = compact(tokens.active, plan.rows, all_active=not config.may_ignore)
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
     target_ids, temperature = fusion_barrier((rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)))
@@ -124,7 +126,9 @@ def _partials(
 
     has_softcap = config.logit_softcap is not None
     out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, with_derivative=has_softcap)
-    exponentials = jax.new_ref(lax.empty((plan.matrix_rows, keeping * COLUMNS), hidden.dtype)) if keeping else None
+    exponentials = None
+    if keeping:
+        exponentials = jax.tree.map(jax.new_ref, new_matrix((plan.matrix_rows, keeping * COLUMNS), dtype))
 
     def step(chunks: ChunkRange, index: Any) -> None:
         part = slice_of(plan, chunks, index, operands, rows)
@@ -139,7 +143,8 @@ def _partials(
     kept = None
     if exponentials is not None:
         place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
-        kept = KeptForBackward(KeptExponentials(jax.freeze(exponentials), of_chunks.shift[:keeping]), place)
+        shift = of_chunks.shift[: vocabulary.chunks_in(keeping)]
+        kept = KeptForBackward(KeptExponentials(jax.tree.map(jax.freeze, exponentials), shift), place)
     return varying_like((groups, (rows, kept)), typed)
 
 

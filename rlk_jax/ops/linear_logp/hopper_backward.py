@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.hopper.arrays import GradientRows, KeptExponentials, KeptRowMap, LogitsConfig, Softmax
+from pallas_kernels.hopper.parts import Matrix, new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.rows import Compacted, compact
@@ -16,7 +16,7 @@ from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, backward_plan, replaces_kept
+from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, backward_plan, logits_dtype, replaces_kept
 from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice, matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, head_dim
 
@@ -33,12 +33,12 @@ class KeptForBackward(NamedTuple):
 class WrittenGradients(Protocol):
     """What the slices of a backward write to, as `HeadGradients` is."""
 
-    def add(self, use: Any, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Array, /) -> None: ...
+    def add(self, use: Any, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Matrix, /) -> None: ...
 
     def complete(self, operands: Operands, rows: Compacted, /) -> Gradients: ...
 
 
-NewGradients = Callable[[HopperPlan, Needs, Operands, tuple[Array | None, ...], Scaling | None], WrittenGradients]
+NewGradients = Callable[[HopperPlan, Needs, Operands, tuple[Matrix | None, ...], Scaling | None], WrittenGradients]
 
 
 def gradients(
@@ -59,7 +59,7 @@ def gradients(
     """
     use, machine = kernels(), machine or default_machine()
     n, dim = operands.hidden.shape[0], head_dim(config, operands)
-    dtype = operands.hidden.dtype
+    dtype = logits_dtype(config, operands.hidden.dtype)
     if upstream.entropy is not None:
         # The entropy's gradient needs logits more exactly than rounded exponentials tell them.
         kept = None
@@ -79,20 +79,20 @@ def gradients(
     def step(chunks: ChunkRange, index: Any) -> None:
         part = slice_of(plan, chunks, index, operands, rows)
         logits = LogitsConfig(part.head, config.logit_softcap)
-        memory = lax.empty((plan.matrix_rows, plan.buffer_chunks(chunks) * COLUMNS), dtype)
+        memory = new_matrix((plan.matrix_rows, plan.buffer_chunks(chunks) * COLUMNS), dtype)
         if chunks.is_kept and stored is not None:
             exponentials, row_map = stored
             if replaces_kept(config, dim):
                 memory, exponentials = exponentials.exponentials, exponentials._replace(exponentials=None)
-            buffer = jax.new_ref(memory)
+            buffer = jax.tree.map(jax.new_ref, memory)
             use.dlogits_from_kept_exponentials(
                 part.head.vocabulary, machine, part.where, exponentials, row_map, row_coefficients, buffer
             )
         else:
-            buffer = jax.new_ref(memory)
+            buffer = jax.tree.map(jax.new_ref, memory)
             head = (part.where, hidden, part.weight, part.bias)
             use.dlogits(logits, machine, *head, row_coefficients, buffer, part.term(low_rank_hidden))
-        written.add(use, machine, chunks, part, jax.freeze(buffer))
+        written.add(use, machine, chunks, part, jax.tree.map(jax.freeze, buffer))
 
     over_slices(plan, step)
     return written.complete(operands, rows)

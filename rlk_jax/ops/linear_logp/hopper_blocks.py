@@ -61,10 +61,12 @@ def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, length: int, dtyp
     """Blocks where they save more than they cost: where the budget lacks more bytes of exponentials than the float32
     sums of dW have. Blocks of whole sequences may be filled by half, and are therefore twice as large.
     """
+    if config.logit_parts > 1:
+        return "products of float32 matrices take all tokens at once"
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name} scales gradients by what all tokens need"
     chunks, budget = vocabulary_of(config).chunks, kernel_memory_budget(config, dim, tokens)
-    missing, sums = chunks * kept_bytes(tokens) - budget, 4 * config.vocab_size * dim
+    missing, sums = chunks * kept_bytes(config, tokens) - budget, 4 * config.vocab_size * dim
     if missing <= sums:
         return (
             f"the budget of {_mib(budget)} holds all exponentials but {_mib(max(missing, 0))}, no more than the "

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import GroupRange, HiddenGradient, VocabSlice
+from pallas_kernels.hopper.parts import Matrix, leading_parts
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine
 from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import ascending_sum, zeros_behind
@@ -29,7 +30,7 @@ class _ProductGradients(NamedTuple):
 
     columns: int
     """Columns of its rows of hidden."""
-    hidden: Array | None
+    hidden: Matrix | None
     """The rows that the gradient of its weight sums up."""
     d_hidden: HiddenGradient | None
     """The sums over the vocabulary, or None where nothing needs them."""
@@ -46,29 +47,33 @@ class HeadGradients:
     """The head's product, and that of its low-rank term where it has one."""
     d_bias: Ref | None
 
-    def add(self, use: HeadKernels, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Array) -> None:
+    def add(self, use: HeadKernels, machine: Machine, chunks: ChunkRange, part: HeadSlice, dlogits: Matrix) -> None:
         """Add one slice's part to dH and to the gradient of a low-rank term's columns, and store its part of the
         other gradients.
+
+        The gradient of an operand in one part is made of one part of the logits' gradients, as all 16-bit ones are.
         """
-        scaling = self.scaling
+        scaling, config = self.scaling, self.plan.config
         row_unscale, unscale = (None, None) if scaling is None else (scaling.row_unscale, scaling.unscale)
-        of_slice = (part.head, machine, part.where, dlogits)
+        of_hidden, of_weight = (leading_parts(dlogits, x) for x in (config.hidden_parts, config.weight_parts))
         for product, weight in zip(self.products, (part.weight, part.low_rank), strict=False):
             if product.d_hidden is not None and weight is not None:
+                of_slice = (part.head, machine, part.where, of_hidden)
                 add = functools.partial(use.add_hidden_gradient, *of_slice, weight, row_unscale)
                 at_once = self.plan.groups_at_once or use.folds_groups(machine)
                 self._over_groups(chunks, part.where, at_once, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
-            store = functools.partial(use.store_weight_gradient, *of_slice, product.hidden, unscale)
-            if chunks.copied:
-                rows_of_slice = jax.new_ref(lax.empty((part.columns.size, product.hidden.shape[1]), dlogits.dtype))
+            out, rows = product.d_weight, product.hidden
+            of_slice = (part.stored, machine, part.where, of_weight)
+            store = functools.partial(use.store_weight_gradient, *of_slice, rows, unscale)
+            if part.stored.copied:
+                rows_of_slice = jax.new_ref(lax.empty((part.columns.size, rows.shape[1]), out.dtype))
                 store(rows_of_slice)
-                out = product.d_weight
-                out[...] = _stored(out[...], jax.freeze(rows_of_slice), part.columns, self.plan.config)
+                out[...] = _stored(out[...], jax.freeze(rows_of_slice), part.columns, config)
             else:
-                store(product.d_weight)
+                store(out)
         if self.d_bias is not None:
             store_bias_gradient(self.d_bias, part, use.column_sums(part.where, dlogits, row_unscale, machine))
 
@@ -116,24 +121,24 @@ class HeadGradients:
 
 
 def new_head_gradients(
-    plan: HopperPlan, needs: Needs, operands: Operands, hidden: tuple[Array | None, ...], scaling: Scaling | None
+    plan: HopperPlan, needs: Needs, operands: Operands, hidden: tuple[Matrix | None, ...], scaling: Scaling | None
 ) -> HeadGradients:
     """Memory for the gradients that are needed. `hidden` are the kernels' rows of hidden, by product."""
-    config, dtype = plan.config, operands.hidden.dtype
+    config = plan.config
     # Columns of padding are written by no slice.
     new_gradient = jnp.zeros if config.real_vocab_size < config.vocab_size else lax.empty
 
-    def of_product(columns: int, of_rows: Array | None, shape: tuple[int, ...], is_needed: bool) -> _ProductGradients:
-        if of_rows is not None and scaling is not None:
-            of_rows = (of_rows * scaling.to_common[: of_rows.shape[0], None]).astype(dtype)
-        d_hidden = _new_sums(plan, columns, dtype) if needs.hidden else None
-        d_weight = jax.new_ref(new_gradient(shape, dtype)) if is_needed else None
+    def of_product(columns: int, of_rows: Matrix | None, weight: Any, is_needed: bool) -> _ProductGradients:
+        if isinstance(of_rows, Array) and scaling is not None:
+            of_rows = (of_rows * scaling.to_common[: of_rows.shape[0], None]).astype(of_rows.dtype)
+        d_hidden = _new_sums(plan, columns, operands.hidden.dtype) if needs.hidden else None
+        d_weight = jax.new_ref(new_gradient(weight.shape, weight.dtype)) if is_needed else None
         return _ProductGradients(columns, of_rows, d_hidden, d_weight)
 
-    products = [of_product(plan.dim, hidden[0], operands.weight.shape, needs.weight)]
+    products = [of_product(plan.dim, hidden[0], operands.weight, needs.weight)]
     if operands.low_rank is not None:
         b = operands.low_rank
-        whole = jax.eval_shape(lambda x: zeros_behind(x, rank_axis(config.weight_layout), DEPTH), b).shape
+        whole = jax.eval_shape(lambda x: zeros_behind(x, rank_axis(config.weight_layout), DEPTH), b)
         products.append(of_product(config.rank, hidden[1], whole, needs.low_rank))
     d_bias = jax.new_ref(jnp.zeros(config.vocab_size, jnp.float32)) if needs.bias else None
     return HeadGradients(plan, scaling, tuple(products), d_bias)
@@ -151,7 +156,7 @@ def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> HiddenGradient:
     return HiddenGradient(
         chains=new(1) if plan.cuts_groups else None,
         total=new(),
-        rounded=None if plan.config.is_shard else new(dtype=dtype),
+        rounded=None if plan.config.is_shard or dtype == jnp.float32 else new(dtype=dtype),
     )
 
 

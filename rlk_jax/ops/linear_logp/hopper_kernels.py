@@ -16,6 +16,7 @@ from pallas_kernels.hopper.arrays import (
     Softmax,
     VocabSlice,
 )
+from pallas_kernels.hopper.parts import Matrix
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.products import LowRankTerm
@@ -38,14 +39,14 @@ class HeadKernels(Protocol):
         logits: LogitsConfig,
         machine: Machine,
         where: VocabSlice,
-        hidden: Array,
-        weight: Array,
+        hidden: Matrix,
+        weight: Matrix,
         bias: Array | None,
         target_ids: Array,
         holds_target: Array | None,
         temperature: Array,
         out: Partials,
-        kept: Ref | None = None,
+        kept: Any = None,
         low_rank: LowRankTerm | None = None,
         /,
     ) -> None: ...
@@ -61,8 +62,8 @@ class HeadKernels(Protocol):
         logits: LogitsConfig,
         machine: Machine,
         where: VocabSlice,
-        hidden: Array,
-        weight: Array,
+        hidden: Matrix,
+        weight: Matrix,
         bias: Array | None,
         rows: Coefficients,
         out: Ref,
@@ -89,8 +90,8 @@ class HeadKernels(Protocol):
         head: HeadAccess,
         machine: Machine,
         where: VocabSlice,
-        dlogits: Array,
-        weight: Array,
+        dlogits: Matrix,
+        weight: Matrix,
         unscale: Array | None,
         groups: GroupRange,
         out: HiddenGradient,
@@ -101,15 +102,15 @@ class HeadKernels(Protocol):
         head: HeadAccess,
         machine: Machine,
         where: VocabSlice,
-        dlogits: Array,
-        hidden: Array,
+        dlogits: Matrix,
+        hidden: Matrix,
         unscale: Array | None,
         out: Ref,
         /,
     ) -> None: ...
 
     def column_sums(
-        self, where: VocabSlice, dlogits: Array, row_unscale: Array | None, machine: Machine, /
+        self, where: VocabSlice, dlogits: Matrix, row_unscale: Array | None, machine: Machine, /
     ) -> Array: ...
 
 
@@ -123,7 +124,7 @@ class BlockKernels(HeadKernels, Protocol):
     def column_sums(
         self,
         where: VocabSlice,
-        dlogits: Array,
+        dlogits: Matrix,
         row_unscale: Array | None,
         machine: Machine,
         so_far: Array | None = None,

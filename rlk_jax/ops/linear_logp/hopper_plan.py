@@ -91,12 +91,27 @@ def matrix_rows(tokens: int) -> int:
 
 
 def vocabulary_of(config: HeadConfig) -> Vocabulary:
-    """The columns as the kernels cut them."""
+    """The columns as slices are cut from them, in chunks of 256."""
     return Vocabulary(config.real_vocab_size, config.groups.count, config.groups.width)
 
 
+def softmax_vocabulary(config: HeadConfig) -> Vocabulary:
+    """The columns as the softmax is summed up over them: where logits are in two parts, in chunks of 128."""
+    return vocabulary_of(config).cut(COLUMNS // config.logit_parts)
+
+
+def logits_dtype(config: HeadConfig, dtype: Any) -> Any:
+    """What exponentials and gradients of logits are rounded to, beside a hidden of this dtype."""
+    return jnp.float32 if config.logit_parts > 1 else dtype
+
+
 def reads_in_place(config: HeadConfig, dim: int) -> bool:
-    """Whether TMA can read the head where it is: its strides and every chunk's first column suit TMA's tiles."""
+    """Whether TMA reads the head where it is, not in parts."""
+    return config.weight_parts == 1 and stores_in_place(config, dim)
+
+
+def stores_in_place(config: HeadConfig, dim: int) -> bool:
+    """Whether TMA can write dW where it belongs: strides and every chunk's first column suit TMA's tiles."""
     if config.weight_layout == "vd":
         return dim % DEPTH == 0 and config.vocab_size % 8 == 0
     return config.vocab_size % 64 == 0 and config.groups.width % 64 == 0
@@ -126,10 +141,10 @@ class BufferSizes:
     """Bytes of kept exponentials, which are held while slices of kept chunks are worked on."""
 
 
-def kept_bytes(tokens: int) -> int:
-    """Bytes of one chunk's kept exponentials and their shifts."""
+def kept_bytes(config: HeadConfig, tokens: int) -> int:
+    """Bytes of one chunk's kept exponentials and their shifts. In two parts there are two shifts for 256 columns."""
     rows = matrix_rows(tokens)
-    return 2 * COLUMNS * rows + 4 * padded(rows, THREADS)
+    return config.logit_parts * (2 * COLUMNS * rows + 4 * padded(rows, THREADS))
 
 
 def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
@@ -150,8 +165,8 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
         if room < block:
             return 0
         if replaces_kept(config, dim):
-            return min(chunks_in_place(config, dim), room // kept_bytes(tokens))
-        return min(vocabulary_of(config).chunks, (room - block) // 2 // kept_bytes(tokens))
+            return min(chunks_in_place(config, dim), room // kept_bytes(config, tokens))
+        return min(vocabulary_of(config).chunks, (room - block) // 2 // kept_bytes(config, tokens))
 
     most, cut = affordable(sizes.fixed), affordable(sizes.fixed + chain_bytes(dim, tokens))
     if sums_groups_at_once(config, dim, tokens):
@@ -215,7 +230,8 @@ def _plan(
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
     """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
-    return _plan(config, dim, tokens, in_place, 0, BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(tokens)), 1)
+    sizes = BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(config, tokens))
+    return _plan(config, dim, tokens, in_place, 0, sizes, 1)
 
 
 def backward_plan(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> HopperPlan:
@@ -226,7 +242,7 @@ def backward_plan(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dt
     end with groups of the vocabulary, or leave room for the chain of the group that they end inside.
     """
     sizes = backward_sizes(config, dim, tokens, needs, dtype)
-    sizes = replace(sizes, exponentials=kept * kept_bytes(tokens))
+    sizes = replace(sizes, exponentials=kept * kept_bytes(config, tokens))
     of_call = (config, dim, tokens, chunks_in_place(config, dim), kept)
     if not needs.hidden or sums_groups_at_once(config, dim, tokens):
         return _plan(*of_call, sizes, 1)
@@ -242,13 +258,17 @@ def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtyp
     """
     rows = matrix_rows(tokens)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    copies = _head_chunk_bytes(dim) * (2 if needs.weight else 1)
-    fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies
+    copies = _head_chunk_bytes(dim)
+    if needs.weight and not (config.weight_parts > 1 and stores_in_place(config, dim)):
+        copies += config.weight_parts * _head_chunk_bytes(dim)
+    fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies * config.hidden_parts
     if sums_groups_at_once(config, dim, tokens) and not config.sums_by_group:
         fixed += (config.groups.count - 1) * chain_bytes(dim, tokens)
-    return BufferSizes(2 * COLUMNS * rows, copies, fixed)
+    return BufferSizes(2 * COLUMNS * rows * config.logit_parts, copies, fixed)
 
 
 def _head_chunk_bytes(dim: int) -> int:
-    """Bytes of one chunk of a copied head, and of the gather that makes it."""
+    """Bytes of one chunk of a copied head, and of the gather that makes it; or of its two parts, which XLA gathers and
+    makes in one kernel.
+    """
     return 2 * 2 * COLUMNS * padded(dim, DEPTH)

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import VocabSlice
+from pallas_kernels.hopper.parts import Matrix, split
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
+from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, stores_in_place, vocabulary_of
 from rlk_jax.ops.linear_logp.options import Operands, rank_axis, real_columns
 
 Array = jax.Array
@@ -27,7 +28,9 @@ class HeadSlice:
 
     where: VocabSlice
     head: HeadAccess
-    weight: Array
+    stored: HeadAccess
+    """Where the slice's part of the weight's gradient is stored, as `head` says where the weight is read."""
+    weight: Matrix
     bias: Array | None
     low_rank: Array | None
     """B of a low-rank term, cut as the weight is."""
@@ -66,8 +69,13 @@ def slice_of(plan: HopperPlan, chunks: ChunkRange, index: Any, operands: Operand
         bias = jnp.where(holds.reshape(-1), operands.bias[there].astype(jnp.float32), 0)
     known = operands.real_columns
     where = VocabSlice(rows.count, first.reshape(1), count.reshape(1), None if known is None else known.reshape(1))
-    head = HeadAccess(vocabulary, "vd" if chunks.copied else config.weight_layout, chunks.copied)
-    return HeadSlice(where, head, of_slice(operands.weight), bias, low_rank, columns)
+    head = stored = HeadAccess(vocabulary, "vd" if chunks.copied else config.weight_layout, chunks.copied)
+    if config.weight_parts > 1 and stores_in_place(config, plan.dim):
+        stored = HeadAccess(vocabulary, config.weight_layout, False)
+    weight: Matrix = of_slice(operands.weight)
+    if config.weight_parts > 1:
+        weight = fusion_barrier(split(weight.astype(jnp.float32)))
+    return HeadSlice(where, head, stored, weight, bias, low_rank, columns)
 
 
 def over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> None:
@@ -79,12 +87,13 @@ def over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> No
             lax.fori_loop(0, chunks.slices, lambda i, _, chunks=chunks: step(chunks, i), None)
 
 
-def _matrix(plan: HopperPlan, rows: Compacted, hidden: Array) -> Array:
+def _matrix(plan: HopperPlan, rows: Compacted, hidden: Array) -> Matrix:
     """The compacted rows of some columns of hidden, followed by zeros, up to a multiple of 64 columns."""
-    return fusion_barrier(zeros_behind(rows.take(hidden)[: plan.matrix_rows], 1, DEPTH))
+    taken = zeros_behind(rows.take(hidden)[: plan.matrix_rows], 1, DEPTH)
+    return fusion_barrier(split(taken.astype(jnp.float32)) if plan.config.hidden_parts > 1 else taken)
 
 
-def matrices(plan: HopperPlan, rows: Compacted, hidden: Array) -> tuple[Array, Array | None]:
+def matrices(plan: HopperPlan, rows: Compacted, hidden: Array) -> tuple[Matrix, Matrix | None]:
     """hidden's own columns, and those of a low-rank term, as two matrices."""
     dim = plan.dim
     return _matrix(plan, rows, hidden[:, :dim]), _matrix(plan, rows, hidden[:, dim:]) if plan.config.rank else None

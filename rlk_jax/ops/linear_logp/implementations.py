@@ -27,12 +27,24 @@ def _operand_obstacles(facts: CallFacts) -> list[str]:
     hidden, weight = facts.dtypes[:2]
     if hidden != weight or hidden not in ("bfloat16", "float16"):
         reasons.append(f"needs hidden and lm_head_weight both bfloat16 or both float16, not {hidden} and {weight}")
-    if facts.dim % 8:
-        reasons.append(f"needs a hidden dim that is a multiple of 8, not {facts.dim}")
-    return reasons
+    return reasons + _dim_obstacles(facts)
+
+
+def _dim_obstacles(facts: CallFacts) -> list[str]:
+    return [f"needs a hidden dim that is a multiple of 8, not {facts.dim}"] if facts.dim % 8 else []
 
 
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
+    """Why Mosaic's kernels cannot run: they take float32 operands too, in two bfloat16 parts each."""
+    if "float32" not in facts.dtypes[:2]:
+        return hopper_obstacles(facts) + _operand_obstacles(facts)
+    reasons = hopper_obstacles(facts) + _dim_obstacles(facts)
+    if facts.config.rank:
+        reasons.append("takes a low_rank term beside bfloat16 or float16 operands only")
+    return reasons
+
+
+def _cuda_obstacles(facts: CallFacts) -> list[str]:
     return hopper_obstacles(facts) + _operand_obstacles(facts)
 
 
@@ -60,7 +72,7 @@ ROWS = (
     Implementation(
         "cuda",
         partitioned(hopper.cuda(), check_edges),
-        with_cuda_library(_mosaic_obstacles),
+        with_cuda_library(_cuda_obstacles),
         by_name_only="mosaic is as fast and needs no compiler",
         promises_bits=True,
         skips_padding=True,

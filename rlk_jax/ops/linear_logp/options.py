@@ -97,6 +97,15 @@ class HeadConfig(SoftmaxConfig):
     """Whether a backward will follow, for which the forward may keep some of what it computes."""
     rank: int = 0
     """The rank of the head's low-rank term; 0 without one."""
+    hidden_parts: int = 1
+    """In how many 16-bit parts tensor cores take hidden: two for float32, and for float16 beside float32."""
+    weight_parts: int = 1
+    """In how many 16-bit parts tensor cores take the weight."""
+
+    @property
+    def logit_parts(self) -> int:
+        """In how many 16-bit parts tensor cores take gradients of logits."""
+        return max(self.hidden_parts, self.weight_parts)
 
     @property
     def hidden_gradient_parts(self) -> int:
@@ -249,4 +258,4 @@ def real_columns(config: HeadConfig, operands: Operands) -> Any:
 
 def kernel_memory_budget(config: HeadConfig, dim: int, tokens: int) -> int:
     """The bytes that kernels may take: the call's own budget, or the default for this many tokens."""
-    return config.memory_budget or max(KERNEL_MEMORY_BUDGET, 3 * 2 * dim * tokens)
+    return config.memory_budget or max(KERNEL_MEMORY_BUDGET, 3 * 2 * config.hidden_parts * dim * tokens)

@@ -18,6 +18,7 @@ from pallas_kernels.hopper.tiles import (
     gemm_plan,
     gemm_tile,
     hidden_gradient_tile,
+    of_parts,
     statistics_tile,
 )
 from pallas_kernels.hopper.vocabulary import Vocabulary
@@ -29,7 +30,9 @@ from rlk_jax.ops.linear_logp.options import Needs
 from tests.support.head_configs import head_config
 from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 
-MOST_CHUNKS = 2048
+PARTS = ((1, 1), (2, 2), (1, 2), (2, 1))
+"""In how many parts hidden and the head may be."""
+MOST_CHUNKS = 4096
 """More chunks than any vocabulary here has: with arrays of this size all share the same few programs."""
 
 
@@ -37,9 +40,9 @@ def vocabulary(size: int) -> Vocabulary:
     return Vocabulary(size, column_groups(size).count, column_groups(size).width)
 
 
-def assert_fits(tile: Tile, staged: int) -> None:
+def assert_fits(tile: Tile, staged: int, a_parts: int = 1, b_parts: int = 1) -> None:
     """A tile fits into shared memory. staged: the bytes of one strip of a warpgroup, of which two are in flight."""
-    ring = tile.stages * 2 * tile.depth * (tile.rows + tile.columns)
+    ring = tile.stages * 2 * tile.depth * (a_parts * tile.rows + b_parts * tile.columns)
     assert ring + tile.warpgroups * 2 * staged <= SHARED_MEMORY
     assert tile.rows == 64 * tile.warpgroups and tile.stages >= 3
 
@@ -58,6 +61,15 @@ def test_tiles_of_hidden_gradients(rows, columns, sums):
     assert COLUMNS % tile.columns == 0
     assert_fits(tile, staged=0)
     assert tile.columns == gemm_tile(rows, columns).columns or sums * -(-rows // tile.rows) * -(-columns // 256) < 96
+
+
+@given(rows=st.integers(1, 1 << 20), columns=st.integers(1, 16384), parts=st.sampled_from(PARTS))
+def test_tiles_of_operands_in_parts(rows, columns, parts):
+    for tile in (statistics_tile(rows), gemm_tile(rows, columns), hidden_gradient_tile(rows, columns, 8)):
+        found = of_parts(tile, *parts)
+        assert_fits(found, 2 * 64 * 64, *parts)
+        assert found.cluster_rows == tile.cluster_rows and COLUMNS % found.columns == 0
+        assert found == tile if parts == (1, 1) else found.columns <= 128
 
 
 layouts = st.fixed_dictionaries({name: st.booleans() for name in ("a_transposed", "accumulates")})
@@ -113,14 +125,15 @@ def test_few_rows_get_small_tiles():
 
 
 @settings(max_examples=60)
-@given(size=st.integers(1, 300_000))
-def test_chunks_partition_the_vocabulary(size):
-    v = vocabulary(size)
+@given(size=st.integers(1, 300_000), columns=st.sampled_from([COLUMNS, 128]))
+def test_chunks_partition_the_vocabulary(size, columns):
+    v = vocabulary(size).cut(columns)
+    assert v.chunks == vocabulary(size).chunks * (COLUMNS // columns)
     chunk = jnp.arange(MOST_CHUNKS, dtype=jnp.int32)
     start, width = (np.asarray(function(chunk))[: v.chunks] for function in (v.start, v.width))
     held = np.concatenate([np.arange(s, s + w) for s, w in zip(start, width, strict=True)])
     np.testing.assert_array_equal(held, np.arange(size))
-    assert v.is_ragged == bool((width < COLUMNS).any())
+    assert v.is_ragged == bool((width < columns).any())
     column = jnp.asarray(np.linspace(0, size - 1, 500), jnp.int32)
     holder = np.asarray(v.chunk_of(column))
     assert ((start[holder] <= column) & (column < start[holder] + width[holder])).all()
@@ -141,20 +154,22 @@ def test_every_chunk_has_its_steps_of_k(size):
     dim=st.integers(1, 600),
     budget=st.integers(1, 1 << 33),
     keeps=st.booleans(),
+    parts=st.sampled_from(PARTS),
 )
-@example(size=4345, padding=0, tokens=1042, dim=112, budget=13_672_997, keeps=True)  # copied, no group fits a slice
-@example(size=2129, padding=47, tokens=23, dim=16, budget=305_981, keeps=True)  # only the end is copied
-def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
+@example(4345, 0, 1042, 112, 13_672_997, True, (1, 1))  # copied, no group fits a slice
+@example(2129, 47, 23, 16, 305_981, True, (1, 1))  # only the end is copied
+def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps, parts):
     dim *= 8
-    given_options = head_config(size + padding, real_vocab_size=size, memory_budget=budget)
+    of_parts = {"hidden_parts": parts[0], "weight_parts": parts[1]}
+    given_options = head_config(size + padding, real_vocab_size=size, memory_budget=budget, **of_parts)
     kept = hopper_plan.kept_chunks(dataclasses.replace(given_options, keeps=keeps), dim, tokens, jnp.bfloat16)
     needs = Needs(True, True, True)
     plan = hopper_plan.backward_plan(given_options, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
     ends = [0, *(part.end for part in plan.ranges)]
     assert [part.first for part in plan.ranges] == ends[:-1] and ends[-1] == vocabulary(size).chunks
     assert kept == sum(part.end - part.first for part in plan.ranges if part.is_kept) and (keeps or not kept)
-    kept_bytes = kept * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
-    rows_bytes = 2 * plan.matrix_rows * padded(dim, 64)
+    kept_bytes = kept * max(parts) * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
+    rows_bytes = 2 * parts[0] * plan.matrix_rows * padded(dim, 64)
     sum_bytes = 4 * plan.rows * padded(dim, COLUMNS)
     rows_bytes += sum_bytes * (given_options.groups.count - 1 if plan.groups_at_once else plan.cuts_groups)
     in_place = hopper_plan.replaces_kept(given_options, dim)
@@ -164,8 +179,11 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps):
         if part.is_kept and in_place:
             assert part.slices == 1 and not part.copied
             continue
-        head = 2 * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
-        used = part.width * (2 * COLUMNS * plan.matrix_rows + head) + rows_bytes
+        # A copy and its gather, or two parts; dW in its dtype and a copy of it, unless it is stored where it belongs.
+        is_stored = parts[1] == 2 and hopper_plan.stores_in_place(given_options, dim)
+        copies = 1 if is_stored else 1 + parts[1]
+        head = 2 * 2 * copies * COLUMNS * padded(dim, 64) if part.copied else 0
+        used = part.width * (2 * max(parts) * COLUMNS * plan.matrix_rows + head) + rows_bytes
         assert used + kept_bytes * part.is_kept <= budget or (part.width == 1 and not kept)
     assert plan.cuts_groups == any(
         (part.first + i * part.width) % vocabulary(size).group_chunks
@@ -197,6 +215,15 @@ def test_what_is_kept():
     assert hopper_plan.kept_chunks(head_config(131072), 4096, 4096, jnp.bfloat16) == 0
     groups = dataclasses.replace(keeping, is_shard=True, sums_by_group=True)
     assert hopper_plan.kept_chunks(groups, 4096, 4096, jnp.bfloat16) == 238  # every group has its chain
+
+
+def test_what_is_kept_of_float32_operands():
+    """Two parts take twice the bytes, and a float32 head is copied, for which half of the budget is set aside."""
+    of_parts = ({"hidden_parts": hidden, "weight_parts": weight} for hidden, weight in PARTS)
+    kept = [hopper_plan.kept_chunks(head_config(131072, keeps=True, **x), 4096, 4096, jnp.bfloat16) for x in of_parts]
+    assert kept == [206, 46, 50, 95]
+    whole = head_config(131072, keeps=True, hidden_parts=2, weight_parts=2, memory_budget=2**33)
+    assert hopper_plan.kept_chunks(whole, 4096, 4096, jnp.bfloat16) == 512
 
 
 def test_budgets_of_the_gpu_test_keep_none_some_and_all():

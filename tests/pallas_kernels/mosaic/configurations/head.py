@@ -21,6 +21,7 @@ from pallas_kernels.hopper.arrays import (
     VocabSlice,
     new_partials,
 )
+from pallas_kernels.hopper.parts import Parts, new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic import head_kernels
@@ -59,6 +60,8 @@ class Problem:
     """The rank of a low-rank term; 0 for none."""
     shard: bool = False
     """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
+    parts: tuple[int, int] = (1, 1)
+    """In how many parts hidden and the weight are. A weight in two parts is always copied."""
 
     def options(self, kernel: str) -> dict[str, Any]:
         """All fields, and the kernel's name."""
@@ -76,13 +79,25 @@ class Problem:
         return HeadAccess(vocabulary, self.layout, self.copied)
 
     @property
-    def weight(self) -> jax.ShapeDtypeStruct:
+    def softmax_vocabulary(self) -> Vocabulary:
+        return self.head.vocabulary.cut(COLUMNS // max(self.parts))
+
+    def matrix(self, shape: tuple[int, ...], parts: int) -> Any:
+        one = jax.ShapeDtypeStruct(shape, self.dtype)
+        return one if parts == 1 else Parts(one, one)
+
+    def gradient_dtype(self, parts: int) -> Any:
+        """The dtype of the gradient of an operand in so many parts."""
+        return self.dtype if parts == 1 else jnp.float32
+
+    @property
+    def weight(self) -> Any:
         return self.weight_of(self.dim)
 
-    def weight_of(self, dim: int) -> jax.ShapeDtypeStruct:
+    def weight_of(self, dim: int) -> Any:
         columns = column_groups(self.vocab).width if self.shard else self.vocab
         rows = self.slice_chunks * COLUMNS if self.copied else columns
-        return jax.ShapeDtypeStruct((rows, dim) if self.layout == "vd" else (dim, rows), self.dtype)
+        return self.matrix((rows, dim) if self.layout == "vd" else (dim, rows), self.parts[1])
 
     def vector(self, wanted: bool = True, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct | None:
         return jax.ShapeDtypeStruct((self.vector_rows,), dtype) if wanted else None
@@ -92,7 +107,7 @@ class Problem:
         bias = jax.ShapeDtypeStruct((self.slice_chunks * COLUMNS,), jnp.float32) if self.bias else None
         return {
             "where": VocabSlice(scalar, scalar, scalar, scalar if self.shard else None),
-            "hidden": jax.ShapeDtypeStruct((self.rows, self.dim), self.dtype),
+            "hidden": self.matrix((self.rows, self.dim), self.parts[0]),
             "weight": self.weight,
             "bias": bias,
             "low_rank": self.low_rank,
@@ -108,20 +123,27 @@ class Problem:
         ids, row = self.vector(dtype=jnp.int32), self.vector()
         return Coefficients(ids, row, row, row, row if self.entropy else None, row)
 
-    def dlogits_array(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, self.slice_chunks * COLUMNS), self.dtype)
+    def dlogits_matrix(self, parts: int) -> Any:
+        """Gradients of logits for a result in so many parts."""
+        return self.matrix((self.rows, self.slice_chunks * COLUMNS), parts)
+
+    def new_dlogits(self) -> Any:
+        """Memory for gradients of logits, or exponentials, as references."""
+        memory = new_matrix((self.rows, self.slice_chunks * COLUMNS), self.gradient_dtype(max(self.parts)))
+        return jax.tree.map(jax.new_ref, memory)
 
 
 def forward(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, low_rank, target_ids, holds_target, temperature):
-        shape = (p.head.vocabulary.chunks, p.vector_rows)
+        shape = (p.softmax_vocabulary.chunks, p.vector_rows)
         out = new_partials(shape, with_gap=p.entropy, with_derivative=p.softcap is not None)
-        kept = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype)) if p.keeps else None
+        kept = p.new_dlogits() if p.keeps else None
         logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
         head_kernels.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank)
         return jax.tree.map(jax.freeze, out)
 
-    holds = jax.ShapeDtypeStruct((p.vector_rows // 64, p.head.vocabulary.chunks), jnp.int32) if p.rows > 128 else None
+    of_chunks = p.vector_rows // 64, p.softmax_vocabulary.chunks
+    holds = jax.ShapeDtypeStruct(of_chunks, jnp.int32) if p.rows > 128 else None
     vectors = {"target_ids": p.vector(dtype=jnp.int32), "holds_target": holds, "temperature": p.vector()}
     return Configuration(p.options("forward"), run, {**p.common(), **vectors})
 
@@ -135,7 +157,7 @@ def folds(p: Problem) -> Configuration:
         groups = fold_chunks(partials, p.head.vocabulary.groups, active, MACHINE)
         return fold_groups(groups, active, MACHINE)
 
-    row = jax.ShapeDtypeStruct((p.head.vocabulary.chunks, p.vector_rows), jnp.float32)
+    row = jax.ShapeDtypeStruct((p.softmax_vocabulary.chunks, p.vector_rows), jnp.float32)
     partials = Partials(row, row, row, row if p.entropy else None, None if p.softcap is None else row)
     active = jax.ShapeDtypeStruct((1,), jnp.int32)
     return Configuration(p.options("folds"), run, {"partials": partials, "active": active})
@@ -143,9 +165,9 @@ def folds(p: Problem) -> Configuration:
 
 def logit_gradients(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, low_rank, rows):
-        out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+        out = p.new_dlogits()
         dlogits(LogitsConfig(p.head, p.softcap), MACHINE, where, hidden, weight, bias, rows, out, low_rank)
-        return jax.freeze(out)
+        return jax.tree.map(jax.freeze, out)
 
     return Configuration(p.options("dlogits"), run, {**p.common(), "rows": p.coefficients()})
 
@@ -168,15 +190,16 @@ def row_coefficients(p: Problem) -> Configuration:
 def logit_gradients_from_kept_exponentials(p: Problem, *, in_place: bool) -> Configuration:
     def run(where, kept, source, rows):
         if in_place:
-            out, kept = jax.new_ref(kept.exponentials), kept._replace(exponentials=None)
+            out, kept = jax.tree.map(jax.new_ref, kept.exponentials), kept._replace(exponentials=None)
         else:
-            out = jax.new_ref(lax.empty((p.rows, p.slice_chunks * COLUMNS), p.dtype))
+            out = p.new_dlogits()
         dlogits_from_kept_exponentials(p.head.vocabulary, MACHINE, where, kept, source, rows, out)
-        return jax.freeze(out)
+        return jax.tree.map(jax.freeze, out)
 
     where = p.common()["where"]
-    shift = jax.ShapeDtypeStruct((p.slice_chunks, p.vector_rows), jnp.float32)
-    arguments = {"where": where, "kept": KeptExponentials(p.dlogits_array(), shift)}
+    parts = max(p.parts)
+    shift = jax.ShapeDtypeStruct((parts * p.slice_chunks, p.vector_rows), jnp.float32)
+    arguments = {"where": where, "kept": KeptExponentials(p.dlogits_matrix(parts), shift)}
     arguments |= {"source": KeptRowMap(p.vector(dtype=jnp.int32), where.rows), "rows": p.coefficients()}
     options = p.options("dlogits from kept exponentials") | {"in_place": in_place}
     return Configuration(options, run, arguments)
@@ -193,25 +216,28 @@ def hidden_gradient(p: Problem, sums: str) -> Configuration:
 
         at_once = sums == "at once"
         chains = new(sums != "whole", (p.head.vocabulary.groups if at_once else 1, *shape))
-        out = HiddenGradient(chains, new(not at_once, shape), new(not at_once and not p.shard, shape, p.dtype))
+        rounded = new(not at_once and not p.shard and p.parts[0] == 1, shape, p.dtype)
+        out = HiddenGradient(chains, new(not at_once, shape), rounded)
         add_hidden_gradient(p.head, MACHINE, where, slice_dlogits, weight, unscale, groups, out)
         return jax.tree.map(jax.freeze, out)
 
     where = p.common()["where"]
-    arguments = {"where": where, "groups": GroupRange(where.rows, where.rows), "slice_dlogits": p.dlogits_array()}
+    arguments = {"where": where, "groups": GroupRange(where.rows, where.rows)}
+    arguments |= {"slice_dlogits": p.dlogits_matrix(p.parts[0])}
     arguments |= {"weight": p.weight, "unscale": p.vector(p.dtype == jnp.float16)}
     return Configuration(p.options("d_hidden") | {"sums": sums}, run, arguments)
 
 
 def weight_gradient(p: Problem) -> Configuration:
     def run(where, slice_dlogits, hidden, unscale):
-        out = jax.new_ref(lax.empty(p.weight.shape, p.dtype))
+        out = jax.new_ref(lax.empty(p.weight.shape, p.gradient_dtype(p.parts[1])))
         store_weight_gradient(p.head, MACHINE, where, slice_dlogits, hidden, unscale, out)
         return jax.freeze(out)
 
     unscale = jax.ShapeDtypeStruct((1,), jnp.float32) if p.dtype == jnp.float16 else None
     common = p.common()
-    arguments = {"where": common["where"], "slice_dlogits": p.dlogits_array(), "hidden": common["hidden"]}
+    slice_dlogits = p.dlogits_matrix(p.parts[1])
+    arguments = {"where": common["where"], "slice_dlogits": slice_dlogits, "hidden": common["hidden"]}
     return Configuration(p.options("d_weight"), run, {**arguments, "unscale": unscale})
 
 
@@ -223,7 +249,7 @@ def weight_gradient_sums(p: Problem) -> Configuration:
 
     common = p.common()
     shape = p.head.vocabulary.chunks * COLUMNS, padded(p.dim, COLUMNS)
-    arguments = {"where": common["where"], "slice_dlogits": p.dlogits_array(), "hidden": common["hidden"]}
+    arguments = {"where": common["where"], "slice_dlogits": p.dlogits_matrix(1), "hidden": common["hidden"]}
     return Configuration(
         p.options("d_weight sums"), run, {**arguments, "sums": jax.ShapeDtypeStruct(shape, jnp.float32)}
     )
@@ -235,7 +261,8 @@ def bias_gradient(p: Problem, *, goes_on: bool = False) -> Configuration:
 
     row_unscale = p.vector(p.dtype == jnp.float16)
     so_far = jax.ShapeDtypeStruct((p.slice_chunks * COLUMNS,), jnp.float32) if goes_on else None
-    arguments = {"where": p.common()["where"], "slice_dlogits": p.dlogits_array(), "row_unscale": row_unscale}
+    slice_dlogits = p.dlogits_matrix(max(p.parts))
+    arguments = {"where": p.common()["where"], "slice_dlogits": slice_dlogits, "row_unscale": row_unscale}
     return Configuration(p.options("d_bias") | {"goes_on": goes_on}, run, {**arguments, "so_far": so_far})
 
 
@@ -299,3 +326,34 @@ def configurations() -> Iterator[Configuration]:
     yield bias_gradient(Problem(), goes_on=True)
     for dim in (512, 64):
         yield weight_gradient_sums(Problem(dim=dim))
+    yield from _in_parts()
+
+
+def _in_parts() -> Iterator[Configuration]:
+    """Operands in two parts. Every tile, ragged chunks and both layouts meet all numbers of parts; the options of
+    epilogues meet float32 operands alone, since tiles are the same for others.
+    """
+    both = (False, True)
+    for parts in ((2, 2), (1, 2), (2, 1)):
+        read: dict[str, Any] = {"parts": parts, "copied": parts[1] == 2}
+        head = {"vocab": 50257} if read["copied"] else {"layout": "dv"}
+        for rows in (64, 128, 512):
+            p = Problem(rows=rows, dim=4096, **head, **read)
+            yield forward(dataclasses.replace(p, keeps=rows == 512))
+            yield logit_gradients(p)
+            for sums in ("at once", "whole", "cut"):
+                yield hidden_gradient(p, sums)
+            yield weight_gradient(p)
+        for dim in (64, 512):
+            yield hidden_gradient(Problem(dim=dim, **read), "whole")
+            yield weight_gradient(Problem(dim=dim, **read))
+        yield logit_gradients_from_kept_exponentials(Problem(**head, **read), in_place=not read["copied"])
+    read = {"parts": (2, 2), "copied": True}
+    for bias, softcap, entropy, keeps in itertools.product(both, (None, 30.0), both, both):
+        p = Problem(bias=bias, softcap=softcap, entropy=entropy, vocab=50257, **read)
+        yield forward(dataclasses.replace(p, keeps=keeps))
+        if not keeps:
+            yield logit_gradients(p)
+    yield forward(Problem(keeps=True, shard=True, **read))
+    yield folds(Problem(vocab=50257, **read))
+    yield bias_gradient(Problem(**read))

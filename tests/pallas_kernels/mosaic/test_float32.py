@@ -1,0 +1,175 @@
+"""linear_logp's Mosaic kernels on float32 operands, in two bfloat16 parts each, in Pallas' interpreter.
+
+What tensor cores cut off is seen on a GPU alone: tests/gpu/test_float32.py has the accuracy of long sums.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.hopper.parts import split
+from pallas_kernels.mosaic import head_kernels
+from rlk_jax import dispatch
+from rlk_jax.ops.linear_logp import hopper
+from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
+from tests.support import helpers, shards
+from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
+    row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE))
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    jax.clear_caches()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The names of the kernels that computed gradients of logits, in order."""
+    names = []
+    for name in ("dlogits", "dlogits_from_kept_exponentials"):
+        kernel = getattr(head_kernels, name)
+        monkeypatch.setattr(head_kernels, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
+    return names
+
+
+def make(case: Case, hidden: Any = F32, weight: Any = F32) -> Problem:
+    problem = helpers.make(case, F32)
+    return problem._replace(hidden=problem.hidden.astype(hidden), weight=problem.weight.astype(weight))
+
+
+SOME_KEPT = {F32: 600_000, BF16: 300_000}
+"""A budget, by the dtype of a weight, that holds some exponentials of 40 tokens × 64 × 600."""
+PLAIN = Case("plain, odd, bias", (70,), 72, 301, bias=True)
+SOFTCAP = Case("two row tiles, softcap, dv", (140,), 72, 512, options={"logit_softcap": 2.0, "weight_layout": "dv"})
+
+
+@helpers.cover(
+    "case, hidden, weight",
+    [
+        (PLAIN, F32, F32),
+        (PLAIN, BF16, F32),
+        (PLAIN, F32, BF16),
+        (PLAIN, F16, F32),
+        (dataclasses.replace(SOFTCAP, temperature="per token"), F32, F32),
+        (SOFTCAP, BF16, F32),
+        (SOFTCAP, F32, BF16),
+        (Case("padded", (40,), 64, 320, bias=True, options={"global_vocab_size": 257}), F32, F32),
+        (Case("slices", (40,), 64, 3000, options={"memory_budget": 2**19}), F32, F32),
+        (Case("one row", (1,), 64, 5), F32, F32),
+    ],
+    lambda case, hidden, weight: case is PLAIN and F16 not in (hidden, weight),
+)
+def test_against_float64(case, hidden, weight):
+    """In make test every pair of dtypes has ragged chunks and a bias; softcaps, layouts and padding meet the same
+    epilogues in test_interpreter.py.
+    """
+    problem = make(case, hidden, weight)
+    gold = helpers.gold(case, problem)
+    values, gradients = helpers.with_padding(case, problem).values_and_gradients(case, "mosaic")
+    for value, expected in zip(values, gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp_wgmma", F32, "forward")
+    for gradient, expected in zip(gradients, gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
+
+
+# In make test both operands are float32, which takes every term of the others.
+mixed = helpers.cover("hidden, weight", [(F32, F32), (BF16, F32), (F32, BF16)], lambda hidden, weight: hidden == weight)
+
+
+@mixed
+def test_slices_change_no_bit(seen, monkeypatch, hidden, weight):
+    """Slices end inside groups, or there is one. Nothing is kept, so that all logits are recomputed.
+
+    In make test both operands are float32, which has every term of the others.
+    """
+    monkeypatch.setattr(hopper, "kept_chunks", lambda *_: 0)
+    case = Case("slices or not", (40,), 64, 600, bias=True)
+    case, problem = helpers.without_entropy(case, make(case, hidden, weight))
+    one, several = (problem.values_and_gradients(case, "mosaic", memory_budget=x) for x in (2**30, 100_000))
+    assert set(seen) == {"dlogits"}
+    assert_same_bits(several, one)
+
+
+@mixed
+def test_kept_exponentials(seen, hidden, weight):
+    """Exponentials are kept of all chunks, or of some. In make test both operands are float32.
+
+    Raw bits are compared on a GPU: here a CPU's compiler fuses products into sums in one kernel, and not in another.
+    """
+    case = Case("kept", (40,), 64, 600, bias=True)
+    case, problem = helpers.without_entropy(case, make(case, hidden, weight))
+    gold = helpers.gold(case, problem)
+    for budget, kernels in ((None, set()), (SOME_KEPT[weight], {"dlogits"})):
+        seen.clear()
+        gradients = problem.gradients(case, "mosaic", memory_budget=budget)
+        assert set(seen) == {"dlogits_from_kept_exponentials"} | kernels
+        for gradient, expected in zip(gradients, gold.gradients, strict=True):
+            assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
+
+
+def test_ignored_rows_and_other_rows_change_no_bit(seen):
+    """Kept exponentials are read where they moved: only the backward leaves rows out whose gradients are 0."""
+    case = Case("rows", (24,), 64, 300, options={"ignore_index": -1})
+    case, problem = helpers.without_entropy(case, make(case))
+    ignored = problem._replace(
+        hidden=problem.hidden.at[::7].set(jnp.nan),
+        target_ids=problem.target_ids.at[::7].set(-1),
+        upstream=tuple(g.at[::3].set(0) for g in problem.upstream),
+    )
+    counts = np.arange(24) % 7 != 0
+    (values, (d_hidden, d_weight)) = ignored.values_and_gradients(case, "mosaic")
+    part = helpers.rows_of(ignored, counts)
+    alone, gradients = part.values_and_gradients(case, "mosaic")
+    assert set(seen) == {"dlogits_from_kept_exponentials"}
+    assert_same_bits((values.logp[counts], d_hidden[counts], d_weight), (alone.logp, *gradients))
+    assert not np.asarray(d_hidden[~counts]).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("columns", "layout"), [(512, "vd"), (640, "dv")])
+def test_shards_of_a_padded_head(columns, layout):
+    """Shards on the edges of groups, and off them. In make test, the same test in test_interpreter.py has shards in
+    bfloat16.
+    """
+    shards.check_two("mosaic", columns, layout, F32, "linear_logp_wgmma", has_bits=False)
+
+
+def test_parts():
+    """Parts add up to the value, beyond the range of bfloat16's rounding too. Infinities and NaN are low parts."""
+    finite = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    largest = np.finfo(np.float32).max
+    for in_kernel in (False, True):
+        high, low = jax.jit(lambda x: tuple(split(x, in_kernel=in_kernel)))(jnp.append(finite, largest))  # noqa: B023
+        total = np.asarray(high, np.float64) + np.asarray(low, np.float64)
+        assert (np.abs(total - np.append(finite, largest)) <= 2.0**-17 * np.abs(total)).all() and low.any()
+        high, low = split(jnp.asarray([jnp.inf, -jnp.inf, jnp.nan]), in_kernel=in_kernel)
+        np.testing.assert_array_equal(np.asarray(high[:2], np.float32), [1, -1])
+        np.testing.assert_array_equal(np.asarray(low, np.float32), [np.inf, -np.inf, np.nan])
+
+
+@pytest.mark.parametrize("hidden", [F32, BF16])
+def test_values_that_are_not_finite(hidden):
+    """A weight of −∞ makes its token impossible where hidden is positive, as in float32; NaN and ∞ spread as there."""
+    case = Case("not finite", (12,), 64, 300, options={"return_entropy": False})
+    problem = make(case)
+    weight = problem.weight.at[7, 3].set(-jnp.inf).at[100, 5].set(3.4e38)
+    of_hidden = problem.hidden.at[:, 3].set(jnp.abs(problem.hidden[:, 3]) + 0.1).at[:, 5].set(0)
+    of_hidden = of_hidden.at[1, 8].set(jnp.nan).at[2, 9].set(jnp.inf).at[3, 3].set(-1.0).at[4, 5].set(-1e-36)
+    of_hidden = of_hidden.astype(hidden)
+    ids = problem.target_ids.at[0].set(7).at[5].set(100)
+    problem = problem._replace(hidden=of_hidden, weight=weight, target_ids=ids)
+    found, expected = (problem.call(case, name) for name in ("mosaic", "reference"))
+    assert found.logp[0] == -jnp.inf and np.isfinite(found.logp[4:]).all() and not np.isfinite(found.logp[1:4]).any()
+    finite = np.isfinite(expected.logp)
+    for x, y in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(np.asarray(x)[finite], np.asarray(y)[finite], rtol=1e-5)
