@@ -6,6 +6,7 @@ Where it lacks many of them, linear_grpo_loss works on blocks of tokens, as it d
 token is clipped, so that every token has a gradient.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import common
-from benchmarks.common import Candidate, compiled_candidate
-from benchmarks.linear_logp import Inputs, run_benchmark
+from benchmarks.common import compiled_candidate
+from benchmarks.linear_logp import Build, Inputs, add_passes, run_benchmark
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import LossOptions, policy_loss
 
@@ -34,7 +35,7 @@ def budgets(inputs: Inputs) -> dict[str, int]:
     return held | {"N·V·2 B + 10 %": logits * 11 // 10}
 
 
-def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
+def candidates_of(name: str, inputs: Inputs) -> dict[str, Build]:
     """The passes of one implementation; raises what it raises where it cannot run."""
     tokens = inputs.hidden.shape[0]
     if tokens % SEQUENCES:
@@ -63,8 +64,9 @@ def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
 
         return loss
 
-    def with_gradients(f: Callable[..., Any], *, has_aux: bool = False) -> Candidate:
-        return compiled_candidate(jax.value_and_grad(f, (0, 1), has_aux=has_aux), hidden, weight, work=3)
+    def with_gradients(f: Callable[..., Any], *, has_aux: bool = False) -> Build:
+        gradients = jax.value_and_grad(f, (0, 1), has_aux=has_aux)
+        return functools.partial(compiled_candidate, gradients, hidden, weight, work=3)
 
     *held, _ = budgets(inputs).items()
     found = {
@@ -80,7 +82,7 @@ def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser("linear_grpo_loss", __doc__, shapes=SHAPES, implementations="mosaic")
     parser.set_defaults(mask_density=1.0)
-    return run_benchmark("linear_grpo_loss", parser.parse_args(argv), argv, candidates_of)
+    return run_benchmark("linear_grpo_loss", add_passes(parser).parse_args(argv), argv, candidates_of)
 
 
 if __name__ == "__main__":

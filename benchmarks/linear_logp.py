@@ -109,7 +109,11 @@ def make_inputs(shape: str, dtype: str, density: float) -> Inputs:
     )
 
 
-def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
+Build = Callable[[], Candidate]
+"""Compiles a candidate; raises what it raises where it cannot run."""
+
+
+def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
     """The passes of one implementation, or of "naive"; raises what it raises where it cannot run."""
     is_ours = name != "naive"
     masked: dict[str, Any] = {"ignore_index": IGNORED} if inputs.density < 1 else {}
@@ -121,22 +125,25 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
     def gradient(argnums: tuple[int, ...], **options: Any) -> Callable[..., Any]:
         return jax.grad(lambda h, w, t, g: jnp.vdot(logp(h, w, t, **options), g), argnums)
 
+    def build(f: Callable[..., Any], *arguments: jax.Array, work: int = 1) -> Build:
+        return lambda: compiled_candidate(f, *arguments, work=work)
+
     operands, g = (inputs.hidden, inputs.weight, ids), inputs.upstream
     # `work` counts the products [N, D] x [D, V] that a pass cannot do without; the TFLOP/s are theirs.
-    found = {
-        "forward": compiled_candidate(lambda h, w, t: logp(h, w, t, **masked), *operands),
-        "forward+backward": compiled_candidate(gradient((0, 1), **masked), *operands, g, work=3),
-        "frozen head": compiled_candidate(gradient((0,), **masked), *operands, g, work=2),
+    found: dict[str, Build] = {
+        "forward": build(lambda h, w, t: logp(h, w, t, **masked), *operands),
+        "forward+backward": build(gradient((0, 1), **masked), *operands, g, work=3),
+        "frozen head": build(gradient((0,), **masked), *operands, g, work=2),
     }
     if inputs.density < 1:
         zeroed = jnp.where(inputs.active, g, 0)
         arguments = inputs.hidden, inputs.weight, inputs.target_ids, zeroed
-        found["masked loss"] = compiled_candidate(gradient((0, 1)), *arguments, work=3)
+        found["masked loss"] = build(gradient((0, 1)), *arguments, work=3)
     elif is_ours:
         found |= {
-            "forward, entropy": compiled_candidate(lambda h, w, t: logp(h, w, t, return_entropy=True), *operands),
-            "forward, bias": compiled_candidate(logp, *operands, inputs.bias),
-            "forward, softcap": compiled_candidate(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
+            "forward, entropy": build(lambda h, w, t: logp(h, w, t, return_entropy=True), *operands),
+            "forward, bias": build(logp, *operands, inputs.bias),
+            "forward, softcap": build(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
         }
         # Kept exponentials are in two parts beside a float32 head, and take half of the budget.
         is_float32 = inputs.weight.dtype == jnp.float32
@@ -145,13 +152,13 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
         holds_all: dict[str, Any] = {"memory_budget": bytes_of_logit * logits * 11 // 10}
         passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
         for what, options in passes.items():
-            found[f"forward+backward, {what}"] = compiled_candidate(gradient((0, 1), **options), *operands, g, work=3)
+            found[f"forward+backward, {what}"] = build(gradient((0, 1), **options), *operands, g, work=3)
         for rank in () if is_float32 else LOW_RANKS:
             a, b = inputs.low_rank(rank)
-            found[f"forward, rank {rank}"] = compiled_candidate(
+            found[f"forward, rank {rank}"] = build(
                 lambda h, w, t, a, b: logp(h, w, t, low_rank=(a, b, 2.0)), *operands, a, b
             )
-            found[f"frozen head, rank {rank}"] = compiled_candidate(
+            found[f"frozen head, rank {rank}"] = build(
                 jax.grad(lambda h, w, t, a, b, g: jnp.vdot(logp(h, w, t, low_rank=(a, b, 2.0)), g), (0, 3, 4)),
                 *(*operands, a, b, g),
                 work=2,
@@ -159,22 +166,29 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Candidate]:
     return found
 
 
-CandidatesOf = Callable[[str, Inputs], dict[str, Candidate]]
-"""Builds the candidates of one implementation or peer, by pass; raises what that raises where it cannot run."""
+CandidatesOf = Callable[[str, Inputs], dict[str, Build]]
+"""Returns what builds the candidates of one implementation or peer, by pass."""
 
 
-def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
+def candidates_of(name: str, inputs: Inputs) -> dict[str, Build]:
     """The passes of an implementation or of a peer."""
     if name not in peers.PEERS:
         return own_candidates(name, inputs)
     arguments = (inputs.hidden, inputs.weight, inputs.target_ids)
-    return peers.candidates(name, arguments, inputs.upstream, work={"forward": 1, "forward+backward": 3})
+    work = {"forward": 1, "forward+backward": 3}
+    found = functools.cache(lambda: peers.candidates(name, arguments, inputs.upstream, work))
+
+    def build(what: str) -> Candidate:
+        return found()[what]
+
+    return {what: functools.partial(build, what) for what in work}
 
 
 def measure(
     build: CandidatesOf,
     dtype: str,
     density: float,
+    passes: Sequence[str],
     shape: str,
     implementations: Sequence[str],
     rounds: int,
@@ -188,7 +202,8 @@ def measure(
         return {GEMM: compiled_candidate(lambda h, w: h @ w.T, *halves)}
 
     def by_pass(name: str) -> dict[tuple[str, str], Candidate]:
-        return {(name, what): x for what, x in build(name, inputs).items()}
+        found = build(name, inputs).items()
+        return {(name, what): make() for what, make in found if not passes or what in passes}
 
     builders = {GEMM: gemm} | {(name, ""): functools.partial(by_pass, name) for name in implementations}
     found, failed = common.measure_candidates(builders, rounds, seconds)
@@ -216,9 +231,16 @@ def _show(op: str, rows: Sequence[Row]) -> None:
     common.show(f"{op}, {rows[0].dtype}, mask density {rows[0].mask_density}, {device}", table)
 
 
+def add_passes(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    options.add_argument(
+        "--passes", default="", help='"pass;pass;…" to measure these alone, by their names in the table'
+    )
+    return options
+
+
 def run_benchmark(module: str, options: argparse.Namespace, argv: Sequence[str] | None, build: CandidatesOf) -> int:
     """Measure as the options say; print, write and draw the rows. Returns the exit status."""
-    fixed = build, options.dtype, options.mask_density
+    fixed = build, options.dtype, options.mask_density, [x for x in options.passes.split(";") if x]
     rows = common.measure_shapes(module, options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _show(module, rows)
     compared = [r for r in rows if r.what != GEMM[1]]
@@ -237,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         implementations=",".join(("mosaic", "xla", "naive", *peers.PEERS)),
         dtypes=(*common.DTYPES, MIXED),
     )
-    return run_benchmark("linear_logp", common.add_mask_density(parser).parse_args(argv), argv, candidates_of)
+    options = add_passes(common.add_mask_density(parser)).parse_args(argv)
+    return run_benchmark("linear_logp", options, argv, candidates_of)
 
 
 if __name__ == "__main__":
