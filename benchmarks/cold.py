@@ -3,10 +3,11 @@
 Each row is a process of its own, in pairs: the first finds empty caches, the second what the first has left on disk.
 `linear_logp` and naive log-probs are one jitted program of values and gradients, by its stages; JAX's compilation cache
 is on. Of `torch_bridge`, the seconds are of a first forward and backward, of those at a second capacity of rows, and of
-one more call.
+one more call. Packages are imported one after the other.
 """
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -18,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
-
-from benchmarks import common
 
 _TIMING = "wall time of one call each"
 
@@ -45,21 +44,27 @@ class Stages:
         now = time.perf_counter()
         self.seconds[stage], self._last = now - self._last, now
 
+    def imported(self, *packages: str) -> None:
+        """Import packages, each as a stage."""
+        for package in packages:
+            importlib.import_module(package)
+            self.done(f"import {package}")
+
 
 def jitted(n: int, dim: int, vocab: int, *, naive: bool, stages: Stages) -> None:
     """Values and gradients in JAX."""
+    stages.imported("jax", "rlk_jax")
     import jax
     import jax.numpy as jnp
 
-    from rlk_jax import linear_logp
+    import rlk_jax
 
-    stages.done("import")
     hidden, weight = jnp.zeros((n, dim), jnp.bfloat16), jnp.zeros((vocab, dim), jnp.bfloat16)
     ids = jax.block_until_ready(jnp.zeros(n, jnp.int32))
 
     def logps(hidden: jax.Array, weight: jax.Array) -> jax.Array:
         if not naive:
-            return linear_logp(hidden, weight, ids).sum()
+            return rlk_jax.linear_logp(hidden, weight, ids).sum()
         found = jax.nn.log_softmax((hidden @ weight.T).astype(jnp.float32))
         return jnp.take_along_axis(found, ids[:, None], 1).sum()
 
@@ -76,11 +81,11 @@ def jitted(n: int, dim: int, vocab: int, *, naive: bool, stages: Stages) -> None
 
 def bridged(n: int, dim: int, vocab: int, *, stages: Stages) -> None:
     """Values and gradients in PyTorch."""
+    stages.imported("torch", "jax", "torch_bridge")
     import torch
 
     import torch_bridge
 
-    stages.done("import")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.zeros((vocab, dim), dtype=torch.bfloat16, device=device, requires_grad=True)
 
@@ -132,12 +137,12 @@ def measure(what: str, shape: Sequence[int]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Seconds by process and stage; `all` has what follows the import."""
+    """Seconds by process and stage; `all` has what follows the imports."""
     stages = list(dict.fromkeys(stage for row in rows for stage in row.seconds))
     shown = Table("what", "caches", *stages, "all")
     for row in rows:
         cells = (f"{row.seconds[stage]:.2f}" if stage in row.seconds else "" for stage in stages)
-        total = sum(x for stage, x in row.seconds.items() if stage != "import")
+        total = sum(x for stage, x in row.seconds.items() if not stage.startswith("import"))
         shown.add_row(row.what, row.caches, *cells, f"{total:.2f}")
     return shown
 
@@ -149,10 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
     options = parser.parse_args(argv)
-    shape = tuple(map(common.positive, options.shape.split(",")))
     if options.child is not None:
-        child(options.child, shape)
+        child(options.child, tuple(map(int, options.shape.split(","))))
         return 0
+    from benchmarks import common  # It imports JAX, which a child measures.
+
+    shape = tuple(map(common.positive, options.shape.split(",")))
     rows = [row for what in options.what.split(",") for row in measure(what, shape)]
     common.show("", table(rows))
     if options.json:

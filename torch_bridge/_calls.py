@@ -117,10 +117,10 @@ def as_jax_floats(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def flat(lead: tuple[int, ...]) -> RowPadding:
+def flat(lead: tuple[int, ...], *, skips_padding: bool = False) -> RowPadding:
     """The padding of tensors `[*lead]` whose rows a program takes in one dimension, padded to a bucket."""
     n = math.prod(lead)
-    return RowPadding(tuple(lead), (n,), (_programs.bucket(n),))
+    return RowPadding(tuple(lead), (n,), (_programs.bucket(n, skips_padding=skips_padding),))
 
 
 class _Pending(NamedTuple):

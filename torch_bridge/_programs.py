@@ -49,8 +49,18 @@ class CacheInfo(NamedTuple):
     """How many backward programs have been compiled so far."""
 
 
-def bucket(n: int) -> int:
-    """The least 2^k or 3·2^k that is no less than n >= 1: at most a third of a program's rows are padding."""
+_FEW_BUCKETS = (64, 128, 512, 1024, 2048)
+"""Those up to 2048 rows for an implementation that skips padding. Tiles are chosen alike within each."""
+
+
+def bucket(n: int, *, skips_padding: bool = False) -> int:
+    """The rows of the program for n >= 1 rows: the least 2^k or 3·2^k that holds them, a third padding at most.
+
+    Where rows of padding take memory and no work, there are fewer of few rows. With more rows the memory counts: what
+    linear_logp keeps is planned for all rows of a program.
+    """
+    if skips_padding and n <= _FEW_BUCKETS[-1]:
+        return next(x for x in _FEW_BUCKETS if n <= x)
     power = 1 << (n - 1).bit_length()
     between = power // 4 * 3
     return between if n <= between else power

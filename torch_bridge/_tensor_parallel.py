@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlk_jax.core import overwriting
-from rlk_jax.core.dispatch import choose
+from rlk_jax.core.dispatch import Implementation, choose
 from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call, checked_rank_columns
@@ -101,9 +101,9 @@ def tensor_parallel_logp(
     # `columns` has the vocabulary's size, on which the ranks have agreed.
     options = replace(options, weight_layout=layout, global_vocab_size=None)
     tensors = tensors._replace(hidden=hidden, lm_head_weight=weight, bias=bias)
-    padding, needs = _calls.flat(tensors.target_ids.shape), _inputs.needs(hidden, weight, bias)
+    needs = _inputs.needs(hidden, weight, bias)
     with _exchange.launching([hidden]):
-        steps, tokens = _agreed_steps(columns, tensors, rank, options, padding, keeps=any(needs))
+        steps, padding, tokens = _agreed_steps(columns, tensors, rank, options, keeps=any(needs))
         call = _Call(steps, padding, rank, options.ignore_index, Needs(*needs))
         return _TensorParallel.apply(hidden, weight, bias, call, tokens)
 
@@ -166,11 +166,11 @@ def _agreed_steps(
     tensors: Tensors,
     rank: Rank,
     options: HeadOptions,
-    padding: RowPadding,
     *,
     keeps: bool,
-) -> tuple[RankSteps, tuple[jax.Array, ...]]:
-    """This rank's steps by the implementation that all ranks run, and the arrays of its tokens (`RowPadding.tokens`).
+) -> tuple[RankSteps, RowPadding, tuple[jax.Array, ...]]:
+    """This rank's steps by the implementation that all ranks run, how rows are padded for it, and the arrays of its
+    tokens (`RowPadding.tokens`).
 
     It returns after every rank has checked its own.
     """
@@ -179,16 +179,18 @@ def _agreed_steps(
     specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in operands)
     specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
 
-    def check() -> tuple[tuple[RankSteps, tuple[jax.Array, ...]], str]:
+    def check() -> tuple[tuple[RankSteps, RowPadding, tuple[jax.Array, ...]], str]:
         for _, x in operands:
             if x is not None:
                 _exchange.materialized(x)
-        steps, name = _chosen_steps(columns, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, static)
+        call = (columns, dist.get_rank(rank.group), tensors.hidden.device, specs, keeps, static)
+        steps, chosen = _chosen_steps(*call)
         should_validate = _inputs.should_validate(options.validate, tensors.hidden)
         checked_against = columns.vocab_size if should_validate else None
         scale = _inputs.temperature(tensors.temperature)
-        ids = tensors.target_ids
-        return (steps, padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against)), name
+        ids, padding = tensors.target_ids, _calls.flat(tensors.target_ids.shape, skips_padding=chosen.skips_padding)
+        tokens = padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against)
+        return (steps, padding, tokens), chosen.name
 
     found, names = agreement.agreed(check, functools.partial(_gather_texts, rank.group))
     agreement.require_same([f"implementation={name}" for name in names])
@@ -198,8 +200,8 @@ def _agreed_steps(
 @functools.lru_cache(maxsize=256)
 def _chosen_steps(
     columns: RankColumns, rank: int, device: torch.device, specs: Any, keeps: bool, options: HeadOptions
-) -> tuple[RankSteps, str]:
-    """The rank's steps, and the name of the implementation."""
+) -> tuple[RankSteps, Implementation]:
+    """The rank's steps, and the implementation that they are of."""
     structs = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
     with jax.default_device(_exchange.jax_device(device)):
         inputs, config, _ = check_call(HeadInputs(**structs, temperature=1.0), options)
@@ -207,7 +209,7 @@ def _chosen_steps(
         chosen = choose(facts_of_call(inputs, shard_config), options.implementation)
     if chosen.promises_bits:
         check_edges(columns)
-    return RankSteps(chosen.functions.on_device, shard_config, columns, rank), chosen.name
+    return RankSteps(chosen.functions.on_device, shard_config, columns, rank), chosen
 
 
 def _partials(

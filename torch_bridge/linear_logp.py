@@ -1,5 +1,6 @@
 """linear_logp for tensors: log-probabilities of the taken tokens from hidden states and the LM head."""
 
+import functools
 import numbers
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,11 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import torch
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax.ops.linear_logp.options import HeadOptions
-from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _tensor_parallel
+from rlk_jax.core.dispatch import choose
+from rlk_jax.ops.linear_logp.call import facts_of_call
+from rlk_jax.ops.linear_logp.checks import check_call
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
+from torch_bridge import _calls, _exchange, _flops, _inputs, _options
 from torch_bridge._programs import Arrays, Op
 
 
@@ -109,13 +114,16 @@ def linear_logp(
         implementation=implementation,
     )
     term = _low_rank_term(low_rank)
-    if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
-        if low_rank is not None:
-            raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
-        rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
-        shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
-        logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
-        return values(logp, lse, entropy, return_lse, return_entropy)
+    if tp_group is not None or vocab_start_index != 0:
+        from torch_bridge import _tensor_parallel  # It takes torch's compiler, whose import takes seconds.
+
+        if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
+            if low_rank is not None:
+                raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
+            rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
+            shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
+            logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
+            return values(logp, lse, entropy, return_lse, return_entropy)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
     hidden, lm_head_weight, bias, a, b, inputs = _inputs.autocast(
@@ -201,6 +209,21 @@ def _run(
     return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **call))
 
 
+@functools.lru_cache(maxsize=256)
+def _skips_padding(device: torch.device, dtype: torch.dtype, weight: Any, bias: Any, options: HeadOptions) -> bool:
+    """Whether what runs calls with a head and a bias of these shapes and dtypes does no work for rows of padding."""
+    dim = weight[0][1 if options.weight_layout == "vd" else 0]
+    operands = {
+        "hidden": jax.ShapeDtypeStruct((1, dim), _exchange.DTYPES[dtype]),
+        "lm_head_weight": jax.ShapeDtypeStruct(*weight),
+        "target_ids": jax.ShapeDtypeStruct((1,), jnp.int32),
+        "bias": None if bias is None else jax.ShapeDtypeStruct(*bias),
+    }
+    with jax.default_device(_exchange.jax_device(device)):
+        inputs, config, _ = check_call(HeadInputs(**operands, temperature=1.0), options)
+        return choose(facts_of_call(inputs, config), options.implementation).skips_padding
+
+
 _OP = Op("linear_logp", _run, differentiable=6)
 _OPTIONS = _options.OptionFields(HeadOptions, without=("axis_name", "reduction", "reduce_hidden_grad"))
 
@@ -221,7 +244,9 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the handle for the backward."""
     lead = target_ids.shape
-    padding = _calls.flat(lead)
+    weight_and_bias = (_inputs.spec(lm_head_weight), None if bias is None else _inputs.spec(bias))
+    skips_padding = _skips_padding(hidden.device, hidden.dtype, *weight_and_bias, options)
+    padding = _calls.flat(lead, skips_padding=skips_padding)
 
     def tokens() -> Arrays:
         vocab_size = lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]

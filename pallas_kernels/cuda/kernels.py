@@ -194,6 +194,11 @@ def dlogits_from_kept_exponentials(
     )
 
 
+def folds_groups(machine: Machine) -> bool:
+    """Whether `add_hidden_gradient` folds several groups to a total in one call: its blocks do not wait for others."""
+    return False
+
+
 def add_hidden_gradient(
     head: HeadAccess,
     machine: Machine,

@@ -7,7 +7,9 @@ nearest to the largest y of some columns of a row.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.hopper.vocabulary import HeadAccess
 
@@ -47,6 +49,12 @@ class Partials(NamedTuple):
     target: Any
     gap: Any
     target_derivative: Any
+
+
+def new_partials(shape: tuple[int, int], *, with_gap: bool, with_derivative: bool) -> Partials:
+    """References to partials of this shape that nothing is written to yet."""
+    wanted = (True, True, True, with_gap, with_derivative)
+    return Partials(*(jax.new_ref(lax.empty(shape, jnp.float32)) if x else None for x in wanted))
 
 
 class Softmax(NamedTuple):

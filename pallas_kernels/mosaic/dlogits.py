@@ -80,24 +80,29 @@ def _minus_expm1(x: Array) -> Array:
 def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
     """The coefficients that the gradients of each row's logits are computed from."""
     n = rows.logp.shape[0]
+    facts, tree = jax.tree.flatten(rows._replace(target_ids=None))
 
-    def body(rows_gmem: GradientRows, out_gmem: _Factors) -> None:
+    def body(facts_gmem: Ref, out_gmem: _Factors) -> None:
         here = pl.ds(lax.axis_index("blocks") * THREADS, THREADS)
         layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-        found = _factors(jax.tree.map(lambda x: plgpu.load(x.at[here], layout=layout, optimized=False), rows_gmem))
+        loaded = [plgpu.load(facts_gmem.at[i, here], layout=layout, optimized=False) for i in range(len(facts))]
+        found = _factors(jax.tree.unflatten(tree, loaded))
         for ref, value in zip(out_gmem, found, strict=True):
             if ref is not None:
                 ref[here] = value
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    out_type = _Factors(row, None if rows.g_entropy is None else row, row)
-    found = launch(body, "linear_logp_coefficients", machine, out_type, (n // THREADS,), rows)
-    return Coefficients(rows.target_ids, rows.temperature, rows.shift, *found)
+    out_type = _Factors(row, row, row, None if rows.g_entropy is None else row, row)
+    # XLA makes one array of all facts in one kernel, and each array of its own in one more.
+    found = launch(body, "linear_logp_coefficients", machine, out_type, (n // THREADS,), jnp.stack(facts))
+    return Coefficients(rows.target_ids, *found)
 
 
 class _Factors(NamedTuple):
-    """The fields of `Coefficients` that are computed."""
+    """The fields of `Coefficients` in float32."""
 
+    temperature: Any
+    shift: Any
     constant: Any
     slope: Any
     at_target: Any
@@ -122,6 +127,8 @@ def _factors(rows: GradientRows) -> _Factors:
     if rows.target_derivative is not None:
         at_target = at_target * rows.target_derivative
     return _Factors(
+        temperature=rows.temperature,
+        shift=rows.shift,
         constant=others * weight,
         slope=None if slope is None else slope * weight,
         at_target=at_target,

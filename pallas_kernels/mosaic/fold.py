@@ -37,29 +37,37 @@ def _empty(like: Partials) -> Partials:
 
 
 def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -> Partials:
-    """The fold of `so_far` and of partials first … first + count − 1 of `refs`, in this order."""
+    """The fold of `so_far` and of partials first … first + count − 1 of `refs`, in this order.
 
-    def load(ref: Ref, i: int) -> Array:
-        return plgpu.load(ref.at[first + i, rows], layout=_layout(), optimized=False)
+    The loops are unrolled by LLVM, which loads what both need once.
+    """
 
-    parts = [Partials(*(None if ref is None else load(ref, i) for ref in refs)) for i in range(count)]
-    shift = so_far.shift
-    for part in parts:
+    def load(i: Any) -> Partials:
+        values = (None if ref is None else plgpu.load(ref.at[first + i, rows], optimized=False) for ref in refs)
+        return Partials(*values)
+
+    def larger(i: Any, shift: Array) -> Array:
+        part = load(i)
         # A partial without columns has no maximum.
-        shift = jnp.maximum(shift, jnp.where(part.total == 0, -jnp.inf, part.shift))
-    total, target, gap = _fill(0), so_far.target, None if refs.gap is None else _fill(0)
-    for part in (so_far, *parts):
+        return jnp.maximum(shift, jnp.where(part.total == 0, -jnp.inf, part.shift))
+
+    shift = lax.fori_loop(0, count, larger, so_far.shift)
+
+    def added(sums: Partials, part: Partials) -> Partials:
+        """The total and the gap of `sums`, whose shift is the largest, with those of a part."""
         below = jnp.where(part.total == 0, 0, shift - part.shift)
         factor = jnp.exp2(-below)
-        total = total + part.total * factor
-        if gap is not None:
-            gap = gap + (part.gap + part.total * below) * factor
-    derivative = so_far.target_derivative
-    for part in parts:
+        gap = None if sums.gap is None else sums.gap + (part.gap + part.total * below) * factor
+        return sums._replace(total=sums.total + part.total * factor, gap=gap)
+
+    def step(i: Any, sums: Partials) -> Partials:
+        part = load(i)
+        derivative = None if refs.target_derivative is None else sums.target_derivative + part.target_derivative
         # All partials but the one that holds the target have zeros here.
-        target = target + part.target
-        derivative = None if derivative is None else derivative + part.target_derivative
-    return Partials(shift, total, target, gap, derivative)
+        return added(sums, part)._replace(target=sums.target + part.target, target_derivative=derivative)
+
+    start = so_far._replace(shift=shift, total=_fill(0), gap=None if refs.gap is None else _fill(0))
+    return lax.fori_loop(0, count, step, added(start, so_far))
 
 
 def _fold_all(so_far: Partials, refs: Partials, count: int, rows: Any) -> Partials:

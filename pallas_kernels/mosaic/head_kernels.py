@@ -9,8 +9,9 @@ from pallas_kernels.mosaic import hidden_gradient, weight_gradient
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
+from pallas_kernels.mosaic.hidden_gradient import folds_groups
 from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
-from pallas_kernels.mosaic.statistics import partials
+from pallas_kernels.mosaic.partials import partials
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
 
 # Slices of one shape share these kernels in a program: a function under jit is traced and lowered once.
@@ -26,6 +27,7 @@ __all__ = (
     "dlogits_from_kept_exponentials",
     "fold_chunks",
     "fold_groups",
+    "folds_groups",
     "gemm",
     "partials",
     "store_weight_gradient",

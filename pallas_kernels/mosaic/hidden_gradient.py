@@ -15,6 +15,7 @@ from pallas_kernels.hopper.arrays import GroupRange, HiddenGradient, VocabSlice
 from pallas_kernels.hopper.parts import Matrix, parts_of
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, hidden_gradient_tile, of_parts
 from pallas_kernels.hopper.vocabulary import HeadAccess
+from pallas_kernels.mosaic.launch import all_threads
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
     WARPGROUP_ROWS,
@@ -53,6 +54,11 @@ class _Piece(NamedTuple):
     ends: Array
 
 
+def folds_groups(machine: Machine) -> bool:
+    """Whether `add_hidden_gradient` folds several groups to a total in one call. The interpreter has no semaphores."""
+    return machine.interpret is None
+
+
 def add_hidden_gradient(
     head: HeadAccess,
     machine: Machine,
@@ -69,19 +75,22 @@ def add_hidden_gradient(
 
     A group's float32 chain starts from 0 where the slice has the group's first chunk, whatever `out` holds, and goes on
     from `out.chains` elsewhere. Where `out.total` is None, it is stored to the group's chain, which the caller folds.
-    Else one group is added at a time: a chain that is not complete is stored, and a complete one is added to the total
-    of the groups before it. With the vocabulary's last group each row of the total is multiplied by unscale, float32
-    `[rows]` or None, and written to `out.rounded` in that dtype, or to `out.total` where `rounded` is None.
+    Else a chain that is not complete is stored, and a complete one is added to the total of the groups before it. With
+    the vocabulary's last group each row of the total is multiplied by unscale, float32 `[rows]` or None, and written to
+    `out.rounded` in that dtype, or to `out.total` where `rounded` is None. Unless `folds_groups(machine)`, a call adds
+    one group to a total.
     """
     vocabulary = head.vocabulary
     n, dim = dlogits.shape[0], weight.shape[1 if head.layout == "vd" else 0]
-    groups_at_once = vocabulary.groups if out.total is None else 1
-    parts = len(parts_of(dlogits)), len(parts_of(weight))
-    tile = of_parts(hidden_gradient_tile(n, dim, groups_at_once), *parts)
-    column_blocks, loaded_rows = -(-dim // tile.columns), min(n, tile.rows)
+    waits = out.total is not None and folds_groups(machine)
+    groups_at_once = vocabulary.groups if out.total is None or waits else 1
+    of_operands = len(parts_of(dlogits)), len(parts_of(weight))
+    tile = of_parts(hidden_gradient_tile(n, dim, groups_at_once), *of_operands)
+    row_blocks, column_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows, -(-dim // tile.columns)
+    loaded_rows = min(n, tile.rows)
 
     def piece_of(refs: _HiddenGradientArguments, block: Block) -> _Piece:
-        group = refs.groups_gmem.first[0] + lax.div(block.column_block, jnp.int32(column_blocks))
+        group = refs.groups_gmem.first[0] + block.layer
         start, stop = group * vocabulary.group_chunks, (group + 1) * vocabulary.group_chunks
         slice_first = refs.where_gmem.first_chunk[0]
         slice_end = slice_first + refs.where_gmem.chunks[0]
@@ -89,7 +98,7 @@ def add_hidden_gradient(
         return _Piece(group, first, end, first == start, end == stop)
 
     def column_of(block: Block) -> Array:
-        return lax.rem(block.column_block, jnp.int32(column_blocks)) * tile.columns
+        return block.column_block * tile.columns
 
     def steps(refs: _HiddenGradientArguments, block: Block) -> Array:
         piece = piece_of(refs, block)
@@ -107,6 +116,16 @@ def add_hidden_gradient(
         there = (depth, wide) if head.layout == "vd" else (wide, depth)
         return tuple(part.at[there] for part in parts_of(refs.weight_gmem))
 
+    def folded_of(block: Block) -> Ref:
+        """The semaphore that counts the groups of this call whose chains a warpgroup's part of the total has taken.
+
+        A tile waits for the same tile of the group before, whose layer was begun before its own: some block can always
+        go on.
+        """
+        parts = row_blocks * tile.cluster_rows // WARPGROUP_ROWS, column_blocks
+        place = lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), block.column_block
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(parts)).at[place]
+
     def finish(refs: _HiddenGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         chains_gmem, total_gmem, _ = refs.out_gmem
         piece, column = piece_of(refs, block), column_of(block)
@@ -119,6 +138,10 @@ def add_hidden_gradient(
             # wgmmas.
             so_far = plgpu.load(chains_gmem.at[chain, *there], layout=plgpu.Layout.WGMMA, optimized=False)
             values = product(jnp.where(jnp.broadcast_to(piece.begins, so_far.shape), 0.0, so_far))
+        folded = folded_of(block) if waits else None
+        if folded is not None:
+            plgpu.semaphore_wait(folded, block.layer, decrement=False, memory_scope="gpu")
+        if chains_gmem is not None:
 
             @pl.when(jnp.logical_not(piece.ends) if total_gmem is not None else True)
             def store_chain() -> None:
@@ -130,6 +153,10 @@ def add_hidden_gradient(
             def fold_chain() -> None:
                 for strip in range(0, tile.columns, STRIP):
                     fold(refs, piece, block.row, column + strip, values[:, strip : strip + STRIP])
+
+        if folded is not None:
+            all_threads()
+            plgpu.semaphore_signal(folded, memory_scope="gpu")
 
     def fold(refs: _HiddenGradientArguments, piece: _Piece, row: Array, column: Array, values: Array) -> None:
         """Add a strip of a complete chain's columns to the total. Strips keep few registers in use."""
@@ -150,7 +177,6 @@ def add_hidden_gradient(
             complete_gmem = total_gmem if rounded_gmem is None else rounded_gmem
             complete_gmem[there] = done.astype(complete_gmem.dtype)
 
-    row_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows
     product = Product(
         name="linear_logp_d_hidden",
         tile=tile,
@@ -158,13 +184,11 @@ def add_hidden_gradient(
         a_transposed=False,
         b_transposed=head.layout == "dv",
         max_blocks=(row_blocks, column_blocks * groups_at_once),
-        blocks=lambda refs: (
-            row_clusters(refs.where_gmem.rows[0], tile.cluster_rows),
-            column_blocks * refs.groups_gmem.count[0],
-        ),
+        blocks=lambda refs: (row_clusters(refs.where_gmem.rows[0], tile.cluster_rows), column_blocks),
+        layers=lambda refs: refs.groups_gmem.count[0],
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
         loaded_rows=loaded_rows,
-        parts=parts,
+        parts=of_operands,
     )
     multiply(product, machine, _HiddenGradientArguments(where, groups, dlogits, weight, unscale, out))

@@ -1,5 +1,6 @@
 """Gradients of the logits of one slice from the exponentials that the forward kept, at the speed of memory."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from pallas_kernels.mosaic.main_loop import (
     tiled,
 )
 from pallas_kernels.mosaic.statistics import chunk_width, row_clusters, target_place
-from pallas_kernels.mosaic.stores import storing
+from pallas_kernels.mosaic.stores import store_rows
 
 Array = jax.Array
 Ref = Any
@@ -77,57 +78,66 @@ def dlogits_from_kept_exponentials(
 
         def through_memory(strips_smem: Ref, loaded_barriers: Ref) -> None:
             row = block * WARPGROUP_ROWS
-            for number in range(_STRIPS * parts):
-                strip, of_part = divmod(number, parts)
-                strip_smem = strips_smem.at[number, pl.ds(0, loaded_rows)]
-                there = pl.ds(row, loaded_rows), pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
-                plgpu.copy_gmem_to_smem(exponentials_gmem[of_part].at[there], strip_smem, loaded_barriers.at[number])
+
+            def there(strip: Array) -> tuple[Any, Any]:
+                return pl.ds(row, loaded_rows), pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
+
+            def load(strip: Array, _: None) -> None:
+                for part, part_gmem in enumerate(exponentials_gmem):
+                    number = strip * parts + part
+                    strip_smem = strips_smem.at[number, pl.ds(0, loaded_rows)]
+                    plgpu.copy_gmem_to_smem(part_gmem.at[there(strip)], strip_smem, loaded_barriers.at[number])
+
+            lax.fori_loop(0, _STRIPS, load, None)
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
             of_shifts = constants(c, lambda x: row_vector(kept_gmem.shift.at[x], row))
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
-            store = storing(out_gmem, row, place * COLUMNS)
 
-            def loaded(number: int) -> Array:
+            def loaded(number: Array) -> Array:
                 plgpu.barrier_wait(loaded_barriers.at[number])
-                return plgpu.load(strips_smem.at[number], layout=plgpu.Layout.WGMMA, optimized=False)
+                return plgpu.load(strips_smem.at[number], optimized=False)
 
-            for strip in range(_STRIPS):
-                numbers = range(strip * parts, (strip + 1) * parts)
-                gradient = whole(map(loaded, numbers)) * over_columns(of_shifts[strip // strips_of_shift], STRIP)
+            def replace(constant: Array, strip: Array, _: None) -> None:
+                gradient = whole(loaded(strip * parts + part) for part in range(parts)) * over_columns(constant, STRIP)
                 column = column_numbers(STRIP) + strip * STRIP
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
                 gradient = jnp.where(counts & (column < width), gradient, 0.0)
-                for number, part in zip(numbers, in_parts(gradient, out.dtype), strict=True):
-                    strips_smem[number] = part
+                columns = pl.ds(place * COLUMNS + strip * STRIP, STRIP)
+                for number, rounded in enumerate(in_parts(gradient, out.dtype)):
+                    strip_smem = strips_smem.at[strip * parts + number]
+                    strip_smem[...] = rounded
                     plgpu.commit_smem()
-                    store(number, strips_smem.at[number])
+                    store_rows(strip_smem, parts_of(out_gmem)[number], row, columns)
                     plgpu.commit_smem_to_gmem_group()
+
+            for i, constant in enumerate(of_shifts):
+                strips = i * strips_of_shift, (i + 1) * strips_of_shift
+                lax.fori_loop(*strips, functools.partial(replace, constant), None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        layout, at_once = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), math.gcd(n, _ROWS_AT_ONCE)
+        at_once, counted = math.gcd(n, _ROWS_AT_ONCE), where_gmem.rows[0]
 
-        def gradient_of(row: Array) -> tuple[Array, ...]:
+        def gradient_of(row: Array, column: Array, end: Array) -> tuple[Array, ...]:
             kept_row = row_map_gmem.row[row]
             there = kept_row, pl.ds(chunk * COLUMNS, COLUMNS)
-            found = whole(plgpu.load(x.at[there], layout=layout, optimized=False) for x in exponentials_gmem)
+            found = whole(plgpu.load(x.at[there], optimized=False) for x in exponentials_gmem)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
             first, *others = constants(c, lambda x: kept_gmem.shift[x, kept_row])
-            target = target_place(vocabulary, c.target_ids, chunk, width)
-            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout)
             gradient = found * first
             for i, constant in enumerate(others, 1):
-                gradient = jnp.where(column < i * strips_of_shift * STRIP, gradient, found * constant)
-            gradient = jnp.where(column == target, c.at_target, gradient)
-            holds = jnp.where(row < where_gmem.rows[0], width, 0)
-            return in_parts(jnp.where(column < holds, gradient, 0.0), out.dtype)
+                in_shift = column < vocabulary.start(chunk) + i * strips_of_shift * STRIP
+                gradient = jnp.where(in_shift, gradient, found * constant)
+            gradient = jnp.where(column == c.target_ids, c.at_target, gradient)
+            return in_parts(jnp.where(column < jnp.where(row < counted, end, 0), gradient, 0.0), out.dtype)
 
         def some_rows(i: Array, _: None) -> None:
-            first = i * at_once
-            gradients = [gradient_of(first + j) for j in range(at_once)]
+            layout, start = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=2), vocabulary.start(chunk)
+            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=layout) + start
+            gradients = [gradient_of(i * at_once + j, column, start + width) for j in range(at_once)]
             for j, gradient in enumerate(gradients):
                 for part_gmem, part in zip(parts_of(out_gmem), gradient, strict=True):
-                    part_gmem[first + j, pl.ds(place * COLUMNS, COLUMNS)] = part
+                    part_gmem[i * at_once + j, pl.ds(place * COLUMNS, COLUMNS)] = part
 
         moved, is_chunk = row_map_gmem.moved[0] != 0, place < where_gmem.chunks[0]
 
@@ -144,7 +154,7 @@ def dlogits_from_kept_exponentials(
                 first, last = jnp.int32(0), jnp.where(block == 0, end, 0)
             lax.fori_loop(lax.div(first, jnp.int32(at_once)), lax.div(last, jnp.int32(at_once)), some_rows, None)
 
-    grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows, out)
+    grid, arguments = (-(-n // WARPGROUP_ROWS), chunks), (where, kept, row_map, rows._replace(temperature=None), out)
     launch(body, "linear_logp_dlogits_from_kept_exponentials", machine, (), grid, *arguments, approx_math=True)
 
 

@@ -1,4 +1,7 @@
-"""Launches kernels without a product: one warpgroup per block, on a grid with one block for each piece of work."""
+"""Launches kernels without a product: one warpgroup per block, on a grid with one block for each piece of work.
+
+`all_threads` is for every kernel.
+"""
 
 from typing import Any
 
@@ -41,3 +44,8 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=True),
     )(*leaves)
     return jax.tree.unflatten(out_tree, out)
+
+
+def all_threads() -> None:
+    """Wait for all threads of the warpgroup. This also orders writes to shared memory, which may need no order."""
+    plgpu.commit_smem()

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.logits import LOG2_E, RowCoefficients, RowConfig, RowStatistics
-from pallas_kernels.mosaic.launch import launch
+from pallas_kernels.mosaic.launch import all_threads, launch
 from pallas_kernels.mosaic.statistics import softcapped
 
 Array = jax.Array
@@ -196,7 +196,7 @@ class _StepRing:
         def step(i: Array, carry: Carry) -> Carry:
             plgpu.barrier_wait(full_barriers.at[slot_of(i)])
             found = read(slots_smem.at[slot_of(i)], shift)
-            _all_threads()
+            all_threads()
 
             @pl.when(i + _SLOTS < self.steps)
             def _() -> None:
@@ -367,9 +367,9 @@ def gradients(
                 return
             # All threads read what overlapping pieces share before any thread writes it.
             end_gradients = [gradient(*place) for place in ends]
-            _all_threads()
+            all_threads()
             _in_steps(count, at_once, some)
-            _all_threads()
+            all_threads()
             for place, values in zip(ends, end_gradients, strict=True):
                 store(*place, values)
 
@@ -384,11 +384,6 @@ def gradients(
     source = None if in_place else logits
     launch(body, "logits_gradients", machine, (), (n,), source, target_ids, active, rows, out, approx_math=True)
     return jax.freeze(out).reshape(n, size)[:, :columns]
-
-
-def _all_threads() -> None:
-    """Wait for all threads of the warpgroup. This also orders writes to shared memory, which need no order here."""
-    plgpu.commit_smem()
 
 
 def _in_steps(count: Array, at_once: int, step: Callable[[Any, int], None]) -> None:

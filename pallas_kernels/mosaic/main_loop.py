@@ -43,10 +43,11 @@ STRIPS_IN_FLIGHT = 2
 class Block(NamedTuple):
     """The position of a tile in the product.
 
-    row is its first row: in loads that of the block, in the epilogue that of the warpgroup. column_block is the number
-    of its block of columns. warpgroup is the compute warpgroup.
+    layer is the number of its layer. row is its first row: in loads that of the block, in the epilogue that of the
+    warpgroup. column_block is the number of its block of columns. warpgroup is the compute warpgroup.
     """
 
+    layer: Array
     row: Array
     column_block: Array
     warpgroup: Array
@@ -78,9 +79,10 @@ class Product:
     a_transposed: bool
     b_transposed: bool
     max_blocks: tuple[int, int]
-    """The largest numbers of row blocks (one per cluster) and column blocks that `blocks` can return."""
+    """The largest numbers of row blocks (one per cluster) and column blocks that `blocks` can return, or twice as many
+    columns where there are two layers, and so on."""
     blocks: Callable[[Any], tuple[Any, Any]]
-    """`blocks(refs)` returns how many row blocks (one per cluster) and column blocks there are."""
+    """`blocks(refs)` returns how many row blocks (one per cluster) and column blocks there are in a layer."""
     stretches: tuple[Stretch, ...]
     """The whole of K, in the order in which it is summed up."""
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
@@ -88,6 +90,9 @@ class Product:
     once for the float32 tile `[64, columns]`, and then stores."""
     loaded_rows: int | None = None
     """How many rows of a tile of A are loaded, where A has fewer than a tile. Products of the others are undefined."""
+    layers: Callable[[Any], Any] | None = None
+    """`layers(refs)` returns how many layers of tiles there are; None for one. All tiles of a layer are begun before
+    those of the next."""
     store_dtype: Any = None
     """The dtype of what `finish` stores by `store_through`, or None where it stores without shared memory."""
     strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
@@ -269,12 +274,15 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
         ring = _StageRing(product, a_smem, b_smem, full_barriers, empty_barriers)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         row_blocks, column_blocks = product.blocks(refs)
+        layers = () if product.layers is None else (product.layers(refs),)
 
         def over_tiles(visit: Callable[[Block, Array], Array]) -> Array:
-            @plgpu.nd_loop((row_blocks * column_blocks,), collective_axes="blocks", init_carry=jnp.int32(0))
+            @plgpu.nd_loop((*layers, row_blocks * column_blocks), collective_axes="blocks", init_carry=jnp.int32(0))
             def count(loop: Any, carry: Array) -> Array:
-                row_block, column_block = plgpu.planar_snake(loop.index[0], (row_blocks, column_blocks), 0, tile.band)
-                return visit(Block((row_block * tile.cluster + cta) * tile.rows, column_block, warpgroup), carry)
+                *layer, place = loop.index
+                row_block, column_block = plgpu.planar_snake(place, (row_blocks, column_blocks), 0, tile.band)
+                row = (row_block * tile.cluster + cta) * tile.rows
+                return visit(Block(layer[0] if layer else jnp.int32(0), row, column_block, warpgroup), carry)
 
             return count
 

@@ -1,4 +1,5 @@
-"""The partial softmaxes of linear_logp from logits that are in memory already, for callers that sample from these.
+"""The partial softmaxes of linear_logp from products that are in memory already: those of few rows, and logits that a
+caller samples from.
 
 A block takes 64 rows of one chunk, in the registers that a product would leave them in. So sums have the order, and the
 results the bits, that the kernel with the product gives.
@@ -12,13 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LogitsConfig, Partials
-from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
+from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, row_vector
-from pallas_kernels.mosaic.statistics import ChunkTile, store_partial
-from pallas_kernels.products import padded
+from pallas_kernels.mosaic.statistics import ChunkTile, chunk_width, column_bias, store_partial, with_bias
 
 Array = jax.Array
 Ref = Any
@@ -31,33 +31,47 @@ def _copyable(products: Array) -> Array:
 
 
 def partials_of_logits(
-    logits: LogitsConfig, machine: Machine, products: Array, target_ids: Array, temperature: Array, *, with_gap: bool
-) -> Partials:
-    """The partials `[chunks, rows]` of products `[N, columns]`, which are float32 and hold a bias already. Rows are a
-    multiple of THREADS, of which those behind the last 64 of N are not written.
+    logits: LogitsConfig,
+    machine: Machine,
+    where: VocabSlice,
+    products: Array,
+    bias: Array | None,
+    target_ids: Array,
+    temperature: Array,
+    out: Partials,
+) -> None:
+    """Write the partials of products `[N, columns]`, which are float32, into the references `out [chunks, rows]`.
 
-    target_ids int32 and temperature float32 are `[rows]`. with_gap: an entropy is asked for.
+    `where` is the whole vocabulary. Rows are a multiple of THREADS, of which those behind the last 64 of N are not
+    written. bias is float32 `[chunks · 256]`, or None; target_ids int32 and temperature float32 are `[rows]`.
     """
-    vocabulary, rows = logits.head.vocabulary, padded(products.shape[0], THREADS)
+    vocabulary = logits.head.vocabulary
     products = _copyable(products)
+    loaded_rows = min(products.shape[0], WARPGROUP_ROWS)
 
-    def body(products_gmem: Ref, target_ids_gmem: Ref, temperature_gmem: Ref, out_gmem: Partials) -> None:
+    def body(
+        where_gmem: VocabSlice,
+        products_gmem: Ref,
+        bias_gmem: Ref | None,
+        target_ids_gmem: Ref,
+        temperature_gmem: Ref,
+        out_gmem: Partials,
+        _outputs: tuple[()],
+    ) -> None:
         row, chunk = lax.axis_index("blocks") * WARPGROUP_ROWS, lax.axis_index("groups")
 
         def of_tile(products_smem: Ref, is_loaded: Ref) -> None:
-            there = products_gmem.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(vocabulary.start(chunk), COLUMNS)]
-            plgpu.copy_gmem_to_smem(there, products_smem, is_loaded)
+            there = products_gmem.at[pl.ds(row, loaded_rows), pl.ds(vocabulary.start(chunk), COLUMNS)]
+            plgpu.copy_gmem_to_smem(there, products_smem.at[pl.ds(0, loaded_rows)], is_loaded)
             scale = LOG2_E / row_vector(temperature_gmem, row)
+            added = column_bias(bias_gmem, chunk * COLUMNS, COLUMNS)
             plgpu.barrier_wait(is_loaded)
-            values = plgpu.load(products_smem, layout=plgpu.Layout.WGMMA, optimized=False)
-            tile = ChunkTile(chunk, vocabulary.width(chunk), row, scale)
+            values = with_bias(plgpu.load(products_smem, layout=plgpu.Layout.WGMMA, optimized=False), added)
+            tile = ChunkTile(chunk, chunk_width(vocabulary, where_gmem, chunk), row, scale)
             store_partial(logits, tile, values, target_ids_gmem, None, out_gmem)
 
         pl.run_scoped(of_tile, plgpu.SMEM((WARPGROUP_ROWS, COLUMNS), jnp.float32), plgpu.Barrier())
 
-    of_rows = jax.ShapeDtypeStruct((vocabulary.chunks, rows), jnp.float32)
-    derivative = None if logits.softcap is None else of_rows
-    out_type = Partials(of_rows, of_rows, of_rows, of_rows if with_gap else None, derivative)
     grid = (-(-products.shape[0] // WARPGROUP_ROWS), vocabulary.chunks)
-    arguments = (products, target_ids, temperature)
-    return launch(body, "linear_logp_of_logits", machine, out_type, grid, *arguments, approx_math=True)
+    arguments = (where, products, bias, target_ids, temperature, out)
+    launch(body, "linear_logp_of_logits", machine, (), grid, *arguments, approx_math=True)

@@ -4,6 +4,7 @@
 and so can `column_sums`: cut at multiples of 64 rows, a sum has the bits of one that is not cut.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ Array = jax.Array
 Ref = Any
 _PIECE_ROWS = 8
 """Rows of the smallest piece that TMA stores."""
+_ROWS_SUMMED_AT_ONCE = 16
+"""Rows, at most, that are loaded together to be summed up, so that their latencies overlap."""
 
 
 class _WeightGradientArguments(NamedTuple):
@@ -95,9 +98,12 @@ def store_weight_gradient(
 
             @pl.when(jnp.logical_not(fits))
             def _() -> None:
-                for piece in range(0, WARPGROUP_ROWS, _PIECE_ROWS):
+                def copy_piece(i: Array, _: None) -> None:
+                    piece = pl.multiple_of(i * _PIECE_ROWS, _PIECE_ROWS)
                     to = refs.out_gmem.at[pl.ds(there + piece, _PIECE_ROWS), columns]
                     copy(strip_smem.at[pl.ds(piece, _PIECE_ROWS)], to, in_chunk + piece < width)
+
+                lax.fori_loop(0, WARPGROUP_ROWS // _PIECE_ROWS, copy_piece, None)
 
         def strip_of(number: int) -> Array:
             return values[:, number * strip[1] : (number + 1) * strip[1]].astype(out.dtype)
@@ -203,14 +209,17 @@ def column_sums(
         zeros = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), layout)
 
         def block_sum(block: Array) -> Array:
-            total = zeros
-            for i in range(min(WARPGROUP_ROWS, dlogits.shape[0])):
-                row = block * WARPGROUP_ROWS + i
-                values = whole(
-                    plgpu.load(part.at[row, here], layout=layout, optimized=False) for part in parts_of(dlogits_gmem)
-                )
-                total = total + (values if row_unscale_gmem is None else values * row_unscale_gmem[row])
-            return total
+            rows = min(WARPGROUP_ROWS, dlogits.shape[0])
+            at_once = math.gcd(rows, _ROWS_SUMMED_AT_ONCE)
+
+            def some_rows(i: Array, total: Array) -> Array:
+                for j in range(at_once):
+                    row = block * WARPGROUP_ROWS + i * at_once + j
+                    values = whole(plgpu.load(part.at[row, here], optimized=False) for part in parts_of(dlogits_gmem))
+                    total = total + (values if row_unscale_gmem is None else values * row_unscale_gmem[row])
+                return total
+
+            return lax.fori_loop(0, rows // at_once, some_rows, zeros)
 
         start = zeros if so_far_gmem is None else plgpu.load(so_far_gmem.at[here], layout=layout, optimized=False)
         row_blocks = row_clusters(where_gmem.rows[0], WARPGROUP_ROWS)

@@ -61,6 +61,8 @@ class Implementation:
     """Whether it should run on a device. Passing it over there is a fallback, which is logged."""
     promises_bits: bool = False
     """Whether it keeps the op's promise of the same bits; the op's page in docs/ has the whole contract."""
+    skips_padding: bool = False
+    """Whether rows that are not active cost it memory alone, so that a caller may pad to much more than it has."""
 
 
 TABLE: dict[str, Sequence[Implementation]] = {}

@@ -1,12 +1,14 @@
 """Mosaic kernels of a program, compiled side by side: XLA compiles those of one program one after the other.
 
 JAX's runtime keeps each compiled kernel for the whole process, by a hash of its text. A program whose kernels were
-compiled before, in whatever program, finds them there.
+compiled before, in whatever program, finds them there, and waits for those that another thread is compiling. So
+kernels may begin as soon as they are lowered, while Python lowers the rest of their program.
 """
 
+import functools
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +18,18 @@ from rlk_jax.core.dispatch import log
 
 _TARGET = "mosaic_gpu_v2"
 """The custom call of Mosaic's kernels."""
+_compilations: dict[tuple[bytes, jax.Device], Future[None]] = {}
+"""The kernels whose compilation has begun, by hash and device."""
+
+
+def begin_kernels(held: Any, device: jax.Device) -> list[Future[None]]:
+    """Begin to compile each kernel that an operation of MLIR holds alone, all at once, for a device."""
+    found = {x["kernel_hash"].value_bytes: x for x in _kernels(held.operation)}
+    for name, kernel in found.items():
+        if (name, device) not in _compilations:
+            attributes = {x.name: _value(x.attr) for x in kernel}
+            _compilations[name, device] = _threads().submit(_compile_alone, attributes, device)
+    return [_compilations[name, device] for name in found]
 
 
 def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:
@@ -25,24 +39,23 @@ def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:
     program's bits are the same: it takes the kernels that it would have compiled. A kernel that cannot be compiled
     alone is left to its program, and the log says so.
     """
-    module: Any = lowered.compiler_ir()
-    kernels = {x["kernel_hash"]: x for x in _kernels(module.operation)}
-    if len(kernels) < 2:  # One is compiled as soon by its program.
-        return
-    with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
-        begun = [pool.submit(_compile_alone, kernel, device) for kernel in kernels.values()]
-    if error := next(filter(None, (x.exception() for x in begun)), None):
+    if error := next(filter(None, (x.exception() for x in begin_kernels(lowered.compiler_ir(), device))), None):
         log.warning("rlk_jax: kernels are compiled one after the other: %s", error)
 
 
-def _kernels(operation: Any) -> Iterator[dict[str, Any]]:
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, "rlk_jax kernels")
+
+
+def _kernels(operation: Any) -> Iterator[Any]:
     """The attributes of each call of a kernel in an operation of MLIR, and in all that it holds."""
     for region in operation.regions:
         for block in region:
             for held in block:
                 attributes = held.operation.attributes
                 if "call_target_name" in attributes and attributes["call_target_name"].value == _TARGET:
-                    yield {x.name: _value(x.attr) for x in attributes["mhlo.backend_config"]}
+                    yield attributes["mhlo.backend_config"]
                 yield from _kernels(held.operation)
 
 

@@ -26,7 +26,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from rlk_jax.core.dispatch import log_once
+from rlk_jax.core.dispatch import log_once, traced_device
+from rlk_jax.core.kernel_compilation import begin_kernels
 from rlk_jax.core.transforms import with_new_type
 
 Rule = Callable[[Any], str]
@@ -204,7 +205,10 @@ def _lowering(
     arguments_tree: Any,
     results_tree: Any,
 ) -> Any:
-    """JAX's lowering, with the callback under a name that depends on nothing but what it does."""
+    """JAX's lowering, with the callback under a name that depends on nothing but what it does.
+
+    On one device all kernels of the function are lowered then. They are compiled while the rest of the program is.
+    """
     kept = context.module_context.keepalives
     before = len(kept)
     results = jax_partitioning._custom_partitioning_lowering_rule(
@@ -221,6 +225,10 @@ def _lowering(
         static_args=(),
     )
     if len(kept) == before:  # On one device nothing is partitioned.
+        if "cuda" in context.module_context.platforms and traced_device().platform == "gpu":
+            # What is lowered here may become a part of the module later.
+            for held in (context.module_context.module, ir.InsertionPoint.current.block.owner):
+                begin_kernels(held, traced_device())
         return results
     info = kept.pop()
     info.module_context = types.SimpleNamespace(

@@ -49,9 +49,8 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
     """What `step(block, carry)` gives in the end, called in ascending order for as many blocks of `rows` tokens as hold
     every token that is `active [N]`.
     """
-    n = active.shape[0]
-    padding = -n % rows
-    order = jnp.argsort(~active, stable=True).astype(jnp.int32)
+    padding = -active.shape[0] % rows
+    order = _active_first(active)
     is_active = jnp.pad(active[order], (0, padding))
     order = jnp.pad(order, (0, padding))
     count = (jnp.sum(active, dtype=jnp.int32) + rows - 1) // rows
@@ -61,6 +60,41 @@ def fold_blocks[Carry](active: Array, rows: int, step: Callable[[Block, Carry], 
         return step(block, carry)
 
     return lax.fori_loop(0, count, body, varying_like(start, active))
+
+
+def fold_sequences[Carry](
+    active: Array,
+    length: int,
+    rows: int,
+    multiple: int,
+    step: Callable[[Block, Array, Carry], Carry],
+    start: Carry,
+) -> Carry:
+    """What `step(block, is_last, carry)` gives in the end, for blocks that end with sequences of `length` tokens each.
+
+    A block has as many of the tokens that are `active [N]` as end with a sequence and fit `rows`. The next one begins
+    at a multiple of `multiple` active tokens: it has up to `multiple` − 1 tokens of the block once more. `is_last`
+    `[rows]` says of which tokens the block is the last that has them.
+    """
+    assert length + multiple - 1 <= rows, "a sequence must fit a block behind what is left of the one before it"
+    ends = _counts(jnp.sum(active.reshape(-1, length), axis=1, dtype=jnp.int32))
+    order, count = jnp.pad(_active_first(active), (0, rows)), ends[-1]
+
+    def body(state: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        first, carry = state
+        row = first + jnp.arange(rows, dtype=jnp.int32)
+        end = jnp.max(ends, where=ends <= first + rows, initial=0)
+        next_first = jnp.where(end < count, end - end % multiple, end)
+        block = Block(lax.dynamic_slice_in_dim(order, first, rows), row < end)
+        return next_first, step(block, row < next_first, carry)
+
+    state = jnp.zeros((), jnp.int32), start
+    return lax.while_loop(lambda state: state[0] < count, body, varying_like(state, active))[1]
+
+
+def _active_first(active: Array) -> Array:
+    """The places of all tokens: first of those that are `active [N]`, in ascending order."""
+    return jnp.argsort(~active, stable=True).astype(jnp.int32)
 
 
 def store_by_block(active: Array, rows: int, of_block: Callable[[Block], Any], start: Any) -> Any:

@@ -148,7 +148,8 @@ class LossOptions:
     def is_sum_over_tokens(self) -> bool:
         """Whether the loss is a sum over tokens of what each one's own log-prob gives, divided by counts of the mask.
 
-        The gradient of a token's log-prob is then the same whatever the log-probs of other tokens are.
+        The gradient of a token's log-prob is then the same whatever the log-probs of other tokens are; of any other
+        loss it depends on those of the token's sequence.
         """
         return self.loss_type not in _OF_SEQUENCES
 

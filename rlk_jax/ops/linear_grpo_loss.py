@@ -3,7 +3,6 @@
 It is composed of `linear_logp` and `policy_loss`, and runs on the implementations of `linear_logp`.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -162,8 +161,6 @@ def _blocks_or_reason(given: Mapping[str, Any], others: Iterable[Any], options: 
     """The blocks of tokens that a gradient through a call of `linear_logp` with these arguments takes, or why it takes
     all tokens at once. `others` are the other arguments of the loss.
     """
-    if not options.is_sum_over_tokens:
-        return f"{options.loss_type} weighs a token by its whole sequence"
     if options.entropy_coef:
         return "an entropy bonus needs the logits once more"
     if given["low_rank"] is not None:
@@ -175,7 +172,9 @@ def _blocks_or_reason(given: Mapping[str, Any], others: Iterable[Any], options: 
     of_blocks = on_one_device(chosen.functions).of_blocks
     if of_blocks is None:
         return f"{chosen.name} has no sums over blocks of tokens"
-    return of_blocks.plan(facts.config, facts.dim, math.prod(given["target_ids"].shape), jnp.dtype(facts.dtypes[0]))
+    sequences, length = given["target_ids"].shape
+    known_together = 1 if options.is_sum_over_tokens else length
+    return of_blocks.plan(facts.config, facts.dim, sequences * length, known_together, jnp.dtype(facts.dtypes[0]))
 
 
 def _check(

@@ -1,17 +1,20 @@
 """Which kernels of a program are compiled alone; sm90.py compiles real ones."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from rlk_jax.core import kernel_compilation
+from rlk_jax.core import kernel_compilation, partitioning
+from rlk_jax.core.dispatch import Device
 from rlk_jax.core.kernel_compilation import compile_kernels
 
 DEVICE = jax.devices()[0]
 
 
-def lowered(*hashes: bytes) -> jax.stages.Lowered:
-    """A program that calls kernels of Mosaic with these hashes: the first one in a loop, the others behind it."""
+def in_program(*hashes: bytes) -> Callable[[jax.Array], jax.Array]:
+    """A function that calls kernels of Mosaic with these hashes: the first one in a loop, the others behind it."""
 
     def call(x: jax.Array, name: bytes) -> jax.Array:
         kernel = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -23,14 +26,23 @@ def lowered(*hashes: bytes) -> jax.stages.Lowered:
             x = call(x, name)
         return x
 
+    return program
+
+
+def lower(program: Callable[[jax.Array], jax.Array]) -> jax.stages.Lowered:
     given = jax.ShapeDtypeStruct((8,), jnp.float32)
     return jax.jit(program).trace(given).lower(lowering_platforms=("cuda",))
 
 
+def lowered(*hashes: bytes) -> jax.stages.Lowered:
+    return lower(in_program(*hashes))
+
+
 @pytest.fixture
 def compiled(monkeypatch) -> list[dict]:
-    """The kernels that are compiled alone."""
+    """The kernels that are compiled alone; none has been before."""
     found: list[dict] = []
+    monkeypatch.setattr(kernel_compilation, "_compilations", {})
     monkeypatch.setattr(kernel_compilation, "_compile_alone", lambda kernel, device: found.append(kernel))
     return found
 
@@ -43,13 +55,27 @@ def test_each_kernel_is_compiled_once(compiled):
     assert sorted(compiled, key=str) == sorted(expected, key=str)
 
 
-def test_a_program_compiles_its_only_kernel_itself(compiled):
-    compile_kernels(lowered(b"a"), DEVICE)
-    compile_kernels(jax.jit(jnp.cos).lower(1.0), DEVICE)
-    assert not compiled
+def test_a_kernel_of_two_programs_is_compiled_once(compiled):
+    for names in ((b"a",), (b"a", b"b"), ()):
+        compile_kernels(lowered(*names) if names else jax.jit(jnp.cos).lower(1.0), DEVICE)
+    assert [x["kernel_hash"] for x in compiled] == [b"a", b"b"]
 
 
-def test_a_kernel_that_cannot_be_compiled_alone_is_logged(monkeypatch, caplog):
+@pytest.mark.parametrize(("platform", "names"), [("gpu", {b"a", b"b"}), ("cpu", set())])
+def test_kernels_begin_while_their_program_is_lowered(monkeypatch, compiled, platform, names):
+    """Where it is lowered for the GPU that it was traced for."""
+    monkeypatch.setattr(partitioning, "traced_device", lambda: Device(platform, "", None))
+
+    def program(x: jax.Array) -> jax.Array:
+        return partitioning.partitioned_by_xla(in_program(b"a", b"b"), lambda _: "i -> i", None, (), x)
+
+    lower(program)
+    kernel_compilation._threads().shutdown()
+    kernel_compilation._threads.cache_clear()
+    assert {x["kernel_hash"] for x in compiled} == names
+
+
+def test_a_kernel_that_cannot_be_compiled_alone_is_logged(monkeypatch, caplog, compiled):
     def fail(kernel: dict, device: jax.Device) -> None:
         raise RuntimeError(f"no {kernel['module'].decode()}")
 

@@ -2,6 +2,8 @@
 blocks of them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,24 +47,32 @@ def test_options_of_the_head_and_an_entropy_beside_the_loss(implementation):
     assert one[0][1].entropy > 0
 
 
-BLOCKS = {"implementation": "mosaic", "memory_budget": 2**26}
-"""With it, gradients of the batch below take blocks of tokens."""
+BLOCKS = {"implementation": "mosaic", "memory_budget": 5 * 2**24}
+"""With it, gradients of the batch below take blocks of tokens, of whole sequences too."""
 
 
-def batch_of_blocks() -> Batch:
+def batch_of_blocks(**options: Any) -> Batch:
     """Bias, masked tokens that hold NaN, and more active tokens than a block has."""
     b = policy_losses.batch((4, 1024), 256, 16384, jnp.bfloat16)
     hidden = jnp.where(b.mask[..., None], b.hidden, jnp.nan)
     b = b._replace(hidden=hidden, bias=jnp.linspace(-1, 1, 16384, dtype=jnp.bfloat16))
-    plan = rlk_jax.explain("linear_grpo_loss", *b, **BLOCKS).plan
+    plan = rlk_jax.explain("linear_grpo_loss", *b, **options, **BLOCKS).plan
     assert plan is not None and "blocks of" in plan
     return b
 
 
-@pytest.mark.parametrize("options", [LossOptions(clip_eps=1e3), LossOptions(loss_type="cispo", beta=0.07)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        LossOptions(clip_eps=1e3),
+        LossOptions(loss_type="cispo", beta=0.07),
+        LossOptions(loss_type="gspo", clip_eps=1e3),
+    ],
+    ids=str,
+)
 def test_the_bits_of_two_calls_by_blocks_of_tokens(options):
     """Every active token has a gradient, so that blocks end where sums of all tokens pass a multiple of 64 rows."""
-    b = batch_of_blocks()
+    b = batch_of_blocks(options=options)
     given = {**BLOCKS, "options": options, "temperature": jnp.linspace(0.5, 2, 4096).reshape(4, -1)}
     found, expected = (gradients_of_batch(calls, b, **given) for calls in (Batch.loss, Batch.in_two_calls))
     assert_same_bits(found, expected)

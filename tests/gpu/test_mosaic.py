@@ -67,6 +67,15 @@ def test_kept_exponentials_change_no_bit(case, implementation):
         assert_same_bits(function(problem.hidden), (recomputed[0], 2 * recomputed[0]))
 
 
+@pytest.mark.parametrize("n", [1, 8, 9, 16, 17])
+def test_a_forward_alone_has_the_bits_of_one_with_a_backward(whole, n):
+    """Up to 16 rows its products come before their softmax."""
+    problem, rows, _ = whole
+    few = helpers.rows_of(problem, np.arange(n))
+    values = few.call(BITS, "mosaic")
+    assert_same_bits(tuple(values), [x[:n] for x in rows[: len(values)]])
+
+
 @pytest.mark.parametrize(
     "tile",
     [

@@ -1,5 +1,7 @@
 """Few programs for a batch that varies, and a cache that says so."""
 
+import dataclasses
+import importlib
 import itertools
 import resource
 from typing import Any
@@ -10,14 +12,45 @@ import torch
 
 import torch_bridge
 from rlk_jax import grpo
+from rlk_jax.core.dispatch import TABLE
 from tests.torch_bridge.tensors import array, head, policies, randint, randn, same_bits
 from torch_bridge import _exchange, _programs
+
+linear_logp_module = importlib.import_module("torch_bridge.linear_logp")
+"""The package has a function of this name."""
 
 
 def test_buckets():
     found = sorted({_programs.bucket(n) for n in range(1, 4097)})
     assert len(found) == 24 and found[:8] == [1, 2, 3, 4, 6, 8, 12, 16]
     assert all(0 <= _programs.bucket(n) - n <= _programs.bucket(n) / 3 for n in range(1, 4097))
+
+
+def test_there_are_fewer_buckets_where_padding_is_skipped():
+    found = [_programs.bucket(n, skips_padding=True) for n in range(1, 8193)]
+    assert sorted(set(found)) == [64, 128, 512, 1024, 2048, 3072, 4096, 6144, 8192]
+    assert all(n <= size <= max(64, 4 * n) for n, size in enumerate(found, 1))
+    assert found[2048:] == [_programs.bucket(n) for n in range(2049, 8193)]
+
+
+def test_an_implementation_that_skips_padding_has_few_programs(fresh, monkeypatch):
+    """With the bits of other paddings; `deterministic` stands for those that do, which run on a GPU alone."""
+    weight, ids = randn(48, 8), randint(48, 129)
+    hidden = randn(129, 8)
+
+    def calls() -> list[torch.Tensor]:
+        linear_logp_module._skips_padding.cache_clear()
+        sizes = (1, 5, 64, 65, 127, 129)
+        return [torch_bridge.linear_logp(hidden[:n], weight, ids[:n], implementation="deterministic") for n in sizes]
+
+    expected = calls()
+    assert torch_bridge.cache_info().forward == 6
+    rows = [dataclasses.replace(x, skips_padding=True) for x in TABLE["linear_logp"]]
+    monkeypatch.setitem(TABLE, "linear_logp", rows)
+    found = calls()
+    linear_logp_module._skips_padding.cache_clear()
+    assert torch_bridge.cache_info().forward == 7  # Those of 64 and 128 rows were there, and 512 is new.
+    assert all(map(same_bits, found, expected))
 
 
 @pytest.fixture

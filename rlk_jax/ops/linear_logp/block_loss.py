@@ -33,7 +33,9 @@ from rlk_jax.ops.linear_logp.token_blocks import values_and_gradients_by_blocks
 
 Array = jax.Array
 Loss = Callable[[Any, LinearLogp], PolicyLoss]
-"""`loss(constants, values)` of flat tokens `[N]`. The derivative by a token's log-prob depends on no other's."""
+"""`loss(constants, values)` of flat tokens `[N]`. The derivative by a token's log-prob depends on none but those of its
+sequence.
+"""
 _NO_SECOND_DERIVATIVE = "linear_grpo_loss has no second derivative: its gradient cannot be differentiated again."
 
 
@@ -155,9 +157,12 @@ def _loss_bwd(
         return None, None, None
     saved, scale = transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (saved, scale))
 
+    # Without the barrier XLA would hold the zeros that the gradients' sums start from, beside the sums.
+    zero = transforms.fusion_barrier(jnp.zeros(()))
+
     def scaled(gradient: Array, like: Array | None) -> Array | None:
         # A loss that does not count has gradients of 0, whatever its tokens hold; masked tokens do at any scale.
-        product = jnp.where((scale == 0) | (gradient == 0), 0.0, scale * gradient)
+        product = jnp.where((scale == 0) | (gradient == zero), zero, scale * gradient)
         return None if like is None or not gradient.size else product.astype(like.dtype)
 
     done: Any = map(scaled, saved, dtypes[:3])

@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.hopper.arrays import (
     KeptExponentials,
     LogitsConfig,
     Partials,
     Softmax,
+    new_partials,
 )
 from pallas_kernels.hopper.parts import new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
@@ -124,11 +124,8 @@ def _partials(
 
     holds_target = _holds_target(plan, target_ids)
 
-    def new() -> Any:
-        return jax.new_ref(lax.empty((vocabulary.chunks, plan.rows), jnp.float32))
-
-    derivative = None if config.logit_softcap is None else new()
-    out = Partials(new(), new(), new(), new() if config.return_entropy else None, derivative)
+    has_softcap = config.logit_softcap is not None
+    out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, with_derivative=has_softcap)
     exponentials = None
     if keeping:
         exponentials = jax.tree.map(jax.new_ref, new_matrix((plan.matrix_rows, keeping * COLUMNS), dtype))

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.arrays import Softmax
-from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, statistics_tile
 from pallas_kernels.products import padded
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.softmax import Scaling
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
-from rlk_jax.ops.linear_logp.hopper_gradients import HeadGradients, new_head_gradients
+from rlk_jax.ops.linear_logp.hopper_gradients import HeadGradients, new_head_gradients, store_bias_gradient
 from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels
 from rlk_jax.ops.linear_logp.hopper_plan import (
     ChunkRange,
@@ -57,9 +57,9 @@ def block_functions(kernels: Callable[[], BlockKernels], machine: Machine | None
     )
 
 
-def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> TokenBlocks | str:
+def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, length: int, dtype: Any) -> TokenBlocks | str:
     """Blocks where they save more than they cost: where the budget lacks more bytes of exponentials than the float32
-    sums of dW have.
+    sums of dW have. Blocks of whole sequences may be filled by half, and are therefore twice as large.
     """
     if config.logit_parts > 1:
         return "products of float32 matrices take all tokens at once"
@@ -74,10 +74,16 @@ def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> To
         )
     sizes = range(_ROWS, tokens, _ROWS)
     rows = _ROWS * bisect.bisect_left(sizes, True, key=lambda x: not _keeps_all(config, dim, tokens, x))
-    if rows < _LEAST_ROWS:
-        return f"the budget of {_mib(budget)} keeps no {_LEAST_ROWS} tokens' exponentials over the whole vocabulary"
-    count = -(-tokens // rows)
-    return TokenBlocks(max(_LEAST_ROWS, padded(-(-tokens // count), _ROWS)), count)
+    least = _LEAST_ROWS if length == 1 else 2 * _LEAST_ROWS
+    if rows < least:
+        return f"the budget of {_mib(budget)} keeps no {least} tokens' exponentials over the whole vocabulary"
+    if length == 1:
+        count = -(-tokens // rows)
+        return TokenBlocks(max(_LEAST_ROWS, padded(-(-tokens // count), _ROWS)), count)
+    sequences = (rows - DEPTH + 1) // length
+    if not sequences:
+        return f"a block of the {rows} tokens that {_mib(budget)} keep has no room for a sequence of {length}"
+    return TokenBlocks(rows, -(-tokens // (sequences * length)), length, DEPTH)
 
 
 def _mib(size: int) -> str:
@@ -125,11 +131,9 @@ class _GradientsOfBlock:
         if self.sums.weight is not None and hidden is not None:
             use.add_weight_gradient(machine, part.where, dlogits, hidden, self.sums.weight)
         if self.sums.bias is not None:
-            places = part.columns.size
             so_far = self.sums.bias[...].at[part.columns].get(mode="fill", fill_value=0)
-            so_far = jnp.pad(so_far, (0, dlogits.shape[1] - places))
-            sums = use.column_sums(part.where, dlogits, None, machine, so_far)[:places]
-            self.sums.bias[...] = self.sums.bias[...].at[part.columns].set(sums, mode="drop")
+            so_far = jnp.pad(so_far, (0, dlogits.shape[1] - part.columns.size))
+            store_bias_gradient(self.sums.bias, part, use.column_sums(part.where, dlogits, None, machine, so_far))
 
     def complete(self, operands: Operands, rows: Compacted) -> Gradients:
         """The gradient of hidden."""

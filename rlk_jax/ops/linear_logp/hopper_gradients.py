@@ -60,7 +60,8 @@ class HeadGradients:
             if product.d_hidden is not None and weight is not None:
                 of_slice = (part.head, machine, part.where, of_hidden)
                 add = functools.partial(use.add_hidden_gradient, *of_slice, weight, row_unscale)
-                self._over_groups(chunks, part.where, functools.partial(add, out=product.d_hidden))
+                at_once = self.plan.groups_at_once or use.folds_groups(machine)
+                self._over_groups(chunks, part.where, at_once, functools.partial(add, out=product.d_hidden))
         for product in self.products:
             if product.d_weight is None or product.hidden is None:
                 continue
@@ -74,11 +75,12 @@ class HeadGradients:
             else:
                 store(out)
         if self.d_bias is not None:
-            sums = use.column_sums(part.where, dlogits, row_unscale, machine)[: part.columns.size]
-            self.d_bias[...] = self.d_bias[...].at[part.columns].set(sums, mode="drop")
+            store_bias_gradient(self.d_bias, part, use.column_sums(part.where, dlogits, row_unscale, machine))
 
-    def _over_groups(self, chunks: ChunkRange, where: VocabSlice, add: Callable[[GroupRange], None]) -> None:
-        """Call `add` with the groups of one slice: with all of them, or with one after the other.
+    def _over_groups(
+        self, chunks: ChunkRange, where: VocabSlice, at_once: bool, add: Callable[[GroupRange], None]
+    ) -> None:
+        """Call `add` with the groups of one slice: with all of them at once, or with one after the other.
 
         A slice of fewer groups than others of its range has empty calls: with a number of calls that only the device
         knows, each would wait for the host.
@@ -86,7 +88,7 @@ class HeadGradients:
         each = vocabulary_of(self.plan.config).group_chunks
         first = where.first_chunk // each
         count = (where.first_chunk + where.chunks - 1) // each - first + 1
-        if self.plan.groups_at_once:
+        if at_once:
             add(GroupRange(first, count))
         else:
             most = chunks.most_groups(each)
@@ -156,6 +158,11 @@ def _new_sums(plan: HopperPlan, columns: int, dtype: Any) -> HiddenGradient:
         total=new(),
         rounded=None if plan.config.is_shard or dtype == jnp.float32 else new(dtype=dtype),
     )
+
+
+def store_bias_gradient(d_bias: Ref, part: HeadSlice, sums: Array) -> None:
+    """Store db of one slice, whose places are the first of `sums`, where its columns are."""
+    d_bias[...] = d_bias[...].at[part.columns].set(sums[: part.columns.size], mode="drop")
 
 
 def _stored(d_weight: Array, rows_of_slice: Array, columns: Array, config: HeadConfig) -> Array:

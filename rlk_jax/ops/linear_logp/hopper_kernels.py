@@ -83,6 +83,8 @@ class HeadKernels(Protocol):
         /,
     ) -> None: ...
 
+    def folds_groups(self, machine: Machine, /) -> bool: ...
+
     def add_hidden_gradient(
         self,
         head: HeadAccess,

@@ -67,6 +67,7 @@ ROWS = (
         _mosaic_obstacles,
         meant_for=is_hopper,
         promises_bits=True,
+        skips_padding=True,
     ),
     Implementation(
         "cuda",
@@ -74,6 +75,7 @@ ROWS = (
         with_cuda_library(_cuda_obstacles),
         by_name_only="mosaic is as fast and needs no compiler",
         promises_bits=True,
+        skips_padding=True,
     ),
     # Triton's promise holds by construction: one tile, unsplit chains over K, a cut of the vocabulary that V alone
     # decides, and no atomics.

@@ -168,26 +168,33 @@ class TokenBlocks:
     """A plan to work on blocks of tokens one after the other, on each from the forward to the gradients."""
 
     rows: int
-    """How many tokens a block has."""
+    """How many tokens a block has at most."""
     count: int
-    """How many blocks there are where every token is active."""
+    """How many blocks there are at most."""
+    length: int = 1
+    """How many tokens a sequence has. A block ends with a sequence; 1 lets it end anywhere."""
+    multiple: int = 1
+    """Sums over tokens go on from block to block at multiples of so many active tokens."""
 
     def __str__(self) -> str:
-        return f"{self.count} blocks of {self.rows} tokens"
+        if self.length == 1:
+            return f"{self.count} blocks of {self.rows} tokens"
+        return f"up to {self.count} blocks of whole sequences, within {self.rows} tokens"
 
 
 @dataclass(frozen=True)
 class BlockFunctions:
     """What an implementation has beside `LinearLogpFunctions` to work on one block of tokens after the other.
 
-    `plan(config, dim, tokens, dtype)` is the plan that the memory budget leads to, or the reason for none.
+    `plan(config, dim, tokens, length, dtype)` is the plan that the memory budget leads to, or the reason for none; the
+    gradient of a token is known with the log-probs of its sequence of `length` tokens.
     `config(config, dim, tokens)` is what a block's forward and gradients are compiled for. `start` makes the sums of dW
     and db over no tokens. `add` takes what `gradients` does and the sums so far; it gives the block's dH, float32
     `[N, D]` or None, and the sums with the block added. `complete` makes float32 gradients of weight and bias of the
     sums over all blocks.
     """
 
-    plan: Callable[[HeadConfig, int, int, Any], TokenBlocks | str]
+    plan: Callable[[HeadConfig, int, int, int, Any], TokenBlocks | str]
     config: Callable[[HeadConfig, int, int], HeadConfig]
     start: Callable[[HeadConfig, Needs, Operands], Any]
     add: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp, Any], tuple[Array | None, Any]]

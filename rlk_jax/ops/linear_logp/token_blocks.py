@@ -1,7 +1,7 @@
 """The log-probs of all tokens and the gradients of a loss of them in one pass over blocks of tokens.
 
-Once a block's log-probs are known, so are the loss's gradients of them, if the loss is a sum over tokens. The block's
-logits are therefore needed no longer than until its part of dH, dW and db is formed.
+Once the log-probs of a sequence are known, so are the loss's gradients of them, if the loss is a sum over sequences or
+over tokens. A block's logits are therefore needed no longer than until its part of dH, dW and db is formed.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.rows import Block, fold_blocks
+from rlk_jax.core.rows import Block, fold_sequences
 from rlk_jax.core.softmax import values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import (
@@ -40,23 +40,26 @@ def values_and_gradients_by_blocks(
     """The values of all tokens, and the float32 gradients of what `slopes` gives the derivatives of.
 
     `slopes(values)` is the derivative of a loss by every token's log-prob `[N]`. A token's must depend on no values but
-    its own: those of later blocks are still 0 when it is asked.
+    those of its sequence of `blocks.length` tokens: those of later sequences are still 0 when it is asked.
+
+    A block of whole sequences hands its last tokens on where its sums would not end at `blocks.multiple`: the next one
+    has their logits once more, and gives their gradients.
     """
     n = operands.hidden.shape[0]
     own = of_blocks.config(config, head_dim(config, operands), n)
 
-    def step(block: Block, so_far: Any) -> Any:
+    def step(block: Block, is_last: Array, so_far: Any) -> Any:
         values, d_hidden, sums = so_far
         part = operands._replace(hidden=block.take_hidden(operands.hidden))
         of_block = block.take_tokens(tokens)
         found, residual, kept = functions.forward(own, part, of_block, lambda groups: groups)
         values = jax.tree.map(block.store, values, found)
-        upstream = LinearLogp(block.take(slopes(values)), None, None)
+        upstream = LinearLogp(jnp.where(is_last, block.take(slopes(values)), 0), None, None)
         counting = of_block.with_upstream(upstream)
         d_rows, sums = of_blocks.add(own, needs, part, counting, residual, kept, upstream, sums)
         return values, None if d_rows is None else block.store(d_hidden, d_rows), sums
 
     d_hidden = jnp.zeros(operands.hidden.shape, jnp.float32) if needs.hidden else None
     start = values_of_no_tokens(config, (n,)), d_hidden, of_blocks.start(config, needs, operands)
-    values, d_hidden, sums = fold_blocks(tokens.active, blocks.rows, step, start)
+    values, d_hidden, sums = fold_sequences(tokens.active, blocks.length, blocks.rows, blocks.multiple, step, start)
     return values, of_blocks.complete(config, operands, sums)._replace(hidden=d_hidden)

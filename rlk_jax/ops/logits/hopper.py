@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.arrays import LogitsConfig
+from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice, new_partials
 from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from rlk_jax.core.devices import default_machine
@@ -47,8 +47,12 @@ def _by_head_kernels(
     how = LogitsConfig(HeadAccess(vocabulary, "vd", copied=False), config.logit_softcap)
     logits, tokens = fusion_barrier(as_replicated((logits, tokens)))
     count = jnp.full(1, logits.shape[0], jnp.int32)
-    per_row = (zeros_behind(x, 0, THREADS) for x in (tokens.target_ids, tokens.temperature))
-    found = partials_of_logits(how, machine, logits, *per_row, with_gap=config.return_entropy)
-    softmax = fold_groups(fold_chunks(found, groups.count, count, machine), count, machine)
+    ids, temperature = (zeros_behind(x, 0, THREADS) for x in (tokens.target_ids, tokens.temperature))
+    where = VocabSlice(count, jnp.zeros(1, jnp.int32), jnp.full(1, vocabulary.chunks, jnp.int32))
+    has_softcap = config.logit_softcap is not None
+    out = new_partials((vocabulary.chunks, ids.size), with_gap=config.return_entropy, with_derivative=has_softcap)
+    partials_of_logits(how, machine, where, logits, None, ids, temperature, out)
+    of_chunks = jax.tree.map(jax.freeze, out)
+    softmax = fold_groups(fold_chunks(of_chunks, groups.count, count, machine), count, machine)
     softmax = jax.tree.map(lambda x: x[: logits.shape[0]], fusion_barrier(softmax))
     return LinearLogp(softmax.logp, softmax.lse if config.return_lse else None, softmax.entropy), None

@@ -38,6 +38,11 @@ LOSSES = {
     "bnpo": LossOptions(loss_type="bnpo", normaliser="sequence_sum"),
     "cispo": LossOptions(loss_type="cispo", cispo_ratio_cap=1.1),
     "sapo": LossOptions(loss_type="sapo"),
+    "gspo": LossOptions(loss_type="gspo", clip_eps=0.9, clip_eps_high=9.0, beta=0.07, kl_estimator="ratio_k3"),
+    "luspo": LossOptions(loss_type="luspo", clip_eps=0.9, clip_eps_high=9.0, log_ratio_bound=10.0),
+    "vespo": LossOptions(
+        loss_type="vespo", vespo_k_pos=0.1, vespo_lambda_pos=0.01, vespo_k_neg=0.1, vespo_lambda_neg=0.01
+    ),
 }
 SEEN: list[Any] = []
 """The needs of every trace of a block since a test began."""
@@ -50,8 +55,14 @@ def _add(config, needs, operands, tokens, residual, kept, upstream, sums):
     return d_hidden, jax.tree.map(jnp.add, sums, (found.weight, found.bias))
 
 
+def _plan(config, dim, tokens, length, dtype):
+    if length == 1:
+        return TokenBlocks(ROWS, -(-tokens // ROWS))
+    return TokenBlocks(length + 3, tokens // length, length, multiple=4)
+
+
 OF_BLOCKS = BlockFunctions(
-    plan=lambda config, dim, tokens, dtype: TokenBlocks(ROWS, -(-tokens // ROWS)),
+    plan=_plan,
     config=lambda config, dim, tokens: dataclasses.replace(config, is_shard=True),
     start=lambda config, needs, operands: (
         jnp.zeros_like(operands.weight, jnp.float32) if needs.weight else None,
@@ -85,9 +96,9 @@ def assert_equal_up_to_rounding(found: Any, expected: Any) -> None:
         assert_within_contract(actual, gold_value, "linear_logp", jnp.float32, "gradient")
 
 
-# The loss is policy_loss's own in every case. In `make test`, that of dapo has all options of the head, and that of
-# grpo an entropy's threshold.
-@helpers.cover("name", [(x,) for x in LOSSES], lambda name: name in ("dapo", "grpo"))
+# The loss is policy_loss's own in every case. In `make test`, that of dapo has all options of the head, that of grpo an
+# entropy's threshold, and that of gspo blocks of whole sequences.
+@helpers.cover("name", [(x,) for x in LOSSES], lambda name: name in ("dapo", "grpo", "gspo"))
 def test_against_all_tokens_at_once(name):
     b, options = batch(), LOSSES[name]
     b = b._replace(ref_logps=b.ref_logps if options.beta else None)
@@ -114,13 +125,19 @@ def test_against_float64():
         assert_within_contract(gradient, gold_gradient, "linear_logp", jnp.float32, "gradient")
 
 
+SEQUENCES = st.one_of(
+    st.just([False] * LEAD[1]), st.just([True] * LEAD[1]), st.lists(st.booleans(), min_size=LEAD[1], max_size=LEAD[1])
+)
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo"])
 @settings(max_examples=10)
-@given(data=st.data())
-def test_any_mask(data):
+@given(active=st.lists(SEQUENCES, min_size=LEAD[0], max_size=LEAD[0]).map(np.array))
+def test_any_mask(name, active):
     """Masked tokens hold NaN; there may be none that is active, and blocks that are full, in part or not at all."""
-    b, active = batch(), np.array(data.draw(st.lists(st.booleans(), min_size=24, max_size=24))).reshape(LEAD)
+    b = batch()
     b = b._replace(mask=jnp.asarray(active), hidden=jnp.where(active[..., None], b.hidden, jnp.nan))
-    found, expected = (_gradients_of_mask(b.hidden, b.mask, calls) for calls in (Batch.loss, Batch.in_two_calls))
+    found, expected = (_gradients_of_mask(b.hidden, b.mask, calls, name) for calls in (Batch.loss, Batch.in_two_calls))
     assert not np.asarray(found[1][0])[~active].any()
     assert_same_bits(found[0], expected[0])
     if active.any():
@@ -129,10 +146,10 @@ def test_any_mask(data):
         assert not any(np.asarray(x).any() for x in found[1])
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _gradients_of_mask(hidden, mask, calls):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _gradients_of_mask(hidden, mask, calls, name):
     def loss(hidden, weight, bias):
-        found = calls(batch()._replace(hidden=hidden, weight=weight, bias=bias, mask=mask))
+        found = calls(batch()._replace(hidden=hidden, weight=weight, bias=bias, mask=mask), options=LOSSES[name])
         return found.loss, found
 
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, batch().weight, batch().bias)
@@ -221,8 +238,8 @@ def explained(**changes: Any) -> str:
 def test_explain_says_what_a_gradient_takes():
     assert "takes 5 blocks of 5 tokens, each" in explained()
     assert "  a gradient takes 5 blocks" in str(rlk_jax.explain("linear_grpo_loss", *batch()))
+    assert "takes up to 4 blocks of whole sequences, within 9 tokens, each" in explained(options=LOSSES["gspo"])
     reasons = {
-        "gspo weighs a token by its whole sequence": {"options": LossOptions(loss_type="gspo")},
         "an entropy bonus needs the logits once more": {"options": LossOptions(entropy_coef=0.1)},
         "a low-rank term has sums of its own": {"low_rank": (jnp.ones((2, DIM)), jnp.ones((VOCAB, 2)), 1.0)},
         "deterministic has no sums over blocks of tokens": {"implementation": "deterministic"},
@@ -237,7 +254,9 @@ def test_explain_says_what_a_gradient_takes():
 
 @pytest.mark.parametrize("loss", get_args(LossType))
 def test_which_losses_are_sums_over_tokens(loss):
-    """A log-prob's gradient does not depend on other tokens where the options say so, and else it does."""
+    """A log-prob's gradient does not depend on other tokens where the options say so, and else on those of its sequence
+    alone.
+    """
     options = LossOptions(
         loss_type=loss,
         beta=0.1,
@@ -251,25 +270,24 @@ def test_which_losses_are_sums_over_tokens(loss):
         given = {"ref_logps": b.ref_logps, "rollout_logps": b.old_logps - 0.1, "options": options}
         return jax.grad(lambda x: policy_loss(x, b.old_logps, b.advantages, jnp.ones(LEAD), **given).loss)(logp)
 
+    def is_same(first, other):
+        return (helpers.bits(first) == helpers.bits(other)).all()
+
     logp = b.old_logps + 0.01
-    first, other = gradient(logp), gradient(logp.at[:, 3:].set(-400.0))
-    is_same = (helpers.bits(first[:, :3]) == helpers.bits(other[:, :3])).all()
-    assert is_same == options.is_sum_over_tokens
+    expected = gradient(logp)
+    assert is_same(expected[:2], gradient(logp.at[2:].set(-400.0))[:2])
+    found = gradient(logp.at[:, 3:].set(-400.0))
+    assert is_same(expected[:, :3], found[:, :3]) == options.is_sum_over_tokens
 
 
-@pytest.mark.parametrize("loss", ["gspo", "luspo", "vespo"])
-def test_losses_of_sequences_take_all_tokens_at_once(loss):
-    options = LossOptions(loss_type=loss)
-    jax.eval_shape(jax.grad(functools.partial(loss_of, options=options)), batch().hidden, batch().weight)
-    assert not SEEN
-
-
-def plan_of(tokens: int, dim: int, vocab: int, budget: int | None = None, dtype: Any = jnp.bfloat16) -> Any:
+def plan_of(
+    tokens: int, dim: int, vocab: int, budget: int | None = None, dtype: Any = jnp.bfloat16, length: int = 1
+) -> Any:
     """The plan of `mosaic`."""
     config = head_config(vocab, may_ignore=True, memory_budget=budget)
     of_blocks = hopper.mosaic().of_blocks
     assert of_blocks is not None and hopper.cuda().of_blocks is None
-    return of_blocks.plan(config, dim, tokens, jnp.dtype(dtype))
+    return of_blocks.plan(config, dim, tokens, length, jnp.dtype(dtype))
 
 
 def test_blocks_are_taken_where_they_pay():
@@ -283,6 +301,19 @@ def test_blocks_are_taken_where_they_pay():
     assert isinstance(plan_of(8192 + 3584, 4096, 151936, 2**30), TokenBlocks)
     assert "keeps no 1024 tokens' exponentials" in plan_of(65536, 2048, 131072, 2**26)
     assert "float16 scales" in plan_of(65536, 2048, 131072, 2**30, jnp.float16)
+
+
+def test_blocks_hold_whole_sequences():
+    """Every block has room for a sequence behind 63 tokens of the one before, and for so many that half of its rows
+    repay the sums of dW.
+    """
+    shape = 32768, 4096, 151936, 2**30
+    assert plan_of(*shape, length=1024) == TokenBlocks(3328, 11, 1024, 64)
+    assert plan_of(*shape, length=2048) == TokenBlocks(3328, 16, 2048, 64)
+    assert "3328 tokens that 1024 MiB keep has no room for a sequence of 4096" in plan_of(*shape, length=4096)
+    budget = 2**29  # it keeps 1536 tokens, or a few more
+    assert isinstance(plan_of(*shape[:3], budget), TokenBlocks)
+    assert "keeps no 2048 tokens' exponentials" in plan_of(*shape[:3], budget, length=128)
 
 
 @given(
@@ -301,3 +332,24 @@ def test_every_plan_keeps_within_the_budget(tokens, dim, vocab, budget):
         groups = column_groups(vocab)
         places = groups.count * padded(groups.width, 256)
         assert 2 * tokens * places * 1.2 > budget + 4 * vocab * 8 * dim
+
+
+@given(
+    sequences=st.integers(1, 500),
+    length=st.integers(2, 4000),
+    dim=st.integers(1, 1000),
+    vocab=st.integers(1, 300_000),
+    budget=st.integers(2**26, 2**34),
+)
+@example(sequences=16, length=2048, dim=512, vocab=151936, budget=2**30)
+def test_every_plan_of_sequences_has_room_for_them(sequences, length, dim, vocab, budget):
+    """Each block has room for a sequence behind 63 tokens, and within the same budget as other blocks."""
+    call = sequences * length, 8 * dim, vocab, budget
+    plan, of_tokens = plan_of(*call, length=length), plan_of(*call)
+    if isinstance(of_tokens, str):
+        assert isinstance(plan, str)
+    if isinstance(plan, TokenBlocks):
+        assert (plan.length, plan.multiple) == (length, 64)
+        assert max(2048, length + 63) <= plan.rows < sequences * length
+        assert 2 * plan.rows * (vocab + 8 * dim) <= budget
+        assert -(-sequences // ((plan.rows - 63) // length)) == plan.count >= of_tokens.count

@@ -3,10 +3,11 @@
 With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
 It prints a line per configuration; the exit status is 1 where one fails to compile, spills more than it may, or has its
 wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops
-in a scan, bare calls over one and two H200s, an exported one, those that are given what a forward kept, and one whose
-kernels come first; without --all, only gradients in a scan and one bare call of the first two. It needs ptxas, and
-jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and
-without it one process, because `make test` keeps the other cores busy.
+in a scan, bare calls over one and two H200s, an exported one, those that are given what a forward kept, one whose
+kernels come first, and a loss by blocks of tokens; without --all, only gradients in a scan and one bare call of the
+first two, and not the last one. It needs ptxas, and jax's CUDA plugins of its version in the folder of
+$RLK_SM90_PLUGINS. With --all it takes a process per core, and without it one process, because `make test` keeps the
+other cores busy.
 """
 
 import contextlib
@@ -28,12 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlk_jax import det_gemm, linear_logp
+from rlk_jax import det_gemm, linear_grpo_loss, linear_logp
 from rlk_jax.core import dispatch, overwriting
 from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.core.dispatch import choose
 from rlk_jax.core.kernel_compilation import compile_kernels
 from rlk_jax.core.tokens import Tokens
+from rlk_jax.losses import LossOptions
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
@@ -241,12 +243,30 @@ def side_by_side() -> Iterator[Verdict]:
     yield verdicts.named(f"{alone} of 8 kernels side by side", alone == 8 and in_program == 0)
 
 
+def by_blocks() -> Iterator[Verdict]:
+    """Whether a loss by blocks of whole sequences holds no more than its budget and the sums of dW and dH."""
+    trace_for_h200()
+    lead, dim, vocab, budget = (4, 1024), 256, 16384, 5 * 2**24
+    shapes = (lead, jnp.int32), *((lead, jnp.float32),) * 2, (lead[:1], jnp.float32), (lead, jnp.bool_)
+    operands = ((*lead, dim), jnp.bfloat16), ((vocab, dim), jnp.bfloat16)
+    arguments = [jax.ShapeDtypeStruct(*x, sharding=h200()) for x in (*operands, *shapes)]
+
+    def loss(*arguments: Any) -> Any:
+        options = LossOptions(loss_type="gspo")
+        return linear_grpo_loss(*arguments, options=options, memory_budget=budget, implementation="mosaic").loss
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*arguments)
+    held = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis().temp_size_in_bytes
+    allowed = budget + 4 * dim * (vocab + lead[0] * lead[1])
+    yield verdicts.named(f"{held} of {allowed} bytes by blocks of tokens", held <= 1.02 * allowed)
+
+
 def main() -> int:
     options, every = [configuration.options for configuration in configurations.every()], "--all" in sys.argv
     numbers, compiled = verdicts.of_configurations(options, compile_one, every=every)
     # Without --all, one H200 is left to `scanned`, whose gradients are on one too, and the last layout to Triton's aot.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
-    programs = scanned(every), bare(layouts), exported(), overwritten(), side_by_side()
+    programs = scanned(every), bare(layouts), exported(), overwritten(), side_by_side(), by_blocks() if every else ()
     failed = verdicts.count_failed(itertools.chain(compiled, *programs))
     count = f"{len(numbers)} of {len(options)} configurations"
     print(f"{count}: {f'{failed} failed' if failed else 'no spills but those allowed, no serialised wgmma'}")

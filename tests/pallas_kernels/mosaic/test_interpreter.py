@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.mosaic import head_kernels
+from pallas_kernels.mosaic import head_kernels, statistics
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
@@ -94,6 +94,27 @@ def test_against_float64(case, dtype):
         assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
     for gradient, expected in zip(gradients, gold.gradients, strict=True):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("few rows", (3,), 128, 1000, bias=True, options=SOFTCAP),
+        pytest.param(Case("few rows, dv", (12,), 72, 512, options=DV), marks=pytest.mark.full),
+        pytest.param(dataclasses.replace(PADDED, lead=(9,)), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_values_of_few_rows_by_way_of_products(case, monkeypatch):
+    """A forward alone forms the products of few rows before their softmax. Padding of the head holds NaN.
+
+    The case in make test has each option; the others have another layout, or padding.
+    """
+    monkeypatch.setattr(statistics, "partials", lambda *_: pytest.fail("a tile of a whole chunk is too wide"))
+    problem = helpers.make(case, jnp.bfloat16)
+    values = helpers.with_padding(case, problem).call(case, "mosaic")
+    for value, expected in zip(values, helpers.gold(case, problem).values, strict=True):
+        assert_within_contract(value, expected, "linear_logp_wgmma", jnp.bfloat16, "forward")
 
 
 @pytest.mark.full

@@ -303,4 +303,4 @@ def test_compaction_of_many_tokens(tokens):
 def test_float32_operands_take_all_tokens_at_once():
     plan = block_functions(lambda: pytest.fail("no kernel is needed"), None).plan
     of_head = dataclasses.replace(head_config(131072, weight_parts=2), memory_budget=2**30)
-    assert plan(of_head, 4096, 65536, jnp.bfloat16) == "products of float32 matrices take all tokens at once"
+    assert plan(of_head, 4096, 65536, 1, jnp.bfloat16) == "products of float32 matrices take all tokens at once"

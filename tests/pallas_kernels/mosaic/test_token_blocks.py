@@ -25,12 +25,16 @@ NOTHING_CUT = LossOptions(clip_eps=1e3)
 """With it every active token has a gradient, so that no sum leaves rows out that another one has."""
 
 
+def _plan(config: Any, dim: int, tokens: int, length: int, dtype: Any) -> TokenBlocks:
+    return TokenBlocks(ROWS if length == 1 else ROWS + 32, 2, length, 1 if length == 1 else 64)
+
+
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """Make `mosaic` run in the interpreter, in blocks of `ROWS` tokens. New memory holds NaN, as it may on a GPU."""
     functions = hopper.mosaic(MACHINE)
     assert functions.of_blocks is not None
-    of_blocks = dataclasses.replace(functions.of_blocks, plan=lambda *_: TokenBlocks(ROWS, 2))
+    of_blocks = dataclasses.replace(functions.of_blocks, plan=_plan)
     row = dispatch.Implementation("mosaic", dataclasses.replace(functions, of_blocks=of_blocks))
     monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
@@ -71,6 +75,23 @@ def test_the_bits_of_two_calls(dim, vocab, bias, options):
     assert ROWS < b.mask.sum() <= ROWS + 64
     found, expected = compared(b, options=NOTHING_CUT, temperature=jnp.linspace(0.5, 2, 250).reshape(2, 125), **options)
     assert np.asarray(expected[1][0], np.float32)[np.asarray(b.mask)].any()
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["gspo", "vespo"])
+def test_the_bits_of_two_calls_with_losses_of_sequences(loss):
+    """The first block ends with the second sequence, and hands 18 of its 146 tokens on to the next one, which has no
+    more than 64. In `make test`, tests/ops/linear_logp/test_block_loss.py has blocks of whole sequences.
+    """
+    b = policy_losses.batch((4, 97), 64, 304, jnp.bfloat16)
+    lengths = jnp.array([[73], [0], [73], [40]])
+    b = b._replace(mask=jnp.arange(97) < lengths, bias=jnp.linspace(-1, 1, 304))
+    b = b._replace(hidden=jnp.where(b.mask[..., None], b.hidden, jnp.nan))
+    clips = {"clip_eps": 1e3} if loss == "gspo" else {}
+    found, expected = compared(b, options=LossOptions(loss_type=loss, **clips))
+    gradients = np.asarray(expected[1][0], np.float32)[np.asarray(b.mask)]
+    assert gradients.any(axis=1).all()
     assert_same_bits(found, expected)
 
 

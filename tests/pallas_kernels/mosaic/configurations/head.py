@@ -19,11 +19,12 @@ from pallas_kernels.hopper.arrays import (
     LogitsConfig,
     Partials,
     VocabSlice,
+    new_partials,
 )
 from pallas_kernels.hopper.parts import Parts, new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
-from pallas_kernels.mosaic import statistics
+from pallas_kernels.mosaic import head_kernels
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
@@ -135,11 +136,10 @@ class Problem:
 def forward(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, low_rank, target_ids, holds_target, temperature):
         shape = (p.softmax_vocabulary.chunks, p.vector_rows)
-        wanted = (True, True, True, p.entropy, p.softcap is not None)
-        out = Partials(*(jax.new_ref(lax.empty(shape, jnp.float32)) if x else None for x in wanted))
+        out = new_partials(shape, with_gap=p.entropy, with_derivative=p.softcap is not None)
         kept = p.new_dlogits() if p.keeps else None
         logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
-        statistics.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank)
+        head_kernels.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank)
         return jax.tree.map(jax.freeze, out)
 
     of_chunks = p.vector_rows // 64, p.softmax_vocabulary.chunks

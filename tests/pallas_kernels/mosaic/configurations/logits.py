@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.arrays import LogitsConfig
-from pallas_kernels.hopper.tiles import THREADS
+from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice, new_partials
+from pallas_kernels.hopper.tiles import COLUMNS, THREADS
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.mosaic import logits
@@ -38,16 +38,28 @@ def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) 
         yield Configuration(changed, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows})
 
 
-def partials(size: int, softcap: float | None, entropy: bool) -> Configuration:
+def partials(size: int, softcap: float | None, entropy: bool, has_bias: bool) -> Configuration:
     """The kernel of linear_logp's partials from logits of `size` columns."""
     groups, count = column_groups(size), 9
     how = LogitsConfig(HeadAccess(Vocabulary(size, groups.count, groups.width), "vd", copied=False), softcap)
-    options = {"kernel": "partials of logits", "size": size, "softcap": softcap, "entropy": entropy}
-    run = functools.partial(partials_of_logits, how, MACHINE, with_gap=entropy)
+    options = {"kernel": "partials of logits", "size": size, "softcap": softcap, "entropy": entropy, "bias": has_bias}
+    vocabulary = how.head.vocabulary
+
+    def run(where: VocabSlice, products: Any, bias: Any, target_ids: Any, temperature: Any) -> Partials:
+        shape = (vocabulary.chunks, THREADS)
+        out = new_partials(shape, with_gap=entropy, with_derivative=softcap is not None)
+        partials_of_logits(how, MACHINE, where, products, bias, target_ids, temperature, out)
+        return jax.tree.map(jax.freeze, out)
+
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
     rows = {"target_ids": jnp.int32, "temperature": jnp.float32}
-    arguments = {name: jax.ShapeDtypeStruct((THREADS,), dtype) for name, dtype in rows.items()}
-    logits = jax.ShapeDtypeStruct((count, size), jnp.float32)
-    return Configuration(options, lambda **x: run(**x), {"products": logits, **arguments})
+    arguments = {
+        "where": VocabSlice(one, one, one),
+        "products": jax.ShapeDtypeStruct((count, size), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((vocabulary.chunks * COLUMNS,), jnp.float32) if has_bias else None,
+        **{name: jax.ShapeDtypeStruct((THREADS,), dtype) for name, dtype in rows.items()},
+    }
+    return Configuration(options, run, arguments)
 
 
 def configurations() -> Iterator[Configuration]:
@@ -60,4 +72,4 @@ def configurations() -> Iterator[Configuration]:
     yield from logits_kernels(1000, jnp.bfloat16, None, True)
     yield from logits_kernels(5, jnp.bfloat16, None, True)
     for size, softcap, entropy in itertools.product((151936, 50257), (None, 30.0, 100.0), (False, True)):
-        yield partials(size, softcap, entropy)
+        yield partials(size, softcap, entropy, has_bias=size == 151936)
