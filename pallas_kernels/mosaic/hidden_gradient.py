@@ -84,8 +84,8 @@ def add_hidden_gradient(
     n, dim = dlogits.shape[0], weight.shape[1 if head.layout == "vd" else 0]
     waits = out.total is not None and folds_groups(machine)
     groups_at_once = vocabulary.groups if out.total is None or waits else 1
-    parts = len(parts_of(dlogits)), len(parts_of(weight))
-    tile = of_parts(hidden_gradient_tile(n, dim, groups_at_once), *parts)
+    of_operands = len(parts_of(dlogits)), len(parts_of(weight))
+    tile = of_parts(hidden_gradient_tile(n, dim, groups_at_once), *of_operands)
     row_blocks, column_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows, -(-dim // tile.columns)
     loaded_rows = min(n, tile.rows)
 
@@ -189,6 +189,6 @@ def add_hidden_gradient(
         stretches=(Stretch(steps, load_a, load_b),),
         finish=finish,
         loaded_rows=loaded_rows,
-        parts=parts,
+        parts=of_operands,
     )
     multiply(product, machine, _HiddenGradientArguments(where, groups, dlogits, weight, unscale, out))

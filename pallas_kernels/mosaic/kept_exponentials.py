@@ -1,5 +1,6 @@
 """Gradients of the logits of one slice from the exponentials that the forward kept, at the speed of memory."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,7 @@ def dlogits_from_kept_exponentials(
     parts, dtype = len(parts_of(out)), parts_of(out)[0].dtype
     n, chunks = out.shape[0], out.shape[1] // COLUMNS
     written, loaded_rows = statistics_tile(n).cluster_rows, min(n, WARPGROUP_ROWS)
+    strips_of_shift = _STRIPS // parts
 
     def body(
         where_gmem: VocabSlice,
@@ -69,34 +71,26 @@ def dlogits_from_kept_exponentials(
         width = chunk_width(vocabulary, where_gmem, chunk)
         end = jnp.minimum(n, row_clusters(where_gmem.rows[0], written) * written)
 
-        def constants_of(c: Coefficients, load_shift: Callable[[Any], Array]) -> list[Array]:
+        def constants(c: Coefficients, load_shift: Callable[[Any], Array]) -> list[Array]:
             """What the exponentials of each shift are multiplied by."""
             shifts = (chunk if parts == 1 else chunk * parts + i for i in range(parts))
             return [chunk_coefficients(c, load_shift(x), out.dtype).constant for x in shifts]
 
-        def constant_at(constants: list[Array], column: Array) -> Array:
-            """The constant of the shift that a column of the chunk has."""
-            first, *others = constants
-            for i, other in enumerate(others, 1):
-                first = jnp.where(column < i * (COLUMNS // parts), first, other)
-            return first
-
-        def numbers(strip: Array) -> list[Array]:
-            """Where shared memory holds the parts of a strip."""
-            return [strip if parts == 1 else strip * parts + i for i in range(parts)]
-
         def through_memory(strips_smem: Ref, loaded_barriers: Ref) -> None:
             row = block * WARPGROUP_ROWS
 
+            def there(strip: Array) -> tuple[Any, Any]:
+                return pl.ds(row, loaded_rows), pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
+
             def load(strip: Array, _: None) -> None:
-                there = pl.ds(row, loaded_rows), pl.ds(chunk * COLUMNS + strip * STRIP, STRIP)
-                for exponentials, number in zip(exponentials_gmem, numbers(strip), strict=True):
+                for part, part_gmem in enumerate(exponentials_gmem):
+                    number = strip * parts + part
                     strip_smem = strips_smem.at[number, pl.ds(0, loaded_rows)]
-                    plgpu.copy_gmem_to_smem(exponentials.at[there], strip_smem, loaded_barriers.at[number])
+                    plgpu.copy_gmem_to_smem(part_gmem.at[there(strip)], strip_smem, loaded_barriers.at[number])
 
             lax.fori_loop(0, _STRIPS, load, None)
             c = jax.tree.map(lambda ref: row_vector(ref, row), rows_gmem)
-            constants = constants_of(c, lambda x: row_vector(kept_gmem.shift.at[x], row))
+            of_shifts = constants(c, lambda x: row_vector(kept_gmem.shift.at[x], row))
             target = target_place(vocabulary, c.target_ids, chunk, width)
             counts = _row_numbers() < where_gmem.rows[0] - row
 
@@ -104,22 +98,22 @@ def dlogits_from_kept_exponentials(
                 plgpu.barrier_wait(loaded_barriers.at[number])
                 return plgpu.load(strips_smem.at[number], optimized=False)
 
-            def replace(strip: Array, _: None) -> None:
+            def replace(constant: Array, strip: Array, _: None) -> None:
+                gradient = whole(loaded(strip * parts + part) for part in range(parts)) * over_columns(constant, STRIP)
                 column = column_numbers(STRIP) + strip * STRIP
-                found = whole(map(loaded, numbers(strip)))
-                gradient = found * over_columns(constant_at(constants, strip * STRIP), STRIP)
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
                 gradient = jnp.where(counts & (column < width), gradient, 0.0)
                 columns = pl.ds(place * COLUMNS + strip * STRIP, STRIP)
-                values = in_parts(gradient, out.dtype)
-                for part_gmem, number, part in zip(parts_of(out_gmem), numbers(strip), values, strict=True):
-                    strip_smem = strips_smem.at[number]
-                    strip_smem[...] = part
+                for number, rounded in enumerate(in_parts(gradient, out.dtype)):
+                    strip_smem = strips_smem.at[strip * parts + number]
+                    strip_smem[...] = rounded
                     plgpu.commit_smem()
-                    store_rows(strip_smem, part_gmem, row, columns)
+                    store_rows(strip_smem, parts_of(out_gmem)[number], row, columns)
                     plgpu.commit_smem_to_gmem_group()
 
-            lax.fori_loop(0, _STRIPS, replace, None)
+            for i, constant in enumerate(of_shifts):
+                strips = i * strips_of_shift, (i + 1) * strips_of_shift
+                lax.fori_loop(*strips, functools.partial(replace, constant), None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         at_once, counted = math.gcd(n, _ROWS_AT_ONCE), where_gmem.rows[0]
@@ -127,10 +121,13 @@ def dlogits_from_kept_exponentials(
         def gradient_of(row: Array, column: Array, end: Array) -> tuple[Array, ...]:
             kept_row = row_map_gmem.row[row]
             there = kept_row, pl.ds(chunk * COLUMNS, COLUMNS)
-            found = whole(plgpu.load(part.at[there], optimized=False) for part in exponentials_gmem)
+            found = whole(plgpu.load(x.at[there], optimized=False) for x in exponentials_gmem)
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
-            constants = constants_of(c, lambda x: kept_gmem.shift[x, kept_row])
-            gradient = found * constant_at(constants, column - vocabulary.start(chunk))
+            first, *others = constants(c, lambda x: kept_gmem.shift[x, kept_row])
+            gradient = found * first
+            for i, constant in enumerate(others, 1):
+                in_shift = column < vocabulary.start(chunk) + i * strips_of_shift * STRIP
+                gradient = jnp.where(in_shift, gradient, found * constant)
             gradient = jnp.where(column == c.target_ids, c.at_target, gradient)
             return in_parts(jnp.where(column < jnp.where(row < counted, end, 0), gradient, 0.0), out.dtype)
 

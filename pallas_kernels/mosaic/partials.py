@@ -1,9 +1,12 @@
 """The partial softmaxes of one slice: by one kernel or, for few rows, by that of det_gemm and one that follows it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
+from pallas_kernels.hopper.parts import Matrix, Parts
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import statistics
 from pallas_kernels.mosaic.gemm import gemm
@@ -20,19 +23,19 @@ def partials(
     logits: LogitsConfig,
     machine: Machine,
     where: VocabSlice,
-    hidden: Array,
-    weight: Array,
+    hidden: Matrix,
+    weight: Matrix,
     bias: Array | None,
     target_ids: Array,
     holds_target: Array | None,
     temperature: Array,
     out: Partials,
-    kept: jax.Ref | None = None,
+    kept: Any = None,
     low_rank: LowRankTerm | None = None,
 ) -> None:
     """`statistics.partials`, by way of products in float32 where rows are few. Both ways give the same bits."""
     head = logits.head
-    is_readable = not head.copied and weight.shape[0] % 8 == 0
+    is_readable = not (head.copied or isinstance(hidden, Parts)) and weight.shape[0] % 8 == 0
     if hidden.shape[0] > _FEW_ROWS or not is_readable or kept is not None or low_rank is not None:
         per_row = target_ids, holds_target, temperature
         statistics.partials(logits, machine, where, hidden, weight, bias, *per_row, out, kept, low_rank)

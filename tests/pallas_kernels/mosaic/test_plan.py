@@ -26,6 +26,7 @@ from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.rows import compact
 from rlk_jax.ops.linear_logp import hopper_plan
+from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
 from rlk_jax.ops.linear_logp.options import Needs
 from tests.support.head_configs import head_config
 from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
@@ -297,3 +298,9 @@ def test_compaction_and_back(active, room):
 def test_compaction_of_many_tokens(tokens):
     """They are counted by blocks of 64, and blocks by blocks."""
     check_compaction(np.random.default_rng(tokens).random(tokens) < 0.6, 3)
+
+
+def test_float32_operands_take_all_tokens_at_once():
+    plan = block_functions(lambda: pytest.fail("no kernel is needed"), None).plan
+    of_head = dataclasses.replace(head_config(131072, weight_parts=2), memory_budget=2**30)
+    assert plan(of_head, 4096, 65536, 1, jnp.bfloat16) == "products of float32 matrices take all tokens at once"
