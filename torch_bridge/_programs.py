@@ -49,7 +49,7 @@ class CacheInfo(NamedTuple):
     """How many backward programs have been compiled so far."""
 
 
-_FEW_BUCKETS = (64, 128, 512, 1024, 2048)
+_FEW_BUCKETS = (16, 64, 128, 512, 1024, 2048)
 """Those up to 2048 rows for an implementation that skips padding. Tiles are chosen alike within each."""
 
 

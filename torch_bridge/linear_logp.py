@@ -210,8 +210,12 @@ def _run(
 
 
 @functools.lru_cache(maxsize=256)
-def _skips_padding(device: torch.device, dtype: torch.dtype, weight: Any, bias: Any, options: HeadOptions) -> bool:
-    """Whether what runs calls with a head and a bias of these shapes and dtypes does no work for rows of padding."""
+def _skips_padding(
+    device: torch.device, dtype: torch.dtype, weight: Any, bias: Any, low_rank: Any, options: HeadOptions
+) -> bool:
+    """Whether what runs calls with a head, a bias and an adapter of these shapes and dtypes does no work for rows of
+    padding.
+    """
     dim = weight[0][1 if options.weight_layout == "vd" else 0]
     operands = {
         "hidden": jax.ShapeDtypeStruct((1, dim), _exchange.DTYPES[dtype]),
@@ -220,7 +224,11 @@ def _skips_padding(device: torch.device, dtype: torch.dtype, weight: Any, bias: 
         "bias": None if bias is None else jax.ShapeDtypeStruct(*bias),
     }
     with jax.default_device(_exchange.jax_device(device)):
-        inputs, config, _ = check_call(HeadInputs(**operands, temperature=1.0), options)
+        adapter = {}
+        if low_rank is not None:
+            a, b = (jax.ShapeDtypeStruct(*x) for x in low_rank)
+            adapter = {"low_rank_a": a, "low_rank_b": b, "low_rank_scale": 1.0}
+        inputs, config, _ = check_call(HeadInputs(**operands, **adapter, temperature=1.0), options)
         return choose(facts_of_call(inputs, config), options.implementation).skips_padding
 
 
@@ -245,7 +253,10 @@ def _kernel(
     """logp, lse, entropy, and the handle for the backward."""
     lead = target_ids.shape
     weight_and_bias = (_inputs.spec(lm_head_weight), None if bias is None else _inputs.spec(bias))
-    skips_padding = _skips_padding(hidden.device, hidden.dtype, *weight_and_bias, options)
+    low_rank = None
+    if low_rank_a is not None and low_rank_b is not None:
+        low_rank = _inputs.spec(low_rank_a), _inputs.spec(low_rank_b)
+    skips_padding = _skips_padding(hidden.device, hidden.dtype, *weight_and_bias, low_rank, options)
     padding = _calls.flat(lead, skips_padding=skips_padding)
 
     def tokens() -> Arrays:

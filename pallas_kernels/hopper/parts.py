@@ -52,9 +52,10 @@ def split(x: Array, *, in_kernel: bool = False) -> Parts:
 
     What bfloat16 would round to infinity is in the low part as far as it is beyond bfloat16's range. An infinity or NaN
     is the low part of ±1, so that its products with finite parts of one sign or another are those in float32: as a high
-    part it would be multiplied by parts of both signs.
+    part it would be multiplied by parts of both signs. What kernels split is infinite in gradients alone, whose high
+    part may be taken without the low one: there it is NaN, as its product with a column of both signs is in float32.
     """
-    limit = jnp.where(jnp.abs(x) < jnp.inf, _LARGEST, 1.0)
+    limit = jnp.where(jnp.abs(x) < jnp.inf, _LARGEST, jnp.nan if in_kernel else 1.0)
     high = jnp.minimum(jnp.maximum(x, -limit), limit)
     if in_kernel:
         # The barrier makes one instruction round two values.

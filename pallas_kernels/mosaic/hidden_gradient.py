@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.arrays import GroupRange, HiddenGradient, VocabSlice
 from pallas_kernels.hopper.parts import Matrix, parts_of
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, hidden_gradient_tile, of_parts
-from pallas_kernels.hopper.vocabulary import HeadAccess
+from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic.launch import all_threads
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
@@ -59,6 +59,11 @@ def folds_groups(machine: Machine) -> bool:
     return machine.interpret is None
 
 
+def _most_groups(vocabulary: Vocabulary, chunks: int) -> int:
+    """How many groups a slice of so many chunks can have chunks of."""
+    return min(vocabulary.groups, (chunks - 2) // vocabulary.group_chunks + 2)
+
+
 def add_hidden_gradient(
     head: HeadAccess,
     machine: Machine,
@@ -83,7 +88,7 @@ def add_hidden_gradient(
     vocabulary = head.vocabulary
     n, dim = dlogits.shape[0], weight.shape[1 if head.layout == "vd" else 0]
     waits = out.total is not None and folds_groups(machine)
-    groups_at_once = vocabulary.groups if out.total is None or waits else 1
+    groups_at_once = _most_groups(vocabulary, dlogits.shape[1] // COLUMNS) if out.total is None or waits else 1
     of_operands = len(parts_of(dlogits)), len(parts_of(weight))
     tile = of_parts(hidden_gradient_tile(n, dim, groups_at_once), *of_operands)
     row_blocks, column_blocks = padded(n, tile.cluster_rows) // tile.cluster_rows, -(-dim // tile.columns)
@@ -119,8 +124,7 @@ def add_hidden_gradient(
     def folded_of(block: Block) -> Ref:
         """The semaphore that counts the groups of this call whose chains a warpgroup's part of the total has taken.
 
-        A tile waits for the same tile of the group before, whose layer was begun before its own: some block can always
-        go on.
+        A tile waits for the same tile of the group before, whose layer was begun before its own.
         """
         parts = row_blocks * tile.cluster_rows // WARPGROUP_ROWS, column_blocks
         place = lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), block.column_block

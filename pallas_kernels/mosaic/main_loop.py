@@ -92,7 +92,8 @@ class Product:
     """How many rows of a tile of A are loaded, where A has fewer than a tile. Products of the others are undefined."""
     layers: Callable[[Any], Any] | None = None
     """`layers(refs)` returns how many layers of tiles there are; None for one. All tiles of a layer are begun before
-    those of the next."""
+    those of the next: each tile has a cluster of its own, and a GPU begins clusters in ascending order. A tile may wait
+    for one of a layer before, however few clusters run at a time."""
     store_dtype: Any = None
     """The dtype of what `finish` stores by `store_through`, or None where it stores without shared memory."""
     strip: tuple[int, int] = (WARPGROUP_ROWS, STRIP)
@@ -264,7 +265,9 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
     if _shared_bytes(product) > SHARED_MEMORY:
         # Such a launch would fail silently and leave the results unwritten.
         raise ValueError(f"{product.name}: {tile} takes {_shared_bytes(product)} bytes of shared memory.")
-    clusters = min(machine.sm_count // tile.cluster, product.max_blocks[0] * product.max_blocks[1])
+    clusters = product.max_blocks[0] * product.max_blocks[1]
+    if product.layers is None:
+        clusters = min(machine.sm_count // tile.cluster, clusters)
     leaves, tree = jax.tree.flatten(arguments)
 
     def body(

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +31,27 @@ def begin_kernels(held: Any, device: jax.Device) -> list[Future[None]]:
             attributes = {x.name: _value(x.attr) for x in kernel}
             _compilations[name, device] = _threads().submit(_compile_alone, attributes, device)
     return [_compilations[name, device] for name in found]
+
+
+def begin_while_lowering(module: Any, part: Any, device: jax.Device) -> None:
+    """`begin_kernels` for a program that is being lowered, and for a part that may join its module later.
+
+    Nothing begins where JAX's cache may hold the program, or where threads can no longer be started: at the end of a
+    process the program compiles its kernels itself.
+    """
+    if has_namesake(module):
+        return
+    try:
+        for held in (module, part):
+            begin_kernels(held, device)
+    except RuntimeError as error:
+        log.warning("rlk_jax: kernels are compiled one after the other: %s", error)
+
+
+def has_namesake(module: Any) -> bool:
+    """Whether JAX's compilation cache, where one is set, has a program of the name that a module of MLIR has."""
+    path, name = jax.config.jax_compilation_cache_dir, module.operation.attributes["sym_name"].value
+    return bool(jax.config.jax_enable_compilation_cache and path and any(Path(path).glob(f"{name}-*-cache")))
 
 
 def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:

@@ -27,7 +27,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once, traced_device
-from rlk_jax.core.kernel_compilation import begin_kernels
+from rlk_jax.core.kernel_compilation import begin_while_lowering
 from rlk_jax.core.transforms import with_new_type
 
 Rule = Callable[[Any], str]
@@ -226,9 +226,7 @@ def _lowering(
     )
     if len(kept) == before:  # On one device nothing is partitioned.
         if "cuda" in context.module_context.platforms and traced_device().platform == "gpu":
-            # What is lowered here may become a part of the module later.
-            for held in (context.module_context.module, ir.InsertionPoint.current.block.owner):
-                begin_kernels(held, traced_device())
+            begin_while_lowering(context.module_context.module, ir.InsertionPoint.current.block.owner, traced_device())
         return results
     info = kept.pop()
     info.module_context = types.SimpleNamespace(

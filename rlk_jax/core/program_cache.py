@@ -105,13 +105,6 @@ def share_xla_cache(device: jax.Device) -> None:
     use_xla_cache(str(cache_folder() / "xla"), jax.config.jax_persistent_cache_min_compile_time_secs)
 
 
-def xla_has_namesake(lowered: jax.stages.Lowered) -> bool:
-    """Whether JAX's compilation cache, where one is set, has a program of this one's name."""
-    module: Any = lowered.compiler_ir()
-    path, name = jax.config.jax_compilation_cache_dir, module.operation.attributes["sym_name"].value
-    return bool(jax.config.jax_enable_compilation_cache and path and any(Path(path).glob(f"{name}-*-cache")))
-
-
 def use_xla_cache(path: str | None, least_seconds: float) -> None:
     """Have JAX cache there, from now on, what takes at least so long to compile; None turns the cache off."""
     jax.config.update("jax_compilation_cache_dir", path)

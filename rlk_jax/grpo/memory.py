@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rlk_jax.core.kernel_compilation import compile_kernels
-from rlk_jax.core.program_cache import xla_has_namesake
+from rlk_jax.core.kernel_compilation import compile_kernels, has_namesake
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.steps import Jitted, TrainingSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
@@ -73,7 +72,7 @@ def program_memories(
     for name, program, arguments in _planned(config, steps, state, done):
         if stop.signal is None:
             lowered = program.lower(*arguments)
-            if device.platform == "gpu" and not xla_has_namesake(lowered):  # A resumed run finds it compiled.
+            if device.platform == "gpu" and not has_namesake(lowered.compiler_ir()):  # A resumed run finds it compiled.
                 compile_kernels(lowered, device)
             yield _memory(name, lowered, device_bytes(arguments[0]), kept)
 

@@ -61,10 +61,13 @@ def test_a_kernel_of_two_programs_is_compiled_once(compiled):
     assert [x["kernel_hash"] for x in compiled] == [b"a", b"b"]
 
 
-@pytest.mark.parametrize(("platform", "names"), [("gpu", {b"a", b"b"}), ("cpu", set())])
-def test_kernels_begin_while_their_program_is_lowered(monkeypatch, compiled, platform, names):
-    """Where it is lowered for the GPU that it was traced for."""
+@pytest.mark.parametrize(
+    ("platform", "is_cached", "names"), [("gpu", False, {b"a", b"b"}), ("gpu", True, set()), ("cpu", False, set())]
+)
+def test_kernels_begin_while_their_program_is_lowered(monkeypatch, compiled, platform, is_cached, names):
+    """Where it is lowered for the GPU that it was traced for, and JAX's cache has none of its name."""
     monkeypatch.setattr(partitioning, "traced_device", lambda: Device(platform, "", None))
+    monkeypatch.setattr(kernel_compilation, "has_namesake", lambda _: is_cached)
 
     def program(x: jax.Array) -> jax.Array:
         return partitioning.partitioned_by_xla(in_program(b"a", b"b"), lambda _: "i -> i", None, (), x)
@@ -73,6 +76,19 @@ def test_kernels_begin_while_their_program_is_lowered(monkeypatch, compiled, pla
     kernel_compilation._threads().shutdown()
     kernel_compilation._threads.cache_clear()
     assert {x["kernel_hash"] for x in compiled} == names
+
+
+def test_a_program_is_lowered_where_no_thread_starts_any_more(monkeypatch, caplog, compiled):
+    """As at the end of a process."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(kernel_compilation._threads(), "submit", refuse)
+    monkeypatch.setattr(kernel_compilation, "has_namesake", lambda _: False)
+    module = lowered(b"a").compiler_ir()
+    kernel_compilation.begin_while_lowering(module, module, DEVICE)
+    assert not compiled and "after shutdown" in caplog.text
 
 
 def test_a_kernel_that_cannot_be_compiled_alone_is_logged(monkeypatch, caplog, compiled):

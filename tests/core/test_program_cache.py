@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from rlk_jax.core import program_cache
+from rlk_jax.core.kernel_compilation import has_namesake
 from tests.support import helpers
 
 DEVICE = jax.devices("cpu")[0]
@@ -219,9 +220,9 @@ def test_whether_a_program_of_this_name_was_compiled(xla_cache, tmp_path):
         return x + 2
 
     lowered = jax.jit(namesake).lower(spec(3))
-    assert not program_cache.xla_has_namesake(lowered), "no cache is set"
+    assert not has_namesake(lowered.compiler_ir()), "no cache is set"
     program_cache.use_xla_cache(str(tmp_path / "xla"), 0)
     jax.jit(other).lower(spec(3)).compile()
-    assert not program_cache.xla_has_namesake(lowered)
+    assert not has_namesake(lowered.compiler_ir())
     lowered.compile()
-    assert program_cache.xla_has_namesake(jax.jit(namesake).lower(spec(4)))
+    assert has_namesake(jax.jit(namesake).lower(spec(4)).compiler_ir())

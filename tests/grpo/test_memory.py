@@ -104,7 +104,7 @@ def test_kernels_of_a_program_are_compiled_before_it(monkeypatch, is_cold):
     """Not where such a program has been compiled before, as in a run that is resumed."""
     ready: list[Any] = []
     monkeypatch.setattr(memory, "compile_kernels", lambda lowered, _: ready.append(lowered))
-    monkeypatch.setattr(memory, "xla_has_namesake", lambda _: not is_cold)
+    monkeypatch.setattr(memory, "has_namesake", lambda _: not is_cold)
     monkeypatch.setattr(memory, "free_memory", lambda _: STATES)
     check_memory(tiny.config(), SMALL, 0, StopRequest())
     called = (SMALL.warmup_step, SMALL.start_grpo, SMALL.grpo_step, SMALL.heldout_rewards)

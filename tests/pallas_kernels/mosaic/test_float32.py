@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.hopper.parts import split
 from pallas_kernels.mosaic import head_kernels
-from rlk_jax import dispatch
+from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
 from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
 from tests.support import helpers, shards
@@ -145,7 +145,9 @@ def test_shards_of_a_padded_head(columns, layout):
 
 
 def test_parts():
-    """Parts add up to the value, beyond the range of bfloat16's rounding too. Infinities and NaN are low parts."""
+    """Parts add up to the value, beyond the range of bfloat16's rounding too. Infinities and NaN are low parts, but for
+    gradients, whose high part may stand alone.
+    """
     finite = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     largest = np.finfo(np.float32).max
     for in_kernel in (False, True):
@@ -153,8 +155,27 @@ def test_parts():
         total = np.asarray(high, np.float64) + np.asarray(low, np.float64)
         assert (np.abs(total - np.append(finite, largest)) <= 2.0**-17 * np.abs(total)).all() and low.any()
         high, low = split(jnp.asarray([jnp.inf, -jnp.inf, jnp.nan]), in_kernel=in_kernel)
-        np.testing.assert_array_equal(np.asarray(high[:2], np.float32), [1, -1])
-        np.testing.assert_array_equal(np.asarray(low, np.float32), [np.inf, -np.inf, np.nan])
+        if in_kernel:
+            assert np.isnan(np.asarray(high, np.float32)).all()
+        else:
+            np.testing.assert_array_equal(np.asarray(high[:2], np.float32), [1, -1])
+            np.testing.assert_array_equal(np.asarray(low, np.float32), [np.inf, -np.inf, np.nan])
+
+
+@pytest.mark.parametrize(("hidden", "weight"), [(BF16, F32), (F32, BF16), (F32, F32)])
+def test_an_infinite_upstream_gradient_reaches_both_gradients(hidden, weight):
+    """A loss scale that overflows is seen in every gradient, as in float32."""
+    case = Case("overflow", (12,), 64, 300, options={"return_entropy": False})
+    problem = make(case, hidden, weight)
+    upstream = jnp.ones(12).at[3].set(jnp.inf)
+
+    def gradients(name):
+        call = lambda h, w: linear_logp(h, w, problem.target_ids, implementation=name)  # noqa: E731
+        return jax.vjp(call, problem.hidden, problem.weight)[1](upstream)
+
+    for found, expected in zip(gradients("mosaic"), gradients("reference"), strict=True):
+        found, expected = (np.isfinite(np.asarray(x, np.float32)) for x in (found, expected))
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("hidden", [F32, BF16])
