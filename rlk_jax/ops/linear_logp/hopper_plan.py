@@ -51,7 +51,7 @@ class HopperPlan:
     ranges: tuple[ChunkRange, ...]
     groups_at_once: bool = False
     """Whether every group of the vocabulary has a sum of dH of its own, and these are folded after the last slice.
-    Otherwise a slice's groups are added to one total, one after the other."""
+    Otherwise a slice's groups are added to one total in ascending order."""
 
     @property
     def cuts_groups(self) -> bool:
