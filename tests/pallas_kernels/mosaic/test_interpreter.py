@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.mosaic import head_kernels, statistics
+from pallas_kernels.mosaic import head_kernels, hidden_gradient, statistics
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
@@ -190,6 +191,38 @@ def test_how_groups_are_summed_changes_no_bit(budget):
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
     at_once, one_by_one = (problem.gradients(case, "mosaic", memory_budget=b)[0] for b in (None, budget))
     assert_same_bits(one_by_one, at_once)
+
+
+class Semaphores:
+    """Stands for an array of semaphores, and for each of them."""
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, place):
+        return self
+
+
+def test_groups_in_one_launch(monkeypatch):
+    """On a GPU one launch adds all groups of a slice to the total of dH, and tiles wait for each other by semaphores.
+
+    The interpreter has none, and runs clusters one after the other in the order in which a GPU begins them. So nothing
+    waits here: bits would differ if a tile came before the one that it has to wait for. Slices end inside groups.
+    """
+    case = Case("groups in one launch", (70,), 64, 2100, options={"memory_budget": 100_000})
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
+    one_by_one, waits = problem.gradients(case, "mosaic")[0], []
+    machine = Machine(2, plgpu.InterpretGPUParams(detect_races=False))
+    functions = dispatch.Implementation("mosaic", hopper.mosaic(machine))
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (functions, *dispatch.TABLE["linear_logp"][1:]))
+    for module in (head_kernels, hidden_gradient):
+        monkeypatch.setattr(module, "folds_groups", lambda machine: True)
+    monkeypatch.setattr(pl, "get_global", lambda _: Semaphores())
+    monkeypatch.setattr(plgpu, "semaphore_wait", lambda *x, **options: waits.append(x))
+    monkeypatch.setattr(plgpu, "semaphore_signal", lambda *x, **options: None)
+    assert_same_bits(problem.gradients(case, "mosaic")[0], one_by_one)
+    assert waits
 
 
 @pytest.mark.full
