@@ -357,7 +357,7 @@ def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monk
 def test_tokens_that_are_no_sequences_of_one_length_are_told():
     (row,) = (
         r
-        for r in linear_logp.measure(linear_grpo_loss.candidates_of, "float32", 1.0, "12,8,20", ["xla"], 1, 0.0)
+        for r in linear_logp.measure(linear_grpo_loss.candidates_of, "float32", 1.0, [], "12,8,20", ["xla"], 1, 0.0)
         if r.what != "G"
     )
     assert row.status == "not available: 12 tokens are not 8 sequences of one length"
@@ -581,10 +581,10 @@ def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
 
     def short(name, inputs):
         found = own_candidates(name, inputs)
-        return found | {"forward": dataclasses.replace(found["forward"], launch=Launch(exhausted))}
+        return found | {"forward": lambda: dataclasses.replace(found["forward"](), launch=Launch(exhausted))}
 
     monkeypatch.setattr(linear_logp, "own_candidates", short)
-    rows = linear_logp.measure(linear_logp.candidates_of, "float32", 1.0, "16,8,20", ["naive"], 1, 0.0)
+    rows = linear_logp.measure(linear_logp.candidates_of, "float32", 1.0, [], "16,8,20", ["naive"], 1, 0.0)
     status = {r.what: r.status.split(":")[0] for r in rows}
     assert status == {"G": "pass", "forward": "out of memory", "forward+backward": "pass", "frozen head": "pass"}
 
@@ -682,10 +682,11 @@ def test_cold(tmp_path, capsys):
     rows = json.loads(path.read_text())["rows"]
     assert [(row["what"], row["caches"]) for row in rows] == [("linear_logp", "empty"), ("linear_logp", "full")]
     for row in rows:
-        assert list(row["seconds"]) == ["import", "start", "trace", "lower", "compile", "run"]
+        stages = ["import jax", "import rlk_jax", "start", "trace", "lower", "compile", "run"]
+        assert list(row["seconds"]) == stages
         assert all(x >= 0 for x in row["seconds"].values())
     assert "compile" in capsys.readouterr().out
     for name, call in cold.CASES.items():
         stages = cold.Stages()
         call(8, 64, 256, stages=stages)
-        assert next(iter(stages.seconds)) == "import" and len(stages.seconds) > 3, name
+        assert next(iter(stages.seconds)).startswith("import") and len(stages.seconds) > 3, name
