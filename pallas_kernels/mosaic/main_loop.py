@@ -2,7 +2,8 @@
 
 One producer warpgroup keeps a ring of shared-memory stages full by TMA. The compute warpgroups, 64 rows each, multiply
 from the ring with wgmma. The grid is persistent and the ring never drains between tiles: while an epilogue runs, the
-stages of the next tile are already in flight. K ascends in one unsplit chain of float32 accumulators.
+stages of the next tile are already in flight. A product of several layers has a cluster for each tile instead. K
+ascends in one unsplit chain of float32 accumulators.
 
 Where A or B is in two parts (parts.py), a step multiplies every pair of parts but low·low from one stage. Every few
 steps the accumulators are added to float32 registers and begin anew, because tensor cores cut off digits.
@@ -79,8 +80,7 @@ class Product:
     a_transposed: bool
     b_transposed: bool
     max_blocks: tuple[int, int]
-    """The largest numbers of row blocks (one per cluster) and column blocks that `blocks` can return, or twice as many
-    columns where there are two layers, and so on."""
+    """The largest numbers of row blocks (one per cluster) and of column blocks, of all layers together."""
     blocks: Callable[[Any], tuple[Any, Any]]
     """`blocks(refs)` returns how many row blocks (one per cluster) and column blocks there are in a layer."""
     stretches: tuple[Stretch, ...]

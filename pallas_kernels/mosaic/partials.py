@@ -1,22 +1,53 @@
-"""The partial softmaxes of one slice: by one kernel or, for few rows, by that of det_gemm and one that follows it."""
+"""The forward of linear_logp: the partial softmaxes of one slice, by one kernel or, for few rows, by that of det_gemm
+and one that follows it.
+"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
-from pallas_kernels.hopper.parts import Matrix, Parts
+from pallas_kernels.hopper.parts import Matrix, parts_of
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.mosaic import statistics
+from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.gemm import gemm
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, multiply, row_vector
 from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
+from pallas_kernels.mosaic.statistics import (
+    ChunkTile,
+    chunk_and_width,
+    column_bias,
+    cut_for,
+    product_with_head,
+    store_partial,
+    with_bias,
+)
+from pallas_kernels.mosaic.stores import store_through, storing
 from pallas_kernels.products import LowRankTerm
 
 Array = jax.Array
+Ref = Any
 _FEW_ROWS = 16
 """Rows up to which det_gemm's narrow tiles stream the head faster than tiles of a whole chunk, of which the last round
 leaves multiprocessors idle. Products in float32 are then small beside the head."""
+
+
+class _PartialsArguments(NamedTuple):
+    """The references that the kernel of `partials` is given."""
+
+    where_gmem: VocabSlice
+    hidden_gmem: Ref
+    weight_gmem: Ref
+    bias_gmem: Ref | None
+    target_ids_gmem: Ref
+    holds_target_gmem: Ref | None
+    temperature_gmem: Ref
+    out_gmem: Partials
+    kept_gmem: Ref | None
+    low_rank_gmem: LowRankTerm | None
 
 
 def partials(
@@ -33,13 +64,49 @@ def partials(
     kept: Any = None,
     low_rank: LowRankTerm | None = None,
 ) -> None:
-    """`statistics.partials`, by way of products in float32 where rows are few. Both ways give the same bits."""
-    head = logits.head
-    is_readable = not (head.copied or isinstance(hidden, Parts)) and weight.shape[0] % 8 == 0
-    if hidden.shape[0] > _FEW_ROWS or not is_readable or kept is not None or low_rank is not None:
-        per_row = target_ids, holds_target, temperature
-        statistics.partials(logits, machine, where, hidden, weight, bias, *per_row, out, kept, low_rank)
+    """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
+
+    hidden `[rows, D]` holds whole tiles of rows, or fewer than a tile; weight is stored as `logits.head` says; bias is
+    float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
+    `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
+    searched. kept, a reference `[rows, first chunks · 256]` in hidden's dtype, takes the rounded exponentials of the
+    chunks it has room for. low_rank is a term of the head, or None. Where hidden or weight is in two parts, so is kept,
+    and all chunks but those of `where` and of bias have 128 columns. Products of few rows are formed before their
+    softmax; both ways give the same bits.
+    """
+    is_readable = not logits.head.copied and weight.shape[0] % 8 == 0
+    if hidden.shape[0] <= _FEW_ROWS and is_readable and kept is None and low_rank is None:
+        layout = {"a_transposed": False, "b_transposed": logits.head.layout == "vd"}
+        products = gemm(hidden, weight, None, **layout, out_dtype=jnp.float32, machine=machine)
+        partials_of_logits(logits, machine, where, products, bias, target_ids, temperature, out)
         return
-    layout = {"a_transposed": False, "b_transposed": head.layout == "vd"}
-    products = gemm(hidden, weight, None, **layout, out_dtype=jnp.float32, machine=machine)
-    partials_of_logits(logits, machine, where, products, bias, target_ids, temperature, out)
+    logits, cut = cut_for(logits, hidden, weight)
+    head, store_dtype = logits.head, None if kept is None else kept.dtype
+
+    def finish(refs: _PartialsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
+        chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
+        # These are loaded before the product and used after it: the latency of memory hides there.
+        temperature = row_vector(refs.temperature_gmem, block.row)
+        holds = (
+            None
+            if refs.holds_target_gmem is None
+            else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
+        )
+        added = column_bias(refs.bias_gmem, block.column_block * cut.columns, cut.columns)
+        tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
+        products = with_bias(product(), added)
+        strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, refs.out_gmem, store_dtype)
+        if refs.kept_gmem is None:
+            return
+        first = tile.chunk * cut.columns
+
+        @pl.when(first < refs.kept_gmem.shape[1])
+        def _() -> None:
+            store = storing(refs.kept_gmem, block.row, first)
+            store_through(staging_smem, block.warpgroup, machine, strips.__getitem__, store, len(strips))
+
+    of_product = hidden, weight, low_rank, out.shift.shape[0], finish
+    staged = None if kept is None else parts_of(kept)[0].dtype
+    product = product_with_head("linear_logp_statistics", head, cut, *of_product, staged)
+    per_row = (target_ids, holds_target, temperature)
+    multiply(product, machine, _PartialsArguments(where, hidden, weight, bias, *per_row, out, kept, low_rank))

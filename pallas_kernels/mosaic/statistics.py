@@ -1,6 +1,5 @@
-"""The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns (fold.py folds them).
-
-It also holds what the backward's product with the head (dlogits.py) shares with it.
+"""A partial softmax for each row and chunk of 256 columns, as epilogues of linear_logp's kernels compute it (fold.py
+folds them), and what the products with the head of forward (partials.py) and backward (dlogits.py) share.
 
 Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. A partial is (k, s, t, u): the integer
 k = round(max y), s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from
@@ -22,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice, exponential_scale
 from pallas_kernels.hopper.parts import Matrix, in_parts, parts_of
-from pallas_kernels.hopper.tiles import DEPTH, Machine, Tile, of_parts, statistics_tile
+from pallas_kernels.hopper.tiles import DEPTH, Tile, of_parts, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.main_loop import (
@@ -33,33 +32,16 @@ from pallas_kernels.mosaic.main_loop import (
     Product,
     Stretch,
     column_numbers,
-    multiply,
     over_columns,
     over_rows,
     row_vector,
 )
-from pallas_kernels.mosaic.stores import store_through, storing
 from pallas_kernels.products import LowRankTerm, padded
 
 Array = jax.Array
 Ref = Any
 _LARGE_SOFTCAP = 64.0
 """With softcaps c above this, 1 − exp(−2x/c) loses digits of small logits that matter: a series computes those."""
-
-
-class _PartialsArguments(NamedTuple):
-    """The references that the kernel of `partials` is given."""
-
-    where_gmem: VocabSlice
-    hidden_gmem: Ref
-    weight_gmem: Ref
-    bias_gmem: Ref | None
-    target_ids_gmem: Ref
-    holds_target_gmem: Ref | None
-    temperature_gmem: Ref
-    out_gmem: Partials
-    kept_gmem: Ref | None
-    low_rank_gmem: LowRankTerm | None
 
 
 class ExponentScaling(NamedTuple):
@@ -333,58 +315,3 @@ def product_with_head(
         store_dtype=store_dtype,
         parts=(len(parts_of(hidden)), len(parts_of(weight))),
     )
-
-
-def partials(
-    logits: LogitsConfig,
-    machine: Machine,
-    where: VocabSlice,
-    hidden: Matrix,
-    weight: Matrix,
-    bias: Array | None,
-    target_ids: Array,
-    holds_target: Array | None,
-    temperature: Array,
-    out: Partials,
-    kept: Any = None,
-    low_rank: LowRankTerm | None = None,
-) -> None:
-    """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
-
-    hidden `[rows, D]` holds whole tiles of rows, or fewer than a tile; weight is stored as `logits.head` says; bias is
-    float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 are `[rows]`. holds_target, int32
-    `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk; with None every chunk is
-    searched. kept, a reference `[rows, first chunks · 256]` in hidden's dtype, takes the rounded exponentials of the
-    chunks it has room for. low_rank is a term of the head, or None. Where hidden or weight is in two parts, so is kept,
-    and all chunks but those of `where` and of bias have 128 columns.
-    """
-    logits, cut = cut_for(logits, hidden, weight)
-    head, store_dtype = logits.head, None if kept is None else kept.dtype
-
-    def finish(refs: _PartialsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
-        chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
-        # These are loaded before the product and used after it: the latency of memory hides there.
-        temperature = row_vector(refs.temperature_gmem, block.row)
-        holds = (
-            None
-            if refs.holds_target_gmem is None
-            else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
-        )
-        added = column_bias(refs.bias_gmem, block.column_block * cut.columns, cut.columns)
-        tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
-        products = with_bias(product(), added)
-        strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, refs.out_gmem, store_dtype)
-        if refs.kept_gmem is None:
-            return
-        first = tile.chunk * cut.columns
-
-        @pl.when(first < refs.kept_gmem.shape[1])
-        def _() -> None:
-            store = storing(refs.kept_gmem, block.row, first)
-            store_through(staging_smem, block.warpgroup, machine, strips.__getitem__, store, len(strips))
-
-    of_product = hidden, weight, low_rank, out.shift.shape[0], finish
-    staged = None if kept is None else parts_of(kept)[0].dtype
-    product = product_with_head("linear_logp_statistics", head, cut, *of_product, staged)
-    per_row = (target_ids, holds_target, temperature)
-    multiply(product, machine, _PartialsArguments(where, hidden, weight, bias, *per_row, out, kept, low_rank))

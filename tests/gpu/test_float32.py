@@ -13,7 +13,8 @@ import pytest
 import rlk_jax
 from rlk_jax import linear_logp
 from tests.support import helpers
-from tests.support.helpers import Case, Problem, assert_error, assert_same_bits, assert_within_contract
+from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from tests.support.mixed_dtypes import assert_close_to_float64, make
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 DTYPES = [(F32, F32), (BF16, F32), (F32, BF16)]
@@ -35,21 +36,10 @@ SHAPES = (
 )
 
 
-def make(case: Case, hidden: Any, weight: Any) -> Problem:
-    problem = helpers.make(case, F32)
-    return problem._replace(hidden=problem.hidden.astype(hidden), weight=problem.weight.astype(weight))
-
-
 @pytest.mark.parametrize(("hidden", "weight"), [*DTYPES, (F16, F32)], ids=["fp32", "fp32 head", "fp32 hidden", "fp16"])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_against_float64(case, hidden, weight):
-    problem = make(case, hidden, weight)
-    gold = helpers.gold(case, problem)
-    values, gradients = helpers.with_padding(case, problem).values_and_gradients(case, "mosaic")
-    for value, expected in zip(values, gold.values, strict=True):
-        assert_within_contract(value, expected, "linear_logp_wgmma", F32, "forward")
-    for gradient, expected in zip(gradients, gold.gradients, strict=True):
-        assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
+    assert_close_to_float64(case, make(case, hidden, weight))
 
 
 @every_pair

@@ -4,7 +4,6 @@ What tensor cores cut off is seen on a GPU alone: tests/gpu/test_float32.py has 
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,12 @@ import pytest
 from jax import lax
 
 from pallas_kernels.hopper.parts import split
-from pallas_kernels.mosaic import head_kernels
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
 from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
 from tests.support import helpers, shards
-from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
+from tests.support.helpers import Case, assert_same_bits, assert_within_contract
+from tests.support.mixed_dtypes import assert_close_to_float64, make
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -30,21 +29,6 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     jax.clear_caches()
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The names of the kernels that computed gradients of logits, in order."""
-    names = []
-    for name in ("dlogits", "dlogits_from_kept_exponentials"):
-        kernel = getattr(head_kernels, name)
-        monkeypatch.setattr(head_kernels, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
-    return names
-
-
-def make(case: Case, hidden: Any = F32, weight: Any = F32) -> Problem:
-    problem = helpers.make(case, F32)
-    return problem._replace(hidden=problem.hidden.astype(hidden), weight=problem.weight.astype(weight))
 
 
 SOME_KEPT = {F32: 600_000, BF16: 300_000}
@@ -73,13 +57,7 @@ def test_against_float64(case, hidden, weight):
     """In make test every pair of dtypes has ragged chunks and a bias; softcaps, layouts and padding meet the same
     epilogues in test_interpreter.py.
     """
-    problem = make(case, hidden, weight)
-    gold = helpers.gold(case, problem)
-    values, gradients = helpers.with_padding(case, problem).values_and_gradients(case, "mosaic")
-    for value, expected in zip(values, gold.values, strict=True):
-        assert_within_contract(value, expected, "linear_logp_wgmma", F32, "forward")
-    for gradient, expected in zip(gradients, gold.gradients, strict=True):
-        assert_within_contract(gradient, expected, "linear_logp_wgmma", gradient.dtype, "gradient")
+    assert_close_to_float64(case, make(case, hidden, weight))
 
 
 # In make test both operands are float32, which takes every term of the others.

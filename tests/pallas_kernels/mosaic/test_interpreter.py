@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.tiles import Machine
-from pallas_kernels.mosaic import head_kernels, hidden_gradient, statistics
+from pallas_kernels.mosaic import head_kernels, hidden_gradient, partials
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
@@ -111,7 +111,7 @@ def test_values_of_few_rows_by_way_of_products(case, monkeypatch):
 
     The case in make test has each option; the others have another layout, or padding.
     """
-    monkeypatch.setattr(statistics, "partials", lambda *_: pytest.fail("a tile of a whole chunk is too wide"))
+    monkeypatch.setattr(partials, "multiply", lambda *_: pytest.fail("a tile of a whole chunk is too wide"))
     problem = helpers.make(case, jnp.bfloat16)
     values = helpers.with_padding(case, problem).call(case, "mosaic")
     for value, expected in zip(values, helpers.gold(case, problem).values, strict=True):
@@ -248,16 +248,6 @@ def test_ignored_rows_hold_anything():
     assert_within_contract(d_weight, gold.gradients[1], "linear_logp_wgmma", jnp.bfloat16, "gradient")
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """The names of the kernels that computed gradients of logits, in order."""
-    names = []
-    for name in ("dlogits", "dlogits_from_kept_exponentials"):
-        kernel = getattr(head_kernels, name)
-        monkeypatch.setattr(head_kernels, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
-    return names
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "budget", "kernels"),
     [
@@ -372,8 +362,8 @@ def test_what_is_kept_serves_more_than_one_backward():
 
 
 def test_a_forward_without_a_backward_keeps_nothing(monkeypatch):
-    keeps, partials = [], head_kernels.partials
-    monkeypatch.setattr(head_kernels, "partials", lambda *x: keeps.append(x[-2] is not None) or partials(*x))
+    keeps, write = [], head_kernels.partials
+    monkeypatch.setattr(head_kernels, "partials", lambda *x: keeps.append(x[-2] is not None) or write(*x))
     case = Case("forward alone", (72,), 64, 300)
     p = helpers.make(case, jnp.bfloat16)
     call = lambda h: linear_logp(h, p.weight, p.target_ids, implementation="mosaic").sum()  # noqa: E731
