@@ -139,8 +139,8 @@ struct ExponentScaling {
 
 __device__ __forceinline__ ExponentScaling exponent_scaling(float largest, float scale) {
   const float finite = largest == -INFINITY ? 0.0f : largest;
-  const float shift = rintf(__fmul_rn(scale, finite)), rest = fmaf(scale, finite, -shift);
-  return {finite, scale, shift, fabsf(rest) > 0.5f ? 0.0f : rest};
+  const float y = __fmul_rn(scale, finite), shift = rintf(y);
+  return {finite, scale, shift, __fsub_rn(y, shift)};
 }
 
 // The scaling of a row whose largest product, with its bias, is `largest`: a softcap is monotonic.

@@ -47,8 +47,8 @@ _LARGE_SOFTCAP = 64.0
 class ExponentScaling(NamedTuple):
     """How each row's values in one chunk become exponents y − shift, `[64]` each.
 
-    y is value·scale, largest the row's largest value, shift the integer nearest to its y, and rest = y − shift there.
-    The largest exponential 2^(y − shift) lies between √½ and √2.
+    y is value·scale, largest the row's largest value, shift the integer nearest to its rounded y, and rest = y − shift
+    there, which is exact. The largest exponential 2^(y − shift) lies between √½ and √2.
     """
 
     largest: Array
@@ -69,10 +69,11 @@ class ExponentScaling(NamedTuple):
 def exponent_scaling(largest: Array, scale: Array) -> ExponentScaling:
     """The scaling of rows whose largest values are `largest`, which is −∞ for a row without a finite value."""
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-    y = largest * scale
+    # Compilers would fuse the product into the difference, which could be above ½ where y, once rounded, is half-way
+    # between two integers, and is far above ½ where y has no fractional digits.
+    y = lax.optimization_barrier(largest * scale)
     shift = lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN)
-    rest = y - shift
-    return ExponentScaling(largest, scale, shift, jnp.where(jnp.abs(rest) > 0.5, 0.0, rest))
+    return ExponentScaling(largest, scale, shift, y - shift)
 
 
 def logit_scaling(logits: LogitsConfig, largest: Array, scale: Array) -> ExponentScaling:

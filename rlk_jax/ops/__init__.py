@@ -41,7 +41,7 @@ _GEMM = (gemm_implementations.ROWS, gemm_implementations.TYPICAL)
 _LOGITS_ROWS, _TYPICAL = logits_implementations.ROWS, logits_implementations.TYPICAL
 
 OPS = {
-    "linear_logp": Op(head.linear_logp, head.describe, 5, *_HEAD),
+    "linear_logp": Op(head.linear_logp, head.describe, 6, *_HEAD),
     "det_gemm": Op(gemm.det_gemm, gemm.describe, 1, *_GEMM),
     "logp": Op(logits.logp, logits.describe_logp, 2, _LOGITS_ROWS, _TYPICAL["logp"]),
     "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS_ROWS, _TYPICAL["ratio_kl"]),

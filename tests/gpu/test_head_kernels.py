@@ -85,6 +85,11 @@ def test_peaked_and_large_logits(kernels, case, dtype):
         assert_within_contract(gradient, expected, "linear_logp_peaked_wgmma", dtype, "gradient")
 
 
+@every_dtype
+def test_largest_logits_between_integers(kernels, dtype):
+    helpers.assert_largest_logits_between_integers(kernels, dtype)
+
+
 @pytest.mark.parametrize(("operand", "lift"), [(0, 2.0**-10), (1, 2.0**10)], ids=["dH", "dW"])
 def test_fp16_gradients_survive_tiny_upstream(kernels, operand, lift):
     """g·p near 1e-11; hidden and head are scaled against each other so that float16 can hold the gradient itself."""

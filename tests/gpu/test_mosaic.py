@@ -16,8 +16,9 @@ from rlk_jax import linear_logp
 from rlk_jax.ops.linear_logp import hopper
 from tests.gpu import golden
 from tests.gpu.hopper import every_implementation
+from tests.gpu.test_float32 import DTYPES as FLOAT32_PAIRS
 from tests.gpu.test_head_kernels import BITS, DTYPES
-from tests.support import helpers
+from tests.support import helpers, mixed_dtypes
 from tests.support.helpers import Case, assert_same_bits
 
 
@@ -109,18 +110,23 @@ def test_a_kernel_for_any_number_of_multiprocessors(implementation, monkeypatch)
     jax.clear_caches()
 
 
+def golden_outputs(implementation):
+    """Results of two cases in every dtype that the implementation takes, by name."""
+    pairs = [(dtype, dtype) for dtype in DTYPES] + (FLOAT32_PAIRS if implementation == "mosaic" else [])
+    found = {}
+    for pair in pairs:
+        dtypes = "/".join(dict.fromkeys(np.dtype(dtype).name for dtype in pair))
+        for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
+            problem = helpers.make(case, pair[0]) if pair[0] == pair[1] else mixed_dtypes.make(case, *pair)
+            rows, head = helpers.outputs(case, problem, implementation)
+            for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
+                found[f"{case.name} {dtypes} {name}"] = x
+    return found
+
+
 @every_implementation
 def test_golden_hashes(implementation):
-    def outputs():
-        found = {}
-        for dtype in DTYPES:
-            for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
-                rows, head = helpers.outputs(case, helpers.make(case, dtype), implementation)
-                for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
-                    found[f"{case.name} {np.dtype(dtype).name} {name}"] = x
-        return found
-
-    golden.check("linear_logp", outputs, implementation)
+    golden.check("linear_logp", lambda: golden_outputs(implementation), implementation)
 
 
 @every_implementation

@@ -191,6 +191,29 @@ def make(case: Case, dtype: Any, seed: int = 0) -> Problem:
     )
 
 
+def assert_largest_logits_between_integers(implementation: str, dtype: Any) -> None:
+    """The largest logit of each row is, over ln 2, half-way between two integers, to which it may be rounded either
+    way, or next to there. No other logit counts.
+    """
+    half_way = np.float32((np.arange(-40, 40) + 0.5) * np.log(2))[:, None]
+    largest = np.ravel(half_way + np.abs(np.spacing(half_way)) * np.arange(-2, 3, dtype=np.float32))
+    case = Case("between integers", (len(largest),), 64, 300, options={"return_entropy": False})
+    # Three 16-bit numbers hold a float32 one.
+    hidden, rest = np.zeros((len(largest), 64), np.float32), largest
+    for column in range(3):
+        hidden[:, column] = np.asarray(jnp.asarray(rest, dtype), np.float32)
+        rest = rest - hidden[:, column]
+    hidden[:, 3] = 1
+    weight = np.zeros((300, 64), np.float32)
+    weight[0, :3], weight[1:, 3] = 1, -60
+    ids, zeros = jnp.zeros(len(largest), jnp.int32), jnp.zeros(len(largest))
+    problem = Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), ids, None, 1.0, (zeros, zeros, zeros))
+    found, expected = problem.call(case, implementation), gold(case, problem).values
+    for value, right in zip(found[:2], expected[:2], strict=True):
+        error = float(np.abs(value - right).max() / 60)
+        assert_error(error, "linear_logp_peaked_wgmma", dtype, "forward")
+
+
 def rows_of(problem: Problem, index: Any) -> Problem:
     """The same problem with other tokens, in another order."""
     per_token = isinstance(problem.temperature, jax.Array)
