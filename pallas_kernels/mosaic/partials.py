@@ -75,7 +75,8 @@ def partials(
     softmax; both ways give the same bits.
     """
     is_readable = not logits.head.copied and weight.shape[0] % 8 == 0
-    if hidden.shape[0] <= _FEW_ROWS and is_readable and kept is None and low_rank is None:
+    in_one_part = len(parts_of(hidden)) == len(parts_of(weight)) == 1
+    if hidden.shape[0] <= _FEW_ROWS and is_readable and in_one_part and kept is None and low_rank is None:
         layout = {"a_transposed": False, "b_transposed": logits.head.layout == "vd"}
         products = gemm(hidden, weight, None, **layout, out_dtype=jnp.float32, machine=machine)
         partials_of_logits(logits, machine, where, products, bias, target_ids, temperature, out)

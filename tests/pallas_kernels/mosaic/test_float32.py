@@ -50,6 +50,7 @@ SOFTCAP = Case("two row tiles, softcap, dv", (140,), 72, 512, options={"logit_so
         (Case("padded", (40,), 64, 320, bias=True, options={"global_vocab_size": 257}), F32, F32),
         (Case("slices", (40,), 64, 3000, options={"memory_budget": 2**19}), F32, F32),
         (Case("one row", (1,), 64, 5, scale=0.2), F32, F32),
+        (Case("one row, a head that is read in place", (1,), 64, 304), F32, BF16),
     ],
     lambda case, hidden, weight: case is PLAIN and F16 not in (hidden, weight),
 )
