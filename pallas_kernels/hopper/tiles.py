@@ -1,7 +1,7 @@
 """The tile of each product on Hopper, and the order in which tiles are visited, as pure functions of the size.
 
-No choice made here changes a bit: the K loop is never split, and tiles of linear_logp always have 256 columns, or 128
-where an operand is in two parts (parts.py).
+No choice made here changes a bit: the K loop is never split, and tiles of logits always have 256 columns, or 128 where
+an operand is in two parts (parts.py).
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pallas_kernels.products import padded
 
 COLUMNS = 256
-"""Columns of a softmax chunk and of every tile of linear_logp: a chunk is reduced in the order of its registers."""
+"""Columns of a softmax chunk and of every tile of logits: a chunk is reduced in the order of its registers."""
 DEPTH = 64
 """K of one pipeline step, unless a tile says otherwise: 128 bytes of a 16-bit type, as wide as the widest swizzle."""
 
@@ -79,12 +79,15 @@ def gemm_tile(rows: int, columns: int = COLUMNS) -> Tile:
     """The tile for the products that give dH, dW and the gradients of a low-rank term, whose result has `rows` rows and
     `columns` columns.
 
-    With up to 128 columns the time is that of reading the gradients of logits, for which many loads are in flight.
+    With up to 128 columns the time is that of reading the gradients of logits, for which many loads are in flight. With
+    more, they are of the width that leaves the last of them fullest.
     """
     if rows <= 64:
         return Tile(rows=64, cluster=1)
     cluster = 1 if rows <= 128 else 2
-    return Tile(cluster=cluster) if columns > 128 else _deep(128, padded(columns, 64), cluster)
+    if columns <= 128:
+        return _deep(128, padded(columns, 64), cluster)
+    return Tile(cluster=cluster, columns=min((COLUMNS, 192), key=lambda width: padded(columns, width)))
 
 
 def hidden_gradient_tile(rows: int, columns: int, sums: int) -> Tile:

@@ -34,7 +34,7 @@ PADDED_SLICES = dataclasses.replace(
 CASES = (
     Case("plain", (40,), 128, 300),
     Case("one row", (1,), 64, 5),
-    Case("two blocks, bias, odd", (70,), 80, 301, bias=True),
+    Case("two blocks, bias, odd", (70,), 144, 301, bias=True),
     Case("two row tiles, softcap", (140,), 64, 1000, options=SOFTCAP, temperature="per token"),
     Case("dv", (40,), 72, 512, options=DV),
     Case("dv, odd", (40,), 64, 300, bias=True, options=DV),

@@ -57,9 +57,9 @@ def test_tiles_fit_the_machine(rows):
 
 @given(rows=st.integers(1, 1 << 20), columns=st.integers(1, 16384), sums=st.sampled_from([1, 8]))
 def test_tiles_of_hidden_gradients(rows, columns, sums):
-    """A narrow tile is taken where wide ones are too few, and cuts the columns, which are padded to 256."""
+    """A narrow tile is taken where wide ones are too few, and none goes beyond the columns, which are padded to 256."""
     tile = hidden_gradient_tile(rows, columns, sums)
-    assert COLUMNS % tile.columns == 0
+    assert padded(columns, tile.columns) <= padded(columns, COLUMNS)
     assert_fits(tile, staged=0)
     assert tile.columns == gemm_tile(rows, columns).columns or sums * -(-rows // tile.rows) * -(-columns // 256) < 96
 
@@ -69,7 +69,8 @@ def test_tiles_of_operands_in_parts(rows, columns, parts):
     for tile in (statistics_tile(rows), gemm_tile(rows, columns), hidden_gradient_tile(rows, columns, 8)):
         found = of_parts(tile, *parts)
         assert_fits(found, 2 * 64 * 64, *parts)
-        assert found.cluster_rows == tile.cluster_rows and COLUMNS % found.columns == 0
+        assert found.cluster_rows == tile.cluster_rows
+        assert padded(columns, found.columns) <= padded(columns, COLUMNS)
         assert found == tile if parts == (1, 1) else found.columns <= 128
 
 

@@ -303,6 +303,11 @@ def configurations() -> Iterator[Configuration]:
             for sums in ("at once", "whole", "cut"):
                 yield hidden_gradient(Problem(rows=rows, dim=rank, **head), sums)
             yield weight_gradient(Problem(rows=rows, dim=rank, **head))
+    for head in ({}, {"layout": "dv"}):
+        # Tiles of dH and, but for "dv", of dW are narrower here than for a multiple of 256.
+        for sums in ("at once", "whole", "cut"):
+            yield hidden_gradient(Problem(dim=896, **head), sums)
+        yield weight_gradient(Problem(dim=896, **head))
     for head, keeps in itertools.product(({"entropy": True}, {"layout": "dv"}, {"dtype": jnp.float16}), both):
         yield logit_gradients(Problem(rank=64, **head))
         yield forward(Problem(rank=64, keeps=keeps, **head))
@@ -324,7 +329,7 @@ def configurations() -> Iterator[Configuration]:
     for dtype in (jnp.bfloat16, jnp.float16):
         yield bias_gradient(Problem(dtype=dtype))
     yield bias_gradient(Problem(), goes_on=True)
-    for dim in (512, 64):
+    for dim in (512, 64, 896):
         yield weight_gradient_sums(Problem(dim=dim))
     yield from _in_parts()
 
