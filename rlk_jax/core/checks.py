@@ -117,13 +117,13 @@ def is_static(x: Any) -> bool:
     return isinstance(x, numbers.Number | np.generic | np.ndarray)
 
 
-def checked_temperature(temperature: Any) -> Any:
+def checked_temperature(temperature: Any, whose: str = "") -> Any:
     """The temperature as an array. A number is a static fact and is checked here; values of arrays are checked later,
-    by `core.tokens.checked_tokens`.
+    by `core.tokens.checked_tokens`. `whose` stands before its name in messages.
     """
     if not is_number(temperature):
-        return as_array("temperature", temperature)
-    require(fits_float32(temperature), BAD_TEMPERATURE.format(low=temperature, high=temperature))
+        return as_array(f"{whose}temperature", temperature)
+    require(fits_float32(temperature), whose + BAD_TEMPERATURE.format(low=temperature, high=temperature))
     return np.float32(temperature)
 
 

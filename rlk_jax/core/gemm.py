@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from rlk_jax.core.fixed_order import BLOCK_COLUMNS, BLOCK_ROWS, DEPTH_MULTIPLE, 
 from rlk_jax.core.transforms import as_replicated, fusion_barrier
 
 Array = jax.Array
+WeightLayout = Literal["vd", "dv"]
+"""How a head is stored: `[V, D]` or `[D, V]`."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,23 @@ def plain_gemm(layout: GemmLayout, a: Array, b: Array, start: Array | None) -> A
     b = (b.T if layout.b_transposed else b).astype(jnp.float32)
     product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     return (product if start is None else start + product).astype(layout.out_dtype)
+
+
+def common_dtype(a: Array, b: Array) -> jnp.dtype:
+    """The dtype that a product of both runs in: their own, or float32 where they differ."""
+    return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
+
+
+def wide_product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """XLA's product over an axis of each, accumulated and given in float32; float32 operands run in full precision
+    rather than TF32.
+    """
+    dtype = common_dtype(a, b)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )

@@ -14,6 +14,11 @@ from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import varying_like
 
 Array = jax.Array
+MEMORY_BUDGET = 256 * 2**20
+"""Default bytes that one block of logits and its gradient may take under XLA, whatever N is; a head of more bytes
+raises it.
+"""
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,12 @@ def fold_sequences[Carry](
 def _active_first(active: Array) -> Array:
     """The places of all tokens: first of those that are `active [N]`, in ascending order."""
     return jnp.argsort(~active, stable=True).astype(jnp.int32)
+
+
+def rows_within(memory_budget: int, bytes_of_row: int, tokens: int) -> int:
+    """Rows of a block: as many as the budget holds, a multiple of 16, and no more than there are tokens."""
+    affordable = memory_budget // bytes_of_row // _LEAST_ROWS * _LEAST_ROWS
+    return max(min(affordable, -(-tokens // _LEAST_ROWS) * _LEAST_ROWS), _LEAST_ROWS)
 
 
 def store_by_block(active: Array, rows: int, of_block: Callable[[Block], Any], start: Any) -> Any:

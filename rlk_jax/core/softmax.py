@@ -207,9 +207,16 @@ def product_gradients(
         # A logit of −inf has p = 0, and 0·∞ must be 0.
         spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
         gradient += rounded_product(-upstream.entropy[:, None], probability * spread)
+    counts = tokens.active[:, None] & (columns < real_columns)
+    return before_softcap(config, gradient, products + bias, tokens.temperature, counts)
+
+
+def before_softcap(config: SoftmaxConfig, gradient: Array, raw: Array, temperature: Array, counts: Array) -> Array:
+    """The gradient with respect to `raw`, the logits before softcap and temperature, from that with respect to logits;
+    exactly 0 where it does not count.
+    """
     if config.logit_softcap is not None:
         # This is 1 − tanh², without the cancellation where tanh is near 1.
-        decay = jnp.exp((-2 / config.logit_softcap) * jnp.abs(products + bias))
+        decay = jnp.exp((-2 / config.logit_softcap) * jnp.abs(raw))
         gradient *= 4 * decay / jnp.square(1 + decay)
-    counts = tokens.active[:, None] & (columns < real_columns)
-    return jnp.where(counts, divided_by_temperature(gradient, tokens.temperature), 0)
+    return jnp.where(counts, divided_by_temperature(gradient, temperature), 0)

@@ -8,20 +8,20 @@ neither the number of tokens nor a token's place can reach a bit:
     vocabulary: padding rows of the head are never read.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.products import padded
+from rlk_jax.core.column_chunks import ColumnChunk, chunks_in_group, column_chunk, padded_columns
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
     DEPTH_MULTIPLE,
     ascending_sum,
     fma_chain,
-    zeros_behind,
 )
 from rlk_jax.core.gemm import fixed_order_gemm
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
@@ -51,29 +51,10 @@ from rlk_jax.ops.linear_logp.options import (
 Array = jax.Array
 
 
-class _Chunk(NamedTuple):
-    """256 columns from `start` on: ids and bias `[1, 256]`, weight `[256, D]` or, with B of a low-rank term behind it,
-    `[256, D + r]`, and which of them are one group's.
-    """
-
-    start: Array
-    columns: Array
-    valid: Array
-    weight: Array
-    bias: Array
-
-
-def _padded_columns(*parts: Array) -> Array:
-    """float32 arrays `[·, K]` side by side, each with zeros up to a multiple of 64 columns, which change no bits of a
-    chain over them.
-    """
-    return jnp.concatenate([zeros_behind(x.astype(jnp.float32), 1, DEPTH_MULTIPLE) for x in parts], axis=1)
-
-
 def _padded_hidden(config: HeadConfig, operands: Operands, block: Block) -> Array:
     """A block's rows of hidden, its D columns and those of a low-rank term padded each."""
     rows, dim = block.take_hidden(operands.hidden), head_dim(config, operands)
-    return _padded_columns(rows[:, :dim], *([rows[:, dim:]] if config.rank else []))
+    return padded_columns(rows[:, :dim], *([rows[:, dim:]] if config.rank else []))
 
 
 def _without_padding(config: HeadConfig, dim: int, x: Array) -> Array:
@@ -82,41 +63,19 @@ def _without_padding(config: HeadConfig, dim: int, x: Array) -> Array:
     return jnp.concatenate([x[..., :dim], x[..., first : first + config.rank]], axis=-1)
 
 
-def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -> _Chunk:
+def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -> ColumnChunk:
     """Chunk number `chunk` of a group."""
-    width, real = config.groups.width, real_columns(config, operands)
-    start = group * width + chunk * BLOCK_COLUMNS
-    columns = start + jnp.arange(BLOCK_COLUMNS, dtype=jnp.int32)
-    valid = columns < jnp.minimum((group + 1) * width, real)
-    index = jnp.clip(columns, 0, jnp.maximum(real - 1, 0))
-    weights = [x for x in (operands.weight, operands.low_rank) if x is not None]
-    weights = [x[index] if config.weight_layout == "vd" else x[:, index].T for x in weights]
-    bias = jnp.zeros(BLOCK_COLUMNS, jnp.float32) if operands.bias is None else operands.bias[index].astype(jnp.float32)
-    return _Chunk(
-        start,
-        columns[None],
-        valid[None],
-        _padded_columns(*(jnp.where(valid[:, None], x, 0) for x in weights)),
-        jnp.where(valid, bias, 0)[None],
-    )
-
-
-def _chunks_in_group(config: HeadConfig) -> int:
-    return -(-config.groups.width // BLOCK_COLUMNS)
-
-
-def _block_products(hidden: Array, chunk: _Chunk) -> Array:
-    """hidden·Wᵀ for a block of rows and a chunk of columns, `[64, 256]`."""
-    return fma_chain(hidden.T, chunk.weight.T, jnp.zeros((BLOCK_ROWS, BLOCK_COLUMNS), jnp.float32))
+    weights, real = (operands.weight, operands.low_rank), real_columns(config, operands)
+    return column_chunk(weights, operands.bias, config.weight_layout, config.groups, real, group, chunk)
 
 
 def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, tokens: Tokens) -> Partial:
     """A partial for each group, `[groups, BLOCK_ROWS]`."""
-    real, with_gap = real_columns(config, operands), config.return_entropy
+    real, chunks, with_gap = real_columns(config, operands), chunks_in_group(config.groups), config.return_entropy
 
     def of_chunk(group: Array, index: Array) -> Partial:
         chunk = _chunk(config, operands, group, index)
-        products = _block_products(hidden, chunk)
+        products = chunk.products(hidden)
         logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real)
         is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
         return fixed_order_partial(jnp.where(chunk.valid, logits, -jnp.inf), is_target, with_gap=with_gap)
@@ -124,7 +83,7 @@ def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, token
     empty = empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap)
 
     def of_group(group: Array) -> Partial:
-        return lax.fori_loop(0, _chunks_in_group(config), lambda c, so_far: fold(so_far, of_chunk(group, c)), empty)
+        return lax.fori_loop(0, chunks, lambda c, so_far: fold(so_far, of_chunk(group, c)), empty)
 
     return lax.map(of_group, jnp.arange(config.groups.count, dtype=jnp.int32))
 
@@ -168,11 +127,11 @@ def _gradients(
     Gradients of logits stay float32. The loops have those of dW and dB that are needed side by side.
     """
     dim, n, groups = head_dim(config, operands), tokens.active.shape[0], config.groups.count
-    real = real_columns(config, operands)
+    real, chunks = real_columns(config, operands), chunks_in_group(config.groups)
 
     def of_chunk(group: Array, index: Array, hidden: Array, own: tuple, so_far: Gradients) -> Gradients:
         chunk = _chunk(config, operands, group, index)
-        products = _block_products(hidden, chunk)
+        products = chunk.products(hidden)
         gradient = product_gradients(config, products, chunk.bias, own[0], chunk.columns, real, *own[1:])
         gradient = jnp.where(chunk.valid, gradient, 0)
         d_hidden, d_weight, d_bias, _ = so_far
@@ -194,7 +153,7 @@ def _gradients(
 
         def of_group(so_far: Gradients, group: Array) -> tuple[Gradients, Array | None]:
             start = so_far._replace(hidden=zeros)
-            done = lax.fori_loop(0, _chunks_in_group(config), lambda c, x: of_chunk(group, c, hidden, own, x), start)
+            done = lax.fori_loop(0, chunks, lambda c, x: of_chunk(group, c, hidden, own, x), start)
             return done._replace(hidden=None), done.hidden
 
         zeros = varying_like(jnp.zeros_like(hidden), hidden) if needs.hidden else None

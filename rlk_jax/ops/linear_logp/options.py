@@ -14,13 +14,12 @@ from jax import lax
 
 from rlk_jax.core.exports import exportable
 from rlk_jax.core.fixed_order import ColumnGroups
-from rlk_jax.core.gemm import Gemm
+from rlk_jax.core.gemm import Gemm, WeightLayout
 from rlk_jax.core.mesh import AxisName
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens
 
 Array = jax.Array
-WeightLayout = Literal["vd", "dv"]
 Reduction = Literal["sum", "canonical"]
 
 KERNEL_MEMORY_BUDGET = 512 * 2**20

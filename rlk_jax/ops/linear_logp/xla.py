@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlk_jax.core.gemm import GemmLayout
-from rlk_jax.core.rows import Block, fold_blocks, store_by_block
+from rlk_jax.core.gemm import GemmLayout, common_dtype, wide_product
+from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
@@ -33,11 +33,8 @@ from rlk_jax.ops.linear_logp.options import (
 )
 
 Array = jax.Array
-MEMORY_BUDGET = 256 * 2**20
-"""Default bytes that one chunk of logits and its gradient may take, whatever N is; a head of more bytes raises it."""
 _BYTES_PER_LOGIT = 10
 """float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
-_MIN_CHUNK = 16
 
 
 def memory_budget(config: HeadConfig, weight: Array) -> int:
@@ -49,39 +46,22 @@ def memory_budget(config: HeadConfig, weight: Array) -> int:
 
 def chunk_rows(vocab_size: int, tokens: int, memory_budget: int) -> int:
     """Rows of a chunk: as many as the budget holds, a multiple of 16, and no more than there are tokens."""
-    affordable = memory_budget // (_BYTES_PER_LOGIT * vocab_size) // _MIN_CHUNK * _MIN_CHUNK
-    return max(min(affordable, -(-tokens // _MIN_CHUNK) * _MIN_CHUNK), _MIN_CHUNK)
-
-
-def _common_dtype(a: Array, b: Array) -> jnp.dtype:
-    """The dtype that a product of both runs in: their own, or float32 where they differ."""
-    return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
-
-
-def _matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """A product that is accumulated and given in float32; float32 operands run in full precision rather than TF32."""
-    dtype = _common_dtype(a, b)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a.astype(dtype),
-        b.astype(dtype),
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    return rows_within(memory_budget, _BYTES_PER_LOGIT * vocab_size, tokens)
 
 
 def _gemm(layout: GemmLayout, a: Array, b: Array, start: Array | None) -> Array:
     """The product of a low-rank term's matrices."""
-    product = _matmul(a, b, (0 if layout.a_transposed else 1, 1 if layout.b_transposed else 0))
+    product = wide_product(a, b, (0 if layout.a_transposed else 1, 1 if layout.b_transposed else 0))
     return (product if start is None else start + product).astype(layout.out_dtype)
 
 
 def _products(config: HeadConfig, hidden: Array, operands: Operands) -> Array:
     """hidden·Wᵀ, whichever way the weight is stored, and the product of the low-rank term."""
     dim, contract = head_dim(config, operands), (1, 1 if config.weight_layout == "vd" else 0)
-    products = _matmul(hidden[:, :dim], operands.weight, contract)
-    return products if operands.low_rank is None else products + _matmul(hidden[:, dim:], operands.low_rank, contract)
+    products = wide_product(hidden[:, :dim], operands.weight, contract)
+    return (
+        products if operands.low_rank is None else products + wide_product(hidden[:, dim:], operands.low_rank, contract)
+    )
 
 
 def _bias(operands: Operands) -> Array:
@@ -100,8 +80,8 @@ def _hidden_gradient(config: HeadConfig, gradient: Array, operands: Operands) ->
     def times(weight: Array) -> Array:
         if operands.real_columns is not None:
             is_real = jnp.arange(config.vocab_size, dtype=jnp.int32) < operands.real_columns
-            return _matmul(gradient, jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0), (1, axis))
-        return _matmul(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
+            return wide_product(gradient, jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0), (1, axis))
+        return wide_product(gradient[:, :real], lax.slice_in_dim(weight, 0, real, axis=axis), (1, axis))
 
     parts = [times(x) for x in (operands.weight, operands.low_rank) if x is not None]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -156,7 +136,7 @@ def _gradients(
 ) -> Gradients:
     """Gradients of logits are rounded to the operands' dtype; dW and db are summed over chunks in float32."""
     bias, columns, real = _bias(operands), _columns(config), real_columns(config, operands)
-    dtype, dim = _common_dtype(operands.hidden, operands.weight), head_dim(config, operands)
+    dtype, dim = common_dtype(operands.hidden, operands.weight), head_dim(config, operands)
 
     def step(block: Block, so_far: Gradients) -> Gradients:
         hidden, own = block.take_hidden(operands.hidden), block.take_tokens(tokens)
@@ -169,7 +149,7 @@ def _gradients(
 
         def of_columns(rows: Array) -> Array:
             """The sum over this block's rows of gradients times `rows`, as the weight is stored."""
-            return _matmul(*((rounded, rows) if config.weight_layout == "vd" else (rows, rounded)), (0, 0)) / scale
+            return wide_product(*((rounded, rows) if config.weight_layout == "vd" else (rows, rounded)), (0, 0)) / scale
 
         if d_hidden is not None:
             d_hidden = block.store(d_hidden, _hidden_gradient(config, rounded, operands) / scale)
