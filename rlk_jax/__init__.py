@@ -7,6 +7,7 @@ from rlk_jax.ops import explain, numerics_version
 from rlk_jax.ops.attention.api import attention
 from rlk_jax.ops.det_gemm.api import det_gemm
 from rlk_jax.ops.linear_grpo_loss import linear_grpo_loss
+from rlk_jax.ops.linear_kl.api import linear_kl
 from rlk_jax.ops.linear_logp.api import linear_logp
 from rlk_jax.ops.linear_logp.options import LowRank
 from rlk_jax.ops.logits.api import GrpoLoss, grpo_loss, logp, ratio_kl
@@ -25,6 +26,7 @@ __all__ = [
     "grpo",
     "grpo_loss",
     "linear_grpo_loss",
+    "linear_kl",
     "linear_logp",
     "logp",
     "numerics_version",

@@ -128,16 +128,22 @@ def checked_temperature(temperature: Any, whose: str = "") -> Any:
 
 
 def check_vocabulary_options(
-    vocab_size: int, logit_softcap: float | None, ignore_index: int | None, global_vocab_size: int | None
+    vocab_size: int,
+    logit_softcap: float | None,
+    ignore_index: int | None,
+    global_vocab_size: int | None,
+    whose: str = "",
 ) -> None:
-    """The softcap is positive, and ignore_index and global_vocab_size fit a vocabulary of this many columns."""
+    """The softcap is positive, and ignore_index and global_vocab_size fit a vocabulary of this many columns. `whose`
+    stands before their names in messages.
+    """
     require(
         logit_softcap is None or (is_number(logit_softcap) and fits_float32(logit_softcap)),
-        f"logit_softcap must be a positive finite number, got {logit_softcap}.",
+        f"{whose}logit_softcap must be a positive finite number, got {logit_softcap}.",
     )
     require(
         global_vocab_size is None or (is_integer(global_vocab_size) and 1 <= global_vocab_size <= vocab_size),
-        f"global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size!r}.",
+        f"{whose}global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size!r}.",
     )
     real = global_vocab_size or vocab_size
     require(

@@ -10,6 +10,8 @@ from rlk_jax.ops.attention import api as attend
 from rlk_jax.ops.attention import implementations as attend_implementations
 from rlk_jax.ops.det_gemm import api as gemm
 from rlk_jax.ops.det_gemm import implementations as gemm_implementations
+from rlk_jax.ops.linear_kl import api as distill
+from rlk_jax.ops.linear_kl import implementations as distill_implementations
 from rlk_jax.ops.linear_logp import api as head
 from rlk_jax.ops.linear_logp import implementations as head_implementations
 from rlk_jax.ops.logits import api as logits
@@ -38,6 +40,7 @@ class Op:
 
 _HEAD = (head_implementations.ROWS, head_implementations.TYPICAL)
 _GEMM = (gemm_implementations.ROWS, gemm_implementations.TYPICAL)
+_DISTILL = (distill_implementations.ROWS, distill_implementations.TYPICAL)
 _LOGITS_ROWS, _TYPICAL = logits_implementations.ROWS, logits_implementations.TYPICAL
 
 OPS = {
@@ -47,6 +50,7 @@ OPS = {
     "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS_ROWS, _TYPICAL["ratio_kl"]),
     "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS_ROWS, _TYPICAL["grpo_loss"]),
     "attention": Op(attend.attention, attend.describe, 1, attend_implementations.ROWS, attend_implementations.TYPICAL),
+    "linear_kl": Op(distill.linear_kl, distill.describe, 1, *_DISTILL),
     "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, plan=composed.describe_plan),
 }
 

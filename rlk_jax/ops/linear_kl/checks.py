@@ -1,0 +1,176 @@
+"""Every static check of linear_kl and its message, and the check of the values of temperatures.
+
+The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
+"""
+
+import functools
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.core.checks import (
+    BAD_TEMPERATURE,
+    SMALLEST,
+    as_array,
+    check_devices,
+    check_dtypes,
+    check_mask_dtype,
+    check_memory_budget,
+    check_validate,
+    check_vocabulary_options,
+    checked_temperature,
+    is_number,
+    no_explicit_axes,
+    require,
+    require_one_of,
+)
+from rlk_jax.core.gemm import WeightLayout
+from rlk_jax.core.tokens import active_mask, checked, fit
+from rlk_jax.ops.linear_kl.options import (
+    DivergenceKind,
+    KlConfig,
+    KlInputs,
+    KlOptions,
+    KlTokens,
+    OneHeadConfig,
+)
+
+Array = jax.Array
+
+
+def check_call(inputs: KlInputs, options: KlOptions) -> tuple[KlInputs, KlConfig]:
+    """All static checks of a call: its inputs as arrays, and what an implementation is compiled for."""
+    require_one_of("kind", options.kind, get_args(DivergenceKind))
+    require(
+        is_number(options.beta) and 0 <= options.beta <= 1, f"beta must be a number in [0, 1], got {options.beta!r}."
+    )
+    require_one_of("weight_layout", options.weight_layout, get_args(WeightLayout))
+    require_one_of("teacher_weight_layout", options.teacher_weight_layout, get_args(WeightLayout))
+    check_validate(options.validate)
+    check_memory_budget(options.memory_budget)
+    inputs = _as_arrays(inputs)
+    student = _checked_head(
+        ("hidden", "lm_head_weight", "bias"),
+        (inputs.hidden, inputs.lm_head_weight, inputs.bias),
+        options.weight_layout,
+        (options.logit_softcap, options.global_vocab_size),
+    )
+    teacher = _checked_head(
+        ("teacher_hidden", "teacher_weight", "teacher_bias"),
+        (inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias),
+        options.teacher_weight_layout,
+        (options.teacher_logit_softcap, options.teacher_global_vocab_size),
+        whose="teacher_",
+    )
+    _check_lead(inputs)
+    require(
+        student.real_vocab_size == teacher.real_vocab_size,
+        f"student and teacher must share one vocabulary, got {student.real_vocab_size} and {teacher.real_vocab_size} "
+        "tokens: where a head is padded, global_vocab_size and teacher_global_vocab_size say how many are real.",
+    )
+    check_dtypes(inputs, integers=(), unchecked=("completion_mask",))
+    no_explicit_axes("linear_kl", inputs)
+    check_devices(inputs)
+    budget = None if options.memory_budget is None else int(options.memory_budget)
+    return inputs, KlConfig(*_kind_and_share(options), student, teacher, budget)
+
+
+def _as_arrays(inputs: KlInputs) -> KlInputs:
+    """Every input as an array; a teacher without a temperature has the student's."""
+    temperature = checked_temperature(inputs.temperature)
+    teacher_temperature = temperature
+    if inputs.teacher_temperature is not None:
+        teacher_temperature = checked_temperature(inputs.teacher_temperature, "teacher_")
+    given = {
+        name: as_array(name, x) if x is not None or name not in ("bias", "teacher_bias", "completion_mask") else None
+        for name, x in inputs._asdict().items()
+        if not name.endswith("temperature")
+    }
+    return KlInputs(**given, temperature=temperature, teacher_temperature=teacher_temperature)
+
+
+def _checked_head(
+    names: tuple[str, str, str], arrays: tuple[Any, Any, Any], layout: WeightLayout, options: Any, whose: str = ""
+) -> OneHeadConfig:
+    """The shapes of hidden states, head and bias fit each other, and the softcap and the true vocabulary fit them."""
+    hidden, weight, bias = arrays
+    require(hidden.ndim >= 1, f"{names[0]} must be [*lead, D], got a scalar.")
+    require(weight.ndim == 2, f"{names[1]} must be 2-D, got shape {weight.shape}.")
+    vocab_size, dim = weight.shape if layout == "vd" else weight.shape[::-1]
+    require(vocab_size > 0, f"{names[1]} must contain at least one vocab row.")
+    require(hidden.shape[-1] > 0, f"{names[0]} dim must be at least 1, got 0.")
+    require(hidden.shape[-1] == dim, f"{names[0]} dim {hidden.shape[-1]} must match {names[1]} dim {dim}.")
+    require(
+        bias is None or bias.shape == (vocab_size,),
+        f"{names[2]} must have V={vocab_size} elements, got shape {getattr(bias, 'shape', None)}.",
+    )
+    softcap, real = options
+    check_vocabulary_options(vocab_size, softcap, None, real, whose)
+    return OneHeadConfig(
+        vocab_size=vocab_size,
+        real_vocab_size=vocab_size if real is None else int(real),
+        logit_softcap=None if softcap is None else float(softcap),
+        return_lse=False,
+        return_entropy=False,
+        weight_layout=layout,
+    )
+
+
+def _check_lead(inputs: KlInputs) -> None:
+    """What has a row or a number for each token has the same lead shape."""
+    lead = inputs.hidden.shape[:-1]
+    teacher = inputs.teacher_hidden.shape[:-1]
+    require(teacher == lead, f"teacher_hidden leading shape {teacher} must match hidden leading shape {lead}.")
+    for name in ("temperature", "teacher_temperature"):
+        shape = getattr(inputs, name).shape
+        require(shape in ((), lead), f"{name} must be a scalar or have hidden leading shape {lead}, got {shape}.")
+    mask = inputs.completion_mask
+    if mask is not None:
+        check_mask_dtype(mask)
+        require(mask.shape == lead, f"completion_mask must have hidden leading shape {lead}, got {mask.shape}.")
+
+
+def _kind_and_share(options: KlOptions) -> tuple[DivergenceKind, float]:
+    """The kind and the teacher's share of its mixture. The ends of "jsd" are the other two kinds, as in TRL."""
+    if options.kind != "jsd":
+        return options.kind, 0.5
+    ends: dict[float, DivergenceKind] = {0.0: "forward", 1.0: "reverse"}
+    return (ends[options.beta], 0.5) if options.beta in ends else ("jsd", float(options.beta))
+
+
+class _FoundTokens(NamedTuple):
+    """What one pass over the tokens finds: tokens with bad ones marked, and what `fit` gives for both temperatures."""
+
+    tokens: KlTokens
+    fits: tuple[Array, Array]
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _find_tokens(active: Array, temperatures: tuple[Array, Array], *, count: int) -> _FoundTokens:
+    def marked(temperature: Array) -> tuple[Array, Array]:
+        temperature = jnp.broadcast_to(jnp.asarray(temperature).astype(jnp.float32).reshape(-1), count)
+        # The barrier makes constants behave as arguments: XLA itself would divide by a constant, and round otherwise.
+        temperature = jax.lax.optimization_barrier(temperature)
+        is_good = (temperature >= SMALLEST) & (temperature < jnp.inf)
+        # A token that does not count poisons nothing: its NaN would stop a program under jax_debug_nans.
+        poison = jnp.where(active, jnp.nan, 1.0)
+        return jnp.where(is_good, temperature, poison), fit(temperature, is_good, active, (-jnp.inf, jnp.inf))
+
+    (student, student_fit), (teacher, teacher_fit) = map(marked, temperatures)
+    return _FoundTokens(KlTokens(student, teacher, active), (student_fit, teacher_fit))
+
+
+def tokens_of_call(inputs: KlInputs, validate: bool | None) -> KlTokens:
+    """Flat tokens; those that the mask leaves out are not active. A bad temperature is NaN, and poisons its row.
+
+    Values are checked as those of other tokens are: they raise where they can be read, else they are reported to
+    checkify.
+    """
+    lead = inputs.hidden.shape[:-1]
+    mask = jnp.ones(lead, bool) if inputs.completion_mask is None else active_mask(inputs.completion_mask)
+    active = mask.reshape(-1)
+    found = _find_tokens(active, (inputs.temperature, inputs.teacher_temperature), count=active.size)
+    checks = ((found.fits[0], BAD_TEMPERATURE), (found.fits[1], f"teacher_{BAD_TEMPERATURE}"))
+    temperature = checked(found.tokens.temperature, checks, validate, "temperature and teacher_temperature")
+    return found.tokens._replace(temperature=temperature)

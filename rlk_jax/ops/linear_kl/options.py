@@ -1,0 +1,139 @@
+"""What a call of linear_kl carries: its options, its arrays, and what every implementation takes and gives.
+
+Implementations see flat tokens `[N]`, N >= 1, and two whole heads of one vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from rlk_jax.core.fixed_order import ColumnGroups, column_groups
+from rlk_jax.core.gemm import WeightLayout
+from rlk_jax.core.softmax import SoftmaxConfig
+
+Array = jax.Array
+DivergenceKind = Literal["forward", "reverse", "jsd"]
+
+
+class KlInputs(NamedTuple):
+    """One call's arrays as the user shaped them: hidden states `[*lead, D]` and `[*lead, Dt]`, heads, biases `[V]` or
+    None, the mask `[*lead]` or None, temperatures `[]` or `[*lead]`; None for a teacher's that is the student's.
+    """
+
+    hidden: Any
+    lm_head_weight: Any
+    teacher_hidden: Any
+    teacher_weight: Any
+    bias: Any
+    teacher_bias: Any
+    completion_mask: Any
+    temperature: Any
+    teacher_temperature: Any
+
+
+@dataclass(frozen=True)
+class KlOptions:
+    """The options of one call as the user gave them: every static keyword of `linear_kl`, which documents them."""
+
+    kind: DivergenceKind = "forward"
+    beta: float = 0.5
+    logit_softcap: float | None = None
+    teacher_logit_softcap: float | None = None
+    weight_layout: WeightLayout = "vd"
+    teacher_weight_layout: WeightLayout = "vd"
+    global_vocab_size: int | None = None
+    teacher_global_vocab_size: int | None = None
+    memory_budget: int | None = None
+    validate: bool | None = None
+    implementation: str | None = None
+
+
+@dataclass(frozen=True)
+class OneHeadConfig(SoftmaxConfig):
+    """The static facts of one of the two heads."""
+
+    weight_layout: WeightLayout
+
+    @property
+    def vocab_axis(self) -> int:
+        """The axis of the weight that is the vocabulary."""
+        return 0 if self.weight_layout == "vd" else 1
+
+
+@dataclass(frozen=True)
+class KlConfig:
+    """The static facts of one call that an implementation is compiled for. Both heads have one true vocabulary."""
+
+    kind: DivergenceKind
+    beta: float
+    """The teacher's share of the mixture, above 0 and below 1; only kind "jsd" has one."""
+    student: OneHeadConfig
+    teacher: OneHeadConfig
+    memory_budget: int | None
+    """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
+
+    @property
+    def real_vocab_size(self) -> int:
+        """The columns of the vocabulary that both heads share; those behind them are padding."""
+        return self.student.real_vocab_size
+
+    @property
+    def groups(self) -> ColumnGroups:
+        """The groups of columns that sums in a fixed order go by."""
+        return column_groups(self.real_vocab_size)
+
+
+class OneHead(NamedTuple):
+    """hidden `[N, D]`, weight `[V, D]` ("vd") or `[D, V]` ("dv"), bias `[V]` or None, of student or teacher."""
+
+    hidden: Any
+    weight: Array
+    bias: Array | None
+
+
+class Operands(NamedTuple):
+    """The arrays of both. Only the student's get gradients."""
+
+    student: OneHead
+    teacher: OneHead
+
+
+class KlTokens(NamedTuple):
+    """One row per token `[N]`: both temperatures, float32, of which NaN poisons the row; and whether it counts."""
+
+    temperature: Array
+    teacher_temperature: Array
+    active: Array
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which operands of the student need a gradient; the others cost no work."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients in the shapes and dtypes of the student's operands; None where none is needed."""
+
+    hidden: Array | None
+    weight: Array | None
+    bias: Array | None
+
+    def like(self, head: OneHead) -> "Gradients":
+        """The gradients in the dtypes of a head."""
+        return Gradients(*(None if g is None else g.astype(x.dtype) for g, x in zip(self, head, strict=True)))
+
+
+@dataclass(frozen=True)
+class KlFunctions:
+    """One implementation. `forward` gives the divergence `[N]` in float32, and a tree of arrays `[N]` that `gradients`
+    is given along with the upstream gradient `[N]`.
+    """
+
+    forward: Callable[[KlConfig, Operands, KlTokens], tuple[Array, Any]]
+    gradients: Callable[[KlConfig, Needs, Operands, KlTokens, Any, Array], Gradients]

@@ -1,0 +1,125 @@
+"""The portable implementation that never holds `[N, V]`: blocks of tokens against both whole vocabularies.
+
+A block's logits of student and teacher are made once in the forward, where their softmaxes and the divergence are taken
+of them, and once more in the backward. Sums stay float32 to the end; XLA runs blocks of tokens as full-width GEMMs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlk_jax.core.gemm import common_dtype, wide_product
+from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
+from rlk_jax.core.softmax import fp16_scale, logits_of, partial_of_rows
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, raw_gradients, terms_of
+from rlk_jax.ops.linear_kl.options import (
+    Gradients,
+    KlConfig,
+    KlFunctions,
+    KlTokens,
+    Needs,
+    OneHead,
+    OneHeadConfig,
+    Operands,
+)
+
+Array = jax.Array
+_BYTES_PER_COLUMN = 18
+"""float32 products of both heads, the float32 gradient of the student's, its copy in the operands' 16-bit dtype, and
+what XLA keeps between two passes over them.
+"""
+
+
+def rows_of_block(config: KlConfig, operands: Operands) -> int:
+    """Tokens of a block, as many as the budget holds. Every block reads both heads once and writes dW, so that the
+    default budget is no less than their bytes.
+    """
+    weights = operands.student.weight, operands.teacher.weight
+    budget = config.memory_budget or max(MEMORY_BUDGET, sum(x.size * x.dtype.itemsize for x in weights))
+    columns = max(config.student.vocab_size, config.teacher.vocab_size)
+    return rows_within(budget, _BYTES_PER_COLUMN * columns, operands.student.hidden.shape[0])
+
+
+class _BlockLogits(NamedTuple):
+    """A block's logits over the true vocabulary, `raw` before softcap and temperature."""
+
+    raw: Array
+    logits: Array
+
+
+def _block_logits(config: OneHeadConfig, head: OneHead, block: Block, temperature: Array) -> _BlockLogits:
+    real = config.real_vocab_size
+    raw = wide_product(block.take_hidden(head.hidden), head.weight, (1, 1 - config.vocab_axis))[:, :real]
+    if head.bias is not None:
+        raw += head.bias.astype(jnp.float32)[None, :real]
+    columns = jnp.arange(real, dtype=jnp.int32)[None]
+    return _BlockLogits(raw, logits_of(config, raw, jnp.zeros((1, 1), jnp.float32), temperature, columns, real))
+
+
+def _both_logits(
+    config: KlConfig, operands: Operands, block: Block, tokens: KlTokens
+) -> tuple[_BlockLogits, _BlockLogits]:
+    student = _block_logits(config.student, operands.student, block, tokens.temperature)
+    return student, _block_logits(config.teacher, operands.teacher, block, tokens.teacher_temperature)
+
+
+def _tokens_of(block: Block, tokens: KlTokens) -> KlTokens:
+    return block.take(tokens)._replace(active=block.active)
+
+
+def _normalizer_of_rows(logits: Array) -> Normalizer:
+    partial = partial_of_rows(logits, logits[:, 0], with_gap=False)
+    return Normalizer(partial.max, jnp.log(partial.total))
+
+
+def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics]:
+    def of_block(block: Block) -> tuple[Array, KlStatistics]:
+        logits = [x.logits for x in _both_logits(config, operands, block, _tokens_of(block, tokens))]
+        # Behind the barrier, XLA sums up the rows of both alike: equal ones then have equal sums.
+        student, teacher = lax.optimization_barrier(tuple(map(_normalizer_of_rows, logits)))
+        terms = terms_of(config, student.logprobs(logits[0]), teacher.logprobs(logits[1]))
+        return terms.value.sum(axis=1), KlStatistics(student, teacher, terms.slope.sum(axis=1))
+
+    zeros = jnp.zeros(tokens.active.shape, jnp.float32)
+    start = zeros, KlStatistics(Normalizer(zeros, zeros), Normalizer(zeros, zeros), zeros)
+    return store_by_block(tokens.active, rows_of_block(config, operands), of_block, start)
+
+
+def _gradients(
+    config: KlConfig, needs: Needs, operands: Operands, tokens: KlTokens, statistics: KlStatistics, upstream: Array
+) -> Gradients:
+    """Gradients of logits are rounded once, to the dtype of the student's operands; dW and db are summed in float32."""
+    head, student = config.student, operands.student
+    dtype, axis, real = common_dtype(student.hidden, student.weight), head.vocab_axis, head.real_vocab_size
+    padding = head.vocab_size - real
+
+    def step(block: Block, so_far: Gradients) -> Gradients:
+        own, (own_statistics, own_upstream) = _tokens_of(block, tokens), block.take((statistics, upstream))
+        (raw, logits), (_, teacher_logits) = _both_logits(config, operands, block, own)
+        both, is_real = (logits, teacher_logits), jnp.ones((), bool)
+        exact = raw_gradients(config, raw, both, own, own_statistics, own_upstream, is_real)
+        # float16 needs a power of two, so that gradients near 1e-9 survive.
+        scale = fp16_scale(jnp.max(jnp.abs(exact))) if dtype == jnp.float16 else jnp.ones((), jnp.float32)
+        rounded = (exact * scale).astype(dtype)
+        d_hidden, d_weight, d_bias = so_far
+        if d_hidden is not None:
+            weight = lax.slice_in_dim(student.weight, 0, real, axis=axis)
+            d_hidden = block.store(d_hidden, wide_product(rounded, weight, (1, axis)) / scale)
+        if d_weight is not None:
+            rows, columns = block.take_hidden(student.hidden), jnp.pad(rounded, ((0, 0), (0, padding)))
+            d_weight += wide_product(*((columns, rows) if axis == 0 else (rows, columns)), (0, 0)) / scale
+        if d_bias is not None:
+            d_bias += jnp.pad(exact.sum(axis=0), (0, padding))
+        return Gradients(d_hidden, d_weight, d_bias)
+
+    start = Gradients(
+        jnp.zeros_like(student.hidden) if needs.hidden else None,
+        jnp.zeros_like(student.weight, jnp.float32) if needs.weight else None,
+        jnp.zeros(head.vocab_size, jnp.float32) if needs.bias else None,
+    )
+    return fold_blocks(tokens.active, rows_of_block(config, operands), step, start).like(student)
+
+
+XLA = KlFunctions(_forward, _gradients)
