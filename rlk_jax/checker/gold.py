@@ -127,6 +127,65 @@ def grpo_loss_gold(
     return GrpoLossGold(policy_loss + beta * mean_kl, policy_loss, mean_kl, gradient)
 
 
+class DivergenceGold(NamedTuple):
+    """Results on N tokens, in float64: divergences `[N]`, and the gradient of the student's raw logits `[N, V]`."""
+
+    values: np.ndarray
+    d_raw: np.ndarray
+    logits: np.ndarray
+    """The student's logits after softcap and temperature, `[N, V]`, without padding."""
+
+
+def divergence_gold(
+    raw: Any,
+    teacher_raw: Any,
+    upstream: Any,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    temperature: Any = 1.0,
+    teacher_temperature: Any = None,
+    logit_softcap: float | None = None,
+    teacher_logit_softcap: float | None = None,
+    global_vocab_size: int | None = None,
+    teacher_global_vocab_size: int | None = None,
+) -> DivergenceGold:
+    """The divergence of the softmax of raw logits `[N, V]` from a teacher's, and its derivative."""
+    teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+    a, z, slope = _log_softmax(np.asarray(raw, np.float64)[:, :global_vocab_size], temperature, logit_softcap)
+    cut = np.asarray(teacher_raw, np.float64)[:, :teacher_global_vocab_size]
+    b, _, _ = _log_softmax(cut, teacher_temperature, teacher_logit_softcap)
+    p, q = np.exp(a), np.exp(b)
+
+    def times(weight: np.ndarray, logarithm: np.ndarray) -> np.ndarray:
+        return np.where(weight == 0, 0, weight * logarithm)
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if kind == "forward":
+            values, dz = times(q, b - a).sum(axis=1), p - q
+        else:
+            share = beta if kind == "jsd" else 1.0
+            m = np.log(share * q + (1 - share) * p)
+            # The derivative by p is share-weighted ln(p / m), and the softmax takes its mean away.
+            own, weight = times(p, a - m), (1 - share if kind == "jsd" else 1.0)
+            values = weight * own.sum(axis=1)
+            values += share * times(q, b - m).sum(axis=1) if kind == "jsd" else 0
+            dz = weight * (own - p * own.sum(axis=1, keepdims=True))
+    d_raw = np.zeros(np.shape(raw))
+    d_raw[:, : z.shape[1]] = np.reshape(upstream, (-1, 1)) * dz * slope
+    return DivergenceGold(values, d_raw, z)
+
+
+def _log_softmax(raw: np.ndarray, temperature: Any, cap: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probabilities and logits after softcap and temperature, and the derivative of these logits by raw ones."""
+    temperature = np.broadcast_to(np.asarray(temperature, np.float64).reshape(-1, 1), (len(raw), 1))
+    tangent = np.tanh(raw / cap) if cap else 0.0
+    z = (cap * tangent if cap else raw) / temperature
+    largest = z.max(axis=1, keepdims=True)
+    lse = largest + np.log(np.exp(z - largest).sum(axis=1, keepdims=True))
+    return z - lse, z, (1 - np.square(tangent)) / temperature
+
+
 class AttentionGold(NamedTuple):
     """Results in float64: the output, and the gradients of query, key and value."""
 

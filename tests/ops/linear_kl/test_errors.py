@@ -1,0 +1,158 @@
+"""Every input of linear_kl that a user can get wrong has one message."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType
+
+from rlk_jax import explain, linear_kl
+from tests.support import helpers
+
+HIDDEN, WEIGHT, TEACHER_HIDDEN, TEACHER_WEIGHT = (jnp.ones(x) for x in ((2, 3, 8), (10, 8), (2, 3, 4), (12, 4)))
+GOOD = {
+    "hidden": HIDDEN,
+    "lm_head_weight": WEIGHT,
+    "teacher_hidden": TEACHER_HIDDEN,
+    "teacher_weight": TEACHER_WEIGHT,
+    "teacher_global_vocab_size": 10,
+}
+SHARED = "student and teacher must share one vocabulary, got"
+BAD = {
+    "kind": ({"kind": "symmetric"}, "kind must be one of ('forward', 'reverse', 'jsd'), got 'symmetric'."),
+    "beta": ({"beta": 1.5}, "beta must be a number in [0, 1], got 1.5."),
+    "beta array": ({"beta": jnp.float32(0.5)}, "beta must be a number in [0, 1], got Array(0.5"),
+    "layout": ({"weight_layout": "DV"}, "weight_layout must be one of ('vd', 'dv'), got 'DV'."),
+    "teacher's layout": ({"teacher_weight_layout": 1}, "teacher_weight_layout must be one of ('vd', 'dv'), got 1."),
+    "validate": ({"validate": 2}, "validate must be None, True or False, got 2."),
+    "budget": ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, got 0."),
+    "no array": ({"teacher_hidden": [1.0]}, "teacher_hidden must be a JAX or NumPy array, got builtins.list."),
+    "a shape": ({"hidden": jax.ShapeDtypeStruct((2, 3, 8), jnp.float32)}, "hidden is a ShapeDtypeStruct: use"),
+    "no teacher": ({"teacher_weight": None}, "teacher_weight must be a JAX or NumPy array, got builtins.NoneType."),
+    "scalar": ({"hidden": jnp.ones(())}, "hidden must be [*lead, D], got a scalar."),
+    "teacher's scalar": ({"teacher_hidden": jnp.ones(())}, "teacher_hidden must be [*lead, D], got a scalar."),
+    "one dim": ({"lm_head_weight": WEIGHT[0]}, "lm_head_weight must be 2-D, got shape (8,)."),
+    "no vocabulary": ({"teacher_weight": TEACHER_WEIGHT[:0]}, "teacher_weight must contain at least one vocab row."),
+    "no columns": ({"hidden": HIDDEN[..., :0]}, "hidden dim must be at least 1, got 0."),
+    "width": ({"hidden": HIDDEN[..., :4]}, "hidden dim 4 must match lm_head_weight dim 8."),
+    "teacher's width": ({"teacher_weight": WEIGHT}, "teacher_hidden dim 4 must match teacher_weight dim 8."),
+    "bias": ({"bias": jnp.ones(12)}, "bias must have V=10 elements, got shape (12,)."),
+    "teacher's bias": ({"teacher_bias": jnp.ones(10)}, "teacher_bias must have V=12 elements, got shape (10,)."),
+    "softcap": ({"logit_softcap": 0.0}, "logit_softcap must be a positive finite number, got 0.0."),
+    "teacher's softcap": ({"teacher_logit_softcap": -1}, "teacher_logit_softcap must be a positive finite number,"),
+    "vocabulary": ({"global_vocab_size": 11}, "global_vocab_size must be in [1, V=10], got 11."),
+    "teacher's vocabulary": (
+        {"teacher_global_vocab_size": 0},
+        "teacher_global_vocab_size must be in [1, V=12], got 0.",
+    ),
+    "two vocabularies": ({"teacher_global_vocab_size": None}, f"{SHARED} 10 and 12 tokens: where a head is padded,"),
+    "lead": (
+        {"teacher_hidden": TEACHER_HIDDEN[0]},
+        "teacher_hidden leading shape (3,) must match hidden leading shape (2, 3).",
+    ),
+    "temperature shape": (
+        {"temperature": jnp.ones(3)},
+        "temperature must be a scalar or have hidden leading shape (2, 3), got (3,).",
+    ),
+    "teacher's temperature shape": (
+        {"teacher_temperature": jnp.ones(3)},
+        "teacher_temperature must be a scalar or have hidden leading shape (2, 3), got (3,).",
+    ),
+    "temperature": ({"temperature": 0.0}, "temperature must be positive and finite, got values in [0.0, 0.0]"),
+    "teacher's temperature": (
+        {"teacher_temperature": -1.0},
+        "teacher_temperature must be positive and finite, got values in [-1.0, -1.0]",
+    ),
+    "mask shape": (
+        {"completion_mask": jnp.ones(3)},
+        "completion_mask must have hidden leading shape (2, 3), got (3,).",
+    ),
+    "mask dtype": (
+        {"completion_mask": jnp.ones((2, 3), complex)},
+        "completion_mask must be bool, integer or float, got complex64.",
+    ),
+    "dtype": ({"hidden": jnp.ones((2, 3, 8), int)}, "hidden must be bfloat16, float16 or float32, got int32."),
+    "implementation": ({"implementation": "torch"}, "implementation must be one of"),
+    "no such implementation": (
+        {"implementation": "mosaic"},
+        "linear_kl cannot run 'mosaic' here: linear_kl has no such implementation in this release.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_static_facts(name):
+    given, message = BAD[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        linear_kl(**{**GOOD, **given})
+    if name != "a shape":
+        with pytest.raises(ValueError, match=re.escape(message)):
+            explain("linear_kl", **{**GOOD, **given})
+
+
+def test_static_facts_are_checked_under_jit():
+    with pytest.raises(ValueError, match="hidden dim 4 must match lm_head_weight dim 8"):
+        jax.eval_shape(lambda h: linear_kl(**{**GOOD, "hidden": h}), HIDDEN[..., :4])
+
+
+@pytest.mark.parametrize("name", ["lm_head_weight", "teacher_hidden", "teacher_bias", "completion_mask", "temperature"])
+def test_devices_must_match(name):
+    first, second = jax.devices("cpu")[:2]
+    extras = {"teacher_bias": jnp.ones(12), "completion_mask": jnp.ones((2, 3)), "temperature": jnp.float32(1)}
+    arrays = {key: x for key, x in (GOOD | extras).items() if isinstance(x, jax.Array)}
+    arrays = {key: jax.device_put(x, second if key == name else first) for key, x in arrays.items()}
+    with pytest.raises(ValueError, match=f"{name} device .* must match hidden device .*"):
+        linear_kl(**arrays, teacher_global_vocab_size=10)
+
+
+@pytest.mark.parametrize("name", ["hidden", "teacher_weight"])
+def test_explicit_axes_are_refused(name):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"{name} is sharded as .* over Explicit mesh axes, which"):
+        linear_kl(**{**GOOD, name: jax.device_put(GOOD[name], jax.P("data"))})
+
+
+VALUES = {
+    "temperature": "temperature must be positive and finite, got values in [0.0, 1.0]",
+    "teacher_temperature": "teacher_temperature must be positive and finite, got values in [0.0, 1.0]",
+}
+ONE_BAD = jnp.ones((2, 3)).at[0, 1].set(0)
+
+
+@pytest.mark.parametrize("validate", [None, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_can_be_read(name, validate):
+    with pytest.raises(ValueError, match=re.escape(VALUES[name])):
+        linear_kl(**GOOD, **{"teacher_temperature": 1.0, name: ONE_BAD}, validate=validate)
+
+
+@pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", VALUES)
+def test_values_under_jit_are_nan_rows_and_are_reported(name, implementation):
+    def call(hidden, temperature):
+        temperatures = {"teacher_temperature": 1.0, name: temperature}
+        return linear_kl(**{**GOOD, "hidden": hidden}, **temperatures, implementation=implementation)
+
+    values, pull_back = jax.vjp(lambda h: jax.jit(call)(h, ONE_BAD), HIDDEN)
+    np.testing.assert_array_equal(jnp.isnan(values), ONE_BAD == 0)
+    np.testing.assert_array_equal(jnp.isnan(pull_back(jnp.ones_like(values))[0]).all(axis=-1), ONE_BAD == 0)
+    error, _ = checkify.checkify(jax.jit(call))(HIDDEN, ONE_BAD)
+    with pytest.raises(checkify.JaxRuntimeError, match=re.escape(VALUES[name])):
+        error.throw()
+
+
+def test_bad_values_of_tokens_that_do_not_count():
+    with jax.debug_nans(True):
+        assert jnp.isfinite(linear_kl(**GOOD, temperature=ONE_BAD, completion_mask=ONE_BAD)).all()
+
+
+def test_validate():
+    """True needs values, and False reads none."""
+    with pytest.raises(ValueError, match="validate=True needs concrete temperature and teacher_temperature; under jit"):
+        jax.eval_shape(lambda x: linear_kl(**GOOD, temperature=x, validate=True), ONE_BAD)
+    with jax.transfer_guard_device_to_host("disallow"):
+        values = linear_kl(**GOOD, temperature=ONE_BAD, validate=False)
+    np.testing.assert_array_equal(jnp.isnan(values), ONE_BAD == 0)
