@@ -59,6 +59,58 @@ def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
     return results, _largest(found.logits)
 
 
+def _linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
+    """Student and teacher of different widths. In mode "ties" the student's head is the same for all tokens; in mode
+    "peaked" each has another token that stands out.
+    """
+    lead, vocab, dim = draw.sizes.lead, draw.sizes.vocab, draw.sizes.hidden
+    teacher_dim = dim + 16
+    scale = {"huge": 35.0, "peaked": 0.01}.get(draw.mode, 1.0)
+    weight = draw.tensor(1, vocab, dim, scale=scale / dim**0.5)
+    return {
+        "hidden": draw.tensor(0, *lead, dim),
+        "lm_head_weight": np.repeat(weight[:1], vocab, axis=0) if draw.mode == "ties" else weight,
+        "teacher_hidden": draw.tensor(2, *lead, teacher_dim),
+        "teacher_weight": draw.tensor(3, vocab, teacher_dim, scale=scale / teacher_dim**0.5),
+        "bias": draw.cast(draw.tensor(4, vocab, scale=scale).astype(np.float32) + draw.peak),
+        "teacher_bias": draw.cast(draw.tensor(5, vocab, scale=scale).astype(np.float32) + draw.peak[::-1]),
+    }
+
+
+_SHARE, _TEMPERATURE, _TEACHER_TEMPERATURE = 0.3, 0.7, 1.3
+
+
+def _linear_kl_options(draw: Draw) -> dict[str, Any]:
+    """Every kind has a mode. A peak stays at p = 0.999: at a lower temperature 1 − p would be lost in float32."""
+    kind = {"random": "jsd", "peaked": "reverse", "ties": "reverse"}.get(draw.mode, "forward")
+    return {
+        "kind": kind,
+        "beta": _SHARE,
+        "temperature": 1.0 if draw.mode == "peaked" else _TEMPERATURE,
+        "teacher_temperature": _TEACHER_TEMPERATURE,
+    }
+
+
+def _linear_kl_gold(problem: Problem) -> tuple[Results, float]:
+    hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias = problem.inputs.values()
+    upstream = problem.upstream["divergence"]
+
+    def raw(hidden: Any, weight: Any, bias: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
+        return h, w, h @ w.T + np.asarray(bias, np.float64)
+
+    h, w, student = raw(hidden, weight, bias)
+    teacher = raw(teacher_hidden, teacher_weight, teacher_bias)[2]
+    found = gold.divergence_gold(student, teacher, upstream, **problem.options)
+    results = {
+        "divergence": found.values.reshape(upstream.shape),
+        "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
+        "gradient:lm_head_weight": found.d_raw.T @ h,
+        "gradient:bias": found.d_raw.sum(axis=0),
+    }
+    return results, _largest(found.logits)
+
+
 def _policies(draw: Draw) -> dict[str, np.ndarray]:
     """The inputs of ratio_kl: a reference policy near the policy, or equal to it in mode "ties"."""
     lead, ids, mask = draw.sizes.lead, draw.ids(), draw.mask()
@@ -234,6 +286,24 @@ SPECS = {
             # Where all rows of the head are equal the gradient of hidden is 0, so no relative error exists.
             forward_only=("bad-ids", "constant", "ties"),
             large_class="linear_logp_peaked",
+        ),
+        OpSpec(
+            "linear_kl",
+            _linear_kl_inputs,
+            _linear_kl_gold,
+            outputs=(Output("divergence", _per_token),),
+            gradients=("hidden", "lm_head_weight", "bias"),
+            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            padding={"hidden": 100.0, "teacher_hidden": 100.0},
+            per_row=frozenset(("divergence", "gradient:hidden")),
+            no_gradients=("teacher_hidden", "teacher_weight", "teacher_bias"),
+            modes=("random", "peaked", "huge", "ties"),
+            # Where all rows of a head are equal the gradient of hidden is 0, so no relative error exists.
+            forward_only=("ties",),
+            large_class="linear_kl_peaked",
+            large_is_norm=True,
+            options=_linear_kl_options,
+            unchecked={},
         ),
         OpSpec(
             "ratio_kl",

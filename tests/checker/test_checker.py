@@ -54,6 +54,15 @@ PLANTED = {
         *("ratio_kl", planted.gradient_of_the_reference, "fp32", "random", "fault:gradient:ref_logits"),
     ),
     "wrong beyond 64 rows": ("logp", planted.wrong_beyond_64_rows, "fp32", "random", "invariance:reversed:logp"),
+    "swapped student and teacher": (
+        *("linear_kl", planted.swapped_student_and_teacher, "fp32", "peaked", "divergence"),
+    ),
+    "teacher at the student's temperature": (
+        *("linear_kl", planted.teacher_at_the_students_temperature, "fp32", "random", "divergence"),
+    ),
+    "teacher that learns": (
+        *("linear_kl", planted.teacher_that_learns, "fp32", "random", "fault:gradient:teacher_hidden"),
+    ),
     "dropped last key block": ("attention", planted.dropped_last_key_block, "bf16", "random", "output"),
     "mask off by one": ("attention", planted.mask_off_by_one, "bf16", "random", "output"),
     "wrong head of a group": ("attention", planted.wrong_head_of_a_group, "bf16", "random", "output"),
@@ -103,7 +112,7 @@ def test_a_gradient_right_only_for_ones_passes_with_ones():
     assert not failed(checked(planted.right_only_for_ones, "logp", gradients=True, grad_mode="ones"))
 
 
-@pytest.mark.parametrize("op", ["logp", "linear_logp", "ratio_kl", "grpo_loss", "attention"])
+@pytest.mark.parametrize("op", ["logp", "linear_logp", "linear_kl", "ratio_kl", "grpo_loss", "attention"])
 def test_what_the_bugs_were_planted_in_passes(op):
     for mode in SPECS[op].modes:
         assert not failed(checked(getattr(planted, op), op, mode, SPECS[op].dtypes[0], gradients=True))

@@ -76,6 +76,9 @@ def calls() -> dict[str, Call]:
     def attention(query: Any, key: Any, value: Any, padding: Any, **options: Any) -> Any:
         return rlk_jax.attention(query, key, value, start=1, padding=padding, **options)
 
+    def linear_kl(h: Any, w: Any, teacher_h: Any, teacher_w: Any, b: Any, **options: Any) -> Any:
+        return rlk_jax.linear_kl(h, w, teacher_h, teacher_w, b, kind="jsd", temperature=0.7, **options)
+
     def linear_grpo_loss(h: Any, w: Any, ids: Any, old: Any, advantages: Any, mask: Any, **options: Any) -> Any:
         return rlk_jax.linear_grpo_loss(h, w, ids, old, None, advantages, mask, **options)
 
@@ -86,6 +89,7 @@ def calls() -> dict[str, Call]:
         "ratio_kl": Call(rlk_jax.ratio_kl, (logits, ref, ids, mask, old)),
         "grpo_loss": Call(grpo_loss, (logits, ref, ids, old, rewards, mask)),
         "attention": Call(attention, (query, key, value, np.arange(B, dtype=np.int32)), 3),
+        "linear_kl": Call(linear_kl, (hidden, head, np.tile(hidden, 2), np.tile(head, 2), bias), 2),
         "linear_grpo_loss": Call(linear_grpo_loss, (hidden, head, ids, old, rewards, mask), 2),
     }
 

@@ -33,6 +33,39 @@ def linear_logp(hidden, weight, ids, bias):
     return _taken(_logits(hidden, weight, bias), ids)
 
 
+@functools.partial(jax.jit, static_argnames=("kind", "beta", "frozen"))
+def _linear_kl(h, w, th, tw, b, tb, *, kind, beta, temperature, teacher_temperature, frozen=True):
+    a = jax.nn.log_softmax(_logits(h, w, b) / temperature)
+    q = jax.nn.log_softmax(_logits(th, tw, tb) / teacher_temperature)
+    q = jax.lax.stop_gradient(q) if frozen else q
+
+    def kl(one, other):
+        return (jnp.exp(one) * (one - other)).sum(axis=-1)
+
+    if kind != "jsd":
+        return kl(q, a) if kind == "forward" else kl(a, q)
+    m = jnp.logaddexp(q + jnp.log(beta), a + jnp.log1p(-beta))
+    return beta * kl(q, m) + (1 - beta) * kl(a, m)
+
+
+def linear_kl(*arrays, **options):
+    return _linear_kl(*arrays, **options)
+
+
+def swapped_student_and_teacher(h, w, th, tw, b, tb, **options):
+    """The kinds of KL are taken for one another, and the mixture has the wrong shares."""
+    kind = {"forward": "reverse", "reverse": "forward"}.get(options["kind"], "jsd")
+    return _linear_kl(h, w, th, tw, b, tb, **options | {"kind": kind, "beta": 1 - options["beta"]})
+
+
+def teacher_at_the_students_temperature(*arrays, **options):
+    return _linear_kl(*arrays, **options | {"teacher_temperature": options["temperature"]})
+
+
+def teacher_that_learns(*arrays, **options):
+    return _linear_kl(*arrays, **options, frozen=False)
+
+
 @jax.jit
 def det_gemm(a, b):
     """A product of one row at a time, so that no row can change another."""

@@ -170,7 +170,8 @@ def tokens_of_call(inputs: KlInputs, validate: bool | None) -> KlTokens:
     lead = inputs.hidden.shape[:-1]
     mask = jnp.ones(lead, bool) if inputs.completion_mask is None else active_mask(inputs.completion_mask)
     active = mask.reshape(-1)
-    found = _find_tokens(active, (inputs.temperature, inputs.teacher_temperature), count=active.size)
+    temperatures = jax.lax.stop_gradient((inputs.temperature, inputs.teacher_temperature))
+    found = _find_tokens(active, temperatures, count=active.size)
     checks = ((found.fits[0], BAD_TEMPERATURE), (found.fits[1], f"teacher_{BAD_TEMPERATURE}"))
     temperature = checked(found.tokens.temperature, checks, validate, "temperature and teacher_temperature")
     return found.tokens._replace(temperature=temperature)
