@@ -152,9 +152,9 @@ def divergence_gold(
 ) -> DivergenceGold:
     """The divergence of the softmax of raw logits `[N, V]` from a teacher's, and its derivative."""
     teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
-    a, z, slope = _log_softmax(np.asarray(raw, np.float64)[:, :global_vocab_size], temperature, logit_softcap)
+    a, z, slope = _tempered(np.asarray(raw, np.float64)[:, :global_vocab_size], temperature, logit_softcap)
     cut = np.asarray(teacher_raw, np.float64)[:, :teacher_global_vocab_size]
-    b, _, _ = _log_softmax(cut, teacher_temperature, teacher_logit_softcap)
+    b, _, _ = _tempered(cut, teacher_temperature, teacher_logit_softcap)
     p, q = np.exp(a), np.exp(b)
 
     def times(weight: np.ndarray, logarithm: np.ndarray) -> np.ndarray:
@@ -176,7 +176,7 @@ def divergence_gold(
     return DivergenceGold(values, d_raw, z)
 
 
-def _log_softmax(raw: np.ndarray, temperature: Any, cap: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tempered(raw: np.ndarray, temperature: Any, cap: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log-probabilities and logits after softcap and temperature, and the derivative of these logits by raw ones."""
     temperature = np.broadcast_to(np.asarray(temperature, np.float64).reshape(-1, 1), (len(raw), 1))
     tangent = np.tanh(raw / cap) if cap else 0.0

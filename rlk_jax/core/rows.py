@@ -18,7 +18,7 @@ MEMORY_BUDGET = 256 * 2**20
 """Default bytes that one block of logits and its gradient may take under XLA, whatever N is; a head of more bytes
 raises it.
 """
-_LEAST_ROWS = 16
+_ROWS_OF_LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def _active_first(active: Array) -> Array:
 
 def rows_within(memory_budget: int, bytes_of_row: int, tokens: int) -> int:
     """Rows of a block: as many as the budget holds, a multiple of 16, and no more than there are tokens."""
-    affordable = memory_budget // bytes_of_row // _LEAST_ROWS * _LEAST_ROWS
-    return max(min(affordable, -(-tokens // _LEAST_ROWS) * _LEAST_ROWS), _LEAST_ROWS)
+    affordable = memory_budget // bytes_of_row // _ROWS_OF_LEAST_BLOCK * _ROWS_OF_LEAST_BLOCK
+    return max(min(affordable, -(-tokens // _ROWS_OF_LEAST_BLOCK) * _ROWS_OF_LEAST_BLOCK), _ROWS_OF_LEAST_BLOCK)
 
 
 def store_by_block(active: Array, rows: int, of_block: Callable[[Block], Any], start: Any) -> Any:

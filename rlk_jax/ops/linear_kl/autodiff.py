@@ -32,7 +32,7 @@ def _values(functions: KlFunctions, config: KlConfig, operands: Operands, tokens
     return _forward(functions, config, operands, tokens)[0]
 
 
-def _split(operands: Operands) -> tuple[Operands, tuple[Array, Array]]:
+def _heads_and_hidden(operands: Operands) -> tuple[Operands, tuple[Array, Array]]:
     """The operands without hidden states, which are the same for all rows, and the hidden states of both."""
     student, teacher = operands
     heads = Operands(student._replace(hidden=None), teacher._replace(hidden=None))
@@ -50,7 +50,7 @@ def _forward(functions: KlFunctions, config: KlConfig, operands: Operands, token
         hidden, tokens = rows
         return transforms.varying_like(functions.forward(config, _joined(heads, hidden), tokens), hidden[0])
 
-    heads, hidden = _split(lax.stop_gradient(operands))
+    heads, hidden = _heads_and_hidden(lax.stop_gradient(operands))
     folding = transforms.vmap_folds_rows(of_rows, outputs_are_rows=True)
     values, residual = folding(heads, (hidden, tokens))
     return jnp.where(tokens.active, values, 0), residual
@@ -77,7 +77,7 @@ def _values_bwd(functions: KlFunctions, config: KlConfig, saved: Any, upstream: 
         found = functions.gradients(config, needs, _joined(heads, hidden), tokens, residual, upstream)
         return transforms.varying_like(found, hidden[0])
 
-    heads, hidden = _split(operands)
+    heads, hidden = _heads_and_hidden(operands)
     folding = transforms.vmap_folds_rows(of_rows, outputs_are_rows=not (needs.weight or needs.bias))
     found = folding(heads, (hidden, tokens, residual, upstream))
     return Operands(OneHead(*found), None), None  # type: ignore[arg-type]
