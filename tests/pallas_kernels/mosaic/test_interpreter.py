@@ -110,7 +110,7 @@ def test_against_float64(case, dtype):
 def test_values_of_few_rows_by_way_of_products(case, monkeypatch):
     """A forward alone forms the products of few rows before their softmax. Padding of the head holds NaN.
 
-    The case in make test has chunks of several widths; the others have a bias and a softcap, another layout, or padding.
+    The case in make test has chunks of several widths; others have a bias and a softcap, another layout, or padding.
     """
     monkeypatch.setattr(partials, "multiply", lambda *_: pytest.fail("a tile of a whole chunk is too wide"))
     problem = helpers.make(case, jnp.bfloat16)
