@@ -23,7 +23,7 @@ from rlk_jax.core.checks import (
 from rlk_jax.core.dispatch import CallFacts, bound_arguments
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
 from rlk_jax.core.mesh import whole_on_every_device
-from rlk_jax.core.tokens import IGNORED, as_int32, checked, fit
+from rlk_jax.core.tokens import IGNORED, LinearLogp, as_int32, checked, fit
 from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
 from rlk_jax.ops.linear_logp.api import linear_logp
 from rlk_jax.ops.linear_logp.options import Reduction
@@ -90,7 +90,7 @@ def linear_cross_entropy(
     tokens = _weighted_tokens(target_ids, ignore_index, token_weights, validate)
     options = _head_options(tokens.ignore_index, z_loss, validate, hidden_grad_reduction)
     found = linear_logp(hidden, lm_head_weight, tokens.target_ids, bias, **options, **head)
-    logp, lse = (found.logp, found.lse) if isinstance(found, tuple) else (found, None)
+    logp, lse = (found.logp, found.lse) if isinstance(found, LinearLogp) else (found, None)
     return loss_of_values(logp, lse, tokens.weights, z_loss=z_loss, reduction=reduction)
 
 
@@ -102,7 +102,7 @@ def loss_of_values(
     z_loss: float,
     reduction: LossReduction,
 ) -> Float[Array, ""] | Float[Array, "*lead"]:
-    """The loss of tokens whose log-probs are known. lse is None without a z_loss. A token of weight 0 does not count."""
+    """The loss of tokens whose log-probs are known; lse is None without a z_loss. A token of weight 0 does not count."""
     per_token = -logp if lse is None else rounded_product(jnp.float32(z_loss), jnp.square(lse)) - logp
     losses = jnp.where(weights == 0, 0.0, weights * per_token)
     if reduction == "none":
@@ -133,16 +133,16 @@ def _weighted_tokens(
     counts = jnp.ones_like(ids, bool) if ignore_index is None else ids != ignore_index
     if token_weights is None:
         return _WeightedTokens(target_ids, ignore_index, counts.astype(jnp.float32))
-    weights, ignored = checked_weights(token_weights, counts, validate), _ignored_id(ignore_index, token_weights)
+    weights, ignored = checked_weights(token_weights, counts, validate), ignored_id(ignore_index)
     if ignore_index is None:
         # An id of −100 is out of range and must stay so: it must not leave its token out.
         ids = jnp.where(ids == ignored, _OUT_OF_RANGE, ids)
     return _WeightedTokens(jnp.where(weights == 0, ignored, ids), ignored, weights)
 
 
-def _ignored_id(ignore_index: int | None, token_weights: Any) -> int | None:
-    """The id of the tokens that `linear_logp` leaves out; None where it need not look for any."""
-    return IGNORED if ignore_index is None and token_weights is not None else ignore_index
+def ignored_id(ignore_index: int | None) -> int:
+    """The id of the tokens that weights leave out."""
+    return IGNORED if ignore_index is None else ignore_index
 
 
 def checked_weights(token_weights: Any, counts: Array, validate: bool | None) -> Array:
@@ -200,7 +200,9 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments lead to, which are checked."""
     checked_here = ("target_ids", "reduction", "ignore_index", "token_weights", "z_loss", "validate")
     _check(*(arguments[name] for name in checked_here))
-    ignored = _ignored_id(arguments["ignore_index"], arguments["token_weights"])
+    ignored = arguments["ignore_index"]
+    if arguments["token_weights"] is not None:
+        ignored = ignored_id(ignored)
     rest = (arguments[name] for name in ("z_loss", "validate", "hidden_grad_reduction"))
     operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
     options = _head_options(ignored, *rest)
