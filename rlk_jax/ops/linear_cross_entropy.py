@@ -23,14 +23,13 @@ from rlk_jax.core.checks import (
 from rlk_jax.core.dispatch import CallFacts, bound_arguments
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
 from rlk_jax.core.mesh import whole_on_every_device
-from rlk_jax.core.tokens import IGNORED, LinearLogp, as_int32, checked, fit
+from rlk_jax.core.tokens import IGNORED, LinearLogp, as_int32, checked, fit, left_out
 from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
 from rlk_jax.ops.linear_logp.api import linear_logp
 from rlk_jax.ops.linear_logp.options import Reduction
 
 LossReduction = Literal["mean", "sum", "none"]
 _BAD_WEIGHTS = "token_weights must be finite and not negative, got values in [{low}, {high}]."
-_OUT_OF_RANGE = -1
 
 
 def linear_cross_entropy(
@@ -86,7 +85,7 @@ def linear_cross_entropy(
 
     Source: the z-loss of PaLM, arXiv 2204.02311, section 5.
     """
-    _check(target_ids, reduction, ignore_index, token_weights, z_loss, validate)
+    _check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate)
     tokens = _weighted_tokens(target_ids, ignore_index, token_weights, validate)
     options = _head_options(tokens.ignore_index, z_loss, validate, hidden_grad_reduction)
     found = linear_logp(hidden, lm_head_weight, tokens.target_ids, bias, **options, **head)
@@ -102,7 +101,7 @@ def loss_of_values(
     z_loss: float,
     reduction: LossReduction,
 ) -> Float[Array, ""] | Float[Array, "*lead"]:
-    """The loss of tokens whose log-probs are known; lse is None without a z_loss. A token of weight 0 does not count."""
+    """The loss of tokens of known log-probs; lse is None without a z_loss. A token of weight 0 does not count."""
     per_token = -logp if lse is None else rounded_product(jnp.float32(z_loss), jnp.square(lse)) - logp
     losses = jnp.where(weights == 0, 0.0, weights * per_token)
     if reduction == "none":
@@ -134,10 +133,7 @@ def _weighted_tokens(
     if token_weights is None:
         return _WeightedTokens(target_ids, ignore_index, counts.astype(jnp.float32))
     weights, ignored = checked_weights(token_weights, counts, validate), ignored_id(ignore_index)
-    if ignore_index is None:
-        # An id of −100 is out of range and must stay so: it must not leave its token out.
-        ids = jnp.where(ids == ignored, _OUT_OF_RANGE, ids)
-    return _WeightedTokens(jnp.where(weights == 0, ignored, ids), ignored, weights)
+    return _WeightedTokens(left_out(ids, weights != 0, ignored), ignored, weights)
 
 
 def ignored_id(ignore_index: int | None) -> int:
@@ -154,7 +150,7 @@ def checked_weights(token_weights: Any, counts: Array, validate: bool | None) ->
     return jnp.where(counts, jnp.where(is_good, weights, jnp.nan), 0.0)
 
 
-def _check(
+def _check_cross_entropy(
     target_ids: Any, reduction: Any, ignore_index: Any, token_weights: Any, z_loss: Any, validate: bool | None
 ) -> None:
     """All static checks that are not `linear_logp`'s, and those of what is looked at before it is called."""
@@ -199,7 +195,7 @@ def _head_options(
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments lead to, which are checked."""
     checked_here = ("target_ids", "reduction", "ignore_index", "token_weights", "z_loss", "validate")
-    _check(*(arguments[name] for name in checked_here))
+    _check_cross_entropy(*(arguments[name] for name in checked_here))
     ignored = arguments["ignore_index"]
     if arguments["token_weights"] is not None:
         ignored = ignored_id(ignored)
