@@ -43,6 +43,13 @@ PLANTED = {
     "swapped sign": ("ratio_kl", planted.swapped_sign, "fp32", "random", "kl"),
     "gradient right only for ones": ("logp", planted.right_only_for_ones, "fp32", "random", "gradient:logits"),
     "wrong scale of dW": ("linear_logp", planted.wrong_scale_of_dw, "fp32", "random", "gradient:lm_head_weight"),
+    "mean over ignored tokens": (
+        *("linear_cross_entropy", planted.mean_over_ignored_tokens, "fp32", "random", "loss"),
+    ),
+    "z-loss without a gradient": (
+        *("linear_cross_entropy", planted.z_loss_without_gradient, "fp32", "random", "gradient:hidden"),
+    ),
+    "ignored rows times 0": (*("linear_cross_entropy", planted.ignored_rows_times_0, "fp32", "masked-nan", "loss"),),
     "clamp of bad ids": ("logp", planted.clamped_ids, "fp32", "bad-ids", "logp"),
     "doubled where no gradient is asked for": (
         *("det_gemm", planted.doubled_without_gradients, "bf16", "random", "forward:c"),
@@ -102,7 +109,7 @@ def test_a_gradient_right_only_for_ones_passes_with_ones():
     assert not failed(checked(planted.right_only_for_ones, "logp", gradients=True, grad_mode="ones"))
 
 
-@pytest.mark.parametrize("op", ["logp", "linear_logp", "ratio_kl", "grpo_loss", "attention"])
+@pytest.mark.parametrize("op", ["logp", "linear_logp", "linear_cross_entropy", "ratio_kl", "grpo_loss", "attention"])
 def test_what_the_bugs_were_planted_in_passes(op):
     for mode in SPECS[op].modes:
         assert not failed(checked(getattr(planted, op), op, mode, SPECS[op].dtypes[0], gradients=True))
