@@ -85,7 +85,7 @@ def linear_cross_entropy(
 
     Source: the z-loss of PaLM, arXiv 2204.02311, section 5.
     """
-    _check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate)
+    check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate)
     tokens = _weighted_tokens(target_ids, ignore_index, token_weights, validate)
     options = _head_options(tokens.ignore_index, z_loss, validate, hidden_grad_reduction)
     found = linear_logp(hidden, lm_head_weight, tokens.target_ids, bias, **options, **head)
@@ -150,32 +150,24 @@ def checked_weights(token_weights: Any, counts: Array, validate: bool | None) ->
     return jnp.where(counts, jnp.where(is_good, weights, jnp.nan), 0.0)
 
 
-def _check_cross_entropy(
-    target_ids: Any, reduction: Any, ignore_index: Any, token_weights: Any, z_loss: Any, validate: bool | None
+def check_cross_entropy(
+    target_ids: Any, reduction: Any, ignore_index: Any, token_weights: Any, z_loss: Any, validate: Any
 ) -> None:
     """All static checks that are not `linear_logp`'s, and those of what is looked at before it is called."""
     ids = as_array("target_ids", target_ids)
     require(jnp.issubdtype(ids.dtype, jnp.integer), f"target_ids must be integers, got {ids.dtype}.")
     check_ignore_index(ignore_index)
     check_validate(validate)
-    check_loss(reduction, z_loss)
-    check_token_weights(token_weights, ids.shape)
-
-
-def check_loss(reduction: Any, z_loss: Any) -> None:
-    """The reduction is one that exists, and the coefficient of lse² is not negative."""
     require_one_of("reduction", reduction, get_args(LossReduction))
     require_not_negative("z_loss", z_loss)
+    if token_weights is not None:
+        _check_token_weights(token_weights, ids.shape)
 
 
-def check_token_weights(token_weights: Any, shape: tuple[int, ...]) -> None:
-    """There is one weight for each token, a bool or a real number; or there are none."""
-    if token_weights is None:
-        return
+def _check_token_weights(token_weights: Any, shape: tuple[int, ...]) -> None:
+    """There is one weight for each token, a bool or a real number."""
     weights = as_array("token_weights", token_weights)
-    require(
-        weights.shape == shape, f"token_weights shape {weights.shape} does not match target_ids shape {tuple(shape)}."
-    )
+    require(weights.shape == shape, f"token_weights shape {weights.shape} does not match target_ids shape {shape}.")
     require(holds_reals(weights), f"token_weights must be bool or real numbers, got {weights.dtype}.")
 
 
@@ -195,7 +187,7 @@ def _head_options(
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments lead to, which are checked."""
     checked_here = ("target_ids", "reduction", "ignore_index", "token_weights", "z_loss", "validate")
-    _check_cross_entropy(*(arguments[name] for name in checked_here))
+    check_cross_entropy(*(arguments[name] for name in checked_here))
     ignored = arguments["ignore_index"]
     if arguments["token_weights"] is not None:
         ignored = ignored_id(ignored)
