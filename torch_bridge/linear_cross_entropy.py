@@ -71,7 +71,6 @@ def linear_cross_entropy(
     Same bits: the results have the bits of `rlk_jax.linear_cross_entropy` on the same arrays, for the implementations
     that promise bits.
     """
-
     check = functools.partial(_check, target_ids, reduction, ignore_index, token_weights, z_loss, validate)
     _check_on_all_ranks(check, tp_group, vocab_start_index)
     weights = _weights(target_ids, ignore_index, token_weights)
@@ -135,7 +134,7 @@ def _left_out(target_ids: Tensor, weights: Tensor, ignore_index: int | None) -> 
 
 
 def _run(logp: Any, lse: Any, weights: Any, *, z_loss: float, reduction: LossReduction) -> tuple[jax.Array]:
-    weights = checked_weights(weights, jnp.ones_like(weights, bool), validate=False)
+    weights = checked_weights(weights, validate=False)
     return (loss_of_values(logp, lse, weights, z_loss=z_loss, reduction=reduction),)
 
 
@@ -162,7 +161,7 @@ def _kernel(
         lent = padding.rows(weights, 0.0)
         if validate:
             _exchange.wait(lent.device)
-            checked_weights(lent, jnp.ones_like(lent, bool), validate=True)
+            checked_weights(lent, validate=True)
         return (lent,)
 
     lend = functools.partial(padding.rows, fill=0.0)

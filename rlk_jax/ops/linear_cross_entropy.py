@@ -132,7 +132,8 @@ def _weighted_tokens(
     counts = jnp.ones_like(ids, bool) if ignore_index is None else ids != ignore_index
     if token_weights is None:
         return _WeightedTokens(target_ids, ignore_index, counts.astype(jnp.float32))
-    weights, ignored = checked_weights(token_weights, counts, validate), ignored_id(ignore_index)
+    weights = jax.lax.stop_gradient(jnp.asarray(token_weights).astype(jnp.float32))
+    weights, ignored = checked_weights(jnp.where(counts, weights, 0.0), validate), ignored_id(ignore_index)
     return _WeightedTokens(left_out(ids, weights != 0, ignored), ignored, weights)
 
 
@@ -141,13 +142,11 @@ def ignored_id(ignore_index: int | None) -> int:
     return IGNORED if ignore_index is None else ignore_index
 
 
-def checked_weights(token_weights: Any, counts: Array, validate: bool | None) -> Array:
-    """float32 weights, 0 for tokens that do not count and NaN for a bad one; values are checked as those of ids are."""
-    weights = jax.lax.stop_gradient(jnp.asarray(token_weights).astype(jnp.float32))
+def checked_weights(weights: Array, validate: bool | None) -> Array:
+    """float32 weights, of which a bad one is NaN; their values are checked as those of ids are."""
     is_good = (weights >= 0) & (weights < jnp.inf)
-    found = fit(weights, is_good, counts, (-jnp.inf, jnp.inf))
-    weights = checked(weights, ((found, _BAD_WEIGHTS),), validate, "token_weights")
-    return jnp.where(counts, jnp.where(is_good, weights, jnp.nan), 0.0)
+    found = fit(weights, is_good, weights != 0, (-jnp.inf, jnp.inf))
+    return jnp.where(is_good, checked(weights, ((found, _BAD_WEIGHTS),), validate, "token_weights"), jnp.nan)
 
 
 def check_cross_entropy(
