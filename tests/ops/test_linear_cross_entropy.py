@@ -112,10 +112,10 @@ def gold_of(b: Batch, upstream: Any = 1.0, **options: Any) -> Any:
     return found.loss, gradients
 
 
-# Each implementation has linear_logp's own tests; dtypes meet options in no code of this op.
 CASES = [(name, dtype, x) for name in OPTIONS for dtype in helpers.DTYPES for x in IMPLEMENTATIONS]
 
 
+# Each implementation has linear_logp's own tests, and dtypes meet options in no code of this op.
 @helpers.cover(
     "name, dtype, implementation",
     CASES,
