@@ -6,6 +6,7 @@ from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops import explain, numerics_version
 from rlk_jax.ops.attention.api import attention
 from rlk_jax.ops.det_gemm.api import det_gemm
+from rlk_jax.ops.linear_cross_entropy import linear_cross_entropy
 from rlk_jax.ops.linear_grpo_loss import linear_grpo_loss
 from rlk_jax.ops.linear_kl.api import linear_kl
 from rlk_jax.ops.linear_logp.api import linear_logp
@@ -25,6 +26,7 @@ __all__ = [
     "export_checks",
     "grpo",
     "grpo_loss",
+    "linear_cross_entropy",
     "linear_grpo_loss",
     "linear_kl",
     "linear_logp",

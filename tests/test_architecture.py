@@ -157,7 +157,7 @@ def test_an_op_imports_no_other_op_unless_it_is_composed():
                 assert imported.split(".")[2:3] == parts[2:3], f"{module} imports {imported}"
 
 
-COMPOSED = ("rlk_jax.ops.linear_grpo_loss",)
+COMPOSED = ("rlk_jax.ops.linear_cross_entropy", "rlk_jax.ops.linear_grpo_loss")
 """Ops that are composed of another op, and import it."""
 GIVEN_NAMES = {
     PLUGIN: """f'torch_bridge.{part}' if part else 'torch_bridge'""",

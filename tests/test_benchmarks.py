@@ -31,6 +31,7 @@ from benchmarks import (
     grpo,
     grpo_plan,
     invariance,
+    linear_cross_entropy,
     linear_grpo_loss,
     linear_logp,
     logits_ops,
@@ -107,6 +108,17 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys, compiled_quickly):
     assert status.pop(("mosaic", "")).startswith("not available")
     assert set(status.values()) == {"pass"} and ("xla", "linear_grpo_loss: N·V·2 B + 10 %") in status
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
+
+
+def test_linear_cross_entropy_smoke(tmp_path, capsys, compiled_quickly):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--smoke", "--implementations", "mosaic,xla,naive", "--json", str(out), "--plot", str(picture)]
+    assert linear_cross_entropy.main(arguments) == 0
+    status = {(r["implementation"], r["what"]): r["status"] for r in json.loads(out.read_text())["rows"]}
+    assert status.pop(("mosaic", "")).startswith("not available")
+    assert set(status.values()) == {"pass"} and ("xla", "linear_cross_entropy, z-loss: forward+backward") in status
+    assert ("naive", "linear_cross_entropy: forward") in status
+    assert picture.stat().st_size > 1000 and "linear_cross_entropy, bfloat16" in capsys.readouterr().out
 
 
 def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch, compiled_quickly):

@@ -14,6 +14,7 @@ from torch_bridge.clients import install, uninstall  # noqa: E402
 from torch_bridge.det_gemm import det_gemm  # noqa: E402
 from torch_bridge.grpo_loss import GrpoLoss, grpo_loss  # noqa: E402
 from torch_bridge.head import FusedLMHead  # noqa: E402
+from torch_bridge.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from torch_bridge.linear_logp import LinearLogp, linear_logp  # noqa: E402
 from torch_bridge.logp import logp  # noqa: E402
 from torch_bridge.ratio_kl import RatioKl, ratio_kl  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
     "det_gemm",
     "grpo_loss",
     "install",
+    "linear_cross_entropy",
     "linear_logp",
     "logp",
     "ratio_kl",

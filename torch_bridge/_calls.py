@@ -268,13 +268,13 @@ def _custom_op(name: str, kernel: Callable[..., Any]) -> Any:
     return torch.library.custom_op(f"rlk_jax::{name}", kernel, mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 
 
-def _checked(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(name: str, kernel: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     """`kernel` with checks of its arguments, for calls from a compiled graph, which nobody has checked."""
     names = tuple(inspect.signature(kernel).parameters)
 
     @functools.wraps(kernel)
     def run(*arguments: Any) -> Any:
-        _inputs.check_arguments(name, dict(zip(names, arguments, strict=True)))
+        check(name, dict(zip(names, arguments, strict=True)))
         return kernel(*arguments)
 
     return run
@@ -327,6 +327,7 @@ def as_torch_op(
     constants: Sequence[int] = (),
     saved: Callable[[Sequence[bool]], Sequence[bool]] = lambda needs: [True] * len(needs),
     flops: Callable[..., int] = lambda *_, **__: 0,
+    check: Callable[[str, dict[str, Any]], None] = _inputs.check_arguments,
 ) -> Callable[..., Any]:
     """`kernel` as a custom op that torch.compile takes whole, with gradients of the arguments at these positions.
 
@@ -334,8 +335,8 @@ def as_torch_op(
     and `fake` returns tensors of the same shapes. With `options`, the kernel's parameter of this name is a dataclass;
     the custom op has an argument for each of its fields instead. Outputs at the positions `constants` carry no
     gradient. `saved` says which tensors a backward may read, given which gradients are needed. `flops` counts the
-    operations of a forward by its arguments' shapes, for FlopCounterMode. The custom op checks its arguments by the
-    names of its parameters, which are those of `rlk_jax.<name>`.
+    operations of a forward by its arguments' shapes, for FlopCounterMode. The custom op checks its arguments by
+    the names of its parameters, which are those of `rlk_jax.<name>` unless `check` is another one.
 
     Where nothing watches the call (`_is_watched`) the same functions run without torch's dispatcher, which costs as
     much as all else that a call does, and without these checks: the caller has made them.
@@ -368,7 +369,7 @@ def as_torch_op(
         return tuple(input_gradients)
 
     flat_kernel, flat_fake = (x if options is None else options.flattened(x) for x in (kernel, fake))
-    op = _custom_op(name, _checked(name, flat_kernel))
+    op = _custom_op(name, _checked(name, flat_kernel, check))
     _flops.register(name, flops)
     op.register_fake(flat_fake)
     op.register_autograd(backward, setup_context=setup_context)

@@ -18,7 +18,9 @@ from rlk_jax.ops.linear_logp.options import HeadOptions
 from torch_bridge import _exchange
 from torch_bridge._programs import Options
 
-_OPTIONAL = frozenset({"bias", "temperature", "row_indices", "out", "accumulate_into", "rewards", "advantages"})
+_OPTIONAL = frozenset(
+    {"bias", "temperature", "row_indices", "out", "accumulate_into", "rewards", "advantages", "token_weights"}
+)
 
 
 def check_tensors(**tensors: Any) -> None:

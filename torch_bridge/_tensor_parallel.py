@@ -8,7 +8,7 @@ one collective gathers these, and each rank merges all of them. The backward sum
 import functools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -88,6 +88,13 @@ def _gather_texts(group: Any, text: str) -> list[str]:
     texts = [torch.empty_like(own_text) for _ in range(dist.get_world_size(group))]
     dist.all_gather(texts, own_text, group=_host_group(group))
     return [agreement.decoded(bytes(x.tolist())) for x in texts]
+
+
+@torch.compiler.disable
+def agree(group: Any, check: Callable[[], str]) -> None:
+    """Run a check on every rank, whose texts must be the same; one rank's mistake raises the same error on all."""
+    _, texts = agreement.agreed(lambda: (None, check()), functools.partial(_gather_texts, group))
+    agreement.require_same(texts)
 
 
 @torch.compiler.disable

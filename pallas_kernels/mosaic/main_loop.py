@@ -349,7 +349,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
     )(*leaves)
 
 
-def row_vector(vector_gmem: Ref, row: Array) -> Array:
+def row_vector(vector_gmem: Ref, row: Array | int) -> Array:
     """64 values of a `[rows]` array from `row` on, one for each row of an accumulator."""
     return plgpu.load(vector_gmem.at[pl.ds(row, WARPGROUP_ROWS)], layout=ROW, optimized=False)
 

@@ -22,6 +22,7 @@ from pallas_kernels.mosaic.statistics import (
     column_bias,
     cut_for,
     product_with_head,
+    rows_of_chunk,
     store_partial,
     with_bias,
 )
@@ -96,7 +97,8 @@ def partials(
         added = column_bias(refs.bias_gmem, block.column_block * cut.columns, cut.columns)
         tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
         products = with_bias(product(), added)
-        strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, refs.out_gmem, store_dtype)
+        out_gmem = rows_of_chunk(refs.out_gmem, chunk, block.row)
+        strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, out_gmem, store_dtype)
         if refs.kept_gmem is None:
             return
         first = tile.chunk * cut.columns

@@ -138,11 +138,16 @@ def may_be_masked(logits: LogitsConfig) -> bool:
 
 
 def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
-    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have."""
+    """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have.
+
+    Rows of several chunks have a width each.
+    """
     if not may_be_masked(logits):
         return values
     columns = values.shape[1]
     other = jnp.asarray(fill, values.dtype)
+    if width.ndim:
+        return jnp.where(column_numbers(columns) < over_columns(width, columns), values, other)
     return lax.cond(width < columns, lambda: jnp.where(column_numbers(columns) < width, values, other), lambda: values)
 
 
@@ -171,11 +176,14 @@ def target_place(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width:
 
 
 class ChunkTile(NamedTuple):
-    """64 rows of one chunk: the chunk's number and width, the first row, and what each row's logits are scaled by."""
+    """64 rows of one chunk: the chunk's number and width, the first row, and what each row's logits are scaled by.
+
+    Rows of several chunks have a number and a width each.
+    """
 
     chunk: Array
     width: Array
-    row: Array
+    row: Array | int
     scale: Array
 
 
@@ -188,22 +196,26 @@ def _pick(logits: LogitsConfig, tile: ChunkTile, products: Array, target_ids_gme
     return value * tile.scale, None if derivative is None else jnp.where(target < 0, 0.0, derivative)
 
 
+def rows_of_chunk(partials_gmem: Partials, chunk: Array, row: Array) -> Partials:
+    """References to the partials of 64 rows in a chunk."""
+    return jax.tree.map(lambda x_gmem: x_gmem.at[chunk, pl.ds(row, WARPGROUP_ROWS)], partials_gmem)
+
+
 def store_partial(
     logits: LogitsConfig,
     tile: ChunkTile,
     products: Array,
     target_ids_gmem: Ref,
     holds: Array | None,
-    out_gmem: Partials,
+    out: Partials,
     kept_dtype: Any = None,
 ) -> list[Array]:
-    """Store the partial softmax of a tile of products `[64, 256 or 128]` that hold their bias.
+    """Store the partial softmax of a tile of products `[64, 256 or 128]` that hold their bias, into references `[64]`.
 
     holds says whether one of the rows has its target in the chunk; with None it is searched. Returns the strips of
     `rounded_exponentials` in kept_dtype, each in all of its parts, or none without it. A softcap takes one strip at a
     time, since the temporaries of a whole tile would spill registers.
     """
-    there = tile.chunk, pl.ds(tile.row, WARPGROUP_ROWS)
 
     def pick() -> tuple[Array, Array | None]:
         return _pick(logits, tile, products, target_ids_gmem)
@@ -217,10 +229,10 @@ def store_partial(
     scaling = logit_scaling(logits, products.max(axis=1), tile.scale)
 
     def store_known() -> None:
-        out_gmem.shift[there] = scaling.shift
-        out_gmem.target[there] = picked
-        if out_gmem.target_derivative is not None:
-            out_gmem.target_derivative[there] = picked_derivative
+        out.shift[...] = scaling.shift
+        out.target[...] = picked
+        if out.target_derivative is not None:
+            out.target_derivative[...] = picked_derivative
 
     # What is stored here is held in no register meanwhile. With a softcap ptxas spills unless it is stored last.
     if logits.softcap is None:
@@ -234,7 +246,7 @@ def store_partial(
             y_minus_shift = masked(logits, y_minus_shift, tile.width - first, -jnp.inf)
         exponentials = jnp.exp2(y_minus_shift)
         totals.append(exponentials.sum(axis=1))
-        if out_gmem.gap is not None:
+        if out.gap is not None:
             # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
             gaps.append((exponentials * jnp.minimum(-y_minus_shift, 1e30)).sum(axis=1))
         if kept_dtype is not None:
@@ -242,9 +254,9 @@ def store_partial(
             kept += [part[:, strip : strip + STRIP] for strip in range(0, columns, STRIP) for part in rounded]
     if logits.softcap is not None:
         store_known()
-    out_gmem.total[there] = functools.reduce(jnp.add, totals)
-    if out_gmem.gap is not None:
-        out_gmem.gap[there] = functools.reduce(jnp.add, gaps)
+    out.total[...] = functools.reduce(jnp.add, totals)
+    if out.gap is not None:
+        out.gap[...] = functools.reduce(jnp.add, gaps)
     return kept
 
 

@@ -16,7 +16,7 @@ from rlk_jax.checker import plugins
 from rlk_jax.checker.op_spec import OpSpec, Problem
 from rlk_jax.checker.options import Unusable
 from rlk_jax.core.named_functions import named_function
-from rlk_jax.dispatch import IMPLEMENTATIONS, TABLE
+from rlk_jax.dispatch import IMPLEMENTATIONS
 
 ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}
 """Other names of candidates, for users who know them from RL-Kernel or by their package."""
@@ -108,7 +108,7 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
 
 def runnable(spec: OpSpec, problem: Problem) -> list[str]:
     """The names of candidates that can run this problem here: implementations, and the bridge where it has the op."""
-    if spec.op not in TABLE:
+    if not spec.implementations:
         return []
     decision = rlk_jax.explain(spec.op, *abstract(problem), **problem.options)
     names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
@@ -122,7 +122,7 @@ def abstract(problem: Problem) -> list[Any]:
 
 def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
     """The implementation that dispatch chooses. Raises `Unusable` where the named one cannot run, with its reasons."""
-    if spec.op not in TABLE:
+    if not spec.implementations:
         raise Unusable(f"{spec.op} is not in rlk_jax.dispatch.TABLE: its candidates are module:function")
     try:
         return rlk_jax.explain(spec.op, *abstract(problem), implementation=implementation, **problem.options).choice
@@ -132,7 +132,7 @@ def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
 
 def _no_bits(spec: OpSpec, implementation: str) -> str | None:
     """Why this implementation promises no bits, or None where it promises them."""
-    promises = next(x.promises_bits for x in TABLE[spec.op] if x.name == implementation)
+    promises = next(x.promises_bits for x in spec.implementations if x.name == implementation)
     return None if promises else f"{implementation} promises no bits"
 
 

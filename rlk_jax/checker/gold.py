@@ -56,6 +56,43 @@ def logps(logits: Any, ids: Any, temperature: float = 1.0) -> np.ndarray:
     return softmax_gold(flat, ids, temperature, (zeros,) * 3, {}).values[0].reshape(np.shape(ids))
 
 
+class CrossEntropyGold(NamedTuple):
+    """Results in float64: the loss, and the gradient of Σ upstream·loss with respect to the raw logits `[N, V]`."""
+
+    loss: np.ndarray
+    d_raw: np.ndarray
+    logits: np.ndarray
+
+
+def cross_entropy_gold(
+    raw: Any,
+    target_ids: Any,
+    weights: Any,
+    upstream: Any,
+    *,
+    reduction: str,
+    z_loss: float,
+    temperature: Any = 1.0,
+    **options: Any,
+) -> CrossEntropyGold:
+    """Cross-entropy of raw logits `[N, V]` with weights `[*lead]`, 0 for tokens that do not count; the options are
+    those of `softmax_gold`.
+    """
+    raw = np.asarray(raw, np.float64)
+    w = np.asarray(weights, np.float64)
+    flat, counts = w.reshape(-1), w.reshape(-1) != 0
+    # A token that does not count may have any id, and a row of NaN.
+    ids, raw = np.where(counts, np.asarray(target_ids).reshape(-1), 0), np.where(counts[:, None], raw, 0)
+    zeros = np.zeros(len(flat))
+    logp, lse, _ = softmax_gold(raw, ids, temperature, (zeros,) * 3, options).values
+    losses = np.where(counts, flat * (z_loss * lse**2 - logp), 0)
+    count = (flat.sum() or 1.0) if reduction == "mean" else 1.0
+    g = np.asarray(upstream, np.float64).reshape(-1) * flat / count
+    found = softmax_gold(raw, ids, temperature, (-g, 2 * z_loss * lse * g, zeros), options)
+    loss = losses.reshape(w.shape) if reduction == "none" else losses.sum() / count
+    return CrossEntropyGold(np.asarray(loss), found.d_raw, found.logits)
+
+
 class RatioKlGold(NamedTuple):
     """Results in float64. `gradient` is that of Σ g_ratio·ratio + Σ g_kl·kl with respect to the policy's logits."""
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlk_jax.checker.inputs import Draw, Sizes
 from rlk_jax.checker.options import SHORT, Unusable
+from rlk_jax.dispatch import TABLE, Implementation
 
 Results = dict[str, np.ndarray]
 """The results of one call: outputs by their names, gradients by "gradient:" and the name of the input."""
@@ -64,7 +65,7 @@ class OpSpec:
     shape: Callable[[Sizes], tuple[int, ...]]
     """Gives the sizes that name a case in the report."""
     padding: Mapping[str, Any]
-    """The names of inputs with a row per token, and the number that fills their rows of padding."""
+    """The names of inputs and options with a row per token, and the number that fills their rows of padding."""
     per_row: frozenset[str]
     """The names of results with a row per token that nothing but its own row decides. The other results are sums over
     rows.
@@ -92,6 +93,13 @@ class OpSpec:
     """Gives the options of the op's call. Their names are the same for every draw."""
     unchecked: Mapping[str, Any] = field(default_factory=lambda: {"validate": False})
     """Options of rlk_jax's own op that let bad ids through to the implementation."""
+    runs_on: str | None = None
+    """The op on whose implementations this one runs, where it is composed of it; None where it has its own."""
+
+    @property
+    def implementations(self) -> Sequence[Implementation]:
+        """What can run the op; empty for an op that dispatch does not know."""
+        return TABLE.get(self.runs_on or self.op, ())
 
     def problem(self, draw: Draw, grad_mode: str = "random", grad_seed: int = 123) -> Problem:
         """The problem of a draw. Upstream gradients are ones or random, or 0 for outputs without a derivative."""
@@ -136,6 +144,12 @@ def arrange_rows(spec: OpSpec, problem: Problem) -> Iterator[Arrangement]:
     yield _rearranged(spec, problem, "padding behind", np.concatenate([rows, padding]), sums=True)
 
 
+def arrange_padding_behind(spec: OpSpec, problem: Problem) -> Iterator[Arrangement]:
+    """The last of `arrange_rows` alone, for an op whose results all hold sums over rows."""
+    *_, behind = arrange_rows(spec, problem)
+    yield behind
+
+
 def _rows(spec: OpSpec, x: np.ndarray) -> np.ndarray:
     """An array with one leading dimension for all tokens."""
     return x.reshape(-1, *x.shape[spec.lead :])
@@ -150,9 +164,11 @@ def _rearranged(spec: OpSpec, problem: Problem, name: str, index: np.ndarray, su
         found[~real] = filling
         return found.reshape(*[1] * (spec.lead - 1), *found.shape)
 
-    inputs = {n: arranged(x, spec.padding[n]) if n in spec.padding else x for n, x in problem.inputs.items()}
-    upstream = {n: arranged(g, 0) for n, g in problem.upstream.items()}
-    changed = replace(problem, inputs=inputs, upstream=upstream)
+    def with_rows_arranged(arrays: dict[str, Any]) -> dict[str, Any]:
+        return {n: arranged(x, spec.padding[n]) if n in spec.padding else x for n, x in arrays.items()}
+
+    upstream = {n: arranged(g, 0) if n in spec.per_row else g for n, g in problem.upstream.items()}
+    changed = Problem(with_rows_arranged(problem.inputs), with_rows_arranged(problem.options), upstream)
     return Arrangement(name, changed, lambda x: _rows(spec, x)[real], lambda x: _rows(spec, x)[index[real]], sums)
 
 

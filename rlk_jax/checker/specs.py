@@ -11,7 +11,8 @@ import numpy as np
 from rlk_jax.checker import gold
 from rlk_jax.checker.arrange_attention import arrange_attention
 from rlk_jax.checker.inputs import Draw, Sizes
-from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, arrange_sequences
+from rlk_jax.checker.linear_kl_problem import linear_kl_gold, linear_kl_inputs, linear_kl_options
+from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, arrange_padding_behind, arrange_sequences
 
 
 def _largest(logits: np.ndarray) -> float:
@@ -59,51 +60,35 @@ def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
     return results, _largest(found.logits)
 
 
-def _linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
-    """Student and teacher of different widths. In mode "ties" the student's head is the same for all tokens; in mode
-    "peaked" each has another token that stands out.
-    """
-    lead, vocab, dim = draw.sizes.lead, draw.sizes.vocab, draw.sizes.hidden
-    teacher_dim = dim + 16
-    scale = {"huge": 35.0, "peaked": 0.01}.get(draw.mode, 1.0)
-    weight = draw.tensor(1, vocab, dim, scale=scale / dim**0.5)
-    return {
-        "hidden": draw.tensor(0, *lead, dim),
-        "lm_head_weight": np.repeat(weight[:1], vocab, axis=0) if draw.mode == "ties" else weight,
-        "teacher_hidden": draw.tensor(2, *lead, teacher_dim),
-        "teacher_weight": draw.tensor(3, vocab, teacher_dim, scale=scale / teacher_dim**0.5),
-        "bias": draw.cast(draw.tensor(4, vocab, scale=scale).astype(np.float32) + draw.peak),
-        "teacher_bias": draw.cast(draw.tensor(5, vocab, scale=scale).astype(np.float32) + draw.peak[::-1]),
-    }
+_LEFT_OUT = -100
 
 
-_SHARE, _TEMPERATURE, _TEACHER_TEMPERATURE = 0.3, 0.7, 1.3
+def _cross_entropy_inputs(draw: Draw) -> dict[str, np.ndarray]:
+    """Those of linear_logp, with a mask's ignored tokens among them."""
+    found, ignored = _linear_logp_inputs(draw), ~draw.mask()
+    if draw.mode == "masked-nan":
+        found["hidden"][ignored] = np.nan
+    found["target_ids"] = np.where(ignored, _LEFT_OUT, found["target_ids"])
+    return found
 
 
-def _linear_kl_options(draw: Draw) -> dict[str, Any]:
-    """Every kind has a mode. A peak stays at p = 0.999: at a lower temperature 1 − p would be lost in float32."""
-    kind = {"random": "jsd", "peaked": "reverse", "ties": "reverse"}.get(draw.mode, "forward")
-    return {
-        "kind": kind,
-        "beta": _SHARE,
-        "temperature": 1.0 if draw.mode == "peaked" else _TEMPERATURE,
-        "teacher_temperature": _TEACHER_TEMPERATURE,
-    }
+def _cross_entropy_options(draw: Draw) -> dict[str, Any]:
+    """A mean over weights from 0 to 2, some of them 0."""
+    weights = np.maximum(draw.random(7).uniform(-0.5, 2, draw.sizes.lead), 0).astype(np.float32)
+    weights[0] = 1
+    return {"reduction": "mean", "ignore_index": _LEFT_OUT, "token_weights": weights, "z_loss": 1e-3}
 
 
-def _linear_kl_gold(problem: Problem) -> tuple[Results, float]:
-    hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias = problem.inputs.values()
-    upstream = problem.upstream["divergence"]
-
-    def raw(hidden: Any, weight: Any, bias: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
-        return h, w, h @ w.T + np.asarray(bias, np.float64)
-
-    h, w, student = raw(hidden, weight, bias)
-    teacher = raw(teacher_hidden, teacher_weight, teacher_bias)[2]
-    found = gold.divergence_gold(student, teacher, upstream, **problem.options)
+def _cross_entropy_gold(problem: Problem) -> tuple[Results, float]:
+    hidden, weight, ids, bias = problem.inputs.values()
+    options = dict(problem.options)
+    weights = np.where(ids == options.pop("ignore_index"), 0, options.pop("token_weights"))
+    h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
+    h = np.where(weights.reshape(-1, 1) == 0, 0, h)
+    raw = h @ w.T + np.asarray(bias, np.float64)
+    found = gold.cross_entropy_gold(raw, ids, weights, problem.upstream["loss"], **options)
     results = {
-        "divergence": found.values.reshape(upstream.shape),
+        "loss": found.loss,
         "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
         "gradient:lm_head_weight": found.d_raw.T @ h,
         "gradient:bias": found.d_raw.sum(axis=0),
@@ -289,8 +274,8 @@ SPECS = {
         ),
         OpSpec(
             "linear_kl",
-            _linear_kl_inputs,
-            _linear_kl_gold,
+            linear_kl_inputs,
+            linear_kl_gold,
             outputs=(Output("divergence", _per_token),),
             gradients=("hidden", "lm_head_weight", "bias"),
             shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
@@ -302,8 +287,24 @@ SPECS = {
             forward_only=("ties",),
             large_class="linear_kl_peaked",
             large_is_norm=True,
-            options=_linear_kl_options,
+            options=linear_kl_options,
             unchecked={},
+        ),
+        OpSpec(
+            "linear_cross_entropy",
+            _cross_entropy_inputs,
+            _cross_entropy_gold,
+            outputs=(Output("loss", _scalar),),
+            gradients=("hidden", "lm_head_weight", "bias"),
+            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            padding={"hidden": np.nan, "target_ids": _LEFT_OUT, "token_weights": 1},
+            per_row=frozenset(("gradient:hidden",)),
+            modes=("random", "constant", "peaked", "huge", "ties", "masked-nan", "bad-ids"),
+            forward_only=("bad-ids", "constant", "ties"),
+            arrangements=arrange_padding_behind,
+            large_class="linear_logp_peaked",
+            options=_cross_entropy_options,
+            runs_on="linear_logp",
         ),
         OpSpec(
             "ratio_kl",

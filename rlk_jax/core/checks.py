@@ -146,13 +146,18 @@ def check_vocabulary_options(
         f"{whose}global_vocab_size must be in [1, V={vocab_size}], got {global_vocab_size!r}.",
     )
     real = global_vocab_size or vocab_size
-    require(
-        ignore_index is None or (is_integer(ignore_index) and INT32.min <= ignore_index <= INT32.max),
-        f"ignore_index must be a 32-bit integer, got {ignore_index}.",
-    )
+    check_ignore_index(ignore_index)
     require(
         ignore_index is None or not 0 <= ignore_index < real,
         f"ignore_index {ignore_index} is a valid token id; it must lie outside [0, {real - 1}].",
+    )
+
+
+def check_ignore_index(ignore_index: int | None) -> None:
+    """ignore_index is None or an integer that an id can be compared with."""
+    require(
+        ignore_index is None or (is_integer(ignore_index) and INT32.min <= ignore_index <= INT32.max),
+        f"ignore_index must be a 32-bit integer, got {ignore_index}.",
     )
 
 

@@ -17,6 +17,7 @@ from rlk_jax.core.reports import reported
 Array = jax.Array
 IGNORED = -100
 """The id of a token that does not count: its log-prob is 0 and it has no gradient. Sampling and training give it."""
+_OUT_OF_RANGE = -1
 _IDS_OUT_OF_RANGE = (
     "{name} out of range: expected [0, {last}], got [{low}, {high}]. "
     "Mask or filter padding / ignore-index values (e.g. -100) before this op."
@@ -90,6 +91,14 @@ def counted(ids: Any, ignore_index: int | None) -> Array:
     """Which tokens `[N]` are not ignored."""
     ids = as_int32(ids).reshape(-1)
     return jnp.ones(ids.shape, bool) if ignore_index is None else ids != ignore_index
+
+
+def left_out(ids: Array, counts: Array, ignore_index: int = IGNORED) -> Array:
+    """int32 ids in which ignore_index stands for every token that does not count, and for no other.
+
+    That id is out of range and must stay so: a token that counts must not be left out by it.
+    """
+    return jnp.where(counts, jnp.where(ids == ignore_index, _OUT_OF_RANGE, ids), ignore_index)
 
 
 class _Findings(NamedTuple):

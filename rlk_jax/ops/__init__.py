@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlk_jax.core import dispatch
+from rlk_jax.ops import linear_cross_entropy as cross_entropy
 from rlk_jax.ops import linear_grpo_loss as composed
 from rlk_jax.ops.attention import api as attend
 from rlk_jax.ops.attention import implementations as attend_implementations
@@ -51,6 +52,7 @@ OPS = {
     "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS_ROWS, _TYPICAL["grpo_loss"]),
     "attention": Op(attend.attention, attend.describe, 1, attend_implementations.ROWS, attend_implementations.TYPICAL),
     "linear_kl": Op(distill.linear_kl, distill.describe, 1, *_DISTILL),
+    "linear_cross_entropy": Op(cross_entropy.linear_cross_entropy, cross_entropy.describe),
     "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, plan=composed.describe_plan),
 }
 

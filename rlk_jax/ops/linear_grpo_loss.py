@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from rlk_jax.core.checks import as_array, require
 from rlk_jax.core.dispatch import CallFacts, bound_arguments, choose
 from rlk_jax.core.mesh import lies_over_a_mesh
-from rlk_jax.core.tokens import LinearLogp, active_mask, as_int32
+from rlk_jax.core.tokens import IGNORED, LinearLogp, active_mask, as_int32, left_out
 from rlk_jax.losses import LossOptions, PolicyLoss, policy_loss
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
 from rlk_jax.losses.options import check_loss_options
@@ -22,8 +22,6 @@ from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
 from rlk_jax.ops.linear_logp.api import inputs_and_options, linear_logp
 from rlk_jax.ops.linear_logp.block_loss import loss_by_blocks, on_one_device
 from rlk_jax.ops.linear_logp.options import TokenBlocks
-
-_MASKED, _OUT_OF_RANGE = -100, -1
 
 
 def linear_grpo_loss(
@@ -103,10 +101,8 @@ def linear_grpo_loss(
         rollout_logps=rollout_logps,
     )
     mask = active_mask(completion_mask)
-    ids = as_int32(target_ids)
-    # An active id of −100 is out of range and must stay so: it must not leave its token out.
-    ids = jnp.where(mask, jnp.where(ids == _MASKED, _OUT_OF_RANGE, ids), _MASKED)
-    head["ignore_index"] = _MASKED
+    ids = left_out(as_int32(target_ids), mask)
+    head["ignore_index"] = IGNORED
     if ref_hidden is not None and ref_weight is not None:
         # As constants they get no backward, for which their forward would keep exponentials.
         frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
@@ -263,5 +259,5 @@ def _head_call(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the call of `linear_logp` that a call with these arguments leads to."""
     return_entropy = (arguments[name] for name in ("return_entropy", "entropy_threshold", "options"))
     operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
-    asked = {"ignore_index": _MASKED, "return_entropy": _needs_entropy(*return_entropy), **arguments["head"]}
+    asked = {"ignore_index": IGNORED, "return_entropy": _needs_entropy(*return_entropy), **arguments["head"]}
     return bound_arguments(linear_logp, **operands, **asked)

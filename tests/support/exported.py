@@ -82,6 +82,9 @@ def calls() -> dict[str, Call]:
     def linear_grpo_loss(h: Any, w: Any, ids: Any, old: Any, advantages: Any, mask: Any, **options: Any) -> Any:
         return rlk_jax.linear_grpo_loss(h, w, ids, old, None, advantages, mask, **options)
 
+    def linear_cross_entropy(h: Any, w: Any, b: Any, ids: Any, weights: Any, **options: Any) -> Any:
+        return (rlk_jax.linear_cross_entropy(h, w, ids, b, token_weights=weights, z_loss=1e-3, **options),)
+
     return {
         "linear_logp": Call(linear_logp, (hidden, head, bias, ids), 3),
         "det_gemm": Call(rlk_jax.det_gemm, (normal(V, D), normal(D, D)), 2),
@@ -90,6 +93,7 @@ def calls() -> dict[str, Call]:
         "grpo_loss": Call(grpo_loss, (logits, ref, ids, old, rewards, mask)),
         "attention": Call(attention, (query, key, value, np.arange(B, dtype=np.int32)), 3),
         "linear_kl": Call(linear_kl, (hidden, head, np.tile(hidden, 2), np.tile(head, 2), bias), 2),
+        "linear_cross_entropy": Call(linear_cross_entropy, (hidden, head, bias, ids, mask), 3),
         "linear_grpo_loss": Call(linear_grpo_loss, (hidden, head, ids, old, rewards, mask), 2),
     }
 

@@ -66,6 +66,27 @@ def teacher_that_learns(*arrays, **options):
     return _linear_kl(*arrays, **options, frozen=False)
 
 
+@functools.partial(jax.jit, static_argnames=("reduction", "ignore_index", "z_loss", "bug"))
+def _cross_entropy(hidden, weight, ids, bias, *, reduction, ignore_index, token_weights, z_loss, bug=None):
+    weights = jnp.where(ids == ignore_index, 0, token_weights)
+    hidden = hidden if bug == "ignored rows times 0" else jnp.where(weights[..., None] == 0, 0, hidden)
+    logits = _logits(hidden, weight, bias)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = jax.lax.stop_gradient(lse) if bug == "constant lse" else lse
+    losses = z_loss * lse**2 - _taken(logits, jnp.where(weights == 0, 0, ids))
+    assert reduction == "mean"
+    return (losses * weights).sum() / (ids.size if bug == "mean of all" else jnp.maximum(weights.sum(), 1e-9))
+
+
+def linear_cross_entropy(*arrays, **options):
+    return _cross_entropy(*arrays, **options)
+
+
+mean_over_ignored_tokens = functools.partial(_cross_entropy, bug="mean of all")
+z_loss_without_gradient = functools.partial(_cross_entropy, bug="constant lse")
+ignored_rows_times_0 = functools.partial(_cross_entropy, bug="ignored rows times 0")
+
+
 @jax.jit
 def det_gemm(a, b):
     """A product of one row at a time, so that no row can change another."""

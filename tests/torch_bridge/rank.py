@@ -213,6 +213,37 @@ def waits_for_collectives(rank: int, count: int) -> None:
     assert same_bits(gradient, gradients[0])
 
 
+def gives_the_loss_of_one_rank(rank: int, count: int) -> None:
+    """linear_cross_entropy on edges of groups, and one message for what rank 1 alone gets wrong."""
+    hidden, weight, ids, bias = (x.detach() for x in head((6,), dim=8, vocab=1000))
+    here = slice(*cut(1000, count)[rank : rank + 2])
+    options: dict[str, Any] = {
+        "token_weights": randn(6, seed=3).abs(),
+        "z_loss": 1e-2,
+        "implementation": "deterministic",
+    }
+
+    def loss(*head: torch.Tensor, **of_rank: Any) -> list[torch.Tensor]:
+        own = [x.clone().requires_grad_() for x in (hidden, *head)]
+        found = torch_bridge.linear_cross_entropy(own[0], own[1], ids, own[2], **options, **of_rank)
+        return [found.detach(), *torch.autograd.grad(found, own)]
+
+    of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": here.start}
+    found = loss(weight[here], bias[here], **of_rank)
+    expected = of_rank_0(rank, lambda: loss(weight, bias))
+    assert same_bits(found[0], expected[0]) and same_bits(found[2], expected[2][here])
+    assert same_bits(found[3], expected[3][here])
+    assert_close(found[1], expected[1].double(), head_class(), "gradient")
+    for name, changes in {"other z-loss": {"z_loss": 1e-3}, "no reduction": {"reduction": "average"}}.items():
+        given = options | (changes if rank == 1 else {})
+        try:
+            torch_bridge.linear_cross_entropy(hidden, weight[here], ids, bias[here], **given, **of_rank)
+        except ValueError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            raise AssertionError(f"{name} raised nothing")
+
+
 def refuses_second_derivatives(rank: int, count: int) -> None:
     """With the programs of `spread`, which differentiates the same operands and outputs."""
     hidden, weight, ids, bias = head((6,), dim=8, vocab=1000)
@@ -311,6 +342,7 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     reads_a_transposed_head_in_place(rank, count)
     sums_what_it_is_asked_to(rank, count)
     waits_for_collectives(rank, count)
+    gives_the_loss_of_one_rank(rank, count)
     refuses_second_derivatives(rank, count)
     ports = agreed_ports()
     dist.destroy_process_group()

@@ -42,6 +42,8 @@ def messages(count: int, device: str) -> dict[str, str]:
         "unknown implementation": "implementation must be one of",
         "freed weight": f"a tensor of shape ({width}, 8) has no memory: its storage has been freed.",
         "float start": f"vocab_start_index must be an integer, got {float(start)}.",
+        "other z-loss": differently,
+        "no reduction": "reduction must be one of ('mean', 'sum', 'none'), got 'average'.",
         "second derivative": "torch_bridge has no second derivatives",
     }
     return said | ({"other device": differently} if device == "cuda" else {})

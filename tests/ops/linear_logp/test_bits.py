@@ -262,3 +262,19 @@ def test_any_selection_of_rows(rows, vocab, seed):
     index = np.asarray(rows)
     selected = problem._replace(hidden=problem.hidden[index], target_ids=problem.target_ids[index])
     assert_same_bits(selected.call(case, "deterministic"), [x[index] for x in whole])
+
+
+def test_multi_token_prediction_is_a_lead_dimension():
+    """K hidden states of each token go through one head: rows have the bits of K calls, and dW is the sum of theirs."""
+    depth, batch, length = 3, 2, 7
+    case = Case("multi-token", (depth, batch, length), 40, 300, bias=True, options={"ignore_index": -100})
+    problem = helpers.make(case, jnp.float32)
+    tokens = jnp.pad(problem.target_ids[0], ((0, 0), (0, depth)), constant_values=-100)
+    shifted = jnp.stack([tokens[:, k : k + length] for k in range(depth)])
+    problem = problem._replace(target_ids=shifted)
+    rows, (d_weight, d_bias) = outputs(case, problem)
+    one = Case("one token", (batch, length), 40, 300, bias=True, options={"ignore_index": -100})
+    calls = [outputs(one, helpers.rows_of(problem, k)) for k in range(depth)]
+    assert_same_bits(rows, tuple(map(jnp.stack, zip(*(x for x, _ in calls), strict=True))))
+    for found, parts in zip((d_weight, d_bias), zip(*(x for _, x in calls), strict=True), strict=True):
+        helpers.assert_within_contract(found, sum(parts), "linear_logp", jnp.float32, "gradient")

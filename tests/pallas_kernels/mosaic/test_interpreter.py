@@ -100,7 +100,8 @@ def test_against_float64(case, dtype):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("few rows", (3,), 128, 1000, bias=True, options=SOFTCAP),
+        Case("few rows", (3,), 128, 1000),
+        pytest.param(Case("few rows, bias", (3,), 128, 1000, bias=True, options=SOFTCAP), marks=pytest.mark.full),
         pytest.param(Case("few rows, dv", (12,), 72, 512, options=DV), marks=pytest.mark.full),
         pytest.param(dataclasses.replace(PADDED, lead=(9,)), marks=pytest.mark.full),
     ],
@@ -109,7 +110,7 @@ def test_against_float64(case, dtype):
 def test_values_of_few_rows_by_way_of_products(case, monkeypatch):
     """A forward alone forms the products of few rows before their softmax. Padding of the head holds NaN.
 
-    The case in make test has each option; the others have another layout, or padding.
+    The case in make test has chunks of several widths; others have a bias and a softcap, another layout, or padding.
     """
     monkeypatch.setattr(partials, "multiply", lambda *_: pytest.fail("a tile of a whole chunk is too wide"))
     problem = helpers.make(case, jnp.bfloat16)

@@ -38,11 +38,12 @@ def logits_kernels(size: int, dtype: Any, softcap: float | None, entropy: bool) 
         yield Configuration(changed, lambda gradients=gradients, **x: gradients(**x), {**common, "rows": rows})
 
 
-def partials(size: int, softcap: float | None, entropy: bool, has_bias: bool) -> Configuration:
-    """The kernel of linear_logp's partials from logits of `size` columns."""
-    groups, count = column_groups(size), 9
+def partials(count: int, size: int, softcap: float | None, entropy: bool, has_bias: bool) -> Configuration:
+    """The kernel of linear_logp's partials from `count` rows of logits of `size` columns."""
+    groups = column_groups(size)
     how = LogitsConfig(HeadAccess(Vocabulary(size, groups.count, groups.width), "vd", copied=False), softcap)
-    options = {"kernel": "partials of logits", "size": size, "softcap": softcap, "entropy": entropy, "bias": has_bias}
+    options = {"kernel": "partials of logits", "rows": count, "size": size, "softcap": softcap, "entropy": entropy}
+    options["bias"] = has_bias
     vocabulary = how.head.vocabulary
 
     def run(where: VocabSlice, products: Any, bias: Any, target_ids: Any, temperature: Any) -> Partials:
@@ -72,4 +73,5 @@ def configurations() -> Iterator[Configuration]:
     yield from logits_kernels(1000, jnp.bfloat16, None, True)
     yield from logits_kernels(5, jnp.bfloat16, None, True)
     for size, softcap, entropy in itertools.product((151936, 50257), (None, 30.0, 100.0), (False, True)):
-        yield partials(size, softcap, entropy, has_bias=size == 151936)
+        for count in (9, 17):
+            yield partials(count, size, softcap, entropy, has_bias=count == 17 and size == 151936)

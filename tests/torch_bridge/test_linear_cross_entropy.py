@@ -1,0 +1,174 @@
+"""linear_cross_entropy for tensors: torch's own loss without its logits, and the bits of the JAX op."""
+
+import re
+from typing import Any
+
+import jax
+import pytest
+import torch
+from torch.nn import functional
+
+import rlk_jax
+import torch_bridge
+from tests.torch_bridge.tensors import array, assert_close, assert_same_bits, head, randn
+from torch_bridge import _calls
+
+LEAD = (3, 7)
+
+
+def batch(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """hidden, weight, ids and bias; some ids are −100."""
+    found = head(LEAD, dim=24, vocab=300, dtype=dtype)
+    found[2][0, 2] = found[2][2, 6] = -100
+    return found
+
+
+# A dtype and a reduction meet in no code; test_bits has float16.
+@pytest.mark.parametrize(
+    ("reduction", "dtype"), [("mean", torch.float32), ("sum", torch.bfloat16), ("none", torch.float32)]
+)
+def test_a_drop_in_for_torchs_cross_entropy(reduction, dtype):
+    hidden, weight, ids, bias = batch(dtype)
+    options = {"ignore_index": -100, "reduction": reduction}
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = doubles[0] @ doubles[1].t() + doubles[2]
+    expected = functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), **options)
+    expected = expected.reshape(LEAD) if reduction == "none" else expected
+    found = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
+    assert found.dtype == torch.float32 and found.shape == expected.shape
+    assert_close(found, expected, "linear_cross_entropy", "forward")
+    upstream = randn(*found.shape, seed=5)
+    gradients = torch.autograd.grad(found, (hidden, weight, bias), upstream)
+    for x, y in zip(gradients, torch.autograd.grad(expected, doubles, upstream.double()), strict=True):
+        assert x.dtype == dtype
+        assert_close(x, y, "linear_cross_entropy", "gradient")
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "ignore_index"), [("mean", torch.float32, -100), ("none", torch.float16, None)]
+)
+def test_bits(reduction, dtype, ignore_index):
+    """Those of the JAX op, with every option, although 21 rows are padded to 24."""
+    hidden, weight, ids, bias = batch(dtype)
+    weights = randn(*LEAD, seed=3).clamp(min=0)
+    if ignore_index is None:
+        ids[ids < 0], weights[0, 2] = 10**12, 0  # One id out of range, of a token that has no weight.
+        ids[2, 6] = 5
+    options: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index, "z_loss": 1e-2}
+    options |= {"temperature": 0.7, "logit_softcap": 5.0, "implementation": "deterministic"}
+    found = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, token_weights=weights, **options)
+    upstream = randn(*found.shape, seed=4)
+    gradients = torch.autograd.grad(found, (hidden, weight, bias), upstream)
+
+    def theirs(h: Any, w: Any, b: Any) -> Any:
+        return rlk_jax.linear_cross_entropy(h, w, ids.numpy(), b, token_weights=array(weights), **options)
+
+    expected, pull_back = jax.vjp(theirs, array(hidden), array(weight), array(bias))
+    assert_same_bits([found], [expected])
+    assert_same_bits(gradients, pull_back(array(upstream)))
+
+
+@pytest.mark.parametrize("what", ["ignored", "no weight", "no tokens"])
+def test_nothing_counts(what):
+    hidden, weight, ids, bias = batch()
+    options: dict[str, Any] = {"ignore_index": -100, "z_loss": 1e-2}
+    if what == "ignored":
+        ids = torch.full_like(ids, -100)
+    elif what == "no weight":
+        options["token_weights"] = torch.zeros(LEAD, dtype=torch.bool)
+    else:
+        hidden, ids = hidden[:0], ids[:0]
+    loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
+    assert loss == 0
+    assert not any(x.any() for x in torch.autograd.grad(loss, (hidden, weight, bias)))
+
+
+def test_nothing_is_kept_without_a_gradient():
+    hidden, weight, ids, bias = batch()
+    with torch.no_grad():
+        loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, ignore_index=-100, z_loss=1e-2)
+    assert not loss.requires_grad and not _calls._kept
+
+
+def test_under_autocast():
+    hidden, weight, ids, bias = batch()
+    rounded = [x.detach().bfloat16() for x in (hidden, weight, bias)]
+    expected = torch_bridge.linear_cross_entropy(rounded[0], rounded[1], ids, rounded[2], ignore_index=-100)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, ignore_index=-100)
+    assert loss == expected
+    loss.backward()
+    assert hidden.grad.dtype == torch.float32 and hidden.grad.any()
+
+
+def test_torch_compile_takes_it_whole():
+    hidden, weight, ids, bias = batch()
+    weights = randn(*LEAD, seed=3).abs()
+
+    def loss(hidden, ids, weights, z_loss=1e-2):
+        options = {"ignore_index": -100, "token_weights": weights, "z_loss": z_loss}
+        return torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = (f(hidden, ids, weights) for f in (compiled, loss))
+    assert torch.equal(found, expected)
+    gradients = (torch.autograd.grad(x, (hidden, weight, bias)) for x in (found, expected))
+    assert all(map(torch.equal, *gradients))
+    with pytest.raises(ValueError, match="token_weights must be finite and not negative"):
+        compiled(hidden, ids, -weights)
+    with pytest.raises(ValueError, match="z_loss must be 0 or a positive finite number"):
+        compiled(hidden, ids, weights, z_loss=float("inf"))
+    with pytest.raises(Exception, match="check"):
+        compiled(hidden, ids, weights[0])
+
+
+def test_there_is_no_second_derivative():
+    hidden, weight, ids, bias = batch()
+    loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, ignore_index=-100)
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        gradient.sum().backward()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "reduction": {"reduction": "average"},
+    "z-loss": {"z_loss": -1.0},
+    "shape of weights": {"token_weights": torch.ones(7)},
+    "bad weight": {"token_weights": torch.full(LEAD, -1.0)},
+    "ids": {"target_ids": torch.zeros(LEAD)},
+    "float ids beside weights": {"target_ids": torch.zeros(LEAD), "token_weights": torch.ones(LEAD)},
+    "ignore_index": {"ignore_index": 2**40, "token_weights": torch.ones(LEAD)},
+    "bad id": {"target_ids": torch.full(LEAD, 300), "token_weights": torch.ones(LEAD)},
+    "the id of left out tokens": {"ignore_index": None, "token_weights": torch.ones(LEAD)},
+    "validate": {"validate": "yes"},
+    "bias": {"bias": torch.ones(3)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_it_raises_what_rlk_jax_does(wrong):
+    hidden, weight, ids, bias = batch()
+    given = {"hidden": hidden, "lm_head_weight": weight, "target_ids": ids, "bias": bias, "ignore_index": -100} | wrong
+    arrays = {name: array(x) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    with pytest.raises(ValueError) as expected:
+        rlk_jax.linear_cross_entropy(**arrays)
+    with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+        torch_bridge.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0], "token_weights must be a torch.Tensor, got builtins.list"),
+        (
+            torch.ones(LEAD, requires_grad=True),
+            "token_weights requires a gradient, which linear_cross_entropy does not",
+        ),
+        (torch.ones(LEAD, dtype=torch.complex64), "token_weights has dtype torch.complex64"),
+        (torch.ones(LEAD, device="meta"), "token_weights must be on a CPU or a CUDA device, got meta"),
+    ],
+)
+def test_weights_that_only_torch_can_get_wrong(weights, message):
+    hidden, weight, ids, bias = batch()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, ignore_index=-100, token_weights=weights)
