@@ -30,8 +30,9 @@ def linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
 
 
 def linear_kl_options(draw: Draw) -> dict[str, Any]:
-    """The options of a draw. Every kind has a mode. A peak stays at p = 0.999: at a lower temperature 1 − p would be lost
-    in float32.
+    """The options of a draw. Every kind has a mode.
+
+    A peak stays at p = 0.999: at a lower temperature 1 − p would be lost in float32.
     """
     kind = {"random": "jsd", "peaked": "reverse", "ties": "reverse"}.get(draw.mode, "forward")
     return {
