@@ -80,7 +80,7 @@ def gemm_tile(rows: int, columns: int = COLUMNS) -> Tile:
     `columns` columns.
 
     With up to 128 columns the time is that of reading the gradients of logits, for which many loads are in flight. With
-    more, they are of the width that leaves the last of them fullest.
+    more columns, tiles are of the width that leaves the last one fullest.
     """
     if rows <= 64:
         return Tile(rows=64, cluster=1)

@@ -1,10 +1,11 @@
 """Chunks of a head's columns, as `deterministic` walks over them: 256 at a time, none in two groups of the softmax."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
@@ -70,3 +71,12 @@ def column_chunk(
 def chunks_in_group(groups: ColumnGroups) -> int:
     """How many chunks each group has."""
     return -(-groups.width // BLOCK_COLUMNS)
+
+
+def folded_by_group[Tree](groups: ColumnGroups, step: Callable[[Array, Array, Tree], Tree], start: Tree) -> Tree:
+    """`step(group, chunk, so_far)` over the ascending chunks of each group, from `start`: a result for each group."""
+
+    def of_group(group: Array) -> Tree:
+        return lax.fori_loop(0, chunks_in_group(groups), lambda chunk, so_far: step(group, chunk, so_far), start)
+
+    return lax.map(of_group, jnp.arange(groups.count, dtype=jnp.int32))

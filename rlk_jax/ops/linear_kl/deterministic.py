@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.products import padded
-from rlk_jax.core.column_chunks import ColumnChunk, chunks_in_group, column_chunk, padded_columns
+from rlk_jax.core.column_chunks import (
+    ColumnChunk,
+    chunks_in_group,
+    column_chunk,
+    folded_by_group,
+    padded_columns,
+)
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -89,14 +95,12 @@ def _both_chunk_logits(
 def _normalizer_in_order(config: KlConfig, head: OneHeadConfig, rows: _HeadRows) -> Normalizer:
     no_target = jnp.zeros((1, BLOCK_COLUMNS), bool)
 
-    def of_chunk(group: Array, index: Array) -> Partial:
-        return fixed_order_partial(_chunk_logits(config, head, rows, group, index).logits, no_target, with_gap=False)
+    def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
+        logits = _chunk_logits(config, head, rows, group, index).logits
+        return fold(so_far, fixed_order_partial(logits, no_target, with_gap=False))
 
-    def of_group(group: Array) -> Partial:
-        empty, chunks = empty_partial(BLOCK_ROWS, rows.hidden, with_gap=False), chunks_in_group(config.groups)
-        return lax.fori_loop(0, chunks, lambda c, so_far: fold(so_far, of_chunk(group, c)), empty)
-
-    found = merged(lax.map(of_group, jnp.arange(config.groups.count, dtype=jnp.int32)))
+    empty = empty_partial(BLOCK_ROWS, rows.hidden, with_gap=False)
+    found = merged(folded_by_group(config.groups, add_chunk, empty))
     return Normalizer(found.max, found.log_sum)
 
 
@@ -111,12 +115,8 @@ def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Ar
             terms = terms_of(config, student.logprobs(own.logits), teacher.logprobs(other.logits))
             return jax.tree.map(lambda total, x: total + halving_sum(x), so_far, terms)
 
-        def of_group(group: Array) -> Terms:
-            zeros = varying_like(jnp.zeros(BLOCK_ROWS, jnp.float32), both[0].hidden)
-            add = functools.partial(add_chunk, group)
-            return lax.fori_loop(0, chunks_in_group(config.groups), add, Terms(zeros, zeros))
-
-        groups = lax.map(of_group, jnp.arange(config.groups.count, dtype=jnp.int32))
+        zeros = varying_like(jnp.zeros(BLOCK_ROWS, jnp.float32), both[0].hidden)
+        groups = folded_by_group(config.groups, add_chunk, Terms(zeros, zeros))
         value, slope = jax.tree.map(ascending_sum, groups)
         return value, KlStatistics(student, teacher, slope)
 

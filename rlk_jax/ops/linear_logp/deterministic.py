@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.products import padded
-from rlk_jax.core.column_chunks import ColumnChunk, chunks_in_group, column_chunk, padded_columns
+from rlk_jax.core.column_chunks import (
+    ColumnChunk,
+    chunks_in_group,
+    column_chunk,
+    folded_by_group,
+    padded_columns,
+)
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -71,21 +77,17 @@ def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -
 
 def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, tokens: Tokens) -> Partial:
     """A partial for each group, `[groups, BLOCK_ROWS]`."""
-    real, chunks, with_gap = real_columns(config, operands), chunks_in_group(config.groups), config.return_entropy
+    real, with_gap = real_columns(config, operands), config.return_entropy
 
-    def of_chunk(group: Array, index: Array) -> Partial:
+    def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
         chunk = _chunk(config, operands, group, index)
         products = chunk.products(hidden)
         logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real)
         is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
-        return fixed_order_partial(jnp.where(chunk.valid, logits, -jnp.inf), is_target, with_gap=with_gap)
+        logits = jnp.where(chunk.valid, logits, -jnp.inf)
+        return fold(so_far, fixed_order_partial(logits, is_target, with_gap=with_gap))
 
-    empty = empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap)
-
-    def of_group(group: Array) -> Partial:
-        return lax.fori_loop(0, chunks, lambda c, so_far: fold(so_far, of_chunk(group, c)), empty)
-
-    return lax.map(of_group, jnp.arange(config.groups.count, dtype=jnp.int32))
+    return folded_by_group(config.groups, add_chunk, empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap))
 
 
 def _rows_first(x: Any) -> Any:
