@@ -3,20 +3,62 @@
 A forward is one product of 2·M·N·K operations, and the gradient of each of its two factors is one more. What a backward
 computes anew is not counted, so that the counts are those of the same model without this package. The small products of
 a low-rank term are not counted either.
+
+The module that counts imports Triton, a third of the time that `import torch_bridge` would take. So the formulas wait
+until somebody imports that module.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import flop_counter
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: dict[str, tuple[Callable[..., int], bool]] = {}
+"""The formula of each custom op, and whether it takes shapes, not tensors."""
 
 
 def register(op: str, formula: Callable[..., int], *, of_shapes: bool = True) -> None:
     """Have FlopCounterMode count the custom op `rlk_jax::<op>` by a formula of its arguments, or of their shapes."""
-    flop_counter.register_flop_formula(getattr(torch.ops.rlk_jax, op), get_raw=not of_shapes)(formula)
+    _formulas[op] = formula, of_shapes
+    if (counter := sys.modules.get(_COUNTER)) is not None:
+        _hand_over(counter, op)
+
+
+def _hand_over(counter: ModuleType, op: str) -> None:
+    formula, of_shapes = _formulas[op]
+    counter.register_flop_formula(getattr(torch.ops.rlk_jax, op), get_raw=not of_shapes)(formula)
+
+
+class _WaitForCounter(MetaPathFinder):
+    """Hands all formulas to the module that counts when it has been imported; finds no other module."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        assert spec is not None and spec.loader is not None, f"{fullname} is a module of torch"
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            for op in _formulas:
+                _hand_over(module, op)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _WaitForCounter())
 
 
 def product_flops(rows: Sequence[int], matrix: Sequence[int], *_: Any, **__: Any) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -536,3 +537,17 @@ def test_flops_are_those_of_torch_s_own_ops(op, frozen):
     for is_checkpointed in (False, True):
         assert count(ours, is_checkpointed) == count(theirs, is_checkpointed)
     assert count(ours, False) > 0 or op == "logp"
+
+
+def test_flops_are_counted_by_a_module_that_is_imported_later():
+    """`import torch_bridge` does not wait for that module and for the Triton that it imports."""
+    code = """
+import sys, torch, torch_bridge
+assert not {"triton", "torch.utils.flop_counter"} & set(sys.modules)
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    torch_bridge.det_gemm(torch.ones(3, 8).bfloat16(), torch.ones(8, 16).bfloat16())
+assert counter.get_total_flops() == 2 * 3 * 8 * 16, counter.get_total_flops()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
