@@ -12,8 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -38,14 +37,12 @@ def _hand_over(counter: ModuleType, op: str) -> None:
 
 
 class _WaitForCounter(MetaPathFinder):
-    """Hands all formulas to the module that counts when it has been imported; finds no other module."""
+    """Hands all formulas to the module that counts each time that it has run; finds no other module."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _COUNTER:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _COUNTER else None
+        if spec is None or spec.loader is None:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        assert spec is not None and spec.loader is not None, f"{fullname} is a module of torch"
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
@@ -57,8 +54,7 @@ class _WaitForCounter(MetaPathFinder):
         return spec
 
 
-if _COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _WaitForCounter())
+sys.meta_path.insert(0, _WaitForCounter())
 
 
 def product_flops(rows: Sequence[int], matrix: Sequence[int], *_: Any, **__: Any) -> int:

@@ -115,8 +115,8 @@ def cache_folder() -> Path:
     means the user's own folder here: a library has to lie somewhere.
     """
     chosen = os.environ.get("RLK_CACHE", "off")
-    if chosen not in ("", "off"):
-        return Path(chosen)
+    if chosen.lower() not in ("", "off"):
+        return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlk_jax"
 
 

@@ -61,7 +61,8 @@ def store_weight_gradient(
     slice_columns = dlogits.shape[1]
     vocabulary_is_rows = head.layout == "vd"
     tile = gemm_tile(slice_columns, dim) if vocabulary_is_rows else gemm_tile(dim)
-    tile = of_parts(tile, len(parts_of(dlogits)), len(parts_of(hidden)))
+    of_product = (dlogits, hidden) if vocabulary_is_rows else (hidden, dlogits)
+    tile = of_parts(tile, *(len(parts_of(x)) for x in of_product))
     strip = WARPGROUP_ROWS, 2 * STRIP // jnp.dtype(out.dtype).itemsize
 
     def finish(refs: _WeightGradientArguments, block: Block, product: Any, staging_smem: Ref) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ MOST_BYTES = 256 * 2**20
 """All programs together; those that were not used for the longest time are deleted."""
 MOST_XLA_BYTES = 2 * 2**30
 """All that XLA compiled from them."""
-_FIRST_LINE = b"rlk_jax program 1\n"
+_FIRST_LINE = b"rlk_jax program 2\n"
 _PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
 _MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 """The kernels whose programs are kept. Those of `triton` and `cuda` need a library that the program does not name."""
@@ -85,7 +85,7 @@ def kept(
 
 def folder() -> Path | None:
     """Where programs are kept; None where they are not, or JAX keeps none either."""
-    if os.environ.get("RLK_CACHE") == "off" or not jax.config.jax_enable_compilation_cache:
+    if os.environ.get("RLK_CACHE", "").lower() == "off" or not jax.config.jax_enable_compilation_cache:
         return None
     try:
         return cache_folder() / "programs"
@@ -101,14 +101,43 @@ def share_xla_cache(device: jax.Device) -> None:
     if importlib.util.find_spec("filelock") is None:  # JAX bounds no cache without it.
         _warn_once("what XLA compiles is not kept", "the package filelock is missing")
         return
-    jax.config.update("jax_compilation_cache_max_size", MOST_XLA_BYTES)
-    use_xla_cache(str(cache_folder() / "xla"), jax.config.jax_persistent_cache_min_compile_time_secs)
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    use_xla_cache(XlaCache(_shared_xla_folder(), seconds, MOST_XLA_BYTES))
 
 
-def use_xla_cache(path: str | None, least_seconds: float) -> None:
-    """Have JAX cache there, from now on, what takes at least so long to compile; None turns the cache off."""
-    jax.config.update("jax_compilation_cache_dir", path)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+class XlaCache(NamedTuple):
+    """Where JAX keeps what takes at least so long to compile, None for nowhere, and how many bytes, −1 for any."""
+
+    folder: str | None
+    least_seconds: float
+    most_bytes: int
+
+
+def xla_cache() -> XlaCache:
+    """The cache that JAX uses now."""
+    values = jax.config.values
+    return XlaCache(
+        values["jax_compilation_cache_dir"],
+        values["jax_persistent_cache_min_compile_time_secs"],
+        values["jax_compilation_cache_max_size"],
+    )
+
+
+def is_users(cache: XlaCache) -> bool:
+    """Whether the user has set this cache, and not `share_xla_cache`."""
+    return cache.folder is not None and cache.folder != _shared_xla_folder()
+
+
+def _shared_xla_folder() -> str | None:
+    """Where `share_xla_cache` keeps what XLA compiles; None where nothing is kept."""
+    return None if folder() is None else str(cache_folder() / "xla")
+
+
+def use_xla_cache(cache: XlaCache) -> None:
+    """Have JAX use this cache from now on."""
+    jax.config.update("jax_compilation_cache_dir", cache.folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", cache.least_seconds)
+    jax.config.update("jax_compilation_cache_max_size", cache.most_bytes)
     compilation_cache.reset_cache()  # JAX would otherwise keep using the folder that it used first.
 
 
@@ -168,13 +197,14 @@ def _load(name: str) -> Made | None:
             return None
         data = path.read_bytes()
         head = len(_FIRST_LINE) + 32
-        if not data.startswith(_FIRST_LINE) or hashlib.sha256(data[head:]).digest() != data[len(_FIRST_LINE) : head]:
-            raise ValueError(f"{path} is damaged")
+        if not data.startswith(_FIRST_LINE) or _digest(name, data[head:]) != data[len(_FIRST_LINE) : head]:
+            raise ValueError(f"{path} is damaged, or was written under another name")
         facts, _, program = data[head:].partition(b"\n")
         if b"mosaic_gpu" in program:
             # The import tells XLA where the runtime of these kernels is.
             importlib.import_module("jax.experimental.mosaic.gpu")
-        os.utime(path)  # It was used.
+        with suppress(OSError):  # It was used, though the folder may be one that only others write.
+            os.utime(path)
         return Made(jax.export.deserialize(bytearray(program)).call, json.loads(facts))
     return None
 
@@ -187,10 +217,15 @@ def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(facts).encode() + b"\n" + bytes(exported.serialize())
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete_on_close=False) as file:
-            file.write(_FIRST_LINE + hashlib.sha256(data).digest() + data)
+            file.write(_FIRST_LINE + _digest(name, data) + data)
             file.close()
             os.replace(file.name, path)
             _make_room(path.parent)
+
+
+def _digest(name: str, data: bytes) -> bytes:
+    """32 bytes that fit this program under this name alone: another's must not run in its place."""
+    return hashlib.sha256(name.encode() + data).digest()
 
 
 def _path(name: str) -> Path | None:
@@ -201,7 +236,7 @@ def _path(name: str) -> Path | None:
 def _make_room(where: Path) -> None:
     """Delete programs, those used last at the end, until the others are no more than `MOST_BYTES`."""
     sizes = {}
-    for path in where.iterdir():
+    for path in filter(Path.is_file, where.iterdir()):
         try:
             sizes[path] = path.stat()
         except FileNotFoundError:  # Another process was here.

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import jax
 import orbax.checkpoint as ocp
 
-from rlk_jax.core.program_cache import use_xla_cache
+from rlk_jax.core.program_cache import XlaCache, is_users, use_xla_cache, xla_cache
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.steps import Jitted
 
@@ -155,19 +155,19 @@ class RunFolder:
         """While the context is open, keep what is compiled for a GPU in a compilation cache in the folder.
 
         XLA tunes a program for a GPU by timing, so one that is compiled anew could add up in another order than the
-        run did before. A cache that the user has set is used instead.
+        run did before. A cache that the user has set is used instead; one of this project makes room for it.
         """
-        if not _tunes_programs() or jax.config.jax_compilation_cache_dir is not None:
+        before = xla_cache()
+        if not _tunes_programs() or is_users(before):
             yield
             return
         if self.checkpoints.exists() and not self.programs.exists():
             print(f"rlk grpo: warning: no {self.programs}: what is compiled anew may have other bits", file=sys.stderr)
-        seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-        use_xla_cache(str(self.programs.absolute()), 0)
+        use_xla_cache(XlaCache(str(self.programs.absolute()), least_seconds=0, most_bytes=-1))
         try:
             yield
         finally:
-            use_xla_cache(None, seconds)
+            use_xla_cache(before)
 
     def _write_config(self, values: dict[str, Any]) -> None:
         """Write the whole file or nothing: a folder with half a configuration would not count as a run any more."""

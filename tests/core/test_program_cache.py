@@ -1,5 +1,6 @@
 """Programs on disk: found again, bounded, and never in the way."""
 
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,19 +95,22 @@ def test_the_environment_has_versions_and_sources():
     assert jax.__version__ in versions and len(versions[-1]) == 64
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign", "empty", "of another name"])
 def test_what_is_damaged_is_made_again(folder, caplog, damage):
     make = Maker()
     expected, _ = make.run()
     (path,) = folder.iterdir()
+    Maker().run(size=3)
+    (other,) = set(folder.iterdir()) - {path}
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     broken = {"cut": data[: len(data) // 2], "flipped": data, "foreign": b"another's file", "empty": b""}
-    path.write_bytes(broken[damage])
+    path.write_bytes(other.read_bytes() if damage == "of another name" else broken[damage])
     found, _ = make.run()
     helpers.assert_same_bits(found, expected)
     assert make.count == 2 and [x.getMessage() for x in caplog.records] == [
-        f"rlk_jax: a program on disk cannot be read: {path} is damaged. RLK_CACHE names another folder, or is off."
+        f"rlk_jax: a program on disk cannot be read: {path} is damaged, or was written under another name. RLK_CACHE "
+        "names another folder, or is off."
     ]
     make.run()
     assert make.count == 2
@@ -123,8 +127,22 @@ def test_a_folder_that_cannot_be_is_said_once(tmp_path, monkeypatch, caplog):
     assert make.count == 2 and len(said) == 1 and said[0].startswith("rlk_jax: programs are not kept: [Errno 20]")
 
 
-def test_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLK_CACHE", "off")
+def test_a_folder_that_others_write_is_read(folder, monkeypatch, caplog):
+    Maker().run()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "utime", refuse)
+    make = Maker()
+    make.run()
+    assert make.count == 0 and not caplog.records
+
+
+@pytest.mark.parametrize("off", ["off", "OFF"])
+def test_off(tmp_path, monkeypatch, off):
+    monkeypatch.chdir(tmp_path)  # It names no folder.
+    monkeypatch.setenv("RLK_CACHE", off)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make = Maker()
     make.run()
@@ -144,11 +162,18 @@ def test_without_a_home(monkeypatch, caplog):
     assert "Could not determine home directory" in caplog.text
 
 
+def test_a_folder_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RLK_CACHE", "~/cache")
+    assert program_cache.folder() == tmp_path / "cache" / "programs"
+
+
 def test_those_not_used_for_longest_make_room(folder, monkeypatch):
     make = Maker()
+    (folder / "a user's own").mkdir(parents=True)
     for size in (4, 5, 6):
         make.run(size)
-    monkeypatch.setattr(program_cache, "MOST_BYTES", sum(x.stat().st_size for x in folder.iterdir()))
+    monkeypatch.setattr(program_cache, "MOST_BYTES", sum(x.stat().st_size for x in folder.iterdir() if x.is_file()))
     make.run(4)
     make.run(7)
     assert make.count == 4
@@ -184,13 +209,10 @@ def test_programs_with_kernels_of_libraries_are_not_kept(folder, monkeypatch):
 @pytest.fixture
 def xla_cache():
     """What JAX's own cache is set to, which is as it was afterwards."""
-    names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
-    before = {name: getattr(jax.config, name) for name in names}
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = program_cache.xla_cache()
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    program_cache.use_xla_cache(before["jax_compilation_cache_dir"], seconds)
-    jax.config.update("jax_compilation_cache_max_size", before["jax_compilation_cache_max_size"])
+    program_cache.use_xla_cache(before)
 
 
 GPU: Any = SimpleNamespace(platform="gpu")
@@ -221,7 +243,7 @@ def test_whether_a_program_of_this_name_was_compiled(xla_cache, tmp_path):
 
     lowered = jax.jit(namesake).lower(spec(3))
     assert not has_namesake(lowered.compiler_ir()), "no cache is set"
-    program_cache.use_xla_cache(str(tmp_path / "xla"), 0)
+    program_cache.use_xla_cache(program_cache.XlaCache(str(tmp_path / "xla"), 0, -1))
     jax.jit(other).lower(spec(3)).compile()
     assert not has_namesake(lowered.compiler_ir())
     lowered.compile()

@@ -9,11 +9,13 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from rlk_jax.core import program_cache
 from rlk_jax.grpo import run_folder, trainer
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.steps import build_steps
@@ -209,6 +211,21 @@ def test_each_run_of_a_process_keeps_its_programs_and_resumes_with_them(tmp_path
         assert tiny.run_here(*command, "--out", folder.path, "--resume", build=build) == 0
         assert ("warning: no " in capsys.readouterr().err) == is_gone
         assert is_gone or {path.name for path in folder.programs.glob("*-cache")} == files
+
+
+def test_a_run_keeps_its_programs_after_torch_bridge_has_shared_a_cache(tmp_path, tuned, monkeypatch):
+    """That cache is evicted, and is no user's; afterwards it is in use again."""
+    monkeypatch.setenv("RLK_CACHE", str(tmp_path / "shared"))
+    before = program_cache.xla_cache()
+    program_cache.share_xla_cache(SimpleNamespace(platform="gpu"))
+    shared, folder = program_cache.xla_cache(), RunFolder(tmp_path / "run")
+    try:
+        assert shared.folder == str(tmp_path / "shared" / "xla")
+        with folder.keep_programs():
+            assert program_cache.xla_cache() == (str(folder.programs), 0, -1)
+        assert program_cache.xla_cache() == shared
+    finally:
+        program_cache.use_xla_cache(before)
 
 
 def test_first_signal_asks_and_the_second_one_kills():

@@ -7,6 +7,7 @@ takes three products, where all tokens at once would recompute what the budget d
 
 import bisect
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, length: int, dtyp
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name} scales gradients by what all tokens need"
     chunks, budget = vocabulary_of(config).chunks, kernel_memory_budget(config, dim, tokens)
-    missing, sums = chunks * kept_bytes(config, tokens) - budget, 4 * config.vocab_size * dim
+    missing, sums = chunks * kept_bytes(config, tokens) - budget, 4 * math.prod(_shape_of_sums(config, dim))
     if missing <= sums:
         return (
             f"the budget of {_mib(budget)} holds all exponentials but {_mib(max(missing, 0))}, no more than the "
@@ -110,9 +111,14 @@ class _SumsOverBlocks(NamedTuple):
     bias: Any
 
 
+def _shape_of_sums(config: HeadConfig, dim: int) -> tuple[int, int]:
+    """The shape of dW's sums: whole chunks of columns, and D up to a multiple of 256."""
+    return vocabulary_of(config).chunks * COLUMNS, padded(dim, COLUMNS)
+
+
 def _no_sums(config: HeadConfig, needs: Needs, operands: Operands) -> _SumsOverBlocks:
     """The sums over no tokens."""
-    shape = vocabulary_of(config).chunks * COLUMNS, padded(operands.hidden.shape[1], COLUMNS)
+    shape = _shape_of_sums(config, operands.hidden.shape[1])
     weight = jnp.zeros(shape, jnp.float32) if needs.weight else None
     return _SumsOverBlocks(weight, jnp.zeros(config.vocab_size, jnp.float32) if needs.bias else None)
 

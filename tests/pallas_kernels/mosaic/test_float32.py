@@ -65,6 +65,21 @@ def test_against_float64(case, hidden, weight):
 mixed = helpers.cover("hidden, weight", [(F32, F32), (BF16, F32), (F32, BF16)], lambda hidden, weight: hidden == weight)
 
 
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+@pytest.mark.parametrize("dim", [8, 64, 72])
+@pytest.mark.parametrize(("hidden", "weight"), [(F32, F32), (BF16, F32), (F32, BF16), (F16, F32)])
+def test_small_tiles_fit_shared_memory(hidden, weight, dim, layout):
+    """Tracing finds a tile that does not; which of both factors of dW is in two parts depends on the layout."""
+    shape = (512, dim) if layout == "vd" else (dim, 512)
+    ids, rows = jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((16, dim), hidden)
+
+    def loss(h: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        return linear_logp(h, w, t, weight_layout=layout, implementation="mosaic").sum()
+
+    found = jax.eval_shape(jax.grad(loss, (0, 1)), rows, jax.ShapeDtypeStruct(shape, weight), ids)
+    assert [x.dtype for x in found] == [hidden, weight]
+
+
 @mixed
 def test_slices_change_no_bit(seen, monkeypatch, hidden, weight):
     """Slices end inside groups, or there is one. Nothing is kept, so that all logits are recomputed.

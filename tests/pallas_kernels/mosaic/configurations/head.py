@@ -353,6 +353,7 @@ def _in_parts() -> Iterator[Configuration]:
             yield hidden_gradient(Problem(dim=dim, **read), "whole")
             yield weight_gradient(Problem(dim=dim, **read))
         yield logit_gradients_from_kept_exponentials(Problem(**head, **read), in_place=not read["copied"])
+    yield weight_gradient(Problem(dim=64, layout="dv", parts=(1, 2)))
     read = {"parts": (2, 2), "copied": True}
     for bias, softcap, entropy, keeps in itertools.product(both, (None, 30.0), both, both):
         p = Problem(bias=bias, softcap=softcap, entropy=entropy, vocab=50257, **read)
