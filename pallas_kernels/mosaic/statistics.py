@@ -212,8 +212,8 @@ def target_place(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width:
 
 
 class ChunkTile(NamedTuple):
-    """64 rows of one chunk: the chunk's number and width, the first row, what each row's logits are scaled by, and which
-    columns each row is allowed, or None for all of them.
+    """64 rows of one chunk: the chunk's number and width, the first row, what each row's logits are scaled by, and what
+    `bits_of_tile` gives.
 
     Rows of several chunks have a number and a width each.
     """

@@ -350,7 +350,7 @@ def _of_allowed_columns() -> Iterator[Configuration]:
         p = Problem(rows=rows, bias=bias, softcap=softcap, entropy=entropy, vocab=151936, allowed=True)
         yield forward(p)
         kept = forward(dataclasses.replace(p, keeps=True))
-        yield kept if softcap is None else dataclasses.replace(kept, most_spills=16)
+        yield kept if softcap is None else kept._replace(most_spills=16)
         yield logit_gradients(p)
     for head in ({"dtype": jnp.float16}, {"layout": "dv"}, {"copied": True, "vocab": 50257}, {"rank": 64}):
         p = Problem(allowed=True, **head)
