@@ -34,6 +34,8 @@ SOFTCAP: dict[str, Any] = {"logit_softcap": 30.0}
 """The softcap of Gemma 2's head."""
 MIXED = "bfloat16/float32"
 """The dtypes of hidden and of the head, where they differ."""
+KEPT_IDS = 50
+"""How many ids of a row a sampler has kept."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
 
@@ -85,6 +87,20 @@ class Inputs:
         """Which tokens count: the last ones."""
         tokens = self.hidden.shape[0]
         return jnp.arange(tokens) >= tokens - round(self.density * tokens)
+
+    def allowed(self) -> dict[str, dict[str, jax.Array]]:
+        """Which tokens each row may take, by name: its target is among them."""
+        tokens, vocab = self.hidden.shape[0], self.weight.shape[0]
+        shape = tokens, -(-vocab // 32)
+        some = functools.reduce(jnp.bitwise_or, (jax.random.bits(jax.random.key(i), shape, "uint32") for i in range(3)))
+        own = jnp.uint32(1) << (self.target_ids % 32).astype(jnp.uint32)
+        words = jnp.arange(tokens), self.target_ids // 32
+        ids = jax.random.randint(jax.random.key(3), (tokens, KEPT_IDS), 0, vocab).at[:, 0].set(self.target_ids)
+        return {
+            "all allowed": {"allowed_mask": jnp.full(shape, jnp.iinfo(jnp.uint32).max, jnp.uint32)},
+            "7 of 8 allowed": {"allowed_mask": some.at[words].set(some[words] | own)},
+            f"{KEPT_IDS} ids allowed": {"allowed_ids": ids},
+        }
 
     def low_rank(self, rank: int) -> tuple[jax.Array, jax.Array]:
         """A `[r, D]` and B `[V, r]` of an adapter."""
@@ -153,6 +169,11 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
         passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
         for what, options in passes.items():
             found[f"forward+backward, {what}"] = build(gradient((0, 1), **options), *operands, g, work=3)
+        for what, allowed in inputs.allowed().items():
+            found[f"forward, {what}"] = build(lambda h, w, t, a: logp(h, w, t, **a), *operands, allowed)
+            found[f"forward+backward, {what}"] = build(
+                jax.grad(lambda h, w, t, g, a: jnp.vdot(logp(h, w, t, **a), g), (0, 1)), *operands, g, allowed, work=3
+            )
         for rank in () if is_float32 else LOW_RANKS:
             a, b = inputs.low_rank(rank)
             found[f"forward, rank {rank}"] = build(

@@ -26,13 +26,15 @@ class VocabSlice(NamedTuple):
     """Which rows and which chunks of the vocabulary one call works on, as int32 `[1]` each.
 
     rows: how many rows count. first_chunk, chunks: the first chunk of the slice, and how many chunks it has. columns:
-    the size of the true vocabulary where only the device knows it, else None.
+    the size of the true vocabulary where only the device knows it, else None. allowed: the columns that each row's
+    softmax is taken over (`allowed_bits`), or None for all of them.
     """
 
     rows: Any
     first_chunk: Any
     chunks: Any
     columns: Any = None
+    allowed: Any = None
 
 
 class Partials(NamedTuple):

@@ -40,6 +40,7 @@ from pallas_kernels.mosaic.main_loop import (
 )
 from pallas_kernels.mosaic.statistics import (
     ExponentScaling,
+    bits_of_tile,
     chunk_and_width,
     column_bias,
     cut_for,
@@ -47,6 +48,7 @@ from pallas_kernels.mosaic.statistics import (
     logit_scaling,
     masked,
     may_be_masked,
+    only_allowed,
     product_with_head,
     rounded_exponentials,
     target_place,
@@ -208,15 +210,17 @@ def dlogits(
     def finish(refs: _DlogitsArguments, block: Block, product: Any, staging_smem: Ref) -> None:
         # These are loaded before the product and used after it: the latency of memory hides there.
         c = jax.tree.map(lambda ref: row_vector(ref, block.row), refs.rows_gmem)
+        bits = bits_of_tile(logits, refs.where_gmem, block)
         products = product()
         chunk, width = chunk_and_width(head.vocabulary, refs.where_gmem, block)
 
-        def biased(strip: int) -> Array:
+        def strip_of(strip: int) -> Array:
             # The bias is loaded here rather than before the product: with a softcap, 64 more registers would spill.
             bias = column_bias(refs.bias_gmem, block.column_block * tile.columns + strip * STRIP, STRIP)
-            return with_bias(products[:, strip * STRIP : (strip + 1) * STRIP], bias)
+            biased = with_bias(products[:, strip * STRIP : (strip + 1) * STRIP], bias)
+            return only_allowed(biased, bits, strip * STRIP, -jnp.inf)
 
-        strips = list(map(biased, range(count)))
+        strips = list(map(strip_of, range(count)))
         scaling = logit_scaling(logits, _largest(logits, strips, width), LOG2_E / c.temperature)
         of_chunk = chunk_coefficients(c, scaling.shift, out.dtype)
         target = target_place(head.vocabulary, c.target_ids, chunk, width)
@@ -226,6 +230,9 @@ def dlogits(
                 gradient = _gradient(logits, scaling, of_chunk, strips[strip], out.dtype)
                 is_target = column_numbers(STRIP) == over_columns(target - strip * STRIP, STRIP)
                 gradient = jnp.where(is_target, over_columns(c.at_target, STRIP), gradient)
+                if logits.softcap is not None:
+                    # The softcap of −∞ is finite.
+                    gradient = only_allowed(gradient, bits, strip * STRIP, 0)
                 for part in in_parts(gradient, out.dtype):
                     yield masked(logits, part, width - strip * STRIP, 0)
 

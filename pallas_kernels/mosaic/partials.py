@@ -18,6 +18,7 @@ from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, multiply, row
 from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
 from pallas_kernels.mosaic.statistics import (
     ChunkTile,
+    bits_of_tile,
     chunk_and_width,
     column_bias,
     cut_for,
@@ -76,8 +77,8 @@ def partials(
     softmax; both ways give the same bits.
     """
     is_readable = not logits.head.copied and weight.shape[0] % 8 == 0
-    in_one_part = len(parts_of(hidden)) == len(parts_of(weight)) == 1
-    if hidden.shape[0] <= _FEW_ROWS and is_readable and in_one_part and kept is None and low_rank is None:
+    is_plain = len(parts_of(hidden)) == len(parts_of(weight)) == 1 and low_rank is None and where.allowed is None
+    if hidden.shape[0] <= _FEW_ROWS and is_readable and is_plain and kept is None:
         layout = {"a_transposed": False, "b_transposed": logits.head.layout == "vd"}
         products = gemm(hidden, weight, None, **layout, out_dtype=jnp.float32, machine=machine)
         partials_of_logits(logits, machine, where, products, bias, target_ids, temperature, out)
@@ -95,7 +96,8 @@ def partials(
             else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
         added = column_bias(refs.bias_gmem, block.column_block * cut.columns, cut.columns)
-        tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature)
+        bits = bits_of_tile(logits, refs.where_gmem, block)
+        tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature, bits)
         products = with_bias(product(), added)
         out_gmem = rows_of_chunk(refs.out_gmem, chunk, block.row)
         strips = store_partial(logits, tile, products, refs.target_ids_gmem, holds, out_gmem, store_dtype)

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.allowed import BIT_COLUMNS
 from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice, exponential_scale
 from pallas_kernels.hopper.parts import Matrix, in_parts, parts_of
 from pallas_kernels.hopper.tiles import DEPTH, Tile, of_parts, statistics_tile
@@ -137,6 +139,40 @@ def may_be_masked(logits: LogitsConfig) -> bool:
     return logits.head.vocabulary.is_ragged or logits.softcap is not None
 
 
+def bits_of_tile(logits: LogitsConfig, where_gmem: VocabSlice, block: Block) -> Callable[[], Array] | None:
+    """What gives the words `[64, 8]` (`allowed_bits`) of which of a tile's columns its 64 rows are allowed; None where
+    they are allowed all.
+
+    It is called before the product, where the latency of memory hides. With a softcap each use loads them anew: four
+    more registers would spill.
+    """
+    if where_gmem.allowed is None:
+        return None
+    chunk = chunk_and_width(logits.head.vocabulary, where_gmem, block)[0]
+    there = pl.ds(block.row, WARPGROUP_ROWS), pl.ds(chunk * BIT_COLUMNS, BIT_COLUMNS)
+
+    def load() -> Array:
+        return plgpu.load(where_gmem.allowed.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    return load if logits.softcap is not None else functools.partial(lambda found: found, load())
+
+
+def only_allowed(values: Array, bits: Callable[[], Array] | None, first: int, fill: float) -> Array:
+    """The values of a chunk's columns from `first` on, with `fill` where `bits` says that the column is not allowed.
+
+    Bit i of a thread's words is for the columns that the thread holds among 8·i … 8·i + 7.
+    """
+    if bits is None:
+        return values
+    other, words = jnp.asarray(fill, values.dtype), bits()
+
+    def eight(column: int) -> Array:
+        bit = np.uint32(1 << (first + column) // BIT_COLUMNS).astype(np.int32)
+        return jnp.where((words & bit) != 0, values[:, column : column + BIT_COLUMNS], other)
+
+    return jnp.concatenate([eight(column) for column in range(0, values.shape[1], BIT_COLUMNS)], axis=1)
+
+
 def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
     """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have.
 
@@ -176,7 +212,8 @@ def target_place(vocabulary: Vocabulary, target_ids: Array, chunk: Array, width:
 
 
 class ChunkTile(NamedTuple):
-    """64 rows of one chunk: the chunk's number and width, the first row, and what each row's logits are scaled by.
+    """64 rows of one chunk: the chunk's number and width, the first row, what each row's logits are scaled by, and what
+    `bits_of_tile` gives.
 
     Rows of several chunks have a number and a width each.
     """
@@ -185,6 +222,7 @@ class ChunkTile(NamedTuple):
     width: Array
     row: Array | int
     scale: Array
+    bits: Callable[[], Array] | None = None
 
 
 def _pick(logits: LogitsConfig, tile: ChunkTile, products: Array, target_ids_gmem: Ref) -> tuple[Array, Array | None]:
@@ -225,7 +263,7 @@ def store_partial(
         return zeros, None if logits.softcap is None else zeros
 
     picked, picked_derivative = pick() if holds is None else lax.cond(holds, pick, no_target)
-    products = masked(logits, products, tile.width, -jnp.inf)
+    products = only_allowed(masked(logits, products, tile.width, -jnp.inf), tile.bits, 0, -jnp.inf)
     scaling = logit_scaling(logits, products.max(axis=1), tile.scale)
 
     def store_known() -> None:
@@ -245,6 +283,8 @@ def store_partial(
             # The softcap of −∞ is finite.
             y_minus_shift = masked(logits, y_minus_shift, tile.width - first, -jnp.inf)
         exponentials = jnp.exp2(y_minus_shift)
+        if derivative is not None:
+            exponentials = only_allowed(exponentials, tile.bits, first, 0)
         totals.append(exponentials.sum(axis=1))
         if out.gap is not None:
             # The exponential of a logit of −∞ is 0, and 0·∞ must be 0.

@@ -44,7 +44,7 @@ from rlk_jax.ops.linear_logp.hopper_plan import (
     logits_dtype,
     softmax_vocabulary,
 )
-from rlk_jax.ops.linear_logp.hopper_slices import matrices, over_slices, slice_of
+from rlk_jax.ops.linear_logp.hopper_slices import bits_of_rows, matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import (
     HeadConfig,
     LinearLogpFunctions,
@@ -122,8 +122,7 @@ def _partials(
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
     target_ids, temperature = fusion_barrier((rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)))
 
-    holds_target = _holds_target(plan, target_ids)
-
+    holds_target, allowed = _holds_target(plan, target_ids), bits_of_rows(plan, rows, tokens)
     has_softcap = config.logit_softcap is not None
     out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, with_derivative=has_softcap)
     exponentials = None
@@ -134,7 +133,7 @@ def _partials(
         part = slice_of(plan, chunks, index, operands, rows)
         logits = LogitsConfig(part.head, config.logit_softcap)
         per_token = (target_ids, holds_target, temperature)
-        head = (part.where, hidden, part.weight, part.bias)
+        head = (part.where._replace(allowed=allowed), hidden, part.weight, part.bias)
         use.partials(logits, machine, *head, *per_token, out, exponentials, part.term(low_rank_hidden))
 
     over_slices(plan, step)

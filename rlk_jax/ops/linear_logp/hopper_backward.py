@@ -17,7 +17,7 @@ from rlk_jax.core.transforms import as_replicated, fusion_barrier
 from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients
 from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
 from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, backward_plan, logits_dtype, replaces_kept
-from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice, matrices, over_slices, slice_of
+from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice, bits_of_rows, matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, head_dim
 
 Array = jax.Array
@@ -72,7 +72,7 @@ def gradients(
     stored = None if kept is None else (kept.exponentials, _kept_row_map(plan, rows, kept.place))
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
     row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
-    row_coefficients = use.coefficients(row_facts, machine)
+    row_coefficients, allowed = use.coefficients(row_facts, machine), bits_of_rows(plan, rows, tokens)
     row_scaling = None if row_facts.scale is None else scaling(rows, row_facts.scale)
     written = new_gradients(plan, needs, operands, (hidden, low_rank_hidden), row_scaling)
 
@@ -90,7 +90,7 @@ def gradients(
             )
         else:
             buffer = jax.tree.map(jax.new_ref, memory)
-            head = (part.where, hidden, part.weight, part.bias)
+            head = (part.where._replace(allowed=allowed), hidden, part.weight, part.bias)
             use.dlogits(logits, machine, *head, row_coefficients, buffer, part.term(low_rank_hidden))
         written.add(use, machine, chunks, part, jax.tree.map(jax.freeze, buffer))
 

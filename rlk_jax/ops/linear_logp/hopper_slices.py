@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.hopper.allowed import allowed_bits
 from pallas_kernels.hopper.arrays import VocabSlice
 from pallas_kernels.hopper.parts import Matrix, split
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
@@ -15,8 +16,15 @@ from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.rows import Compacted
+from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, stores_in_place, vocabulary_of
+from rlk_jax.ops.linear_logp.hopper_plan import (
+    ChunkRange,
+    HopperPlan,
+    softmax_vocabulary,
+    stores_in_place,
+    vocabulary_of,
+)
 from rlk_jax.ops.linear_logp.options import Operands, rank_axis, real_columns
 
 Array = jax.Array
@@ -76,6 +84,13 @@ def slice_of(plan: HopperPlan, chunks: ChunkRange, index: Any, operands: Operand
     if config.weight_parts > 1:
         weight = fusion_barrier(split(weight.astype(jnp.float32)))
     return HeadSlice(where, head, stored, weight, bias, low_rank, columns)
+
+
+def bits_of_rows(plan: HopperPlan, rows: Compacted, tokens: Tokens) -> Array | None:
+    """Which columns each row is allowed, as kernels with a softmax read it, or None for all of them."""
+    if tokens.allowed is None:
+        return None
+    return fusion_barrier(allowed_bits(softmax_vocabulary(plan.config), rows.take(tokens.allowed)))
 
 
 def over_slices(plan: HopperPlan, step: Callable[[ChunkRange, Any], None]) -> None:

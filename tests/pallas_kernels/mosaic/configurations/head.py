@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.hopper.allowed import BIT_COLUMNS
 from pallas_kernels.hopper.arrays import (
     Coefficients,
     GradientRows,
@@ -60,6 +61,8 @@ class Problem:
     """The rank of a low-rank term; 0 for none."""
     shard: bool = False
     """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
+    allowed: bool = False
+    """Whether each row is allowed some columns only."""
     parts: tuple[int, int] = (1, 1)
     """In how many parts hidden and the weight are. A weight in two parts is always copied."""
 
@@ -105,8 +108,10 @@ class Problem:
     def common(self) -> dict[str, Any]:
         scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
         bias = jax.ShapeDtypeStruct((self.slice_chunks * COLUMNS,), jnp.float32) if self.bias else None
+        words = jax.ShapeDtypeStruct((self.vector_rows, self.softmax_vocabulary.chunks * BIT_COLUMNS), jnp.int32)
+        allowed = words if self.allowed else None
         return {
-            "where": VocabSlice(scalar, scalar, scalar, scalar if self.shard else None),
+            "where": VocabSlice(scalar, scalar, scalar, scalar if self.shard else None, allowed),
             "hidden": self.matrix((self.rows, self.dim), self.parts[0]),
             "weight": self.weight,
             "bias": bias,
@@ -331,7 +336,29 @@ def configurations() -> Iterator[Configuration]:
     yield bias_gradient(Problem(), goes_on=True)
     for dim in (512, 64, 896):
         yield weight_gradient_sums(Problem(dim=dim))
+    yield from _of_allowed_columns()
     yield from _in_parts()
+
+
+def _of_allowed_columns() -> Iterator[Configuration]:
+    """Rows that are allowed some columns only, in every epilogue with a product.
+
+    With a softcap and kept exponentials ptxas spills up to four registers of two of these configurations.
+    """
+    both = (False, True)
+    for rows, bias, softcap, entropy in itertools.product((64, 128, 512), both, (None, 30.0), both):
+        p = Problem(rows=rows, bias=bias, softcap=softcap, entropy=entropy, vocab=151936, allowed=True)
+        yield forward(p)
+        kept = forward(dataclasses.replace(p, keeps=True))
+        yield kept if softcap is None else kept._replace(most_spills=16)
+        yield logit_gradients(p)
+    for head in ({"dtype": jnp.float16}, {"layout": "dv"}, {"copied": True, "vocab": 50257}, {"rank": 64}):
+        p = Problem(allowed=True, **head)
+        yield forward(dataclasses.replace(p, keeps=True))
+        yield logit_gradients(p)
+    p = Problem(allowed=True, parts=(2, 2), copied=True, vocab=50257)
+    yield forward(dataclasses.replace(p, keeps=True))
+    yield logit_gradients(p)
 
 
 def _in_parts() -> Iterator[Configuration]:

@@ -1,0 +1,63 @@
+"""linear_logp over the columns that each row is allowed, by Mosaic's kernels: values and raw bits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import helpers
+from tests.support.allowed import allowed_of, ids_of, mask_of
+from tests.support.helpers import Case, assert_same_bits, assert_within_contract
+
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+SHAPES = (
+    Case("one row", (1,), 64, 1000, bias=True),
+    Case("few rows", (12,), 192, 5000),
+    Case("tiny vocabulary", (9,), 64, 5, scale=0.2),
+    Case("ragged groups", (300,), 192, 1000, bias=True, temperature="per token"),
+    Case("odd vocabulary", (130,), 64, 50257 // 16),
+    Case("dv", (300,), 128, 4096, options={"weight_layout": "dv"}),
+    Case("padded", (200,), 128, 1024, options={"global_vocab_size": 1001}),
+    Case("softcap", (700,), 128, 5000, options={"logit_softcap": 30.0}, temperature=0.7),
+)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
+every_shape = pytest.mark.parametrize("case", SHAPES, ids=str)
+
+
+@every_dtype
+@every_shape
+def test_against_float64(case, dtype):
+    problem = helpers.make(case, dtype)
+    allowed = allowed_of(case, problem)
+    gold = helpers.gold(helpers.with_options(case, allowed=allowed), problem)
+    found = problem.values_and_gradients(case, "mosaic", allowed_ids=ids_of(allowed))
+    for value, expected in zip(found[0], gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
+    for gradient, expected in zip(found[1], gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+
+
+@every_dtype
+@every_shape
+def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, dtype):
+    """With a backward, and in a forward alone."""
+    problem = helpers.make(case, dtype)
+    every = jnp.full((*case.lead, -(-case.vocab // 32)), -1, jnp.int32)
+    found = problem.values_and_gradients(case, "mosaic", allowed_mask=every)
+    assert_same_bits(found, problem.values_and_gradients(case, "mosaic"))
+    assert_same_bits(problem.call(case, "mosaic", allowed_mask=every), problem.call(case, "mosaic"))
+
+
+@every_dtype
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_no_budget_and_no_batch_changes_a_bit(dtype, softcap):
+    """What is kept, what is computed again, and which rows stand beside one another."""
+    case = Case("bits", (700,), 192, 5000, bias=True, options={"logit_softcap": softcap})
+    case, problem = helpers.without_entropy(case, helpers.make(case, dtype))
+    mask = mask_of(allowed_of(case, problem))
+    expected = helpers.outputs(case, problem, "mosaic", allowed_mask=mask)
+    for budget in (2**21, 2**24):
+        assert_same_bits(helpers.outputs(case, problem, "mosaic", allowed_mask=mask, memory_budget=budget), expected)
+    few = np.asarray([640, 3, 3, 69])
+    small = Case("few", (4,), 192, 5000, options=case.options)
+    rows, _ = helpers.outputs(small, helpers.rows_of(problem, few), "mosaic", allowed_mask=mask[few])
+    assert_same_bits(rows, [x[few] for x in expected[0]])

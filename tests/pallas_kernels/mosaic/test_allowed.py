@@ -1,0 +1,92 @@
+"""linear_logp's Mosaic kernels over the columns that each row is allowed, in Pallas' interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.hopper.allowed import BIT_COLUMNS, allowed_bits
+from pallas_kernels.hopper.vocabulary import Vocabulary
+from rlk_jax import dispatch
+from rlk_jax.ops.linear_logp import hopper
+from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
+from tests.support import helpers
+from tests.support.allowed import allowed_of, mask_of
+from tests.support.helpers import Case, assert_same_bits, assert_within_contract
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+RAGGED = Case("ragged, bias", (70,), 64, 1000, bias=True, temperature="per token")
+"""Groups of 125 columns begin inside words."""
+SOFTCAP = Case("two row tiles, softcap, dv", (140,), 72, 512, options={"logit_softcap": 2.0, "weight_layout": "dv"})
+PADDED = Case("padded", (40,), 64, 320, bias=True, options={"global_vocab_size": 257})
+FEW = Case("few rows", (3,), 64, 1000)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
+    row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE))
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("columns", [256, 128])
+@pytest.mark.parametrize(("size", "groups", "width"), [(1000, 8, 125), (151936, 8, 18992), (50, 1, 50), (300, 8, 40)])
+def test_bits_of_every_chunk(size, groups, width, columns):
+    """A chunk may begin at any bit of a word."""
+    vocabulary = Vocabulary(size, groups, width, columns)
+    allowed = np.random.default_rng(0).random((2, size)) < 0.5
+    bits = np.asarray(allowed_bits(vocabulary, mask_of(allowed))).view(np.uint32)
+    bits = bits.reshape(2, vocabulary.chunks, BIT_COLUMNS)
+    for chunk in range(0, vocabulary.chunks, max(1, vocabulary.chunks // 40)):
+        start, count = int(vocabulary.start(jnp.int32(chunk))), int(vocabulary.width(jnp.int32(chunk)))
+        place = np.arange(count)
+        found = bits[:, chunk, place % BIT_COLUMNS] >> (place // BIT_COLUMNS).astype(np.uint32) & 1
+        np.testing.assert_array_equal(found, allowed[:, start : start + count])
+
+
+@helpers.cover(
+    "case, dtype",
+    [(case, dtype) for case in (RAGGED, SOFTCAP, PADDED, FEW) for dtype in (BF16, F16, F32)],
+    lambda case, dtype: (case, dtype) in ((RAGGED, BF16), (SOFTCAP, F16)),
+)
+def test_against_float64(case, dtype):
+    """Columns that no row is allowed hold NaN and infinities."""
+    problem = helpers.make(case, dtype)
+    allowed = allowed_of(case, problem)
+    bad = np.setdiff1d(np.arange(0, case.vocab, 3), np.asarray(problem.target_ids))
+    allowed[:, bad] = False
+    gold = helpers.gold(helpers.with_options(case, allowed=allowed), problem)
+    garbage = jnp.asarray(np.resize([np.nan, np.inf, -np.inf], (len(bad), 1)), dtype)
+    broken = problem._replace(weight=problem.weight.at[bad].set(garbage))
+    values, (d_hidden, d_weight, *d_bias) = broken.values_and_gradients(case, "mosaic", allowed_mask=mask_of(allowed))
+    for value, expected in zip(values, gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
+    assert not np.asarray(d_weight, np.float32)[bad].any()
+    for gradient, expected in zip((d_weight, *d_bias), gold.gradients[1:], strict=True):
+        assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
+    # dH multiplies by the whole head, where 0·NaN is NaN.
+    d_hidden = problem.gradients(case, "mosaic", allowed_mask=mask_of(allowed))[0]
+    assert_within_contract(d_hidden, gold.gradients[0], "linear_logp_wgmma", dtype, "gradient")
+
+
+@pytest.mark.parametrize("case", [RAGGED, pytest.param(SOFTCAP, marks=pytest.mark.full)], ids=str)
+def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case):
+    problem = helpers.make(case, BF16)
+    every = jnp.full((*case.lead, -(-case.vocab // 32)), -1, jnp.int32)
+    found = problem.values_and_gradients(case, "mosaic", allowed_mask=every)
+    assert_same_bits(found, problem.values_and_gradients(case, "mosaic"))
+
+
+@pytest.mark.parametrize("case", [RAGGED, pytest.param(SOFTCAP, marks=pytest.mark.full)], ids=str)
+def test_kept_and_recomputed_gradients_have_the_same_bits(seen, case):
+    """The gradients whose sums do not begin anew with each slice in the interpreter, as dH's do."""
+    case, problem = helpers.without_entropy(case, helpers.make(case, BF16))
+    mask = mask_of(allowed_of(case, problem))
+    kept, recomputed = (
+        problem.gradients(case, "mosaic", allowed_mask=mask, memory_budget=budget) for budget in (None, 100_000)
+    )
+    assert_same_bits(kept[1:], recomputed[1:])
+    assert set(seen) == {"dlogits_from_kept_exponentials", "dlogits"}

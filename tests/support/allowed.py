@@ -1,0 +1,36 @@
+"""Which tokens each row of a problem may take, in the forms that linear_logp is given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def allowed_of(case: Any, problem: Any, seed: int = 0) -> np.ndarray:
+    """Which tokens each row allows, bool `[N, V]`: from the target alone to nearly all, in the true vocabulary."""
+    rng, real = np.random.default_rng(seed), case.options.get("global_vocab_size", case.vocab)
+    density = np.resize([0.0, 0.02, 0.3, 0.98], case.lead[0])
+    allowed = rng.random((*case.lead, case.vocab)) < density[:, None]
+    allowed[np.arange(case.lead[0]), np.asarray(problem.target_ids)] = True
+    allowed[:, real:] = False
+    return allowed
+
+
+def ids_of(allowed: np.ndarray, seed: int = 0) -> jax.Array:
+    """`allowed_ids` of bool `[..., V]`, in random order, with duplicates and with padding among them."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        rng.permutation(np.append(np.flatnonzero(x), np.flatnonzero(x)[:3]))
+        for x in allowed.reshape(-1, allowed.shape[-1])
+    ]
+    found = np.full((len(rows), 1 + max(map(len, rows))), -1, np.int32)
+    for padded, x in zip(found, rows, strict=True):
+        padded[: len(x)] = x
+    return jnp.asarray(rng.permuted(found, axis=1).reshape(*allowed.shape[:-1], -1))
+
+
+def mask_of(allowed: np.ndarray, dtype: Any = np.uint32) -> jax.Array:
+    """`allowed_mask` of bool `[..., V]`, packed by NumPy."""
+    padded = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, -allowed.shape[-1] % 32)])
+    return jnp.asarray(np.packbits(padded, axis=-1, bitorder="little").view("<u4").view(dtype))
