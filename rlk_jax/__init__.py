@@ -1,6 +1,7 @@
 """Log-probabilities of the LM head for RL post-training: fused, differentiable, with the same bits for every batch."""
 
 from rlk_jax import dispatch, grpo, vocab_parallel
+from rlk_jax.core.allowed import padded_allowed_ids
 from rlk_jax.core.exports import export_checks
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops import explain, numerics_version
@@ -32,6 +33,7 @@ __all__ = [
     "linear_logp",
     "logp",
     "numerics_version",
+    "padded_allowed_ids",
     "ratio_kl",
     "vocab_parallel",
 ]

@@ -22,7 +22,7 @@ class SoftmaxGold(NamedTuple):
 
 def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options: Mapping[str, Any]) -> SoftmaxGold:
     """Log-softmax of raw logits `[N, V]` at the target ids, and its derivative for upstream gradients of (logp, lse,
-    entropy). The options are `logit_softcap` and `global_vocab_size` of the ops.
+    entropy). The options are `logit_softcap` and `global_vocab_size` of the ops, and `allowed`, bool `[N, V]`.
     """
     raw, t = np.asarray(raw, np.float64), np.asarray(target_ids).reshape(-1)
     rows = np.arange(len(t))
@@ -32,6 +32,7 @@ def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, opt
     z = capped / temperature
     vocab_size = options.get("global_vocab_size", raw.shape[1])
     z[:, vocab_size:] = -np.inf
+    z[~np.broadcast_to(options.get("allowed", True), z.shape)] = -np.inf
     bad = (t < 0) | (t >= vocab_size)
     t = np.where(bad, 0, t)
     m = z.max(axis=1, keepdims=True)

@@ -3,17 +3,26 @@
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.allowed import is_allowed
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens
 
 
 def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> LinearLogp:
-    """z = softcap(logits) / temperature, −inf in padding columns; logp = log_softmax(z)[target], lse, entropy."""
-    is_padding = jnp.arange(config.vocab_size)[None] >= config.real_vocab_size
+    """z = softcap(logits) / temperature, −inf in columns that are padding or not allowed.
+
+    logp = log_softmax(z)[target], lse and entropy.
+    """
+    columns = jnp.arange(config.vocab_size)[None]
+    counts = columns < config.real_vocab_size
+    if tokens.allowed is not None:
+        counts &= is_allowed(tokens.allowed, columns)
+        # What a column that is not allowed holds must not reach the gradient.
+        logits = jnp.where(counts, logits, 0)
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     logits = logits / tokens.temperature[:, None]
-    logits = jnp.where(is_padding, -jnp.inf, logits)
+    logits = jnp.where(counts, logits, -jnp.inf)
     logprobs = jax.nn.log_softmax(logits)
     probability = jnp.exp(logprobs)
     # An impossible token has p·ln p = 0; the inner where keeps its infinite logarithm out of the gradient too.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlk_jax.core.allowed import is_allowed
 from rlk_jax.core.fixed_order import halving_sum, rounded_product
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -166,16 +167,31 @@ def scaling(rows: Compacted, scale: Array) -> Scaling:
     return Scaling(1 / scale, common / scale, (1 / common).reshape(1))
 
 
+def _counted_columns(columns: Array, real_columns: Any, allowed: Array | None) -> Array:
+    """Which columns are no padding, `[1, columns]`, and allowed in a row, `[rows, columns]`."""
+    is_real = columns < real_columns
+    return is_real if allowed is None else is_real & is_allowed(allowed, columns)
+
+
 def logits_of(
-    config: SoftmaxConfig, products: Array, bias: Array, temperature: Array, columns: Array, real_columns: Any
+    config: SoftmaxConfig,
+    products: Array,
+    bias: Array,
+    temperature: Array,
+    columns: Array,
+    real_columns: Any,
+    allowed: Array | None = None,
 ) -> Array:
-    """softcap(products + bias) / temperature, −inf in padding columns; `bias` and `columns` are `[1, columns]`."""
+    """softcap(products + bias) / temperature, −inf in columns that are padding or not allowed; `bias` and `columns` are
+    `[1, columns]`, and `allowed` is that of Tokens.
+    """
     logits = products + bias
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits * (1 / config.logit_softcap))
     logits = divided_by_temperature(logits, temperature)
     # A poisoned row stays NaN in every column, so that its maximum is NaN too.
-    return jnp.where(columns < real_columns, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None])
+    counts = _counted_columns(columns, real_columns, allowed)
+    return jnp.where(counts, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None])
 
 
 def product_gradients(
@@ -188,13 +204,14 @@ def product_gradients(
     statistics: Statistics,
     upstream: LinearLogp,
 ) -> Array:
-    """The gradient with respect to `products` `[rows, columns]`; exactly 0 in inactive rows and in padding columns.
+    """The gradient with respect to `products` `[rows, columns]`; exactly 0 in inactive rows, and in columns that are
+    padding or not allowed.
 
     With p = exp(z − lse) and upstream gradients g:
       dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)).
     At the target, −g_logp·expm1(logp) stands in the place of g_logp·(1 − p).
     """
-    logits = logits_of(config, products, bias, tokens.temperature, columns, real_columns)
+    logits = logits_of(config, products, bias, tokens.temperature, columns, real_columns, tokens.allowed)
     centred = logits - statistics.max[:, None]
     logprob = centred - statistics.log_sum[:, None]
     probability = jnp.exp(logprob)
@@ -207,7 +224,7 @@ def product_gradients(
         # A logit of −inf has p = 0, and 0·∞ must be 0.
         spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
         gradient += rounded_product(-upstream.entropy[:, None], probability * spread)
-    counts = tokens.active[:, None] & (columns < real_columns)
+    counts = tokens.active[:, None] & _counted_columns(columns, real_columns, tokens.allowed)
     return before_softcap(config, gradient, products + bias, tokens.temperature, counts)
 
 

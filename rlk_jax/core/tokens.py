@@ -41,14 +41,16 @@ class LinearLogp(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """One row per token `[N]`: its id, its temperature, and whether it counts.
+    """One row per token `[N]`: its id, its temperature, whether it counts, and which ids it may take.
 
-    Ids are int32 and in range. Temperatures are float32; NaN poisons the row.
+    Ids are int32 and in range. Temperatures are float32; NaN poisons the row. `allowed` is uint32 words `[N, W]` with a
+    bit for each id (`core/allowed.py`), and None where every id may be taken.
     """
 
     target_ids: Array
     temperature: Array
     active: Array
+    allowed: Array | None = None
 
     def with_upstream(self, upstream: LinearLogp) -> "Tokens":
         """The same tokens, of which those without an upstream gradient are not active.

@@ -87,7 +87,7 @@ def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, imp
 
     def here(hidden, weight, bias, start):
         operands = Operands(hidden, weight, bias, real_columns=sharding.real_columns_of_shard(shard, start))
-        return operands, sharding.local_tokens(whole, sharding.ShardPosition(start, None, None))
+        return operands, sharding.local_tokens(shard, whole, sharding.ShardPosition(start, None, None))
 
     # One program for all ranks.
     @jax.jit

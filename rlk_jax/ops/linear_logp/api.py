@@ -50,6 +50,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     *,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
     low_rank: LowRank | tuple[Any, ...] | None = None,
+    allowed_ids: Int[Array, "*lead K"] | None = None,
+    allowed_mask: Int[Array, "*lead words"] | None = None,
     logit_softcap: float | None = None,
     ignore_index: int | None = None,
     global_vocab_size: int | None = None,
@@ -69,6 +71,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
         z = softcap(hidden·(W + s·B·A)ᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
         logp = z[target] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
 
+    The sums are over the tokens v that a row allows: all of them unless `allowed_ids` or `allowed_mask` is given.
+
     Args:
       hidden: last hidden states `[*lead, D]`, already shifted so that a row predicts its target. bfloat16, float16 or
         float32.
@@ -81,6 +85,12 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
         scale·hidden·Aᵀ is rounded once to hidden's dtype, and its products with B go on with the sums of hidden·Wᵀ. A
         and B are rounded to the dtypes of hidden and the weight; the scale is not differentiated. With `axis_name`, B
         is this rank's shard, and A is the same on every rank.
+      allowed_ids: the ids that each row may take, integers `[*lead, K]`: those that a sampler kept with top-k or top-p.
+        −1 is padding; order and duplicates do not matter. Other tokens have z = −inf, and gradients of their logits are
+        exactly 0, also where these are NaN or infinite. A row that counts must allow its own target. Ids are those of
+        the whole vocabulary, on every rank of `axis_name` too.
+      allowed_mask: the same as packed bits, int32 or uint32 `[*lead, ceil(V/32)]`, of which one of the two is given:
+        bit i of word j is token 32·j + i. V is the head's, or `global_vocab_size`; bits behind it are ignored.
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
@@ -104,9 +114,9 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
         least one block of them is always held. `mosaic` and `cuda` hold it from the forward to the backward, and a copy
         of it in a backward that is a program of its own. None means the implementation's default. Implementations that
         promise bits give the same bits for every budget.
-      validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
-        device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
-        outputs and in every gradient it reaches, and is reported under `jax.experimental.checkify`.
+      validate: True checks target ids, temperatures and allowed tokens before launch (small read-backs); False never
+        waits for the device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN
+        in its outputs and in every gradient it reaches, and is reported under `jax.experimental.checkify`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
         (`rlk_jax.explain` tells).
 
@@ -128,7 +138,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     Source: RL-Kernel's linear_logp; the pair (max, ln Σ) as in online softmax (Milakov and Gimelshein,
     arXiv 1805.02867).
     """
-    inputs = head_inputs(hidden, lm_head_weight, target_ids, bias, temperature, low_rank)
+    inputs = head_inputs(hidden, lm_head_weight, target_ids, bias, temperature, low_rank, allowed_ids, allowed_mask)
     options = HeadOptions(
         logit_softcap=logit_softcap,
         ignore_index=ignore_index,
@@ -155,7 +165,16 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
 def inputs_and_options(arguments: Mapping[str, Any]) -> tuple[HeadInputs, HeadOptions, Any]:
     """A call's arguments, by name, as its arrays, its options and its vocab_start_index."""
     given = dict(arguments)
-    arrays = ("hidden", "lm_head_weight", "target_ids", "bias", "temperature", "low_rank")
+    arrays = (
+        "hidden",
+        "lm_head_weight",
+        "target_ids",
+        "bias",
+        "temperature",
+        "low_rank",
+        "allowed_ids",
+        "allowed_mask",
+    )
     inputs = head_inputs(*(given.pop(name) for name in arrays))
     start = given.pop("vocab_start_index")
     return inputs, HeadOptions(**given), start

@@ -51,7 +51,7 @@ def flat_values(
     position = shard_position(shard, vocab_start_index)
     carrier = hidden_gradient_carrier(shard, hidden_for_gradient(shard, operands.hidden), position.order)
     operands = operands._replace(real_columns=real_columns_of_shard(shard, position.start))
-    tokens = local_tokens(tokens, position)
+    tokens = local_tokens(shard, tokens, position)
     ranks = _Ranks(position.order, is_covered(shard, tokens, operands.real_columns))
     carrier, operands, tokens, ranks = transforms.equally_varying((carrier, operands, tokens, ranks))
     summands = _values(functions, config, shard, carrier, operands, tokens, ranks)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.checks import require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.tokens import LinearLogp, Tokens, checked_tokens, counted
@@ -62,11 +63,19 @@ def facts_of_call(inputs: HeadInputs, config: HeadConfig) -> CallFacts:
 
 def tokens_of(inputs: HeadInputs, vocab_size: int, options: HeadOptions) -> Tokens:
     """Flat tokens, of which ignored ones are not active, with their values checked as `options.validate` says."""
-    return checked_tokens(
+    tokens = checked_tokens(
         inputs.target_ids,
         inputs.temperature,
         counted(inputs.target_ids, options.ignore_index),
         vocab_size=vocab_size,
         validate=options.validate,
         name="target_ids",
+    )
+    return with_allowed(
+        tokens,
+        inputs.allowed_ids,
+        inputs.allowed_mask,
+        vocab_size=vocab_size,
+        memory_budget=options.memory_budget,
+        validate=options.validate,
     )

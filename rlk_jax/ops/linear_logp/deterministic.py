@@ -82,7 +82,7 @@ def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, token
     def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
         chunk = _chunk(config, operands, group, index)
         products = chunk.products(hidden)
-        logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real)
+        logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real, tokens.allowed)
         is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
         logits = jnp.where(chunk.valid, logits, -jnp.inf)
         return fold(so_far, fixed_order_partial(logits, is_target, with_gap=with_gap))

@@ -64,7 +64,7 @@ class LowRank(NamedTuple):
 class HeadInputs(NamedTuple):
     """One call's arrays as the user shaped them; hidden `[*lead, D]`, ids `[*lead]`, temperature `[]` or `[*lead]`.
 
-    Those of a low-rank term are None where there is none.
+    Those of a low-rank term, and what is allowed, are None where there is none.
     """
 
     hidden: Any
@@ -76,6 +76,8 @@ class HeadInputs(NamedTuple):
     low_rank_b: Any = None
     low_rank_scale: Any = None
     low_rank_inputs: Any = None
+    allowed_ids: Any = None
+    allowed_mask: Any = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class HeadConfig(SoftmaxConfig):
     """In how many 16-bit parts tensor cores take hidden: two for float32, and for float16 beside float32."""
     weight_parts: int = 1
     """In how many 16-bit parts tensor cores take the weight."""
+    has_mask: bool = False
+    """Whether rows may not take all tokens."""
 
     @property
     def logit_parts(self) -> int:

@@ -94,11 +94,11 @@ def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -
 
     def of_block(block: Block) -> Partial:
         products = _products(config, block.take_hidden(operands.hidden), operands)
-        target_ids, temperature, _ = block.take_tokens(tokens)
-        logits = logits_of(config, products, bias, temperature, columns, real)
-        place = jnp.clip(target_ids, 0, config.vocab_size - 1)
+        own = block.take_tokens(tokens)
+        logits = logits_of(config, products, bias, own.temperature, columns, real, own.allowed)
+        place = jnp.clip(own.target_ids, 0, config.vocab_size - 1)
         target_logit = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
-        is_here = (target_ids >= 0) & (target_ids < real)
+        is_here = (own.target_ids >= 0) & (own.target_ids < real)
         return partial_of_rows(logits, jnp.where(is_here, target_logit, 0), with_gap=config.return_entropy)
 
     zeros = jnp.zeros(n, jnp.float32)

@@ -20,6 +20,7 @@ from rlk_jax.ops.linear_logp.call import facts_of_call, tokens_of
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions
 
+_ALLOWED = ("allowed_ids", "allowed_mask")
 TEXT_BYTES = 1024
 """Bytes that a process' text takes in a collective. The end of a longer text is a hash, so that it differs where texts
 do.
@@ -98,8 +99,9 @@ def agreed_on_mesh[T](
         arrays, config, _ = check_call(inputs, replace(options, axis_name=None, reduction="sum"))
         if options.validate or is_read:
             pieces = _own_pieces(arrays.target_ids, arrays.temperature, must_read=bool(options.validate))
+            allowed = _own_allowed(arrays, must_read=bool(options.validate))
             for ids, temperature in pieces:
-                part = arrays._replace(target_ids=ids, temperature=temperature)
+                part = arrays._replace(target_ids=ids, temperature=temperature, **allowed)
                 tokens_of(part, config.real_vocab_size, options)
         return layout(arrays, config), arrays
 
@@ -132,6 +134,18 @@ def _own_pieces(ids: Any, temperature: Any, *, must_read: bool) -> list[tuple[An
     if must_read and pieces_of_ids.keys() != pieces.keys():
         raise ValueError("validate=True needs a temperature that lies as target_ids do, or a whole one.")
     return [(piece, pieces.get(index, 1.0)) for index, piece in pieces_of_ids.items()]
+
+
+def _own_allowed(inputs: HeadInputs, *, must_read: bool) -> dict[str, Any]:
+    """What tokens may take, where this process holds all of it. Elsewhere it is refused where it must be read, and not
+    looked at otherwise; a bad row still gives NaN.
+    """
+    given = {name: getattr(inputs, name) for name in _ALLOWED}
+    if not any(map(_is_cut, (inputs.target_ids, inputs.temperature, *given.values()))):
+        return {name: _whole(x) for name, x in given.items()}
+    if must_read and any(x is not None for x in given.values()):
+        raise ValueError("validate=True reads allowed_ids and allowed_mask in arrays of one process alone.")
+    return dict.fromkeys(given)
 
 
 def _pieces(x: Any) -> dict[Any, np.ndarray] | None:
@@ -173,7 +187,7 @@ def _call_text(inputs: HeadInputs, options: HeadOptions, runs: str) -> str:
         if _is_concrete_array(x) and not x.is_fully_addressable:
             return f"{text} as {getattr(x.sharding, 'spec', x.sharding)} of {dict(mesh_of_array(x).shape)}"
         # An array that each process holds for itself must have the same values in all of them.
-        is_value = options.validate is not False and name in ("target_ids", "temperature")
+        is_value = options.validate is not False and name in ("target_ids", "temperature", *_ALLOWED)
         return f"{text} {hashlib.sha256(np.asarray(x).tobytes()).hexdigest()[:16]}" if is_value else text
 
     given = {name: text_of(name, x) for name, x in inputs._asdict().items()}

@@ -268,7 +268,7 @@ def _own_part(
     bias, low_rank = (None if x is None else layout.own_columns(x) for x in (operands.bias, operands.low_rank))
     real = real_columns_of_shard(shard, position.start)
     own = Operands(operands.hidden, layout.own_weight(operands.weight), bias, low_rank, real)
-    return shard, shard.config(config), own, local_tokens(tokens, position)
+    return shard, shard.config(config), own, local_tokens(shard, tokens, position)
 
 
 _LABELS = ("i h", "v k", "b", "c r")
@@ -304,6 +304,7 @@ def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *argum
                 "b": layout.bias_spec,
                 "c r": layout.low_rank_spec,
                 "i": PartitionSpec(rows),
+                "i w": PartitionSpec(rows, None),
             }
             return jax.tree.map(lambda label: NamedSharding(mesh, specs.get(label, PartitionSpec())), _labels(tree))
 
@@ -343,4 +344,4 @@ def _labels(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         names = [named_dimensions(f"a{i}", x.ndim) for i, x in enumerate(leaves)]
         return jax.tree.unflatten(structure, names)
-    return jax.tree.map(lambda _: "i", tree)
+    return jax.tree.map(lambda x: "i w" if x.ndim == 2 else "i", tree)

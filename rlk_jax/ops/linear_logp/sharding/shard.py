@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from rlk_jax.core.allowed import words_from
 from rlk_jax.core.dispatch import refuse_if_strict
 from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, ascending_sum, column_groups, zeros_behind
 from rlk_jax.core.mesh import AxisName, axis_names, is_checked
@@ -191,12 +192,15 @@ def is_covered(shard: Shard, tokens: Tokens, columns: Array | None) -> Array:
     )
 
 
-def local_tokens(tokens: Tokens, position: ShardPosition) -> Tokens:
-    """Tokens whose ids count from this shard's first column; where the shards are no partition, all are poisoned."""
+def local_tokens(shard: Shard, tokens: Tokens, position: ShardPosition) -> Tokens:
+    """Tokens whose ids, and what they may take, count from this shard's first column; where the shards are no
+    partition, all are poisoned.
+    """
     temperature = tokens.temperature
     if position.is_partition is not None:
         temperature = jnp.where(position.is_partition, temperature, jnp.nan)
-    return tokens._replace(target_ids=tokens.target_ids - position.start, temperature=temperature)
+    allowed = None if tokens.allowed is None else words_from(tokens.allowed, position.start, shard.columns)
+    return Tokens(tokens.target_ids - position.start, temperature, tokens.active, allowed)
 
 
 def hidden_for_gradient(shard: Shard, hidden: Array) -> Array:

@@ -90,6 +90,8 @@ class _CallLayout:
             low_rank_b=self.head.low_rank_spec,
             low_rank_scale=whole,
             low_rank_inputs=hidden,
+            allowed_ids=hidden,
+            allowed_mask=hidden,
         )
 
 
@@ -104,12 +106,14 @@ def linear_logp(
     token_axes: AxisName | PartitionSpec | None = None,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
     low_rank: LowRank | tuple[Any, ...] | None = None,
+    allowed_ids: Int[Array, "*lead K"] | None = None,
+    allowed_mask: Int[Array, "*lead words"] | None = None,
     **options: Any,
 ) -> Float[Array, "*lead"] | LinearLogp:
     """`rlk_jax.linear_logp` with the head sharded along the vocabulary: each device computes its own columns.
 
     Args:
-      hidden, target_ids, temperature: whole arrays, spread over `token_axes`.
+      hidden, target_ids, temperature, allowed_ids, allowed_mask: whole arrays, spread over `token_axes`.
       lm_head_weight, bias: whole arrays, spread over `vocab_axis` along V, which must divide evenly (`pad_lm_head`).
       mesh: the mesh; its axes may be Auto or Explicit.
       low_rank: as in `rlk_jax.linear_logp`; A is whole on every device, and B is spread over `vocab_axis` as V is.
@@ -129,7 +133,7 @@ def linear_logp(
     Same bits: what `rlk_jax.linear_logp` with `axis_name` promises.
     """
     check_outside_shard_map("vocab_parallel.linear_logp", mesh)
-    inputs = head_inputs(hidden, lm_head_weight, target_ids, bias, temperature, low_rank)
+    inputs = head_inputs(hidden, lm_head_weight, target_ids, bias, temperature, low_rank, allowed_ids, allowed_mask)
     known = {name: x for name, x in options.items() if name in _OPTIONS}
 
     def layout(inputs: HeadInputs, config: HeadConfig) -> _CallLayout:
