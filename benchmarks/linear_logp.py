@@ -141,7 +141,7 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
     def gradient(argnums: tuple[int, ...], **options: Any) -> Callable[..., Any]:
         return jax.grad(lambda h, w, t, g: jnp.vdot(logp(h, w, t, **options), g), argnums)
 
-    def build(f: Callable[..., Any], *arguments: jax.Array, work: int = 1) -> Build:
+    def build(f: Callable[..., Any], *arguments: Any, work: int = 1) -> Build:
         return lambda: compiled_candidate(f, *arguments, work=work)
 
     operands, g = (inputs.hidden, inputs.weight, ids), inputs.upstream

@@ -197,7 +197,7 @@ def _load(name: str) -> Made | None:
             return None
         data = path.read_bytes()
         head = len(_FIRST_LINE) + 32
-        if not data.startswith(_FIRST_LINE) or _digest(name, data[head:]) != data[len(_FIRST_LINE) : head]:
+        if not data.startswith(_FIRST_LINE) or _checksum(name, data[head:]) != data[len(_FIRST_LINE) : head]:
             raise ValueError(f"{path} is damaged, or was written under another name")
         facts, _, program = data[head:].partition(b"\n")
         if b"mosaic_gpu" in program:
@@ -217,13 +217,13 @@ def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(facts).encode() + b"\n" + bytes(exported.serialize())
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete_on_close=False) as file:
-            file.write(_FIRST_LINE + _digest(name, data) + data)
+            file.write(_FIRST_LINE + _checksum(name, data) + data)
             file.close()
             os.replace(file.name, path)
             _make_room(path.parent)
 
 
-def _digest(name: str, data: bytes) -> bytes:
+def _checksum(name: str, data: bytes) -> bytes:
     """32 bytes that fit this program under this name alone: another's must not run in its place."""
     return hashlib.sha256(name.encode() + data).digest()
 

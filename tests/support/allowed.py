@@ -8,9 +8,12 @@ import numpy as np
 
 
 def allowed_of(case: Any, problem: Any, seed: int = 0) -> np.ndarray:
-    """Which tokens each row allows, bool `[N, V]`: from the target alone to nearly all, in the true vocabulary."""
+    """Which tokens each row allows, bool `[N, V]`: from the target alone to nearly all, in the true vocabulary.
+
+    A problem of one row allows some: beside its target alone, errors would be relative to one logit, which may be 0.
+    """
     rng, real = np.random.default_rng(seed), case.options.get("global_vocab_size", case.vocab)
-    density = np.resize([0.0, 0.02, 0.3, 0.98], case.lead[0])
+    density = np.resize([0.3, 0.02, 0.0, 0.98], case.lead[0])
     allowed = rng.random((*case.lead, case.vocab)) < density[:, None]
     allowed[np.arange(case.lead[0]), np.asarray(problem.target_ids)] = True
     allowed[:, real:] = False

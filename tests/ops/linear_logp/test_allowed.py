@@ -16,6 +16,7 @@ import rlk_jax
 from rlk_jax import linear_logp, vocab_parallel
 from rlk_jax.core.allowed import words_from
 from tests.support import helpers
+from tests.support.allowed import allowed_of, ids_of, mask_of
 from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
 
 IN_PARTS = ("xla", "deterministic")
@@ -30,35 +31,6 @@ EVERYTHING = Case(
     options={"logit_softcap": 3.0, "global_vocab_size": 290, "ignore_index": -1},
 )
 PLAIN = Case("plain", (37,), 24, 301)
-
-
-def allowed_of(case: Case, problem: Problem, seed: int = 0) -> np.ndarray:
-    """Which tokens each row allows, bool `[N, V]`: from the target alone to nearly all, in the true vocabulary."""
-    rng, real = np.random.default_rng(seed), case.options.get("global_vocab_size", case.vocab)
-    density = np.resize([0.0, 0.02, 0.3, 0.98], case.lead[0])
-    allowed = rng.random((*case.lead, case.vocab)) < density[:, None]
-    allowed[np.arange(case.lead[0]), np.asarray(problem.target_ids)] = True
-    allowed[:, real:] = False
-    return allowed
-
-
-def ids_of(allowed: np.ndarray, seed: int = 0) -> jax.Array:
-    """`allowed_ids` of bool `[..., V]`, in random order, with duplicates and with padding among them."""
-    rng = np.random.default_rng(seed)
-    rows = [
-        rng.permutation(np.append(np.flatnonzero(x), np.flatnonzero(x)[:3]))
-        for x in allowed.reshape(-1, allowed.shape[-1])
-    ]
-    found = np.full((len(rows), 1 + max(map(len, rows))), -1, np.int32)
-    for padded, x in zip(found, rows, strict=True):
-        padded[: len(x)] = x
-    return jnp.asarray(rng.permuted(found, axis=1).reshape(*allowed.shape[:-1], -1))
-
-
-def mask_of(allowed: np.ndarray, dtype: Any = np.uint32) -> jax.Array:
-    """`allowed_mask` of bool `[..., V]`, packed by NumPy."""
-    padded = np.pad(allowed, [(0, 0)] * (allowed.ndim - 1) + [(0, -allowed.shape[-1] % 32)])
-    return jnp.asarray(np.packbits(padded, axis=-1, bitorder="little").view("<u4").view(dtype))
 
 
 def outputs(case: Case, problem: Problem, implementation: str, **given: Any) -> Any:
@@ -307,11 +279,11 @@ def test_no_tokens_and_no_ids():
     assert not np.asarray(none).any()
 
 
-def test_kernels_say_that_they_take_no_mask():
+def test_kernels_of_cuda_and_triton_say_that_they_take_no_mask():
     given = {"allowed_ids": ALL}
     decision = rlk_jax.explain("linear_logp", H, W, IDS, **given)
     assert decision.choice == "xla"
-    for name in ("mosaic", "cuda", "triton"):
+    for name in ("cuda", "triton"):
         assert "takes no allowed_ids or allowed_mask yet" in decision.reasons[name]
         with pytest.raises(ValueError, match=f"cannot run '{name}' here: .*takes no allowed_ids or allowed_mask yet"):
             linear_logp(H, W, IDS, implementation=name, **given)
