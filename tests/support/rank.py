@@ -143,6 +143,15 @@ def temperatures(problem: helpers.Problem, is_last: bool, kind: str = "other") -
     )
 
 
+def cut_masks(problem: helpers.Problem, is_last: bool) -> jax.Array:
+    """Ids, and what they may be, that are cut over the axis, to be validated."""
+    mesh = Mesh(np.asarray(jax.devices()), ("data",))
+    ids = spread(mesh, problem.target_ids, "data")
+    allowed = spread(mesh, problem.target_ids[:, None], "data")
+    arrays = (spread(mesh, x) for x in (problem.hidden, problem.weight))
+    return linear_logp(*arrays, ids, allowed_ids=allowed, validate=True)
+
+
 def strict(problem: helpers.Problem, is_last: bool) -> jax.Array:
     """Shards that do not end on group edges, which one process refuses because it is strict."""
     os.environ["RLK_STRICT"] = str(int(is_last))
@@ -176,6 +185,7 @@ CALLS = {
     "temperatures": temperatures,
     "cut temperatures": functools.partial(temperatures, kind="cut"),
     "temperatures cut otherwise": functools.partial(temperatures, kind="cut otherwise"),
+    "cut masks": cut_masks,
     "bare": bare,
     "bare, implementation": functools.partial(bare, implementation="fastest"),
 }
@@ -203,6 +213,8 @@ MISTAKES = {
     "wrong dtype": lambda p: {"weight": p.weight.astype(jnp.float16)},
     "temperature": lambda p: {"temperature": 2.0},
     "validate": lambda p: {"validate": False},
+    "mask": lambda p: {"allowed_ids": p.target_ids[:, None]},
+    "mask without targets": lambda p: {"allowed_ids": p.target_ids[:, None] ^ 1},
     "unknown option": lambda p: {"no_such_option": 1},
 }
 """Tasks that call `hashes`, and what the last process gives it instead; "none" for no mistake."""

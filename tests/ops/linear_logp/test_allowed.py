@@ -254,6 +254,24 @@ def test_bare_calls_over_a_mesh(head):
     assert_gold(case, problem, allowed, found, jnp.float32)
 
 
+def test_bare_calls_over_explicit_axes():
+    """Allowed tokens lie as the ids do, by their types."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    case = Case("bare", (24,), 40, 1000)
+    problem = helpers.make(case, jnp.float32)
+    allowed = allowed_of(case, problem)
+    lay = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    hidden, ids = lay(problem.hidden, "data"), lay(problem.target_ids, "data")
+    with jax.set_mesh(mesh):
+        logp = linear_logp(hidden, lay(problem.weight, "tensor"), ids, allowed_mask=lay(mask_of(allowed), "data"))
+        with pytest.raises(ValueError, match="target_ids must be allowed"):
+            linear_logp(
+                hidden, lay(problem.weight, "tensor"), ids, allowed_ids=lay(problem.target_ids[:, None] ^ 1, "data")
+            )
+    expected = helpers.gold(helpers.with_options(case, allowed=allowed), problem).values[0]
+    assert_within_contract(logp, expected, "linear_logp", jnp.float32, "forward")
+
+
 def test_lead_dimensions_jit_vmap_and_shards_of_tokens():
     problem = helpers.make(PLAIN, jnp.float32)
     allowed = mask_of(allowed_of(PLAIN, problem))[:36]
