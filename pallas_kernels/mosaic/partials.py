@@ -96,7 +96,7 @@ def partials(
             else refs.holds_target_gmem[lax.div(block.row, jnp.int32(WARPGROUP_ROWS)), chunk] > 0
         )
         added = column_bias(refs.bias_gmem, block.column_block * cut.columns, cut.columns)
-        bits = bits_of_tile(logits, refs.where_gmem, block)
+        bits = bits_of_tile(logits, refs.where_gmem, block, has_room=added is None)
         tile = ChunkTile(chunk, width, block.row, LOG2_E / temperature, bits)
         products = with_bias(product(), added)
         out_gmem = rows_of_chunk(refs.out_gmem, chunk, block.row)

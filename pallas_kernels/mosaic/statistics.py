@@ -139,12 +139,14 @@ def may_be_masked(logits: LogitsConfig) -> bool:
     return logits.head.vocabulary.is_ragged or logits.softcap is not None
 
 
-def bits_of_tile(logits: LogitsConfig, where_gmem: VocabSlice, block: Block) -> Callable[[], Array] | None:
+def bits_of_tile(
+    logits: LogitsConfig, where_gmem: VocabSlice, block: Block, *, has_room: bool = True
+) -> Callable[[], Array] | None:
     """What gives the words `[64, 8]` (`allowed_bits`) of which of a tile's columns its 64 rows are allowed; None where
     they are allowed all.
 
-    It is called before the product, where the latency of memory hides. With a softcap each use loads them anew: four
-    more registers would spill.
+    It is called before the product, where the latency of memory hides. With a softcap, or without room for four more
+    registers, each use loads them anew.
     """
     if where_gmem.allowed is None:
         return None
@@ -154,7 +156,8 @@ def bits_of_tile(logits: LogitsConfig, where_gmem: VocabSlice, block: Block) -> 
     def load() -> Array:
         return plgpu.load(where_gmem.allowed.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
 
-    return load if logits.softcap is not None else functools.partial(lambda found: found, load())
+    is_late = logits.softcap is not None or not has_room
+    return load if is_late else functools.partial(lambda found: found, load())
 
 
 def only_allowed(values: Array, bits: Callable[[], Array] | None, first: int, fill: float) -> Array:
