@@ -63,9 +63,9 @@ def linear_grpo_loss(
       rollout_logps, entropy_threshold, denominator, options: as in `policy_loss`.
       return_entropy: whether the metrics have the mean entropy, which carries no gradient. They have it in any case
         where the loss needs entropies: with options.entropy_coef, which differentiates them, or an entropy_threshold.
-      **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, logit_softcap,
-        weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on. A `low_rank` term is the
-        policy's alone.
+      **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, allowed_ids or
+        allowed_mask, logit_softcap, weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so
+        on. They are those of the model of `ref_hidden` too; a `low_rank` term is the policy's alone.
 
     Returns:
       `PolicyLoss`: the loss and its metrics, float32 scalars, of which only `loss` carries gradients.

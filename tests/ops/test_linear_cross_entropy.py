@@ -19,6 +19,7 @@ from rlk_jax import linear_cross_entropy, linear_logp
 from rlk_jax.checker.gold import cross_entropy_gold
 from rlk_jax.vocab_parallel import pad_lm_head
 from tests.support import helpers
+from tests.support.allowed import allowed_beside, ids_of
 from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, assert_within_contract
 
 LEAD, DIM, VOCAB = (4, 6), 24, 300
@@ -133,6 +134,12 @@ def test_against_float64(name, dtype, implementation):
     for gradient, gold_gradient in zip(gradients, expected_gradients, strict=True):
         assert gradient.dtype == dtype
         assert_within_contract(gradient, gold_gradient, "linear_cross_entropy", dtype, "gradient")
+
+
+def test_allowed_tokens():
+    b = batch()
+    head = {"allowed_ids": ids_of(allowed_beside(b.target_ids, VOCAB)), "implementation": "deterministic"}
+    assert_same_bits(b.loss(reduction="none", **head), -linear_logp(*b, **head))
 
 
 def test_the_bits_of_linear_logp():

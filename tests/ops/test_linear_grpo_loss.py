@@ -20,6 +20,7 @@ from rlk_jax.checker import gold
 from rlk_jax.grpo import LossOptions, policy_loss
 from rlk_jax.ops.linear_logp import autodiff
 from tests.support import helpers, policy_losses
+from tests.support.allowed import allowed_beside, mask_of
 from tests.support.helpers import IMPLEMENTATIONS, IN_FEW_DTYPES, assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch, gradients, gradients_of_batch
 
@@ -176,6 +177,17 @@ def test_the_bits_of_linear_logp_and_policy_loss(name, implementation):
         head["entropy_threshold"] = 4.0
     one, two = (gradients_of_batch(calls, b, **head) for calls in (Batch.loss, Batch.in_two_calls))
     assert_same_bits(one, two)
+
+
+def test_allowed_tokens_of_the_policy_and_its_reference():
+    b, options = batch(), LOSSES["dapo"]
+    head: Any = {"allowed_mask": mask_of(allowed_beside(b.target_ids, VOCAB)), "implementation": "deterministic"}
+    one, two = (gradients_of_batch(calls, b, options=options, **head) for calls in (Batch.loss, Batch.in_two_calls))
+    assert_same_bits(one, two)
+    reference = {"ref_hidden": b.hidden * 0.5, "ref_weight": b.weight}
+    ref_logps = linear_logp(*reference.values(), b.target_ids, **head)
+    expected = b._replace(ref_logps=ref_logps).loss(options=options, **head)
+    assert_same_bits(b._replace(ref_logps=None).loss(options=options, **reference, **head), expected)
 
 
 def test_a_loss_that_needs_entropies_has_them_unasked():

@@ -8,15 +8,21 @@ import numpy as np
 
 
 def allowed_of(case: Any, problem: Any, seed: int = 0) -> np.ndarray:
-    """Which tokens each row allows, bool `[N, V]`: from the target alone to nearly all, in the true vocabulary.
+    """`allowed_beside` of a problem's targets, in the true vocabulary."""
+    allowed = allowed_beside(problem.target_ids, case.vocab, seed)
+    allowed[..., case.options.get("global_vocab_size", case.vocab) :] = False
+    return allowed
+
+
+def allowed_beside(target_ids: Any, vocab_size: int, seed: int = 0) -> np.ndarray:
+    """Which tokens each row allows, bool `[*lead, V]`: its target, and none to nearly all of the others.
 
     A problem of one row allows some: beside its target alone, errors would be relative to one logit, which may be 0.
     """
-    rng, real = np.random.default_rng(seed), case.options.get("global_vocab_size", case.vocab)
-    density = np.resize([0.3, 0.02, 0.0, 0.98], case.lead[0])
-    allowed = rng.random((*case.lead, case.vocab)) < density[:, None]
-    allowed[np.arange(case.lead[0]), np.asarray(problem.target_ids)] = True
-    allowed[:, real:] = False
+    rng, ids = np.random.default_rng(seed), np.asarray(target_ids)
+    density = np.resize([0.3, 0.02, 0.0, 0.98], ids.shape)
+    allowed = rng.random((*ids.shape, vocab_size)) < density[..., None]
+    np.put_along_axis(allowed, ids[..., None], True, axis=-1)
     return allowed
 
 

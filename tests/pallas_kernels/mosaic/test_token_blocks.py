@@ -17,6 +17,7 @@ from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.options import TokenBlocks
 from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
 from tests.support import helpers, policy_losses
+from tests.support.allowed import allowed_beside, mask_of
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.policy_losses import Batch, gradients_of_batch
 
@@ -75,6 +76,14 @@ def test_the_bits_of_two_calls(dim, vocab, bias, options):
     assert ROWS < b.mask.sum() <= ROWS + 64
     found, expected = compared(b, options=NOTHING_CUT, temperature=jnp.linspace(0.5, 2, 250).reshape(2, 125), **options)
     assert np.asarray(expected[1][0], np.float32)[np.asarray(b.mask)].any()
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.full
+def test_the_bits_of_two_calls_over_allowed_tokens():
+    """In `make test`, tests/ops/test_linear_grpo_loss.py has them, and blocks have the kernels of other calls."""
+    b = policy_losses.batch((2, 125), 64, 304, jnp.bfloat16)
+    found, expected = compared(b, options=NOTHING_CUT, allowed_mask=mask_of(allowed_beside(b.target_ids, 304)))
     assert_same_bits(found, expected)
 
 
