@@ -53,7 +53,9 @@ def test_bits_of_every_chunk(size, groups, width, columns):
     lambda case, dtype: (case, dtype) in ((RAGGED, BF16), (SOFTCAP, F16)),
 )
 def test_against_float64(case, dtype):
-    """Columns that no row is allowed hold NaN and infinities."""
+    """Columns that no row is allowed hold NaN and infinities. In make test one case has ragged chunks and a bias, and
+    one a softcap and float16; other layouts and dtypes meet the same two epilogues.
+    """
     problem = helpers.make(case, dtype)
     allowed = allowed_of(case, problem)
     bad = np.setdiff1d(np.arange(0, case.vocab, 3), np.asarray(problem.target_ids))
@@ -74,6 +76,7 @@ def test_against_float64(case, dtype):
 
 @pytest.mark.parametrize("case", [RAGGED, pytest.param(SOFTCAP, marks=pytest.mark.full)], ids=str)
 def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case):
+    """In make test without a softcap, whose way to mask has the values of `test_against_float64` there."""
     problem = helpers.make(case, BF16)
     every = jnp.full((*case.lead, -(-case.vocab // 32)), -1, jnp.int32)
     found = problem.values_and_gradients(case, "mosaic", allowed_mask=every)
@@ -82,7 +85,9 @@ def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case):
 
 @pytest.mark.parametrize("case", [RAGGED, pytest.param(SOFTCAP, marks=pytest.mark.full)], ids=str)
 def test_kept_and_recomputed_gradients_have_the_same_bits(seen, case):
-    """The gradients whose sums do not begin anew with each slice in the interpreter, as dH's do."""
+    """The gradients whose sums do not begin anew with each slice in the interpreter, as dH's do. In make test without a
+    softcap, whose kept product test_interpreter.py has there.
+    """
     case, problem = helpers.without_entropy(case, helpers.make(case, BF16))
     mask = mask_of(allowed_of(case, problem))
     kept, recomputed = (
