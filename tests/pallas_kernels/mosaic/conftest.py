@@ -1,8 +1,14 @@
 """Fixtures of the tests that run kernels in Pallas' interpreter."""
 
+import os
+
 import pytest
 
 from pallas_kernels.mosaic import head_kernels
+
+# With fused multiply-adds the CPU's compiler would skip the rounding of a product in one kernel and not in another, so
+# that comparisons of raw bits would depend on the CPU. AVX has none.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
 
 
 @pytest.fixture(autouse=True)
