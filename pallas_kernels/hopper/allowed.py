@@ -30,9 +30,8 @@ def allowed_bits(vocabulary: Vocabulary, packed: Array) -> Array:
     index = start[:, None] // _WORD + jnp.arange(count + 1, dtype=jnp.int32)
     shift = (start % _WORD).astype(jnp.uint32)[:, None]
     found = words.at[:, index].get(mode="fill", fill_value=0)
-    # A shift by all 32 bits is not defined.
-    above = jnp.where(shift == 0, 0, found[..., 1:] << (_WORD - shift))
-    aligned = (found[..., :-1] >> shift) | above
+    # The word behind is shifted in two steps, for none shifts by all of its 32 bits.
+    aligned = (found[..., :-1] >> shift) | ((found[..., 1:] << 1) << (_WORD - 1 - shift))
     column = jnp.arange(BIT_COLUMNS, dtype=jnp.uint32)
     lowest = (aligned[..., None] >> column) & jnp.uint32(_BYTES)
     four_bits = (lowest * jnp.uint32(_GATHER)) >> 24

@@ -156,8 +156,10 @@ def bits_of_tile(
     def load() -> Array:
         return plgpu.load(where_gmem.allowed.at[there], layout=plgpu.Layout.WGMMA, optimized=False)
 
-    is_late = logits.softcap is not None or not has_room
-    return load if is_late else functools.partial(lambda found: found, load())
+    if logits.softcap is not None or not has_room:
+        return load
+    words = load()
+    return lambda: words
 
 
 def only_allowed(values: Array, bits: Callable[[], Array] | None, first: int, fill: float) -> Array:

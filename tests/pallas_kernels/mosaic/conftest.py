@@ -2,13 +2,28 @@
 
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from pallas_kernels.mosaic import head_kernels
+from rlk_jax import dispatch
+from rlk_jax.ops.linear_logp import hopper
+from tests.support.interpreter import MACHINE
 
 # With fused multiply-adds the CPU's compiler would skip the rounding of a product in one kernel and not in another, so
 # that comparisons of raw bits would depend on the CPU. AVX has none.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
+    row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE))
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,11 @@
 """linear_logp's Mosaic kernels over the columns that each row is allowed, in Pallas' interpreter."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_kernels.hopper.allowed import BIT_COLUMNS, allowed_bits
 from pallas_kernels.hopper.vocabulary import Vocabulary
-from rlk_jax import dispatch
-from rlk_jax.ops.linear_logp import hopper
-from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
 from tests.support import helpers
 from tests.support.allowed import allowed_of, mask_of
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
@@ -23,13 +18,7 @@ PADDED = Case("padded", (40,), 64, 320, bias=True, options={"global_vocab_size":
 FEW = Case("few rows", (3,), 64, 1000)
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
-    row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE))
-    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.mark.parametrize("columns", [256, 128])

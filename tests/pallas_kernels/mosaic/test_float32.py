@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_kernels.hopper.parts import split
-from rlk_jax import dispatch, linear_logp
-from rlk_jax.ops.linear_logp import hopper
-from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
+from rlk_jax import linear_logp
 from tests.support import helpers, shards
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 from tests.support.mixed_dtypes import assert_close_to_float64, make
@@ -22,13 +19,7 @@ from tests.support.mixed_dtypes import assert_close_to_float64, make
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
-    row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE))
-    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 SOME_KEPT = {F32: 600_000, BF16: 300_000}

@@ -11,17 +11,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import head_kernels, hidden_gradient, partials
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
 from rlk_jax.ops.linear_logp import hopper
 from tests.support import helpers, low_rank, policy_losses, shards
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from tests.support.interpreter import MACHINE
 from tests.support.policy_losses import Batch
 
-MACHINE = Machine(2, plgpu.InterpretGPUParams(detect_races=True))
-"""Two multiprocessors, and so clusters of two blocks."""
 SOFTCAP, DV = {"logit_softcap": 2.0}, {"weight_layout": "dv"}
 TWO_ROW_TILES = Case("two row tiles, softcap, dv", (140,), 72, 512, options=SOFTCAP | DV, temperature="per token")
 """A cluster of two blocks, chunks without padding."""

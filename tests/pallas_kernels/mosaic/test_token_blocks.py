@@ -15,10 +15,10 @@ from rlk_jax import dispatch
 from rlk_jax.grpo import LossOptions
 from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.options import TokenBlocks
-from tests.pallas_kernels.mosaic.test_interpreter import MACHINE
 from tests.support import helpers, policy_losses
 from tests.support.allowed import allowed_beside, mask_of
 from tests.support.helpers import assert_same_bits, assert_within_contract
+from tests.support.interpreter import MACHINE
 from tests.support.policy_losses import Batch, gradients_of_batch
 
 ROWS = 128
