@@ -78,6 +78,8 @@ def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
     ranked = {f"{what}, rank {rank}" for what in ("forward", "frozen head") for rank in linear_logp.LOW_RANKS}
     whole = {"forward, entropy", "forward, bias", "forward, softcap"} | ranked
     whole |= {f"forward+backward, {what}" for what in ("all kept", "softcap", "softcap, all kept")}
+    allowed = ("all allowed", "7 of 8 allowed", f"{linear_logp.KEPT_IDS} ids allowed")
+    whole |= {f"{what}, {tokens}" for what in ("forward", "forward+backward") for tokens in allowed}
     passes |= {"masked loss"} if density == "0.5" else whole
     assert {what for n, what in status if n == own} == passes
     assert all(status[own, what] == "pass" for what in passes)

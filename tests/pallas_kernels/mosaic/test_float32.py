@@ -12,16 +12,14 @@ import pytest
 
 from pallas_kernels.hopper.parts import split
 from rlk_jax import linear_logp
+from rlk_jax.ops.linear_logp import hopper
 from tests.support import helpers, shards
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 from tests.support.mixed_dtypes import assert_close_to_float64, make
 
-F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
-
-
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 SOME_KEPT = {F32: 600_000, BF16: 300_000}
 """A budget, by the dtype of a weight, that holds some exponentials of 40 tokens × 64 × 600."""
 PLAIN = Case("plain, odd, bias", (70,), 72, 301, bias=True)

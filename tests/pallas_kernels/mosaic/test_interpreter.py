@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.mosaic import head_kernels, hidden_gradient, partials
 from pallas_kernels.mosaic.gemm import gemm
 from rlk_jax import dispatch, linear_logp
