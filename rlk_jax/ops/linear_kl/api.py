@@ -17,8 +17,8 @@ from rlk_jax.ops.linear_kl.options import DivergenceKind, KlConfig, KlInputs, Kl
 def linear_kl(
     hidden: Float[Array, "*lead D"],
     lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
-    teacher_hidden: Float[Array, "*lead Dt"],
-    teacher_weight: Float[Array, "Vt Dt"] | Float[Array, "Dt Vt"],
+    teacher_hidden: Float[Array, "*lead Dt"] | None = None,
+    teacher_weight: Float[Array, "Vt Dt"] | Float[Array, "Dt Vt"] | None = None,
     bias: Float[Array, " V"] | None = None,
     teacher_bias: Float[Array, " Vt"] | None = None,
     *,
@@ -27,6 +27,8 @@ def linear_kl(
     beta: float = 0.5,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
     teacher_temperature: float | Float[ArrayLike, "*lead"] | None = None,
+    teacher_ids: Int[Array, "*lead k"] | None = None,
+    teacher_logps: Float[Array, "*lead k"] | None = None,
     logit_softcap: float | None = None,
     teacher_logit_softcap: float | None = None,
     weight_layout: WeightLayout = "vd",
@@ -43,11 +45,14 @@ def linear_kl(
         forward = Σ_v q_v·ln(q_v / p_v),   reverse = Σ_v p_v·ln(p_v / q_v)     (natural logarithms)
         jsd = beta·Σ_v q_v·ln(q_v / m_v) + (1 − beta)·Σ_v p_v·ln(p_v / m_v),   m = beta·q + (1 − beta)·p
 
+    The sums are over all tokens v of the vocabulary; where the teacher lists k tokens of a row alone, they are over
+    these and the rest together, whose p is Σ p_v over the tokens that are not listed, and whose q is 1 − Σ q_v.
+
     Args:
       hidden: the student's last hidden states `[*lead, D]`. bfloat16, float16 or float32, as every array here.
       lm_head_weight: the student's head, `[V, D]`, or `[D, V]` with `weight_layout="dv"`.
       teacher_hidden, teacher_weight: the teacher's, `[*lead, Dt]` and `[Vt, Dt]`; of any width. The teacher is frozen:
-        it gets no gradient, and no memory is taken for one.
+        it gets no gradient, and no memory is taken for one. None where the teacher lists tokens.
       bias, teacher_bias: `[V]` and `[Vt]`, or None.
       completion_mask: `[*lead]`, bool, integer or float: a token counts where it is not 0. The others give 0 and
         exactly 0 in every gradient, whatever they hold. None means that all count.
@@ -58,6 +63,11 @@ def linear_kl(
       temperature: positive; a scalar or one per token. Not differentiated. The divergence is not multiplied by its
         square.
       teacher_temperature: the same for the teacher; None for that of the student.
+      teacher_ids, teacher_logps: `[*lead, k]`, in the place of the teacher's head and of all its options: the tokens
+        that it lists, integers in any order, each once, with −1 where a row has fewer; and their log-probs under it, at
+        its own temperature, in bfloat16, float16 or float32. Those of a row may not have more than 1.02 of probability
+        together, to which log-probs in bfloat16 may come; a rest below 1e-7, which rounding hides, counts as 1e-7, and
+        as 0 where all tokens are listed.
       logit_softcap, teacher_logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       weight_layout, teacher_weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels).
       global_vocab_size, teacher_global_vocab_size: the true vocabulary size where a head's last rows are padding, which
@@ -65,9 +75,10 @@ def linear_kl(
       memory_budget: bytes for the logits and gradients that are held at a time; None for the implementation's default.
         At least one block of them is always held. Implementations that promise bits give the same bits for every
         budget.
-      validate: True checks temperatures before launch (one small read-back); False never waits for the device; None
-        checks concrete arrays and nothing under jit. A row with a bad temperature that is not checked gives NaN in its
-        value and in every gradient it reaches, and is reported under `jax.experimental.checkify`.
+      validate: True checks temperatures and what the teacher lists before launch (one small read-back); False never
+        waits for the device; None checks concrete arrays and nothing under jit. A row with a bad value that is not
+        checked gives NaN in its divergence and in every gradient it reaches, and is reported under
+        `jax.experimental.checkify`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
         (`rlk_jax.explain` tells).
 
@@ -92,7 +103,7 @@ def linear_kl(
     arXiv 2306.08543) for the reverse KL.
     """
     arrays = (hidden, lm_head_weight, teacher_hidden, teacher_weight, bias, teacher_bias)
-    given = KlInputs(*arrays, completion_mask, temperature, teacher_temperature)
+    given = KlInputs(*arrays, completion_mask, temperature, teacher_temperature, teacher_ids, teacher_logps)
     options = KlOptions(
         kind=kind,
         beta=beta,
@@ -110,8 +121,10 @@ def linear_kl(
     require_values(inputs)
     chosen = choose(_facts_of_heads(inputs, config), implementation)
     student = _rows_of(inputs.hidden, inputs.lm_head_weight, inputs.bias)
-    teacher = _rows_of(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)
-    tokens = tokens_of_call(inputs, validate)
+    teacher = None
+    if config.teacher is not None:
+        teacher = _rows_of(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)
+    tokens = tokens_of_call(inputs, config, validate)
     found = divergences(chosen.functions, config, Operands(student, teacher), tokens)
     return found.reshape(inputs.hidden.shape[:-1])
 

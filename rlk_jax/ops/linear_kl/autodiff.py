@@ -32,15 +32,16 @@ def _values(functions: KlFunctions, config: KlConfig, operands: Operands, tokens
     return _forward(functions, config, operands, tokens)[0]
 
 
-def _heads_and_hidden(operands: Operands) -> tuple[Operands, tuple[Array, Array]]:
+def _heads_and_hidden(operands: Operands) -> tuple[Operands, tuple[Array, Array | None]]:
     """The operands without hidden states, which are the same for all rows, and the hidden states of both."""
     student, teacher = operands
-    heads = Operands(student._replace(hidden=None), teacher._replace(hidden=None))
-    return heads, (student.hidden, teacher.hidden)
+    hidden = student.hidden, None if teacher is None else teacher.hidden
+    return _joined(operands, (None, None)), hidden
 
 
-def _joined(heads: Operands, hidden: tuple[Array, Array]) -> Operands:
-    return Operands(heads.student._replace(hidden=hidden[0]), heads.teacher._replace(hidden=hidden[1]))
+def _joined(heads: Operands, hidden: tuple[Array | None, Array | None]) -> Operands:
+    teacher = None if heads.teacher is None else heads.teacher._replace(hidden=hidden[1])
+    return Operands(heads.student._replace(hidden=hidden[0]), teacher)
 
 
 def _forward(functions: KlFunctions, config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, Any]:
@@ -80,7 +81,7 @@ def _values_bwd(functions: KlFunctions, config: KlConfig, saved: Any, upstream: 
     heads, hidden = _heads_and_hidden(operands)
     folding = transforms.vmap_folds_rows(of_rows, outputs_are_rows=not (needs.weight or needs.bias))
     found = folding(heads, (hidden, tokens, residual, upstream))
-    return Operands(OneHead(*found), None), None  # type: ignore[arg-type]
+    return Operands(OneHead(*found), None), None
 
 
 _values.defvjp(_values_fwd, _values_bwd, symbolic_zeros=True)

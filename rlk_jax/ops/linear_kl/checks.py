@@ -4,6 +4,7 @@ The docstring of a check says what must hold. Where it does not, the check raise
 """
 
 import functools
+from dataclasses import asdict
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from rlk_jax.core.checks import (
     BAD_TEMPERATURE,
+    INT32,
     SMALLEST,
     as_array,
     check_devices,
@@ -26,7 +28,7 @@ from rlk_jax.core.checks import (
     require_one_of,
 )
 from rlk_jax.core.gemm import WeightLayout
-from rlk_jax.core.tokens import active_mask, checked, fit
+from rlk_jax.core.tokens import active_mask, as_int32, checked, fit
 from rlk_jax.ops.linear_kl.options import (
     DivergenceKind,
     KlConfig,
@@ -34,9 +36,17 @@ from rlk_jax.ops.linear_kl.options import (
     KlOptions,
     KlTokens,
     OneHeadConfig,
+    TeacherTopK,
 )
 
 Array = jax.Array
+_MOST_PROBABILITY = 1.02
+_IDS_OUT_OF_RANGE = "teacher_ids out of range: expected [0, {last}], or -1 as padding, got values in [{low}, {high}]."
+_TWICE = "teacher_ids must be distinct: rows {low} to {high} of the flat tokens name one twice."
+_NO_PROBABILITIES = (
+    "teacher_logps must be log-probabilities, of 1.02 together at most: those of rows {low} to {high} of the flat "
+    "tokens are not."
+)
 
 
 def check_call(inputs: KlInputs, options: KlOptions) -> tuple[KlInputs, KlConfig]:
@@ -49,41 +59,45 @@ def check_call(inputs: KlInputs, options: KlOptions) -> tuple[KlInputs, KlConfig
     require_one_of("teacher_weight_layout", options.teacher_weight_layout, get_args(WeightLayout))
     check_validate(options.validate)
     check_memory_budget(options.memory_budget)
-    inputs = _as_arrays(inputs)
+    inputs = _as_arrays(inputs, _names_of_teacher(inputs, options))
     student = _checked_head(
         ("hidden", "lm_head_weight", "bias"),
         (inputs.hidden, inputs.lm_head_weight, inputs.bias),
         options.weight_layout,
         (options.logit_softcap, options.global_vocab_size),
     )
-    teacher = _checked_head(
-        ("teacher_hidden", "teacher_weight", "teacher_bias"),
-        (inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias),
-        options.teacher_weight_layout,
-        (options.teacher_logit_softcap, options.teacher_global_vocab_size),
-        whose="teacher_",
-    )
+    teacher = _checked_teacher(inputs, options, student.real_vocab_size)
     _check_lead(inputs)
-    require(
-        student.real_vocab_size == teacher.real_vocab_size,
-        f"student and teacher must share one vocabulary, got {student.real_vocab_size} and {teacher.real_vocab_size} "
-        "tokens: where a head is padded, global_vocab_size and teacher_global_vocab_size say how many are real.",
-    )
-    check_dtypes(inputs, integers=(), unchecked=("completion_mask",))
+    check_dtypes(inputs, integers=("teacher_ids",), unchecked=("completion_mask",))
     no_explicit_axes("linear_kl", inputs)
     check_devices(inputs)
     budget = None if options.memory_budget is None else int(options.memory_budget)
     return inputs, KlConfig(*_kind_and_share(options), student, teacher, budget)
 
 
-def _as_arrays(inputs: KlInputs) -> KlInputs:
+def _names_of_teacher(inputs: KlInputs, options: KlOptions) -> tuple[str, str]:
+    """The arrays that say what the teacher is: of its head, or of the tokens that it lists, and then nothing of a head
+    is given.
+    """
+    if inputs.teacher_ids is None and inputs.teacher_logps is None:
+        return "teacher_hidden", "teacher_weight"
+    listed, unset = ("teacher_ids", "teacher_logps"), asdict(KlOptions())
+    given = [name for name, x in inputs._asdict().items() if x is not None and name not in listed]
+    given += [name for name, x in asdict(options).items() if x != unset[name]]
+    of_head = [name for name in given if name.startswith("teacher_")]
+    require(not of_head, f"teacher_ids and teacher_logps replace a teacher's head: leave out {', '.join(of_head)}.")
+    return listed
+
+
+def _as_arrays(inputs: KlInputs, names_of_teacher: tuple[str, str]) -> KlInputs:
     """Every input as an array; a teacher without a temperature has the student's."""
+    needed = ("hidden", "lm_head_weight", *names_of_teacher)
     temperature = checked_temperature(inputs.temperature)
     teacher_temperature = temperature
     if inputs.teacher_temperature is not None:
         teacher_temperature = checked_temperature(inputs.teacher_temperature, "teacher_")
     given = {
-        name: as_array(name, x) if x is not None or name not in ("bias", "teacher_bias", "completion_mask") else None
+        name: as_array(name, x) if x is not None or name in needed else None
         for name, x in inputs._asdict().items()
         if not name.endswith("temperature")
     }
@@ -117,11 +131,36 @@ def _checked_head(
     )
 
 
+def _checked_teacher(inputs: KlInputs, options: KlOptions, real_vocab_size: int) -> OneHeadConfig | None:
+    """A teacher's head fits its hidden states and has the student's vocabulary. None is for one that lists tokens."""
+    if inputs.teacher_ids is not None:
+        ids, logps = inputs.teacher_ids.shape, inputs.teacher_logps.shape
+        require(
+            ids == logps and len(ids) >= 1 and ids[-1] >= 1,
+            f"teacher_ids and teacher_logps must both be [*lead, k], k >= 1, got shapes {ids} and {logps}.",
+        )
+        return None
+    teacher = _checked_head(
+        ("teacher_hidden", "teacher_weight", "teacher_bias"),
+        (inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias),
+        options.teacher_weight_layout,
+        (options.teacher_logit_softcap, options.teacher_global_vocab_size),
+        whose="teacher_",
+    )
+    require(
+        real_vocab_size == teacher.real_vocab_size,
+        f"student and teacher must share one vocabulary, got {real_vocab_size} and {teacher.real_vocab_size} "
+        "tokens: where a head is padded, global_vocab_size and teacher_global_vocab_size say how many are real.",
+    )
+    return teacher
+
+
 def _check_lead(inputs: KlInputs) -> None:
     """What has a row or a number for each token has the same lead shape."""
     lead = inputs.hidden.shape[:-1]
-    teacher = inputs.teacher_hidden.shape[:-1]
-    require(teacher == lead, f"teacher_hidden leading shape {teacher} must match hidden leading shape {lead}.")
+    for name in ("teacher_hidden", "teacher_ids"):
+        shape = getattr(getattr(inputs, name), "shape", (*lead, 0))[:-1]
+        require(shape == lead, f"{name} leading shape {shape} must match hidden leading shape {lead}.")
     for name in ("temperature", "teacher_temperature"):
         shape = getattr(inputs, name).shape
         require(shape in ((), lead), f"{name} must be a scalar or have hidden leading shape {lead}, got {shape}.")
@@ -161,8 +200,41 @@ def _find_tokens(active: Array, temperatures: tuple[Array, Array], *, count: int
     return _FoundTokens(KlTokens(student, teacher, active), (student_fit, teacher_fit))
 
 
-def tokens_of_call(inputs: KlInputs, validate: bool | None) -> KlTokens:
-    """Flat tokens; those that the mask leaves out are not active. A bad temperature is NaN, and poisons its row.
+class _FoundList(NamedTuple):
+    """What a teacher lists, which rows of it are good, and what `fit` gives for ids, for rows that name one twice, and
+    for rows of log-probs.
+    """
+
+    top_k: TeacherTopK
+    is_good: Array
+    fits: tuple[Array, Array, Array]
+
+
+@functools.partial(jax.jit, static_argnames="vocab_size")
+def _find_list(active: Array, ids: Array, logps: Array, *, vocab_size: int) -> _FoundList:
+    ids, logps = (jax.lax.optimization_barrier(x.reshape(active.size, x.shape[-1])) for x in (ids, logps))
+    is_in_range, is_listed = (ids >= -1) & (ids < vocab_size), ids >= 0
+    ordered = jnp.sort(ids, axis=1)
+    is_distinct = ~jnp.any((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0), axis=1)
+    logps = jnp.where(is_listed, logps.astype(jnp.float32), -jnp.inf)
+    is_probability = jnp.exp(logps).sum(axis=1) <= _MOST_PROBABILITY
+    rows, limits = jnp.arange(active.size, dtype=jnp.int32), (INT32.min, INT32.max)
+    is_good = jnp.all(is_in_range, axis=1) & is_distinct & is_probability
+    keeps = (active & is_good)[:, None]
+    return _FoundList(
+        TeacherTopK(jnp.where(keeps, ids, -1), jnp.where(keeps, logps, -jnp.inf)),
+        is_good,
+        (
+            fit(ids, is_in_range, active[:, None], limits),
+            fit(rows, is_distinct, active & ~is_distinct, limits),
+            fit(rows, is_probability, active & ~is_probability, limits),
+        ),
+    )
+
+
+def tokens_of_call(inputs: KlInputs, config: KlConfig, validate: bool | None) -> KlTokens:
+    """Flat tokens; those that the mask leaves out are not active. A bad temperature is NaN, and poisons its row; so is
+    that of a row of which the teacher lists bad values.
 
     Values are checked as those of other tokens are: they raise where they can be read, else they are reported to
     checkify.
@@ -172,6 +244,14 @@ def tokens_of_call(inputs: KlInputs, validate: bool | None) -> KlTokens:
     active = mask.reshape(-1)
     temperatures = jax.lax.stop_gradient((inputs.temperature, inputs.teacher_temperature))
     found = _find_tokens(active, temperatures, count=active.size)
-    checks = ((found.fits[0], BAD_TEMPERATURE), (found.fits[1], f"teacher_{BAD_TEMPERATURE}"))
-    temperature = checked(found.tokens.temperature, checks, validate, "temperature and teacher_temperature")
-    return found.tokens._replace(temperature=temperature)
+    checks = [(found.fits[0], BAD_TEMPERATURE), (found.fits[1], f"teacher_{BAD_TEMPERATURE}")]
+    if inputs.teacher_ids is None:
+        temperature = checked(found.tokens.temperature, checks, validate, "temperature and teacher_temperature")
+        return found.tokens._replace(temperature=temperature)
+    ids, logps = as_int32(inputs.teacher_ids), jax.lax.stop_gradient(inputs.teacher_logps)
+    listed = _find_list(active, ids, logps, vocab_size=config.real_vocab_size)
+    messages = (_IDS_OUT_OF_RANGE.replace("{last}", str(config.real_vocab_size - 1)), _TWICE, _NO_PROBABILITIES)
+    checks = [checks[0], *zip(listed.fits, messages, strict=True)]
+    temperature = checked(found.tokens.temperature, checks, validate, "temperature, teacher_ids and teacher_logps")
+    poisoned = jnp.where(active & ~listed.is_good, jnp.nan, temperature)
+    return found.tokens._replace(temperature=poisoned, top_k=listed.top_k)

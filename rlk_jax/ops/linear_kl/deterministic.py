@@ -7,7 +7,7 @@ the backward makes all logits once more. Padding of a head is never read.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ from rlk_jax.core.fixed_order import (
     ascending_sum,
     fma_chain,
     halving_sum,
+    pairwise_sum,
 )
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
 from rlk_jax.core.softmax import Partial, empty_partial, fixed_order_partial, fold, logits_of, merged
 from rlk_jax.core.transforms import varying_like
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Terms, raw_gradients, terms_of
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Slopes, Terms, raw_gradients, slopes_of, terms_of
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -42,6 +43,16 @@ from rlk_jax.ops.linear_kl.options import (
     OneHead,
     OneHeadConfig,
     Operands,
+    TeacherTopK,
+)
+from rlk_jax.ops.linear_kl.top_k import (
+    BucketStatistics,
+    listed_logits,
+    no_values,
+    normalizer_of_rest,
+    slopes_with_rest,
+    terms_of_buckets,
+    without_listed,
 )
 
 Array = jax.Array
@@ -50,6 +61,7 @@ Array = jax.Array
 class _HeadRows(NamedTuple):
     """A head beside a block's 64 rows of its hidden states, their columns padded, and the rows' temperatures."""
 
+    config: OneHeadConfig
     head: OneHead
     hidden: Array
     temperature: Array
@@ -65,68 +77,118 @@ class _ChunkLogits(NamedTuple):
     logits: Array
 
 
-def _head_rows(head: OneHead, block: Block, temperature: Array) -> _HeadRows:
-    hidden = padded_columns(block.take_hidden(head.hidden))
-    return _HeadRows(head, hidden, temperature)
+def _head_rows(config: OneHeadConfig, head: OneHead, block: Block, temperature: Array) -> _HeadRows:
+    return _HeadRows(config, head, padded_columns(block.take_hidden(head.hidden)), temperature)
 
 
-def _rows_of_both(operands: Operands, block: Block, tokens: KlTokens) -> tuple[_HeadRows, _HeadRows]:
-    student = _head_rows(operands.student, block, tokens.temperature)
-    return student, _head_rows(operands.teacher, block, tokens.teacher_temperature)
+def _rows_of_both(
+    config: KlConfig, operands: Operands, block: Block, tokens: KlTokens
+) -> tuple[_HeadRows, _HeadRows | None]:
+    """Those of the student, and of a teacher that has a head."""
+    student = _head_rows(config.student, operands.student, block, tokens.temperature)
+    if config.teacher is None or operands.teacher is None:
+        return student, None
+    return student, _head_rows(config.teacher, operands.teacher, block, tokens.teacher_temperature)
 
 
-def _chunk_logits(config: KlConfig, head: OneHeadConfig, rows: _HeadRows, group: Array, index: Array) -> _ChunkLogits:
+def _chunk_logits(config: KlConfig, rows: _HeadRows, group: Array, index: Array) -> _ChunkLogits:
     """Those of chunk number `index` of a group."""
     weight, bias, real = (rows.head.weight,), rows.head.bias, config.real_vocab_size
-    chunk = column_chunk(weight, bias, head.weight_layout, config.groups, real, group, index)
+    chunk = column_chunk(weight, bias, rows.config.weight_layout, config.groups, real, group, index)
     products = chunk.products(rows.hidden)
-    logits = logits_of(head, products, chunk.bias, rows.temperature, chunk.columns, real)
+    logits = logits_of(rows.config, products, chunk.bias, rows.temperature, chunk.columns, real)
     return _ChunkLogits(chunk, products + chunk.bias, jnp.where(chunk.valid, logits, -jnp.inf))
 
 
-def _both_chunk_logits(
-    config: KlConfig, both: tuple[_HeadRows, _HeadRows], group: Array, index: Array
-) -> tuple[_ChunkLogits, _ChunkLogits]:
-    """The student's and the teacher's."""
-    student = _chunk_logits(config, config.student, both[0], group, index)
-    return student, _chunk_logits(config, config.teacher, both[1], group, index)
+def _partial_of_chunk(logits: Array) -> Partial:
+    return fixed_order_partial(logits, jnp.zeros((1, BLOCK_COLUMNS), bool), with_gap=False)
 
 
-def _normalizer_in_order(config: KlConfig, head: OneHeadConfig, rows: _HeadRows) -> Normalizer:
-    no_target = jnp.zeros((1, BLOCK_COLUMNS), bool)
-
+def _normalizer_in_order(config: KlConfig, rows: _HeadRows) -> Normalizer:
     def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
-        logits = _chunk_logits(config, head, rows, group, index).logits
-        return fold(so_far, fixed_order_partial(logits, no_target, with_gap=False))
+        return fold(so_far, _partial_of_chunk(_chunk_logits(config, rows, group, index).logits))
 
     empty = empty_partial(BLOCK_ROWS, rows.hidden, with_gap=False)
     found = merged(folded_by_group(config.groups, add_chunk, empty))
     return Normalizer(found.max, found.log_sum)
 
 
-def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics]:
-    def of_block(block: Block) -> tuple[Array, KlStatistics]:
-        both = _rows_of_both(operands, block, block.take(tokens))
-        student = _normalizer_in_order(config, config.student, both[0])
-        teacher = _normalizer_in_order(config, config.teacher, both[1])
+def _from_head(config: KlConfig, student: _HeadRows, teacher: _HeadRows) -> tuple[Array, KlStatistics]:
+    """The divergence of a block from a teacher that has a head."""
+    normalizer = _normalizer_in_order(config, student)
+    teacher_normalizer = _normalizer_in_order(config, teacher)
 
-        def add_chunk(group: Array, index: Array, so_far: Terms) -> Terms:
-            own, other = _both_chunk_logits(config, both, group, index)
-            terms = terms_of(config, student.logprobs(own.logits), teacher.logprobs(other.logits))
-            return jax.tree.map(lambda total, x: total + halving_sum(x), so_far, terms)
+    def add_chunk(group: Array, index: Array, so_far: Terms) -> Terms:
+        own = _chunk_logits(config, student, group, index).logits
+        other = _chunk_logits(config, teacher, group, index).logits
+        terms = terms_of(config, normalizer.logprobs(own), teacher_normalizer.logprobs(other))
+        return jax.tree.map(lambda total, x: total + halving_sum(x), so_far, terms)
 
-        zeros = varying_like(jnp.zeros(BLOCK_ROWS, jnp.float32), both[0].hidden)
-        groups = folded_by_group(config.groups, add_chunk, Terms(zeros, zeros))
-        value, slope = jax.tree.map(ascending_sum, groups)
-        return value, KlStatistics(student, teacher, slope)
+    zeros = varying_like(jnp.zeros(BLOCK_ROWS, jnp.float32), student.hidden)
+    groups = folded_by_group(config.groups, add_chunk, Terms(zeros, zeros))
+    value, slope = jax.tree.map(ascending_sum, groups)
+    return value, KlStatistics(normalizer, teacher_normalizer, slope)
 
-    zeros = jnp.zeros(tokens.active.shape, jnp.float32)
-    start = zeros, KlStatistics(Normalizer(zeros, zeros), Normalizer(zeros, zeros), zeros)
-    return store_by_block(tokens.active, BLOCK_ROWS, of_block, start)
+
+class _ListedSums(NamedTuple):
+    """The softmax over some columns without those that the teacher lists, and the logits `[64, k]` of these."""
+
+    rest: Partial
+    logits: Array
+
+
+def _from_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> tuple[Array, BucketStatistics]:
+    """The divergence of a block from a teacher that lists tokens."""
+
+    def add_chunk(group: Array, index: Array, so_far: _ListedSums) -> _ListedSums:
+        (chunk, _, logits) = _chunk_logits(config, student, group, index)
+        rest = _partial_of_chunk(without_listed(logits, top_k, chunk.start))
+        # Each listed token has its logit in one chunk, and 0 in all others; columns behind a group are −inf there.
+        own = jnp.where(chunk.valid, logits, 0)
+        return _ListedSums(fold(so_far.rest, rest), so_far.logits + listed_logits(own, top_k, chunk.start))
+
+    nothing = varying_like(jnp.zeros(top_k.ids.shape, jnp.float32), student.hidden)
+    empty = _ListedSums(empty_partial(BLOCK_ROWS, student.hidden, with_gap=False), nothing)
+    found = folded_by_group(config.groups, add_chunk, empty)
+    rest = merged(found.rest)
+    normalizer = _normalizer_in_order(config, student)
+    of_rest = normalizer_of_rest(rest.max, rest.log_sum)
+    terms = terms_of_buckets(config, top_k, ascending_sum(found.logits), normalizer, of_rest)
+    return pairwise_sum(terms.value), BucketStatistics(normalizer, of_rest, terms.slope)
+
+
+def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]:
+    def of_block(block: Block) -> tuple[Array, KlStatistics | BucketStatistics]:
+        own = block.take(tokens)
+        student, teacher = _rows_of_both(config, operands, block, own)
+        if own.top_k is not None:
+            return _from_list(config, student, own.top_k)
+        assert teacher is not None
+        return _from_head(config, student, teacher)
+
+    return store_by_block(tokens.active, BLOCK_ROWS, of_block, no_values(tokens))
+
+
+class _Rows(NamedTuple):
+    """What a block has of both in the backward: its rows, its tokens, and what the forward found for them."""
+
+    student: _HeadRows
+    teacher: _HeadRows | None
+    tokens: KlTokens
+    statistics: Any
+
+
+def _slopes_of_chunk(config: KlConfig, rows: _Rows, own: _ChunkLogits, group: Array, index: Array) -> Slopes:
+    """Those of a chunk in which the student has these logits."""
+    if rows.tokens.top_k is not None:
+        return slopes_with_rest(rows.statistics, rows.tokens.top_k, own.logits, own.chunk.start)
+    assert rows.teacher is not None
+    others = _chunk_logits(config, rows.teacher, group, index).logits
+    return slopes_of(config, (own.logits, others), rows.statistics)
 
 
 def _gradients(
-    config: KlConfig, needs: Needs, operands: Operands, tokens: KlTokens, statistics: KlStatistics, upstream: Array
+    config: KlConfig, needs: Needs, operands: Operands, tokens: KlTokens, statistics: Any, upstream: Array
 ) -> Gradients:
     """dH is summed over chunks and groups as the softmax is; dW and db are one chain over ascending active tokens.
 
@@ -138,13 +200,13 @@ def _gradients(
     def step(block: Block, so_far: Gradients) -> Gradients:
         own, (own_statistics, own_upstream) = block.take(tokens), block.take((statistics, upstream))
         own = own._replace(active=block.active)
-        both = _rows_of_both(operands, block, own)
-        rows = both[0]
+        both = _Rows(*_rows_of_both(config, operands, block, own), own, own_statistics)
+        rows = both.student
 
         def of_chunk(group: Array, index: Array, so_far: Gradients) -> Gradients:
-            (chunk, raw, logits), other = _both_chunk_logits(config, both, group, index)
-            of_both = (logits, other.logits)
-            gradient = raw_gradients(config, raw, of_both, own, own_statistics, own_upstream, chunk.valid)
+            logits = _chunk_logits(config, rows, group, index)
+            chunk, slopes = logits.chunk, _slopes_of_chunk(config, both, logits, group, index)
+            gradient = raw_gradients(config, logits.raw, slopes, own, own_upstream, chunk.valid)
             d_hidden, d_weight, d_bias = so_far
             if d_hidden is not None:
                 d_hidden += fma_chain(gradient.T, chunk.weight, jnp.zeros_like(rows.hidden))

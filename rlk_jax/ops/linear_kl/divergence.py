@@ -90,23 +90,28 @@ def _log_mixture(own: Array, other: Array, d: Array) -> Array:
     return jnp.where(d < -1, far, near)
 
 
+class Slopes(NamedTuple):
+    """The slopes of columns `[N, columns]`, the student's probabilities there, and the sum of all slopes `[N]`."""
+
+    slope: Array
+    probability: Array
+    total: Array
+
+
+def slopes_of(config: KlConfig, logits: tuple[Array, Array], statistics: KlStatistics) -> Slopes:
+    """Those of columns in which `logits` are those of student and teacher."""
+    student, teacher = statistics.student.logprobs(logits[0]), statistics.teacher.logprobs(logits[1])
+    return Slopes(terms_of(config, student, teacher).slope, jnp.exp(student), statistics.slope)
+
+
 def raw_gradients(
-    config: KlConfig,
-    raw: Array,
-    logits: tuple[Array, Array],
-    tokens: KlTokens,
-    statistics: KlStatistics,
-    upstream: Array,
-    is_real: Array,
+    config: KlConfig, raw: Array, slopes: Slopes, tokens: KlTokens, upstream: Array, is_real: Array
 ) -> Array:
     """The gradient with respect to `raw`, the student's logits before softcap and temperature, `[N, columns]`.
 
-    `logits` are those of student and teacher. It is exactly 0 for tokens that are not active, and in columns that are
-    not real. Everything is float32.
+    It is exactly 0 for tokens that are not active, and in columns that are not real. Everything is float32.
     """
-    student, teacher = statistics.student.logprobs(logits[0]), statistics.teacher.logprobs(logits[1])
-    slope = terms_of(config, student, teacher).slope
-    centred = slope - rounded_product(jnp.exp(student), statistics.slope[:, None])
+    centred = slopes.slope - rounded_product(slopes.probability, slopes.total[:, None])
     gradient = rounded_product(upstream[:, None], centred)
     counts = tokens.active[:, None] & is_real
     return before_softcap(config.student, gradient, raw, tokens.temperature, counts)

@@ -1,6 +1,6 @@
 """What a call of linear_kl carries: its options, its arrays, and what every implementation takes and gives.
 
-Implementations see flat tokens `[N]`, N >= 1, and two whole heads of one vocabulary.
+Implementations see flat tokens `[N]`, N >= 1, and two whole heads of one vocabulary, or one and what the teacher lists.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ DivergenceKind = Literal["forward", "reverse", "jsd"]
 
 class KlInputs(NamedTuple):
     """One call's arrays as the user shaped them: hidden states `[*lead, D]` and `[*lead, Dt]`, heads, biases `[V]` or
-    None, the mask `[*lead]` or None, temperatures `[]` or `[*lead]`; None for a teacher's that is the student's.
+    None, the mask `[*lead]` or None, temperatures `[]` or `[*lead]`; None for a teacher's that is the student's. A
+    teacher has a head, or ids and log-probs `[*lead, k]`.
     """
 
     hidden: Any
@@ -31,6 +32,8 @@ class KlInputs(NamedTuple):
     completion_mask: Any
     temperature: Any
     teacher_temperature: Any
+    teacher_ids: Any
+    teacher_logps: Any
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,16 @@ class OneHeadConfig(SoftmaxConfig):
 
 @dataclass(frozen=True)
 class KlConfig:
-    """The static facts of one call that an implementation is compiled for. Both heads have one true vocabulary."""
+    """The static facts of one call that an implementation is compiled for. Both heads have one true vocabulary.
+
+    The teacher is None where it has no head.
+    """
 
     kind: DivergenceKind
     beta: float
     """The teacher's share of the mixture, above 0 and below 1; only kind "jsd" has one."""
     student: OneHeadConfig
-    teacher: OneHeadConfig
+    teacher: OneHeadConfig | None
     memory_budget: int | None
     """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
 
@@ -94,18 +100,31 @@ class OneHead(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of both. Only the student's get gradients."""
+    """The arrays of both. Only the student's get gradients. The teacher is None where it has no head."""
 
     student: OneHead
-    teacher: OneHead
+    teacher: OneHead | None
+
+
+class TeacherTopK(NamedTuple):
+    """Tokens that a teacher lists, and their log-probs under it: int32 and float32 `[N, k]`.
+
+    An id of −1, whose log-prob is −inf, is none. The ids of a row are in range and distinct.
+    """
+
+    ids: Array
+    logps: Array
 
 
 class KlTokens(NamedTuple):
-    """One row per token `[N]`: both temperatures, float32, of which NaN poisons the row; and whether it counts."""
+    """One row per token `[N]`: both temperatures, float32, of which NaN poisons the row; whether it counts; and what
+    the teacher lists, or None for a teacher that has a head.
+    """
 
     temperature: Array
     teacher_temperature: Array
     active: Array
+    top_k: TeacherTopK | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.transforms import isolated
-from rlk_jax.ops.linear_kl.divergence import Terms, terms_of
+from rlk_jax.ops.linear_kl.divergence import Slopes, terms_of
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -19,6 +19,7 @@ from rlk_jax.ops.linear_kl.options import (
     OneHeadConfig,
     Operands,
 )
+from rlk_jax.ops.linear_kl.top_k import divergence_of_logits, slopes_with_rest
 
 Array = jax.Array
 
@@ -38,17 +39,22 @@ def _logits_of_head(config: OneHeadConfig, head: OneHead, temperature: Array) ->
     return logits / temperature[:, None]
 
 
-def _terms_of_logits(config: KlConfig, student: Array, operands: Operands, tokens: KlTokens) -> tuple[Array, Terms]:
-    """The student's log-probabilities, and the terms."""
+def _divergence(config: KlConfig, student: Array, operands: Operands, tokens: KlTokens) -> tuple[Array, Slopes]:
+    """The divergence of a student of these logits, and the slopes of all columns."""
+    if tokens.top_k is not None:
+        value, statistics = divergence_of_logits(config, tokens.top_k, student)
+        return value, slopes_with_rest(statistics, tokens.top_k, student)
+    assert config.teacher is not None and operands.teacher is not None
     teacher = _logits_of_head(config.teacher, operands.teacher, tokens.teacher_temperature)
     logprobs = _log_softmax(student)
-    return logprobs, terms_of(config, logprobs, _log_softmax(teacher))
+    terms = terms_of(config, logprobs, _log_softmax(teacher))
+    return terms.value.sum(axis=1), Slopes(terms.slope, jnp.exp(logprobs), terms.slope.sum(axis=1))
 
 
 def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, tuple[()]]:
-    """The sum of all columns' terms."""
+    """The sum of all terms."""
     student = _logits_of_head(config.student, operands.student, tokens.temperature)
-    return _terms_of_logits(config, student, operands, tokens)[1].value.sum(axis=1), ()
+    return _divergence(config, student, operands, tokens)[0], ()
 
 
 def _gradients(
@@ -63,8 +69,8 @@ def _gradients(
         return _logits_of_head(config.student, student, temperature)
 
     student, pull_back = jax.vjp(logits, operands.student._replace(hidden=hidden))
-    logprobs, (_, slope) = _terms_of_logits(config, student, operands, tokens)
-    gradient = upstream[:, None] * (slope - jnp.exp(logprobs) * slope.sum(axis=1, keepdims=True))
+    slope, probability, total = _divergence(config, student, operands, tokens)[1]
+    gradient = upstream[:, None] * (slope - probability * total[:, None])
     found = pull_back(jnp.where(active[:, None], gradient, 0))[0]
     return Gradients(
         found.hidden if needs.hidden else None,

@@ -1,10 +1,11 @@
 """The portable implementation that never holds `[N, V]`: blocks of tokens against both whole vocabularies.
 
 A block's logits of student and teacher are made once in the forward, where their softmaxes and the divergence are taken
-of them, and once more in the backward. Sums stay float32 to the end; XLA runs blocks of tokens as full-width GEMMs.
+of them, and once more in the backward; a teacher that lists tokens has none. Sums stay float32 to the end; XLA runs
+blocks of tokens as full-width GEMMs.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,14 @@ from jax import lax
 from rlk_jax.core.gemm import common_dtype, wide_product
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
 from rlk_jax.core.softmax import fp16_scale, logits_of, partial_of_rows
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, raw_gradients, terms_of
+from rlk_jax.ops.linear_kl.divergence import (
+    KlStatistics,
+    Normalizer,
+    Slopes,
+    raw_gradients,
+    slopes_of,
+    terms_of,
+)
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -24,6 +32,7 @@ from rlk_jax.ops.linear_kl.options import (
     OneHeadConfig,
     Operands,
 )
+from rlk_jax.ops.linear_kl.top_k import BucketStatistics, divergence_of_logits, no_values, slopes_with_rest
 
 Array = jax.Array
 _BYTES_PER_COLUMN = 18
@@ -36,9 +45,9 @@ def rows_of_block(config: KlConfig, operands: Operands) -> int:
     """Tokens of a block, as many as the budget holds. Every block reads both heads once and writes dW, so that the
     default budget is no less than their bytes.
     """
-    weights = operands.student.weight, operands.teacher.weight
+    weights = [x.weight for x in operands if x is not None]
     budget = config.memory_budget or max(MEMORY_BUDGET, sum(x.size * x.dtype.itemsize for x in weights))
-    columns = max(config.student.vocab_size, config.teacher.vocab_size)
+    columns = max(x.vocab_size for x in (config.student, config.teacher) if x is not None)
     return rows_within(budget, _BYTES_PER_COLUMN * columns, operands.student.hidden.shape[0])
 
 
@@ -58,11 +67,14 @@ def _block_logits(config: OneHeadConfig, head: OneHead, block: Block, temperatur
     return _BlockLogits(raw, logits_of(config, raw, jnp.zeros((1, 1), jnp.float32), temperature, columns, real))
 
 
-def _both_logits(
-    config: KlConfig, operands: Operands, block: Block, tokens: KlTokens
-) -> tuple[_BlockLogits, _BlockLogits]:
-    student = _block_logits(config.student, operands.student, block, tokens.temperature)
-    return student, _block_logits(config.teacher, operands.teacher, block, tokens.teacher_temperature)
+def _student_logits(config: KlConfig, operands: Operands, block: Block, tokens: KlTokens) -> _BlockLogits:
+    return _block_logits(config.student, operands.student, block, tokens.temperature)
+
+
+def _teacher_logits(config: KlConfig, operands: Operands, block: Block, tokens: KlTokens) -> Array:
+    """Those of a teacher that has a head."""
+    assert config.teacher is not None and operands.teacher is not None
+    return _block_logits(config.teacher, operands.teacher, block, tokens.teacher_temperature).logits
 
 
 def _tokens_of(block: Block, tokens: KlTokens) -> KlTokens:
@@ -74,21 +86,35 @@ def _normalizer_of_rows(logits: Array) -> Normalizer:
     return Normalizer(partial.max, jnp.log(partial.total))
 
 
-def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics]:
-    def of_block(block: Block) -> tuple[Array, KlStatistics]:
-        logits = [x.logits for x in _both_logits(config, operands, block, _tokens_of(block, tokens))]
+def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]:
+    def of_head(block: Block) -> tuple[Array, KlStatistics]:
+        own = _tokens_of(block, tokens)
+        logits = _student_logits(config, operands, block, own).logits, _teacher_logits(config, operands, block, own)
         # Behind the barrier, XLA sums up the rows of both alike: equal ones then have equal sums.
         student, teacher = lax.optimization_barrier(tuple(map(_normalizer_of_rows, logits)))
         terms = terms_of(config, student.logprobs(logits[0]), teacher.logprobs(logits[1]))
         return terms.value.sum(axis=1), KlStatistics(student, teacher, terms.slope.sum(axis=1))
 
-    zeros = jnp.zeros(tokens.active.shape, jnp.float32)
-    start = zeros, KlStatistics(Normalizer(zeros, zeros), Normalizer(zeros, zeros), zeros)
-    return store_by_block(tokens.active, rows_of_block(config, operands), of_block, start)
+    def of_listed(block: Block) -> tuple[Array, BucketStatistics]:
+        own = _tokens_of(block, tokens)
+        assert own.top_k is not None
+        return divergence_of_logits(config, own.top_k, _student_logits(config, operands, block, own).logits)
+
+    of_block = of_head if tokens.top_k is None else of_listed
+    return store_by_block(tokens.active, rows_of_block(config, operands), of_block, no_values(tokens))
+
+
+def _slopes(
+    config: KlConfig, operands: Operands, block: Block, tokens: KlTokens, statistics: Any, logits: Array
+) -> Slopes:
+    """Those of a block whose student has these logits."""
+    if tokens.top_k is not None:
+        return slopes_with_rest(statistics, tokens.top_k, logits)
+    return slopes_of(config, (logits, _teacher_logits(config, operands, block, tokens)), statistics)
 
 
 def _gradients(
-    config: KlConfig, needs: Needs, operands: Operands, tokens: KlTokens, statistics: KlStatistics, upstream: Array
+    config: KlConfig, needs: Needs, operands: Operands, tokens: KlTokens, statistics: Any, upstream: Array
 ) -> Gradients:
     """Gradients of logits are rounded once, to the dtype of the student's operands; dW and db are summed in float32."""
     head, student = config.student, operands.student
@@ -97,9 +123,9 @@ def _gradients(
 
     def step(block: Block, so_far: Gradients) -> Gradients:
         own, (own_statistics, own_upstream) = _tokens_of(block, tokens), block.take((statistics, upstream))
-        (raw, logits), (_, teacher_logits) = _both_logits(config, operands, block, own)
-        both, is_real = (logits, teacher_logits), jnp.ones((), bool)
-        exact = raw_gradients(config, raw, both, own, own_statistics, own_upstream, is_real)
+        raw, logits = _student_logits(config, operands, block, own)
+        slopes = _slopes(config, operands, block, own, own_statistics, logits)
+        exact = raw_gradients(config, raw, slopes, own, own_upstream, jnp.ones((), bool))
         # float16 needs a power of two, so that gradients near 1e-9 survive.
         scale = fp16_scale(jnp.max(jnp.abs(exact))) if dtype == jnp.float16 else jnp.ones((), jnp.float32)
         rounded = (exact * scale).astype(dtype)

@@ -21,6 +21,9 @@ GOOD = {
     "teacher_global_vocab_size": 10,
 }
 SHARED = "student and teacher must share one vocabulary, got"
+LISTED = {"teacher_hidden": None, "teacher_weight": None, "teacher_global_vocab_size": None}
+LISTED |= {"teacher_ids": jnp.zeros((2, 3, 1), int), "teacher_logps": jnp.full((2, 3, 1), -1.0)}
+NO_HEAD = "teacher_ids and teacher_logps replace a teacher's head: leave out"
 BAD = {
     "kind": ({"kind": "symmetric"}, "kind must be one of ('forward', 'reverse', 'jsd'), got 'symmetric'."),
     "beta": ({"beta": 1.5}, "beta must be a number in [0, 1], got 1.5."),
@@ -74,6 +77,29 @@ BAD = {
         {"completion_mask": jnp.ones((2, 3), complex)},
         "completion_mask must be bool, integer or float, got complex64.",
     ),
+    "half a list": (
+        LISTED | {"teacher_logps": None},
+        "teacher_logps must be a JAX or NumPy array, got builtins.NoneType.",
+    ),
+    "list shapes": (
+        LISTED | {"teacher_logps": jnp.zeros((2, 3))},
+        "teacher_ids and teacher_logps must both be [*lead, k], k >= 1, got shapes (2, 3, 1) and (2, 3).",
+    ),
+    "list lead": (
+        LISTED | {"teacher_ids": jnp.zeros((3, 1), int), "teacher_logps": jnp.zeros((3, 1))},
+        "teacher_ids leading shape (3,) must match hidden leading shape (2, 3).",
+    ),
+    "list dtype": (LISTED | {"teacher_ids": jnp.zeros((2, 3, 1))}, "teacher_ids must be integers, got float32."),
+    "list dtype of log-probs": (
+        LISTED | {"teacher_logps": jnp.zeros((2, 3, 1), int)},
+        "teacher_logps must be bfloat16, float16 or float32, got int32.",
+    ),
+    "list and head": (LISTED | {"teacher_hidden": TEACHER_HIDDEN}, f"{NO_HEAD} teacher_hidden."),
+    "list and temperature": (LISTED | {"teacher_temperature": 1.0}, f"{NO_HEAD} teacher_temperature."),
+    "list and options": (
+        LISTED | {"teacher_weight_layout": "dv", "teacher_logit_softcap": 3.0},
+        f"{NO_HEAD} teacher_logit_softcap, teacher_weight_layout.",
+    ),
     "dtype": ({"hidden": jnp.ones((2, 3, 8), int)}, "hidden must be bfloat16, float16 or float32, got int32."),
     "implementation": ({"implementation": "torch"}, "implementation must be one of"),
     "no such implementation": (
@@ -120,6 +146,48 @@ VALUES = {
     "teacher_temperature": "teacher_temperature must be positive and finite, got values in [0.0, 1.0]",
 }
 ONE_BAD = jnp.ones((2, 3)).at[0, 1].set(0)
+
+
+TWO = jnp.array([3, -1])
+LISTS = {
+    "range": (TWO.at[1].set(10), jnp.log(jnp.array([0.5, 0.1])), "teacher_ids out of range: expected [0, 9], or -1 as"),
+    "sign": (TWO.at[1].set(-2), jnp.log(jnp.array([0.5, 0.1])), "padding, got values in [-2, 3]."),
+    "twice": (
+        TWO.at[1].set(3),
+        jnp.log(jnp.array([0.5, 0.1])),
+        "teacher_ids must be distinct: rows 1 to 1 of",
+    ),
+    "sum": (
+        TWO.at[1].set(4),
+        jnp.log(jnp.array([0.5, 0.6])),
+        "teacher_logps must be log-probabilities, of 1.02",
+    ),
+    "NaN": (TWO, jnp.array([jnp.nan, 0.1]), "those of rows 1 to 1 of the flat tokens are not."),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_values_of_a_list(name):
+    """They raise where they can be read. Under jit they make NaN of their row, of its gradient and of dW, and are
+    reported; in a row that the mask leaves out they do nothing.
+    """
+    ids, logps, message = LISTS[name]
+    ids, logps = jnp.stack([TWO, ids, TWO]), jnp.stack([jnp.log(jnp.array([0.5, 0.1])), logps, jnp.zeros(2)])
+    hidden, listed = HIDDEN[0], {"teacher_ids": ids, "teacher_logps": logps}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        linear_kl(hidden, WEIGHT, **listed)
+    call = jax.jit(lambda hidden, weight: linear_kl(hidden, weight, **listed))
+    values, pull_back = jax.vjp(call, hidden, WEIGHT)
+    d_hidden, d_weight = pull_back(jnp.ones(3))
+    np.testing.assert_array_equal(jnp.isnan(values), [False, True, False])
+    np.testing.assert_array_equal(jnp.isnan(d_hidden).all(axis=1), [False, True, False])
+    assert jnp.isnan(d_weight).all()
+    error, _ = checkify.checkify(call)(hidden, WEIGHT)
+    with pytest.raises(checkify.JaxRuntimeError, match=re.escape(message)):
+        error.throw()
+    with jax.debug_nans(True):
+        mask = jnp.array([True, False, True])
+        assert not jnp.isnan(linear_kl(hidden, WEIGHT, **listed, completion_mask=mask)).any()
 
 
 @pytest.mark.parametrize("validate", [None, True])

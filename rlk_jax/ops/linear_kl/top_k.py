@@ -1,0 +1,105 @@
+"""A teacher that is known by its most probable tokens.
+
+Each of these tokens is a bucket, and the rest of the vocabulary together is one more, which stands in front of them. A
+divergence is that of the two distributions over the buckets.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
+from rlk_jax.core.softmax import partial_of_rows, zero_if_neg_inf
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Slopes, Terms, terms_of
+from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens, TeacherTopK
+
+Array = jax.Array
+_LEAST_REST = -1e-7
+"""The largest logarithm of the sum of a teacher's listed probabilities. As much as their rounding is left to the rest:
+a rest of 0 would make a reverse divergence infinite.
+"""
+
+
+class BucketStatistics(NamedTuple):
+    """What a backward needs of the forward: the student's softmax over all tokens and over the rest, and the slope of
+    each bucket `[N, 1 + k]`, that of the rest first.
+    """
+
+    student: Normalizer
+    rest: Normalizer
+    slopes: Array
+
+
+def no_values(tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]:
+    """Zeros, which divergences and statistics are stored in."""
+    zeros = jnp.zeros(tokens.active.shape, jnp.float32)
+    normalizer = Normalizer(zeros, zeros)
+    if tokens.top_k is None:
+        return zeros, KlStatistics(normalizer, normalizer, zeros)
+    rows, count = tokens.top_k.ids.shape
+    return zeros, BucketStatistics(normalizer, normalizer, jnp.zeros((rows, 1 + count), jnp.float32))
+
+
+def divergence_of_logits(config: KlConfig, top_k: TeacherTopK, logits: Array) -> tuple[Array, BucketStatistics]:
+    """The divergence of rows of all of the student's logits, with sums over these in whatever order XLA picks."""
+    whole, others = (partial_of_rows(x, x[:, 0], with_gap=False) for x in (logits, without_listed(logits, top_k)))
+    student, rest = Normalizer(whole.max, jnp.log(whole.total)), normalizer_of_rest(others.max, jnp.log(others.total))
+    terms = terms_of_buckets(config, top_k, listed_logits(logits, top_k), student, rest)
+    return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
+
+
+def normalizer_of_rest(maximum: Array, log_sum: Array) -> Normalizer:
+    """That of the tokens that the teacher does not list, of which there may be none."""
+    return Normalizer(zero_if_neg_inf(maximum), log_sum)
+
+
+def without_listed(logits: Array, top_k: TeacherTopK, start: Array | int = 0) -> Array:
+    """Logits of the columns from `start` on, −inf where the teacher lists the token."""
+    return _with_listed(logits, top_k, start, jnp.float32(-jnp.inf))
+
+
+def listed_logits(logits: Array, top_k: TeacherTopK, start: Array | int = 0) -> Array:
+    """The logits `[N, k]` of the tokens that the teacher lists; 0 where they are not among the columns."""
+    places = _places(top_k, start, logits.shape[1])
+    found = jnp.take_along_axis(logits, places, axis=1, mode="clip")
+    return jnp.where(places < logits.shape[1], found, 0)
+
+
+def terms_of_buckets(
+    config: KlConfig, top_k: TeacherTopK, logits: Array, student: Normalizer, rest: Normalizer
+) -> Terms:
+    """The terms of each bucket `[N, 1 + k]`, from the student's logits `[N, k]` of the listed tokens."""
+    is_listed = top_k.ids >= 0
+    of_rest = (rest.max - student.max) + (rest.log_sum - student.log_sum)
+    own = jnp.where(is_listed, student.logprobs(logits), -jnp.inf)
+    listed = jnp.log(pairwise_sum(jnp.where(is_listed, jnp.exp(top_k.logps), 0)))
+    teacher_rest = jnp.log(-jnp.expm1(jnp.minimum(listed, _LEAST_REST)))
+    has_rest = is_listed.sum(axis=1) < config.real_vocab_size
+    return terms_of(
+        config,
+        jnp.concatenate([of_rest[:, None], own], axis=1),
+        jnp.concatenate([jnp.where(has_rest, teacher_rest, -jnp.inf)[:, None], top_k.logps], axis=1),
+    )
+
+
+def slopes_with_rest(statistics: BucketStatistics, top_k: TeacherTopK, logits: Array, start: Array | int = 0) -> Slopes:
+    """Those of the columns from `start` on: a token of the rest has its share of the slope of the rest."""
+    rest = statistics.rest._replace(log_sum=zero_if_neg_inf(statistics.rest.log_sum))
+    # What a listed token would have there may overflow, and is replaced.
+    share = jnp.exp(jnp.minimum(rest.logprobs(logits), 0))
+    slopes = rounded_product(share, statistics.slopes[:, :1])
+    slopes = _with_listed(slopes, top_k, start, statistics.slopes[:, 1:])
+    return Slopes(slopes, jnp.exp(statistics.student.logprobs(logits)), pairwise_sum(statistics.slopes))
+
+
+def _places(top_k: TeacherTopK, start: Array | int, columns: int) -> Array:
+    """Where each listed token stands among the columns from `start` on; `columns` if it does not."""
+    places = top_k.ids - start
+    return jnp.where((top_k.ids >= 0) & (places >= 0) & (places < columns), places, columns)
+
+
+def _with_listed(x: Array, top_k: TeacherTopK, start: Array | int, values: Array) -> Array:
+    """`x [N, columns]` with the columns of listed tokens set."""
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    return x.at[rows, _places(top_k, start, x.shape[1])].set(values, mode="drop")

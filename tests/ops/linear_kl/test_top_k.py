@@ -1,0 +1,263 @@
+"""linear_kl from the tokens that a teacher lists: each is a bucket, and all others together are one more."""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlk_jax import linear_kl
+from tests.support import helpers
+from tests.support.divergences import KINDS
+from tests.support.helpers import assert_same_bits, assert_within_contract
+
+BETA = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem by its sizes and options."""
+
+    name: str
+    tokens: int = 40
+    vocab: int = 300
+    real: int = 300
+    count: int = 6
+    bias: bool = False
+    temperature: bool = False
+    op_class: str = "linear_kl"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Problem(NamedTuple):
+    """Arrays of one case; the head is `[V, D]`, and what is listed `[N, k]`."""
+
+    hidden: Any
+    weight: Any
+    bias: Any
+    ids: Any
+    logps: Any
+    temperature: Any
+    mask: Any
+    upstream: Any
+
+
+class Found(NamedTuple):
+    """The divergence, and the gradients of the student's operands."""
+
+    values: Any
+    hidden: Any
+    weight: Any
+    bias: Any
+
+
+def make(case: Case, dtype: Any) -> Problem:
+    """A teacher whose rows list fewer and fewer tokens; rows that the mask leaves out hold anything."""
+    rng, dim = np.random.default_rng(0), 24
+    teacher = rng.normal(size=(case.tokens, case.real)) * 2
+    teacher -= np.log(np.exp(teacher).sum(axis=1, keepdims=True))
+    ids = np.argsort(-teacher, axis=1)[:, : case.count]
+    logps = np.take_along_axis(teacher, ids, axis=1)
+    if case.count < case.real:
+        is_listed = np.arange(case.count) < 1 + np.arange(case.tokens)[:, None] % case.count
+        ids, logps = np.where(is_listed, ids, -1), np.where(is_listed, logps, np.nan)
+    mask = rng.uniform(size=case.tokens) < 0.8
+    return Problem(
+        jnp.asarray(rng.normal(size=(case.tokens, dim)), dtype),
+        jnp.asarray(rng.normal(size=(case.vocab, dim)) / 3, dtype),
+        jnp.asarray(rng.normal(size=case.vocab), dtype) if case.bias else None,
+        jnp.asarray(np.where(mask[:, None], ids, 10**6)),
+        jnp.asarray(np.where(mask[:, None], logps, np.nan), jnp.float32),
+        jnp.asarray(rng.uniform(0.5, 2, case.tokens), jnp.float32) if case.temperature else 1.0,
+        jnp.asarray(mask),
+        jnp.asarray(rng.normal(size=case.tokens), jnp.float32),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("case", "kind", "implementation"))
+def _call(problem: Problem, *, case: Case, kind: str, implementation: str) -> Found:
+    def of_student(hidden: Any, weight: Any, bias: Any) -> Any:
+        return linear_kl(
+            hidden,
+            weight.T if case.options.get("weight_layout") == "dv" else weight,
+            bias=bias,
+            teacher_ids=problem.ids,
+            teacher_logps=problem.logps,
+            completion_mask=problem.mask,
+            temperature=problem.temperature,
+            kind=kind,
+            beta=BETA,
+            implementation=implementation,
+            **case.options,
+        )
+
+    values, pull_back = jax.vjp(of_student, *problem[:3])
+    return Found(values, *pull_back(problem.upstream))
+
+
+def found(case: Case, problem: Problem, kind: str, implementation: str) -> Found:
+    return _call(problem, case=case, kind=kind, implementation=implementation)
+
+
+def gold(case: Case, problem: Problem, kind: str) -> Found:
+    """The definition in float64: distributions over buckets, and the chain rule through the student's."""
+    h, w = np.asarray(problem.hidden, np.float64), np.asarray(problem.weight, np.float64)[: case.real]
+    raw = h @ w.T + (0 if problem.bias is None else np.asarray(problem.bias, np.float64)[: case.real])
+    cap, temperature = case.options.get("logit_softcap"), np.reshape(problem.temperature, (-1, 1))
+    z = (cap * np.tanh(raw / cap) if cap else raw) / temperature
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    values, gradient = np.zeros(len(p)), np.zeros_like(p)
+    for row in np.flatnonzero(problem.mask):
+        ids = np.asarray(problem.ids[row])
+        ids, q = ids[ids >= 0], np.exp(np.asarray(problem.logps[row], np.float64)[ids >= 0])
+        is_rest = np.ones(case.real, bool)
+        is_rest[ids] = False
+        if is_rest.any():
+            q, own = np.append(q, 1 - q.sum()), np.append(p[row, ids], p[row, is_rest].sum())
+        else:
+            own = p[row, ids]
+        mixture = BETA * q + (1 - BETA) * own
+        divergences = {
+            "forward": ((q * np.log(q / own)).sum(), -q / own),
+            "reverse": ((own * np.log(own / q)).sum(), np.log(own / q)),
+            "jsd": (
+                BETA * (q * np.log(q / mixture)).sum() + (1 - BETA) * (own * np.log(own / mixture)).sum(),
+                (1 - BETA) * np.log(own / mixture),
+            ),
+        }
+        values[row], slope = divergences[kind]
+        by_probability = np.full(case.real, slope[-1])
+        by_probability[ids] = slope[: len(ids)]
+        gradient[row] = p[row] * (by_probability - (own * slope).sum())
+    gradient *= np.reshape(problem.upstream, (-1, 1)) / temperature
+    gradient *= 1 - np.square(np.tanh(raw / cap)) if cap else 1
+    d_weight = np.zeros((case.vocab, h.shape[1]))
+    d_weight[: case.real] = gradient.T @ h
+    d_bias = None if problem.bias is None else np.pad(gradient.sum(axis=0), (0, case.vocab - case.real))
+    return Found(values, gradient @ w, d_weight, d_bias)
+
+
+EVERYTHING = Case(
+    "everything",
+    vocab=320,
+    real=290,
+    bias=True,
+    temperature=True,
+    options={"logit_softcap": 3.0, "weight_layout": "dv", "global_vocab_size": 290, "memory_budget": 1},
+)
+CASES = (
+    EVERYTHING,
+    Case("one token", count=1),
+    Case("all tokens", vocab=37, real=37, count=37),
+    Case("all but one", vocab=37, real=37, count=36, bias=True),
+    # In some rows the rest has 0.999 of probability.
+    Case("chunks", vocab=3000, real=3000, count=20, op_class="linear_kl_peaked"),
+)
+
+
+@helpers.cover(
+    "case, kind, dtype, implementation",
+    [
+        (case, kind, dtype, implementation)
+        for case in CASES
+        for kind in KINDS
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for implementation in helpers.IMPLEMENTATIONS
+    ],
+    lambda case, kind, dtype, implementation: (
+        (case is EVERYTHING and (dtype == jnp.float32 or (implementation, kind) == ("xla", "reverse")))
+        or (implementation == "xla" and kind == KINDS[CASES.index(case) % 3] and dtype == jnp.float32)
+    ),
+)
+def test_against_float64(case, kind, dtype, implementation):
+    """In make test all options stand together in every implementation, and one by one in xla."""
+    problem = make(case, dtype)
+    actual, expected = found(case, problem, kind, implementation), gold(case, problem, kind)
+    assert_within_contract(actual.values, expected.values, case.op_class, jnp.float32, "forward")
+    for name in ("hidden", "weight", "bias"):
+        if getattr(expected, name) is not None:
+            assert getattr(actual, name).dtype == dtype
+            assert_within_contract(getattr(actual, name), getattr(expected, name), case.op_class, dtype, "gradient")
+    assert not actual.values[~problem.mask].any() and not actual.hidden[~problem.mask].any()
+
+
+# A kind each; the terms of all are formed by the same functions.
+@pytest.mark.parametrize(
+    ("implementation", "kind"), [("xla", "forward"), ("xla", "reverse"), ("xla", "jsd"), ("deterministic", "jsd")]
+)
+def test_all_tokens_are_the_teachers_whole_distribution(kind, implementation):
+    """The divergence from a head is that from all of its log-probs; a rest of no tokens gives 0 in both."""
+    case = Case("all tokens", vocab=37, real=37, count=37)
+    problem = make(case, jnp.float32)._replace(mask=jnp.ones(case.tokens, bool))
+    teacher = jax.random.normal(jax.random.key(1), (case.tokens, 16))
+    teacher_weight = jax.random.normal(jax.random.key(2), (case.vocab, 16)) / 3
+    logps = jax.nn.log_softmax(jnp.matmul(teacher, teacher_weight.T, precision="highest"))
+    ids = jax.random.permutation(
+        jax.random.key(3), jnp.tile(jnp.arange(37), (case.tokens, 1)), axis=1, independent=True
+    )
+    listed = {"teacher_ids": ids, "teacher_logps": jnp.take_along_axis(logps, ids, axis=1)}
+    options = {"kind": kind, "beta": BETA, "implementation": implementation}
+    whole = linear_kl(problem.hidden, problem.weight, teacher, teacher_weight, **options)
+    np.testing.assert_allclose(linear_kl(problem.hidden, problem.weight, **listed, **options), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_that_is_sure_of_what_it_lists(kind):
+    """What rounding leaves of 1 − 1 counts as 1e-7: a reverse divergence stays finite, and so do all gradients."""
+    case = Case("sure", count=1)
+    problem = make(case, jnp.float32)
+    problem = problem._replace(ids=problem.ids % case.vocab, logps=jnp.zeros((case.tokens, 1)))
+    for x in jax.tree.leaves(found(case, problem, kind, "xla")):
+        assert jnp.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kind", ["forward", pytest.param("reverse", marks=pytest.mark.full)])
+def test_bits_of_a_row(kind):
+    """A row has its bits alone and in another order; dW has them with masked rows anywhere.
+
+    In make test one kind stands for both: their terms are of the same buckets.
+    """
+    problem = make(EVERYTHING, jnp.bfloat16)
+    whole = found(EVERYTHING, problem, kind, "deterministic")
+
+    def rows(index: Any) -> Problem:
+        taken = {name: getattr(problem, name)[index] for name in problem._fields if name not in ("weight", "bias")}
+        return problem._replace(**taken)
+
+    for index in (np.array([3]), np.arange(40)[::-1]):
+        own = found(EVERYTHING, rows(index), kind, "deterministic")
+        assert_same_bits(own[:2], (whole.values[index], whole.hidden[index]))
+    order = np.argsort(np.asarray(problem.mask), kind="stable")
+    assert_same_bits(found(EVERYTHING, rows(order), kind, "deterministic")[2:], whole[2:])
+
+
+def test_padding_and_narrow_dtypes_change_no_bit():
+    """More ids of −1 behind a row, ids of 64 bits in NumPy, and log-probs that bfloat16 holds."""
+    case = Case("padded list")
+    problem = make(case, jnp.float32)
+    problem = problem._replace(logps=problem.logps.astype(jnp.bfloat16).astype(jnp.float32))
+    options = {"completion_mask": problem.mask, "implementation": "deterministic"}
+    plain = linear_kl(*problem[:2], teacher_ids=problem.ids, teacher_logps=problem.logps, **options)
+    ids = np.pad(np.asarray(problem.ids, np.int64), ((0, 0), (0, 2)), constant_values=-1)
+    logps = jnp.pad(problem.logps, ((0, 0), (0, 2))).astype(jnp.bfloat16)
+    assert_same_bits(linear_kl(*problem[:2], teacher_ids=ids, teacher_logps=logps, **options), plain)
+
+
+def test_vmap_over_tokens():
+    case = Case("vmap")
+    problem = make(case, jnp.float32)
+
+    def call(hidden: Any, ids: Any, logps: Any, mask: Any) -> Any:
+        listed = {"teacher_ids": ids, "teacher_logps": logps, "completion_mask": mask}
+        return linear_kl(hidden, problem.weight, **listed, implementation="deterministic")
+
+    rows = problem.hidden, problem.ids, problem.logps, problem.mask
+    batches = [x.reshape(4, 10, *x.shape[1:]) for x in rows]
+    assert_same_bits(jax.vmap(call)(*batches).reshape(-1), call(*rows))
