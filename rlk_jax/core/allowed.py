@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from rlk_jax.core.checks import INT32, as_array, is_concrete, require
 from rlk_jax.core.rows import MEMORY_BUDGET, rows_within
-from rlk_jax.core.tokens import Tokens, as_int32, checked, fit
+from rlk_jax.core.tokens import PADDED_IDS_OUT_OF_RANGE, Tokens, as_int32, checked, fit
 from rlk_jax.core.transforms import varying_like
 
 Array = jax.Array
@@ -22,9 +22,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 _NO_ID = -1
 _BYTES_PER_ID = 16
 """An id, its copy in ascending order, its word and its bit."""
-_ALLOWED_OUT_OF_RANGE = (
-    "allowed_ids out of range: expected [0, {last}], or -1 as padding, got values in [{low}, {high}]."
-)
+_ALLOWED_OUT_OF_RANGE = PADDED_IDS_OUT_OF_RANGE.replace("{name}", "allowed_ids")
 _NOTHING_ALLOWED = "every token that counts needs an allowed id: rows {low} to {high} of the flat tokens have none."
 _TARGET_NOT_ALLOWED = "target_ids must be allowed: they are not in rows {low} to {high} of the flat tokens."
 

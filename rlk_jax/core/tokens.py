@@ -22,6 +22,7 @@ _IDS_OUT_OF_RANGE = (
     "{name} out of range: expected [0, {last}], got [{low}, {high}]. "
     "Mask or filter padding / ignore-index values (e.g. -100) before this op."
 )
+PADDED_IDS_OUT_OF_RANGE = "{name} out of range: expected [0, {last}], or -1 as padding, got values in [{low}, {high}]."
 _ACTIONS_OUT_OF_RANGE = (
     "action_ids at active (unmasked) positions must be in [0, V); found out-of-range ids. Expected [0, {last}], got "
     "[{low}, {high}]."

@@ -28,7 +28,7 @@ from rlk_jax.core.checks import (
     require_one_of,
 )
 from rlk_jax.core.gemm import WeightLayout
-from rlk_jax.core.tokens import active_mask, as_int32, checked, fit
+from rlk_jax.core.tokens import PADDED_IDS_OUT_OF_RANGE, active_mask, as_int32, checked, fit
 from rlk_jax.ops.linear_kl.options import (
     DivergenceKind,
     KlConfig,
@@ -41,7 +41,7 @@ from rlk_jax.ops.linear_kl.options import (
 
 Array = jax.Array
 _MOST_PROBABILITY = 1.02
-_IDS_OUT_OF_RANGE = "teacher_ids out of range: expected [0, {last}], or -1 as padding, got values in [{low}, {high}]."
+_LISTED_OUT_OF_RANGE = PADDED_IDS_OUT_OF_RANGE.replace("{name}", "teacher_ids")
 _TWICE = "teacher_ids must be distinct: rows {low} to {high} of the flat tokens name one twice."
 _NO_PROBABILITIES = (
     "teacher_logps must be log-probabilities, of 1.02 together at most: those of rows {low} to {high} of the flat "
@@ -250,7 +250,7 @@ def tokens_of_call(inputs: KlInputs, config: KlConfig, validate: bool | None) ->
         return found.tokens._replace(temperature=temperature)
     ids, logps = as_int32(inputs.teacher_ids), jax.lax.stop_gradient(inputs.teacher_logps)
     listed = _find_list(active, ids, logps, vocab_size=config.real_vocab_size)
-    messages = (_IDS_OUT_OF_RANGE.replace("{last}", str(config.real_vocab_size - 1)), _TWICE, _NO_PROBABILITIES)
+    messages = (_LISTED_OUT_OF_RANGE.replace("{last}", str(config.real_vocab_size - 1)), _TWICE, _NO_PROBABILITIES)
     checks = [checks[0], *zip(listed.fits, messages, strict=True)]
     temperature = checked(found.tokens.temperature, checks, validate, "temperature, teacher_ids and teacher_logps")
     poisoned = jnp.where(active & ~listed.is_good, jnp.nan, temperature)

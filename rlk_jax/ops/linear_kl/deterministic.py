@@ -169,7 +169,7 @@ def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Ar
     return store_by_block(tokens.active, BLOCK_ROWS, of_block, no_values(tokens))
 
 
-class _Rows(NamedTuple):
+class _BlockRows(NamedTuple):
     """What a block has of both in the backward: its rows, its tokens, and what the forward found for them."""
 
     student: _HeadRows
@@ -178,7 +178,7 @@ class _Rows(NamedTuple):
     statistics: Any
 
 
-def _slopes_of_chunk(config: KlConfig, rows: _Rows, own: _ChunkLogits, group: Array, index: Array) -> Slopes:
+def _slopes_of_chunk(config: KlConfig, rows: _BlockRows, own: _ChunkLogits, group: Array, index: Array) -> Slopes:
     """Those of a chunk in which the student has these logits."""
     if rows.tokens.top_k is not None:
         return slopes_with_rest(rows.statistics, rows.tokens.top_k, own.logits, own.chunk.start)
@@ -200,7 +200,7 @@ def _gradients(
     def step(block: Block, so_far: Gradients) -> Gradients:
         own, (own_statistics, own_upstream) = block.take(tokens), block.take((statistics, upstream))
         own = own._replace(active=block.active)
-        both = _Rows(*_rows_of_both(config, operands, block, own), own, own_statistics)
+        both = _BlockRows(*_rows_of_both(config, operands, block, own), own, own_statistics)
         rows = both.student
 
         def of_chunk(group: Array, index: Array, so_far: Gradients) -> Gradients:

@@ -61,7 +61,7 @@ def without_listed(logits: Array, top_k: TeacherTopK, start: Array | int = 0) ->
 
 def listed_logits(logits: Array, top_k: TeacherTopK, start: Array | int = 0) -> Array:
     """The logits `[N, k]` of the tokens that the teacher lists; 0 where they are not among the columns."""
-    places = _places(top_k, start, logits.shape[1])
+    places = _places_of_listed(top_k, start, logits.shape[1])
     found = jnp.take_along_axis(logits, places, axis=1, mode="clip")
     return jnp.where(places < logits.shape[1], found, 0)
 
@@ -93,7 +93,7 @@ def slopes_with_rest(statistics: BucketStatistics, top_k: TeacherTopK, logits: A
     return Slopes(slopes, jnp.exp(statistics.student.logprobs(logits)), pairwise_sum(statistics.slopes))
 
 
-def _places(top_k: TeacherTopK, start: Array | int, columns: int) -> Array:
+def _places_of_listed(top_k: TeacherTopK, start: Array | int, columns: int) -> Array:
     """Where each listed token stands among the columns from `start` on; `columns` if it does not."""
     places = top_k.ids - start
     return jnp.where((top_k.ids >= 0) & (places >= 0) & (places < columns), places, columns)
@@ -102,4 +102,4 @@ def _places(top_k: TeacherTopK, start: Array | int, columns: int) -> Array:
 def _with_listed(x: Array, top_k: TeacherTopK, start: Array | int, values: Array) -> Array:
     """`x [N, columns]` with the columns of listed tokens set."""
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[rows, _places(top_k, start, x.shape[1])].set(values, mode="drop")
+    return x.at[rows, _places_of_listed(top_k, start, x.shape[1])].set(values, mode="drop")
