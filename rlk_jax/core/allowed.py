@@ -4,7 +4,7 @@ Bit i of word j is token 32·j + i. Words come packed, or are made of lists of i
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Int
 
 from rlk_jax.core.checks import INT32, as_array, is_concrete, require
+from rlk_jax.core.dispatch import CallFacts
 from rlk_jax.core.rows import MEMORY_BUDGET, rows_within
 from rlk_jax.core.tokens import PADDED_IDS_OUT_OF_RANGE, Tokens, as_int32, checked, fit
 from rlk_jax.core.transforms import varying_like
@@ -24,7 +25,7 @@ _BYTES_PER_ID = 16
 """An id, its copy in ascending order, its word and its bit."""
 _ALLOWED_OUT_OF_RANGE = PADDED_IDS_OUT_OF_RANGE.replace("{name}", "allowed_ids")
 _NOTHING_ALLOWED = "every token that counts needs an allowed id: rows {low} to {high} of the flat tokens have none."
-_TARGET_NOT_ALLOWED = "target_ids must be allowed: they are not in rows {low} to {high} of the flat tokens."
+_TARGET_NOT_ALLOWED = "{name} must be allowed: they are not in rows {low} to {high} of the flat tokens."
 
 
 def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -> Int[Array, "N K"]:
@@ -52,6 +53,52 @@ def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -
     return jnp.asarray(padded)
 
 
+class AllowedArrays(Protocol):
+    """The arrays of a call that say which ids each row may take, of which at most one is not None."""
+
+    @property
+    def allowed_ids(self) -> Any: ...
+
+    @property
+    def allowed_mask(self) -> Any: ...
+
+
+def has_allowed(inputs: AllowedArrays) -> bool:
+    """Whether a call says which ids its rows may take."""
+    return inputs.allowed_ids is not None or inputs.allowed_mask is not None
+
+
+def mask_obstacles(facts: CallFacts) -> list[str]:
+    """Why an implementation that takes all ids for allowed cannot run a call."""
+    return ["takes no allowed_ids or allowed_mask yet"] if facts.config.has_mask else []
+
+
+def allowed_arrays(inputs: AllowedArrays) -> dict[str, Any]:
+    """What a call allows, as arrays or None, by the names of its arguments."""
+    given = {"allowed_ids": inputs.allowed_ids, "allowed_mask": inputs.allowed_mask}
+    return {name: None if x is None else as_array(name, x) for name, x in given.items()}
+
+
+def check_allowed(inputs: AllowedArrays, name: str, lead: tuple[int, ...], vocab_sizes: tuple[int, int]) -> None:
+    """What is allowed comes as ids, or as a mask of the words that one of the vocabularies has, for each token of the
+    ids that the caller knows as `name`.
+    """
+    ids, mask = inputs.allowed_ids, inputs.allowed_mask
+    require(ids is None or mask is None, "allowed_ids and allowed_mask say the same: give one of them.")
+    require(
+        ids is None or (ids.ndim == len(lead) + 1 and ids.shape[:-1] == lead),
+        f"allowed_ids must be [*lead, K] with {name}' lead shape {lead}, got shape {getattr(ids, 'shape', None)}.",
+    )
+    if mask is not None:
+        words = sorted(set(map(words_of, vocab_sizes)))
+        require(mask.dtype in (jnp.int32, jnp.uint32), f"allowed_mask must be int32 or uint32, got {mask.dtype}.")
+        require(
+            mask.ndim == len(lead) + 1 and mask.shape[:-1] == lead and mask.shape[-1] in words,
+            f"allowed_mask must be [*lead, ceil(V / 32)] with {name}' lead shape {lead} and "
+            f"{' or '.join(map(str, words))} words, got shape {mask.shape}.",
+        )
+
+
 def words_of(vocab_size: int) -> int:
     """How many words have a bit for each token."""
     return -(-vocab_size // 32)
@@ -75,26 +122,27 @@ def words_from(words: Array, start: Array, columns: int) -> Array:
 
 def with_allowed(
     tokens: Tokens,
-    allowed_ids: Any,
-    allowed_mask: Any,
+    inputs: AllowedArrays,
     *,
     vocab_size: int,
-    memory_budget: int | None,
     validate: bool | None,
+    name: str,
+    memory_budget: int | None = None,
 ) -> Tokens:
-    """The checked tokens `[N]` with the words of what they may take: of ids `[*lead, K]` or a mask `[*lead, words]`.
+    """The checked tokens `[N]`, whose ids the caller knows as `name`, with the words of what they may take: of ids
+    `[*lead, K]` or a mask `[*lead, words]`.
 
     A row with a bad id, or one that does not allow its target, is poisoned as by `checked_tokens`; values are checked
     in the same way. Rows that are poisoned or do not count allow everything, so that no softmax is over nothing.
     """
-    if allowed_ids is None and allowed_mask is None:
+    if not has_allowed(inputs):
         return tokens
-    ids = None if allowed_ids is None else as_int32(allowed_ids)
-    found = _inspect_allowed(tokens, ids, allowed_mask, vocab_size=vocab_size, memory_budget=memory_budget)
-    checks = [(found.empty, _NOTHING_ALLOWED), (found.forbidden, _TARGET_NOT_ALLOWED)]
+    ids = None if inputs.allowed_ids is None else as_int32(inputs.allowed_ids)
+    found = _inspect_allowed(tokens, ids, inputs.allowed_mask, vocab_size=vocab_size, memory_budget=memory_budget)
+    checks = [(found.empty, _NOTHING_ALLOWED), (found.forbidden, _TARGET_NOT_ALLOWED.replace("{name}", name))]
     if found.ids is not None:
         checks.insert(0, (found.ids, _ALLOWED_OUT_OF_RANGE.replace("{last}", str(vocab_size - 1))))
-    words = checked(found.tokens.allowed, checks, validate, "target_ids, allowed_ids and allowed_mask")
+    words = checked(found.tokens.allowed, checks, validate, f"{name}, allowed_ids and allowed_mask")
     return found.tokens._replace(allowed=words)
 
 

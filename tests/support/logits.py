@@ -11,6 +11,7 @@ from rlk_jax import LinearLogp, grpo_loss, logp, ratio_kl
 from rlk_jax.checker import gold as definitions
 from rlk_jax.checker.gold import RatioKlGold, SoftmaxGold
 from tests.support import helpers
+from tests.support.allowed import allowed_beside, mask_of
 
 DTYPES = helpers.DTYPES
 
@@ -120,6 +121,37 @@ def check_against_gold(case: Case, dtype: Any, implementation: str) -> None:
         helpers.assert_within_contract(value, x, "logp", dtype, "forward")
     assert gradient.dtype == dtype
     helpers.assert_within_contract(gradient, expected.d_raw, "logp", dtype, "gradient")
+
+
+def allowed_of(case: Case, problem: Problem) -> np.ndarray:
+    """`allowed_beside` of a problem's tokens, in the true vocabulary."""
+    real = case.options.get("global_vocab_size", case.vocab)
+    allowed = allowed_beside(problem.token_ids, real)
+    return np.pad(allowed, (*((0, 0),) * len(case.lead), (0, case.vocab - real)))
+
+
+def check_allowed(case: Case, dtype: Any, implementation: str) -> None:
+    """Over allowed tokens, beside logits of other tokens that are NaN and infinite."""
+    problem = make(case, dtype)
+    allowed = allowed_of(case, problem)
+    expected = gold(helpers.with_options(case, allowed=allowed.reshape(-1, case.vocab)), problem)
+    garbage = jnp.asarray(np.resize([np.nan, np.inf, -np.inf], allowed.shape), dtype)
+    broken = problem._replace(logits=jnp.where(allowed, problem.logits, garbage))
+    values, gradient = broken.values_and_gradient(case, implementation, allowed_mask=mask_of(allowed))
+    for value, x in zip(values, expected.values, strict=True):
+        helpers.assert_within_contract(value, x, "logp", dtype, "forward")
+    helpers.assert_within_contract(gradient, expected.d_raw, "logp", dtype, "gradient")
+    assert not np.asarray(gradient)[~allowed].any()
+
+
+def check_everything_allowed(case: Case, dtype: Any, implementation: str) -> None:
+    """A mask that allows everything gives the bits of no mask, in a backward and in a forward alone."""
+    problem = make(case, dtype)
+    every = jnp.full((*case.lead, -(-case.vocab // 32)), -1, jnp.int32)
+    found = problem.values_and_gradient(case, implementation, allowed_mask=every)
+    helpers.assert_same_bits(found, problem.values_and_gradient(case, implementation))
+    found = problem.call(case, implementation, allowed_mask=every)
+    helpers.assert_same_bits(found, problem.call(case, implementation))
 
 
 def check_large(case: Case, dtype: Any, implementation: str) -> None:

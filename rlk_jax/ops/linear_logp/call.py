@@ -73,9 +73,9 @@ def tokens_of(inputs: HeadInputs, vocab_size: int, options: HeadOptions) -> Toke
     )
     return with_allowed(
         tokens,
-        inputs.allowed_ids,
-        inputs.allowed_mask,
+        inputs,
         vocab_size=vocab_size,
-        memory_budget=options.memory_budget,
         validate=options.validate,
+        name="target_ids",
+        memory_budget=options.memory_budget,
     )

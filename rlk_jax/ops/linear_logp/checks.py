@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from rlk_jax.core.allowed import words_of
+from rlk_jax.core.allowed import allowed_arrays, check_allowed, has_allowed
 from rlk_jax.core.checks import (
     as_array,
     check_devices,
@@ -71,8 +71,7 @@ def check_call(
         target_ids=as_array("target_ids", inputs.target_ids),
         bias=None if inputs.bias is None else as_array("bias", inputs.bias),
         temperature=checked_temperature(inputs.temperature),
-        allowed_ids=None if inputs.allowed_ids is None else as_array("allowed_ids", inputs.allowed_ids),
-        allowed_mask=None if inputs.allowed_mask is None else as_array("allowed_mask", inputs.allowed_mask),
+        **allowed_arrays(inputs),
         **_checked_low_rank(inputs),
     )
     _check_shapes(inputs, options.weight_layout)
@@ -85,7 +84,7 @@ def check_call(
     check_memory_budget(options.memory_budget)
     check_devices(inputs)
     real = covered if options.global_vocab_size is None else int(options.global_vocab_size)
-    _check_allowed(inputs, {words_of(real), words_of(covered)})
+    check_allowed(inputs, "target_ids", inputs.target_ids.shape, (real, covered))
     dtypes = inputs.hidden.dtype, inputs.lm_head_weight.dtype
     hidden_parts, weight_parts = (1 if x == jnp.bfloat16 or jnp.float32 not in dtypes else 2 for x in dtypes)
     config = HeadConfig(
@@ -101,7 +100,7 @@ def check_call(
         rank=rank,
         hidden_parts=hidden_parts,
         weight_parts=weight_parts,
-        has_mask=inputs.allowed_ids is not None or inputs.allowed_mask is not None,
+        has_mask=has_allowed(inputs),
     )
     return inputs, config if shard is None else shard.config(config), shard
 
@@ -125,23 +124,6 @@ def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
     if bias is not None:
         require(bias.shape == (vocab_size,), f"bias must have V={vocab_size} elements, got shape {bias.shape}.")
     check_temperature_shape(temperature, "target_ids", target_ids)
-
-
-def _check_allowed(inputs: HeadInputs, words: set[int]) -> None:
-    """What is allowed comes as ids or as a mask of so many words, for each token."""
-    lead, ids, mask = inputs.target_ids.shape, inputs.allowed_ids, inputs.allowed_mask
-    require(ids is None or mask is None, "allowed_ids and allowed_mask say the same: give one of them.")
-    require(
-        ids is None or (ids.ndim == len(lead) + 1 and ids.shape[:-1] == lead),
-        f"allowed_ids must be [*lead, K] with target_ids' lead shape {lead}, got shape {getattr(ids, 'shape', None)}.",
-    )
-    if mask is not None:
-        require(mask.dtype in (jnp.int32, jnp.uint32), f"allowed_mask must be int32 or uint32, got {mask.dtype}.")
-        require(
-            mask.ndim == len(lead) + 1 and mask.shape[:-1] == lead and mask.shape[-1] in words,
-            f"allowed_mask must be [*lead, ceil(V / 32)] with target_ids' lead shape {lead} and "
-            f"{' or '.join(map(str, sorted(words)))} words, got shape {mask.shape}.",
-        )
 
 
 def _checked_low_rank(inputs: HeadInputs) -> dict[str, Any]:

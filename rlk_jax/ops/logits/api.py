@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 
+from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.checks import require_positive, require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.exports import exportable
@@ -54,6 +55,8 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
     token_ids: Int[Array, "*lead"],
     *,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    allowed_ids: Int[Array, "*lead K"] | None = None,
+    allowed_mask: Int[Array, "*lead words"] | None = None,
     logit_softcap: float | None = None,
     ignore_index: int | None = None,
     global_vocab_size: int | None = None,
@@ -71,13 +74,19 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
         z = softcap(logits) / temperature,   softcap(x) = c·tanh(x/c)
         logp = z[token] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
 
-    Where hidden states are at hand, `linear_logp` needs no logits.
+    The sums are over the tokens v that a row allows: all of them unless `allowed_ids` or `allowed_mask` is given. Where
+    hidden states are at hand, `linear_logp` needs no logits.
 
     Args:
       logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32. −inf is a token that cannot be taken
         (beside a softcap it counts as −c).
       token_ids: `[*lead]`, any integer dtype.
       temperature: positive; a scalar or one per token. Not differentiated.
+      allowed_ids: the ids that each row may take, integers `[*lead, K]`: those that a sampler kept with top-k or top-p.
+        −1 is padding; order and duplicates do not matter. Other tokens have z = −inf, and gradients of their logits are
+        exactly 0, also where these are NaN or infinite. A row that counts must allow its own token.
+      allowed_mask: the same as packed bits, int32 or uint32 `[*lead, ceil(V/32)]`, of which one of the two is given:
+        bit i of word j is token 32·j + i. V is that of the logits, or `global_vocab_size`; bits behind it are ignored.
       logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, and their logits are not
         read. It must lie outside the vocabulary.
@@ -92,11 +101,11 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
         is the same.
       as_linear_logp: sums run in the order of `linear_logp`'s. For rollouts, which have logits to sample from: the
         log-probs of `det_gemm(hidden, lm_head_weight, transpose_b=True, out_dtype=jnp.float32)`, plus a float32 bias,
-        then have the bits of `linear_logp(hidden, lm_head_weight, …)` by the same implementation, which training
-        differentiates. Logits are float32, and there is no gradient.
-      validate: True checks ids, rows and temperatures before launch (small read-backs); False never waits for the
-        device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN in its
-        outputs and its gradient (a bad entry of row_indices gives it in all rows), and is reported under
+        then have the bits of `linear_logp(hidden, lm_head_weight, …)` by the same implementation and of the same
+        allowed tokens, which training differentiates. Logits are float32, and there is no gradient.
+      validate: True checks ids, rows, temperatures and allowed tokens before launch (small read-backs); False never
+        waits for the device; None checks concrete arrays and nothing under jit. A bad row that is not checked gives NaN
+        in its outputs and its gradient (a bad entry of row_indices gives it in all rows), and is reported under
         `jax.experimental.checkify`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here
         (`rlk_jax.explain` tells).
@@ -117,7 +126,7 @@ def logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
 
     Source: RL-Kernel's logp; the online softmax (Milakov and Gimelshein, arXiv 1805.02867).
     """
-    given = LogpInputs(logits, token_ids, temperature, row_indices, initial)
+    given = LogpInputs(logits, token_ids, temperature, row_indices, initial, allowed_ids, allowed_mask)
     options = LogitsOptions(
         logit_softcap=logit_softcap,
         ignore_index=ignore_index,
@@ -149,15 +158,15 @@ def _tokens_of_rows(inputs: LogpInputs, config: LogpConfig, options: LogitsOptio
         is_counted &= listed | ~fit
         temperature = jnp.where(fit, temperature, jnp.nan)
         kept = None if inputs.initial is None else ~listed.reshape(ids.shape) & fit
-    tokens = checked_tokens(
-        ids,
-        temperature,
-        is_counted,
-        vocab_size=config.real_vocab_size,
-        validate=options.validate,
-        name="token_ids",
-    )
-    return tokens, kept
+    return _tokens("token_ids", inputs._replace(temperature=temperature), is_counted, config, options), kept
+
+
+def _tokens(
+    name: str, inputs: LogpInputs | RatioKlInputs, counts: Array, config: LogpConfig, options: LogitsOptions
+) -> Tokens:
+    """The flat tokens of the ids of this name, active where they count, with their values checked."""
+    how: dict[str, Any] = {"vocab_size": config.real_vocab_size, "validate": options.validate, "name": name}
+    return with_allowed(checked_tokens(getattr(inputs, name), inputs.temperature, counts, **how), inputs, **how)
 
 
 def describe_logp(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
@@ -177,6 +186,8 @@ def ratio_kl(
     old_logps: Float[Array, "*lead"],
     *,
     temperature: float | Float[ArrayLike, "*lead"] = 1.0,
+    allowed_ids: Int[Array, "*lead K"] | None = None,
+    allowed_mask: Int[Array, "*lead words"] | None = None,
     log_ratio_bound: float | None = None,
     donate_logits: bool = False,
     validate: bool | None = None,
@@ -195,6 +206,7 @@ def ratio_kl(
       completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
       old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
       temperature: positive; a scalar or one per token. Not differentiated.
+      allowed_ids, allowed_mask: which tokens each row may take under policy and reference alike, as in `logp`.
       log_ratio_bound: log-ratios count as at most this, and at least its negative, before exp and KL are taken of them;
         a token beyond it has no gradient from that. At most 80; None for no bound.
       donate_logits: the gradient may be written where policy_logits are, as in `logp`.
@@ -216,7 +228,8 @@ def ratio_kl(
 
     Source: RL-Kernel's ratio_kl; the estimator k3 of J. Schulman, "Approximating KL divergence" (2020).
     """
-    given = RatioKlInputs(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
+    arrays = (policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
+    given = RatioKlInputs(*arrays, allowed_ids, allowed_mask)
     options = LogitsOptions(donate_logits=donate_logits, validate=validate, implementation=implementation)
     check_log_ratio_bound(log_ratio_bound)
     taken = _taken_tokens("ratio_kl", *check_policies(given, options), options)
@@ -228,14 +241,7 @@ def _taken_tokens(op: str, inputs: RatioKlInputs, config: LogpConfig, options: L
     require_values(inputs)
     functions = choose(_facts_of_policies(op, inputs, config), options.implementation).functions
     mask = active_mask(inputs.completion_mask)
-    tokens = checked_tokens(
-        inputs.action_ids,
-        inputs.temperature,
-        mask.reshape(-1),
-        vocab_size=config.real_vocab_size,
-        validate=options.validate,
-        name="action_ids",
-    )
+    tokens = _tokens("action_ids", inputs, mask.reshape(-1), config, options)
     policy, ref = jnp.asarray(inputs.policy_logits), lax.stop_gradient(jnp.asarray(inputs.ref_logits))
     old_logps = lax.stop_gradient(jnp.asarray(inputs.old_logps, jnp.float32))
     return TakenTokens(
@@ -280,6 +286,8 @@ def grpo_loss(
     beta: float = 0.0,
     log_ratio_bound: float | None = None,
     temperature: float | Float[ArrayLike, "B T"] = 1.0,
+    allowed_ids: Int[Array, "B T K"] | None = None,
+    allowed_mask: Int[Array, "B T words"] | None = None,
     donate_logits: bool = False,
     validate: bool | None = None,
     implementation: str | None = None,
@@ -304,7 +312,7 @@ def grpo_loss(
       eps: the least standard deviation that rewards are divided by.
       clip_eps, clip_eps_high: the clip range [1 − clip_eps, 1 + clip_eps_high]; clip_eps_high None is clip_eps.
       beta: weight of the KL.
-      log_ratio_bound, temperature, donate_logits, validate: as in `ratio_kl`.
+      log_ratio_bound, temperature, allowed_ids, allowed_mask, donate_logits, validate: as in `ratio_kl`.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
     Returns:
@@ -322,7 +330,8 @@ def grpo_loss(
 
     Source: DeepSeekMath, arXiv 2402.03300, eq. 3, with the mean over tokens of the batch; RL-Kernel's grpo_loss.
     """
-    given = RatioKlInputs(policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
+    arrays = (policy_logits, ref_logits, action_ids, completion_mask, old_logps, temperature)
+    given = RatioKlInputs(*arrays, allowed_ids, allowed_mask)
     options = LogitsOptions(donate_logits=donate_logits, validate=validate, implementation=implementation)
     inputs, config = check_policies(given, options)
     require_values(inputs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from rlk_jax.core.allowed import allowed_arrays, check_allowed, has_allowed
 from rlk_jax.core.checks import (
     INT32,
     as_array,
@@ -24,6 +25,8 @@ from rlk_jax.core.checks import (
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, checked_boundaries
 from rlk_jax.ops.logits.options import LogitsOptions, LogpConfig, LogpInputs, RatioKlInputs
 
+_ALLOWED = ("allowed_ids", "allowed_mask")
+
 
 def _checked_vocab_size(name: str, logits: Any) -> int:
     """V of logits whose rows and columns 32 bits can count."""
@@ -37,7 +40,7 @@ def _checked_vocab_size(name: str, logits: Any) -> int:
     return vocab_size
 
 
-def _config(vocab_size: int, options: LogitsOptions) -> LogpConfig:
+def _config(vocab_size: int, inputs: LogpInputs | RatioKlInputs, options: LogitsOptions) -> LogpConfig:
     """What an implementation is compiled for, from options that have been checked."""
     real, softcap = options.global_vocab_size, options.logit_softcap
     return LogpConfig(
@@ -47,6 +50,7 @@ def _config(vocab_size: int, options: LogitsOptions) -> LogpConfig:
         return_lse=options.return_lse,
         return_entropy=options.return_entropy,
         as_linear_logp=options.as_linear_logp,
+        has_mask=has_allowed(inputs),
     )
 
 
@@ -60,6 +64,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
         temperature=checked_temperature(inputs.temperature),
         row_indices=None if rows is None else as_array("row_indices", rows),
         initial=None if initial is None else as_array("initial", initial),
+        **allowed_arrays(inputs),
     )
     vocab_size, lead = _checked_vocab_size("logits", inputs.logits), inputs.logits.shape[:-1]
     require(
@@ -67,7 +72,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
         f"logits leading shape {lead} must match token_ids shape {inputs.token_ids.shape}.",
     )
     check_temperature_shape(inputs.temperature, "token_ids", inputs.token_ids)
-    check_dtypes(inputs, integers=("token_ids", "row_indices"))
+    check_dtypes(inputs, integers=("token_ids", "row_indices", *_ALLOWED))
     if inputs.row_indices is not None:
         require(inputs.row_indices.ndim == 1, f"row_indices must be 1-D, got shape {inputs.row_indices.shape}.")
     if inputs.initial is not None:
@@ -77,6 +82,8 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
             f"initial must be float32 of token_ids shape {lead}, got {inputs.initial.dtype}{inputs.initial.shape}.",
         )
     check_vocabulary_options(vocab_size, options.logit_softcap, options.ignore_index, options.global_vocab_size)
+    config = _config(vocab_size, inputs, options)
+    check_allowed(inputs, "token_ids", lead, (config.real_vocab_size, vocab_size))
     as_linear_logp, dtype = options.as_linear_logp, inputs.logits.dtype
     require(isinstance(as_linear_logp, bool), f"as_linear_logp must be True or False, got {as_linear_logp!r}.")
     require(
@@ -85,7 +92,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
     )
     no_explicit_axes("logp", inputs)
     check_devices(inputs)
-    return inputs, _config(vocab_size, options)
+    return inputs, config
 
 
 def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[RatioKlInputs, LogpConfig]:
@@ -98,6 +105,7 @@ def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[Ratio
         completion_mask=as_array("completion_mask", inputs.completion_mask),
         old_logps=as_array("old_logps", inputs.old_logps),
         temperature=checked_temperature(inputs.temperature),
+        **allowed_arrays(inputs),
     )
     policy, lead = inputs.policy_logits, inputs.policy_logits.shape[:-1]
     vocab_size = _checked_vocab_size("policy_logits", policy)
@@ -110,11 +118,12 @@ def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[Ratio
         shape = getattr(inputs, name).shape
         require(shape == lead, f"{name} shape {shape} does not match policy_logits.shape[:-1] {lead}.")
     check_temperature_shape(inputs.temperature, "action_ids", inputs.action_ids)
-    check_dtypes(inputs, integers=("action_ids",), unchecked=("completion_mask",))
+    check_dtypes(inputs, integers=("action_ids", *_ALLOWED), unchecked=("completion_mask",))
     check_mask_dtype(inputs.completion_mask)
+    check_allowed(inputs, "action_ids", lead, (vocab_size, vocab_size))
     no_explicit_axes("ratio_kl", inputs)
     check_devices(inputs)
-    return inputs, _config(vocab_size, options)
+    return inputs, _config(vocab_size, inputs, options)
 
 
 def check_rewards_or_advantages(

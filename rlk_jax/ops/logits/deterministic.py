@@ -78,7 +78,7 @@ def _forward(
         own, rows = block.take_tokens(tokens), _rows_with_room(block, logits)
 
         def step(chunk: _LogitsChunk, so_far: Partial) -> Partial:
-            z = logits_of(config, chunk.logits, bias, own.temperature, chunk.columns, real)
+            z = logits_of(config, chunk.logits, bias, own.temperature, chunk.columns, real, own.allowed)
             is_target = (chunk.columns == own.target_ids[:, None]) & chunk.valid
             return fold(so_far, fixed_order_partial(jnp.where(chunk.valid, z, -jnp.inf), is_target, with_gap=with_gap))
 

@@ -33,20 +33,28 @@ class LogpConfig(SoftmaxConfig):
 
     as_linear_logp: bool = False
     """Whether the values are to have the bits of linear_logp; a call that asks for them has no gradient."""
+    has_mask: bool = False
+    """Whether rows are allowed some tokens only."""
 
 
 class LogpInputs(NamedTuple):
-    """The arrays of logp: logits `[*lead, V]`, ids `[*lead]`; rows `[K]` and initial `[*lead]`, or None."""
+    """The arrays of logp: logits `[*lead, V]`, ids `[*lead]`; rows `[K]` and initial `[*lead]`, or None; what each
+    token may take, as ids `[*lead, K]` or as words `[*lead, W]`, or None.
+    """
 
     logits: Any
     token_ids: Any
     temperature: Any
     row_indices: Any
     initial: Any
+    allowed_ids: Any
+    allowed_mask: Any
 
 
 class RatioKlInputs(NamedTuple):
-    """The arrays of ratio_kl: both logits `[*lead, V]`, temperature `[]` or `[*lead]`, all others `[*lead]`."""
+    """The arrays of ratio_kl: both logits `[*lead, V]`, temperature `[]` or `[*lead]`, what each token may take as in
+    LogpInputs, all others `[*lead]`.
+    """
 
     policy_logits: Any
     ref_logits: Any
@@ -54,6 +62,8 @@ class RatioKlInputs(NamedTuple):
     completion_mask: Any
     old_logps: Any
     temperature: Any
+    allowed_ids: Any
+    allowed_mask: Any
 
 
 class TakenTokens(NamedTuple):

@@ -32,14 +32,15 @@ def _forward(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[Line
     copy of the logits first.
     """
 
-    def of(logits: Array, columns: Array) -> Array:
-        real = config.real_vocab_size
-        return logits_of(config, logits.astype(jnp.float32), _no_bias(), tokens.temperature, columns, real)
+    def of(logits: Array, columns: Array, allowed: Array | None) -> Array:
+        facts = (_no_bias(), tokens.temperature, columns, config.real_vocab_size, allowed)
+        return logits_of(config, logits.astype(jnp.float32), *facts)
 
     targets = tokens.target_ids[:, None]
     # The target is picked before anything is done to it: a pick from computed logits would need all of them in memory.
-    target_logit = of(jnp.take_along_axis(logits, targets, axis=1), targets)[:, 0]
-    partial = partial_of_rows(of(logits, _columns(config)), target_logit, with_gap=config.return_entropy)
+    target_logit = of(jnp.take_along_axis(logits, targets, axis=1), targets, None)[:, 0]
+    of_rows = of(logits, _columns(config), tokens.allowed)
+    partial = partial_of_rows(of_rows, target_logit, with_gap=config.return_entropy)
     statistics = merged(jax.tree.map(lambda x: x[None], partial))
     return values_of(config, statistics), statistics
 
