@@ -8,119 +8,25 @@ checkpointing and torch.compile know nothing but tensors, and so they decide how
 import functools
 import inspect
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import torch
 from torch import Tensor
 
 from rlk_jax.core import overwriting
-from rlk_jax.core.tokens import checked_tokens, counted
 from torch_bridge import _exchange, _flops, _inputs, _programs
 from torch_bridge._options import OptionFields
+from torch_bridge._padding import RowPadding
 from torch_bridge._programs import Arrays, Op, Options, Program
-
-
-class RowPadding(NamedTuple):
-    """How the rows of a call are padded to the sizes of a program."""
-
-    lead: tuple[int, ...]
-    """The lead shape of the tensors."""
-    sizes: tuple[int, ...]
-    """How many rows the tensors have in each dimension of the program's rows."""
-    padded: tuple[int, ...]
-    """How many rows the program has in each of these dimensions."""
-
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.sizes
-
-    def rows(self, x: Tensor, fill: float | None = None, *, columns: int = 0) -> jax.Array:
-        """x `[*lead]`, or `[*lead, C]` with `columns=1`, as an array whose rows are padded.
-
-        Rows of padding hold `fill`, or are not initialised where it is None.
-        """
-        tail = x.shape[x.ndim - columns :]
-        if self.padded == self.sizes:
-            return _exchange.lend(x, torch.Size((*self.sizes, *tail)))
-        shape = (*self.padded, *tail)
-        larger = x.new_empty(shape) if fill is None else x.new_full(shape, fill)
-        larger[tuple(map(slice, self.sizes))] = _exchange.materialized(x).detach().reshape(*self.sizes, *tail)
-        return _exchange.lend(larger)
-
-    def ids(self, ids: Tensor) -> jax.Array:
-        """Integer ids of any dtype as a padded array, which `_exchange.ids_of` makes int32 in a program."""
-        return self.rows(ids if ids.dtype == torch.int32 else _exchange.as_int64(ids), 0)
-
-    def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
-        """The temperature as an array: a scalar, or one padded row per token."""
-        if per_token is None:
-            return _exchange.scalar(number, device)
-        return _exchange.lend(per_token) if per_token.ndim == 0 else self.rows(per_token, 1.0)
-
-    def tokens(
-        self,
-        ids: Tensor,
-        temperature: tuple[Tensor | None, float],
-        ignore_index: int | None,
-        name: Literal["target_ids", "token_ids"],
-        vocab_size: int | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The padded ids and how many are real (both for the function `token_ids`), and the temperature.
-
-        The padding must be one of `flat`. Values are checked unless `vocab_size` is None.
-        """
-        padded_ids, count = self.ids(ids), _exchange.scalar(self.sizes[0], ids.device)
-        scale = self.temperature(*temperature, ids.device)
-        if vocab_size is not None:
-            _exchange.wait(padded_ids.device)
-            int32_ids = token_ids(padded_ids, count, ignore_index=ignore_index)
-            is_counted = counted(int32_ids, ignored(ignore_index))
-            checked_tokens(int32_ids, scale, is_counted, vocab_size=vocab_size, validate=True, name=name)
-        return padded_ids, count, scale
-
-    def without_padding(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
-        """A result of a program as a tensor of this shape, without the rows of padding."""
-        tensor = _exchange.to_torch(x)
-        if tensor.shape == shape:
-            return tensor
-        # The result must not be a view: autograd would not let a user write into a custom op's view.
-        return tensor[tuple(map(slice, self.sizes))].reshape(shape).contiguous().data
-
-
-def ignored(ignore_index: int | None) -> int:
-    """The ignore_index of a program, which must ignore its rows of padding even where the user ignores no id."""
-    return _exchange.INT32.min if ignore_index is None else ignore_index
-
-
-@functools.partial(jax.jit, static_argnames="ignore_index")
-def token_ids(ids: jax.Array, count: jax.Array, *, ignore_index: int | None) -> jax.Array:
-    """int32 ids `[N]` of the padded array that `RowPadding.ids` gives, of which `count` are real.
-
-    Rows of padding hold `ignored(ignore_index)`. Ids of others that would become this mark are moved by one, so that no
-    token is ignored by mistake.
-    """
-    n, mark, int32 = ids.shape[0], ignored(ignore_index), _exchange.INT32
-    ids = _exchange.ids_of(ids, (n,), int32.min + (mark == int32.min), int32.max - (mark == int32.max))
-    if ignore_index is None:
-        ids = jax.numpy.maximum(ids, int32.min + 1)
-    return jax.numpy.where(jax.numpy.arange(n) < count, ids, mark)
 
 
 def as_jax_floats(x: Tensor) -> Tensor:
     """Real numbers in a dtype that JAX computes with: float64 and integers become float32, the dtype of the loss."""
     is_kept = x.dtype != torch.float64 and x.is_floating_point()
     return x if is_kept or x.dtype == torch.bool else x.to(torch.float32)
-
-
-@functools.lru_cache(maxsize=4096)
-def flat(lead: tuple[int, ...], *, skips_padding: bool = False) -> RowPadding:
-    """The padding of tensors `[*lead]` whose rows a program takes in one dimension, padded to a bucket."""
-    n = math.prod(lead)
-    return RowPadding(tuple(lead), (n,), (_programs.bucket(n, skips_padding=skips_padding),))
 
 
 class _Pending(NamedTuple):

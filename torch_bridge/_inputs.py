@@ -19,7 +19,10 @@ from torch_bridge import _exchange
 from torch_bridge._programs import Options
 
 _OPTIONAL = frozenset(
-    {"bias", "temperature", "row_indices", "out", "accumulate_into", "rewards", "advantages", "token_weights"}
+    (
+        *("bias", "temperature", "allowed_ids", "allowed_mask", "row_indices", "out", "accumulate_into"),
+        *("rewards", "advantages", "token_weights"),
+    )
 )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlk_jax.core import overwriting
+from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.dispatch import Implementation, choose
 from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
@@ -27,8 +28,9 @@ from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Needs
 from rlk_jax.ops.linear_logp.sharding import agreement
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankState, RankSteps
 from rlk_jax.ops.linear_logp.sharding.shard import check_edges
-from torch_bridge import _calls, _exchange, _inputs, _programs
-from torch_bridge._calls import RowPadding
+from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
+from torch_bridge._padding import RowPadding
+from torch_bridge._programs import Arrays
 
 
 class Tensors(NamedTuple):
@@ -39,6 +41,8 @@ class Tensors(NamedTuple):
     bias: Tensor | None
     target_ids: Tensor
     temperature: Tensor | float
+    allowed_ids: Tensor | None
+    allowed_mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,10 @@ def _agreed_columns(tensors: Tensors, rank: Rank, options: HeadOptions) -> RankC
     def check() -> tuple[None, str]:
         named = tensors._asdict()
         scale = named.pop("temperature")
-        # Both options depend on the size of the whole vocabulary, which is known only after all ranks' columns are.
+        _inputs.check_tensors(**named)
+        # The masks and both options depend on the size of the whole vocabulary, which is known only after all ranks'
+        # columns are.
+        named |= {"allowed_ids": None, "allowed_mask": None}
         _inputs.check_head(named, scale, replace(options, ignore_index=None, global_vocab_size=None))
         columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         start = _integer("vocab_start_index", rank.start)
@@ -148,9 +155,9 @@ def _call_text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
     """A text of everything that must be the same on every rank, except global_vocab_size, which is compared apart."""
 
     def described(x: Any) -> str:
-        return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(float(x))
+        return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(x if x is None else float(x))
 
-    hidden, weight, bias, ids, temperature = tensors
+    hidden, weight, bias, ids, temperature, allowed_ids, allowed_mask = tensors
     needed = hidden.requires_grad and torch.is_grad_enabled()
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -160,6 +167,8 @@ def _call_text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
         "dtypes": dtypes,
         "target_ids": described(ids),
         "temperature": described(temperature),
+        "allowed_ids": described(allowed_ids),
+        "allowed_mask": described(allowed_mask),
     }
     facts |= {"device": device, "hidden needs a gradient": needed}
     # This option is the rank's, and stands in its HeadOptions at its default.
@@ -175,18 +184,19 @@ def _agreed_steps(
     options: HeadOptions,
     *,
     keeps: bool,
-) -> tuple[RankSteps, RowPadding, tuple[jax.Array, ...]]:
+) -> tuple[RankSteps, RowPadding, Arrays]:
     """This rank's steps by the implementation that all ranks run, how rows are padded for it, and the arrays of its
     tokens (`RowPadding.tokens`).
 
     It returns after every rank has checked its own.
     """
-    static = replace(options, ignore_index=_calls.ignored(options.ignore_index), validate=None)
-    operands = (("hidden", tensors.hidden), ("lm_head_weight", tensors.lm_head_weight), ("bias", tensors.bias))
-    specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in operands)
-    specs = (*specs, ("target_ids", _inputs.spec(tensors.target_ids)))
+    static = replace(options, ignore_index=_padding.ignored(options.ignore_index), validate=None)
+    given = tensors._asdict()
+    operands = [(name, given[name]) for name in ("hidden", "lm_head_weight", "bias")]
+    of_tokens = [(name, given[name]) for name in ("target_ids", "allowed_ids", "allowed_mask")]
+    specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in (*operands, *of_tokens))
 
-    def check() -> tuple[tuple[RankSteps, RowPadding, tuple[jax.Array, ...]], str]:
+    def check() -> tuple[tuple[RankSteps, RowPadding, Arrays], str]:
         for _, x in operands:
             if x is not None:
                 _exchange.materialized(x)
@@ -195,8 +205,9 @@ def _agreed_steps(
         should_validate = _inputs.should_validate(options.validate, tensors.hidden)
         checked_against = columns.vocab_size if should_validate else None
         scale = _inputs.temperature(tensors.temperature)
-        ids, padding = tensors.target_ids, _calls.flat(tensors.target_ids.shape, skips_padding=chosen.skips_padding)
-        tokens = padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against)
+        ids, padding = tensors.target_ids, _padding.flat(tensors.target_ids.shape, skips_padding=chosen.skips_padding)
+        allowed = padding.allowed(tensors.allowed_ids, tensors.allowed_mask)
+        tokens = padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against, allowed)
         return (steps, padding, tokens), chosen.name
 
     found, names = agreement.agreed(check, functools.partial(_gather_texts, rank.group))
@@ -210,6 +221,9 @@ def _chosen_steps(
 ) -> tuple[RankSteps, Implementation]:
     """The rank's steps, and the implementation that they are of."""
     structs = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
+    for name in ("lm_head_weight", "bias"):
+        structs[name] = _of_whole_head(structs[name], columns, options)
+    options = replace(options, global_vocab_size=columns.vocab_size)
     with jax.default_device(_exchange.jax_device(device)):
         inputs, config, _ = check_call(HeadInputs(**structs, temperature=1.0), options)
         shard_config = columns.config(replace(config, keeps=keeps), rank)
@@ -219,6 +233,17 @@ def _chosen_steps(
     return RankSteps(chosen.functions.on_device, shard_config, columns, rank), chosen
 
 
+def _of_whole_head(
+    struct: jax.ShapeDtypeStruct | None, columns: RankColumns, options: HeadOptions
+) -> jax.ShapeDtypeStruct | None:
+    """The struct of the whole head or bias, whose checks know all columns, in the place of a rank's own."""
+    if struct is None:
+        return None
+    shape = list(struct.shape)
+    shape[0 if options.weight_layout == "vd" else -1] = max(end for _, end in columns.ranges)
+    return jax.ShapeDtypeStruct(shape, struct.dtype)
+
+
 def _partials(
     hidden: Any,
     weight: Any,
@@ -226,6 +251,8 @@ def _partials(
     ids: Any,
     count: Any,
     temperature: Any,
+    allowed_ids: Any,
+    allowed_mask: Any,
     *,
     steps: RankSteps,
     ignore_index: int | None,
@@ -235,11 +262,12 @@ def _partials(
     The packed vector is float32: the groups, padded to the most that a rank has, then 1 for each token whose target
     this rank holds and 0 for the others.
     """
-    ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
-    is_counted = counted(ids, _calls.ignored(ignore_index))
-    tokens = checked_tokens(
-        ids, temperature, is_counted, vocab_size=steps.columns.vocab_size, validate=False, name="target_ids"
-    )
+    ids = _padding.token_ids(ids, count, ignore_index=ignore_index)
+    is_counted = counted(ids, _padding.ignored(ignore_index))
+    check: Any = {"vocab_size": steps.columns.vocab_size, "validate": False}
+    tokens = checked_tokens(ids, temperature, is_counted, name="target_ids", **check)
+    allowed = _padding.allowed_values(allowed_ids, allowed_mask)
+    tokens = with_allowed(tokens, *allowed, memory_budget=steps.config.memory_budget, **check)
     groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
     stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
     most = max(steps.columns.groups(rank).count for rank in range(len(steps.columns.ranges)))
@@ -319,7 +347,7 @@ class _TensorParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         call: _Call,
-        tokens: tuple[jax.Array, ...],
+        tokens: Arrays,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rlk_jax
-from torch_bridge import _calls, _exchange, _flops, _inputs
+from torch_bridge import _calls, _exchange, _flops, _inputs, _padding
 from torch_bridge._programs import Op
 
 
@@ -82,7 +82,7 @@ def _kernel(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """C, and the handle for the backward."""
-    padding = _calls.flat(a.shape[:-1])
+    padding = _padding.flat(a.shape[:-1])
     options = (
         ("transpose_b", transpose_b),
         ("out_dtype", _exchange.DTYPES[out_dtype]),

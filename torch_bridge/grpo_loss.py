@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rlk_jax
 from rlk_jax.losses.advantages import Groups, advantages_of, groups_of
-from torch_bridge import _calls, _exchange, _inputs, _programs
+from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.ratio_kl import policy_tensors, tokens
 
@@ -166,10 +166,10 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss, policy_loss, kl, and the handle for the backward."""
     sizes = (*action_ids.shape,)
-    padding = _calls.RowPadding(sizes, sizes, tuple(map(_programs.bucket, sizes)))
+    padding = _padding.RowPadding(sizes, sizes, tuple(map(_programs.bucket, sizes)))
 
     def other_inputs() -> Arrays:
-        sequences = _calls.RowPadding(sizes[:1], sizes[:1], padding.padded[:1])
+        sequences = _padding.RowPadding(sizes[:1], sizes[:1], padding.padded[:1])
         if advantages is not None:
             padded_advantages = (sequences if advantages.ndim == 1 else padding).rows(
                 _calls.as_jax_floats(advantages), 0

@@ -18,7 +18,7 @@ from rlk_jax.ops.linear_cross_entropy import (
     ignored_id,
     loss_of_values,
 )
-from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge import _calls, _exchange, _inputs, _padding
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.linear_logp import LinearLogp, linear_logp
 
@@ -155,7 +155,7 @@ def _kernel(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     """The loss, and the handle for the backward."""
-    padding = _calls.flat(logp.shape)
+    padding = _padding.flat(logp.shape)
 
     def padded_weights() -> Arrays:
         lent = padding.rows(weights, 0.0)

@@ -16,7 +16,7 @@ from rlk_jax.core.dispatch import choose
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
-from torch_bridge import _calls, _exchange, _flops, _inputs, _options
+from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _padding
 from torch_bridge._programs import Arrays, Op
 
 
@@ -36,6 +36,8 @@ def linear_logp(
     *,
     temperature: float | Tensor = 1.0,
     low_rank: tuple[Tensor | float | None, ...] | None = None,
+    allowed_ids: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
     logit_softcap: float | None = None,
     ignore_index: int | None = None,
     global_vocab_size: int | None = None,
@@ -54,6 +56,8 @@ def linear_logp(
         z = softcap(hidden·(W + s·B·A)ᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
         logp = z[target] − ln Σ_v exp z_v,   lse = ln Σ_v exp z_v,   entropy = −Σ_v p_v·ln p_v     (natural logarithms)
 
+    The sums are over the tokens v that a row allows: all of them unless `allowed_ids` or `allowed_mask` is given.
+
     Args:
       hidden: last hidden states `[*lead, D]`, already shifted so that a row predicts its target. bfloat16, float16 or
         float32; under autocast hidden, weight and bias are cast to autocast's dtype.
@@ -66,6 +70,11 @@ def linear_logp(
         `inputs [*lead, D]`, hidden after a dropout. A is `[r, D]` and B `[V, r]`, as peft has them, or `[D, r]` and
         `[r, V]` with `weight_layout="dv"`; scale is a number. Neither B·A nor a sum with the weight is made. A and B
         are rounded to the dtypes of hidden and the weight. It cannot be given beside other ranks of a tp_group.
+      allowed_ids: the ids that each row may take, `[*lead, K]`, any integer dtype: those that a sampler kept with top-k
+        or top-p. −1 is padding; order and duplicates do not matter. Other tokens have z = −inf, and gradients of their
+        logits are exactly 0, also where these are NaN or infinite. A row that counts must allow its own target.
+      allowed_mask: the same as packed bits, int32 or uint32 `[*lead, ceil(V/32)]`, of which one of the two is given:
+        bit i of word j is token 32·j + i. V is the head's, or `global_vocab_size`; bits behind it are ignored.
       logit_softcap: c > 0 (Gemma), or None. It is not differentiated.
       ignore_index: tokens with this id give 0 in every output and exactly 0 in every gradient, whatever their hidden
         row holds. It must lie outside the vocabulary.
@@ -77,14 +86,15 @@ def linear_logp(
         and `cuda` hold this memory from the forward to the backward, and once more in a backward that retains the graph
         or that torch.compile has taken.
       tp_group: the `torch.distributed` group whose ranks each hold a part of the vocabulary, of any width. Weight and
-        bias are then this rank's parts; hidden and target_ids (ids of the whole vocabulary) are the same on every rank,
-        and so are the results. Every rank must make the call; a mistake on one rank raises the same error on all.
+        bias are then this rank's parts; hidden, target_ids and what is allowed (ids of the whole vocabulary) are the
+        same on every rank, and so are the results. Every rank must make the call; a mistake on one rank raises the same
+        error on all.
       vocab_start_index: this rank's first column of the whole vocabulary.
       reduce_hidden_grad: False leaves each rank its own part of dH, for callers that sum it themselves (sequence
         parallelism); True sums it in float32.
-      validate: True checks target ids and temperatures before launch (one small read-back); False never waits for the
-        device; None means True for CPU tensors and False for CUDA ones. A bad row that is not checked gives NaN in its
-        outputs and in every gradient it reaches.
+      validate: True checks target ids, temperatures and allowed tokens before launch (small read-backs); False never
+        waits for the device; None means True for CPU tensors and False for CUDA ones. A bad row that is not checked
+        gives NaN in its outputs and in every gradient it reaches.
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
     Returns:
@@ -121,10 +131,13 @@ def linear_logp(
             if low_rank is not None:
                 raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
             rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
-            shards = _tensor_parallel.Tensors(hidden, lm_head_weight, bias, target_ids, temperature)
+            shards = _tensor_parallel.Tensors(
+                hidden, lm_head_weight, bias, target_ids, temperature, allowed_ids, allowed_mask
+            )
             logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
             return values(logp, lse, entropy, return_lse, return_entropy)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
+    tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
     hidden, lm_head_weight, bias, a, b, inputs = _inputs.autocast(
         hidden, lm_head_weight, bias, term.a, term.b, term.inputs
@@ -134,7 +147,7 @@ def linear_logp(
         a, b = a.t(), b.t()
     checked = replace(options, weight_layout=layout, validate=_inputs.should_validate(validate, hidden))
     floats = (hidden, lm_head_weight, bias, a, b, inputs)
-    others = (target_ids, per_token, number, term.scale)
+    others = (target_ids, allowed_ids, allowed_mask, per_token, number, term.scale)
     logp, lse, entropy, _ = _linear_logp(*floats, *others, checked, _inputs.needs(*floats))
     return values(logp, lse, entropy, return_lse, return_entropy)
 
@@ -197,13 +210,16 @@ def _run(
     ids: Any,
     count: Any,
     temperature: Any,
+    allowed_ids: Any,
+    allowed_mask: Any,
     scale: Any,
     *,
     ignore_index: int | None,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
-    token_options = {"temperature": temperature, "ignore_index": _calls.ignored(ignore_index)}
+    ids = _padding.token_ids(ids, count, ignore_index=ignore_index)
+    token_options = {"temperature": temperature, "ignore_index": _padding.ignored(ignore_index)}
+    token_options["allowed_ids"], token_options["allowed_mask"] = _padding.allowed_values(allowed_ids, allowed_mask)
     low_rank = None if a is None else (a, b, scale, inputs)
     call = {"low_rank": low_rank, "validate": False, **token_options, **options}
     return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **call))
@@ -211,10 +227,17 @@ def _run(
 
 @functools.lru_cache(maxsize=256)
 def _skips_padding(
-    device: torch.device, dtype: torch.dtype, weight: Any, bias: Any, low_rank: Any, options: HeadOptions
+    device: torch.device,
+    dtype: torch.dtype,
+    weight: Any,
+    bias: Any,
+    low_rank: Any,
+    options: HeadOptions,
+    *,
+    has_mask: bool,
 ) -> bool:
     """Whether what runs calls with a head, a bias and an adapter of these shapes and dtypes does no work for rows of
-    padding.
+    padding. `has_mask` says whether rows may not take all tokens.
     """
     dim = weight[0][1 if options.weight_layout == "vd" else 0]
     operands = {
@@ -222,6 +245,7 @@ def _skips_padding(
         "lm_head_weight": jax.ShapeDtypeStruct(*weight),
         "target_ids": jax.ShapeDtypeStruct((1,), jnp.int32),
         "bias": None if bias is None else jax.ShapeDtypeStruct(*bias),
+        "allowed_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32) if has_mask else None,
     }
     with jax.default_device(_exchange.jax_device(device)):
         adapter = {}
@@ -244,6 +268,8 @@ def _kernel(
     low_rank_b: Tensor | None,
     low_rank_inputs: Tensor | None,
     target_ids: Tensor,
+    allowed_ids: Tensor | None,
+    allowed_mask: Tensor | None,
     per_token: Tensor | None,
     temperature: float,
     low_rank_scale: float,
@@ -256,14 +282,17 @@ def _kernel(
     low_rank = None
     if low_rank_a is not None and low_rank_b is not None:
         low_rank = _inputs.spec(low_rank_a), _inputs.spec(low_rank_b)
-    skips_padding = _skips_padding(hidden.device, hidden.dtype, *weight_and_bias, low_rank, options)
-    padding = _calls.flat(lead, skips_padding=skips_padding)
+    has_mask = allowed_ids is not None or allowed_mask is not None
+    call_specs = (hidden.device, hidden.dtype, *weight_and_bias, low_rank)
+    skips_padding = _skips_padding(*call_specs, options, has_mask=has_mask)
+    padding = _padding.flat(lead, skips_padding=skips_padding)
 
     def tokens() -> Arrays:
         vocab_size = lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         checked_against = (options.global_vocab_size or vocab_size) if options.validate else None
         scale = (per_token, temperature)
-        tokens = padding.tokens(target_ids, scale, options.ignore_index, "target_ids", checked_against)
+        allowed = padding.allowed(allowed_ids, allowed_mask)
+        tokens = padding.tokens(target_ids, scale, options.ignore_index, "target_ids", checked_against, allowed)
         return *tokens, None if low_rank_a is None else _exchange.scalar(low_rank_scale, target_ids.device)
 
     def rows(x: Tensor) -> jax.Array:
@@ -288,6 +317,8 @@ def _fake(
     low_rank_b: Tensor | None,
     low_rank_inputs: Tensor | None,
     target_ids: Tensor,
+    allowed_ids: Tensor | None,
+    allowed_mask: Tensor | None,
     per_token: Tensor | None,
     temperature: float,
     low_rank_scale: float,

@@ -11,7 +11,7 @@ from torch import Tensor
 import rlk_jax
 from rlk_jax.core.tokens import rows_in_range
 from rlk_jax.ops.logits.options import LogitsOptions
-from torch_bridge import _calls, _exchange, _inputs, _options, _programs
+from torch_bridge import _calls, _exchange, _inputs, _options, _padding, _programs
 from torch_bridge._programs import Arrays, Op
 from torch_bridge.linear_logp import LinearLogp, as_outputs, shapes, values
 
@@ -99,9 +99,9 @@ def _run(
     ignore_index: int | None,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    ids = _calls.token_ids(ids, count, ignore_index=ignore_index)
+    ids = _padding.token_ids(ids, count, ignore_index=ignore_index)
     token_options = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
-    token_options["ignore_index"] = _calls.ignored(ignore_index)
+    token_options["ignore_index"] = _padding.ignored(ignore_index)
     return as_outputs(rlk_jax.logp(logits, ids, **token_options, validate=False, **options))
 
 
@@ -121,7 +121,7 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logp, lse, entropy, and the handle for the backward."""
     lead = token_ids.shape
-    padding = _calls.flat(lead)
+    padding = _padding.flat(lead)
 
     def tokens() -> Arrays:
         checked_against = (options.global_vocab_size or logits.shape[-1]) if options.validate else None

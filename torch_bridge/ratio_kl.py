@@ -8,7 +8,7 @@ from torch import Tensor
 
 import rlk_jax
 from rlk_jax.core.tokens import checked_tokens
-from torch_bridge import _calls, _exchange, _inputs
+from torch_bridge import _calls, _exchange, _inputs, _padding
 from torch_bridge._programs import Arrays, Op
 
 
@@ -93,7 +93,7 @@ def policy_tensors(
 
 
 def tokens(
-    padding: _calls.RowPadding,
+    padding: _padding.RowPadding,
     ref_logits: Tensor,
     action_ids: Tensor,
     completion_mask: Tensor,
@@ -139,7 +139,7 @@ def _kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ratio, kl, and the handle for the backward."""
     lead = action_ids.shape
-    padding = _calls.flat(lead)
+    padding = _padding.flat(lead)
 
     def other_inputs() -> Arrays:
         vocab_size = policy_logits.shape[-1] if validate else None

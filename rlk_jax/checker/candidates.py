@@ -92,13 +92,13 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
         raise Unusable(f"--arrays is for a module:function, not {name}")
     if known in IMPLEMENTATIONS or known == "registry":
         choice = _choice(spec, problem, None if known == "registry" else known)
-        fn = functools.partial(getattr(rlk_jax, spec.op), implementation=choice, **spec.unchecked)
+        fn = functools.partial(getattr(rlk_jax, spec.function), implementation=choice, **spec.unchecked)
         return Candidate(name, fn, choice, no_bits=_no_bits(spec, choice))
     if known == "bridge":
         choice, library = _choice(spec, problem, None), torch_arrays()
-        op = getattr(plugins.bridge(), spec.op, None)
+        op = getattr(plugins.bridge(), spec.function, None)
         if op is None:
-            raise Unusable(f"torch_bridge has no {spec.op}")
+            raise Unusable(f"torch_bridge has no {spec.function}")
         fn = functools.partial(op, **spec.unchecked)
         return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
@@ -110,9 +110,9 @@ def runnable(spec: OpSpec, problem: Problem) -> list[str]:
     """The names of candidates that can run this problem here: implementations, and the bridge where it has the op."""
     if not spec.implementations:
         return []
-    decision = rlk_jax.explain(spec.op, *abstract(problem), **problem.options)
+    decision = rlk_jax.explain(spec.function, *abstract(problem), **problem.options)
     names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
-    return names + (["bridge"] if plugins.has_torch() and hasattr(plugins.bridge(), spec.op) else [])
+    return names + (["bridge"] if plugins.has_torch() and hasattr(plugins.bridge(), spec.function) else [])
 
 
 def abstract(problem: Problem) -> list[Any]:
@@ -123,9 +123,11 @@ def abstract(problem: Problem) -> list[Any]:
 def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
     """The implementation that dispatch chooses. Raises `Unusable` where the named one cannot run, with its reasons."""
     if not spec.implementations:
-        raise Unusable(f"{spec.op} is not in rlk_jax.dispatch.TABLE: its candidates are module:function")
+        raise Unusable(f"{spec.function} is not in rlk_jax.dispatch.TABLE: its candidates are module:function")
     try:
-        return rlk_jax.explain(spec.op, *abstract(problem), implementation=implementation, **problem.options).choice
+        return rlk_jax.explain(
+            spec.function, *abstract(problem), implementation=implementation, **problem.options
+        ).choice
     except ValueError as error:
         raise Unusable(str(error)) from None
 

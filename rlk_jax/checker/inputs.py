@@ -18,7 +18,7 @@ MODES = {
     "huge": "logits of 100",
     "neg-inf": "most tokens, whole tiles of them, are impossible",
     "ties": "many equal logits",
-    "masked-nan": "masked tokens hold NaN and impossible ids",
+    "masked-nan": "masked tokens hold NaN and impossible ids; logits of tokens that no row allows are NaN or infinite",
     "window": "attention with a sliding window and a softcap",
     "bad-ids": "some active ids are outside the vocabulary: to be refused, or NaN in their rows",
 }

@@ -96,10 +96,20 @@ class OpSpec:
     runs_on: str | None = None
     """The op on whose implementations this one runs, where it is composed of it; None where it has its own."""
 
+    calls: str | None = None
+    """The function of rlk_jax that is called, where the spec is one of several of this function; None where it has the
+    spec's name.
+    """
+
+    @property
+    def function(self) -> str:
+        """The name of the function of rlk_jax, and of torch_bridge, that is called."""
+        return self.calls or self.op
+
     @property
     def implementations(self) -> Sequence[Implementation]:
         """What can run the op; empty for an op that dispatch does not know."""
-        return TABLE.get(self.runs_on or self.op, ())
+        return TABLE.get(self.runs_on or self.function, ())
 
     def problem(self, draw: Draw, grad_mode: str = "random", grad_seed: int = 123) -> Problem:
         """The problem of a draw. Upstream gradients are ones or random, or 0 for outputs without a derivative."""

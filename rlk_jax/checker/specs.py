@@ -12,11 +12,15 @@ from rlk_jax.checker import gold
 from rlk_jax.checker.arrange_attention import arrange_attention
 from rlk_jax.checker.inputs import Draw, Sizes
 from rlk_jax.checker.linear_kl_problem import linear_kl_gold, linear_kl_inputs, linear_kl_options
+from rlk_jax.checker.linear_logp_problem import (
+    largest_finite,
+    linear_logp_gold,
+    linear_logp_inputs,
+    masked_gold,
+    masked_inputs,
+    masked_options,
+)
 from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, arrange_padding_behind, arrange_sequences
-
-
-def _largest(logits: np.ndarray) -> float:
-    return float(np.abs(logits[np.isfinite(logits)]).max(initial=0))
 
 
 def _logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -29,35 +33,7 @@ def _logp_gold(problem: Problem) -> tuple[Results, float]:
         logits.reshape(-1, logits.shape[-1]), problem.inputs["token_ids"], 1.0, (g, 0 * g, 0 * g), {}
     )
     results = {"logp": found.values[0].reshape(g.shape), "gradient:logits": found.d_raw.reshape(logits.shape)}
-    return results, _largest(found.logits)
-
-
-def _linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
-    vocab, dim = draw.sizes.vocab, draw.sizes.hidden
-    scale = (35.0 if draw.mode == "huge" else 0.01 if draw.mode == "peaked" else 1.0) / dim**0.5
-    weight, bias = draw.tensor(1, vocab, dim, scale=scale), draw.tensor(2, vocab, scale=scale)
-    if draw.mode == "ties":
-        weight, bias = np.repeat(weight[:1], vocab, axis=0), 0 * bias
-    return {
-        "hidden": draw.tensor(0, *draw.sizes.lead, dim),
-        "lm_head_weight": weight,
-        "target_ids": draw.ids(),
-        "bias": draw.cast(bias.astype(np.float32) + draw.peak),
-    }
-
-
-def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
-    hidden, weight, ids, bias = problem.inputs.values()
-    h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
-    g = problem.upstream["logp"]
-    found = gold.softmax_gold(h @ w.T + np.asarray(bias, np.float64), ids, 1.0, (g, 0 * g, 0 * g), {})
-    results = {
-        "logp": found.values[0].reshape(g.shape),
-        "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
-        "gradient:lm_head_weight": found.d_raw.T @ h,
-        "gradient:bias": found.d_raw.sum(axis=0),
-    }
-    return results, _largest(found.logits)
+    return results, largest_finite(found.logits)
 
 
 _LEFT_OUT = -100
@@ -65,7 +41,7 @@ _LEFT_OUT = -100
 
 def _cross_entropy_inputs(draw: Draw) -> dict[str, np.ndarray]:
     """Those of linear_logp, with a mask's ignored tokens among them."""
-    found, ignored = _linear_logp_inputs(draw), ~draw.mask()
+    found, ignored = linear_logp_inputs(draw), ~draw.mask()
     if draw.mode == "masked-nan":
         found["hidden"][ignored] = np.nan
     found["target_ids"] = np.where(ignored, _LEFT_OUT, found["target_ids"])
@@ -93,7 +69,7 @@ def _cross_entropy_gold(problem: Problem) -> tuple[Results, float]:
         "gradient:lm_head_weight": found.d_raw.T @ h,
         "gradient:bias": found.d_raw.sum(axis=0),
     }
-    return results, _largest(found.logits)
+    return results, largest_finite(found.logits)
 
 
 def _policies(draw: Draw) -> dict[str, np.ndarray]:
@@ -119,7 +95,7 @@ def _ratio_kl_gold(problem: Problem) -> tuple[Results, float]:
     policy, ref, ids, mask, old = problem.inputs.values()
     ratio, kl, gradient = gold.ratio_kl_gold(policy, ref, ids, mask, old, (upstream["ratio"], upstream["kl"]))
     results = {"ratio": ratio, "kl": kl, "gradient:policy_logits": gradient}
-    return results, _largest(policy)
+    return results, largest_finite(policy)
 
 
 def _grpo_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -156,7 +132,7 @@ def _grpo_gold(problem: Problem) -> tuple[Results, float]:
     found = gold.grpo_loss_gold(policy, ref, ids, mask, old, advantages, clip=(_CLIP, _CLIP), beta=_BETA)
     results = {name: np.asarray(x) for name, x in found._asdict().items()}
     results["gradient:policy_logits"] = problem.upstream["loss"] * results.pop("gradient")
-    return results, _largest(policy)
+    return results, largest_finite(policy)
 
 
 def _det_gemm_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -170,7 +146,7 @@ def _gemm_shape(sizes: Sizes) -> tuple[int, int, int]:
 
 def _det_gemm_gold(problem: Problem) -> tuple[Results, float]:
     a, b, g = (np.asarray(x, np.float64) for x in (*problem.inputs.values(), problem.upstream["c"]))
-    return {"c": a @ b, "gradient:a": g @ b.T, "gradient:b": a.T @ g}, _largest(a)
+    return {"c": a @ b, "gradient:a": g @ b.T, "gradient:b": a.T @ g}, largest_finite(a)
 
 
 _HEADS, _KEY_HEADS, _PADDING_BEFORE = 4, 2, 7
@@ -219,7 +195,7 @@ def _attention_gold(problem: Problem) -> tuple[Results, float]:
     query, key, value = problem.inputs.values()
     found = gold.attention_gold(query, key, value, problem.upstream["output"], **problem.options)
     gradients = {f"gradient:{name}": getattr(found, name) for name in problem.inputs}
-    return {"output": found.output, **gradients}, _largest(found.scores)
+    return {"output": found.output, **gradients}, largest_finite(found.scores)
 
 
 def _per_token(sizes: Sizes) -> tuple[int, ...]:
@@ -260,8 +236,8 @@ SPECS = {
         ),
         OpSpec(
             "linear_logp",
-            _linear_logp_inputs,
-            _linear_logp_gold,
+            linear_logp_inputs,
+            linear_logp_gold,
             outputs=(Output("logp", _per_token),),
             gradients=("hidden", "lm_head_weight", "bias"),
             shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
@@ -271,6 +247,21 @@ SPECS = {
             # Where all rows of the head are equal the gradient of hidden is 0, so no relative error exists.
             forward_only=("bad-ids", "constant", "ties"),
             large_class="linear_logp_peaked",
+        ),
+        OpSpec(
+            "masked_linear_logp",
+            masked_inputs,
+            masked_gold,
+            outputs=(Output("logp", _per_token),),
+            gradients=("hidden", "lm_head_weight", "bias"),
+            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            padding={"hidden": 100.0, "target_ids": 0, "allowed_mask": 2**32 - 1},
+            per_row=frozenset(("logp", "gradient:hidden")),
+            modes=("random", "constant", "peaked", "huge", "ties", "masked-nan", "bad-ids"),
+            forward_only=("bad-ids", "constant", "ties"),
+            large_class="linear_logp_peaked",
+            options=masked_options,
+            calls="linear_logp",
         ),
         OpSpec(
             "linear_kl",

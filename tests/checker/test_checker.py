@@ -43,6 +43,16 @@ PLANTED = {
     "swapped sign": ("ratio_kl", planted.swapped_sign, "fp32", "random", "kl"),
     "gradient right only for ones": ("logp", planted.right_only_for_ones, "fp32", "random", "gradient:logits"),
     "wrong scale of dW": ("linear_logp", planted.wrong_scale_of_dw, "fp32", "random", "gradient:lm_head_weight"),
+    "mask left out": ("masked_linear_logp", planted.mask_left_out, "fp32", "random", "logp"),
+    "mask shifted by a word": ("masked_linear_logp", planted.mask_shifted_by_a_word, "fp32", "random", "logp"),
+    "bits behind the vocabulary counted": (
+        *("masked_linear_logp", planted.bits_behind_the_vocabulary_counted, "fp32", "random", "logp"),
+    ),
+    "gradient to tokens that are not allowed": (
+        *("masked_linear_logp", planted.gradient_to_tokens_that_are_not_allowed, "fp32", "random"),
+        "gradient:lm_head_weight",
+    ),
+    "mask added to logits": ("masked_linear_logp", planted.mask_added_to_logits, "fp32", "masked-nan", "logp"),
     "mean over ignored tokens": (
         *("linear_cross_entropy", planted.mean_over_ignored_tokens, "fp32", "random", "loss"),
     ),
@@ -118,7 +128,10 @@ def test_a_gradient_right_only_for_ones_passes_with_ones():
     assert not failed(checked(planted.right_only_for_ones, "logp", gradients=True, grad_mode="ones"))
 
 
-OPS_OF_PLANTED = ("logp", "linear_logp", "linear_kl", "linear_cross_entropy", "ratio_kl", "grpo_loss", "attention")
+OPS_OF_PLANTED = (
+    *("logp", "linear_logp", "masked_linear_logp", "linear_kl", "linear_cross_entropy", "ratio_kl", "grpo_loss"),
+    "attention",
+)
 
 
 @pytest.mark.parametrize("op", OPS_OF_PLANTED)

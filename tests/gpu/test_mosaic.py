@@ -19,6 +19,7 @@ from tests.gpu.hopper import every_implementation
 from tests.gpu.test_float32 import DTYPES as FLOAT32_PAIRS
 from tests.gpu.test_head_kernels import BITS, DTYPES
 from tests.support import helpers, mixed_dtypes
+from tests.support.allowed import allowed_of, mask_of
 from tests.support.helpers import Case, assert_same_bits
 
 
@@ -111,16 +112,19 @@ def test_a_kernel_for_any_number_of_multiprocessors(implementation, monkeypatch)
 
 
 def golden_outputs(implementation):
-    """Results of two cases in every dtype that the implementation takes, by name."""
+    """Results of two cases in every dtype that the implementation takes, of all tokens and of allowed ones, by name."""
     pairs = [(dtype, dtype) for dtype in DTYPES] + (FLOAT32_PAIRS if implementation == "mosaic" else [])
     found = {}
     for pair in pairs:
         dtypes = "/".join(dict.fromkeys(np.dtype(dtype).name for dtype in pair))
         for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
             problem = helpers.make(case, pair[0]) if pair[0] == pair[1] else mixed_dtypes.make(case, *pair)
-            rows, head = helpers.outputs(case, problem, implementation)
-            for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
-                found[f"{case.name} {dtypes} {name}"] = x
+            # The kernels of `cuda` take no mask.
+            masks = {"": {}, " over allowed tokens": {"allowed_mask": mask_of(allowed_of(case, problem))}}
+            for over, mask in masks.items() if implementation == "mosaic" else [("", {})]:
+                rows, head = helpers.outputs(case, problem, implementation, **mask)
+                for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
+                    found[f"{case.name}{over} {dtypes} {name}"] = x
     return found
 
 

@@ -33,6 +33,63 @@ def linear_logp(hidden, weight, ids, bias):
     return _taken(_logits(hidden, weight, bias), ids)
 
 
+def _are_allowed(words, columns):
+    """Whether each row of words allows each of these columns."""
+    return (words[..., columns // 32] >> (columns % 32).astype(jnp.uint32)) & 1 != 0
+
+
+@jax.jit
+def masked_linear_logp(hidden, weight, ids, bias, *, allowed_mask):
+    allowed = _are_allowed(allowed_mask, jnp.arange(len(weight)))
+    found = _taken(jnp.where(allowed, _logits(hidden, weight, bias), -jnp.inf), ids)
+    return jnp.where(jnp.isinf(found), jnp.nan, found)
+
+
+def mask_left_out(*arrays, allowed_mask):
+    return linear_logp(*arrays)
+
+
+@jax.jit
+def mask_shifted_by_a_word(*arrays, allowed_mask):
+    """Every token of a row is looked up in the next word, but for the target, which stays allowed."""
+    target, words = arrays[2][..., None], jnp.arange(allowed_mask.shape[-1])
+    bit = jnp.where(words == target // 32, jnp.uint32(1) << (target % 32).astype(jnp.uint32), 0)
+    return masked_linear_logp(*arrays, allowed_mask=jnp.roll(allowed_mask, -1, axis=-1) | bit)
+
+
+@jax.jit
+def bits_behind_the_vocabulary_counted(hidden, weight, ids, bias, *, allowed_mask):
+    """The head is padded with zeros up to whole words, and bits of the mask let them count."""
+    behind = -len(weight) % 32
+    weight, bias = jnp.pad(weight, ((0, behind), (0, 0))), jnp.pad(bias, (0, behind))
+    return masked_linear_logp(hidden, weight, ids, bias, allowed_mask=allowed_mask)
+
+
+@jax.custom_vjp
+def _with_gradients_of_every_token(hidden, weight, ids, bias, words):
+    return masked_linear_logp(hidden, weight, ids, bias, allowed_mask=words)
+
+
+def _gradients_of_every_token(saved, g):
+    hidden, weight, ids, bias, _ = saved
+    d_hidden, d_weight, d_bias = jax.vjp(lambda h, w, b: linear_logp(h, w, ids, b), hidden, weight, bias)[1](g)
+    return d_hidden, d_weight, None, d_bias, None
+
+
+_with_gradients_of_every_token.defvjp(lambda *x: (_with_gradients_of_every_token(*x), x), _gradients_of_every_token)
+
+
+def gradient_to_tokens_that_are_not_allowed(*arrays, allowed_mask):
+    return _with_gradients_of_every_token(*arrays, allowed_mask)
+
+
+@jax.jit
+def mask_added_to_logits(hidden, weight, ids, bias, *, allowed_mask):
+    """−1e9 is added to the logits of other tokens, so that a logit of NaN stays one."""
+    allowed = _are_allowed(allowed_mask, jnp.arange(len(weight)))
+    return _taken(_logits(hidden, weight, bias) + jnp.where(allowed, 0.0, -1e9), ids)
+
+
 @functools.partial(jax.jit, static_argnames=("kind", "beta", "frozen"))
 def _linear_kl(h, w, th, tw, b, tb, *, kind, beta, temperature, teacher_temperature, frozen=True):
     a = jax.nn.log_softmax(_logits(h, w, b) / temperature)

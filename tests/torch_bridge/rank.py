@@ -82,11 +82,15 @@ def head_class() -> str:
     return "linear_logp_wgmma" if on_hopper else "linear_logp"
 
 
+def is_make_test(count: int) -> bool:
+    """Whether these are the two processes on a CPU that `make test` has."""
+    return count == 2 and torch.get_default_device().type == "cpu"
+
+
 def agrees_with_float64(rank: int, count: int) -> None:
-    # Two processes on a CPU are what `make test` has. There, `ignores_padding` and `sums_what_it_is_asked_to` catch
-    # what is wrong in float32, and test_autocast (test_autograd.py) what is wrong with gradients in float16.
-    of_make_test = count == 2 and torch.get_default_device().type == "cpu"
-    for dtype in DTYPES[:1] if of_make_test else DTYPES:
+    # In `make test`, `ignores_padding` and `sums_what_it_is_asked_to` catch what is wrong in float32, and test_autocast
+    # (test_autograd.py) what is wrong with gradients in float16.
+    for dtype in DTYPES[:1] if is_make_test(count) else DTYPES:
         problem = head((8, 25), dim=32, vocab=16, dtype=dtype)
         problem[2][0, 1] = -100
         double = [x.detach().double().requires_grad_() for x in (problem[0], problem[1], problem[3])]
@@ -123,6 +127,40 @@ def assert_same_bits_here(found: Any, expected: Any, here: slice) -> None:
     """The values have the same bits, and so have the gradients of this rank's columns."""
     assert all(map(same_bits, found[0], expected[0]))
     assert all(same_bits(x, y[here]) for x, y in zip(found[1][1:], expected[1][1:], strict=True))
+
+
+def takes_allowed_tokens(rank: int, count: int) -> None:
+    """Lists of ids of the whole vocabulary: the values of one rank for shards that begin inside a word, its bits on the
+    edges of groups, and one message for what rank 1 alone gets wrong.
+    """
+    problem, uneven = head((33,), dim=24, vocab=1000), [0, *(301 * i for i in range(1, count)), 1000]
+    hidden, weight, ids, bias = problem
+    allowed = torch.stack([ids, ids // 2, 999 - ids, torch.full_like(ids, -1)], dim=-1)
+    expected = of_rank_0(rank, functools.partial(whole, problem, allowed_ids=allowed))
+    found, gradients = spread(problem, uneven, rank, allowed_ids=allowed)
+    for x, y in zip(found, expected[0], strict=True):
+        assert_close(x, y.double(), head_class(), "forward")
+    for x, y in zip((gradients[0], *map(gathered, gradients[1:])), expected[1], strict=True):
+        assert_close(x, y.double(), head_class(), "gradient")
+    bounds = cut(1000, count)
+    # What shards make of words is the same for all edges: in `make test`, those inside a word catch it.
+    for implementation in () if is_make_test(count) else PROMISES[torch.get_default_device().type]:
+        options = {"implementation": implementation, "allowed_ids": allowed}
+        given = [x if x is ids else x.detach().to(PROMISES[hidden.device.type][implementation]) for x in problem]
+        given = [x if x is ids else x.requires_grad_() for x in given]
+        expected = of_rank_0(rank, functools.partial(whole, given, **options))
+        assert_same_bits_here(spread(given, bounds, rank, **options), expected, slice(*bounds[rank : rank + 2]))
+    nothing = torch.where((torch.arange(33) == 4)[:, None], -1, allowed) if rank == 1 else allowed
+    words = torch.full((33, 31), -1, dtype=torch.int32)
+    start, end = bounds[rank : rank + 2]
+    of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "validate": True}
+    for name, given in {"nothing allowed": {"allowed_ids": nothing}, "few words": {"allowed_mask": words}}.items():
+        try:
+            torch_bridge.linear_logp(hidden, weight[start:end], ids, bias[start:end], **given, **of_rank)
+        except ValueError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            raise AssertionError(f"{name} raised nothing")
 
 
 def ignores_padding(rank: int, count: int) -> None:
@@ -277,6 +315,7 @@ def mistakes(rank: int, count: int) -> None:
         "other vocabulary": {"global_vocab_size": 15},
         "other tokens": {"target_ids": ids[:3], "hidden": hidden[:3]},
         "other options": {"temperature": 2.0},
+        "other mask": {"allowed_ids": ids[:, None]},
         "other validate": {"validate": False},
         "other reduction": {"reduce_hidden_grad": False},
         "other dtype": {"lm_head_weight": weight[start:end].bfloat16()},
@@ -337,6 +376,7 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     mistakes(rank, count)
     agrees_with_float64(rank, count)
     keeps_the_bits_of_one_rank(rank, count)
+    takes_allowed_tokens(rank, count)
     ignores_padding(rank, count)
     trains_as_one_rank(rank, count)
     reads_a_transposed_head_in_place(rank, count)

@@ -348,11 +348,12 @@ def test_fused_lm_head():
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
 def test_torch_compile_takes_every_op_whole(backend):
     policy, ref, ids, mask, old = policies((5, 7), vocab=16)
-    weight = randn(70, 16).requires_grad_()
+    weight, words = randn(70, 16).requires_grad_(), torch.full((5, 7, 3), -2, dtype=torch.int32).view(torch.uint32)
     a, b = randn(4, 16, dtype=torch.bfloat16).requires_grad_(), randn(16, 8, dtype=torch.bfloat16).requires_grad_()
 
     def loss(policy, weight, a, b):
-        found = torch_bridge.linear_logp(policy, weight, ids, return_entropy=True, temperature=0.5)
+        options = {"return_entropy": True, "temperature": 0.5, "allowed_mask": words}
+        found = torch_bridge.linear_logp(policy, weight, ids + 1, **options)
         total = (found.logp * 2 + found.entropy).sum() + torch_bridge.logp(policy, ids).sum()
         total = total + torch_bridge.ratio_kl(policy, ref, ids, mask, old).kl.sum()
         total = total + torch_bridge.grpo_loss(policy, ref, ids, old, None, mask, advantages=old).loss
@@ -395,7 +396,12 @@ def arguments(op: str) -> dict[str, Any]:
     both = {"policy_logits": policy, "ref_logits": ref, "action_ids": ids, "completion_mask": mask, "old_logps": old}
     low = {"a": policy[0].detach().bfloat16(), "b": randn(16, 8, dtype=torch.bfloat16)}
     return {
-        "linear_logp": {"hidden": policy, "lm_head_weight": randn(70, 16).requires_grad_(), "target_ids": ids},
+        "linear_logp": {
+            "hidden": policy,
+            "lm_head_weight": randn(70, 16).requires_grad_(),
+            "target_ids": ids,
+            "allowed_ids": torch.stack([ids, ids + 1, ids + 20], dim=-1),
+        },
         "logp": {"logits": policy, "token_ids": ids, "row_indices": torch.tensor([3, 1, 30, 4, 9])},
         "ratio_kl": both,
         "grpo_loss": {**both, "rewards": None, "advantages": old},
@@ -406,6 +412,7 @@ def arguments(op: str) -> dict[str, Any]:
 WRONG = [
     ("linear_logp", "target_ids", torch.zeros(7, 5, dtype=torch.int64)),
     ("linear_logp", "temperature", torch.ones(5, 7, dtype=torch.float64)),
+    ("linear_logp", "allowed_ids", torch.zeros(7, 5, 2, dtype=torch.int32)),
     ("logp", "row_indices", torch.tensor([1.7])),
     ("ratio_kl", "completion_mask", torch.ones(7, 5)),
     ("grpo_loss", "clip_eps", -1.0),

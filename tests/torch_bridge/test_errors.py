@@ -15,7 +15,7 @@ import rlk_jax
 import torch_bridge
 from tests.torch_bridge import forked
 from tests.torch_bridge.tensors import array, head, policies, randint, randn
-from torch_bridge import _calls, _exchange, _memory
+from torch_bridge import _exchange, _memory, _padding
 
 WRONG = {
     "shape": {"target_ids": torch.zeros(2, 3, dtype=torch.int64)},
@@ -35,6 +35,17 @@ WRONG = {
     "implementation": {"implementation": "magic"},
     "cannot run": {"implementation": "mosaic"},
     "list": {"implementation": ["xla"]},
+    "allowed twice": {
+        "allowed_ids": torch.zeros(4, 2, dtype=torch.int32),
+        "allowed_mask": torch.zeros(4, 3, dtype=torch.int32),
+    },
+    "allowed shape": {"allowed_ids": torch.zeros(4, dtype=torch.int32)},
+    "allowed dtype": {"allowed_ids": torch.zeros(4, 2)},
+    "words": {"allowed_mask": torch.zeros(4, 4, dtype=torch.int32)},
+    "dtype of words": {"allowed_mask": torch.zeros(4, 3, dtype=torch.int16)},
+    "bad allowed id": {"allowed_ids": torch.tensor([[70, -1, 2**40]]).expand(4, 3).to(torch.uint8)},
+    "nothing allowed": {"allowed_ids": torch.zeros(4, 0, dtype=torch.int32)},
+    "target not allowed": {"allowed_mask": torch.tensor([[0, 0, 1 << 6]] * 4, dtype=torch.int32)},
     "bad id": {"target_ids": torch.tensor([0, 70, -3, 1])},
     "bad temperature": {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])},
 }
@@ -173,6 +184,12 @@ def test_out():
         torch_bridge.logp(logits.requires_grad_(), ids, out=out)
 
 
+def test_a_list_of_ids_that_is_no_tensor():
+    hidden, weight, ids, _ = head((4,))
+    with pytest.raises(ValueError, match=r"allowed_ids must be a torch\.Tensor, got builtins\.list"):
+        torch_bridge.linear_logp(hidden, weight, ids, allowed_ids=[[0], [1], [2], [3]])
+
+
 LOW_RANK = torch.ones(3, 16), torch.ones(70, 3)
 
 
@@ -203,6 +220,18 @@ def test_a_bad_id_is_never_ignored(bad):
     assert found.isnan().tolist() == [False, False, True, False, False]
     with pytest.raises(ValueError, match="target_ids out of range"):
         torch_bridge.linear_logp(hidden, weight, ids)
+
+
+@pytest.mark.parametrize("bad", [-2, 70, 2**31, 2**40, -(2**40)])
+def test_a_bad_allowed_id_is_never_padding(bad):
+    """Neither −1 nor what becomes of it in 32 bits is."""
+    hidden, weight, ids, _ = head((5,))
+    allowed = ids[:, None].repeat(1, 2)
+    allowed[2, 1] = bad
+    found = torch_bridge.linear_logp(hidden, weight, ids, allowed_ids=allowed, validate=False)
+    assert found.isnan().tolist() == [False, False, True, False, False]
+    with pytest.raises(ValueError, match=r"allowed_ids out of range: expected \[0, 69\], or -1 as padding"):
+        torch_bridge.linear_logp(hidden, weight, ids, allowed_ids=allowed)
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -328,9 +357,9 @@ def test_a_tensor_that_stands_for_others(n, wrap):
 
 def test_values_are_checked_behind_what_torch_has_to_do(monkeypatch):
     """What is lent is not in stream order: nothing may read it before the wait."""
-    calls, counted = [], _calls.counted
+    calls, counted = [], _padding.counted
     monkeypatch.setattr(_exchange, "wait", lambda device: calls.append("wait"))
-    monkeypatch.setattr(_calls, "counted", lambda *given: calls.append("counted") or counted(*given))
+    monkeypatch.setattr(_padding, "counted", lambda *given: calls.append("counted") or counted(*given))
     hidden, weight, ids, _ = head((4,))
     torch_bridge.linear_logp(hidden, weight, ids)  # Compiles.
     calls.clear()

@@ -11,7 +11,7 @@ from torch.distributed import _functional_collectives as collectives
 
 import torch_bridge
 from tests.torch_bridge.tensors import array, head, randn
-from torch_bridge import _calls, _exchange
+from torch_bridge import _exchange, _padding
 
 
 def pointer(x) -> int:
@@ -99,7 +99,7 @@ def test_large_integers_saturate():
 
 def test_int64_ids_are_read_in_place():
     ids = torch.arange(64)
-    assert pointer(_calls.flat((64,)).ids(ids)) == ids.data_ptr()
+    assert pointer(_padding.flat((64,)).ids(ids)) == ids.data_ptr()
     np.testing.assert_array_equal(_exchange.ids_of(_exchange.lend(ids[1:]), (63,)), ids[1:])
 
 
@@ -137,7 +137,7 @@ def test_no_id_beyond_int32_is_taken_for_an_ignored_one(ignore_index, bad):
 
 def test_rows_of_a_bucket_are_read_in_place():
     hidden = randn(2, 12, 32)
-    assert pointer(_calls.flat((2, 12)).rows(hidden, columns=1)) == hidden.data_ptr()
+    assert pointer(_padding.flat((2, 12)).rows(hidden, columns=1)) == hidden.data_ptr()
 
 
 def test_a_transposed_head_is_read_in_place(monkeypatch):

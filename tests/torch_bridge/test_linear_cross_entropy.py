@@ -4,12 +4,14 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 import rlk_jax
 import torch_bridge
+from tests.support.allowed import allowed_beside, mask_of
 from tests.torch_bridge.tensors import array, assert_close, assert_same_bits, head, randn
 from torch_bridge import _calls
 
@@ -50,18 +52,22 @@ def test_a_drop_in_for_torchs_cross_entropy(reduction, dtype):
 def test_bits(reduction, dtype, ignore_index):
     """Those of the JAX op, with every option, although 21 rows are padded to 24."""
     hidden, weight, ids, bias = batch(dtype)
+    words = torch.from_numpy(np.array(mask_of(allowed_beside(ids.clamp(min=0).cpu(), 300), np.int32))).to(ids.device)
+    words[2, 6] |= 1 << 5
     weights = randn(*LEAD, seed=3).clamp(min=0)
     if ignore_index is None:
         ids[ids < 0], weights[0, 2] = 10**12, 0  # One id out of range, of a token that has no weight.
         ids[2, 6] = 5
     options: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore_index, "z_loss": 1e-2}
     options |= {"temperature": 0.7, "logit_softcap": 5.0, "implementation": "deterministic"}
-    found = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, token_weights=weights, **options)
+    tokens = {"token_weights": weights, "allowed_mask": words}
+    found = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **tokens, **options)
     upstream = randn(*found.shape, seed=4)
     gradients = torch.autograd.grad(found, (hidden, weight, bias), upstream)
 
     def theirs(h: Any, w: Any, b: Any) -> Any:
-        return rlk_jax.linear_cross_entropy(h, w, ids.numpy(), b, token_weights=array(weights), **options)
+        arrays = {name: array(x) for name, x in tokens.items()}
+        return rlk_jax.linear_cross_entropy(h, w, ids.numpy(), b, **arrays, **options)
 
     expected, pull_back = jax.vjp(theirs, array(hidden), array(weight), array(bias))
     assert_same_bits([found], [expected])

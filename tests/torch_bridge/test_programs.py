@@ -161,3 +161,18 @@ def test_another_process_traces_nothing(fresh, monkeypatch, tmp_path):
             assert all(map(same_bits, found, before))
     traced = call("lse")
     assert same_bits(traced[1], expected[0][1]) and not same_bits(traced[2], expected[0][2])
+
+
+def test_lists_of_allowed_ids_of_any_length_need_few_programs(fresh):
+    """Nor do words of another dtype need one."""
+    hidden, weight, ids, _ = head((8,))
+    options = {"validate": False, "implementation": "xla"}
+    for length in (5, 6, 7, 8):
+        allowed = ids[:, None].repeat(1, length)
+        assert not torch_bridge.linear_logp(hidden, weight, ids, allowed_ids=allowed, **options).any()
+    words = torch.full((8, 3), -1, dtype=torch.int32)
+    found = [
+        torch_bridge.linear_logp(hidden, weight, ids, allowed_mask=x, **options)
+        for x in (words, words.view(torch.uint32))
+    ]
+    assert same_bits(*found) and torch_bridge.cache_info().forward == 3

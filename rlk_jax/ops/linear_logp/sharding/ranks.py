@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.allowed import words_from
 from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, column_groups
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, LinearLogpFunctions, Needs, Operands
@@ -91,9 +92,13 @@ class RankSteps:
     def partials(self, operands: Operands, tokens: Tokens) -> tuple[Any, Array, RankState]:
         """The softmax over the rank's groups `[groups, rows]`, which tokens' targets it holds `[N]`, and a state.
 
-        Ids of `tokens` are those of the whole vocabulary.
+        Ids of `tokens`, and what they may take, are of the whole vocabulary.
         """
-        tokens = tokens._replace(target_ids=tokens.target_ids - self.columns.ranges[self.rank][0])
+        start, end = self.columns.ranges[self.rank]
+        tokens = tokens._replace(
+            target_ids=tokens.target_ids - start,
+            allowed=None if tokens.allowed is None else words_from(tokens.allowed, jnp.int32(start), end - start),
+        )
         groups, own = self.functions.partials(self.config, operands, tokens)
         is_here = (tokens.target_ids >= 0) & (tokens.target_ids < self.columns.real_columns(self.rank))
         return groups, is_here, RankState(tokens, own)

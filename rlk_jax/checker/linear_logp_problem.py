@@ -1,0 +1,91 @@
+"""What the checker draws for linear_logp, with and without allowed tokens, and what the definition gives for it."""
+
+from typing import Any
+
+import numpy as np
+
+from rlk_jax.checker import gold
+from rlk_jax.checker.inputs import Draw
+from rlk_jax.checker.op_spec import Problem, Results
+
+_BITS = 32
+_SHARES = (0.3, 0.02, 0.0, 0.98)
+"""The share of the vocabulary that a row allows beside its target; rows take turns."""
+
+
+def linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
+    """The inputs of linear_logp."""
+    vocab, dim = draw.sizes.vocab, draw.sizes.hidden
+    scale = (35.0 if draw.mode == "huge" else 0.01 if draw.mode == "peaked" else 1.0) / dim**0.5
+    weight, bias = draw.tensor(1, vocab, dim, scale=scale), draw.tensor(2, vocab, scale=scale)
+    if draw.mode == "ties":
+        weight, bias = np.repeat(weight[:1], vocab, axis=0), 0 * bias
+    return {
+        "hidden": draw.tensor(0, *draw.sizes.lead, dim),
+        "lm_head_weight": weight,
+        "target_ids": draw.ids(),
+        "bias": draw.cast(bias.astype(np.float32) + draw.peak),
+    }
+
+
+def linear_logp_gold(problem: Problem) -> tuple[Results, float]:
+    """All results in float64, and the largest finite |logit|."""
+    return _logp_gold(problem, problem.inputs["target_ids"], {})
+
+
+def masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
+    """Those of linear_logp. In mode "masked-nan" every third token that no row allows has a logit of NaN or ±inf."""
+    found = linear_logp_inputs(draw)
+    if draw.mode == "masked-nan":
+        found["bias"][_never_allowed(draw)] = np.resize([np.nan, np.inf, -np.inf], int(_never_allowed(draw).sum()))
+    return found
+
+
+def masked_options(draw: Draw) -> dict[str, Any]:
+    """The words of allowed tokens, with bits behind the vocabulary. In mode "bad-ids" a row forbids its target."""
+    vocab, lead, ids = draw.sizes.vocab, draw.sizes.lead, draw.ids()
+    density = np.resize(_SHARES, lead)[..., None]
+    allowed = draw.random(7).random((*lead, -(-vocab // _BITS) * _BITS)) < density
+    allowed[..., :vocab] &= ~_never_allowed(draw)
+    targets = np.clip(ids, 0, vocab - 1)[..., None]
+    np.put_along_axis(allowed, targets, True, axis=-1)
+    allowed[..., vocab:] = True
+    if draw.mode == "bad-ids":
+        np.put_along_axis(allowed, (targets + 1) % vocab, True, axis=-1)
+        forbids = 0, lead[1] // 2
+        allowed[*forbids, targets[*forbids, 0]] = False
+    return {"allowed_mask": np.packbits(allowed, axis=-1, bitorder="little").view("<u4").astype(np.uint32)}
+
+
+def _never_allowed(draw: Draw) -> np.ndarray:
+    """Which tokens no row allows, `[V]`: in mode "masked-nan" every third one that is no target, else none."""
+    tokens = np.arange(draw.sizes.vocab)
+    return (tokens % 3 == 0) & ~np.isin(tokens, draw.ids()) & (draw.mode == "masked-nan")
+
+
+def masked_gold(problem: Problem) -> tuple[Results, float]:
+    """All results in float64. A row that forbids its target is NaN, as one whose target is no token."""
+    ids, vocab = problem.inputs["target_ids"], len(problem.inputs["bias"])
+    words = problem.options["allowed_mask"].astype("<u4").view(np.uint8)
+    allowed = np.unpackbits(words.reshape(ids.size, -1), axis=-1, bitorder="little")[:, :vocab] != 0
+    has_target = np.take_along_axis(allowed, np.clip(ids, 0, vocab - 1).reshape(-1, 1), axis=1)[:, 0]
+    return _logp_gold(problem, np.where(has_target, ids.reshape(-1), -1), {"allowed": allowed})
+
+
+def _logp_gold(problem: Problem, target_ids: np.ndarray, options: dict[str, Any]) -> tuple[Results, float]:
+    hidden, weight, _, bias = problem.inputs.values()
+    h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
+    g = problem.upstream["logp"]
+    found = gold.softmax_gold(h @ w.T + np.asarray(bias, np.float64), target_ids, 1.0, (g, 0 * g, 0 * g), options)
+    results = {
+        "logp": found.values[0].reshape(g.shape),
+        "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
+        "gradient:lm_head_weight": found.d_raw.T @ h,
+        "gradient:bias": found.d_raw.sum(axis=0),
+    }
+    return results, largest_finite(found.logits)
+
+
+def largest_finite(logits: np.ndarray) -> float:
+    """The largest |logit| that is finite; 0 where there is none."""
+    return float(np.abs(logits[np.isfinite(logits)]).max(initial=0))
