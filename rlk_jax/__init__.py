@@ -3,7 +3,7 @@
 from rlk_jax import dispatch, grpo, vocab_parallel
 from rlk_jax.core.allowed import padded_allowed_ids
 from rlk_jax.core.exports import export_checks
-from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops import explain, numerics_version
 from rlk_jax.ops.attention.api import attention
 from rlk_jax.ops.det_gemm.api import det_gemm
@@ -19,6 +19,7 @@ __all__ = [
     "GrpoLoss",
     "LinearLogp",
     "LowRank",
+    "RankedLogp",
     "RatioKl",
     "attention",
     "det_gemm",

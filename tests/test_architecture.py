@@ -69,6 +69,7 @@ ROLES = {
     "_DESCRIPTION",
     "_Kept",
     "_NO_SECOND_DERIVATIVE",
+    "_best",
     "_columns",
     "_forward",
     "_gradient",

@@ -8,11 +8,8 @@ from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens
 
 
-def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> LinearLogp:
-    """z = softcap(logits) / temperature, −inf in columns that are padding or not allowed.
-
-    logp = log_softmax(z)[target], lse and entropy.
-    """
+def scaled_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> jax.Array:
+    """z = softcap(logits) / temperature, −inf in columns that are padding or not allowed."""
     columns = jnp.arange(config.vocab_size)[None]
     counts = columns < config.real_vocab_size
     if tokens.allowed is not None:
@@ -22,7 +19,12 @@ def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     logits = logits / tokens.temperature[:, None]
-    logits = jnp.where(counts, logits, -jnp.inf)
+    return jnp.where(counts, logits, -jnp.inf)
+
+
+def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> LinearLogp:
+    """logp = log_softmax(z)[target], lse and entropy of z = `scaled_logits`."""
+    logits = scaled_logits(config, logits, tokens)
     logprobs = jax.nn.log_softmax(logits)
     probability = jnp.exp(logprobs)
     # An impossible token has p·ln p = 0; the inner where keeps its infinite logarithm out of the gradient too.

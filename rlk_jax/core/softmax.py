@@ -42,6 +42,11 @@ class Statistics(NamedTuple):
     gap: Array | None
     """Σ p·(max − z) >= 0, so that entropy = log_sum + gap; None where entropy was not asked for"""
 
+    def logprobs(self, logits: Array) -> Array:
+        """The log-probabilities of the tokens of these logits, `[N]` or `[N, k]`."""
+        maximum, log_sum = (x.reshape(-1, *(1,) * (logits.ndim - 1)) for x in (self.max, self.log_sum))
+        return (logits - maximum) - log_sum
+
 
 class Partial(NamedTuple):
     """The softmax over some columns, float32 with one element per token.
@@ -120,7 +125,7 @@ def fixed_order_partial(logits: Array, is_target: Array, *, with_gap: bool) -> P
 
 def values_of(config: SoftmaxConfig, statistics: Statistics) -> LinearLogp:
     """logp = (z_t − max) − log_sum; lse = max + log_sum; entropy = log_sum + gap."""
-    logp = (statistics.target_logit - statistics.max) - statistics.log_sum
+    logp = statistics.logprobs(statistics.target_logit)
     lse = statistics.max + statistics.log_sum if config.return_lse else None
     entropy = statistics.log_sum + statistics.gap if statistics.gap is not None else None
     return LinearLogp(logp, lse, entropy)

@@ -41,6 +41,22 @@ class LinearLogp(NamedTuple):
     entropy: Array | None
 
 
+@exportable
+class RankedLogp(NamedTuple):
+    """The fields of LinearLogp, and which tokens are the most probable: their ids int32 and log-probs float32
+    `[*lead, k]`, most probable first, and how many tokens are more probable than the target, int32 `[*lead]`.
+
+    None stands for what was not asked for. These three have no gradient.
+    """
+
+    logp: Array
+    lse: Array | None
+    entropy: Array | None
+    top_ids: Array | None
+    top_logps: Array | None
+    target_rank: Array | None
+
+
 class Tokens(NamedTuple):
     """One row per token `[N]`: its id, its temperature, whether it counts, and which ids it may take.
 

@@ -67,7 +67,7 @@ def linear_cross_entropy(
       z_loss: the coefficient of lse², 0 or positive. It keeps ln Σ exp z near 0 (PaLM takes 1e-4).
       validate: as in `linear_logp`; it checks the values of weights too. A bad weight that is not checked gives NaN.
       hidden_grad_reduction: `linear_logp`'s `reduction`: how dH is summed over the ranks of axis_name.
-      **head: `linear_logp`'s other options but `return_lse` and `return_entropy`: temperature, low_rank, logit_softcap,
+      **head: `linear_logp`'s other options but those that return more: temperature, low_rank, logit_softcap,
         weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so on. logp and lse are those
         after temperature and softcap.
 
@@ -178,6 +178,8 @@ def _head_options(
         "ignore_index": ignore_index,
         "return_lse": z_loss > 0,
         "return_entropy": False,
+        "return_top_k": None,
+        "return_target_rank": False,
         "validate": validate,
         "reduction": hidden_grad_reduction,
     }

@@ -63,7 +63,7 @@ def linear_grpo_loss(
       rollout_logps, entropy_threshold, denominator, options: as in `policy_loss`.
       return_entropy: whether the metrics have the mean entropy, which carries no gradient. They have it in any case
         where the loss needs entropies: with options.entropy_coef, which differentiates them, or an entropy_threshold.
-      **head: `linear_logp`'s other options but `ignore_index` and `return_lse`: temperature, allowed_ids or
+      **head: `linear_logp`'s other options but `ignore_index` and those that return more: temperature, allowed_ids or
         allowed_mask, logit_softcap, weight_layout, global_vocab_size, memory_budget, axis_name, implementation and so
         on. They are those of the model of `ref_hidden` too; a `low_rank` term is the policy's alone.
 
@@ -190,6 +190,8 @@ def _check(
 ) -> None:
     """All static checks that are not `linear_logp`'s; `logps` are per token."""
     check_loss_options(options)
+    for name in ("return_top_k", "return_target_rank"):
+        require(name not in head, f"linear_grpo_loss has no option {name}: it returns no log-probs.")
     layout = head.get("weight_layout", "vd")
     reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}
     _check_reference(logps["ref_logps"], ref_hidden, ref_weight, **reference)

@@ -171,8 +171,8 @@ def _program(names: tuple[str, ...], case: Any, implementation: str | None, prob
 
 
 def weighted(values: LinearLogp, upstream: tuple[jax.Array, ...]) -> jax.Array:
-    """A scalar whose upstream gradients of the values are `upstream`."""
-    return sum(jnp.vdot(g, x) for g, x in zip(upstream, values, strict=True) if x is not None)
+    """A scalar whose upstream gradients of logp, lse and entropy are `upstream`."""
+    return sum(jnp.vdot(g, x) for g, x in zip(upstream, values[:3], strict=True) if x is not None)
 
 
 def make(case: Case, dtype: Any, seed: int = 0) -> Problem:

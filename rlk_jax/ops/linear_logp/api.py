@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from rlk_jax.core.dispatch import CallFacts
 from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
-from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
 from rlk_jax.ops.linear_logp.checks import check_call, head_inputs, no_axis_options
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
@@ -25,6 +25,8 @@ def linear_logp(
     *,
     return_lse: Literal[False] = False,
     return_entropy: Literal[False] = False,
+    return_top_k: None = None,
+    return_target_rank: Literal[False] = False,
     **options: Any,
 ) -> Float[Array, "*lead"]: ...
 
@@ -38,8 +40,23 @@ def linear_logp(
     *,
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_top_k: None = None,
+    return_target_rank: Literal[False] = False,
     **options: Any,
 ) -> LinearLogp: ...
+
+
+@overload
+def linear_logp(
+    hidden: Float[Array, "*lead D"],
+    lm_head_weight: Float[Array, "V D"] | Float[Array, "D V"],
+    target_ids: Int[Array, "*lead"],
+    bias: Float[Array, " V"] | None = None,
+    *,
+    return_top_k: int | None = None,
+    return_target_rank: bool = False,
+    **options: Any,
+) -> RankedLogp: ...
 
 
 def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options here too
@@ -58,6 +75,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     weight_layout: WeightLayout = "vd",
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_top_k: int | None = None,
+    return_target_rank: bool = False,
     axis_name: AxisName | None = None,
     vocab_start_index: int | Int[ArrayLike, ""] | None = None,
     reduction: Reduction = "sum",
@@ -65,7 +84,7 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
     memory_budget: int | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
-) -> Float[Array, "*lead"] | LinearLogp:
+) -> Float[Array, "*lead"] | LinearLogp | RankedLogp:
     """Log-probability of each target token under the LM head.
 
         z = softcap(hidden·(W + s·B·A)ᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
@@ -99,6 +118,13 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels). Neither layout is transposed in
         memory.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
+      return_top_k: k from 1 to 128 and at most V: also return the ids int32 and the log-probs float32 `[*lead, k]` of
+        the k most probable tokens of the same distribution, most probable first. Tokens of equal logits stand in
+        ascending order of their ids. Where fewer than k tokens have a logit above −inf, the rest are id −1, log-prob
+        −inf. Rows whose logp is NaN have id −1, log-prob NaN; ignored ones have id −1, log-prob 0. They have no
+        gradient.
+      return_target_rank: also return how many tokens stand before the target in that order, int32 `[*lead]`: 0 for the
+        most probable token, −1 for rows whose logp is NaN and for ignored ones.
       axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over. lm_head_weight and bias
         are then this rank's shard, all shards equally wide; hidden and target_ids (ids of the whole vocabulary) are the
         same on every rank of the axis, and so are the results. Take gradients outside the shard_map, or under
@@ -121,7 +147,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
         (`rlk_jax.explain` tells).
 
     Returns:
-      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
+      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not), or
+      `RankedLogp(logp, lse, entropy, top_ids, top_logps, target_rank)` where the last three were.
 
     Raises:
       ValueError: for every argument that does not fit, before anything runs, and for second derivatives.
@@ -146,6 +173,8 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
         weight_layout=weight_layout,
         return_lse=return_lse,
         return_entropy=return_entropy,
+        return_top_k=return_top_k,
+        return_target_rank=return_target_rank,
         axis_name=axis_name,
         reduction=reduction,
         reduce_hidden_grad=reduce_hidden_grad,

@@ -14,8 +14,9 @@ from jax import lax
 
 from rlk_jax.core import transforms
 from rlk_jax.core.softmax import values_of_no_tokens
-from rlk_jax.core.tokens import LinearLogp, Tokens, upstream_gradients
-from rlk_jax.ops.linear_logp.options import Gather, Gradients, HeadConfig, HeadFunctions, Needs, Operands
+from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, upstream_gradients
+from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, HeadFunctions, Needs, Operands
+from rlk_jax.ops.linear_logp.ranking import Gather, Ranking, finished, ranking_of_no_tokens, with_ranking
 from rlk_jax.ops.linear_logp.sharding.shard import (
     Shard,
     hidden_for_gradient,
@@ -40,22 +41,28 @@ def flat_values(
     operands: Operands,
     tokens: Tokens,
     vocab_start_index: Any,
-) -> LinearLogp:
-    """The differentiable values of flat tokens: from a whole head on one device, or from the shards of all ranks."""
+) -> LinearLogp | RankedLogp:
+    """The differentiable values of flat tokens: from a whole head on one device, or from the shards of all ranks.
+
+    A ranking, where one is asked for, stands beside them as a constant.
+    """
     tokens = lax.stop_gradient(tokens)
     if operands.hidden.shape[0] == 0:
-        return values_of_no_tokens(config, (0,))
+        none = None if config.ranking is None else ranking_of_no_tokens(config.ranking)
+        return with_ranking(values_of_no_tokens(config, (0,)), none)
     if shard is None:
         operands, tokens = transforms.equally_varying((operands, tokens))
-        return _values(functions, config, None, None, operands, tokens, None)
+        values, ranking = _values(functions, config, None, None, operands, tokens, None)
+        return with_ranking(values, lax.stop_gradient(ranking))
     position = shard_position(shard, vocab_start_index)
     carrier = hidden_gradient_carrier(shard, hidden_for_gradient(shard, operands.hidden), position.order)
     operands = operands._replace(real_columns=real_columns_of_shard(shard, position.start))
     tokens = local_tokens(shard, tokens, position)
     ranks = _Ranks(position.order, is_covered(shard, tokens, operands.real_columns))
     carrier, operands, tokens, ranks = transforms.equally_varying((carrier, operands, tokens, ranks))
-    summands = _values(functions, config, shard, carrier, operands, tokens, ranks)
-    return jax.tree.map(functools.partial(sum_over_ranks, shard), summands)
+    summands, ranking = _values(functions, config, shard, carrier, operands, tokens, ranks)
+    values = jax.tree.map(functools.partial(sum_over_ranks, shard), summands)
+    return with_ranking(values, lax.psum(lax.stop_gradient(ranking), shard.axis))
 
 
 class _Ranks(NamedTuple):
@@ -74,12 +81,13 @@ def _values(
     operands: Operands,
     tokens: Tokens,
     ranks: _Ranks | None,
-) -> LinearLogp:
-    """The values of linear_logp, or a rank's summands of them, whose upstream gradients are those of the whole values.
+) -> tuple[LinearLogp, Ranking | None]:
+    """The values of linear_logp and the ranking, or a rank's summands of them, whose upstream gradients are those of
+    the whole values. The ranking has none.
 
     Where there is a carrier, it gets the gradient of hidden, and hidden gets none.
     """
-    return _forward(functions, config, shard, operands, tokens, ranks)[0]
+    return _forward(functions, config, shard, operands, tokens, ranks)[:2]
 
 
 def _forward(
@@ -89,53 +97,68 @@ def _forward(
     operands: Operands,
     tokens: Tokens,
     ranks: _Ranks | None,
-) -> tuple[LinearLogp, Any, Any]:
-    """The values, a residual with a row per token, and what else is kept for a backward that is not under vmap."""
+) -> tuple[LinearLogp, Ranking | None, Any, Any]:
+    """The values and the ranking, a residual with a row per token, and what else is kept for a backward that is not
+    under vmap.
+    """
 
-    def one_batch(config: HeadConfig, shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
+    def one_batch(config: HeadConfig, shared: Any, rows: tuple[Array, Tokens]) -> tuple[Any, ...]:
         (hidden, tokens), (order, *factors) = rows, shared
         gather: Gather = lambda groups: groups  # noqa: E731
         if shard is not None:
             gather = functools.partial(shard.gather, order=order)
-        return transforms.varying_like(functions.forward(config, Operands(hidden, *factors), tokens, gather), hidden)
+        operands = Operands(hidden, *factors)
+        values, residual, kept = functions.forward(config, operands, tokens, gather)
+        ranking = None
+        if config.ranking is not None:
+            ranking = functions.ranking(config, operands, tokens, residual, gather)
+        return transforms.varying_like((values, ranking, residual, kept), hidden)
 
-    def batches(shared: Any, rows: tuple[Array, Tokens]) -> tuple[LinearLogp, Any, Any]:
-        kept = jax.eval_shape(functools.partial(one_batch, config), shared, rows)[2]
+    def batches(shared: Any, rows: tuple[Array, Tokens]) -> tuple[Any, ...]:
+        kept = jax.eval_shape(functools.partial(one_batch, config), shared, rows)[-1]
         one_of_many = functools.partial(one_batch, replace(config, keeps=False))
-        folding = transforms.vmap_folds_rows(lambda *x: one_of_many(*x)[:2], outputs_are_rows=True)
+        folding = transforms.vmap_folds_rows(lambda *x: one_of_many(*x)[:-1], outputs_are_rows=True)
         return *folding(shared, rows), jax.tree.map(lambda x: jnp.zeros(0, x.dtype), kept)
 
     hidden, *factors = lax.stop_gradient(operands)
     # Functions under a vmap rule take every array as an argument: JAX cannot lower one that they close over.
     shared = (None if ranks is None else ranks.order, *factors)
     forward = transforms.with_vmap_rule(functools.partial(one_batch, config), batches)
-    values, residual, kept = forward(shared, (hidden, tokens))
+    values, ranking, residual, kept = forward(shared, (hidden, tokens))
     values = jax.tree.map(lambda x: jnp.where(tokens.active, x, 0), values)
-    if shard is not None and ranks is not None:
+    if ranks is not None:
         # Tokens are poisoned after the pass, so that the pass need not wait for the other ranks' answers.
         covered = ranks.is_covered
-        values = rank_summands(shard, jax.tree.map(lambda x: jnp.where(covered, x, jnp.nan), values))
-    return values, residual, kept
+        values = jax.tree.map(lambda x: jnp.where(covered, x, jnp.nan), values)
+    if ranking is not None:
+        ranking = finished(ranking, values.logp, tokens.active)
+    if shard is not None:
+        values, ranking = rank_summands(shard, (values, ranking))
+    return values, ranking, residual, kept
 
 
 def _values_fwd(
     functions: HeadFunctions, config: HeadConfig, shard: Shard | None, *primals: Any
-) -> tuple[LinearLogp, Any]:
+) -> tuple[tuple[LinearLogp, Ranking | None], Any]:
     carrier, operands = primals[:2]
     targets = (operands.hidden if carrier is None else carrier, *operands[1:4])
     operands, tokens, ranks = transforms.primal_values(primals[1:])
-    values, residual, kept = _forward(functions, replace(config, keeps=True), shard, operands, tokens, ranks)
+    values, ranking, residual, kept = _forward(functions, replace(config, keeps=True), shard, operands, tokens, ranks)
     if ranks is not None:
         tokens = tokens._replace(temperature=jnp.where(ranks.is_covered, tokens.temperature, jnp.nan))
-    return values, (transforms.needs_gradient(targets), operands, tokens, residual, kept)
+    return (values, ranking), (transforms.needs_gradient(targets), operands, tokens, residual, kept)
 
 
 def _values_bwd(
-    functions: HeadFunctions, config: HeadConfig, shard: Shard | None, saved: Any, cotangents: LinearLogp
+    functions: HeadFunctions,
+    config: HeadConfig,
+    shard: Shard | None,
+    saved: Any,
+    cotangents: tuple[LinearLogp, Any],
 ) -> tuple[Any, ...]:
     needed, operands, tokens, residual, kept = saved
     needs = Needs(*transforms.is_needed(needed))
-    upstream = upstream_gradients(cotangents, tokens)
+    upstream = upstream_gradients(cotangents[0], tokens)
     operands, upstream = transforms.refuse_derivative(_NO_SECOND_DERIVATIVE, (operands, upstream))
     tokens = tokens.with_upstream(upstream)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.checks import require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
-from rlk_jax.core.tokens import LinearLogp, Tokens, checked_tokens, counted
+from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, checked_tokens, counted
 from rlk_jax.ops.linear_logp.autodiff import flat_values
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.low_rank import LowRankProducts, with_low_rank_columns
@@ -17,12 +17,16 @@ from rlk_jax.ops.linear_logp.options import HeadConfig, HeadFunctions, HeadInput
 from rlk_jax.ops.linear_logp.sharding.shard import Shard, check_edges
 
 
-def on_device(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any = None) -> jax.Array | LinearLogp:
+def on_device(
+    inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any = None
+) -> jax.Array | LinearLogp | RankedLogp:
     """What `linear_logp` returns for arrays that are one device's own, or that XLA lays over a program's devices."""
     call = flat_call(inputs, options, vocab_start_index)
     values = flat_values(*call, vocab_start_index)
-    values = jax.tree.map(lambda x: x.reshape(jnp.shape(inputs.target_ids)), values)
-    return values if options.return_lse or options.return_entropy else values.logp
+    lead = jnp.shape(inputs.target_ids)
+    values = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), values)
+    is_alone = isinstance(values, LinearLogp) and not (options.return_lse or options.return_entropy)
+    return values.logp if is_alone else values
 
 
 class FlatCall(NamedTuple):

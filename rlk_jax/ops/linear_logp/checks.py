@@ -22,6 +22,7 @@ from rlk_jax.core.checks import (
     check_validate,
     check_vocabulary_options,
     checked_temperature,
+    is_integer,
     is_number,
     is_static,
     require,
@@ -31,8 +32,11 @@ from rlk_jax.core.checks import (
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.mesh import AxisName, axis_names
 from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.ranking import RankingConfig
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 from rlk_jax.ops.linear_logp.sharding.shard import Shard
+
+_MOST_TOP_K = 128
 
 
 def head_inputs(
@@ -101,6 +105,7 @@ def check_call(
         hidden_parts=hidden_parts,
         weight_parts=weight_parts,
         has_mask=has_allowed(inputs),
+        ranking=_checked_ranking(options, real),
     )
     return inputs, config if shard is None else shard.config(config), shard
 
@@ -124,6 +129,22 @@ def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
     if bias is not None:
         require(bias.shape == (vocab_size,), f"bias must have V={vocab_size} elements, got shape {bias.shape}.")
     check_temperature_shape(temperature, "target_ids", target_ids)
+
+
+def _checked_ranking(options: HeadOptions, vocab_size: int) -> RankingConfig | None:
+    """What is wanted of a ranking: no more tokens than there are."""
+    top_k = options.return_top_k
+    require(
+        top_k is None or (is_integer(top_k) and 1 <= top_k <= _MOST_TOP_K),
+        f"return_top_k must be an integer from 1 to {_MOST_TOP_K} or None, got {top_k!r}.",
+    )
+    require(
+        top_k is None or top_k <= vocab_size,
+        f"return_top_k must be at most the vocabulary size {vocab_size}, got {top_k}.",
+    )
+    if top_k is None and not options.return_target_rank:
+        return None
+    return RankingConfig(None if top_k is None else int(top_k), bool(options.return_target_rank))
 
 
 def _checked_low_rank(inputs: HeadInputs) -> dict[str, Any]:

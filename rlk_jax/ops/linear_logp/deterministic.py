@@ -50,9 +50,11 @@ from rlk_jax.ops.linear_logp.options import (
     LinearLogpFunctions,
     Needs,
     Operands,
+    RankingFunctions,
     head_dim,
     real_columns,
 )
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Target, add_columns, no_columns
 
 Array = jax.Array
 
@@ -75,16 +77,23 @@ def _chunk(config: HeadConfig, operands: Operands, group: Array, chunk: Array) -
     return column_chunk(weights, operands.bias, config.weight_layout, config.groups, real, group, chunk)
 
 
+def _logits_of_chunk(
+    config: HeadConfig, operands: Operands, hidden: Array, tokens: Tokens, group: Array, index: Array
+) -> tuple[ColumnChunk, Array]:
+    """Chunk number `index` of a group, and a block's logits there, −inf in columns that are not the chunk's."""
+    chunk, real = _chunk(config, operands, group, index), real_columns(config, operands)
+    products = chunk.products(hidden)
+    logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real, tokens.allowed)
+    return chunk, jnp.where(chunk.valid, logits, -jnp.inf)
+
+
 def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, tokens: Tokens) -> Partial:
     """A partial for each group, `[groups, BLOCK_ROWS]`."""
-    real, with_gap = real_columns(config, operands), config.return_entropy
+    with_gap = config.return_entropy
 
     def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
-        chunk = _chunk(config, operands, group, index)
-        products = chunk.products(hidden)
-        logits = logits_of(config, products, chunk.bias, tokens.temperature, chunk.columns, real, tokens.allowed)
+        chunk, logits = _logits_of_chunk(config, operands, hidden, tokens, group, index)
         is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
-        logits = jnp.where(chunk.valid, logits, -jnp.inf)
         return fold(so_far, fixed_order_partial(logits, is_target, with_gap=with_gap))
 
     return folded_by_group(config.groups, add_chunk, empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap))
@@ -195,4 +204,29 @@ def _gradients(
     return Gradients(d_hidden, d_weight, d_bias, d_low_rank).like(config, operands)
 
 
-DETERMINISTIC = LinearLogpFunctions(_partials, _merge, _gradients, fixed_order_gemm)
+def _best(config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics) -> BestColumns:
+    """The logits are made once more, because the target's may be that of another shard."""
+    wanted, chunks = config.ranking, chunks_in_group(config.groups)
+    assert wanted is not None
+
+    def of_block(block: Block) -> BestColumns:
+        hidden, own = _padded_hidden(config, operands, block), block.take_tokens(tokens)
+        target = Target(block.take(statistics.target_logit), own.target_ids)
+
+        def add_chunk(i: Array, so_far: BestColumns) -> BestColumns:
+            chunk, logits = _logits_of_chunk(config, operands, hidden, own, i // chunks, i % chunks)
+            return add_columns(so_far, logits, chunk.columns, target)
+
+        start = varying_like(no_columns(wanted, BLOCK_ROWS), hidden)
+        return lax.fori_loop(0, config.groups.count * chunks, add_chunk, start)
+
+    return store_by_block(tokens.active, BLOCK_ROWS, of_block, no_columns(wanted, tokens.active.shape[0]))
+
+
+DETERMINISTIC = LinearLogpFunctions(
+    _partials,
+    _merge,
+    _gradients,
+    fixed_order_gemm,
+    of_ranking=RankingFunctions(_best, Statistics.logprobs),
+)

@@ -35,22 +35,26 @@ def _dim_obstacles(facts: CallFacts) -> list[str]:
     return [f"needs a hidden dim that is a multiple of 8, not {facts.dim}"] if facts.dim % 8 else []
 
 
+def _ranking_obstacles(facts: CallFacts) -> list[str]:
+    return ["gives no return_top_k or return_target_rank yet"] if facts.config.ranking else []
+
+
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     """Why Mosaic's kernels cannot run: they take float32 operands too, in two bfloat16 parts each."""
     if "float32" not in facts.dtypes[:2]:
-        return hopper_obstacles(facts) + _operand_obstacles(facts)
-    reasons = hopper_obstacles(facts) + _dim_obstacles(facts)
+        return hopper_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
+    reasons = hopper_obstacles(facts) + _dim_obstacles(facts) + _ranking_obstacles(facts)
     if facts.config.rank:
         reasons.append("takes a low_rank term beside bfloat16 or float16 operands only")
     return reasons
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    return hopper_obstacles(facts) + _operand_obstacles(facts) + mask_obstacles(facts)
+    return hopper_obstacles(facts) + _operand_obstacles(facts) + mask_obstacles(facts) + _ranking_obstacles(facts)
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:
-    return triton_obstacles(facts) + _operand_obstacles(facts) + mask_obstacles(facts)
+    return triton_obstacles(facts) + _operand_obstacles(facts) + mask_obstacles(facts) + _ranking_obstacles(facts)
 
 
 def _xla_obstacles(facts: CallFacts) -> list[str]:
@@ -96,7 +100,8 @@ ROWS = (
     ),
     Implementation(
         "reference",
-        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE),  # XLA lays it out as any other products.
+        # XLA lays it out as any other products.
+        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE.ranking, REFERENCE),
         _reference_obstacles,
         by_name_only="holds [N, V] logits: the gold of the tests",
     ),

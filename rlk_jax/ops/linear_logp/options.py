@@ -18,6 +18,7 @@ from rlk_jax.core.gemm import Gemm, WeightLayout
 from rlk_jax.core.mesh import AxisName
 from rlk_jax.core.softmax import SoftmaxConfig
 from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Ranking, RankingConfig, best_of_shards
 
 Array = jax.Array
 Reduction = Literal["sum", "canonical"]
@@ -38,6 +39,8 @@ class HeadOptions:
     weight_layout: WeightLayout = "vd"
     return_lse: bool = False
     return_entropy: bool = False
+    return_top_k: int | None = None
+    return_target_rank: bool = False
     axis_name: AxisName | None = None
     reduction: Reduction = "sum"
     reduce_hidden_grad: bool = True
@@ -104,6 +107,8 @@ class HeadConfig(SoftmaxConfig):
     """In how many 16-bit parts tensor cores take the weight."""
     has_mask: bool = False
     """Whether rows may not take all tokens."""
+    ranking: RankingConfig | None = None
+    """What is wanted of the order of tokens by their probability; None for nothing."""
 
     @property
     def logit_parts(self) -> int:
@@ -162,10 +167,6 @@ class Gradients(NamedTuple):
         return gradients._replace(hidden=self.hidden) if config.is_shard else gradients
 
 
-Gather = Callable[[Any], Any]
-"""A function from the groups `[groups, ...]` of one shard to those of the whole vocabulary, in its order."""
-
-
 @dataclass(frozen=True)
 class TokenBlocks:
     """A plan to work on blocks of tokens one after the other, on each from the forward to the gradients."""
@@ -205,6 +206,18 @@ class BlockFunctions:
 
 
 @dataclass(frozen=True)
+class RankingFunctions:
+    """What an implementation has beside `LinearLogpFunctions` to find the most probable tokens.
+
+    Both take the residual that `merge` gave. `best` finds the best of this weight's columns. `logps` makes log-probs of
+    logits `[N, k]`, with the bits that `merge` gives a target of that logit, where bits are promised.
+    """
+
+    best: Callable[[HeadConfig, Operands, Tokens, Any], BestColumns]
+    logps: Callable[[Any, Array], Array]
+
+
+@dataclass(frozen=True)
 class LinearLogpFunctions:
     """One implementation, on one device.
 
@@ -220,6 +233,8 @@ class LinearLogpFunctions:
     gemm: Gemm
     of_blocks: BlockFunctions | None = None
     """What works on blocks of tokens; None where nothing does."""
+    of_ranking: RankingFunctions | None = None
+    """What finds the most probable tokens; None where nothing does."""
 
     def forward(
         self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather
@@ -228,6 +243,14 @@ class LinearLogpFunctions:
         groups, state = self.partials(config, operands, tokens)
         return self.merge(config, gather(groups), state)
 
+    def ranking(self, config: HeadConfig, operands: Operands, tokens: Tokens, residual: Any, gather: Gather) -> Ranking:
+        """Which tokens of the whole vocabulary are the most probable, given what `merge` gave as a residual."""
+        assert self.of_ranking is not None
+        own = self.of_ranking.best(config, operands, tokens, residual)
+        whole = best_of_shards(own, config.vocab_size, gather)
+        logps = None if whole.logits is None else self.of_ranking.logps(residual, whole.logits)
+        return Ranking(whole.ids, logps, whole.before)
+
 
 @dataclass(frozen=True)
 class HeadFunctions:
@@ -235,6 +258,7 @@ class HeadFunctions:
 
     forward: Callable[[HeadConfig, Operands, Tokens, Gather], tuple[LinearLogp, Any, Any]]
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
+    ranking: Callable[[HeadConfig, Operands, Tokens, Any, Gather], Ranking]
     on_device: LinearLogpFunctions
     """The functions of one device, for callers that shard the head and gather by other means than a mesh axis."""
 

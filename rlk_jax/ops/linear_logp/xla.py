@@ -4,6 +4,8 @@ Sums stay float32 to the end. XLA runs token chunks as full-width GEMMs (650–7
 vocabulary run at half that).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,19 +24,24 @@ from rlk_jax.core.softmax import (
     values_of,
 )
 from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import varying_like
 from rlk_jax.ops.linear_logp.options import (
     Gradients,
     HeadConfig,
     LinearLogpFunctions,
     Needs,
     Operands,
+    RankingFunctions,
     head_dim,
     real_columns,
 )
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Target, add_columns, no_columns
 
 Array = jax.Array
 _BYTES_PER_LOGIT = 10
 """float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
+_BYTES_PER_RANKED_LOGIT = 20
+"""float32 products, and where XLA sorts for a top-k, the logits and their columns before and after it."""
 
 
 def memory_budget(config: HeadConfig, weight: Array) -> int:
@@ -87,19 +94,29 @@ def _hidden_gradient(config: HeadConfig, gradient: Array, operands: Operands) ->
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
+def _logits_of_block(config: HeadConfig, operands: Operands, block: Block, own: Tokens) -> Array:
+    """The logits of a block's own tokens."""
+    products, real = _products(config, block.take_hidden(operands.hidden), operands), real_columns(config, operands)
+    return logits_of(config, products, _bias(operands), own.temperature, _columns(config), real, own.allowed)
+
+
+def _target_logit(config: HeadConfig, operands: Operands, logits: Array, own: Tokens, elsewhere: Any) -> Array:
+    """The logit of each row's target, or what is given for targets that are no columns of this weight."""
+    place = jnp.clip(own.target_ids, 0, config.vocab_size - 1)
+    target_logit = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
+    is_here = (own.target_ids >= 0) & (own.target_ids < real_columns(config, operands))
+    return jnp.where(is_here, target_logit, elsewhere)
+
+
 def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -> Partial:
     """The softmax of every token over the columns of this weight."""
-    n, real = tokens.active.shape[0], real_columns(config, operands)
-    bias, columns = _bias(operands), _columns(config)
+    n = tokens.active.shape[0]
 
     def of_block(block: Block) -> Partial:
-        products = _products(config, block.take_hidden(operands.hidden), operands)
         own = block.take_tokens(tokens)
-        logits = logits_of(config, products, bias, own.temperature, columns, real, own.allowed)
-        place = jnp.clip(own.target_ids, 0, config.vocab_size - 1)
-        target_logit = jnp.take_along_axis(logits, place[:, None], axis=1)[:, 0]
-        is_here = (own.target_ids >= 0) & (own.target_ids < real)
-        return partial_of_rows(logits, jnp.where(is_here, target_logit, 0), with_gap=config.return_entropy)
+        logits = _logits_of_block(config, operands, block, own)
+        target_logit = _target_logit(config, operands, logits, own, 0)
+        return partial_of_rows(logits, target_logit, with_gap=config.return_entropy)
 
     zeros = jnp.zeros(n, jnp.float32)
     start = Partial(zeros, zeros + 1, zeros, zeros if config.return_entropy else None)
@@ -172,4 +189,22 @@ def _gradients(
     return done._replace(hidden=done.hidden[None]) if config.is_shard and done.hidden is not None else done
 
 
-XLA = LinearLogpFunctions(_partials, _merge, _gradients, _gemm)
+def _best(config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics) -> BestColumns:
+    """The logits are made once more, because the target's may be that of another shard."""
+    n, columns = tokens.active.shape[0], _columns(config)
+    wanted = config.ranking
+    assert wanted is not None
+
+    def of_block(block: Block) -> BestColumns:
+        own, own_statistics = block.take_tokens(tokens), block.take(statistics)
+        logits = _logits_of_block(config, operands, block, own)
+        target = Target(_target_logit(config, operands, logits, own, own_statistics.target_logit), own.target_ids)
+        none = varying_like(no_columns(wanted, block.index.shape[0]), logits)
+        return add_columns(none, logits, columns, target)
+
+    budget = memory_budget(config, operands.weight)
+    rows = rows_within(budget, _BYTES_PER_RANKED_LOGIT * config.vocab_size, n)
+    return store_by_block(tokens.active, rows, of_block, no_columns(wanted, n))
+
+
+XLA = LinearLogpFunctions(_partials, _merge, _gradients, _gemm, of_ranking=RankingFunctions(_best, Statistics.logprobs))

@@ -21,7 +21,6 @@ from rlk_jax.core.mesh import axis_names, evenly_spread
 from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import (
-    Gather,
     Gradients,
     HeadConfig,
     HeadFunctions,
@@ -30,6 +29,7 @@ from rlk_jax.ops.linear_logp.options import (
     Operands,
     WeightLayout,
 )
+from rlk_jax.ops.linear_logp.ranking import Gather, Ranking
 from rlk_jax.ops.linear_logp.sharding.shard import (
     Shard,
     local_tokens,
@@ -164,7 +164,10 @@ def partitioned(functions: LinearLogpFunctions, check: Callable[[Shard], None] =
     `check` is called with the shards, where the head is cut into some.
     """
     return HeadFunctions(
-        functools.partial(_forward, functions, check), functools.partial(_gradients, functions), functions
+        functools.partial(_forward, functions, check),
+        functools.partial(_gradients, functions),
+        functools.partial(_ranking, functions),
+        functions,
     )
 
 
@@ -254,6 +257,33 @@ def _gradients(
     return _cut_by_xla(depends_on, config, programs, operands, tokens, residual, upstream, _KeptOnOneDevice(kept))
 
 
+def _ranking(
+    functions: LinearLogpFunctions,
+    config: HeadConfig,
+    operands: Operands,
+    tokens: Tokens,
+    residual: Any,
+    gather: Gather,
+) -> Ranking:
+    """The ranking of `partitioned`."""
+    if _is_cut_already(config):
+        return functions.ranking(config, operands, tokens, residual, gather)
+
+    def with_whole_head(operands: Operands, tokens: Tokens, residual: Any) -> tuple[Ranking]:
+        return (functions.ranking(config, operands, tokens, residual, gather),)
+
+    def on_one_device(operands: Operands, tokens: Tokens, residual: Any) -> tuple[Ranking, _KeptOnOneDevice]:
+        return *with_whole_head(operands, tokens, residual), _KeptOnOneDevice(None)
+
+    def with_shard(layout: HeadLayout, operands: Operands, tokens: Tokens, residual: Any) -> tuple[Ranking]:
+        shard, own, operands, tokens = _own_part(layout, config, operands, tokens)
+        return (functions.ranking(own, operands, tokens, residual, functools.partial(shard.gather, order=None)),)
+
+    programs = _Programs(on_one_device, with_whole_head, with_shard)
+    depends_on = ("ranking", functions, gather, config)
+    return _cut_by_xla(depends_on, config, programs, operands, tokens, residual)[0]
+
+
 def _is_cut_already(config: HeadConfig) -> bool:
     """Whether nothing is left for XLA to cut: the weight is a shard, or the call is inside shard_map."""
     return config.is_shard or bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -305,6 +335,7 @@ def _cut_by_xla(depends_on: Any, config: HeadConfig, programs: _Programs, *argum
                 "c r": layout.low_rank_spec,
                 "i": PartitionSpec(rows),
                 "i w": PartitionSpec(rows, None),
+                "i t": PartitionSpec(rows, None),
             }
             return jax.tree.map(lambda label: NamedSharding(mesh, specs.get(label, PartitionSpec())), _labels(tree))
 
@@ -340,6 +371,8 @@ def _labels(tree: Any) -> Any:
         return kind(*(None if x is None else label for x, label in zip(tree, _LABELS, strict=False)))
     if type(tree) is tuple:
         return tuple(map(_labels, tree))
+    if isinstance(tree, Ranking):
+        return jax.tree.map(lambda x: "i t" if x.ndim == 2 else "i", tree)
     if isinstance(tree, _KeptOnOneDevice):
         leaves, structure = jax.tree.flatten(tree)
         names = [named_dimensions(f"a{i}", x.ndim) for i, x in enumerate(leaves)]

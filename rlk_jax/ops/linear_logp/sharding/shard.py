@@ -144,7 +144,7 @@ def real_columns_of_shard(shard: Shard, start: Array) -> Array | None:
 def rank_summands(shard: Shard, values: Any) -> Any:
     """What each rank adds to `sum_over_ranks`: rank 0 the values, the others −0, which changes no bit of a sum."""
     is_first = lax.axis_index(shard.axis) == 0
-    return jax.tree.map(lambda x: jnp.where(is_first, x, -0.0), values)
+    return jax.tree.map(lambda x: jnp.where(is_first, x, jnp.asarray(-0.0, x.dtype)), values)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

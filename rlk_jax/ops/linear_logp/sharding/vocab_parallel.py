@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from rlk_jax.core.checks import require_positive_integer
 from rlk_jax.core.mesh import AxisName, axis_names, explicit_spec
-from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops.linear_logp.call import on_device
 from rlk_jax.ops.linear_logp.checks import (
     check_head_or_bias,
@@ -109,7 +109,7 @@ def linear_logp(
     allowed_ids: Int[Array, "*lead K"] | None = None,
     allowed_mask: Int[Array, "*lead words"] | None = None,
     **options: Any,
-) -> Float[Array, "*lead"] | LinearLogp:
+) -> Float[Array, "*lead"] | LinearLogp | RankedLogp:
     """`rlk_jax.linear_logp` with the head sharded along the vocabulary: each device computes its own columns.
 
     Args:
@@ -150,7 +150,7 @@ def linear_logp(
     return _logp_of_mesh(mesh, layout, inputs, HeadOptions(**known))
 
 
-def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | LinearLogp:
+def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | LinearLogp | RankedLogp:
     """Bare linear_logp on arrays that lie over Explicit mesh axes, as their types say."""
     mesh = next(mesh_of_array(x) for x in inputs if explicit_spec(x) is not None)
     check_outside_shard_map("linear_logp over Explicit mesh axes", mesh)
@@ -170,7 +170,7 @@ def over_explicit_axes(inputs: HeadInputs, options: HeadOptions) -> Array | Line
 
 def _over_mixed_axes(
     mesh: Mesh | AbstractMesh, given: PartitionSpec, inputs: HeadInputs, options: HeadOptions
-) -> Array | LinearLogp:
+) -> Array | LinearLogp | RankedLogp:
     """Bare linear_logp on a mesh of Explicit and Auto axes: XLA partitions, which alone knows how arrays lie over Auto
     ones. The result lies over Explicit axes as `given` says.
     """
@@ -179,7 +179,7 @@ def _over_mixed_axes(
     static = replace(options, validate=False)
     explicit = [x for x, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
 
-    def bare(inputs: HeadInputs) -> Array | LinearLogp:
+    def bare(inputs: HeadInputs) -> Array | LinearLogp | RankedLogp:
         return on_device(inputs, static)
 
     return jax.sharding.auto_axes(bare, axes=tuple(explicit), out_sharding=NamedSharding(mesh, given))(inputs)
@@ -190,7 +190,7 @@ def _logp_of_mesh(
     layout: Callable[[HeadInputs, HeadConfig], _CallLayout],
     inputs: HeadInputs,
     options: HeadOptions,
-) -> Array | LinearLogp:
+) -> Array | LinearLogp | RankedLogp:
     """linear_logp on whole arrays, laid out as `layout` says once they are known to fit."""
     # Values are read before the program runs, or not at all: inside it they are tracers.
     static = replace(options, validate=None)
@@ -216,13 +216,13 @@ def _laid_out(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_mesh(layout: _CallLayout, options: HeadOptions, inputs: HeadInputs) -> Array | LinearLogp:
+def _on_mesh(layout: _CallLayout, options: HeadOptions, inputs: HeadInputs) -> Array | LinearLogp | RankedLogp:
     """linear_logp inside a shard_map over the layout's mesh."""
     head = layout.head
     if head.axes:
         options = replace(options, axis_name=head.axes, global_vocab_size=head.real_vocab_size)
 
-    def with_shard(own: HeadInputs) -> Array | LinearLogp:
+    def with_shard(own: HeadInputs) -> Array | LinearLogp | RankedLogp:
         bias, low_rank_b = (None if x is None else head.own_columns(x) for x in (own.bias, own.low_rank_b))
         weight = head.own_weight(own.lm_head_weight)
         return on_device(own._replace(lm_head_weight=weight, bias=bias, low_rank_b=low_rank_b), options)
