@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Int32, UInt32
 
 from rlk_jax.core.checks import INT32, as_array, is_concrete, require
 from rlk_jax.core.dispatch import CallFacts
@@ -26,6 +26,31 @@ _BYTES_PER_ID = 16
 _ALLOWED_OUT_OF_RANGE = PADDED_IDS_OUT_OF_RANGE.replace("{name}", "allowed_ids")
 _NOTHING_ALLOWED = "every token that counts needs an allowed id: rows {low} to {high} of the flat tokens have none."
 _TARGET_NOT_ALLOWED = "{name} must be allowed: they are not in rows {low} to {high} of the flat tokens."
+
+
+class AllowedTokens(NamedTuple):
+    """Which tokens each row may take, in one of the two forms that ops on a head are given by these names; neither
+    stands for every token.
+    """
+
+    allowed_ids: Int32[Array, "*lead K"] | None = None
+    allowed_mask: UInt32[Array, "*lead words"] | None = None
+
+    @property
+    def restricts(self) -> bool:
+        """Whether there may be tokens that a row may not take."""
+        return self.allowed_ids is not None or self.allowed_mask is not None
+
+    def where(self, counts: Bool[Array, "*lead"]) -> "AllowedTokens":
+        """The same for rows that count; other rows may take nothing."""
+        ids, mask = self
+        return AllowedTokens(
+            None if ids is None else jnp.where(counts[..., None], ids, _NO_ID),
+            None if mask is None else jnp.where(counts[..., None], mask, 0),
+        )
+
+
+EVERY_TOKEN = AllowedTokens()
 
 
 def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -> Int[Array, "N K"]:
@@ -102,6 +127,14 @@ def check_allowed(inputs: AllowedArrays, name: str, lead: tuple[int, ...], vocab
 def words_of(vocab_size: int) -> int:
     """How many words have a bit for each token."""
     return -(-vocab_size // 32)
+
+
+def packed_words(is_allowed: Bool[Array, "*lead V"]) -> UInt32[Array, "*lead words"]:
+    """The words of tokens that are allowed."""
+    *lead, vocab_size = is_allowed.shape
+    padded = jnp.pad(is_allowed, [*[(0, 0)] * len(lead), (0, -vocab_size % 32)])
+    bits = padded.reshape(*lead, words_of(vocab_size), 32).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def is_allowed(words: Array, columns: Array) -> Array:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rlk_jax import models
+from rlk_jax.core.allowed import AllowedTokens
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import MeshHead
@@ -145,7 +146,7 @@ class Policy:
         model, weight = self._with_ends(nnx.State({**params, "blocks": self.fetch(params["blocks"])}))
         recorded = self.head.records_logits and model.lm_head.low_rank is None
 
-        def score(hidden: Array, products: Array, ids: Array) -> Array:
+        def score(hidden: Array, products: Array, ids: Array, _: AllowedTokens) -> Array:
             if model.keeps_bits and not recorded:
                 return self.head.own_values(hidden, weight, ids, _term(model)).logp
             as_trained = {"as_linear_logp": True, "implementation": self.head.implementation}

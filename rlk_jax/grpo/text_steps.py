@@ -51,7 +51,7 @@ class Scored:
 
     def __init__(self, task: TextTask, rows: TextRows, completions: Completions[Array]) -> None:
         self.task, self.rows = task, rows
-        self.ids, self.lengths, self.logps = (np.asarray(x) for x in completions)
+        self.ids, self.lengths, self.logps = (np.asarray(x) for x in completions[:3])
         tokenizer = task.tokenizer
         self.texts = [
             tokenizer.decode(ids[:length].tolist()) for ids, length in zip(self.ids, self.lengths, strict=True)
@@ -113,7 +113,8 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     def roll_out(params: nnx.State, prompt_ids: Array, padding: Array, step: Array) -> tuple[None, dict[str, Array]]:
         keys = jax.random.split(jax.random.fold_in(run_key, step), len(padding))
         prompts = jax.lax.with_sharding_constraint((prompt_ids, padding, keys), by_row)
-        return None, policy.roll_out(params, *prompts, max_new_tokens=config.max_new_tokens)._asdict()
+        completions = policy.roll_out(params, *prompts, max_new_tokens=config.max_new_tokens)
+        return None, {name: x for name, x in completions._asdict().items() if x is not None}
 
     def update(
         state: TrainState, prompt_ids: Array, padding: Array, completions: Completions, rewards: Array, step: Array
@@ -212,7 +213,7 @@ def _key(config: GrpoConfig, policy: Policy) -> Hashable:
 
 def _warnings(config: GrpoConfig, policy: Policy, task: TextTask) -> Iterator[str]:
     """What a run can do and its user may not want."""
-    if policy.sampling.truncates:
+    if policy.sampling.truncates(policy.head.vocab_size):
         yield "top_k, top_p and min_p sample from fewer tokens than log-probs and ratios are of"
     length = task.train.prompt_ids.shape[1] + config.max_new_tokens
     positions = policy.described.fields.get("max_position_embeddings")

@@ -7,7 +7,8 @@ ones; `load_tokenizer` gives the `Tokenizer` of its text and chats.
 from rlk_jax.models.checkpoint import load, save
 from rlk_jax.models.config import ModelConfig, UnsupportedModel, config_of, read_config
 from rlk_jax.models.decoder import CausalLM, LogitsHead
-from rlk_jax.models.sampling import Completions, Sampling, sample, stream
+from rlk_jax.models.drawing import Sampling
+from rlk_jax.models.sampling import Completions, sample, stream
 from rlk_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [

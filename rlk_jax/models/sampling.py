@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -10,91 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray, UInt32
 
 from rlk_jax import linear_logp, logp
-from rlk_jax.core.checks import (
-    as_array,
-    fits_float32,
-    is_concrete,
-    is_integer,
-    is_number,
-    require,
-    require_not_negative,
-    require_positive_integer,
-)
+from rlk_jax.core.allowed import AllowedTokens
+from rlk_jax.core.checks import as_array, is_concrete, is_integer, require
 from rlk_jax.core.tokens import IGNORED
 from rlk_jax.core.transforms import equally_varying
 from rlk_jax.models.decoder import Cache, CausalLM
+from rlk_jax.models.drawing import Sampling
 from rlk_jax.ops import promising
 
-Score = Callable[[Array, Array, Array], Any]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from logits: they are divided by the temperature; of these, `top_k` keeps the k largest,
-    `top_p` the fewest most probable tokens whose share of what is left is at least p, and `min_p` those at least
-    `min_p` times as probable as the most probable one, in this order. Tokens as probable as the last one that is kept
-    are kept, too.
-
-    A temperature of 0 takes the largest logit. Raises ValueError for a number out of its range.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    def __post_init__(self) -> None:
-        require_not_negative("temperature", self.temperature)
-        if self.top_k is not None:
-            require_positive_integer("top_k", self.top_k)
-        for name in ("top_p", "min_p"):
-            share = getattr(self, name)
-            require(
-                share is None or (is_number(share) and fits_float32(share) and share <= 1),
-                f"{name} must be greater than 0 and at most 1, got {share!r}.",
-            )
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn, so that log-probs are not those of the distribution drawn from."""
-        shares = self.top_p not in (None, 1), self.min_p is not None
-        return self.temperature == 0 or self.top_k is not None or any(shares)
-
-    @property
-    def scored_temperature(self) -> float:
-        """The temperature of recorded log-probs: 1 where the largest logit is taken."""
-        return self.temperature or 1.0
-
-    def draw(self, keys: PRNGKeyArray, logits: Float32[Array, "B V"]) -> Int[Array, "B"]:
-        """A token for each row, by its own key."""
-        if self.temperature == 0:
-            return jnp.argmax(logits, axis=-1)
-        return jax.vmap(jax.random.categorical)(keys, self.kept(logits))
-
-    def kept(self, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
-        """Logits at the temperature, less the largest one of the row; −inf for tokens that cannot be drawn."""
-        logits = (logits - logits.max(axis=-1, keepdims=True)) / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = _without_smaller(logits, lax.top_k(logits, self.top_k)[0][:, -1:])
-        if self.top_p is not None and self.top_p < 1:
-            ordered = jnp.sort(logits, axis=-1, descending=True)
-            masses = jnp.exp(ordered)
-            # The order of these sums is written down, so that it does not follow the number of rows.
-            sums = lax.associative_scan(jnp.add, masses, axis=-1)
-            # A token is kept where those before it have less than p together.
-            is_kept = sums - masses < self.top_p * sums[:, -1:]
-            logits = _without_smaller(logits, jnp.min(ordered, axis=-1, keepdims=True, where=is_kept, initial=0))
-        if self.min_p is not None:
-            logits = _without_smaller(logits, np.log(np.float32(self.min_p)))
-        return logits
-
-
-def _without_smaller(logits: Array, least: Array | np.float32) -> Array:
-    """The logits, −inf in the place of those below the least."""
-    return jnp.where(logits >= least, logits, -jnp.inf)
+Score = Callable[[Array, Array, Array, AllowedTokens], Any]
 
 
 _AT_ONE = Sampling()
@@ -107,11 +33,21 @@ class Completions[Logps](NamedTuple):
     lengths: Int[Array, "B"]
     logps: Logps
     """float32 `[B, C]` log-probs that the tokens were drawn with, 0 behind the end; or what `score` gave."""
+    allowed_ids: Int32[Array, "B C k"] | None = None
+    """The tokens that each one was drawn among, where `Sampling` records ids; −1 is padding, and all is behind the end.
+    """
+    allowed_mask: UInt32[Array, "B C words"] | None = None
+    """The same as packed bits, where `Sampling` records those; 0 behind the end."""
 
     @property
     def mask(self) -> Bool[Array, "B C"]:
         """True for the tokens that were drawn."""
         return jnp.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    @property
+    def allowed(self) -> AllowedTokens:
+        """What each token was drawn among."""
+        return AllowedTokens(self.allowed_ids, self.allowed_mask)
 
 
 class _Drawn(NamedTuple):
@@ -142,28 +78,30 @@ def sample(
     A row ends with its first token of `stop_ids`, and decoding ends when all rows have. Token i of a row is drawn by
     its own key of `keys [B]` folded with i, so that it does not depend on the other rows where their logits do not.
 
-    Log-probs are those of the whole vocabulary at the sampling temperature, as training computes them; those of an
-    invariant model have the bits that `linear_logp` gives for the same hidden states. `score(hidden, products, ids)`
-    replaces them: of hidden states `[B, D]`, what `model.lm_head.products` makes of them, and the tokens `[B]` that
-    were drawn, IGNORED where a row has stopped; each array of what it returns is `[B]`.
+    Log-probs are those of the distribution that tokens are drawn from, as training computes them of the same `allowed`
+    tokens; a temperature of 0 records those of the whole vocabulary at temperature 1. Those of an invariant model have
+    the bits that `linear_logp` gives for the same hidden states. `score(hidden, products, ids, allowed)` replaces them:
+    of hidden states `[B, D]`, what `model.lm_head.products` makes of them, the tokens `[B]` that were drawn, IGNORED
+    where a row has stopped, and what each was drawn among; each array of what it returns is `[B]`.
     """
     _check_prompts(model, prompt_ids, padding, keys)
     _check_tokens_asked_for(model, max_new_tokens, (*stop_ids, pad_id))
     (batch, width), stops = prompt_ids.shape, jnp.asarray(stop_ids, jnp.int32)
     score = logps_of(model, sampling) if score is None else score
 
+    def scored(hidden: Array, index: Array, is_done: Array) -> tuple[Array, Any, AllowedTokens]:
+        """Token `index` of each row from the hidden states of the last ones, and what is recorded of it."""
+        token, allowed, products = _next_token(model, sampling, hidden, keys, index)
+        logps = score(hidden, products, jnp.where(is_done, IGNORED, token), allowed)
+        return jnp.where(is_done, pad_id, token), logps, allowed.where(~is_done)
+
     def with_next(so_far: _Drawn, hidden: Array) -> _Drawn:
-        """One token more for each row that has not stopped, from the hidden states of the last ones."""
-        index, is_done = so_far.steps, so_far.is_done
-        token, products = _next_token(model, sampling, hidden, keys, index)
-        logps = score(hidden, products, jnp.where(is_done, IGNORED, token))
-        token = jnp.where(is_done, pad_id, token)
-        found = so_far.found._replace(
-            ids=so_far.found.ids.at[:, index].set(token),
-            lengths=so_far.found.lengths + ~is_done,
-            logps=jax.tree.map(lambda x, new: x.at[:, index].set(new), so_far.found.logps, logps),
-        )
-        return _Drawn(index + 1, token, is_done | (token[:, None] == stops).any(axis=1), found)
+        """One token more for each row that has not stopped."""
+        index, is_done, found = so_far.steps, so_far.is_done, so_far.found
+        new = scored(hidden, index, is_done)
+        written = jax.tree.map(lambda x, new: x.at[:, index].set(new), (found.ids, found.logps, found.allowed), new)
+        found = Completions(written[0], found.lengths + ~is_done, written[1], *written[2])
+        return _Drawn(index + 1, new[0], is_done | (new[0][:, None] == stops).any(axis=1), found)
 
     def goes_on(carry: tuple[_Drawn, Any]) -> Array:
         return (carry[0].steps < max_new_tokens) & ~carry[0].is_done.all()
@@ -174,25 +112,27 @@ def sample(
         return with_next(so_far, hidden[:, 0]), cache
 
     hidden, cache = model.extend(prompt_ids, padding, model.empty_cache(batch, width + max_new_tokens), 0)
-    hidden, nothing = hidden[:, -1], jnp.zeros(batch, jnp.int32)
-    scores = jax.eval_shape(score, hidden, jax.eval_shape(model.lm_head.products, hidden), nothing)
-    logps = jax.tree.map(lambda x: jnp.zeros((batch, max_new_tokens), x.dtype), scores)
-    none = Completions(jnp.full((batch, max_new_tokens), pad_id, jnp.int32), nothing, logps)
+    hidden, nothing, nobody = hidden[:, -1], jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    shapes = jax.eval_shape(scored, hidden, nothing[0], nobody)
+    ids, logps, allowed = jax.tree.map(lambda x: jnp.zeros((batch, max_new_tokens, *x.shape[1:]), x.dtype), shapes)
+    none = Completions(ids + pad_id, nothing, logps, *allowed.where(jnp.zeros(ids.shape, bool)))
     if max_new_tokens == 0:
         return none
     # Inside shard_map, all of it becomes what a device alone has.
-    start, *_ = equally_varying((_Drawn(jnp.int32(0), nothing, jnp.zeros(batch, bool), none), hidden, keys))
+    start, *_ = equally_varying((_Drawn(jnp.int32(0), nothing, nobody, none), hidden, keys))
     first = with_next(start, hidden)
     return lax.while_loop(goes_on, step, (first, cache))[0].found
 
 
 def _next_token(
     model: CausalLM, sampling: Sampling, hidden: Float[Array, "B D"], keys: PRNGKeyArray, index: Int[Array, ""]
-) -> tuple[Int[Array, "B"], Float32[Array, "B V"]]:
-    """Token `index` of each row, drawn from the hidden states of the tokens before it, and the head's products."""
+) -> tuple[Int32[Array, "B"], AllowedTokens, Float32[Array, "B V"]]:
+    """Token `index` of each row, drawn from the hidden states of the tokens before it; what it was drawn among; and the
+    head's products.
+    """
     products = model.lm_head.products(hidden)
     own = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
-    return sampling.draw(own, model.lm_head.capped(products)).astype(jnp.int32), products
+    return *sampling.draw(own, model.lm_head.capped(products)), products
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache")
@@ -301,13 +241,15 @@ def logps_of(model: CausalLM, sampling: Sampling) -> Score:
     options: dict[str, Any] = {"temperature": sampling.scored_temperature, "logit_softcap": model.lm_head.softcap}
     options |= {"ignore_index": IGNORED, "validate": False}
 
-    def score(hidden: Array, products: Array, ids: Array) -> Array:
+    def score(hidden: Array, products: Array, ids: Array, allowed: AllowedTokens) -> Array:
+        term = model.lm_head.low_rank
+        if allowed.restricts or (model.keeps_bits and term is not None):
+            head = hidden, model.lm_head.weight[...], ids
+            how = {"low_rank": None if term is None else term.operands, **options, **allowed._asdict()}
+            promised = promising("linear_logp", *head, **how) if model.keeps_bits else None
+            return linear_logp(*head, implementation=promised, **how)
         if not model.keeps_bits:
             return logp(products, ids, **options)
-        if model.lm_head.low_rank is not None:
-            head = hidden, model.lm_head.weight[...], ids
-            how: dict[str, Any] = {"low_rank": model.lm_head.low_rank.operands, **options}
-            return linear_logp(*head, implementation=promising("linear_logp", *head, **how), **how)
         name = promising("logp", products, ids, as_linear_logp=True, **options)
         return logp(products, ids, as_linear_logp=True, implementation=name, **options)
 

@@ -1,4 +1,4 @@
-"""Sampling: which tokens can be drawn and how often, where rows end, and that a row does not depend on the others."""
+"""Sampling: what is recorded of tokens, where rows end, and that a row does not depend on the others."""
 
 import functools
 
@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax import linear_logp, models
 from rlk_jax.models import Sampling, config_of
 from rlk_jax.models.sampling import _with_drawn
+from tests.models.test_drawing import gold
 from tests.models.tiny import FAMILIES, SIZES
 from tests.support.helpers import assert_same_bits, assert_within_contract
 
@@ -49,133 +48,24 @@ def endless():
     return drawn_from, sampled(made(), *drawn_from, **ENDLESS, stop_ids=(), pad_id=PAD)
 
 
-# Which tokens can be drawn.
-
-
-def gold(logits, sampling):
-    """Which tokens of one row can be drawn, in float64, and how near a token is to being drawn or not."""
-    scaled, margins = np.asarray(logits, np.float64) / sampling.temperature, [1.0]
-    kept = np.full(len(scaled), True)
-    if sampling.top_k is not None:
-        kept = scaled >= np.sort(scaled)[::-1][: sampling.top_k].min()
-    if sampling.top_p is not None:
-        shares = np.where(kept, np.exp(scaled - scaled.max()), 0)
-        shares /= shares.sum()
-        ordered = np.sort(shares)[::-1]
-        sums = np.cumsum(ordered)
-        count = next((i for i, total in enumerate(sums, 1) if total >= sampling.top_p), len(sums))
-        margins += list(abs(sums - sampling.top_p))
-        kept &= shares >= ordered[count - 1]
-    if sampling.min_p is not None:
-        relative = np.exp(scaled - scaled.max())
-        margins += list(abs(relative - sampling.min_p))
-        kept &= relative >= sampling.min_p
-    return kept, min(margins)
-
-
-def kept_of(logits, sampling):
-    """Which tokens of one row are left, whose logits keep their differences."""
-    found = np.asarray(sampling.kept(jnp.asarray(logits, jnp.float32)[None]))[0]
-    kept = np.isfinite(found)
-    expected = (np.asarray(logits) - np.max(logits)) / sampling.temperature
-    assert_within_contract(found[kept], expected[kept], "models", jnp.float32, "forward")
-    return kept
-
-
-SIZE = 9
-some_logits = st.lists(st.integers(-6, 6), min_size=SIZE, max_size=SIZE)
-"""Small integers, so that many are equal."""
-shares = st.floats(0.01, 1.0)
-
-
-@given(
-    some_logits,
-    st.sampled_from((0.3, 1.0, 2.5)),
-    st.one_of(st.none(), st.integers(1, 2 * SIZE)),
-    st.one_of(st.none(), shares),
-    st.one_of(st.none(), shares),
-)
-@example([5, 5, 5, 5, 0, 0, 0, 0, 0], 1.0, 2, 0.5, 1.0)
-@example([1, 0, 0, 0, 0, 0, 0, 0, 0], 1.0, 1, None, 1.0)
-def test_the_tokens_that_can_be_drawn_are_those_of_the_definition(logits, temperature, k, p, m):
-    sampling = Sampling(temperature, k, p, m)
-    expected, margin = gold(logits, sampling)
-    assume(margin > 1e-5 or p == 1 or m == 1 or p == 0.5)
-    found = kept_of(logits, sampling)
-    np.testing.assert_array_equal(found, expected)
-    assert found[np.argmax(logits)]
-
-
-@given(st.permutations(range(SIZE)), shares)
-def test_top_p_keeps_the_smallest_prefix_that_reaches_p(order, p):
-    """Without ties: the kept tokens are the most probable ones, they reach p, and without the last one they do not."""
-    logits = np.array(order) * 0.7
-    probabilities = np.exp(logits) / np.exp(logits).sum()
-    kept = kept_of(logits, Sampling(top_p=p))
-    assert probabilities[kept].min() > probabilities[~kept].max(initial=0)
-    total, rounding = probabilities[kept].sum(), 1e-6
-    assert total >= p - rounding and total - probabilities[kept].min() < p + rounding
-
-
-@pytest.mark.parametrize("sampling", [Sampling(top_k=SIZE), Sampling(top_k=2**40), Sampling(top_p=1.0), Sampling(0.5)])
-def test_what_truncates_nothing_keeps_all(sampling):
-    """The least probable tokens have a share below what float32 adds to 1."""
-    assert kept_of(np.arange(SIZE) * -9.0, sampling).all()
-
-
-def test_what_may_truncate_says_so():
-    assert not any(x.truncates for x in (Sampling(), Sampling(0.3), Sampling(top_p=1.0)))
-    assert all(x.truncates for x in (Sampling(0), Sampling(top_k=9), Sampling(top_p=0.9), Sampling(min_p=0.1)))
-
-
-@pytest.mark.parametrize("p", [1e-37, 1e-3])
-def test_the_most_probable_token_is_kept_by_any_p_and_at_any_temperature(p):
-    for sampling in (Sampling(top_p=p), Sampling(min_p=1.0), Sampling(top_k=1), Sampling(1e-37, top_p=p, min_p=p)):
-        kept = np.isfinite(sampling.kept(jnp.array([[3.0, 80.0, -80.0, 79.0]])))
-        np.testing.assert_array_equal(kept, [[False, True, False, False]])
-
-
-# How often they are drawn.
-
-
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.6), Sampling(1.7, top_k=6), Sampling(1.2, top_p=0.8), Sampling(min_p=0.1)]
-)
-def test_draws_follow_the_distribution(sampling):
-    logits, count = np.random.default_rng(1).normal(size=12) * 1.5, 20_000
-    keys = jax.random.split(jax.random.key(7), count)
-    tokens = sampling.draw(keys, jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 12)))
-    found = np.bincount(tokens, minlength=12)
-    kept, _ = gold(logits, sampling)
-    weights = np.where(kept, np.exp(logits / sampling.temperature), 0)
-    expected = count * weights / weights.sum()
-    assert kept.sum() == 12 - (found == 0).sum() and not found[~kept].any()
-    squares = ((found - expected)[kept] ** 2 / expected[kept]).sum()
-    freedom = kept.sum() - 1
-    assert squares < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def test_temperature_0_takes_the_largest_logit():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(50, 20)), jnp.float32)
-    keys = jax.random.split(jax.random.key(0), 50)
-    np.testing.assert_array_equal(Sampling(0).draw(keys, logits), np.argmax(logits, axis=-1))
-    truncated = Sampling(0, top_k=3, top_p=0.5, min_p=0.5)
-    np.testing.assert_array_equal(truncated.draw(keys, logits), np.argmax(logits, axis=-1))
-
-
 # Rows and their log-probs.
 
 
-# In make test, the first has what can move a draw and a softcap; the second adds biases and a tied head.
+# In make test, the first has what can move a draw and a softcap, and records ids; the second records packed bits, and
+# the third adds biases and a tied head.
 @pytest.mark.parametrize(
     ("case", "sampling"),
     [
         ("gemma2", Sampling(0.7, top_k=40, top_p=0.9)),
+        ("gemma2", Sampling(0.8, top_p=0.9, min_p=1e-3)),
         pytest.param("llama 3.1, tied, biases", Sampling(1.3), marks=pytest.mark.full),
     ],
+    ids=str,
 )
 def test_rows_of_an_invariant_model_keep_their_bits(case, sampling):
-    """Alone, and among others behind more padding with more tokens: ids, and log-probs as training has them."""
+    """Alone, and among others behind more padding with more tokens: ids, what they were drawn among, and log-probs as
+    training has them of that.
+    """
     model, width, more = made(case, "invariant"), 5, 4
     prompt, _, _ = batch_of(1, width)
     key, nothing = jax.random.split(jax.random.key(3), 1), jnp.zeros(1, jnp.int32)
@@ -184,11 +74,12 @@ def test_rows_of_an_invariant_model_keep_their_bits(case, sampling):
     among = others.at[2].set(jnp.pad(prompt[0], (more, 0))), padding.at[2].set(more), keys.at[2].set(key[0])
     batch = sampled(model, *among, max_new_tokens=LENGTH + 3, sampling=sampling)
     assert len(set(np.asarray(batch.ids).ravel().tolist())) > LENGTH
-    np.testing.assert_array_equal(batch.ids[2:3, :LENGTH], alone.ids)
-    assert_same_bits(batch.logps[2:3, :LENGTH], alone.logps)
+    assert_same_bits(
+        jax.tree.map(lambda x: x[2:3, :LENGTH], batch._replace(lengths=None)), alone._replace(lengths=None)
+    )
 
     @nnx.jit
-    def trained(model, tokens):
+    def trained(model, tokens, allowed):
         head = model.lm_head
         return linear_logp(
             model(tokens[:, :-1])[:, width - 1 :],
@@ -197,9 +88,11 @@ def test_rows_of_an_invariant_model_keep_their_bits(case, sampling):
             temperature=sampling.temperature,
             logit_softcap=head.softcap,
             implementation="deterministic",
+            **allowed._asdict(),
         )
 
-    assert_same_bits(alone.logps, trained(model, jnp.concatenate([prompt, alone.ids], axis=1)))
+    assert alone.allowed.restricts == sampling.truncates(VOCAB)
+    assert_same_bits(alone.logps, trained(model, jnp.concatenate([prompt, alone.ids], axis=1), alone.allowed))
 
 
 @nnx.jit
@@ -207,17 +100,26 @@ def logits_of(model, tokens, padding):
     return model.lm_head(model(tokens, padding))
 
 
-def test_log_probs_are_those_of_the_whole_vocabulary(endless):
-    """At the sampling temperature, whatever is cut off; at temperature 1 where the largest logit is taken."""
+def test_log_probs_are_those_of_what_tokens_were_drawn_from(endless):
+    """At the sampling temperature, of the tokens that were left; of the whole vocabulary at temperature 1 where the
+    largest logit is taken.
+    """
     (prompts, padding, keys), greedy = endless[0], Sampling(0)
     largest = sampled(made(), prompts, padding, keys, max_new_tokens=LENGTH, sampling=greedy)
     for found, sampling in ((endless[1], ENDLESS["sampling"]), (largest, greedy)):
         tokens = jnp.concatenate([prompts, found.ids], axis=1)
-        logits = logits_of(made(), tokens, padding)[:, -LENGTH - 1 : -1]
-        logps = jax.nn.log_softmax(logits / sampling.scored_temperature)
-        expected = jnp.take_along_axis(logps, found.ids[..., None], axis=-1)[..., 0]
+        logits = np.asarray(logits_of(made(), tokens, padding)[:, -LENGTH - 1 : -1], np.float64)
+        if found.allowed.restricts:
+            kept = np.stack([gold(x, sampling)[0] for x in logits.reshape(-1, VOCAB)]).reshape(logits.shape)
+            recorded = (found.allowed_ids[..., None] == np.arange(VOCAB)).any(axis=-2)
+            np.testing.assert_array_equal(recorded, kept)
+            logits = np.where(kept, logits, -np.inf)
+        logits = logits / sampling.scored_temperature
+        logps = np.take_along_axis(logits, np.asarray(found.ids)[..., None], axis=-1)[..., 0]
+        expected = logps - np.log(np.exp(logits).sum(axis=-1))
         assert_within_contract(found.logps, expected, "models", jnp.float32, "forward")
-    np.testing.assert_array_equal(largest.ids, jnp.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(largest.ids, logits.argmax(axis=-1))
+    assert endless[1].allowed.restricts and not largest.allowed.restricts
 
 
 # Where rows end.
@@ -240,6 +142,7 @@ def assert_ends(endless, stop_ids, pad_id=PAD):
     np.testing.assert_array_equal(mask.sum(axis=1), lengths)
     assert_within_contract(found.logps, np.where(mask, whole.logps, 0), "models", jnp.float32, "forward")
     assert not np.asarray(found.logps)[~mask].any() and (np.asarray(found.logps)[mask] < 0).all()
+    np.testing.assert_array_equal(found.allowed_ids, np.where(mask[..., None], whole.allowed_ids, -1))
     return lengths
 
 
@@ -259,8 +162,11 @@ def test_a_pad_token_may_be_a_stop_token(endless):
     assert lengths[1] <= 4 and max(lengths) == LENGTH
 
 
-def test_no_tokens_at_all():
-    found = sampled(made(), *batch_of(3), max_new_tokens=0, stop_ids=(2,))
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=7), Sampling(top_p=0.5)], ids=str)
+def test_no_tokens_at_all(sampling):
+    found = sampled(made(), *batch_of(3), max_new_tokens=0, sampling=sampling, stop_ids=(2,))
+    shapes = [None if x is None else x.shape for x in found.allowed]
+    assert shapes == [(3, 0, 7) if sampling.top_k else None, (3, 0, 5) if sampling.top_p else None]
     assert found.ids.shape == found.logps.shape == found.mask.shape == (3, 0)
     assert found.ids.dtype == jnp.int32 and found.logps.dtype == jnp.float32
     np.testing.assert_array_equal(found.lengths, [0, 0, 0])
@@ -272,14 +178,15 @@ def test_decoding_ends_with_the_last_row(endless):
     ids = np.asarray(whole.ids)
     stop_ids, calls = tuple(ids[:, 3].tolist()), []
 
-    def score(hidden, products, token_ids):
+    def score(hidden, products, token_ids, allowed):
         jax.debug.callback(lambda x: calls.append(np.asarray(x).tolist()), token_ids)
-        return {"norms": (hidden**2).sum(-1), "largest": products.argmax(-1)}
+        return {"norms": (hidden**2).sum(-1), "largest": products.argmax(-1), "first": allowed.allowed_ids[:, 0]}
 
     found = sampled(made(), *drawn_from, **ENDLESS, stop_ids=stop_ids, score=score)
     jax.effects_barrier()
     cut, lengths = shortened(ids, stop_ids, pad_id=-100)
     assert max(lengths) == 4 < LENGTH and sorted(calls) == sorted(cut[:, :4].T.tolist())
+    np.testing.assert_array_equal(found.logps["largest"], found.logps["first"])
     assert found.logps["norms"].shape == (4, LENGTH) and found.logps["largest"].dtype == jnp.int32
 
 
@@ -333,27 +240,6 @@ def test_streamed_tokens_come_one_by_one(endless, monkeypatch):
 
 
 # Mistakes.
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": -0.1}, "temperature must be 0 or a positive finite number, got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be 0 or a positive finite number, got nan"),
-        ({"temperature": float("inf")}, "temperature must be 0 or a positive finite number, got inf"),
-        ({"top_k": 0}, "top_k must be a positive integer, got 0"),
-        ({"top_k": 2.0}, "top_k must be a positive integer, got 2.0"),
-        ({"top_p": 0.0}, "top_p must be greater than 0 and at most 1, got 0.0"),
-        ({"top_p": 1.1}, "top_p must be greater than 0 and at most 1, got 1.1"),
-        ({"top_p": float("nan")}, "top_p must be greater than 0 and at most 1, got nan"),
-        ({"min_p": -1}, "min_p must be greater than 0 and at most 1, got -1"),
-        ({"min_p": float("nan")}, "min_p must be greater than 0 and at most 1, got nan"),
-    ],
-)
-def test_numbers_out_of_their_range(fields, message):
-    with pytest.raises(ValueError) as error:
-        Sampling(**fields)
-    assert str(error.value) == f"{message}."
 
 
 KEYS = jax.random.split(jax.random.key(0), 3)
