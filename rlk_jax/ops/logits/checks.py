@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rlk_jax.core.allowed import allowed_arrays, check_allowed, has_allowed
+from rlk_jax.core.allowed import allowed_arrays, check_allowed
 from rlk_jax.core.checks import (
     INT32,
     as_array,
@@ -40,7 +40,7 @@ def _checked_vocab_size(name: str, logits: Any) -> int:
     return vocab_size
 
 
-def _config(vocab_size: int, inputs: LogpInputs | RatioKlInputs, options: LogitsOptions) -> LogpConfig:
+def _config(vocab_size: int, options: LogitsOptions) -> LogpConfig:
     """What an implementation is compiled for, from options that have been checked."""
     real, softcap = options.global_vocab_size, options.logit_softcap
     return LogpConfig(
@@ -50,7 +50,6 @@ def _config(vocab_size: int, inputs: LogpInputs | RatioKlInputs, options: Logits
         return_lse=options.return_lse,
         return_entropy=options.return_entropy,
         as_linear_logp=options.as_linear_logp,
-        has_mask=has_allowed(inputs),
     )
 
 
@@ -82,7 +81,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
             f"initial must be float32 of token_ids shape {lead}, got {inputs.initial.dtype}{inputs.initial.shape}.",
         )
     check_vocabulary_options(vocab_size, options.logit_softcap, options.ignore_index, options.global_vocab_size)
-    config = _config(vocab_size, inputs, options)
+    config = _config(vocab_size, options)
     check_allowed(inputs, "token_ids", lead, (config.real_vocab_size, vocab_size))
     as_linear_logp, dtype = options.as_linear_logp, inputs.logits.dtype
     require(isinstance(as_linear_logp, bool), f"as_linear_logp must be True or False, got {as_linear_logp!r}.")
@@ -123,7 +122,7 @@ def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[Ratio
     check_allowed(inputs, "action_ids", lead, (vocab_size, vocab_size))
     no_explicit_axes("ratio_kl", inputs)
     check_devices(inputs)
-    return inputs, _config(vocab_size, inputs, options)
+    return inputs, _config(vocab_size, options)
 
 
 def check_rewards_or_advantages(

@@ -268,13 +268,6 @@ def test_a_mask_must_be_where_the_logits_are():
         logp(logits, IDS, allowed_mask=mask)
 
 
-def test_kernels_of_triton_say_that_they_take_no_mask():
-    message = "takes no allowed_ids or allowed_mask yet"
-    assert message in rlk_jax.explain("logp", LOGITS, IDS, allowed_mask=WORDS).reasons["triton"]
-    with pytest.raises(ValueError, match=f"cannot run 'triton' here: .*{message}"):
-        logp(LOGITS, IDS, allowed_ids=ALL, implementation="triton")
-
-
 def test_explain_takes_masks():
     mask = jax.ShapeDtypeStruct((3, 2), jnp.int32)
     assert rlk_jax.explain("logp", LOGITS, IDS, allowed_mask=mask).choice == "xla"
