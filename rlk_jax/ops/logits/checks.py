@@ -25,8 +25,6 @@ from rlk_jax.core.checks import (
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, checked_boundaries
 from rlk_jax.ops.logits.options import LogitsOptions, LogpConfig, LogpInputs, RatioKlInputs
 
-_ALLOWED = ("allowed_ids", "allowed_mask")
-
 
 def _checked_vocab_size(name: str, logits: Any) -> int:
     """V of logits whose rows and columns 32 bits can count."""
@@ -71,7 +69,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
         f"logits leading shape {lead} must match token_ids shape {inputs.token_ids.shape}.",
     )
     check_temperature_shape(inputs.temperature, "token_ids", inputs.token_ids)
-    check_dtypes(inputs, integers=("token_ids", "row_indices", *_ALLOWED))
+    check_dtypes(inputs, integers=("token_ids", "row_indices", "allowed_ids", "allowed_mask"))
     if inputs.row_indices is not None:
         require(inputs.row_indices.ndim == 1, f"row_indices must be 1-D, got shape {inputs.row_indices.shape}.")
     if inputs.initial is not None:
@@ -117,7 +115,7 @@ def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[Ratio
         shape = getattr(inputs, name).shape
         require(shape == lead, f"{name} shape {shape} does not match policy_logits.shape[:-1] {lead}.")
     check_temperature_shape(inputs.temperature, "action_ids", inputs.action_ids)
-    check_dtypes(inputs, integers=("action_ids", *_ALLOWED), unchecked=("completion_mask",))
+    check_dtypes(inputs, integers=("action_ids", "allowed_ids", "allowed_mask"), unchecked=("completion_mask",))
     check_mask_dtype(inputs.completion_mask)
     check_allowed(inputs, "action_ids", lead, (vocab_size, vocab_size))
     no_explicit_axes("ratio_kl", inputs)

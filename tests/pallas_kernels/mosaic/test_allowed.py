@@ -37,6 +37,7 @@ def test_bits_of_every_chunk(size, groups, width, columns):
         np.testing.assert_array_equal(found, allowed[:, start : start + count])
 
 
+# Longer pieces have more words alike.
 @helpers.cover("piece", [(128,), (1024,)], lambda piece: piece == 128)
 def test_bits_of_every_piece(piece):
     """Pieces may begin at any bit of a word, at places of a row's own, and reach behind the last word."""
