@@ -6,84 +6,51 @@ a row has the same bits in any batch. Rows that are not active are not read.
 """
 
 import functools
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tiles import THREADS, Machine
+from pallas_kernels.hopper.allowed import bits_of_pieces
+from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.logits import LOG2_E, RowCoefficients, RowConfig, RowStatistics
 from pallas_kernels.mosaic.launch import all_threads, launch
+from pallas_kernels.mosaic.row_pieces import (
+    Reader,
+    StepRing,
+    WordsOfLines,
+    is_set,
+    lines_of,
+    reader_of,
+    widened,
+    widest,
+    words_of_lines,
+)
 from pallas_kernels.mosaic.statistics import softcapped
 
 Array = jax.Array
 Ref = Any
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 """The value that maxima start from: with −inf the difference of two maxima could be NaN."""
-_LOAD_BYTES = 16
-"""Bytes that one thread loads at a time where rows are aligned to them."""
 _IN_FLIGHT = 32
 """Columns that a thread loads while it works on as many others: loads in flight hide the latency of memory."""
-_SLOTS = 2
-"""Steps of a row that shared memory holds."""
 _WRITTEN_AT_ONCE = 16
 """Columns of a gradient that a thread writes together. More gained nothing, since no thread waits for a store."""
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """How a row is read in pieces, with `vector` neighbouring columns in each thread."""
-
-    vector: int
-
-    @property
-    def piece(self) -> int:
-        """Columns of a piece."""
-        return THREADS * self.vector
-
-    @property
-    def layout(self) -> Any:
-        return plgpu.Layout.WG_STRIDED((self.piece,), vec_size=self.vector)
-
-    def load(self, lines_gmem: Ref, line: Array, start: Any) -> Array:
-        """The piece that begins at column `start` of a line."""
-        return plgpu.load(lines_gmem.at[line, pl.ds(start, self.piece)], layout=self.layout, optimized=False)
-
-    def load_from(self, columns_smem: Ref, start: Any) -> Array:
-        """The piece that begins at place `start` of a step in shared memory."""
-        return plgpu.load(columns_smem.at[pl.ds(start, self.piece)], layout=self.layout, optimized=False)
-
-    def columns(self, start: Any) -> Array:
-        """The column numbers of the piece that begins at column `start`."""
-        return plgpu.broadcasted_iota(jnp.int32, (self.piece,), 0, layout=self.layout) + start
-
-    def full(self, value: Any) -> Array:
-        """A piece that holds `value` in every column."""
-        return plgpu.layout_cast(jnp.full((self.piece,), value, jnp.float32), self.layout)
+def _only(values: Array, allowed: Array | None) -> Array:
+    """The values, −∞ where they are not allowed."""
+    return values if allowed is None else jnp.where(allowed, values, -jnp.inf)
 
 
-def _reader(size: int, dtype: Any) -> _Reader:
-    """The reader of the widest pieces that fit into rows of `size` columns and that every row begins aligned to."""
-    vector = math.gcd(size, _widest(dtype))
-    while THREADS * vector > size:
-        vector //= 2
-    return _Reader(vector)
+class _Values(NamedTuple):
+    """A piece of values x, and which of them are allowed, or None for all."""
 
-
-def _widest(dtype: Any) -> int:
-    """The most columns that one thread can load at a time."""
-    return _LOAD_BYTES // jnp.dtype(dtype).itemsize
-
-
-def _widened(logits: Array) -> Array:
-    """The logits, padded to at least one column for each thread."""
-    return jnp.pad(logits, ((0, 0), (0, max(0, THREADS - logits.shape[1]))))
+    x: Array
+    allowed: Array | None
 
 
 class _Running(NamedTuple):
@@ -97,12 +64,14 @@ class _Running(NamedTuple):
     gap: Array | None
 
 
-def _added(so_far: _Running, pieces: list[Array], scale: Array) -> _Running:
+def _added(so_far: _Running, pieces: list[_Values], scale: Array) -> _Running:
     """`so_far` with the values of some pieces added."""
-    largest = functools.reduce(jnp.maximum, pieces, so_far.largest)
+    largest = functools.reduce(jnp.maximum, [_only(*values) for values in pieces], so_far.largest)
     total, gap = _rescaled(so_far, largest, scale)
-    for x in pieces:
-        below = (x - largest) * scale
+    for x, allowed in pieces:
+        # The difference is that of all values: compilers fuse a softcap's last product into it, and not into one of
+        # values that were chosen from.
+        below = _only((x - largest) * scale, allowed)
         weight = jnp.exp2(below)
         total = total + weight
         if gap is not None:
@@ -118,112 +87,45 @@ def _rescaled(x: _Running, largest: Array, scale: Array) -> tuple[Array, Array |
     return x.total * factor, None if x.gap is None else (x.gap + x.total * above) * factor
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """Rows of `size` columns seen as lines of `rows` rows each, so that each begins aligned for the reader `wide`."""
+class _Step(NamedTuple):
+    """The pieces of one step of a row, and the words that say which of their columns are allowed, or None."""
 
-    size: int
-    rows: int
-    wide: _Reader
-
-    @property
-    def narrow(self) -> _Reader | None:
-        """The reader for the ends of rows where rows do not begin aligned themselves, else None."""
-        return _Reader(1) if self.rows > 1 else None
-
-    def place(self, row: Array) -> tuple[Array, Array]:
-        """The line that holds a row, and the row's first column there."""
-        return lax.div(row, jnp.int32(self.rows)), lax.rem(row, jnp.int32(self.rows)) * self.size
-
-    def cut(self, logits: Array) -> Array:
-        """The logits in the shape of lines."""
-        return logits.reshape(logits.shape[0] // self.rows, self.rows * self.size)
-
-
-def _lines(count: int, size: int, dtype: Any) -> _Lines:
-    """The lines with the widest pieces. Rows that are short or do not fill whole lines are lines of their own."""
-    widest = _widest(dtype)
-    rows = widest // math.gcd(size, widest)
-    if rows > 1 and (count % rows or size < (THREADS + 1) * widest):
-        return _Lines(size, 1, _reader(size, dtype))
-    return _Lines(size, rows, _Reader(widest) if rows > 1 else _reader(size, dtype))
-
-
-@dataclass(frozen=True)
-class _StepRing:
-    """Brings the steps of a row that does not begin aligned into shared memory.
-
-    A copy begins at the last aligned column before a step, and threads skip the columns in between. Each thread thus
-    reads the same columns of a step as from a row that begins aligned.
-    """
-
-    steps: int
-    columns: int
-    """Columns of a step."""
-    widest: int
-    """Columns that copies are aligned to."""
-    dtype: Any
-
-    @property
-    def scratch(self) -> tuple[Any, Any]:
-        smem = plgpu.SMEM((_SLOTS, self.columns + self.widest), self.dtype)
-        return smem, plgpu.Barrier(num_arrivals=1, num_barriers=_SLOTS)
-
-    def fold[Carry](
-        self,
-        line_gmem: Ref,
-        start: Array,
-        read: Callable[[Ref, Array], Any],
-        add: Callable[[Carry, Any], Carry],
-        carry: Carry,
-        slots_smem: Ref,
-        full_barriers: Ref,
-    ) -> Carry:
-        """Fold the steps of the row that begins at column `start` of a line: carry = add(carry, read(slot, shift)).
-
-        `read(slot, shift)` loads a step whose first column is at place `shift` of its slot in shared memory.
-        """
-        shift = lax.rem(start, jnp.int32(self.widest))
-
-        def slot_of(i: Any) -> Array:
-            return lax.rem(jnp.int32(i), jnp.int32(_SLOTS))
-
-        def fetch(i: Any) -> None:
-            columns = pl.ds(start - shift + i * self.columns, self.columns + self.widest)
-            source, target, barrier = line_gmem.at[columns], slots_smem.at[slot_of(i)], full_barriers.at[slot_of(i)]
-            plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-
-        def step(i: Array, carry: Carry) -> Carry:
-            plgpu.barrier_wait(full_barriers.at[slot_of(i)])
-            found = read(slots_smem.at[slot_of(i)], shift)
-            all_threads()
-
-            @pl.when(i + _SLOTS < self.steps)
-            def _() -> None:
-                fetch(i + _SLOTS)
-
-            return add(carry, found)
-
-        for i in range(min(_SLOTS, self.steps)):
-            fetch(i)
-        return lax.fori_loop(0, self.steps, step, carry)
+    pieces: tuple[Array, ...]
+    words: Array | None
 
 
 def statistics(
-    config: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array, *, machine: Machine
+    config: RowConfig,
+    logits: Array,
+    target_ids: Array,
+    temperature: Array,
+    active: Array,
+    allowed: Array | None,
+    *,
+    machine: Machine,
 ) -> RowStatistics:
-    """The softmax of each active row of `logits [N, V]`; target_ids and active are int32, temperature float32 `[N]`."""
-    logits = _widened(logits)
-    (n, size), reader = logits.shape, _reader(logits.shape[1], logits.dtype)
-    lines = _lines(n, size, logits.dtype)
+    """The softmax of each active row of `logits [N, V]`; target_ids and active are int32, temperature float32 `[N]`.
+
+    allowed is packed words `[N, words]`, whose bit i of word j is column 32·j + i, or None for all columns.
+    """
+    logits = widened(logits)
+    (n, size), reader = logits.shape, reader_of(logits.shape[1], logits.dtype)
+    lines = lines_of(n, size, logits.dtype)
     at_once, whole = _IN_FLIGHT // reader.vector, config.columns // reader.piece
     steps, rest = divmod(whole, at_once)
-    ring = _StepRing(steps, at_once * reader.piece, _widest(logits.dtype), logits.dtype)
+    ring = StepRing(steps, at_once * reader.piece, widest(logits.dtype), logits.dtype)
+    starts = jnp.minimum(jnp.arange(whole + 1, dtype=jnp.int32) * reader.piece, size - reader.piece)
+    words = None if allowed is None else lax.optimization_barrier(bits_of_pieces(allowed, starts, reader.piece))
     # The copy of the last step reads up to `widest` columns beyond that step.
     by_ring = lines.rows > 1 and steps > 0 and size - steps * ring.columns >= ring.widest
 
     def body(
-        logits_gmem: Ref, target_ids_gmem: Ref, temperature_gmem: Ref, active_gmem: Ref, out_gmem: RowStatistics
+        logits_gmem: Ref,
+        target_ids_gmem: Ref,
+        temperature_gmem: Ref,
+        active_gmem: Ref,
+        words_gmem: Ref | None,
+        out_gmem: RowStatistics,
     ) -> None:
         row = lax.axis_index("blocks")
         line, begin = lines.place(row)
@@ -233,28 +135,35 @@ def statistics(
         def load(start: Any) -> Array:
             return reader.load(logits_gmem, line, begin + start)
 
-        def loaded(step: Any) -> tuple[Array, ...]:
-            return tuple(load((step * at_once + i) * reader.piece) for i in range(at_once))
+        def loaded(step: Any) -> _Step:
+            words = reader.words(words_gmem, row, step * at_once)
+            return _Step(tuple(load((step * at_once + i) * reader.piece) for i in range(at_once)), words)
 
-        def read(slot_smem: Ref, start: Array) -> tuple[Array, ...]:
-            return tuple(reader.load_from(slot_smem, start + i * reader.piece) for i in range(at_once))
+        def read(step: Any, slot_smem: Ref, start: Array) -> _Step:
+            words = reader.words(words_gmem, row, step * at_once)
+            return _Step(tuple(reader.load_from(slot_smem, start + i * reader.piece) for i in range(at_once)), words)
 
         def values(found: Array) -> Array:
             return softcapped(found.astype(jnp.float32), config.softcap)[0]
 
-        def added(running: _Running, pieces: Iterable[Array]) -> _Running:
-            return _added(running, list(map(values, pieces)), scale)
+        def numbered(found: _Step, first: Any) -> list[_Values]:
+            """The values of a step whose first piece has this number."""
+            words, pieces = found.words, map(values, found.pieces)
+            return [_Values(x, None if words is None else is_set(words, first + i)) for i, x in enumerate(pieces)]
 
-        def step(i: Array, carry: tuple[_Running, tuple[Array, ...]]) -> tuple[_Running, tuple[Array, ...]]:
-            running, pieces = carry
+        def added(i: Any, running: _Running, found: _Step) -> _Running:
+            return _added(running, numbered(found, i * at_once), scale)
+
+        def step(i: Array, carry: tuple[_Running, _Step]) -> tuple[_Running, _Step]:
+            running, found = carry
             following = loaded(i + 1)
-            return added(running, pieces), following
+            return added(i, running, found), following
 
         @pl.when(is_active)
         def _() -> None:
             running = _Running(reader.full(_LOWEST), reader.full(0), reader.full(0) if config.entropy else None)
             in_registers = steps > 0 and not by_ring
-            pieces = loaded(0) if in_registers else ()
+            found = loaded(0) if in_registers else _Step((), None)
             # The target's piece is read a second time: looking for the target in every piece would cost more.
             place = jnp.clip(target, 0, config.columns - 1)
             near = jnp.minimum(lax.div(place, jnp.int32(reader.vector)) * reader.vector, size - reader.piece)
@@ -263,19 +172,20 @@ def statistics(
                 over_steps = functools.partial(ring.fold, logits_gmem.at[line], begin, read, added, running)
                 running = pl.run_scoped(over_steps, *ring.scratch)
             elif in_registers:
-                running, pieces = lax.fori_loop(0, steps - 1, step, (running, pieces))
+                running, found = lax.fori_loop(0, steps - 1, step, (running, found))
             # The rest of the row is loaded before the last step waits for its own columns.
-            rest_of_row = [load((whole - rest + i) * reader.piece) for i in range(rest)]
             first = whole * reader.piece
-            start = min(first, size - reader.piece)
-            ragged = load(start) if config.columns % reader.piece else None
-            running = added(running, pieces) if in_registers else running
-            last = list(map(values, rest_of_row))
-            if ragged is not None:
+            start, is_ragged = min(first, size - reader.piece), config.columns % reader.piece > 0
+            begins = [*((whole - rest + i) * reader.piece for i in range(rest)), *([start] if is_ragged else [])]
+            words = reader.words(words_gmem, row, whole - rest) if begins else None
+            rest_of_row = _Step(tuple(map(load, begins)), words)
+            running = added(steps - 1, running, found) if in_registers else running
+            last = numbered(rest_of_row, whole - rest)
+            if is_ragged:
                 # The last piece may overlap the one before it and reach into the padding.
                 column = reader.columns(start)
                 is_new = (column >= first) & (column < config.columns)
-                last.append(jnp.where(is_new, values(ragged), -jnp.inf))
+                last[-1] = last[-1]._replace(x=_only(last[-1].x, is_new))
             running = _added(running, last, scale) if last else running
             maximum = running.largest.max()
             total, gap = _rescaled(running, maximum, scale)
@@ -288,7 +198,7 @@ def statistics(
 
     value = jax.ShapeDtypeStruct((n,), jnp.float32)
     out_type = RowStatistics(value, value, value, value if config.entropy else None)
-    arguments = (lines.cut(logits), target_ids, temperature, active)
+    arguments = (lines.cut(logits), target_ids, temperature, active, words)
     return launch(body, "logits_statistics", machine, out_type, (n,), *arguments, approx_math=True)
 
 
@@ -297,26 +207,30 @@ def gradients(
     logits: Array,
     target_ids: Array,
     active: Array,
+    allowed: Array | None,
     rows: RowCoefficients,
     in_place: bool,
     *,
     machine: Machine,
 ) -> Array:
-    """The gradient of every logit `[N, V]`, in the logits' dtype: 0 in rows that are not active and in padding columns.
+    """The gradient of every logit `[N, V]`, in the logits' dtype: 0 in rows that are not active, in columns that are
+    padding, and in those that are not allowed. allowed is that of `statistics`.
 
     in_place: the gradients take the logits' memory, and XLA copies the logits first if anything else needs them.
     """
     columns = logits.shape[1]
-    logits = _widened(logits)
+    logits = widened(logits)
     n, size = logits.shape
-    lines = _lines(n, size, logits.dtype)
+    lines = lines_of(n, size, logits.dtype)
     wide, narrow = lines.wide, lines.narrow
     at_once = max(1, _WRITTEN_AT_ONCE // wide.vector)
+    words = None if allowed is None else lax.optimization_barrier(words_of_lines(lines, allowed))
 
     def body(
         source_gmem: Ref | None,
         target_ids_gmem: Ref,
         active_gmem: Ref,
+        words_gmem: WordsOfLines | None,
         rows_gmem: RowCoefficients,
         out_gmem: Ref,
         _outputs: tuple[()],
@@ -327,14 +241,15 @@ def gradients(
         end = start + size
         first = lax.div(start + wide.vector - 1, jnp.int32(wide.vector)) * wide.vector
         count = lax.div(end - first, jnp.int32(wide.piece))
-        # The pieces at a row's ends overlap others, and both write the same values.
-        ends: list[tuple[_Reader, Any]] = []
+        # The pieces at a row's ends overlap others, and both write the same values. They have numbers of their own.
+        ends: list[tuple[Reader, Any, int]] = []
         if narrow is not None:
-            ends = [(narrow, start), (narrow, end - narrow.piece)]
+            ends = [(narrow, start, 0), (narrow, end - narrow.piece, 1)]
         if narrow is not None or size % wide.piece:
-            ends.append((wide, lax.div(end, jnp.int32(wide.vector)) * wide.vector - wide.piece))
+            last = lax.div(end, jnp.int32(wide.vector)) * wide.vector - wide.piece
+            ends.append((wide, last, size // wide.piece))
 
-        def store(reader: _Reader, first: Any, values: Array) -> None:
+        def store(reader: Reader, first: Any, values: Array) -> None:
             out_gmem[line, pl.ds(first, reader.piece)] = values.astype(out_gmem.dtype)
 
         @pl.when(active_gmem[row] != 0)
@@ -342,7 +257,13 @@ def gradients(
             c = jax.tree.map(lambda ref: ref[row], rows_gmem)
             target = target_ids_gmem[row]
 
-            def gradient(reader: _Reader, first: Any) -> Array:
+            def words_of(reader: Reader, number: Any) -> Array | None:
+                """The words that have the piece of this number, and others."""
+                if words_gmem is None:
+                    return None
+                return reader.words(words_gmem.wide if reader == wide else words_gmem.narrow, row, number)
+
+            def gradient(reader: Reader, first: Any, number: Any, words: Array | None) -> Array:
                 x, derivative = softcapped(reader.load(logits_gmem, line, first).astype(jnp.float32), config.softcap)
                 log2_p = (x - c.maximum) * c.scale - c.log2_total
                 factor = c.constant
@@ -353,36 +274,42 @@ def gradients(
                 column = reader.columns(first - start)
                 found = jnp.where(column == target, c.at_target, jnp.exp2(log2_p) * factor)
                 found = found if derivative is None else found * derivative
+                found = found if words is None else jnp.where(is_set(words, number), found, 0.0)
                 return jnp.where(column < config.columns, found, 0.0) if config.columns < size else found
 
+            def end_gradient(reader: Reader, first: Any, number: int) -> Array:
+                return gradient(reader, first, number, words_of(reader, number))
+
             def some(piece: Any, count: int) -> None:
-                starts = [first + (piece + j) * wide.piece for j in range(count)]
-                for there, values in zip(starts, [gradient(wide, x) for x in starts], strict=True):
+                numbers, words = [piece + j for j in range(count)], words_of(wide, piece)
+                starts = [first + number * wide.piece for number in numbers]
+                found = [gradient(wide, x, number, words) for x, number in zip(starts, numbers, strict=True)]
+                for there, values in zip(starts, found, strict=True):
                     store(wide, there, values)
 
             if not in_place:
                 _in_steps(count, at_once, some)
-                for place in ends:
-                    store(*place, gradient(*place))
+                for reader, there, number in ends:
+                    store(reader, there, end_gradient(reader, there, number))
                 return
             # All threads read what overlapping pieces share before any thread writes it.
-            end_gradients = [gradient(*place) for place in ends]
+            end_gradients = [end_gradient(*place) for place in ends]
             all_threads()
             _in_steps(count, at_once, some)
             all_threads()
-            for place, values in zip(ends, end_gradients, strict=True):
-                store(*place, values)
+            for (reader, there, _), values in zip(ends, end_gradients, strict=True):
+                store(reader, there, values)
 
         @pl.when(active_gmem[row] == 0)
         def write_zeros() -> None:
             _in_steps(count, 1, lambda piece, _: store(wide, first + piece * wide.piece, wide.full(0)))
-            for reader, there in ends:
+            for reader, there, _ in ends:
                 store(reader, there, reader.full(0))
 
     logits = lines.cut(logits)
     out = jax.new_ref(logits if in_place else lax.empty(logits.shape, logits.dtype))
-    source = None if in_place else logits
-    launch(body, "logits_gradients", machine, (), (n,), source, target_ids, active, rows, out, approx_math=True)
+    arguments = (None if in_place else logits, target_ids, active, words, rows, out)
+    launch(body, "logits_gradients", machine, (), (n,), *arguments, approx_math=True)
     return jax.freeze(out).reshape(n, size)[:, :columns]
 
 

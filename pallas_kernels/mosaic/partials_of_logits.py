@@ -18,9 +18,10 @@ from pallas_kernels.hopper.arrays import LogitsConfig, Partials, VocabSlice
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.launch import all_threads, launch
-from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, row_vector
+from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, Block, row_vector
 from pallas_kernels.mosaic.statistics import (
     ChunkTile,
+    bits_of_tile,
     chunk_width,
     column_bias,
     rows_of_chunk,
@@ -53,13 +54,14 @@ def partials_of_logits(
 ) -> None:
     """Write the partials of products `[N, columns]`, which are float32, into the references `out [chunks, rows]`.
 
-    `where` is the whole vocabulary. Rows are a multiple of THREADS, of which those behind the last 64 of N are not
-    written, and of those behind N any. bias is float32 `[chunks · 256]`, or None; target_ids int32 and temperature
-    float32 are `[rows]`.
+    `where` is the whole vocabulary, and its bits of allowed columns are those of the rows. Rows are a multiple of
+    THREADS, of which those behind the last 64 of N are not written, and of those behind N any. bias is float32
+    `[chunks · 256]`, or None; target_ids int32 and temperature float32 are `[rows]`.
     """
     products = _copyable(products)
-    # A bias of four chunks, or the temporaries of a softcap, would not fit into registers.
-    if products.shape[0] <= _WARP_ROWS and bias is None and logits.softcap is None:
+    # A bias or bits of four chunks, or the temporaries of a softcap, would not fit into registers.
+    is_plain = bias is None and logits.softcap is None and where.allowed is None
+    if products.shape[0] <= _WARP_ROWS and is_plain:
         _of_few_rows(logits, machine, where, products, target_ids, temperature, out)
         return
     vocabulary = logits.head.vocabulary
@@ -81,9 +83,11 @@ def partials_of_logits(
             plgpu.copy_gmem_to_smem(there, products_smem.at[pl.ds(0, loaded_rows)], is_loaded)
             scale = LOG2_E / row_vector(temperature_gmem, row)
             added = column_bias(bias_gmem, chunk * COLUMNS, COLUMNS)
+            block = Block(jnp.int32(0), row, chunk, jnp.int32(0))
+            bits = bits_of_tile(logits, where_gmem, block, has_room=added is None)
             plgpu.barrier_wait(is_loaded)
             values = with_bias(plgpu.load(products_smem, layout=plgpu.Layout.WGMMA, optimized=False), added)
-            tile = ChunkTile(chunk, chunk_width(vocabulary, where_gmem, chunk), row, scale)
+            tile = ChunkTile(chunk, chunk_width(vocabulary, where_gmem, chunk), row, scale, bits)
             store_partial(logits, tile, values, target_ids_gmem, None, rows_of_chunk(out_gmem, chunk, row))
 
         pl.run_scoped(of_tile, plgpu.SMEM((WARPGROUP_ROWS, COLUMNS), jnp.float32), plgpu.Barrier())

@@ -55,11 +55,19 @@ def rescale(maximum, total, gap, new_maximum, scale, with_gap: tl.constexpr):
 
 
 @triton.jit
+def is_allowed(words_of_row, column, exists):
+    """Whether bit column modulo 32 is set in the word of each column that exists."""
+    word = tl.load(words_of_row + column // 32, mask=exists, other=0)
+    return ((word >> (column % 32)) & 1) != 0
+
+
+@triton.jit
 def statistics(
     logits,
     target_ids,
     temperature,
     active,
+    allowed,
     maximum_out,
     total_out,
     target_out,
@@ -68,10 +76,14 @@ def statistics(
     columns: tl.constexpr,
     softcap: tl.constexpr,
     with_gap: tl.constexpr,
+    words: tl.constexpr,
     depth: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """Each program takes one row. A lane keeps the maximum and sums of its own columns; lanes are merged at the end."""
+    """Each program takes one row. A lane keeps the maximum and sums of its own columns; lanes are merged at the end.
+
+    words is how many words of `allowed` a row has, 0 where all columns are allowed.
+    """
     row = tl.program_id(0)
     if tl.load(active + row) == 0:
         tl.store(maximum_out + row, 0.0)
@@ -91,10 +103,17 @@ def statistics(
         x = tl.load(of_row + column, mask=column < columns, other=float("-inf")).to(tl.float32)
         if softcap is not None:
             x = tl.where(column < columns, softcapped(x, softcap), float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
+        largest = x
+        if words > 0:
+            counts = is_allowed(allowed + row.to(tl.int64) * words, column, column < columns)
+            largest = tl.where(counts, x, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(largest, axis=0))
         below = subtractable(new_maximum)
         total, gap = rescale(maximum, total, gap, below, scale, with_gap)
         y = (x - below[None, :]) * scale
+        if words > 0:
+            # The difference is that of all values: compilers may fuse what x is a product of into it.
+            y = tl.where(counts, y, float("-inf"))
         weight = tl.exp2(y)
         total += tl.sum(weight, axis=0)
         if with_gap:
@@ -117,6 +136,7 @@ def gradients(
     logits,
     target_ids,
     active,
+    allowed,
     scale,
     maximum,
     log2_total,
@@ -128,6 +148,7 @@ def gradients(
     columns: tl.constexpr,
     softcap: tl.constexpr,
     with_slope: tl.constexpr,
+    words: tl.constexpr,
     width: tl.constexpr,
 ):
     """Each program takes one block of one row. An element's gradient does not depend on other elements."""
@@ -149,5 +170,7 @@ def gradients(
     value = tl.where(column == tl.load(target_ids + row), tl.load(at_target + row), tl.exp2(y) * factor)
     if softcap is not None:
         value *= softcap_derivative(raw, softcap)
+    if words > 0:
+        value = tl.where(is_allowed(allowed + row.to(tl.int64) * words, column, column < columns), value, 0.0)
     value = tl.where(column < columns, value, 0.0)
     tl.store(out + start + column, value.to(out.dtype.element_ty), mask=in_row)

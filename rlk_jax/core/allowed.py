@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Bool, Int, Int32, UInt32
 
 from rlk_jax.core.checks import INT32, as_array, is_concrete, require
-from rlk_jax.core.dispatch import CallFacts
 from rlk_jax.core.rows import MEMORY_BUDGET, rows_within
 from rlk_jax.core.tokens import PADDED_IDS_OUT_OF_RANGE, Tokens, as_int32, checked, fit
 from rlk_jax.core.transforms import varying_like
@@ -91,11 +90,6 @@ class AllowedArrays(Protocol):
 def has_allowed(inputs: AllowedArrays) -> bool:
     """Whether a call says which ids its rows may take."""
     return inputs.allowed_ids is not None or inputs.allowed_mask is not None
-
-
-def mask_obstacles(facts: CallFacts) -> list[str]:
-    """Why an implementation that takes all ids for allowed cannot run a call."""
-    return ["takes no allowed_ids or allowed_mask yet"] if facts.config.has_mask else []
 
 
 def allowed_arrays(inputs: AllowedArrays) -> dict[str, Any]:

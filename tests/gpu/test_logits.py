@@ -13,6 +13,7 @@ from rlk_jax import logp, ratio_kl
 from tests.gpu import golden
 from tests.support import logits as ops
 from tests.support import rollouts
+from tests.support.allowed import mask_of
 from tests.support.helpers import assert_same_bits, assert_within_contract, weighted
 from tests.support.logits import Case
 
@@ -31,6 +32,7 @@ ROLLOUTS = (
     *(rollouts.Case(f"llama, {n}", n, 2048, 128256, rollouts.EVERYTHING) for n in (3, 16, 256)),
     rollouts.Case("qwen, one token of few", 4, 896, 151936),
     rollouts.Case("gemma", 8, 2304, 256000, {**rollouts.EVERYTHING, "logit_softcap": 30.0}),
+    *(rollouts.Case(f"llama, {n}, allowed", n, 2048, 128256, rollouts.EVERYTHING, allowed=True) for n in (3, 16, 256)),
 )
 BITS = (
     Case("aligned", (300,), 131072, temperature="per token"),
@@ -201,6 +203,46 @@ def test_constants_of_a_program_give_the_bits_of_arguments(implementation):
         return weighted(p._replace(logits=logits).call(case, implementation), p.upstream)
 
     assert_same_bits(jax.jit(jax.grad(loss))(p.logits), p.gradient(case, implementation))
+
+
+ALLOWED = (
+    Case("qwen3", (16,), 151936, temperature="per token"),
+    Case("gpt2", (24,), 50257, {"logit_softcap": 30.0}, "per token"),
+    Case("gpt2, no whole lines", (13,), 50257),
+    Case("padding", (16,), 3001, {"global_vocab_size": 2900, "logit_softcap": 3.0}),
+)
+every_allowed = pytest.mark.parametrize("case", ALLOWED, ids=str)
+
+
+@every_dtype
+@every_kernel
+@every_allowed
+def test_allowed_tokens_against_float64(case, implementation, dtype):
+    ops.check_allowed(case, dtype, implementation)
+
+
+@every_dtype
+@every_kernel
+@every_allowed
+def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, implementation, dtype):
+    """The compiler fuses products of a softcap into differences, which must be the same ones beside a mask."""
+    ops.check_everything_allowed(case, dtype, implementation)
+
+
+@every_dtype
+@every_kernel
+@every_allowed
+def test_rows_of_allowed_tokens_keep_their_bits(case, implementation, dtype):
+    """At other places, where rows begin at other bits of a word, in place, and from run to run."""
+    p = ops.make(case, dtype)
+    mask, rows = mask_of(ops.allowed_of(case, p)), np.array([9, 0, 9, 7])
+    whole = p.outputs(case, implementation, allowed_mask=mask)
+    for _ in range(3):
+        in_place = p.gradient(case, implementation, allowed_mask=mask, donate_logits=True)
+        assert_same_bits(in_place, whole[-1])
+    for some in (slice(1, 9), rows):
+        found = p.rows(some).outputs(case, implementation, allowed_mask=mask[some])
+        assert_same_bits(found, tuple(x[some] for x in whole))
 
 
 def test_golden_bits():

@@ -145,13 +145,11 @@ def check_allowed(case: Case, dtype: Any, implementation: str) -> None:
 
 
 def check_everything_allowed(case: Case, dtype: Any, implementation: str) -> None:
-    """A mask that allows everything gives the bits of no mask, in a backward and in a forward alone."""
+    """A mask that allows everything gives the bits of no mask."""
     problem = make(case, dtype)
     every = jnp.full((*case.lead, -(-case.vocab // 32)), -1, jnp.int32)
     found = problem.values_and_gradient(case, implementation, allowed_mask=every)
     helpers.assert_same_bits(found, problem.values_and_gradient(case, implementation))
-    found = problem.call(case, implementation, allowed_mask=every)
-    helpers.assert_same_bits(found, problem.call(case, implementation))
 
 
 def check_large(case: Case, dtype: Any, implementation: str) -> None:

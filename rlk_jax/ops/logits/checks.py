@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rlk_jax.core.allowed import allowed_arrays, check_allowed, has_allowed
+from rlk_jax.core.allowed import allowed_arrays, check_allowed
 from rlk_jax.core.checks import (
     INT32,
     as_array,
@@ -25,8 +25,6 @@ from rlk_jax.core.checks import (
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, checked_boundaries
 from rlk_jax.ops.logits.options import LogitsOptions, LogpConfig, LogpInputs, RatioKlInputs
 
-_ALLOWED = ("allowed_ids", "allowed_mask")
-
 
 def _checked_vocab_size(name: str, logits: Any) -> int:
     """V of logits whose rows and columns 32 bits can count."""
@@ -40,7 +38,7 @@ def _checked_vocab_size(name: str, logits: Any) -> int:
     return vocab_size
 
 
-def _config(vocab_size: int, inputs: LogpInputs | RatioKlInputs, options: LogitsOptions) -> LogpConfig:
+def _config(vocab_size: int, options: LogitsOptions) -> LogpConfig:
     """What an implementation is compiled for, from options that have been checked."""
     real, softcap = options.global_vocab_size, options.logit_softcap
     return LogpConfig(
@@ -50,7 +48,6 @@ def _config(vocab_size: int, inputs: LogpInputs | RatioKlInputs, options: Logits
         return_lse=options.return_lse,
         return_entropy=options.return_entropy,
         as_linear_logp=options.as_linear_logp,
-        has_mask=has_allowed(inputs),
     )
 
 
@@ -72,7 +69,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
         f"logits leading shape {lead} must match token_ids shape {inputs.token_ids.shape}.",
     )
     check_temperature_shape(inputs.temperature, "token_ids", inputs.token_ids)
-    check_dtypes(inputs, integers=("token_ids", "row_indices", *_ALLOWED))
+    check_dtypes(inputs, integers=("token_ids", "row_indices", "allowed_ids", "allowed_mask"))
     if inputs.row_indices is not None:
         require(inputs.row_indices.ndim == 1, f"row_indices must be 1-D, got shape {inputs.row_indices.shape}.")
     if inputs.initial is not None:
@@ -82,7 +79,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
             f"initial must be float32 of token_ids shape {lead}, got {inputs.initial.dtype}{inputs.initial.shape}.",
         )
     check_vocabulary_options(vocab_size, options.logit_softcap, options.ignore_index, options.global_vocab_size)
-    config = _config(vocab_size, inputs, options)
+    config = _config(vocab_size, options)
     check_allowed(inputs, "token_ids", lead, (config.real_vocab_size, vocab_size))
     as_linear_logp, dtype = options.as_linear_logp, inputs.logits.dtype
     require(isinstance(as_linear_logp, bool), f"as_linear_logp must be True or False, got {as_linear_logp!r}.")
@@ -118,12 +115,12 @@ def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[Ratio
         shape = getattr(inputs, name).shape
         require(shape == lead, f"{name} shape {shape} does not match policy_logits.shape[:-1] {lead}.")
     check_temperature_shape(inputs.temperature, "action_ids", inputs.action_ids)
-    check_dtypes(inputs, integers=("action_ids", *_ALLOWED), unchecked=("completion_mask",))
+    check_dtypes(inputs, integers=("action_ids", "allowed_ids", "allowed_mask"), unchecked=("completion_mask",))
     check_mask_dtype(inputs.completion_mask)
     check_allowed(inputs, "action_ids", lead, (vocab_size, vocab_size))
     no_explicit_axes("ratio_kl", inputs)
     check_devices(inputs)
-    return inputs, _config(vocab_size, inputs, options)
+    return inputs, _config(vocab_size, options)
 
 
 def check_rewards_or_advantages(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.allowed import allowed_bits
 from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice, new_partials
 from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
@@ -49,6 +50,9 @@ def _by_head_kernels(
     count = jnp.full(1, logits.shape[0], jnp.int32)
     ids, temperature = (zeros_behind(x, 0, THREADS) for x in (tokens.target_ids, tokens.temperature))
     where = VocabSlice(count, jnp.zeros(1, jnp.int32), jnp.full(1, vocabulary.chunks, jnp.int32))
+    if tokens.allowed is not None:
+        bits = allowed_bits(vocabulary, zeros_behind(tokens.allowed, 0, THREADS))
+        where = where._replace(allowed=fusion_barrier(bits))
     has_softcap = config.logit_softcap is not None
     out = new_partials((vocabulary.chunks, ids.size), with_gap=config.return_entropy, with_derivative=has_softcap)
     partials_of_logits(how, machine, where, logits, None, ids, temperature, out)

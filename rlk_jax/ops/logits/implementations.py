@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.allowed import mask_obstacles
 from rlk_jax.core.devices import hopper_obstacles, is_hopper, is_meant_for_triton, triton_obstacles
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.ops.logits import hopper
@@ -20,15 +19,11 @@ def _other_order(facts: CallFacts) -> list[str]:
 
 
 def _obstacles_of_rows_in_triton(facts: CallFacts) -> list[str]:
-    return triton_obstacles(facts) + _other_order(facts) + mask_obstacles(facts)
-
-
-def _obstacles_of_rows_in_mosaic(facts: CallFacts) -> list[str]:
-    return hopper_obstacles(facts) + mask_obstacles(facts)
+    return triton_obstacles(facts) + _other_order(facts)
 
 
 ROWS = (
-    Implementation("mosaic", hopper.mosaic(), _obstacles_of_rows_in_mosaic, meant_for=is_hopper, promises_bits=True),
+    Implementation("mosaic", hopper.mosaic(), hopper_obstacles, meant_for=is_hopper, promises_bits=True),
     Implementation("triton", TRITON, _obstacles_of_rows_in_triton, meant_for=is_meant_for_triton, promises_bits=True),
     Implementation("xla", XLA, _other_order),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),

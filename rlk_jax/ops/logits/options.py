@@ -33,8 +33,6 @@ class LogpConfig(SoftmaxConfig):
 
     as_linear_logp: bool = False
     """Whether the values are to have the bits of linear_logp; a call that asks for them has no gradient."""
-    has_mask: bool = False
-    """Whether rows are allowed some tokens only."""
 
 
 class LogpInputs(NamedTuple):

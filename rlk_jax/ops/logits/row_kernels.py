@@ -21,7 +21,14 @@ class StatisticsKernel(Protocol):
     """The forward kernel; `pallas_kernels.logits` says what it takes and gives."""
 
     def __call__(
-        self, config: RowConfig, logits: Array, target_ids: Array, temperature: Array, active: Array, /
+        self,
+        config: RowConfig,
+        logits: Array,
+        target_ids: Array,
+        temperature: Array,
+        active: Array,
+        allowed: Array | None,
+        /,
     ) -> RowStatistics: ...
 
 
@@ -29,7 +36,15 @@ class GradientsKernel(Protocol):
     """The backward kernel; the last argument says that it may write where the logits are."""
 
     def __call__(
-        self, config: RowConfig, logits: Array, target_ids: Array, active: Array, rows: RowCoefficients, donate: bool, /
+        self,
+        config: RowConfig,
+        logits: Array,
+        target_ids: Array,
+        active: Array,
+        allowed: Array | None,
+        rows: RowCoefficients,
+        donate: bool,
+        /,
     ) -> Array: ...
 
 
@@ -45,7 +60,8 @@ def by_kernels(load: Callable[[], RowKernels]) -> LogitsFunctions:
 
     def forward(config: SoftmaxConfig, logits: Array, tokens: Tokens) -> tuple[LinearLogp, RowStatistics]:
         rows = RowConfig(config.real_vocab_size, config.logit_softcap, config.return_entropy)
-        arrays = (logits, tokens.target_ids, tokens.temperature, tokens.active.astype(jnp.int32))
+        active = tokens.active.astype(jnp.int32)
+        arrays = (logits, tokens.target_ids, tokens.temperature, active, tokens.allowed)
         found = fusion_barrier(load().statistics(rows, *fusion_barrier(as_replicated(arrays))))
         return values_of(config, _natural(found, _reciprocal(tokens))), found
 
@@ -59,7 +75,7 @@ def by_kernels(load: Callable[[], RowKernels]) -> LogitsFunctions:
     ) -> Array:
         rows = RowConfig(config.real_vocab_size, config.logit_softcap, upstream.entropy is not None)
         coefficients, active = _coefficients(config, tokens, found, upstream), tokens.active.astype(jnp.int32)
-        arrays = fusion_barrier(as_replicated((logits, tokens.target_ids, active, coefficients)))
+        arrays = fusion_barrier(as_replicated((logits, tokens.target_ids, active, tokens.allowed, coefficients)))
         return fusion_barrier(load().gradients(rows, *arrays, donate))
 
     return LogitsFunctions(forward, gradient)

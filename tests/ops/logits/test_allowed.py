@@ -40,6 +40,7 @@ def test_against_float64(case, dtype, implementation):
     ops.check_allowed(case, dtype, implementation)
 
 
+# The reference promises no bits.
 @helpers.cover(
     "case, implementation",
     itertools.product((EVERYTHING, PLAIN), IMPLEMENTATIONS),
@@ -49,7 +50,7 @@ def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, implement
     ops.check_everything_allowed(case, jnp.float32, implementation)
 
 
-@helpers.implementations("xla", "deterministic")
+@helpers.implementations("xla", "deterministic")  # the reference promises no bits
 def test_ids_mask_and_logits_of_minus_infinity_give_the_same_bits(implementation):
     """Without a softcap, which is finite there, what is not allowed is what a sampler sets to −inf."""
     p = ops.make(PLAIN, jnp.bfloat16)
@@ -266,13 +267,6 @@ def test_a_mask_must_be_where_the_logits_are():
     logits, mask = jax.device_put(LOGITS, first), jax.device_put(WORDS, second)
     with pytest.raises(ValueError, match=r"allowed_mask device .* must match logits device .*"):
         logp(logits, IDS, allowed_mask=mask)
-
-
-def test_kernels_of_triton_say_that_they_take_no_mask():
-    message = "takes no allowed_ids or allowed_mask yet"
-    assert message in rlk_jax.explain("logp", LOGITS, IDS, allowed_mask=WORDS).reasons["triton"]
-    with pytest.raises(ValueError, match=f"cannot run 'triton' here: .*{message}"):
-        logp(LOGITS, IDS, allowed_ids=ALL, implementation="triton")
 
 
 def test_explain_takes_masks():

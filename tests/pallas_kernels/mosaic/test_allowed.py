@@ -1,10 +1,11 @@
 """linear_logp's Mosaic kernels over the columns that each row is allowed, in Pallas' interpreter."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper.allowed import BIT_COLUMNS, allowed_bits
+from pallas_kernels.hopper.allowed import BIT_COLUMNS, allowed_bits, bits_of_pieces
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from tests.support import helpers
 from tests.support.allowed import allowed_of, mask_of
@@ -34,6 +35,23 @@ def test_bits_of_every_chunk(size, groups, width, columns):
         place = np.arange(count)
         found = bits[:, chunk, place % BIT_COLUMNS] >> (place // BIT_COLUMNS).astype(np.uint32) & 1
         np.testing.assert_array_equal(found, allowed[:, start : start + count])
+
+
+# Longer pieces have more words alike.
+@helpers.cover("piece", [(128,), (1024,)], lambda piece: piece == 128)
+def test_bits_of_every_piece(piece):
+    """Pieces may begin at any bit of a word, at places of a row's own, and reach behind the last word."""
+    rng = np.random.default_rng(0)
+    allowed = rng.random((3, 9000)) < 0.5
+    everywhere = np.pad(allowed, ((0, 0), (0, 2 * piece)))
+    for starts in (np.append(np.arange(33) * 128, 8990), rng.integers(0, 9000, (3, 65))):
+        words = jax.jit(bits_of_pieces, static_argnums=2)(mask_of(allowed), jnp.asarray(starts, jnp.int32), piece)
+        words = np.asarray(words).view(np.uint32).reshape(3, -1, piece)
+        for row in range(3):
+            own = np.broadcast_to(starts, (3, starts.shape[-1]))[row]
+            for number, start in enumerate(own):
+                found = words[row, number // 32] >> np.uint32(number % 32) & 1
+                np.testing.assert_array_equal(found, everywhere[row, start : start + piece])
 
 
 @helpers.cover(

@@ -18,6 +18,7 @@ from rlk_jax.ops.logits import hopper
 from tests.ops.logits import test_grpo_loss, test_logp, test_ratio_kl
 from tests.support import logits as ops
 from tests.support import rollouts
+from tests.support.allowed import mask_of
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.logits import Case
 
@@ -95,6 +96,46 @@ def test_masked_rows_leak_nothing_and_get_zeros(vocab):
     assert not any(np.any(np.asarray(x)[ignored]) for x in expected)
 
 
+ALLOWED = (
+    Case("allowed, one piece and a rest", (2,), 300, {"logit_softcap": 2.0}, "per token"),
+    Case("allowed, padded", (2, 2), 1030, {"global_vocab_size": 700}, "per token"),
+    Case("allowed, lines of eight rows", (8,), 1101, {"logit_softcap": 3.0, "global_vocab_size": 1100}, "per token"),
+    Case("allowed, no whole lines", (6,), 1101),
+    Case("allowed, steps and a rest", (2,), 9000),
+    Case("allowed, several groups of pieces", (8,), 2 * 4096 + 45, {"logit_softcap": 3.0}, "per token"),
+    Case("allowed, lines of two rows", (4,), 1084),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *(full_unless(x is ALLOWED[2], x, jnp.bfloat16) for x in ALLOWED),
+        *(full_unless(x is ALLOWED[4], x, jnp.float32) for x in ALLOWED[2:]),
+    ],
+    ids=str,
+)
+def test_allowed_tokens_against_float64(case, dtype):
+    """In make test are a line of eight rows with every option, and several steps with a rest of a row."""
+    ops.check_allowed(case, dtype, "mosaic")
+
+
+@pytest.mark.parametrize("case", [full_unless(x is ALLOWED[0], x) for x in ALLOWED], ids=str)
+def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case):
+    """In make test with a softcap. Longer rows have the same way to add pieces."""
+    ops.check_everything_allowed(case, jnp.bfloat16, "mosaic")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ALLOWED[1:], ids=str)
+def test_allowed_tokens_in_place_have_the_same_bits(case):
+    """In make test, rows are overwritten without a mask, which is no matter of where gradients are written."""
+    p = ops.make(case, jnp.bfloat16)
+    mask = mask_of(ops.allowed_of(case, p))
+    in_place = p.gradient(case, "mosaic", allowed_mask=mask, donate_logits=True)
+    assert_same_bits(in_place, p.gradient(case, "mosaic", allowed_mask=mask))
+
+
 def test_bad_rows_are_nan():
     case = Case("unchecked", (4,), 300)
     p = ops.make(case, jnp.bfloat16)._replace(token_ids=jnp.array([1, 300, -1, 2]))
@@ -111,9 +152,11 @@ def test_rows_of_the_lowest_number(dtype):
     ops.check_lowest(dtype, "mosaic")
 
 
-@pytest.mark.parametrize("case", [full_unless(i in (1, 2), x) for i, x in enumerate(rollouts.CASES)], ids=str)
+@pytest.mark.parametrize("case", [full_unless(i in (1, 2, 4), x) for i, x in enumerate(rollouts.CASES)], ids=str)
 def test_recorded_log_probs_have_the_bits_of_linear_logp(case):
-    """In make test are the ends of small vocabularies; the other cases have more chunks of the same kinds."""
+    """In make test are the ends of small vocabularies, and allowed tokens; the other cases have more chunks of the same
+    kinds.
+    """
     rollouts.check(case, "mosaic", of_integers=True)
 
 

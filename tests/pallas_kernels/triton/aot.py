@@ -84,17 +84,18 @@ def head_program(
     )
 
 
-def row_programs(target: int, config: RowConfig, row_length: int, dtype: Any) -> Iterator[Program]:
+def row_programs(target: int, config: RowConfig, row_length: int, dtype: Any, mask: bool = False) -> Iterator[Program]:
     logits, row, ids = shape((64, row_length), dtype), shape((64,), jnp.float32), shape((64,), jnp.int32)
-    options = {"row_length": row_length, "dtype": jnp.dtype(dtype).name, **asdict(config)}
+    options = {"row_length": row_length, "dtype": jnp.dtype(dtype).name, "mask": mask, **asdict(config)}
+    allowed = shape((64, -(-row_length // 32)), jnp.uint32) if mask else None
     statistics = {"target": target, "program": "rows' statistics", **options}
-    yield Program(statistics, functools.partial(rows.statistics, config), (logits, ids, row, ids))
+    yield Program(statistics, functools.partial(rows.statistics, config), (logits, ids, row, ids, allowed))
     slope = row if config.entropy else None
     for in_place in (False, True):
         gradients = functools.partial(rows.gradients, config, in_place=in_place)
         coefficients = RowCoefficients(row, row, row, row, slope, row)
         changed = {"target": target, "program": "rows' gradients", **options, "in_place": in_place}
-        yield Program(changed, gradients, (logits, ids, ids, coefficients))
+        yield Program(changed, gradients, (logits, ids, ids, allowed, coefficients))
 
 
 def programs() -> Iterator[Program]:
@@ -118,6 +119,7 @@ def programs() -> Iterator[Program]:
         yield from row_programs(target, RowConfig(row_length, cap, gap), row_length, dtype)
     for target in TARGETS:
         yield from row_programs(target, RowConfig(31, None, True), 33, jnp.bfloat16)
+        yield from row_programs(target, RowConfig(50257, 30.0, True), 50257, jnp.bfloat16, mask=True)
 
 
 @dataclass(frozen=True)

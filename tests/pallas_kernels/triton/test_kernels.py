@@ -3,11 +3,16 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.logits import RowConfig
 from pallas_kernels.triton import rows
+from rlk_jax import dispatch
+from tests.pallas_kernels.triton import interpreted
+from tests.support import logits as ops
+from tests.support.allowed import allowed_beside, mask_of
 from tests.support.helpers import assert_error, assert_within_contract
 
 
@@ -17,9 +22,24 @@ class Logits:
 
     row_length: int
     config: RowConfig
+    mask: bool = False
+    """Whether rows are allowed some columns only: each its target, and other rows half of them."""
 
     def __str__(self) -> str:
-        return f"{self.row_length} {self.config}"
+        return f"{self.row_length} {self.config} {self.mask}"
+
+    @property
+    def allowed(self):
+        """Which of the columns that are no padding each row is allowed."""
+        if not self.mask:
+            return np.ones((5, self.config.columns), bool)
+        return allowed_beside(np.minimum(self.target_ids, self.config.columns - 1), self.config.columns)
+
+    @property
+    def target_ids(self):
+        target_ids = np.random.default_rng(1).integers(0, self.config.columns, 5)
+        target_ids[0], target_ids[2] = self.config.columns - 1, self.row_length + 3
+        return target_ids
 
     def arrays(self, dtype):
         import torch
@@ -30,23 +50,27 @@ class Logits:
         logits[0, : columns // 2] = -math.inf
         logits[3] = math.nan
         logits[4] = -math.inf
-        target_ids = rng.integers(0, columns, n)
-        target_ids[0], target_ids[2] = columns - 1, self.row_length + 3
+        logits[:, :columns][torch.tensor(~self.allowed)] = math.nan
+        active = torch.tensor([1, 1, 1, 0, 1], dtype=torch.int32)
+        words = torch.tensor(np.array(mask_of(self.allowed, np.int32)))
         return {
             "logits": logits,
-            "target_ids": torch.tensor(target_ids, dtype=torch.int32),
+            "target_ids": torch.tensor(self.target_ids, dtype=torch.int32),
             "temperature": torch.tensor(rng.uniform(0.5, 2, n), dtype=torch.float32),
-            "active": torch.tensor([1, 1, 1, 0, 1], dtype=torch.int32),
+            "active": active,
+            "allowed": words if self.mask else active,
         }
 
     @property
     def constants(self):
-        return {"row_length": self.row_length, "columns": self.config.columns, "softcap": self.config.softcap}
+        words = -(-self.config.columns // 32) if self.mask else 0
+        shared = {"columns": self.config.columns, "softcap": self.config.softcap}
+        return {"row_length": self.row_length, "words": words, **shared}
 
     def values(self, logits):
-        """The softcapped logits of the columns that are not padding, float64."""
+        """The softcapped logits of the columns that are not padding, float64; −inf where they are not allowed."""
         x, cap = _float64(logits)[:, : self.config.columns], self.config.softcap
-        return x if cap is None else cap * np.tanh(x / cap)
+        return np.where(self.allowed, x if cap is None else cap * np.tanh(x / cap), -np.inf)
 
 
 LOGITS = (
@@ -55,11 +79,28 @@ LOGITS = (
     Logits(9001, RowConfig(9001, None, False)),
     Logits(64, RowConfig(64, 30.0, True)),
     Logits(1, RowConfig(1, None, True)),
+    Logits(1300, RowConfig(1200, 2.0, True), mask=True),
+    Logits(9001, RowConfig(9001, None, False), mask=True),
 )
 every_logits = pytest.mark.parametrize("problem", LOGITS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 rounded_dtype = pytest.mark.parametrize("dtype", ["float16", "float32"])
 """The dtypes whose rounded results can be compared: the interpreter truncates to bfloat16 where a GPU rounds."""
+
+
+@pytest.fixture
+def triton_runs(monkeypatch):
+    """Make `triton` run logp in the interpreter."""
+    runs = [dataclasses.replace(x, obstacles=lambda facts: []) for x in dispatch.TABLE["logp"] if x.name == "triton"]
+    monkeypatch.setitem(dispatch.TABLE, "logp", tuple(runs))
+    monkeypatch.setattr(rows, "launch", interpreted.launch)
+
+
+def test_logp_over_allowed_tokens(triton_runs):
+    """The op hands the words to both kernels; other paths have the tests of the kernels alone."""
+    case = ops.Case("allowed", (6,), 1101, {"logit_softcap": 3.0, "global_vocab_size": 1100}, "per token")
+    ops.check_allowed(case, jnp.float32, "triton")
+    ops.check_everything_allowed(case, jnp.float32, "triton")
 
 
 def _float64(x):
@@ -85,7 +126,7 @@ def test_statistics(problem, dtype):
     counts = [0, 1, 2]
     lowest = -math.inf if problem.config.softcap is None else -problem.config.softcap
     assert (maximum[3], total[3], target[3]) == (0, 1, 0)
-    assert maximum[4] == lowest and total[4] == (0 if lowest == -math.inf else problem.config.columns)
+    assert maximum[4] == lowest and total[4] == (0 if lowest == -math.inf else problem.allowed[4].sum())
     temperature = _float64(a["temperature"])[counts, None]
     z = problem.values(a["logits"])[counts] / temperature
     lse = np.log(np.exp(z - z.max(axis=1, keepdims=True)).sum(axis=1)) + z.max(axis=1)
@@ -119,13 +160,13 @@ def test_gradients(problem, dtype, in_place):
     maximum = torch.tensor(np.maximum(np.nan_to_num(x.max(axis=1)), -1e4), dtype=torch.float32)
     log2_total, constant, slope, at_target = (torch.tensor(rng.uniform(1, 2, 5), dtype=torch.float32) for _ in range(4))
     out = torch.full_like(logits, math.nan)
-    vectors = (a["target_ids"], a["active"], scale, maximum, log2_total, constant, slope, at_target)
+    vectors = (a["target_ids"], a["active"], a["allowed"], scale, maximum, log2_total, constant, slope, at_target)
     width = rows.gradient_width(problem.row_length)
     constants = {**problem.constants, "with_slope": problem.config.entropy, "width": width}
     grid = (5 * -(-problem.row_length // width),)
     row_kernels.gradients[grid](logits, *vectors, None if in_place else out, **constants)
     found = _float64(logits if in_place else out)
-    y, m, log_total, factor, slope, own = (_float64(v)[:, None] for v in vectors[2:])
+    y, m, log_total, factor, slope, own = (_float64(v)[:, None] for v in vectors[3:])
     exponent = (x - m) * y - log_total
     p = np.exp2(exponent)
     expected = np.zeros_like(found)
@@ -134,8 +175,8 @@ def test_gradients(problem, dtype, in_place):
     is_target = np.arange(problem.config.columns) == a["target_ids"].numpy()[:, None]
     gradient = np.where(is_target, own, gradient)
     if problem.config.softcap is not None:
-        gradient *= 1 - (x / problem.config.softcap) ** 2
-    expected[:, : problem.config.columns] = gradient
+        gradient *= 1 - (np.where(problem.allowed, x, 0) / problem.config.softcap) ** 2
+    expected[:, : problem.config.columns] = np.where(problem.allowed, gradient, 0)
     expected[3] = 0
     assert not found[3].any() and not found[:, problem.config.columns :].any()
     assert_within_contract(found, expected, "linear_logp", np.dtype(dtype), "gradient")
