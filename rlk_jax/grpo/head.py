@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
+from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens, words_of
 from rlk_jax.core.tokens import IGNORED, LinearLogp
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.ops.linear_logp.options import WeightLayout
@@ -35,6 +36,8 @@ class MeshHead:
     softcap: float | None = None
     temperature: float = 1.0
     """The temperature that completions are sampled at, which log-probs are of."""
+    restricts: bool = False
+    """Whether completions are sampled from some tokens alone, which log-probs are of then."""
 
     @property
     def shard_count(self) -> int:
@@ -105,11 +108,12 @@ class MeshHead:
         hidden: Float[Array, "*lead D"],
         kernel: Float[Array, "D V"] | Float[Array, "V D"],
         target_ids: Array,
+        allowed: AllowedTokens = EVERY_TOKEN,
         *,
         entropy: bool = False,
     ) -> LinearLogp:
-        """fp32 log-prob of every target under a head that `shard` returned, and the entropy if it is asked for, 0 where
-        IGNORED; the first dimension is sharded over "data".
+        """fp32 log-prob of every target among the tokens that it allows, under a head that `shard` returned, and the
+        entropy if it is asked for, 0 where IGNORED; the first dimension is sharded over "data".
         """
         op: Any = linear_logp
         if self.mesh.size > 1:
@@ -121,7 +125,8 @@ class MeshHead:
                 token_axes="data",
                 **self._cut_options,
             )
-        found = op(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **self._options)
+        options = {"return_entropy": entropy, **self._options, **allowed._asdict()}
+        found = op(*self._rounded(hidden, kernel), target_ids, **options)
         return _values_of(found)
 
     def own_values(
@@ -130,13 +135,14 @@ class MeshHead:
         kernel: Float[Array, "D W"] | Float[Array, "W D"],
         target_ids: Array,
         low_rank: tuple[Array, Array] | None = None,
+        allowed: AllowedTokens = EVERY_TOKEN,
         *,
         entropy: bool = False,
     ) -> LinearLogp:
         """`values` of a device's own rows, inside shard_map, where `kernel` is its part of the head. A low-rank term is
         of a whole head.
         """
-        options = {"low_rank": low_rank, **self._options}
+        options = {"low_rank": low_rank, **self._options, **allowed._asdict()}
         if self.shard_count > 1:
             options |= {"axis_name": "tensor", **self._cut_options}
         found: Any = linear_logp(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **options)
@@ -179,7 +185,7 @@ class MeshHead:
 
         def logps() -> Array:
             stored = self.shard({self.name: jnp.zeros(self._shape(width))})
-            return self.logps(hidden, stored[self.name], target_ids)
+            return self.values(hidden, stored[self.name], target_ids, self._some_allowed(rows)).logp
 
         try:
             jax.eval_shape(logps)
@@ -192,11 +198,17 @@ class MeshHead:
         kernel = jax.ShapeDtypeStruct(self._shape(width), self.dtype)
         call = hidden, kernel, jax.ShapeDtypeStruct((1,), jnp.int32)
         options: dict[str, Any] = {"weight_layout": self.weight_layout, **self._scaling}
+        options |= self._some_allowed(1)._asdict()
         try:
             name = dispatch.promising("linear_logp", *call, implementation=self.implementation, **options)
         except ValueError as error:
             raise BadInput(f"invariant: {error}") from error
         return replace(self, implementation=name)
+
+    def _some_allowed(self, count: int) -> AllowedTokens:
+        """What so many tokens of a run may allow, to ask what runs: an implementation takes both forms or none."""
+        words = jnp.zeros((count, words_of(self.vocab_size)), jnp.uint32)
+        return AllowedTokens(allowed_mask=words) if self.restricts else EVERY_TOKEN
 
     @property
     def _cut(self) -> tuple[str | None, str | None]:

@@ -78,8 +78,8 @@ class Policy:
         return jax.tree.map(lambda x: placement.rounded(x, self.head.dtype), params)
 
     def values(self, params: nnx.State, sequences: Sequences, *, entropy: bool = False) -> LinearLogp:
-        """fp32 log-prob of every target given the tokens of its sequence before it, and the entropy where it is asked
-        for; 0 where IGNORED.
+        """fp32 log-prob of every target among what it allows, given the tokens of its sequence before it, and the
+        entropy where it is asked for; 0 where IGNORED.
         """
         return self._over_rows(functools.partial(self._own_values, entropy=entropy))(params, sequences)
 
@@ -137,7 +137,8 @@ class Policy:
             return nnx.merge(graph, head, rest, constants)(sequences.token_ids, sequences.padding)
 
         hidden = self.head.with_fusion_barriers(decode)(rest)[:, -sequences.target_ids.shape[1] :]
-        return self.head.own_values(hidden, weight, sequences.target_ids, _term(model), entropy=entropy)
+        told = sequences.target_ids, _term(model), sequences.allowed
+        return self.head.own_values(hidden, weight, *told, entropy=entropy)
 
     def _own_roll_out(
         self, params: nnx.State, prompts: tuple[Array, Array, PRNGKeyArray], *, max_new_tokens: int
@@ -146,9 +147,9 @@ class Policy:
         model, weight = self._with_ends(nnx.State({**params, "blocks": self.fetch(params["blocks"])}))
         recorded = self.head.records_logits and model.lm_head.low_rank is None
 
-        def score(hidden: Array, products: Array, ids: Array, _: AllowedTokens) -> Array:
-            if model.keeps_bits and not recorded:
-                return self.head.own_values(hidden, weight, ids, _term(model)).logp
+        def score(hidden: Array, products: Array, ids: Array, allowed: AllowedTokens) -> Array:
+            if allowed.restricts or (model.keeps_bits and not recorded):
+                return self.head.own_values(hidden, weight, ids, _term(model), allowed).logp
             as_trained = {"as_linear_logp": True, "implementation": self.head.implementation}
             return self.head.own_logps_of_logits(products, ids, **(as_trained if model.keeps_bits else {}))
 
@@ -212,6 +213,7 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
         name="embedding" if described.is_tied else "lm_head",
         softcap=described.final_softcap,
         temperature=sampling.scored_temperature,
+        restricts=sampling.truncates(described.vocab_size),
     )
     head.check(described.width)
     if config.invariant:

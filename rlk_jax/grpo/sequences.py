@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens
 from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo.vocabulary import PAD
 
@@ -20,6 +21,8 @@ class Sequences(NamedTuple):
     """
     target_ids: Int[Array, "R T"]
     """Ids of the predicted tokens; IGNORED where a slot predicts nothing that counts."""
+    allowed: AllowedTokens = EVERY_TOKEN
+    """What each target was drawn among, `[R, T, ...]`, which its log-prob is of; anything where none counts."""
 
     @property
     def mask(self) -> Bool[Array, "R T"]:
@@ -32,10 +35,11 @@ def join_completions(
     padding: Int[Array, "B"],
     completion_ids: Int[Array, "B C"],
     mask: Bool[Array, "B C"],
+    allowed: AllowedTokens = EVERY_TOKEN,
 ) -> Sequences:
     """Left-padded prompts followed by their completions, one to a row; the last C slots predict the completions."""
     tokens = jnp.concatenate([prompt_ids, completion_ids], axis=1)
-    return Sequences(tokens[:, :-1], padding, jnp.where(mask, completion_ids, IGNORED))
+    return Sequences(tokens[:, :-1], padding, jnp.where(mask, completion_ids, IGNORED), allowed)
 
 
 def pack[Values](rows: Sequences, values: Values, *, shards: int) -> tuple[Sequences, Values]:
@@ -55,7 +59,8 @@ def _pack_shard[Values](rows: Sequences, values: Values) -> tuple[Sequences, Val
     slot = jnp.arange(slots)
 
     def pad_to_slots(x: Array, fill: int) -> Array:
-        return jnp.pad(x, ((0, 0), (slots - targets, 0)), constant_values=fill)
+        padding = [(0, 0), (slots - targets, 0), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, padding, constant_values=fill)
 
     target_ids = pad_to_slots(rows.target_ids, IGNORED)
     last_target = jnp.max(jnp.where(target_ids == IGNORED, -1, slot), axis=1, keepdims=True)
@@ -67,13 +72,14 @@ def _pack_shard[Values](rows: Sequences, values: Values) -> tuple[Sequences, Val
     source = jnp.full(count * slots, count * slots).at[destination].set(token_index)
 
     def move(x: Array, fill: int) -> Array:
-        return x.reshape(-1).at[source].get(mode="fill", fill_value=fill).reshape(count, slots)
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat.at[source].get(mode="fill", fill_value=fill).reshape(count, slots, *x.shape[2:])
 
     start_of_tokens = jnp.broadcast_to(start[:, None], is_read.shape)
     is_filled = (source < is_read.size).reshape(count, slots)
     padding = jnp.where(is_filled, move(start_of_tokens, 0), slots)
-    packed = Sequences(move(rows.token_ids, PAD), padding, move(target_ids, IGNORED))
-    return packed, jax.tree.map(lambda x: move(pad_to_slots(x, 0), 0), values)
+    allowed, values = jax.tree.map(lambda x: move(pad_to_slots(x, 0), 0), (rows.allowed, values))
+    return Sequences(move(rows.token_ids, PAD), padding, move(target_ids, IGNORED), allowed), values
 
 
 def first_fit(lengths: Int[Array, "B"], *, width: int) -> tuple[Int[Array, "B"], Int[Array, "B"]]:

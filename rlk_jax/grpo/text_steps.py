@@ -64,7 +64,7 @@ class Scored:
     def metrics(self) -> dict[str, float]:
         """What was measured, by name."""
         found: dict[str, float] = {"reward": self.rewards.mean(), "completion_length": self.lengths.mean()}
-        # Tokens are drawn from the policy, so the mean of −log p is an estimate of its entropy.
+        # The mean of −log p is an estimate of the entropy of what tokens were drawn from.
         found |= {"truncated": 1 - self.ended.mean(), "entropy": -self.logps.sum() / self.lengths.sum()}
         names = self.task.rewards.names
         if len(names) > 1:
@@ -124,7 +124,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         advantages = group_advantages(rewards, samples_per_prompt=group)
         if config.shuffle_advantages:
             advantages = jax.random.permutation(jax.random.fold_in(run_key, ~step), advantages)
-        rows = join_completions(prompt_ids, padding, completions.ids, completions.mask)
+        rows = join_completions(prompt_ids, padding, completions.ids, completions.mask, completions.allowed)
         trained, frozen = policy.split(state.params)
 
         def values(trained: nnx.State, sequences: Sequences) -> LinearLogp:
@@ -213,8 +213,6 @@ def _key(config: GrpoConfig, policy: Policy) -> Hashable:
 
 def _warnings(config: GrpoConfig, policy: Policy, task: TextTask) -> Iterator[str]:
     """What a run can do and its user may not want."""
-    if policy.sampling.truncates(policy.head.vocab_size):
-        yield "top_k, top_p and min_p sample from fewer tokens than log-probs and ratios are of"
     length = task.train.prompt_ids.shape[1] + config.max_new_tokens
     positions = policy.described.fields.get("max_position_embeddings")
     if positions is not None and length > positions:

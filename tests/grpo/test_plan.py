@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import topologies
@@ -160,6 +162,23 @@ def test_options_are_seen_in_the_states(files):
     whole, rounded, without = (plan.make_plan(x, None, StopRequest(signal=2))[1].states for x in configs)
     assert whole["reference"] == whole["params"] == 2 * rounded["reference"] and without["reference"] == 0
     assert whole["params"] == rounded["params"] == without["params"]
+
+
+# In make test, the larger record is counted.
+@pytest.mark.parametrize(("changes", "size"), [({"top_p": 0.9}, 4 * 9), in_full({"top_k": 50, "top_p": 0.9}, 4 * 50)])
+def test_what_tokens_were_drawn_among_is_counted(files, changes, size):
+    """A rollout gives so many bytes more for each token: a word for each 32 of the vocabulary, or k ids. A step takes
+    them. The programs are lowered alone.
+    """
+
+    def moved(**changes: Any) -> np.ndarray:
+        """The bytes that a rollout gives, and that a step takes."""
+        job, _ = plan.make_plan(GrpoConfig(**files, **OPTIONS, **changes), None, StopRequest(signal=2))
+        state = job.steps.initial_state.lower().out_info
+        given = job.steps.start_grpo.lower(state).out_info, job.steps.grpo_step.lower(state, 0).args_info
+        return np.array([sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in given])
+
+    np.testing.assert_array_equal(moved(**changes) - moved(), 2 * 4 * 16 * size)
 
 
 def test_what_is_free_may_be_unknown(files, capsys, monkeypatch):

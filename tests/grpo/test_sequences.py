@@ -11,6 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlk_jax.core.allowed import AllowedTokens
 from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.head import MeshHead
@@ -56,6 +57,19 @@ def test_packed_sequences_have_the_bits_of_their_own_rows(rows):
     assert len(first) > 1 and np.any(first % 64), "several share a row, from any slot on"
     assert np.any(np.asarray(expected))
     helpers.assert_same_bits(logps_of(INVARIANT, packed), expected)
+
+
+def test_what_targets_were_drawn_among_is_packed_with_them(rows):
+    """In either form, which differs from target to target."""
+    numbers = jnp.arange(len(PADDING) * LENGTH, dtype=jnp.int32).reshape(len(PADDING), LENGTH)
+    ids = numbers[..., None] * 3 + jnp.arange(3)
+    allowed = AllowedTokens(ids, (ids[..., :2] + 1).astype(jnp.uint32))
+    packed, moved = packed_once(rows._replace(allowed=allowed), numbers, shards=2)
+    where, mask = np.asarray(moved)[np.asarray(packed.mask)], np.asarray(packed.mask)
+    assert len(where) == SAID.sum()
+    for found, own in zip(packed.allowed, allowed, strict=True):
+        assert found.shape[:2] == packed.target_ids.shape
+        np.testing.assert_array_equal(np.asarray(found)[mask], np.asarray(own).reshape(-1, own.shape[-1])[where])
 
 
 def test_packed_sequences_of_stock_layers_are_those_of_their_own_rows(rows):

@@ -8,6 +8,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from rlk_jax import linear_logp
+from rlk_jax.core.allowed import packed_words
 from rlk_jax.models import Sampling
 from tests.support.allowed import mask_of
 from tests.support.helpers import assert_same_bits, assert_within_contract
@@ -146,6 +147,12 @@ def test_a_draw_records_what_it_was_drawn_among(sampling):
     else:
         assert allowed.allowed_ids is None
         assert_same_bits(allowed.allowed_mask, mask_of(kept))
+
+
+@pytest.mark.parametrize("size", [1, 32, 33])
+def test_words_end_where_the_vocabulary_does(size):
+    is_allowed = np.random.default_rng(size).random((2, 3, size)) < 0.5
+    assert_same_bits(packed_words(jnp.asarray(is_allowed)), mask_of(is_allowed))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=3), Sampling(top_p=0.5)], ids=str)
