@@ -1,6 +1,6 @@
 """The command line: `rlk doctor` says what would run here and why, `rlk check` whether it is right, `rlk check-tp`
-whether tensor parallelism is, `rlk grpo` trains, `rlk prompts` writes prompts for it, `rlk import-model` converts a
-GGUF, `rlk generate` prints what a model writes, `rlk build-cuda` compiles.
+whether tensor parallelism is, `rlk grpo` and `rlk sft` train, `rlk prompts` writes prompts for them, `rlk
+import-model` converts a GGUF, `rlk generate` prints what a model writes, `rlk build-cuda` compiles.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check
 from rlk_jax.commands import build_cuda, doctor, generate, import_model, prompts
 from rlk_jax.grpo import command as grpo
-from rlk_jax.grpo.config import BadInput
+from rlk_jax.grpo.run_config import BadInput
+from rlk_jax.grpo.sft import command as sft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="rlk", description=__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for command in (doctor, check, check_tp, grpo, prompts, import_model, generate, build_cuda):
+    for command in (doctor, check, check_tp, grpo, sft, prompts, import_model, generate, build_cuda):
         command.add_parser(subparsers)
     name = "rlk"
     try:

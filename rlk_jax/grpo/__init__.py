@@ -1,6 +1,9 @@
-"""GRPO on per-token log-probs: the losses, and the configuration of `rlk grpo`. It imports jax, but not flax."""
+"""GRPO on per-token log-probs: the losses, and the configurations of `rlk grpo` and `rlk sft`. It imports jax, but not
+flax.
+"""
 
 from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.losses import (
     LossOptions,
     PolicyLoss,
@@ -19,6 +22,7 @@ __all__ = [
     "GrpoConfig",
     "LossOptions",
     "PolicyLoss",
+    "SftConfig",
     "entropy_threshold",
     "expand_advantages",
     "group_advantages",

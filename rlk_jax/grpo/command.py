@@ -1,4 +1,4 @@
-"""`rlk grpo`: the command line of the trainer."""
+"""`rlk grpo`, and what the command line of the trainer is for every command."""
 
 import argparse
 import os
@@ -9,8 +9,10 @@ from pathlib import Path
 
 from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.core.terminal import OutputConsole
-from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
+from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.extras import TRAINER_PACKAGES, require_packages
+from rlk_jax.grpo.run_config import BadInput, Diverged, RunConfig
+from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
 
@@ -21,25 +23,32 @@ _DESCRIPTION = (
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command `grpo`, with its output folder and one option for each field of `GrpoConfig`."""
-    parser = subparsers.add_parser("grpo", help=_DESCRIPTION, description=_DESCRIPTION)
+    """Add the command `grpo`."""
+    add_trainer(subparsers, GrpoConfig, _DESCRIPTION)
+
+
+def add_trainer(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", kind: type[RunConfig], description: str
+) -> None:
+    """Add a command that trains, with its output folder and one option for each field of its configuration."""
+    parser = subparsers.add_parser(kind.name, help=description, description=description)
     parser.add_argument("--out", type=Path, help="folder of checkpoints, metrics and report")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     way.add_argument("--overwrite", action="store_true", help="delete the run in --out and start again")
     way.add_argument("--plan", action="store_true", help="print the memory that the run needs, and do nothing else")
     parser.add_argument("--device", choices=GPUS, help="GPU that --plan is for, which need not be here")
-    types_of = typing.get_type_hints(GrpoConfig)
-    for option in fields(GrpoConfig):
+    types_of = typing.get_type_hints(kind)
+    for option in fields(kind):
         flag, help_text = "--" + option.name.replace("_", "-"), option.metadata["help"]
         if types_of[option.name] is bool:
             parser.add_argument(flag, action="store_true", help=help_text)
             continue
-        kind = _plain_type(types_of[option.name])
+        plain = _plain_type(types_of[option.name])
         if option.default is not None:
             help_text += " (default: %(default)s)"
-        parser.add_argument(flag, type=kind, default=option.default, metavar=kind.__name__.upper(), help=help_text)
-    parser.set_defaults(run=run)
+        parser.add_argument(flag, type=plain, default=option.default, metavar=plain.__name__.upper(), help=help_text)
+    parser.set_defaults(run=run, kind=kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,26 +59,27 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with stop_on_signal() as stop:
         try:
-            config = GrpoConfig(**{option.name: getattr(arguments, option.name) for option in fields(GrpoConfig)})
+            values = {option.name: getattr(arguments, option.name) for option in fields(arguments.kind)}
+            config = arguments.kind(**values)
             return _print_plan(config, arguments, stop) if arguments.plan else _train(config, arguments, stop)
         except BrokenPipeError:  # Nobody is there who reads what went wrong.
             raise
         except (BadInput, Diverged, OSError) as error:
-            print(f"rlk grpo: error: {error}", file=sys.stderr)
+            print(f"rlk {arguments.kind.name}: error: {error}", file=sys.stderr)
             return 1 if isinstance(error, Diverged) else 2
 
 
 # What follows imports late, so that `rlk grpo --help` does not wait for flax, orbax and matplotlib.
 
 
-def _print_plan(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
+def _print_plan(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     require_packages(TRAINER_PACKAGES, extra="grpo")
     from rlk_jax.grpo.plan import plan
 
     return plan(config, arguments.device, OutputConsole(), stop)
 
 
-def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
+def _train(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     require_packages(TRAINER_PACKAGES, extra="grpo")
     from rlk_jax.grpo.job import load_job
     from rlk_jax.grpo.run_folder import RunFolder
@@ -80,14 +90,14 @@ def _train(config: GrpoConfig, arguments: argparse.Namespace, stop: StopRequest)
         raise BadInput("out is missing: the folder of checkpoints, metrics and report")
     if arguments.device is not None:
         raise BadInput("device is of plan: a run takes the devices that are here")
-    folder, console = RunFolder(arguments.out), OutputConsole()
+    folder, console = RunFolder(arguments.out, arguments.kind), OutputConsole()
     if config.save_hf is not None:
         _check_empty(Path(config.save_hf))
     config, task, steps = load_job(config)
     if config.model is not None:
         check_weights(config.model)
     if task.dropped:
-        console.print(f"left out prompts of more than {config.max_prompt_tokens} tokens: {task.dropped}")
+        console.print(f"left out {config.left_out}: {task.dropped}")
     if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.
         return say_stopped(console, stop.signal, is_saved=arguments.resume)
     if arguments.resume:

@@ -82,9 +82,9 @@ def print_usage(console: Console, throughput: Throughput) -> None:
         console.print(f"peak memory of a device: {gib(memory)}", highlight=False)
 
 
-def final_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """Held-out rewards before and after GRPO."""
-    table = Table("held-out reward", "before", "after", "gain")
+def final_table(measured: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """What was measured on held-out rows, before and after training."""
+    table = Table(measured, "before", "after", "change")
     for name in before:
         table.add_row(name, f"{before[name]:.3f}", f"{after[name]:.3f}", gain_text(before[name], after[name]))
     return table

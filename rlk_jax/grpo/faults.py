@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rlk_jax.grpo.config import Diverged
+from rlk_jax.grpo.run_config import Diverged
 
 _COUNT = "nonfinite_updates"
 _PLACE = ("nonfinite_sequence", "nonfinite_token")
@@ -21,8 +21,10 @@ Metrics = dict[str, Float[Array, ""] | Int[Array, ""]]
 
 
 def number_targets(mask: Bool[Array, "B C"]) -> Int[Array, "B C"]:
-    """A number for each target of a batch, sequence by sequence. `fault_metrics` tells it back."""
-    return jnp.arange(mask.size, dtype=jnp.int32).reshape(mask.shape)
+    """A number for each target of a batch, sequence by sequence, counted from the first slot of its row that counts.
+    `fault_metrics` tells it back.
+    """
+    return jnp.arange(mask.size, dtype=jnp.int32).reshape(mask.shape) - jnp.argmax(mask, axis=1, keepdims=True)
 
 
 def is_finite(tree: Any) -> Bool[Array, ""]:

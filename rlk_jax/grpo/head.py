@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import dispatch, linear_logp, logp, vocab_parallel
+from rlk_jax import dispatch, linear_cross_entropy, linear_logp, logp, vocab_parallel
 from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens, words_of
 from rlk_jax.core.tokens import IGNORED, LinearLogp
 from rlk_jax.grpo.config import BadInput
@@ -142,11 +142,24 @@ class MeshHead:
         """`values` of a device's own rows, inside shard_map, where `kernel` is its part of the head. A low-rank term is
         of a whole head.
         """
-        options = {"low_rank": low_rank, **self._options, **allowed._asdict()}
-        if self.shard_count > 1:
-            options |= {"axis_name": "tensor", **self._cut_options}
+        options = {**self._own_options(low_rank), **allowed._asdict()}
         found: Any = linear_logp(*self._rounded(hidden, kernel), target_ids, return_entropy=entropy, **options)
         return _values_of(found)
+
+    def own_losses(
+        self,
+        hidden: Float[Array, "*lead D"],
+        kernel: Float[Array, "D W"] | Float[Array, "W D"],
+        target_ids: Array,
+        low_rank: tuple[Array, Array] | None = None,
+        *,
+        z_loss: float = 0.0,
+    ) -> Float[Array, "*lead"]:
+        """The cross-entropy of every target where `own_values` has its log-prob."""
+        options = self._own_options(low_rank)
+        options["hidden_grad_reduction"] = options.pop("reduction", "sum")
+        how: dict[str, Any] = {"reduction": "none", "z_loss": z_loss, **options}
+        return linear_cross_entropy(*self._rounded(hidden, kernel), target_ids, **how)
 
     def logps_of_logits(
         self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any
@@ -220,6 +233,11 @@ class MeshHead:
         """How linear_logp is called."""
         how = {"weight_layout": self.weight_layout, "implementation": self.implementation}
         return {"ignore_index": IGNORED, **how, **self._scaling}
+
+    def _own_options(self, low_rank: tuple[Array, Array] | None) -> dict[str, Any]:
+        """The same inside shard_map, where a device has its part of the head."""
+        cut = {"axis_name": "tensor", **self._cut_options} if self.shard_count > 1 else {}
+        return {"low_rank": low_rank, **self._options, **cut}
 
     @property
     def _cut_options(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from rlk_jax.core.kernel_compilation import compile_kernels, has_namesake
-from rlk_jax.grpo.config import GrpoConfig
-from rlk_jax.grpo.steps import Jitted, TrainingSteps, TrainState
+from rlk_jax.grpo.run_config import RunConfig
+from rlk_jax.grpo.steps import Jitted, RunSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
 from rlk_jax.grpo.usage import gib
 
@@ -43,7 +43,7 @@ class ProgramMemory(NamedTuple):
         return self.arguments + self.results + self.temporaries + self.beside
 
 
-def check_memory(config: GrpoConfig, steps: TrainingSteps, done: int, stop: StopRequest) -> None:
+def check_memory(config: RunConfig, steps: RunSteps, done: int, stop: StopRequest) -> None:
     """Compile the programs that a run calls after `done` steps, until it is asked to stop.
 
     JAX keeps what it has compiled, so the run compiles none of them again. Raises MemoryError for a program that needs
@@ -53,13 +53,13 @@ def check_memory(config: GrpoConfig, steps: TrainingSteps, done: int, stop: Stop
     free = free_memory(list(jax.tree.leaves(states.out_info)[0].sharding.device_set))
     for needed in program_memories(config, steps, states, done, stop):
         if needed is None or free is None:
-            warn_unknown()
+            warn_unknown(config)
             return
         check_fits(needed, free)
 
 
 def program_memories(
-    config: GrpoConfig, steps: TrainingSteps, states: jax.stages.Lowered, done: int, stop: StopRequest
+    config: RunConfig, steps: RunSteps, states: jax.stages.Lowered, done: int, stop: StopRequest
 ) -> Iterator[ProgramMemory | None]:
     """What each program needs that a run calls after `done` steps, as XLA analyses it; None where it does not.
 
@@ -77,17 +77,15 @@ def program_memories(
             yield _memory(name, lowered, device_bytes(arguments[0]), kept)
 
 
-def _planned(config: GrpoConfig, steps: TrainingSteps, state: TrainState, done: int) -> list[_Planned]:
+def _planned(config: RunConfig, steps: RunSteps, state: TrainState, done: int) -> list[_Planned]:
     """The programs that a run calls after `done` steps, in their order."""
-    planned = [_Planned("the evaluation", steps.heldout_rewards, (state.params,))]
-    if done < config.total_steps:
-        planned.insert(0, _Planned("a GRPO step", steps.grpo_step, (state, 0)))
-    if done <= config.warmup_steps:
-        name = "the start of GRPO" if config.model is None else "a rollout"
-        planned.insert(0, _Planned(name, steps.start_grpo, (state,)))
-    if done < config.warmup_steps:
-        planned.insert(0, _Planned("a warm-up step", steps.warmup_step, (state, 0)))
-    return planned
+    planned = []
+    for phase in steps.phases(config):
+        if phase.start is not None and done <= phase.begin:
+            planned.append(_Planned(phase.start_title, phase.start, (state,)))
+        if done < phase.end:
+            planned.append(_Planned(phase.title, phase.step, (state, 0)))
+    return [*planned, _Planned("the evaluation", steps.evaluation, (state.params,))]
 
 
 def _memory(name: str, program: jax.stages.Lowered, taken: int, kept: int) -> ProgramMemory | None:
@@ -117,9 +115,9 @@ def check_fits(needed: ProgramMemory, free: int) -> None:
         raise MemoryError(f"{needed.name} needs about {gib(needed.peak)} on a device, and {gib(free)} are free")
 
 
-def warn_unknown() -> None:
+def warn_unknown(config: RunConfig) -> None:
     """Say that what programs need, or what is free, is not known."""
-    print("rlk grpo: warning: it is unknown here whether the run fits into memory", file=sys.stderr)
+    print(f"rlk {config.name}: warning: it is unknown here whether the run fits into memory", file=sys.stderr)
 
 
 def free_memory(devices: Sequence[jax.Device]) -> int | None:

@@ -1,4 +1,4 @@
-"""`rlk grpo --plan`: the memory that a run needs, by its compiled programs. Nothing is trained, or put on a device."""
+"""`--plan`: the memory that a run needs, by its compiled programs. Nothing is trained, or put on a device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,11 @@ from rich.table import Table
 
 from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.core.dispatch import compiling_for
-from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.job import Job, load_job
 from rlk_jax.grpo.memory import ProgramMemory, check_fits, device_bytes, free_memory, program_memories, warn_unknown
+from rlk_jax.grpo.run_config import BadInput
+from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest
 from rlk_jax.grpo.usage import gib, in_gib
@@ -39,7 +41,7 @@ class Plan(NamedTuple):
         return max(self.programs, key=lambda program: program.peak)
 
 
-def plan(config: GrpoConfig, device: str | None, console: Console, stop: StopRequest) -> int:
+def plan(config: GrpoConfig | SftConfig, device: str | None, console: Console, stop: StopRequest) -> int:
     """Print what a run needs on each of the devices here, or of GPUs of this name, and compare it with what they have.
 
     Returns the exit status: 0, or 128 + signal if interrupted. Raises BadInput for a run that does not fit.
@@ -50,14 +52,14 @@ def plan(config: GrpoConfig, device: str | None, console: Console, stop: StopReq
         return 128 + stop.signal
     _show(made, console)
     if made.free is None or not made.programs:
-        warn_unknown()
+        warn_unknown(config)
         return 0
     with shortage_is_bad_input(job.task.longest.advice):
         check_fits(made.largest, made.free)
     return 0
 
 
-def make_plan(config: GrpoConfig, device: str | None, stop: StopRequest) -> tuple[Job, Plan]:
+def make_plan(config: GrpoConfig | SftConfig, device: str | None, stop: StopRequest) -> tuple[Job, Plan]:
     """The job of a configuration, and what its programs need that are compiled before the run is asked to stop."""
     count = math.prod(config.mesh_shape)
     if device is None:
@@ -76,7 +78,7 @@ def make_plan(config: GrpoConfig, device: str | None, stop: StopRequest) -> tupl
 
 
 def _plan_for(
-    config: GrpoConfig, devices: Sequence[jax.Device], free: int | None, stop: StopRequest
+    config: GrpoConfig | SftConfig, devices: Sequence[jax.Device], free: int | None, stop: StopRequest
 ) -> tuple[Job, Plan]:
     job = load_job(config, devices)
     with shortage_is_bad_input(job.task.longest.advice):

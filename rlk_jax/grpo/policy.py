@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rlk_jax import models
 from rlk_jax.core.allowed import AllowedTokens
 from rlk_jax.core.tokens import LinearLogp
-from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.head import MeshHead
+from rlk_jax.grpo.run_config import BadInput, RunConfig
 from rlk_jax.grpo.sequences import Sequences
 from rlk_jax.models import placement
 from rlk_jax.models.sampling import Completions, Sampling
@@ -83,6 +83,17 @@ class Policy:
         """
         return self._over_rows(functools.partial(self._own_values, entropy=entropy))(params, sequences)
 
+    def losses(self, params: nnx.State, sequences: Sequences, *, z_loss: float = 0.0) -> Float[Array, "R T"]:
+        """fp32 cross-entropy of every target given the tokens of its sequence before it, as `linear_cross_entropy` has
+        it; 0 where IGNORED.
+        """
+
+        def own_losses(params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
+            hidden, weight, term = self._own_hidden(params, sequences)
+            return self.head.own_losses(hidden, weight, sequences.target_ids, term, z_loss=z_loss)
+
+        return self._over_rows(own_losses)(params, sequences)
+
     def roll_out(
         self,
         params: nnx.State,
@@ -128,6 +139,12 @@ class Policy:
         return of_whole_arrays
 
     def _own_values(self, params: nnx.State, sequences: Sequences, *, entropy: bool) -> LinearLogp:
+        hidden, weight, term = self._own_hidden(params, sequences)
+        told = sequences.target_ids, term, sequences.allowed
+        return self.head.own_values(hidden, weight, *told, entropy=entropy)
+
+    def _own_hidden(self, params: nnx.State, sequences: Sequences) -> tuple[Array, Array, tuple[Array, Array] | None]:
+        """The hidden states that predict the targets, the head as this device has it, and the head's low-rank term."""
         model, weight = self._with_ends(params)
         model.fetch = self.fetch
         graph, *states = nnx.split(model, nnx.PathContains("lm_head"), nnx.Param, ...)
@@ -137,8 +154,7 @@ class Policy:
             return nnx.merge(graph, head, rest, constants)(sequences.token_ids, sequences.padding)
 
         hidden = self.head.with_fusion_barriers(decode)(rest)[:, -sequences.target_ids.shape[1] :]
-        told = sequences.target_ids, _term(model), sequences.allowed
-        return self.head.own_values(hidden, weight, *told, entropy=entropy)
+        return hidden, weight, _term(model)
 
     def _own_roll_out(
         self, params: nnx.State, prompts: tuple[Array, Array, PRNGKeyArray], *, max_new_tokens: int
@@ -184,7 +200,7 @@ def _term(model: models.CausalLM) -> tuple[Array, Array] | None:
     return None if model.lm_head.low_rank is None else model.lm_head.low_rank.operands
 
 
-def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
+def make_policy(config: RunConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     """The policy that a configuration names. Raises BadInput for a model that is not supported, or that cannot run as
     the configuration says.
     """
@@ -192,7 +208,7 @@ def make_policy(config: GrpoConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     kind = "invariant" if config.invariant else "stock"
     try:
         described = models.read_config(config.model or "")
-        sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
+        sampling = Sampling(*config.sampled_with)
 
         def new() -> models.CausalLM:
             rngs = nnx.Rngs(config.seed)

@@ -46,13 +46,13 @@ def _checked_row(entry: dict[str, Any]) -> dict[str, Any]:
     for name in ARGUMENTS:
         if name in entry:
             raise ValueError(f'"{name}" is what reward functions are given anyway; give the column another name')
-    _check_prompt(entry)
+    check_prompt(entry)
     for name, value in entry.items():
         check_characters(json.dumps([name, value], ensure_ascii=False), name)
     return entry
 
 
-def _check_prompt(entry: dict[str, Any]) -> None:
+def check_prompt(entry: dict[str, Any]) -> None:
     """Raise ValueError where `prompt` is neither a text nor a list of chat messages."""
     prompt = entry.get("prompt")
     if not isinstance(prompt, list):

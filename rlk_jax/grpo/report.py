@@ -1,4 +1,4 @@
-"""The picture of a run: what was measured over its GRPO steps, a panel for each metric."""
+"""The picture of a run: what was measured over the steps of its last phase, a panel for each metric."""
 
 import json
 import math
@@ -14,14 +14,17 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 _PANELS = {
-    "reward": "mean reward",
-    "completion_length": "completion length in tokens",
-    "entropy": "entropy in nats",
-    "kl": "KL to reference",
-    "clip_fraction": "clip fraction",
-    "mismatch": "mismatch",
+    "grpo": {
+        "reward": "mean reward",
+        "completion_length": "completion length in tokens",
+        "entropy": "entropy in nats",
+        "kl": "KL to reference",
+        "clip_fraction": "clip fraction",
+        "mismatch": "mismatch",
+    },
+    "sft": {"loss": "loss in nats"},
 }
-"""Titles of the panels, by metric, in their order."""
+"""Titles of the panels of a phase, by metric, in their order."""
 _WINDOW = 20
 """How many steps a moving average spans."""
 _PANEL_SIZE = (4.4, 3.0)
@@ -29,34 +32,34 @@ _PANEL_SIZE = (4.4, 3.0)
 _DOTS_PER_INCH = 120
 
 
-def plot_report(metrics: Path, picture: Path) -> None:
-    """Plot the GRPO steps of a metrics file as a PNG: single steps are pale, their moving average is dark. Mismatch has
-    no average: each step counts, and the title of its panel says the largest.
+def plot_report(metrics: Path, picture: Path, phase: str = "grpo") -> None:
+    """Plot the steps of a phase of a metrics file as a PNG: single steps are pale, their moving average is dark.
+    Mismatch has no average: each step counts, and the title of its panel says the largest.
     """
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows = [line for line in lines if line["phase"] == "grpo"]
+    rows = [line for line in lines if line["phase"] == phase]
     steps = np.array([row["step"] for row in rows])
-    names = panels(rows)
+    names = panels(rows, phase)
     height, width = panel_grid(len(names))
     size = (width * _PANEL_SIZE[0], height * _PANEL_SIZE[1])
     figure, axes = plt.subplots(height, width, squeeze=False, figsize=size, layout="constrained")
     for axis, name in zip(axes.flat, names, strict=False):
         values = np.array([row.get(name) for row in rows], float)  # None becomes NaN, which is a gap
         draw = _draw_mismatch if name == "mismatch" else _draw_metric
-        draw(axis, steps, values, _PANELS[name])
+        draw(axis, steps, values, _PANELS[phase][name])
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
-    figure.suptitle(f"rlk grpo (pale: each step, dark: mean of the last {_WINDOW})")
+    figure.suptitle(f"rlk {phase} (pale: each step, dark: mean of the last {_WINDOW})")
     figure.savefig(picture, dpi=_DOTS_PER_INCH)
     plt.close(figure)
 
 
-def panels(rows: Sequence[Mapping[str, float | None]]) -> list[str]:
+def panels(rows: Sequence[Mapping[str, float | None]], phase: str = "grpo") -> list[str]:
     """The metrics that get a panel: those that at least one row has a number for."""
-    return [name for name in _PANELS if any(row.get(name) is not None for row in rows)]
+    return [name for name in _PANELS[phase] if any(row.get(name) is not None for row in rows)]
 
 
 def panel_grid(count: int) -> tuple[int, int]:

@@ -17,11 +17,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from rlk_jax.core.program_cache import XlaCache, is_users, use_xla_cache, xla_cache
-from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.run_config import BadInput, RunConfig
 from rlk_jax.grpo.steps import Jitted
 
 KEPT_CHECKPOINTS = 2
-_MAY_CHANGE = ("prompts", "eval_prompts", "model", "skip_nonfinite", "save_hf", "show_every")
+_MAY_CHANGE = ("prompts", "eval_prompts", "data", "eval_data", "model", "skip_nonfinite", "save_hf", "show_every")
 """Fields in which a resumed run may differ: its files, which have digests, may have moved, and it may skip what had
 ended it, or show and save something else.
 """
@@ -34,10 +35,17 @@ class RunFolder:
     """Where one run keeps its files. It holds paths only; nothing is touched before `start` or `resume`."""
 
     path: Path
+    kind: type[RunConfig] = GrpoConfig
+    """The configuration of the command whose run it is: a folder of another command is none of its own."""
+
+    @property
+    def command(self) -> str:
+        """The command, as messages name it."""
+        return f"rlk {self.kind.name}"
 
     @property
     def config(self) -> Path:
-        """The configuration and the digest of the prompts, as JSON."""
+        """The configuration and digests of what the run reads, as JSON."""
         return self.path / "config.json"
 
     @property
@@ -57,12 +65,12 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """Held-out rewards before and after, as JSON."""
+        """What held-out rows gave before and after, as JSON."""
         return self.path / "summary.json"
 
     @property
     def before(self) -> Path:
-        """Held-out rewards of a given model before training, as JSON."""
+        """What held-out rows of a given model gave before training, as JSON."""
         return self.path / "before.json"
 
     @property
@@ -81,9 +89,9 @@ class RunFolder:
         return self.path / "report.html"
 
     @contextmanager
-    def start(self, config: GrpoConfig, digests: Mapping[str, str], *, overwrite: bool) -> Iterator[None]:
+    def start(self, config: RunConfig, digests: Mapping[str, str], *, overwrite: bool) -> Iterator[None]:
         """Make the folder ready for a new run, and lock it while the context is open. `digests` are hashes, by name, of
-        what the run reads beside its configuration; "prompts_digest" is among them.
+        what the run reads beside its configuration; that of its files is among them.
 
         Raises BadInput for a folder that holds anything but a run, and changes nothing in it.
         """
@@ -101,7 +109,7 @@ class RunFolder:
             yield
 
     @contextmanager
-    def resume(self, config: GrpoConfig, digests: Mapping[str, str]) -> Iterator[None]:
+    def resume(self, config: RunConfig, digests: Mapping[str, str]) -> Iterator[None]:
         """Check that the folder holds a run of this very configuration, and lock it while the context is open.
 
         The prompts file may have moved. Raises BadInput naming what differs.
@@ -114,7 +122,7 @@ class RunFolder:
     def _check_resumable(self, now: dict[str, Any]) -> None:
         before = self._read_config()
         # A run of an older version had what is now the default.
-        before = {option.name: option.default for option in fields(GrpoConfig)} | before
+        before = {option.name: option.default for option in fields(self.kind)} | before
         is_released = before.get(_REWARD, "") is None
         if is_released:
             before[_REWARD] = now.get(_REWARD)
@@ -145,10 +153,10 @@ class RunFolder:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BadInput(f"{self.path} is in use by another rlk grpo") from error
+            raise BadInput(f"{self.path} is in use by another {self.command}") from error
         except OSError as error:  # Some network file systems have no locks.
-            warning = f"{self.path} cannot be locked ({error.strerror}): run no second rlk grpo in it"
-            print(f"rlk grpo: warning: {warning}", file=sys.stderr)
+            warning = f"{self.path} cannot be locked ({error.strerror}): run no second {self.command} in it"
+            print(f"{self.command}: warning: {warning}", file=sys.stderr)
 
     @contextmanager
     def keep_programs(self) -> Iterator[None]:
@@ -162,7 +170,8 @@ class RunFolder:
             yield
             return
         if self.checkpoints.exists() and not self.programs.exists():
-            print(f"rlk grpo: warning: no {self.programs}: what is compiled anew may have other bits", file=sys.stderr)
+            warning = f"no {self.programs}: what is compiled anew may have other bits"
+            print(f"{self.command}: warning: {warning}", file=sys.stderr)
         use_xla_cache(XlaCache(str(self.programs.absolute()), least_seconds=0, most_bytes=-1))
         try:
             yield
@@ -196,8 +205,8 @@ class RunFolder:
             config = json.loads(self.config.read_text())
         except (OSError, ValueError):
             config = None
-        if not isinstance(config, dict) or "prompts_digest" not in config:
-            raise BadInput(f"{self.path} holds no run of rlk grpo: --resume and --overwrite touch nothing else")
+        if not isinstance(config, dict) or self.kind.files_digest not in config:
+            raise BadInput(f"{self.path} holds no run of {self.command}: --resume and --overwrite touch nothing else")
         return config
 
     @contextmanager

@@ -13,8 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rlk_jax.core.tokens import LinearLogp
-from rlk_jax.grpo import faults
-from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.head import MeshHead
@@ -26,11 +24,14 @@ from rlk_jax.grpo.rollout import (
     sample_completions,
     sample_in_length_buckets,
 )
+from rlk_jax.grpo.run_config import RunConfig
 from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
+from rlk_jax.grpo.supervised import supervised_update
 from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
 from rlk_jax.grpo.updates import Learner, Updates, adam, learning_rate_of
-from rlk_jax.losses import group_advantages, masked_mean
+from rlk_jax.losses import group_advantages
+from rlk_jax.ops.linear_cross_entropy import loss_of_values
 
 EVALUATION_SAMPLES = 8
 """Completions sampled for each held-out prompt."""
@@ -56,8 +57,48 @@ class Jitted[**Arguments, Result](Protocol):
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Steps of a run that are of one kind and follow one another."""
+
+    name: str
+    """What metrics call it."""
+    title: str
+    """What messages call a step."""
+    begin: int
+    """How many steps of the run are before it."""
+    end: int
+    """How many are done after it."""
+    step: Jitted[[TrainState, int], tuple[TrainState, Metrics]]
+    start: Jitted[[TrainState], TrainState] | None = None
+    """Makes its first state of the last one of the phase before."""
+    start_title: str = ""
+
+
+class RunSteps(Protocol):
+    """What the trainer asks of the programs of a run, whichever command it is of."""
+
+    @property
+    def initial_state(self) -> Jitted[[], TrainState]: ...
+
+    def phases(self, config: Any) -> Sequence[Phase]:
+        """All phases, in their order. The last one is evaluated before and after it."""
+        ...
+
+    @property
+    def evaluation(self) -> Jitted[[nnx.State], Metrics]: ...
+
+    @property
+    def drawn(self) -> list[Sample]: ...
+
+    @property
+    def save_hf(self) -> Callable[[nnx.State, str], None] | None: ...
+
+
+@dataclass(frozen=True)
 class TrainingSteps:
-    """The programs of one run. `warmup_step` and `grpo_step` donate their state: it is updated in place."""
+    """The programs of one run of `rlk grpo`. `warmup_step` and `grpo_step` donate their state: it is updated in
+    place.
+    """
 
     initial_state: Jitted[[], TrainState]
     start_grpo: Jitted[[TrainState], TrainState]
@@ -69,8 +110,20 @@ class TrainingSteps:
     save_hf: Callable[[nnx.State, str], None] | None = None
     """Writes a given model as a checkpoint."""
 
+    @property
+    def evaluation(self) -> Jitted[[nnx.State], Metrics]:
+        return self.heldout_rewards
 
-def make_mesh(config: GrpoConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def phases(self, config: GrpoConfig) -> Sequence[Phase]:
+        warm, total = config.warmup_steps, config.total_steps
+        start = "the start of GRPO" if config.model is None else "a rollout"
+        return (
+            Phase("warmup", "a warm-up step", 0, warm, self.warmup_step),
+            Phase("grpo", "a GRPO step", warm, total, self.grpo_step, self.start_grpo, start),
+        )
+
+
+def make_mesh(config: RunConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh ("data", "tensor") of the first of these devices, or of JAX's. Raises BadInput when there are too few."""
     data, tensor = config.mesh_shape
     devices = jax.devices() if devices is None else devices
@@ -139,6 +192,11 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     def values(params: nnx.State, sequences: Sequences) -> LinearLogp:
         return target_values(nnx.merge(graph, params), sequences, head, entropy=config.entropy_coef > 0)
 
+    def losses(params: nnx.State, sequences: Sequences) -> Array:
+        """The cross-entropy of linear_cross_entropy, whose head may be cut here."""
+        logp = target_logps(nnx.merge(graph, params), sequences, head)
+        return loss_of_values(logp, None, sequences.mask.astype(jnp.float32), z_loss=0.0, reduction="none")
+
     updates = Updates(config, mesh, values, length)
 
     def sampler(params: nnx.State, score: Any, greedy: bool = False) -> Callable[[Examples, PRNGKeyArray], Rollout]:
@@ -193,17 +251,9 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         wrong = jax.random.bernoulli(wrong_key, demonstration_errors, (rows_per_step, 1))
         answer_ids = jnp.where(wrong, draw(train, other_key, rows_per_step).answer_ids, examples.answer_ids)
         rows = join_completions(examples.prompt_ids, examples.padding, answer_ids, completion_mask(answer_ids))
-        rows, numbers = updates.packed(rows, faults.number_targets(rows.mask))
-
-        def loss_fn(params: nnx.State, micro_batch: Sequences) -> tuple[Array, Array]:
-            logp, mask = target_logps(nnx.merge(graph, params), micro_batch, head), micro_batch.mask
-            return -masked_mean(logp, mask) * (mask.sum() / rows.mask.sum()), logp
-
-        grads, logp = accumulated_gradients(loss_fn, state.params, rows, **updates.micro_batching)
-        loss = -masked_mean(logp, rows.mask)
-        found = faults.fault_metrics((loss, grads), lambda: rows.mask & ~jnp.isfinite(logp), numbers, length)
-        learner = updates.applied(warmup_optimizer, grads, Learner(state.params, state.opt_state), found)
-        return state._replace(**learner._asdict()), {"loss": loss, "tokens": rows.mask.sum(), **found}
+        learner = Learner(state.params, state.opt_state)
+        learner, metrics = supervised_update(updates, warmup_optimizer, losses, learner, rows)
+        return state._replace(**learner._asdict()), metrics
 
     def grpo_step(state: TrainState, step: Array) -> tuple[TrainState, Metrics]:
         prompt_key, sample_key, shuffle_key = jax.random.split(jax.random.fold_in(run_key, step), 3)

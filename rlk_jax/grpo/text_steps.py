@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int
@@ -23,6 +24,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.kept_programs import KeptProgram
 from rlk_jax.grpo.policy import Policy, load_parameters, make_policy
+from rlk_jax.grpo.run_config import RunConfig
 from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.steps import EVALUATION_SAMPLES, EVALUATION_STEP, TrainingSteps, TrainState
@@ -104,12 +106,6 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     optimizer = adam(learning_rate_of(config), head, config.max_gradient_norm)
     drawn: list[Sample] = []
 
-    def begin(given: nnx.State) -> TrainState:
-        params = policy.begun(head.shard(given))
-        # With a beta of 0 nothing is measured to the reference. It computes from rounded numbers, as the policy does.
-        reference = policy.reference(params) if config.beta else None
-        return TrainState(params, reference, optimizer.init(policy.split(params)[0]))
-
     def roll_out(params: nnx.State, prompt_ids: Array, padding: Array, step: Array) -> tuple[None, dict[str, Array]]:
         keys = jax.random.split(jax.random.fold_in(run_key, step), len(padding))
         prompts = jax.lax.with_sharding_constraint((prompt_ids, padding, keys), by_row)
@@ -137,9 +133,9 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         params = nnx.merge_state(learner.params, frozen)
         return state._replace(params=params, opt_state=learner.opt_state), metrics
 
-    state = policy.shardings(jax.eval_shape(begin, policy.given_shapes))
-    begin_program = jax.jit(begin, out_shardings=state)
-    key = _key(config, policy)
+    # With a beta of 0 nothing is measured to the reference.
+    state, initial_state = beginning(config, policy, optimizer, keeps_reference=config.beta > 0)
+    key = program_key(config, policy)
     roll_out_program = KeptProgram(roll_out, key, (), by_row)
     update_program = KeptProgram(update, key, jax.tree.leaves(state), replicated)
 
@@ -188,10 +184,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
 
     whole_step = Hosted(grpo_step, lower_update)
     return TrainingSteps(
-        initial_state=Hosted(
-            lambda: begin_program(load_parameters(config.model or "", mesh, policy.given_dtype)),
-            lambda: begin_program.lower(policy.given_shapes),
-        ),
+        initial_state=initial_state,
         start_grpo=Hosted(lambda state: state, lambda state: lower_roll_out(state.params)),
         warmup_step=whole_step,  # It is never called: a given model has no warm start.
         grpo_step=whole_step,
@@ -201,11 +194,33 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     )
 
 
-_NOT_OF_PROGRAMS = ("prompts", "eval_prompts", "model", "reward", "save_hf", "show_every", "checkpoint_every")
+def beginning(
+    config: RunConfig, policy: Policy, optimizer: optax.GradientTransformation, *, keeps_reference: bool
+) -> tuple[Any, Hosted[[], TrainState]]:
+    """How the states of a run of a given model lie, and the function that makes the first ones of its checkpoint."""
+
+    def begin(given: nnx.State) -> TrainState:
+        params = policy.begun(policy.head.shard(given))
+        # The reference computes from rounded numbers, as the policy does.
+        reference = policy.reference(params) if keeps_reference else None
+        return TrainState(params, reference, optimizer.init(policy.split(params)[0]))
+
+    shardings = policy.shardings(jax.eval_shape(begin, policy.given_shapes))
+    program = jax.jit(begin, out_shardings=shardings)
+    return shardings, Hosted(
+        lambda: program(load_parameters(config.model or "", policy.head.mesh, policy.given_dtype)),
+        lambda: program.lower(policy.given_shapes),
+    )
+
+
+_NOT_OF_PROGRAMS = (
+    *("prompts", "eval_prompts", "data", "eval_data", "model"),
+    *("reward", "save_hf", "show_every", "checkpoint_every"),
+)
 """Fields of a configuration that no program depends on."""
 
 
-def _key(config: GrpoConfig, policy: Policy) -> Hashable:
+def program_key(config: RunConfig, policy: Policy) -> Hashable:
     """What the programs of a run are made from."""
     fields = {name: x for name, x in asdict(config).items() if name not in _NOT_OF_PROGRAMS}
     return tuple(fields.items()), policy.described, policy.head.implementation, policy.stop_ids, policy.pad_id
@@ -227,7 +242,7 @@ def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarra
     return orders[places - epochs[0] * count]
 
 
-def save_hf(config: GrpoConfig, policy: Policy, params: nnx.State, directory: Path | str) -> None:
+def save_hf(config: RunConfig, policy: Policy, params: nnx.State, directory: Path | str) -> None:
     """Write the policy as a checkpoint, in the dtype that it computed in, with the tokenizer of the given model. The
     directory, which may be there if it is empty, appears whole.
     """

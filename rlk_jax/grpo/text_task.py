@@ -58,7 +58,7 @@ class TextTask:
 def load_text_task(config: GrpoConfig) -> TextTask:
     """The task that a configuration with a model names. Raises BadInput naming what cannot be read or is too long."""
     directory = Path(config.model or "")
-    tokenizer = _tokenizer(directory)
+    tokenizer = given_tokenizer(directory)
     rewards = load_rewards(config.reward)
     files = [Path(config.prompts or ""), *([Path(config.eval_prompts)] if config.eval_prompts else [])]
     read = [read_rows(path) for path in files]
@@ -84,10 +84,10 @@ def load_text_task(config: GrpoConfig) -> TextTask:
         tokenizer,
         rewards,
         {
-            "prompts_digest": _digest(*files),
+            "prompts_digest": digest_of_files(*files),
             "tokenizer_digest": tokenizer.digest,
             "reward_digest": rewards.digest,
-            "model_digest": _digest(directory / "config.json", *_weight_files(directory)),
+            "model_digest": digest_of_model(directory),
             # The last one: what is named above changes it too.
             "prompt_ids_digest": _digest_of_rows(train, heldout),
         },
@@ -98,7 +98,7 @@ def load_text_task(config: GrpoConfig) -> TextTask:
 
 def check_weights(directory: str) -> None:
     """Raise BadInput for a checkpoint whose weights cannot be read. `load_text_task` does not need them."""
-    with _unsupported_is_bad_input():
+    with unsupported_is_bad_input():
         check(directory)
 
 
@@ -107,18 +107,21 @@ def shown_prompt(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{x['role']}: {x['content']}" for x in prompt)
 
 
-def _tokenizer(directory: Path) -> Tokenizer:
-    with _unsupported_is_bad_input():
+def given_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises BadInput for one that is missing or not supported."""
+    with unsupported_is_bad_input():
         return load_tokenizer(directory)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    with _unsupported_is_bad_input():
-        return weight_files(directory)
+def digest_of_model(directory: Path) -> str:
+    """A hash of a checkpoint's weights and sizes. Raises BadInput where there are none."""
+    with unsupported_is_bad_input():
+        files = weight_files(directory)
+    return digest_of_files(directory / "config.json", *files)
 
 
 @contextmanager
-def _unsupported_is_bad_input() -> Iterator[None]:
+def unsupported_is_bad_input() -> Iterator[None]:
     """A context in which what is wrong with a checkpoint is a mistake of the user."""
     try:
         yield
@@ -165,7 +168,7 @@ def _digest_of_rows(*parts: TextRows) -> str:
     return digest.hexdigest()
 
 
-def _digest(*files: Path) -> str:
+def digest_of_files(*files: Path) -> str:
     """A hash of the files' contents, in this order."""
     digest = hashlib.sha256()
     for path in files:

@@ -11,14 +11,14 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 
 from rlk_jax.grpo import faults
-from rlk_jax.grpo.config import BadInput, Diverged, GrpoConfig
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.memory import check_memory
 from rlk_jax.grpo.report import plot_report
 from rlk_jax.grpo.report_page import write_report_page
+from rlk_jax.grpo.run_config import BadInput, Diverged, RunConfig
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint, save_checkpoint, write_json
 from rlk_jax.grpo.samples import append_samples, cut_after, read_samples, samples_table
-from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState
+from rlk_jax.grpo.steps import Metrics, RunSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
 from rlk_jax.grpo.usage import Throughput
 
@@ -28,21 +28,21 @@ SHOWN_SAMPLES = 3
 """So many completions of a step are printed."""
 
 
-def train(config: GrpoConfig, steps: TrainingSteps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
+def train(config: RunConfig, steps: RunSteps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
     """Run what is left of the job and write its report. Returns the exit status: 0, or 128 + signal if interrupted."""
     throughput = Throughput()
     state, done = run_steps(config, steps, folder, console, stop, throughput)
     if stop.signal is None:
-        before = rewards_before(folder, steps, state)
-        after = to_floats(steps.heldout_rewards(state.params))
+        before = measured_before(folder, steps, state)
+        after = to_floats(steps.evaluation(state.params))
     print_usage(console, throughput)
     if stop.signal is not None:
         return say_stopped(console, stop.signal, is_saved=done > 0)
     keep_samples(folder, steps, done)
     write_json(folder.summary, {"before": before, "after": after})
-    plot_report(folder.metrics, folder.report)
-    console.print(final_table(before, after))
-    if config.model is not None:
+    plot_report(folder.metrics, folder.report, config.name)
+    console.print(final_table(config.measured, before, after))
+    if folder.completions.exists():
         write_page(config, folder, before, after)
     if config.save_hf is not None and steps.save_hf is not None:
         steps.save_hf(state.params, config.save_hf)
@@ -52,19 +52,20 @@ def train(config: GrpoConfig, steps: TrainingSteps, folder: RunFolder, console: 
 
 
 def run_steps(
-    config: GrpoConfig,
-    steps: TrainingSteps,
+    config: RunConfig,
+    steps: RunSteps,
     folder: RunFolder,
     console: Console,
     stop: StopRequest,
     throughput: Throughput,
 ) -> tuple[TrainState, int]:
-    """Run both phases from the newest checkpoint on, until the last step or a request to stop. Returns the last state,
+    """Run all phases from the newest checkpoint on, until the last step or a request to stop. Returns the last state,
     which is saved, and the number of steps done.
 
     Raises MemoryError, before the first step, where a program needs more memory than there is. Raises Diverged for an
     update that is not finite, unless the run skips those; it is neither logged nor saved.
     """
+    phases = steps.phases(config)
     with open_checkpoints(folder) as checkpoints:
         with console.status("compiling"):
             check_memory(config, steps, checkpoints.latest_step() or 0, stop)
@@ -72,24 +73,24 @@ def run_steps(
         cut_after(folder.completions, done or BEFORE)
         with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:
-                if done == config.warmup_steps:
-                    state = steps.start_grpo(state)
-                    if config.model is not None:  # Its reference may be dropped, so it is evaluated now.
-                        write_json(folder.before, to_floats(steps.heldout_rewards(state.params)))
-                        keep_samples(folder, steps, BEFORE)
-                phase = "warmup" if done < config.warmup_steps else "grpo"
-                program = steps.warmup_step if phase == "warmup" else steps.grpo_step
+                phase = next(x for x in phases if done < x.end)
+                if done == phase.begin and phase.start is not None:
+                    state = phase.start(state)
+                if done == phases[-1].begin and config.model is not None:
+                    # Its reference may be dropped, so it is evaluated now.
+                    write_json(folder.before, to_floats(steps.evaluation(state.params)))
+                    keep_samples(folder, steps, BEFORE)
                 with what_is_done_saved(folder, checkpoints, done, state):
-                    state, measured = program(state, done)
+                    state, measured = phase.step(state, done)
                 metrics = to_floats(measured)
-                line = faults.logged(metrics, done, phase, skips=config.skip_nonfinite)
-                log.write(json.dumps({"step": done, "phase": phase, **line}) + "\n")
+                line = faults.logged(metrics, done, phase.name, skips=config.skip_nonfinite)
+                log.write(json.dumps({"step": done, "phase": phase.name, **line}) + "\n")
                 log.flush()
-                if steps.drawn and (done % config.show_every == 0 or done + 1 == config.total_steps):
+                if steps.drawn and config.shows(done):
                     console.print(samples_table(steps.drawn[:SHOWN_SAMPLES], console.width))
                 keep_samples(folder, steps, done)
                 done += 1
-                show(done, phase, metrics)
+                show(done, phase.name, metrics)
                 if done % config.checkpoint_every == 0:
                     save_finite(checkpoints, done, state)
         if done and checkpoints.latest_step() != done:
@@ -115,29 +116,29 @@ def what_is_done_saved(
         raise BadInput(f"{error}; --resume goes on from step {done} once that is mended") from error
 
 
-def keep_samples(folder: RunFolder, steps: TrainingSteps, step: int) -> None:
+def keep_samples(folder: RunFolder, steps: RunSteps, step: int) -> None:
     """Write the completions that were drawn since the last call, as those of this step."""
     if steps.drawn:
         append_samples(folder.completions, (sample._replace(step=step) for sample in steps.drawn))
         steps.drawn.clear()
 
 
-def rewards_before(folder: RunFolder, steps: TrainingSteps, state: TrainState) -> dict[str, float]:
-    """Held-out rewards before GRPO: those of a given model were measured then, and the built-in policy has a reference
-    that is as it was.
+def measured_before(folder: RunFolder, steps: RunSteps, state: TrainState) -> dict[str, float]:
+    """What held-out rows gave before training: numbers of a given model were measured then, and the built-in policy
+    has a reference that is as it was.
     """
     if state.reference is None or folder.before.exists():
         return json.loads(folder.before.read_text())
-    return to_floats(steps.heldout_rewards(state.reference))
+    return to_floats(steps.evaluation(state.reference))
 
 
-def write_page(config: GrpoConfig, folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+def write_page(config: RunConfig, folder: RunFolder, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     """Write the page of a run of a given model."""
     samples = read_samples(folder.completions)
     changed = {x.name: getattr(config, x.name) for x in fields(config) if getattr(config, x.name) != x.default}
     write_report_page(
         folder.page,
-        title=f"rlk grpo: {Path(config.model or '').name}",
+        title=f"rlk {config.name}: {Path(config.model or '').name}",
         facts={name: str(value) for name, value in changed.items()},
         summary={"before": before, "after": after},
         picture=folder.report,

@@ -18,6 +18,7 @@ from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.head import MeshHead
+from rlk_jax.grpo.run_config import RunConfig
 from rlk_jax.grpo.sequences import Sequences, pack
 from rlk_jax.losses import PolicyLoss, expand_advantages, loss_denominator, policy_loss
 
@@ -65,16 +66,11 @@ class Learner(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Updates:
-    """The updates of a run. `values(params, sequences)` gives fp32 log-probs of targets, and their entropies where the
-    loss takes them, 0 where they do not count.
-    """
+class Batching:
+    """How the batches of a run are cut and packed, and what becomes of their gradients."""
 
-    config: GrpoConfig
+    config: RunConfig
     mesh: Mesh
-    values: Callable[[nnx.State, Sequences], LinearLogp]
-    length: int
-    """The tokens of a completion, at most."""
 
     @property
     def micro_batching(self) -> dict[str, Any]:
@@ -89,6 +85,26 @@ class Updates:
         if not self.config.packing:
             return sequences, values
         return pack(sequences, values, shards=self.mesh.shape["data"])
+
+    def applied(
+        self, optimizer: optax.GradientTransformation, grads: nnx.State, learner: Learner, found: Metrics
+    ) -> Learner:
+        """The learner after one step of the optimizer; where the run skips what is not finite, as it was after such."""
+        updates, opt_state = optimizer.update(grads, learner.opt_state, learner.params)
+        new = Learner(optax.apply_updates(learner.params, updates), opt_state)
+        return faults.kept_if_finite(found, new, learner) if self.config.skip_nonfinite else new
+
+
+@dataclass(frozen=True)
+class Updates(Batching):
+    """The updates of a run. `values(params, sequences)` gives fp32 log-probs of targets, and their entropies where the
+    loss takes them, 0 where they do not count.
+    """
+
+    config: GrpoConfig
+    values: Callable[[nnx.State, Sequences], LinearLogp]
+    length: int
+    """The tokens of a completion, at most."""
 
     def scored(
         self,
@@ -147,14 +163,6 @@ class Updates:
         rollout_metrics |= {f"first_{name}": metrics[name][0] for name in _FIRST_UPDATE_METRICS}
         return learner, last | rollout_metrics | faults.of_step(metrics)
 
-    def applied(
-        self, optimizer: optax.GradientTransformation, grads: nnx.State, learner: Learner, found: Metrics
-    ) -> Learner:
-        """The learner after one step of the optimizer; where the run skips what is not finite, as it was after such."""
-        updates, opt_state = optimizer.update(grads, learner.opt_state, learner.params)
-        new = Learner(optax.apply_updates(learner.params, updates), opt_state)
-        return faults.kept_if_finite(found, new, learner) if self.config.skip_nonfinite else new
-
     def _loss(self, values: LinearLogp, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
         return policy_loss(
             values.logp,
@@ -192,9 +200,9 @@ def global_norm(grads: nnx.State, head: MeshHead) -> Float[Array, ""]:
     return jnp.sqrt(total)
 
 
-def learning_rate_of(config: GrpoConfig) -> optax.ScalarOrSchedule:
-    """The learning rate of GRPO by update."""
-    total, warmup = (x * config.updates_per_rollout for x in (config.grpo_steps, config.schedule_warmup))
+def learning_rate_of(config: RunConfig) -> optax.ScalarOrSchedule:
+    """The learning rate by update, after a warm start."""
+    total, warmup = config.scheduled_updates
     rate, rest = config.learning_rate, max(total - warmup, 1)
     after = {
         "constant": optax.constant_schedule(rate),

@@ -44,14 +44,16 @@ def read_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     return found
 
 
-def rendered(template: str, special_tokens: Mapping[str, str], messages: Sequence[Message]) -> str:
-    """The chat up to where the model's own turn begins. Raises ValueError, in one line, for messages that are none and
-    for a template that fails.
+def rendered(
+    template: str, special_tokens: Mapping[str, str], messages: Sequence[Message], *, begins_turn: bool = True
+) -> str:
+    """The chat, up to where the model's own turn begins if it begins one. Raises ValueError, in one line, for messages
+    that are none and for a template that fails.
     """
     _check_messages(messages)
     given = {**special_tokens, "messages": messages, "tools": None, "documents": None}
     try:
-        return _compiled(template).render(given, add_generation_prompt=True)
+        return _compiled(template).render(given, add_generation_prompt=begins_turn)
     except Exception as error:
         # A template fails as any program does: by its own raise_exception, by the sandbox, or by a sum of texts
         # and numbers.

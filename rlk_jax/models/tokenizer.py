@@ -70,6 +70,29 @@ class Tokenizer:
         """
         return self._ids(self.chat_text(messages), add_special_tokens=False)
 
+    def completion(self, text: str, messages: Sequence[Message] | None = None) -> list[int]:
+        """The ids that a model would have to sample for `decode` to give this text, and the token that ends it: in a
+        chat the one by which the template ends a turn, else the `eos_token`, or where that ends none the first that
+        does.
+
+        Raises as `encode` and `chat_text` do, and for a text that holds a token which ends it.
+        """
+        ids = self._ids(text, add_special_tokens=False)
+        if early := [x for x in ids if x in self.stop_ids]:
+            token = self.backend.id_to_token(early[0])
+            raise ValueError(f"the completion holds {token!r}, which ends it: leave it out, as it is added at the end.")
+        return [*ids, self._end(text, messages)]
+
+    def _end(self, completion: str, messages: Sequence[Message] | None) -> int:
+        """The token that ends a completion of this chat, or of a text."""
+        if messages is not None and self.template is not None:
+            chat = [*messages, {"role": "assistant", "content": completion}]
+            text = rendered(self.template, self.special_tokens, chat, begins_turn=False)
+            if ends := [x for x in self._ids(text, add_special_tokens=False) if x in self.stop_ids]:
+                return ends[-1]
+        eos = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return eos if eos in self.stop_ids else self.stop_ids[0]
+
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of a text, which the model can read."""
         try:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from rlk_jax.grpo import faults
-from rlk_jax.grpo.config import Diverged
+from rlk_jax.grpo.run_config import Diverged
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.sequences import join_completions, pack
 from rlk_jax.grpo.steps import make_mesh

@@ -59,7 +59,7 @@ def test_another_run_traces_nothing_and_has_the_same_bits(files, folder, tmp_pat
 
 def key(model: Path, prompts: Path, **changes) -> Hashable:
     config = GrpoConfig(**{**OPTIONS, "model": str(model), "prompts": str(prompts), **changes})
-    return text_steps._key(config, make_policy(config, make_mesh(config), load_text_task(config).tokenizer))
+    return text_steps.program_key(config, make_policy(config, make_mesh(config), load_text_task(config).tokenizer))
 
 
 def test_what_programs_are_made_from_tells_them_apart(files, tmp_path):

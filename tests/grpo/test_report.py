@@ -149,7 +149,7 @@ def test_a_page_shows_facts_and_gains(written):
 
 
 def test_the_terminal_shows_gains():
-    table = final_table({"sampled": 0.25, "greedy": 0.75}, {"sampled": 0.75, "greedy": 0.25})
+    table = final_table("held-out reward", {"sampled": 0.25, "greedy": 0.75}, {"sampled": 0.75, "greedy": 0.25})
     assert list(table.columns[-1].cells) == ["+0.500", "-0.500"]
 
 

@@ -232,6 +232,27 @@ def test_tokens_that_end_a_completion(saved):
             load_tokenizer(saved)
 
 
+def test_a_completion_has_its_text_and_its_end(saved):
+    """In a chat the end is the template's, else the eos_token where it ends a completion, else the first that does. No
+    <s> stands in front.
+    """
+    change(saved / "tokenizer_config.json", eos_token="<s>")
+    change(saved / "generation_config.json", eos_token_id=[0, 1, 2])
+    found = load_tokenizer(saved)
+    for text in (TEXTS[0], TEXTS[2]):
+        *ids, end = found.completion(text)
+        assert found.decode(ids) == text and end == 1
+        assert found.completion(text, [USER]) == [*ids, 2]
+    change(saved / "generation_config.json", eos_token_id=[2, 3])
+    assert load_tokenizer(saved).completion(TEXTS[0])[-1] == 2
+
+
+def test_a_completion_that_ends_before_its_end(saved):
+    message = "^the completion holds '<|im_end|>', which ends it: leave it out, as it is added at the end.$"
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        load_tokenizer(saved).completion("43<|im_end|>")
+
+
 def test_no_token_that_ends_a_completion(saved):
     change(saved / "tokenizer_config.json", eos_token=None)
     with pytest.raises(ValueError, match=f"^{saved} names no token that ends a completion: there is no eos_token_id"):
