@@ -9,7 +9,7 @@ import jax
 import torch
 from torch import Tensor
 
-from rlk_jax.core.allowed import with_allowed
+from rlk_jax.core.allowed import AllowedTokens, with_allowed
 from rlk_jax.core.tokens import checked_tokens, counted
 from torch_bridge import _exchange, _programs
 from torch_bridge._programs import Arrays
@@ -90,7 +90,7 @@ class RowPadding(NamedTuple):
             check: Any = {"vocab_size": vocab_size, "validate": True}
             tokens = checked_tokens(int32_ids, scale, is_counted, name=name, **check)
             if allowed:
-                with_allowed(tokens, *allowed_values(*allowed), memory_budget=None, **check)
+                with_allowed(tokens, allowed_values(*allowed), name=name, **check)
         return padded_ids, count, scale, *allowed
 
     def without_padding(self, x: jax.Array, shape: Sequence[int]) -> Tensor:
@@ -121,10 +121,10 @@ def token_ids(ids: jax.Array, count: jax.Array, *, ignore_index: int | None) -> 
     return jax.numpy.where(jax.numpy.arange(n) < count, ids, mark)
 
 
-def allowed_values(allowed_ids: Any, allowed_mask: Any) -> Arrays:
+def allowed_values(allowed_ids: Any, allowed_mask: Any) -> AllowedTokens:
     """int32 ids `[N, K]` and words, of the padded arrays that `RowPadding.allowed` gives."""
     ids = None if allowed_ids is None else _exchange.ids_of(allowed_ids, allowed_ids.shape[:2])
-    return ids, allowed_mask
+    return AllowedTokens(ids, allowed_mask)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -267,7 +267,7 @@ def _partials(
     check: Any = {"vocab_size": steps.columns.vocab_size, "validate": False}
     tokens = checked_tokens(ids, temperature, is_counted, name="target_ids", **check)
     allowed = _padding.allowed_values(allowed_ids, allowed_mask)
-    tokens = with_allowed(tokens, *allowed, memory_budget=steps.config.memory_budget, **check)
+    tokens = with_allowed(tokens, allowed, name="target_ids", memory_budget=steps.config.memory_budget, **check)
     groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
     stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
     most = max(steps.columns.groups(rank).count for rank in range(len(steps.columns.ranges)))

@@ -27,6 +27,21 @@ _NOTHING_ALLOWED = "every token that counts needs an allowed id: rows {low} to {
 _TARGET_NOT_ALLOWED = "{name} must be allowed: they are not in rows {low} to {high} of the flat tokens."
 
 
+class AllowedArrays(Protocol):
+    """The arrays of a call that say which ids each row may take, of which at most one is not None."""
+
+    @property
+    def allowed_ids(self) -> Any: ...
+
+    @property
+    def allowed_mask(self) -> Any: ...
+
+
+def has_allowed(inputs: AllowedArrays) -> bool:
+    """Whether a call says which ids its rows may take."""
+    return inputs.allowed_ids is not None or inputs.allowed_mask is not None
+
+
 class AllowedTokens(NamedTuple):
     """Which tokens each row may take, in one of the two forms that ops on a head are given by these names; neither
     stands for every token.
@@ -38,7 +53,7 @@ class AllowedTokens(NamedTuple):
     @property
     def restricts(self) -> bool:
         """Whether there may be tokens that a row may not take."""
-        return self.allowed_ids is not None or self.allowed_mask is not None
+        return has_allowed(self)
 
     def where(self, counts: Bool[Array, "*lead"]) -> "AllowedTokens":
         """The same for rows that count; other rows may take nothing."""
@@ -75,21 +90,6 @@ def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -
     padded = np.full((len(lengths), max(lengths.max(initial=0), 1)), _NO_ID, np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = flat
     return jnp.asarray(padded)
-
-
-class AllowedArrays(Protocol):
-    """The arrays of a call that say which ids each row may take, of which at most one is not None."""
-
-    @property
-    def allowed_ids(self) -> Any: ...
-
-    @property
-    def allowed_mask(self) -> Any: ...
-
-
-def has_allowed(inputs: AllowedArrays) -> bool:
-    """Whether a call says which ids its rows may take."""
-    return inputs.allowed_ids is not None or inputs.allowed_mask is not None
 
 
 def allowed_arrays(inputs: AllowedArrays) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def build_sft_steps(config: SftConfig, task: SftTask, mesh: Mesh) -> SftSteps:
     batching, key = Batching(config, mesh), program_key(config, policy)
     lie, initial_state = beginning(config, policy, optimizer, keeps_reference=False)
 
-    def update(state: TrainState, *arrays: Array) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, *arrays: Any) -> tuple[TrainState, Metrics]:
         trained, frozen = policy.split(state.params)
 
         def losses(trained: nnx.State, rows: Sequences) -> Array:
@@ -66,7 +67,7 @@ def build_sft_steps(config: SftConfig, task: SftTask, mesh: Mesh) -> SftSteps:
         params = nnx.merge_state(learner.params, frozen)
         return state._replace(params=params, opt_state=learner.opt_state), metrics
 
-    def measure(params: nnx.State, *arrays: Array) -> tuple[None, dict[str, Array]]:
+    def measure(params: nnx.State, *arrays: Any) -> tuple[None, dict[str, Array]]:
         def of_micro_batch(carry: None, rows: Sequences) -> tuple[None, Array]:
             return carry, policy.losses(params, rows)
 
