@@ -670,9 +670,10 @@ def test_logits_ops_smoke(tmp_path, capsys, compiled_quickly):
         for masked in ("", ", masked")
     }
     for op in logits_ops.OPS:
-        assert {what for o, name, what in status if (o, name) == (op, "xla")} == passes
-        assert all(status[op, "xla", what] == "pass" for what in passes)
-        assert all(status[op, "mosaic", what].startswith("not available") for what in passes)
+        own = {what for what in passes if op != logits_ops.ALLOWED or not what.endswith(", masked")}
+        assert {what for o, name, what in status if (o, name) == (op, "xla")} == own
+        assert all(status[op, "xla", what] == "pass" for what in own)
+        assert all(status[op, "mosaic", what].startswith("not available") for what in own)
     assert status["logp", "torch.compile", "forward"].startswith("not available")
     assert all((r["of_whole"] is not None) == r["what"].endswith(", masked") for r in rows if r["op"] and r["ms"])
     assert picture.stat().st_size > 1000
@@ -686,7 +687,7 @@ def test_what_logits_ops_are_measured_against_is_the_same(op):
     found = {name: logits_ops.OPS[op](name, inputs.policy, inputs, active, False) for name in ("naive", "reference")}
     # The naive ratio_kl leaves out two constants 1: that of a masked ratio, and that of k3.
     naive = jnp.where(active, found["naive"] - (op == "ratio_kl"), op == "ratio_kl")
-    assert_within_contract(naive, found["reference"], op, jnp.float32, "forward")
+    assert_within_contract(naive, found["reference"], op.split()[0], jnp.float32, "forward")
 
 
 def test_cold(tmp_path, capsys):
