@@ -6,6 +6,7 @@ import triton.language as tl
 from pallas_kernels.triton.head_kernels import (
     LOG2_E,
     first_column,
+    is_allowed,
     logit_products,
     multiply,
     place_in_band,
@@ -63,6 +64,7 @@ def dlogits(
     low_rank_hidden,
     low_rank_weight,
     bias,
+    allowed,
     target_ids,
     temperature,
     maximum,
@@ -80,6 +82,7 @@ def dlogits(
     layout: tl.constexpr,
     softcap: tl.constexpr,
     has_bias: tl.constexpr,
+    mask_bytes: tl.constexpr,
     with_slope: tl.constexpr,
     slice_width: tl.constexpr,
     rows: tl.constexpr,
@@ -87,14 +90,15 @@ def dlogits(
     depth: tl.constexpr,
     band: tl.constexpr,
 ):
-    """Each program computes the gradients of one tile of a slice's logits: 0 where a row or a column does not count."""
+    """Each program computes the gradients of one tile of a slice's logits: 0 where a row or a column does not count, or
+    a row may not take the column.
+    """
     column_tiles: tl.constexpr = slice_width // columns
     row_tile, column_tile = place_in_band(tl.num_programs(0) // column_tiles, column_tiles, band)
     rows_there = tl.load(count)
     if row_tile * rows >= rows_there:
         return
     row = row_tile * rows + tl.arange(0, rows)
-    place = column_tile * columns + tl.arange(0, columns)
     start = first_column(slice_start) + column_tile * columns
     column = start + tl.arange(0, columns)
     raw = logit_products(
@@ -125,9 +129,12 @@ def dlogits(
     if softcap is not None:
         value *= softcap_derivative(raw, softcap)
     counts = (row < rows_there)[:, None] & (column < tl.load(real_columns))[None, :]
+    if mask_bytes > 0:
+        counts &= is_allowed(allowed, row_tile, start, mask_bytes, rows, columns)
     value = tl.where(counts, value, 0.0)
-    there = out + row.to(tl.int64)[:, None] * slice_width + place[None, :]
-    tl.store(there, value.to(out.dtype.element_ty))
+    first = out + row_tile.to(tl.int64) * (rows * slice_width) + column_tile * columns
+    there = tl.arange(0, rows)[:, None] * slice_width + tl.arange(0, columns)[None, :]
+    tl.store(first + there, value.to(out.dtype.element_ty))
 
 
 @triton.jit

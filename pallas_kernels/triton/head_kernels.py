@@ -138,12 +138,28 @@ def with_bias(product, bias, column, vocab_size: tl.constexpr, has_bias: tl.cons
 
 
 @triton.jit
+def is_allowed(allowed, row_tile, start, mask_bytes: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
+    """Whether each row of a tile may take each of its columns, which begin at column `start`, a multiple of 8.
+
+    Bit i of byte j of a row is column 8·j + i. Each byte is loaded once and then spread over its columns: an address
+    for each column would take more registers than there are.
+    """
+    byte, column = tl.arange(0, columns // 8)[None, :], tl.arange(0, columns)[None, :]
+    first = allowed + row_tile.to(tl.int64) * (rows * mask_bytes) + start // 8
+    there = tl.arange(0, rows)[:, None] * mask_bytes + byte
+    own = tl.load(first + there, mask=byte < mask_bytes - start // 8, other=0)
+    of_columns = tl.reshape(tl.broadcast_to(own[:, :, None], (rows, columns // 8, 8)), (rows, columns))
+    return (of_columns.to(tl.int32) >> (column % 8)) & 1 != 0
+
+
+@triton.jit
 def partials(
     hidden,
     weight,
     low_rank_hidden,
     low_rank_weight,
     bias,
+    allowed,
     target_ids,
     temperature,
     count,
@@ -158,6 +174,7 @@ def partials(
     layout: tl.constexpr,
     softcap: tl.constexpr,
     has_bias: tl.constexpr,
+    mask_bytes: tl.constexpr,
     with_gap: tl.constexpr,
     groups: tl.constexpr,
     group_width: tl.constexpr,
@@ -197,6 +214,8 @@ def partials(
     is_target = (column[None, :] == tl.load(target_ids + row)[:, None]) & is_real
     target = tl.sum(tl.where(is_target, x, 0.0), axis=1)
     x = tl.where(is_real, x, float("-inf"))
+    if mask_bytes > 0:
+        x = tl.where(is_allowed(allowed, row_tile, start, mask_bytes, rows, columns), x, float("-inf"))
     maximum = tl.max(x, axis=1)
     scale = LOG2_E / tl.load(temperature + row)
     y = (x - subtractable(maximum)[:, None]) * scale[:, None]

@@ -53,7 +53,8 @@ class KernelOperands(NamedTuple):
 
     hidden `[rows, D]` holds whole tiles of rows and is 0 from row `active_rows` on. weight is stored as the `HeadShape`
     says. bias is `[V]` or None. active_rows and real_columns, int32 `[1]`, are how many rows count and the size of the
-    true vocabulary. low_rank is None without a low-rank term.
+    true vocabulary. low_rank is None without a low-rank term. allowed, uint8 `[rows, bytes]` of which bit i of byte j
+    is column 8·j + i, says which columns each row may take; None stands for all.
     """
 
     hidden: Array
@@ -62,11 +63,13 @@ class KernelOperands(NamedTuple):
     active_rows: Array
     real_columns: Array
     low_rank: LowRankTerm | None = None
+    allowed: Array | None = None
 
     def _of_logits(self, per_row: Array) -> tuple[Array, ...]:
         """The arrays that logits are computed from; others stand for those that are None, and are not read."""
         low_rank = LowRankTerm(self.hidden, self.weight) if self.low_rank is None else self.low_rank
-        return self.hidden, self.weight, *low_rank, per_row if self.bias is None else self.bias
+        others = (per_row if x is None else x for x in (self.bias, self.allowed))
+        return self.hidden, self.weight, *low_rank, *others
 
 
 class PartialSoftmax(NamedTuple):
@@ -118,7 +121,9 @@ def _vector(n: int) -> jax.ShapeDtypeStruct:
 def _logit_constants(head: HeadShape, operands: KernelOperands) -> dict[str, Any]:
     """What kernels that compute logits are compiled for."""
     rank = 0 if operands.low_rank is None else operands.low_rank.hidden.shape[1]
-    return {**head._constants, "rank": rank, "softcap": head.softcap, "has_bias": operands.bias is not None}
+    mask_bytes = 0 if operands.allowed is None else operands.allowed.shape[1]
+    changing = {"rank": rank, "softcap": head.softcap, "has_bias": operands.bias is not None, "mask_bytes": mask_bytes}
+    return head._constants | changing
 
 
 def group_partials(

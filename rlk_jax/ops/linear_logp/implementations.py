@@ -34,10 +34,6 @@ def _dim_obstacles(facts: CallFacts) -> list[str]:
     return [f"needs a hidden dim that is a multiple of 8, not {facts.dim}"] if facts.dim % 8 else []
 
 
-def _mask_obstacles(facts: CallFacts) -> list[str]:
-    return ["takes no allowed_ids or allowed_mask yet"] if facts.config.has_mask else []
-
-
 def _ranking_obstacles(facts: CallFacts) -> list[str]:
     return ["gives no return_top_k or return_target_rank yet"] if facts.config.ranking else []
 
@@ -53,11 +49,12 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    return hopper_obstacles(facts) + _operand_obstacles(facts) + _mask_obstacles(facts) + _ranking_obstacles(facts)
+    masks = ["takes no allowed_ids or allowed_mask yet"] if facts.config.has_mask else []
+    return hopper_obstacles(facts) + _operand_obstacles(facts) + masks + _ranking_obstacles(facts)
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:
-    return triton_obstacles(facts) + _operand_obstacles(facts) + _mask_obstacles(facts) + _ranking_obstacles(facts)
+    return triton_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
 
 
 def _xla_obstacles(facts: CallFacts) -> list[str]:

@@ -58,8 +58,8 @@ def _head_shape(config: HeadConfig, operands: Operands) -> HeadShape:
     return HeadShape(dim, config.vocab_size, config.weight_layout, config.logit_softcap, groups.count, groups.width)
 
 
-def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) -> KernelOperands:
-    """The operands as the kernels take them, with active rows of hidden in front."""
+def _kernel_operands(config: HeadConfig, operands: Operands, tokens: Tokens, rows: Compacted) -> KernelOperands:
+    """The operands and what tokens are allowed as the kernels take them, with active rows in front."""
     dim, real = head_dim(config, operands), jnp.asarray(real_columns(config, operands), jnp.int32).reshape(1)
     hidden = fusion_barrier(rows.take(operands.hidden[:, :dim]))
     low_rank = None
@@ -67,7 +67,11 @@ def _kernel_operands(config: HeadConfig, operands: Operands, rows: Compacted) ->
         columns = zeros_behind(rows.take(operands.hidden[:, dim:]), 1, ALIGNED)
         weight = zeros_behind(operands.low_rank, rank_axis(config.weight_layout), ALIGNED)
         low_rank = fusion_barrier(LowRankTerm(columns, weight))
-    return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real, low_rank)
+    allowed = None
+    if tokens.allowed is not None:
+        in_bytes = lax.bitcast_convert_type(rows.take(tokens.allowed), jnp.uint8)
+        allowed = fusion_barrier(lax.collapse(in_bytes, 1))
+    return KernelOperands(hidden, operands.weight, operands.bias, rows.count, real, low_rank, allowed)
 
 
 def _terms(head: HeadShape, operands: KernelOperands) -> list[tuple[HeadShape, KernelOperands]]:
@@ -86,7 +90,7 @@ def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[P
     rows = compact(tokens.active, padded(typed.shape[0], TILE_ROWS), all_active=not config.may_ignore)
     found = kernels.group_partials(
         _head_shape(config, operands),
-        _kernel_operands(config, operands, rows),
+        _kernel_operands(config, operands, tokens, rows),
         rows.take(tokens.target_ids),
         rows.take(tokens.temperature, 1),
         with_gap=config.return_entropy,
@@ -123,7 +127,7 @@ def _gradients(
     n, dim, dtype = operands.hidden.shape[0], head_dim(config, operands), operands.hidden.dtype
     head = _head_shape(config, operands)
     rows = compact(tokens.active, padded(n, TILE_ROWS))
-    of_kernels = _kernel_operands(config, operands, rows)
+    of_kernels = _kernel_operands(config, operands, tokens, rows)
     terms = _terms(head, of_kernels)
     target_ids, temperature = rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)
     own = jax.tree.map(rows.take, statistics)

@@ -61,12 +61,20 @@ class Program(NamedTuple):
 
 
 def head_program(
-    target: int, layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int = 512, rank: int = 0
+    target: int,
+    layout: str,
+    dtype: Any,
+    options: dict[str, Any],
+    bias: bool,
+    vocab: int,
+    dim: int = 512,
+    rank: int = 0,
+    masked: bool = False,
 ) -> Program:
-    """linear_logp's forward and backward, with a low-rank term where the rank is not 0."""
+    """linear_logp's forward and backward, with a low-rank term where the rank is not 0, over all or allowed tokens."""
 
-    def loss(head: dict[str, Any], ids: Any) -> Any:
-        values = linear_logp_op(**head, target_ids=ids, weight_layout=layout, implementation="triton", **options)
+    def loss(head: dict[str, Any], tokens: dict[str, Any]) -> Any:
+        values = linear_logp_op(**head, **tokens, weight_layout=layout, implementation="triton", **options)
         return sum(x.sum() for x in jax.tree.leaves(values))
 
     def stored(*sizes: int) -> Any:
@@ -75,12 +83,14 @@ def head_program(
     head = {"hidden": shape((300, dim), dtype), "lm_head_weight": stored(vocab, dim)}
     head |= {"bias": shape((vocab,), dtype)} if bias else {}
     head |= {"low_rank": (stored(rank, dim), stored(vocab, rank))} if rank else {}
+    tokens = {"target_ids": shape((300,), jnp.int32)}
+    tokens |= {"allowed_mask": shape((300, -(-vocab // 32)), jnp.int32)} if masked else {}
     shown = {"target": target, "program": "linear_logp", "layout": layout, "dtype": jnp.dtype(dtype).name}
     changed = {"logit_softcap": None, "return_entropy": False, "ignore_index": None} | options
     return Program(
-        shown | {"dim": dim, "vocab": vocab, "rank": rank, "bias": bias, **changed},
+        shown | {"dim": dim, "vocab": vocab, "rank": rank, "bias": bias, "masked": masked, **changed},
         jax.value_and_grad(loss),
-        (head, shape((300,), jnp.int32)),
+        (head, tokens),
     )
 
 
@@ -113,6 +123,10 @@ def programs() -> Iterator[Program]:
         yield program(jnp.bfloat16, softcap | entropy, True, 151936, rank=16)
         yield program(jnp.float16, {}, False, 50257, dim=72, rank=5)
         yield program(jnp.bfloat16, {}, False, 151936, rank=300)
+        for options, bias in (({}, False), (softcap | entropy, True)):
+            yield program(jnp.bfloat16, options, bias, 151936, masked=True)
+            yield program(jnp.float16, options, bias, 50257, masked=True)
+        yield program(jnp.bfloat16, softcap | entropy, True, 151936, rank=16, masked=True)
     for dtype, row_length, cap, gap, target in itertools.product(
         (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both, TARGETS
     ):

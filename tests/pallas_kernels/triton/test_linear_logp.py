@@ -14,6 +14,7 @@ from pallas_kernels.triton import linear_logp as kernels
 from rlk_jax import dispatch, linear_logp, vocab_parallel
 from tests.pallas_kernels.triton import interpreted
 from tests.support import helpers, low_rank, shards
+from tests.support.allowed import allowed_of, ids_of, mask_of
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
 
 PADDED = Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257})
@@ -121,6 +122,58 @@ def test_ignored_rows_hold_anything():
         assert_within_contract(x[kept], expected, "linear_logp", jnp.float16, kind)
         assert not np.asarray(x[ignored]).astype(np.float32).any()
     assert_within_contract(d_weight, gold.gradients[1], "linear_logp", jnp.float16, "gradient")
+
+
+MASKED = (
+    Case("masked, bias", (20,), 64, 301, bias=True, temperature="per token"),
+    Case("masked, dv", (20,), 72, 320, options={"global_vocab_size": 301, "weight_layout": "dv", "logit_softcap": 2.0}),
+)
+
+
+@pytest.mark.parametrize("case", MASKED, ids=str)
+def test_allowed_tokens_against_float64(case):
+    """Groups of 40 columns begin inside a word. Rows that allow their target alone have groups of none.
+
+    Biases of columns that no row allows are NaN and infinite, and reach no gradient.
+    """
+    problem = helpers.make(case, jnp.float16)
+    allowed, given = allowed_of(case, problem), helpers.with_padding(case, problem)
+    if case.bias:
+        bad = np.setdiff1d(np.arange(0, case.vocab, 3), np.asarray(problem.target_ids))
+        allowed[:, bad] = False
+        broken = jnp.resize(jnp.asarray([jnp.nan, jnp.inf, -jnp.inf], jnp.float16), len(bad))
+        given = given._replace(bias=given.bias.at[bad].set(broken))
+    gold = helpers.gold(helpers.with_options(case, allowed=allowed), problem)
+    values, gradients = given.values_and_gradients(case, "triton", allowed_mask=mask_of(allowed))
+    for value, expected in zip(values, gold.values, strict=True):
+        assert_within_contract(value, expected, "linear_logp", jnp.float16, "forward")
+    for gradient, expected in zip(gradients, gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp", jnp.float16, "gradient")
+    assert not any(np.asarray(x)[~allowed.any(axis=0)].any() for x in gradients[1:])
+
+
+def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask():
+    case = Case("everything", (20,), 64, 301, bias=True, options={"logit_softcap": 2.0})
+    problem = helpers.make(case, jnp.float16)
+    every = jnp.full((20, 10), -1, jnp.int32)
+    found, expected = (problem.values_and_gradients(case, "triton", **x) for x in ({"allowed_mask": every}, {}))
+    assert_same_bits(found, expected)
+
+
+def test_ignored_rows_may_allow_nothing():
+    """Rows that count are packed in front, and what they allow with them. A backward packs both by the same code."""
+    case = Case("ignored, masked", (30,), 64, 70, options={"ignore_index": -1})
+    problem = helpers.make(case, jnp.float16)
+    ignored = np.random.default_rng(0).permutation(30)[:20]
+    kept = np.setdiff1d(np.arange(30), ignored)
+    allowed = allowed_of(case, problem)
+    few = dataclasses.replace(case, lead=(10,), options={"allowed": allowed[kept]})
+    gold = helpers.gold(few, helpers.rows_of(problem, kept))
+    allowed[ignored] = False
+    problem = problem._replace(target_ids=problem.target_ids.at[ignored].set(-1))
+    for x, expected in zip(problem.call(case, "triton", allowed_ids=ids_of(allowed)), gold.values, strict=True):
+        assert_within_contract(x[kept], expected, "linear_logp", jnp.float16, "forward")
+        assert not np.asarray(x)[ignored].any()
 
 
 def test_a_bad_target_is_nan_and_nothing_else_is():
