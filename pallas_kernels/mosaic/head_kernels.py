@@ -1,6 +1,6 @@
 """The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
 
-`add_weight_gradient` is Mosaic's alone.
+`add_weight_gradient` and `partials_of_logits` are Mosaic's alone.
 """
 
 import jax
@@ -12,6 +12,7 @@ from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.hidden_gradient import folds_groups
 from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.partials import partials
+from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
 
 # Slices of one shape share these kernels in a program: a function under jit is traced and lowered once.
@@ -30,5 +31,6 @@ __all__ = (
     "folds_groups",
     "gemm",
     "partials",
+    "partials_of_logits",
     "store_weight_gradient",
 )

@@ -54,7 +54,7 @@ from rlk_jax.ops.linear_logp.options import (
     head_dim,
     real_columns,
 )
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Target, add_columns, no_columns
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, logps_of_statistics, no_columns
 
 Array = jax.Array
 
@@ -204,7 +204,9 @@ def _gradients(
     return Gradients(d_hidden, d_weight, d_bias, d_low_rank).like(config, operands)
 
 
-def _best(config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics) -> BestColumns:
+def _best(
+    config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics, gather: Gather
+) -> BestColumns:
     """The logits are made once more, because the target's may be that of another shard."""
     wanted, chunks = config.ranking, chunks_in_group(config.groups)
     assert wanted is not None
@@ -228,5 +230,5 @@ DETERMINISTIC = LinearLogpFunctions(
     _merge,
     _gradients,
     fixed_order_gemm,
-    of_ranking=RankingFunctions(_best, Statistics.logprobs),
+    of_ranking=RankingFunctions(_best, logps_of_statistics),
 )

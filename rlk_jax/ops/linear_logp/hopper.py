@@ -35,7 +35,7 @@ from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
 from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
-from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels, HeadKernels
+from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels, HeadKernels, RankingKernels
 from rlk_jax.ops.linear_logp.hopper_plan import (
     ChunkRange,
     HopperPlan,
@@ -44,6 +44,7 @@ from rlk_jax.ops.linear_logp.hopper_plan import (
     logits_dtype,
     softmax_vocabulary,
 )
+from rlk_jax.ops.linear_logp.hopper_ranking import ranking_functions
 from rlk_jax.ops.linear_logp.hopper_slices import bits_of_rows, matrices, over_slices, slice_of
 from rlk_jax.ops.linear_logp.options import (
     HeadConfig,
@@ -61,6 +62,12 @@ def _mosaic_kernels() -> BlockKernels:
     return head_kernels
 
 
+def _ranking_kernels() -> RankingKernels:
+    from pallas_kernels.mosaic import head_kernels
+
+    return head_kernels
+
+
 def _cuda_kernels() -> HeadKernels:
     from pallas_kernels.cuda import kernels
 
@@ -72,7 +79,9 @@ def mosaic(machine: Machine | None = None) -> LinearLogpFunctions:
 
     The kernels are imported when one of them is traced.
     """
-    return replace(_functions(_mosaic_kernels, machine), of_blocks=block_functions(_mosaic_kernels, machine))
+    of_blocks = block_functions(_mosaic_kernels, machine)
+    of_ranking = ranking_functions(_ranking_kernels, machine)
+    return replace(_functions(_mosaic_kernels, machine), of_blocks=of_blocks, of_ranking=of_ranking)
 
 
 def cuda(machine: Machine | None = None) -> LinearLogpFunctions:

@@ -114,6 +114,23 @@ class HeadKernels(Protocol):
     ) -> Array: ...
 
 
+class RankingKernels(HeadKernels, Protocol):
+    """The kernels that log-probs of given logits need too; `pallas_kernels.mosaic.head_kernels` has them."""
+
+    def partials_of_logits(
+        self,
+        logits: LogitsConfig,
+        machine: Machine,
+        where: VocabSlice,
+        products: Array,
+        bias: Array | None,
+        target_ids: Array,
+        temperature: Array,
+        out: Partials,
+        /,
+    ) -> None: ...
+
+
 class BlockKernels(HeadKernels, Protocol):
     """The kernels that work on blocks of tokens need too; `pallas_kernels.mosaic.head_kernels` has them."""
 

@@ -209,12 +209,13 @@ class BlockFunctions:
 class RankingFunctions:
     """What an implementation has beside `LinearLogpFunctions` to find the most probable tokens.
 
-    Both take the residual that `merge` gave. `best` finds the best of this weight's columns. `logps` makes log-probs of
-    logits `[N, k]`, with the bits that `merge` gives a target of that logit, where bits are promised.
+    Both take the residual that `merge` gave. `best` finds the best of this weight's columns, and may gather what it
+    must know of other shards. `logps` makes log-probs of the logits `[N, k]` that `best` compared, with the bits that
+    `merge` gives a target of that logit, where bits are promised.
     """
 
-    best: Callable[[HeadConfig, Operands, Tokens, Any], BestColumns]
-    logps: Callable[[Any, Array], Array]
+    best: Callable[[HeadConfig, Operands, Tokens, Any, Gather], BestColumns]
+    logps: Callable[[HeadConfig, Tokens, Any, Array], Array]
 
 
 @dataclass(frozen=True)
@@ -246,9 +247,9 @@ class LinearLogpFunctions:
     def ranking(self, config: HeadConfig, operands: Operands, tokens: Tokens, residual: Any, gather: Gather) -> Ranking:
         """Which tokens of the whole vocabulary are the most probable, given what `merge` gave as a residual."""
         assert self.of_ranking is not None
-        own = self.of_ranking.best(config, operands, tokens, residual)
+        own = self.of_ranking.best(config, operands, tokens, residual, gather)
         whole = best_of_shards(own, config.vocab_size, gather)
-        logps = None if whole.logits is None else self.of_ranking.logps(residual, whole.logits)
+        logps = None if whole.logits is None else self.of_ranking.logps(config, tokens, residual, whole.logits)
         return Ranking(whole.ids, logps, whole.before)
 
 

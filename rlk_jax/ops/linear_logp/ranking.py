@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlk_jax.core.softmax import Statistics
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 
 Array = jax.Array
@@ -107,6 +108,11 @@ def best_of_shards(own: BestColumns, columns: int, gather: Gather) -> BestColumn
     all_bits, all_ids = (jnp.swapaxes(x, 0, 1).reshape(logits.shape[0], -1) for x in (bits, ids))
     largest, place = lax.top_k(lax.bitcast_convert_type(all_bits, jnp.float32), logits.shape[1])
     return BestColumns(largest, jnp.take_along_axis(all_ids, place, axis=1), before)
+
+
+def logps_of_statistics(config: Any, tokens: Any, statistics: Statistics, logits: Array) -> Array:
+    """The log-probs of logits `[N, k]`, in the form that implementations give them."""
+    return statistics.logprobs(logits)
 
 
 def finished(ranking: Ranking, logp: Array, active: Array) -> Ranking:

@@ -18,7 +18,7 @@ from rlk_jax.ops.linear_logp.options import (
     Operands,
     RankingFunctions,
 )
-from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns
+from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Gather
 
 
 def _raw_logits(config: HeadConfig, operands: Operands) -> jax.Array:
@@ -77,7 +77,7 @@ def _gradients(
     )
 
 
-def _best(config: HeadConfig, operands: Operands, tokens: Tokens, lse: jax.Array) -> BestColumns:
+def _best(config: HeadConfig, operands: Operands, tokens: Tokens, lse: jax.Array, gather: Gather) -> BestColumns:
     """The first of all columns in descending order; logits of −inf stand behind all others, and are no token's."""
     wanted = config.ranking
     assert wanted is not None
@@ -94,9 +94,11 @@ def _best(config: HeadConfig, operands: Operands, tokens: Tokens, lse: jax.Array
     )
 
 
-def _logps(lse: jax.Array, logits: jax.Array) -> jax.Array:
+def _logps_of_lse(config: HeadConfig, tokens: Tokens, lse: jax.Array, logits: jax.Array) -> jax.Array:
     """The log-probs of logits `[N, k]`."""
     return logits - lse[:, None]
 
 
-REFERENCE = LinearLogpFunctions(_partials, _merge, _gradients, plain_gemm, of_ranking=RankingFunctions(_best, _logps))
+REFERENCE = LinearLogpFunctions(
+    _partials, _merge, _gradients, plain_gemm, of_ranking=RankingFunctions(_best, _logps_of_lse)
+)

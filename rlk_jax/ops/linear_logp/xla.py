@@ -35,7 +35,7 @@ from rlk_jax.ops.linear_logp.options import (
     head_dim,
     real_columns,
 )
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Target, add_columns, no_columns
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, logps_of_statistics, no_columns
 
 Array = jax.Array
 _BYTES_PER_LOGIT = 10
@@ -189,7 +189,9 @@ def _gradients(
     return done._replace(hidden=done.hidden[None]) if config.is_shard and done.hidden is not None else done
 
 
-def _best(config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics) -> BestColumns:
+def _best(
+    config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics, gather: Gather
+) -> BestColumns:
     """The logits are made once more, because the target's may be that of another shard."""
     n, columns = tokens.active.shape[0], _columns(config)
     wanted = config.ranking
@@ -207,4 +209,4 @@ def _best(config: HeadConfig, operands: Operands, tokens: Tokens, statistics: St
     return store_by_block(tokens.active, rows, of_block, no_columns(wanted, n))
 
 
-XLA = LinearLogpFunctions(_partials, _merge, _gradients, _gemm, of_ranking=RankingFunctions(_best, Statistics.logprobs))
+XLA = LinearLogpFunctions(_partials, _merge, _gradients, _gemm, of_ranking=RankingFunctions(_best, logps_of_statistics))

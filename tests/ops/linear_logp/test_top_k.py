@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import rlk_jax
 from rlk_jax import LinearLogp, RankedLogp, linear_cross_entropy, linear_grpo_loss, linear_logp, vocab_parallel
-from rlk_jax.checker import tolerance
 from tests.support import helpers
 from tests.support.allowed import allowed_of, mask_of
 from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
+from tests.support.rankings import BOTH, assert_exact, assert_ranks_gold, of_integers, ranking_of
 
 every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
 EVERYTHING = Case(
@@ -29,30 +29,6 @@ EVERYTHING = Case(
     temperature="per token",
     options={"logit_softcap": 3.0, "global_vocab_size": 290, "ignore_index": -1},
 )
-BOTH = {"return_top_k": 20, "return_target_rank": True}
-
-
-def ranking_of(found: RankedLogp) -> tuple[Any, ...]:
-    return tuple(found[3:])
-
-
-def assert_ranks_gold(found: RankedLogp, logits: np.ndarray, target_ids: Any, dtype: Any) -> None:
-    """The ranking is that of float64 logits `[N, V]`, but for tokens of logits that rounding cannot tell apart."""
-    top_k, rows = found.top_ids.shape[-1], np.arange(len(logits))[:, None]
-    largest = -np.sort(-logits, axis=1)[:, :top_k]
-    possible = largest > -np.inf
-    lse = np.log(np.exp(logits - largest[:, :1]).sum(axis=1, keepdims=True)) + largest[:, :1]
-    ids, logps = (np.asarray(x).reshape(-1, top_k) for x in (found.top_ids, found.top_logps))
-    assert (ids.dtype, logps.dtype, found.target_rank.dtype) == (np.int32, np.float32, np.int32)
-    np.testing.assert_array_equal(ids == -1, ~possible)
-    np.testing.assert_array_equal(logps == -np.inf, ~possible)
-    assert all(len(set(x)) == len(x) for x in (row[row >= 0] for row in ids))
-    for right in (largest, logits[rows, ids]):
-        assert_within_contract(logps[possible], (right - lse)[possible], "linear_logp", dtype, "forward")
-    target = np.take_along_axis(logits, np.asarray(target_ids).reshape(-1, 1), axis=1)
-    near = tolerance("linear_logp", dtype, "forward") * np.linalg.norm(largest[:, :1])
-    rank = np.asarray(found.target_rank).reshape(-1)
-    assert ((logits > target + near).sum(axis=1) <= rank).all() and (rank < (logits >= target - near).sum(axis=1)).all()
 
 
 @helpers.cover(
@@ -89,22 +65,6 @@ def test_one_and_all(implementation, top_k):
     if top_k == 120:
         rows = np.arange(37)
         np.testing.assert_array_equal(np.asarray(found.top_ids)[rows, found.target_rank], problem.target_ids)
-
-
-def of_integers(rows: int, dim: int, vocab: int) -> tuple[Problem, np.ndarray]:
-    """A problem of small integers, whose logits are exact in any order of sums and often equal; and these logits."""
-    rng = np.random.default_rng(0)
-    hidden, weight = rng.integers(-2, 3, (rows, dim)), rng.integers(-1, 2, (vocab, dim))
-    ids = jnp.asarray(rng.integers(0, vocab, rows), jnp.int32)
-    arrays = (jnp.asarray(x, jnp.float32) for x in (hidden, weight))
-    return Problem(*arrays, ids, None, 1.0, (jnp.ones(rows),) * 3), hidden @ weight.T
-
-
-def assert_exact(found: RankedLogp, logits: np.ndarray, target_ids: Any) -> None:
-    """Equal logits stand in ascending order of their columns."""
-    order = np.argsort(-logits, axis=1, kind="stable")
-    np.testing.assert_array_equal(found.top_ids, order[:, : found.top_ids.shape[1]])
-    np.testing.assert_array_equal(found.target_rank, np.argmax(order == np.asarray(target_ids)[:, None], axis=1))
 
 
 @every_implementation
@@ -325,10 +285,12 @@ H, W, IDS = jnp.ones((3, 8)), jnp.ones((40, 8)), jnp.asarray([0, 1, 39])
 
 
 @pytest.mark.parametrize("given", [{"return_top_k": 3}, {"return_target_rank": True}], ids=str)
-def test_kernels_say_that_they_rank_nothing(given):
+def test_kernels_say_what_they_do_not_rank(given):
     decision = rlk_jax.explain("linear_logp", H, W, IDS, **given)
     assert decision.choice == "xla"
-    for name in ("mosaic", "cuda", "triton"):
+    only = "gives return_top_k and return_target_rank beside bfloat16 or float16 operands only"
+    assert only in decision.reasons["mosaic"]
+    for name in ("cuda", "triton"):
         assert "gives no return_top_k or return_target_rank yet" in decision.reasons[name]
         with pytest.raises(
             ValueError, match=f"cannot run '{name}' here: .*gives no return_top_k or return_target_rank"

@@ -127,6 +127,10 @@ def scanned(every: bool) -> Iterator[Verdict]:
     def logp(x: Any) -> Any:
         return linear_logp(*x, weight_layout="dv", implementation="mosaic")
 
+    def most_probable(x: Any) -> Any:
+        options = {"return_top_k": 20, "return_target_rank": True, "memory_budget": 2**22}
+        return linear_logp(*x, weight_layout="dv", implementation="mosaic", **options)
+
     def logp_gradients(x: Any) -> Any:
         return jax.grad(lambda hidden, weight: logp((hidden, weight, x[2])).sum(), (0, 1))(*x[:2])
 
@@ -134,6 +138,7 @@ def scanned(every: bool) -> Iterator[Verdict]:
         "det_gemm": (lambda x: det_gemm(*x, implementation="mosaic"), (a, b)),
         "det_gemm's gradients": (gemm_gradients, (a, b, c)),
         "linear_logp": (logp, (a, b, ids)),
+        "linear_logp's most probable tokens": (most_probable, (a, b, ids)),
         "linear_logp's gradients": (logp_gradients, (a, b, ids)),
     }
     for name, (op, stacked) in programs.items():

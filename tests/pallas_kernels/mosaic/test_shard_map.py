@@ -55,6 +55,16 @@ def test_ranks_keep_exponentials(changes, keeps, for_h200):
     assert ("linear_logp_dlogits_from_kept_exponentials" in program) == keeps
 
 
+@pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_most_probable_tokens_lower(check_vma, for_h200):
+    """The types of what is gathered and of what kernels write have to agree. In make test without the check, under
+    which test_shards_in_another_order has what all implementations share.
+    """
+    options = {"return_top_k": 20, "return_target_rank": True, "return_entropy": False}
+    program = shards.lowered("mosaic", 16000, check_vma=check_vma, reduction="sum", tokens=300, **options)
+    assert "linear_logp_of_logits" in program
+
+
 @pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
 def test_logits_that_are_sampled_from_are_scored_on_a_mesh(mesh, for_h200):
     head = MeshHead(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)
