@@ -30,7 +30,7 @@ def linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
 
 def linear_logp_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64, and the largest finite |logit|."""
-    return _head_gold(problem, problem.inputs["target_ids"], {})
+    return _gold_of_head(problem, problem.inputs["target_ids"], {})
 
 
 def masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -69,10 +69,10 @@ def masked_gold(problem: Problem) -> tuple[Results, float]:
     words = problem.options["allowed_mask"].astype("<u4").view(np.uint8)
     allowed = np.unpackbits(words.reshape(ids.size, -1), axis=-1, bitorder="little")[:, :vocab] != 0
     has_target = np.take_along_axis(allowed, np.clip(ids, 0, vocab - 1).reshape(-1, 1), axis=1)[:, 0]
-    return _head_gold(problem, np.where(has_target, ids.reshape(-1), -1), {"allowed": allowed})
+    return _gold_of_head(problem, np.where(has_target, ids.reshape(-1), -1), {"allowed": allowed})
 
 
-def _head_gold(problem: Problem, target_ids: np.ndarray, options: dict[str, Any]) -> tuple[Results, float]:
+def _gold_of_head(problem: Problem, target_ids: np.ndarray, options: dict[str, Any]) -> tuple[Results, float]:
     hidden, weight, _, bias = problem.inputs.values()
     h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
     g = problem.upstream["logp"]
