@@ -114,7 +114,7 @@ def given_tokenizer(directory: Path) -> Tokenizer:
 
 
 def digest_of_model(directory: Path) -> str:
-    """A hash of a checkpoint's weights and sizes. Raises BadInput where there are none."""
+    """A hash of a checkpoint's sizes and weights, as far as these are there. Raises BadInput for damaged files."""
     with unsupported_is_bad_input():
         files = weight_files(directory)
     return digest_of_files(directory / "config.json", *files)

@@ -310,6 +310,17 @@ def test_too_little_memory_names_what_helps(files, tmp_path, capsys, monkeypatch
     assert error.endswith("--max-tokens, --micro-batches, --rows-per-step and --remat make a step smaller\n")
 
 
+def test_a_plan_has_the_programs_of_a_run(files, tmp_path, capsys):
+    """It writes nothing, and needs no weights."""
+    model = shutil.copytree(files[0], tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    plain = {"invariant": False, "compute_dtype": "float32"}
+    assert cli.main([*command((model, files[1]), tmp_path / "out", **plain), "--plan"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in ("the policy with its", "a step", "the evaluation"))
+    assert "peak memory of a device: " in shown and not (tmp_path / "out").exists()
+
+
 def test_a_run_resumes_as_itself_only(finished, files, tmp_path, capsys):
     """With its own rows, model and options; and the folder is of no other command."""
     folder, out = finished[0].path, finished[0].path
