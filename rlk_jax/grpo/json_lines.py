@@ -22,8 +22,7 @@ JSON_KINDS = {
 
 
 def read_json_lines[T](path: Path, read: Callable[[dict[str, Any]], T], example: str) -> list[tuple[int, T]]:
-    """What `read` makes of the object on each line of a prompts file, behind the line's number; blank lines are left
-    out.
+    """What `read` makes of the object on each line of a file, behind the line's number; blank lines are left out.
 
     Raises BadInput for a file that cannot be read, and for a line that is no object or for which `read` raises
     ValueError: its message then names the file and the line, and ends with the example of a line.
@@ -32,7 +31,7 @@ def read_json_lines[T](path: Path, read: Callable[[dict[str, Any]], T], example:
         # splitlines would also cut at characters that JSON strings may hold, such as U+2028.
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read prompts file {path}: {error}") from error
+        raise BadInput(f"cannot read file {path}: {error}") from error
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -89,8 +89,8 @@ def test_a_file_without_rows(tmp_path, text):
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(BadInput, match=r"cannot read prompts file .*absent\.jsonl: .*No such file"):
+    with pytest.raises(BadInput, match=r"cannot read file .*absent\.jsonl: .*No such file"):
         read_rows(tmp_path / "absent.jsonl")
     (path := tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(BadInput, match=r"cannot read prompts file .*latin: 'utf-8' codec"):
+    with pytest.raises(BadInput, match=r"cannot read file .*latin: 'utf-8' codec"):
         read_rows(path)

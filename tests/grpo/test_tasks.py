@@ -237,8 +237,8 @@ def test_file_that_cannot_be_split_or_read(tmp_path):
     write_lines(path, ['{"prompt": "a", "answer": "b"}'] * 2)
     with pytest.raises(BadInput, match="needs at least 2 different prompts to hold one out, found 1"):
         load_prompts(path)
-    with pytest.raises(BadInput, match="cannot read prompts file"):
+    with pytest.raises(BadInput, match="cannot read file"):
         load_prompts(tmp_path / "absent.jsonl")
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(BadInput, match="cannot read prompts file"):
+    with pytest.raises(BadInput, match="cannot read file"):
         load_prompts(path)
