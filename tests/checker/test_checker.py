@@ -537,7 +537,7 @@ def test_names_with_markup_and_functions_without_a_module(tmp_path, monkeypatch,
 def test_all_skips_ops_without_the_candidate_or_the_mode(capsys):
     assert cli.main(["check", "--all", "--candidate", "xla", "--dtype", "fp32", "--input-mode", "masked-nan"]) == 0
     passed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "PASS" in line]
-    assert passed == ["linear_cross_entropy", "ratio_kl", "grpo_loss"]
+    assert passed == ["masked_linear_logp", "linear_cross_entropy", "ratio_kl", "grpo_loss"]
 
 
 def test_whole_groups_whatever_the_batch(capsys):
