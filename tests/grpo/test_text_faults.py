@@ -175,7 +175,7 @@ def test_a_run_of_many_options(files, tmp_path, capsys):
     }
     assert tiny.run_here(*command((model, train), tmp_path / "out", **given)) == 0
     said, warned = capsys.readouterr()
-    assert warned.count("warning: top_k, top_p and min_p sample from fewer tokens") == 1
+    assert "warning" not in warned  # Updates replay what tokens were drawn among.
     assert "left out prompts of more than 50 tokens: 1" in said and said.count("┃ completion") == 3
     folder = RunFolder(tmp_path / "out")
     for line in metrics_of(folder):
