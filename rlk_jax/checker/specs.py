@@ -210,6 +210,10 @@ def _logits_shape(sizes: Sizes) -> tuple[int, ...]:
     return *sizes.lead, sizes.vocab
 
 
+def _shape_of_product(sizes: Sizes) -> tuple[int, ...]:
+    return *sizes.lead, sizes.hidden, sizes.vocab
+
+
 _PADDING_OF_POLICIES = {
     "policy_logits": np.nan,
     "ref_logits": np.nan,
@@ -240,7 +244,7 @@ SPECS = {
             linear_logp_gold,
             outputs=(Output("logp", _per_token),),
             gradients=("hidden", "lm_head_weight", "bias"),
-            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            shape=_shape_of_product,
             padding={"hidden": 100.0, "target_ids": 0},
             per_row=frozenset(("logp", "gradient:hidden")),
             modes=("random", "constant", "peaked", "huge", "ties", "bad-ids"),
@@ -254,7 +258,7 @@ SPECS = {
             masked_gold,
             outputs=(Output("logp", _per_token),),
             gradients=("hidden", "lm_head_weight", "bias"),
-            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            shape=_shape_of_product,
             padding={"hidden": 100.0, "target_ids": 0, "allowed_mask": 2**32 - 1},
             per_row=frozenset(("logp", "gradient:hidden")),
             modes=("random", "constant", "peaked", "huge", "ties", "masked-nan", "bad-ids"),
@@ -269,7 +273,7 @@ SPECS = {
             linear_kl_gold,
             outputs=(Output("divergence", _per_token),),
             gradients=("hidden", "lm_head_weight", "bias"),
-            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            shape=_shape_of_product,
             padding={"hidden": 100.0, "teacher_hidden": 100.0},
             per_row=frozenset(("divergence", "gradient:hidden")),
             no_gradients=("teacher_hidden", "teacher_weight", "teacher_bias"),
@@ -287,7 +291,7 @@ SPECS = {
             _cross_entropy_gold,
             outputs=(Output("loss", _scalar),),
             gradients=("hidden", "lm_head_weight", "bias"),
-            shape=lambda sizes: (*sizes.lead, sizes.hidden, sizes.vocab),
+            shape=_shape_of_product,
             padding={"hidden": np.nan, "target_ids": _LEFT_OUT, "token_weights": 1},
             per_row=frozenset(("gradient:hidden",)),
             modes=("random", "constant", "peaked", "huge", "ties", "masked-nan", "bad-ids"),

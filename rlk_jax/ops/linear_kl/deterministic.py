@@ -49,7 +49,7 @@ from rlk_jax.ops.linear_kl.top_k import (
     BucketStatistics,
     listed_logits,
     no_values,
-    normalizer_of_rest,
+    possibly_of_none,
     slopes_with_rest,
     terms_of_buckets,
     without_listed,
@@ -152,7 +152,7 @@ def _from_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> tupl
     found = folded_by_group(config.groups, add_chunk, empty)
     rest = merged(found.rest)
     normalizer = _normalizer_in_order(config, student)
-    of_rest = normalizer_of_rest(rest.max, rest.log_sum)
+    of_rest = possibly_of_none(Normalizer(rest.max, rest.log_sum))
     terms = terms_of_buckets(config, top_k, ascending_sum(found.logits), normalizer, of_rest)
     return pairwise_sum(terms.value), BucketStatistics(normalizer, of_rest, terms.slope)
 

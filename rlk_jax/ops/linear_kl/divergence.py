@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.fixed_order import rounded_product
-from rlk_jax.core.softmax import before_softcap
+from rlk_jax.core.softmax import before_softcap, partial_of_rows
 from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens
 
 Array = jax.Array
@@ -29,6 +29,12 @@ class Normalizer(NamedTuple):
     def logprobs(self, logits: Array) -> Array:
         """The log-probabilities of logits `[N, columns]`."""
         return (logits - self.max[:, None]) - self.log_sum[:, None]
+
+
+def normalizer_of_rows(logits: Array) -> Normalizer:
+    """That of rows of all logits, summed in whatever order XLA picks."""
+    partial = partial_of_rows(logits, logits[:, 0], with_gap=False)
+    return Normalizer(partial.max, jnp.log(partial.total))
 
 
 class KlStatistics(NamedTuple):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
-from rlk_jax.core.softmax import partial_of_rows, zero_if_neg_inf
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Slopes, Terms, terms_of
+from rlk_jax.core.softmax import zero_if_neg_inf
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Slopes, Terms, normalizer_of_rows, terms_of
 from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens, TeacherTopK
 
 Array = jax.Array
@@ -43,15 +43,14 @@ def no_values(tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]
 
 def divergence_of_logits(config: KlConfig, top_k: TeacherTopK, logits: Array) -> tuple[Array, BucketStatistics]:
     """The divergence of rows of all of the student's logits, with sums over these in whatever order XLA picks."""
-    whole, others = (partial_of_rows(x, x[:, 0], with_gap=False) for x in (logits, without_listed(logits, top_k)))
-    student, rest = Normalizer(whole.max, jnp.log(whole.total)), normalizer_of_rest(others.max, jnp.log(others.total))
+    student, rest = normalizer_of_rows(logits), possibly_of_none(normalizer_of_rows(without_listed(logits, top_k)))
     terms = terms_of_buckets(config, top_k, listed_logits(logits, top_k), student, rest)
     return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
 
 
-def normalizer_of_rest(maximum: Array, log_sum: Array) -> Normalizer:
-    """That of the tokens that the teacher does not list, of which there may be none."""
-    return Normalizer(zero_if_neg_inf(maximum), log_sum)
+def possibly_of_none(rest: Normalizer) -> Normalizer:
+    """The normalizer of tokens of which there may be none: its maximum is finite then, too."""
+    return rest._replace(max=zero_if_neg_inf(rest.max))
 
 
 def without_listed(logits: Array, top_k: TeacherTopK, start: Array | int = 0) -> Array:

@@ -13,11 +13,11 @@ from jax import lax
 
 from rlk_jax.core.gemm import common_dtype, wide_product
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
-from rlk_jax.core.softmax import fp16_scale, logits_of, partial_of_rows
+from rlk_jax.core.softmax import fp16_scale, logits_of
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
-    Normalizer,
     Slopes,
+    normalizer_of_rows,
     raw_gradients,
     slopes_of,
     terms_of,
@@ -81,17 +81,12 @@ def _tokens_of(block: Block, tokens: KlTokens) -> KlTokens:
     return block.take(tokens)._replace(active=block.active)
 
 
-def _normalizer_of_rows(logits: Array) -> Normalizer:
-    partial = partial_of_rows(logits, logits[:, 0], with_gap=False)
-    return Normalizer(partial.max, jnp.log(partial.total))
-
-
 def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]:
     def of_head(block: Block) -> tuple[Array, KlStatistics]:
         own = _tokens_of(block, tokens)
         logits = _student_logits(config, operands, block, own).logits, _teacher_logits(config, operands, block, own)
         # Behind the barrier, XLA sums up the rows of both alike: equal ones then have equal sums.
-        student, teacher = lax.optimization_barrier(tuple(map(_normalizer_of_rows, logits)))
+        student, teacher = lax.optimization_barrier(tuple(map(normalizer_of_rows, logits)))
         terms = terms_of(config, student.logprobs(logits[0]), teacher.logprobs(logits[1]))
         return terms.value.sum(axis=1), KlStatistics(student, teacher, terms.slope.sum(axis=1))
 

@@ -90,8 +90,13 @@ def add_columns(so_far: BestColumns, logits: Array, columns: Array, target: Targ
 def _best_of_both(logits: Array, ids: Array, more_logits: Array, more_ids: Array) -> tuple[Array, Array]:
     """The k best, in their order, of k logits `[rows, k]` and of others whose columns stand behind theirs."""
     all_logits, all_ids = (jnp.concatenate(x, axis=1) for x in ((logits, more_logits), (ids, more_ids)))
-    largest, place = lax.top_k(all_logits, logits.shape[1])
-    return largest, jnp.take_along_axis(all_ids, place, axis=1)
+    return _first(all_logits, all_ids, logits.shape[1])
+
+
+def _first(logits: Array, ids: Array, count: int) -> tuple[Array, Array]:
+    """The largest of logits `[rows, C]`, in descending order, and their ids; of equal ones those that stand first."""
+    largest, place = lax.top_k(logits, count)
+    return largest, jnp.take_along_axis(ids, place, axis=1)
 
 
 def best_of_shards(own: BestColumns, columns: int, gather: Gather) -> BestColumns:
@@ -106,8 +111,7 @@ def best_of_shards(own: BestColumns, columns: int, gather: Gather) -> BestColumn
     first = columns * jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
     ids = jnp.where(ids == NO_TOKEN, NO_TOKEN, ids + first)
     all_bits, all_ids = (jnp.swapaxes(x, 0, 1).reshape(logits.shape[0], -1) for x in (bits, ids))
-    largest, place = lax.top_k(lax.bitcast_convert_type(all_bits, jnp.float32), logits.shape[1])
-    return BestColumns(largest, jnp.take_along_axis(all_ids, place, axis=1), before)
+    return BestColumns(*_first(lax.bitcast_convert_type(all_bits, jnp.float32), all_ids, logits.shape[1]), before)
 
 
 def logps_of_statistics(config: Any, tokens: Any, statistics: Statistics, logits: Array) -> Array:
