@@ -6,9 +6,12 @@ words for a row of 256 columns. In kernels that stream a row in pieces, a thread
 There bits are kept by place, in words of 32 pieces each.
 """
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.hopper.vocabulary import Vocabulary
 
@@ -26,43 +29,67 @@ def allowed_bits(vocabulary: Vocabulary, packed: Array) -> Array:
 
     Chunks may begin inside a word. Bits of places that hold no column may be of other columns.
     """
-    words = packed.astype(jnp.uint32)
-    count = vocabulary.columns // _WORD
-    start = vocabulary.start(jnp.arange(vocabulary.chunks, dtype=jnp.int32))
-    aligned = _words_from(words, start, count)
+    words, each = packed.astype(jnp.uint32), vocabulary.group_chunks
+    starts = [
+        g * vocabulary.group_width + c * vocabulary.columns for g in range(vocabulary.groups) for c in range(each)
+    ]
+    # A run at a time: XLA then makes the bits in one pass over the words.
+    runs = [_words_of_run(words, run, vocabulary.columns) for run in _runs(starts, vocabulary.columns)]
+    return jnp.concatenate([_chunk_bits(run) for run in runs], axis=1).astype(jnp.int32)
+
+
+def _chunk_bits(words: Array) -> Array:
+    """The bits `[N, chunks · 8]` of chunks that have the words `[N, chunks, count]`."""
     column = jnp.arange(BIT_COLUMNS, dtype=jnp.uint32)
-    lowest = (aligned[..., None] >> column) & jnp.uint32(_BYTES)
-    four_bits = (lowest * jnp.uint32(_GATHER)) >> 24
-    place = 4 * jnp.arange(count, dtype=jnp.uint32)[:, None]
-    bits = jnp.sum((four_bits & 15) << place, axis=2, dtype=jnp.uint32)
-    return bits.astype(jnp.int32).reshape(len(packed), -1)
+
+    def of_word(m: int) -> Array:
+        lowest = (words[..., m, None] >> column) & jnp.uint32(_BYTES)
+        four_bits = (lowest * jnp.uint32(_GATHER)) >> 24
+        return (four_bits & 15) << jnp.uint32(4 * m)
+
+    # Unrolled: XLA gives a sum over an axis this short and far inside to few threads.
+    return functools.reduce(jnp.bitwise_or, map(of_word, range(words.shape[2]))).reshape(len(words), -1)
 
 
-def bits_of_pieces(packed: Array, starts: Array, piece: int) -> Array:
+def bits_of_pieces(packed: Array, starts: Sequence[int], piece: int) -> Array:
     """`[N, ceil(P / 32) · piece]` int32 from `packed [N, words]`, of which bit i of word j is column 32·j + i.
 
     Bit i of the word at place c of group g is column starts[32·g + i] + c: pieces of `piece` columns, a multiple of 32,
-    begin at `starts [P]`, or at a row's own `[N, P]`, which are not negative. Columns behind the last word have 0.
+    begin at `starts`, which are not negative. Columns behind the last word have 0.
     """
-    words, padding = packed.astype(jnp.uint32), (0, -starts.shape[-1] % _WORD)
-    starts = jnp.pad(starts, (*((0, 0),) * (starts.ndim - 1), padding))
-    if starts.ndim == 1:
-        words = _words_from(words, starts, piece // _WORD)
-    else:
-        words = jax.vmap(lambda own, first: _words_from(own[None], first, piece // _WORD)[0])(words, starts)
-    # Eight pieces at a time: four bits of a word, one of each of its bytes, make four bytes of eight pieces each.
-    eights = words.reshape(len(words), -1, 4, BIT_COLUMNS, piece // _WORD, 1)
-    lowest = (eights >> jnp.arange(BIT_COLUMNS, dtype=jnp.uint32)) & jnp.uint32(_BYTES)
-    place = jnp.arange(BIT_COLUMNS, dtype=jnp.uint32)[:, None, None]
-    of_columns = lax.bitcast_convert_type(jnp.sum(lowest << place, axis=3, dtype=jnp.uint32), jnp.uint8)
-    # These are [rows, groups, byte of the result, word, column modulo 8, column over 8].
-    return lax.bitcast_convert_type(of_columns.transpose(0, 1, 3, 5, 4, 2), jnp.int32).reshape(len(words), -1)
+    words = packed.astype(jnp.uint32)
+    pieces = jnp.concatenate([_words_of_run(words, run, piece) for run in _runs(starts, piece)], axis=1)
+    pieces = jnp.pad(pieces, ((0, 0), (0, -len(starts) % _WORD), (0, 0)))
+    groups = pieces.reshape(len(words), -1, _WORD, piece // _WORD, 1)
+    column = jnp.arange(_WORD, dtype=jnp.uint32)
+
+    def of_piece(i: int) -> Array:
+        return ((groups[:, :, i] >> column) & 1) << jnp.uint32(i)
+
+    return functools.reduce(jnp.bitwise_or, map(of_piece, range(_WORD))).astype(jnp.int32).reshape(len(words), -1)
 
 
-def _words_from(words: Array, starts: Array, count: int) -> Array:
-    """`[N, P, count]`: words of the columns from `starts [P]` on, which need not be the first bit of a word."""
-    index = starts[:, None] // _WORD + jnp.arange(count + 1, dtype=jnp.int32)
-    shift = (starts % _WORD).astype(jnp.uint32)[:, None]
-    found = words.at[:, index].get(mode="fill", fill_value=0)
-    # The word behind is shifted in two steps, for none shifts by all of its 32 bits.
-    return (found[..., :-1] >> shift) | ((found[..., 1:] << 1) << (_WORD - 1 - shift))
+class _Run(NamedTuple):
+    """Stretches of columns that stand one behind the other: where the first begins, and how many there are."""
+
+    first: int
+    count: int
+
+
+def _runs(starts: Sequence[int], columns: int) -> list[_Run]:
+    """The runs of stretches of so many columns that begin at `starts`."""
+    runs: list[_Run] = []
+    for start in starts:
+        if runs and start == runs[-1].first + runs[-1].count * columns:
+            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        else:
+            runs.append(_Run(start, 1))
+    return runs
+
+
+def _words_of_run(words: Array, run: _Run, columns: int) -> Array:
+    """`[N, count, columns / 32]`: the words of a run's stretches, which need not begin at the first bit of a word."""
+    (index, shift), size = divmod(run.first, _WORD), run.count * columns // _WORD
+    found = jnp.pad(words, ((0, 0), (0, max(0, index + size + 1 - words.shape[1]))))[:, index : index + size + 1]
+    found = (found[:, :-1] >> shift) | (found[:, 1:] << (_WORD - shift)) if shift else found[:, :-1]
+    return found.reshape(len(words), run.count, columns // _WORD)

@@ -114,7 +114,9 @@ def statistics(
     at_once, whole = _IN_FLIGHT // reader.vector, config.columns // reader.piece
     steps, rest = divmod(whole, at_once)
     ring = StepRing(steps, at_once * reader.piece, widest(logits.dtype), logits.dtype)
-    starts = jnp.minimum(jnp.arange(whole + 1, dtype=jnp.int32) * reader.piece, size - reader.piece)
+    # The last piece may overlap the one before it and reach into the padding.
+    is_ragged, ragged_start = config.columns % reader.piece > 0, min(whole * reader.piece, size - reader.piece)
+    starts = [*range(0, whole * reader.piece, reader.piece), *([ragged_start] if is_ragged else [])]
     words = None if allowed is None else lax.optimization_barrier(bits_of_pieces(allowed, starts, reader.piece))
     # The copy of the last step reads up to `widest` columns beyond that step.
     by_ring = lines.rows > 1 and steps > 0 and size - steps * ring.columns >= ring.widest
@@ -174,17 +176,14 @@ def statistics(
             elif in_registers:
                 running, found = lax.fori_loop(0, steps - 1, step, (running, found))
             # The rest of the row is loaded before the last step waits for its own columns.
-            first = whole * reader.piece
-            start, is_ragged = min(first, size - reader.piece), config.columns % reader.piece > 0
-            begins = [*((whole - rest + i) * reader.piece for i in range(rest)), *([start] if is_ragged else [])]
+            begins = starts[whole - rest :]
             words = reader.words(words_gmem, row, whole - rest) if begins else None
             rest_of_row = _Step(tuple(map(load, begins)), words)
             running = added(steps - 1, running, found) if in_registers else running
             last = numbered(rest_of_row, whole - rest)
             if is_ragged:
-                # The last piece may overlap the one before it and reach into the padding.
-                column = reader.columns(start)
-                is_new = (column >= first) & (column < config.columns)
+                column = reader.columns(ragged_start)
+                is_new = (column >= whole * reader.piece) & (column < config.columns)
                 last[-1] = last[-1]._replace(x=_only(last[-1].x, is_new))
             running = _added(running, last, scale) if last else running
             maximum = running.largest.max()

@@ -194,12 +194,16 @@ class WordsOfLines(NamedTuple):
 def words_of_lines(lines: Lines, allowed: Array) -> WordsOfLines:
     """The words of what is allowed to rows that are cut into lines."""
     wide, size = lines.wide, lines.size
-    begin = jnp.arange(lines.rows, dtype=jnp.int32) * size
-    first, end = -begin % wide.vector, (begin + size) // wide.vector * wide.vector - begin
-    pieces = first[:, None] + jnp.arange(size // wide.piece, dtype=jnp.int32) * wide.piece
-    starts = jnp.concatenate([pieces, end[:, None] - wide.piece], axis=1)
+
+    def starts(begin: int) -> list[int]:
+        """Those of the wide pieces of a row that begins at this column of its line."""
+        end = (begin + size) // wide.vector * wide.vector - begin
+        pieces = [-begin % wide.vector + i * wide.piece for i in range(size // wide.piece)]
+        return [*pieces, *([end - wide.piece] if lines.rows > 1 or size % wide.piece else [])]
+
+    of_rows = [bits_of_pieces(allowed[i :: lines.rows], starts(i * size), wide.piece) for i in range(lines.rows)]
     if lines.narrow is None:
-        return WordsOfLines(bits_of_pieces(allowed, starts[0], wide.piece), None)
-    ends, narrow = jnp.asarray([0, size - THREADS], jnp.int32), lines.narrow
-    starts = jnp.tile(starts, (len(allowed) // lines.rows, 1))
-    return WordsOfLines(bits_of_pieces(allowed, starts, wide.piece), bits_of_pieces(allowed, ends, narrow.piece))
+        return WordsOfLines(of_rows[0], None)
+    ends, narrow = [0, size - THREADS], lines.narrow
+    whole = jnp.stack(of_rows, axis=1).reshape(len(allowed), -1)
+    return WordsOfLines(whole, bits_of_pieces(allowed, ends, narrow.piece))
