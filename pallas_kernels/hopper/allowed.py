@@ -70,26 +70,26 @@ def bits_of_pieces(packed: Array, starts: Sequence[int], piece: int) -> Array:
 
 
 class _Run(NamedTuple):
-    """Stretches of columns that stand one behind the other: where the first begins, and how many there are."""
+    """Stretches of columns that stand one behind the other: the first column, and how many stretches there are."""
 
     first: int
-    count: int
+    stretches: int
 
 
 def _runs(starts: Sequence[int], columns: int) -> list[_Run]:
     """The runs of stretches of so many columns that begin at `starts`."""
     runs: list[_Run] = []
     for start in starts:
-        if runs and start == runs[-1].first + runs[-1].count * columns:
-            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        if runs and start == runs[-1].first + runs[-1].stretches * columns:
+            runs[-1] = runs[-1]._replace(stretches=runs[-1].stretches + 1)
         else:
             runs.append(_Run(start, 1))
     return runs
 
 
 def _words_of_run(words: Array, run: _Run, columns: int) -> Array:
-    """`[N, count, columns / 32]`: the words of a run's stretches, which need not begin at the first bit of a word."""
-    (index, shift), size = divmod(run.first, _WORD), run.count * columns // _WORD
+    """`[N, stretches, columns / 32]`: the words of a run, which need not begin at the first bit of a word."""
+    (index, shift), size = divmod(run.first, _WORD), run.stretches * columns // _WORD
     found = jnp.pad(words, ((0, 0), (0, max(0, index + size + 1 - words.shape[1]))))[:, index : index + size + 1]
     found = (found[:, :-1] >> shift) | (found[:, 1:] << (_WORD - shift)) if shift else found[:, :-1]
-    return found.reshape(len(words), run.count, columns // _WORD)
+    return found.reshape(len(words), run.stretches, columns // _WORD)
