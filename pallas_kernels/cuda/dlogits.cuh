@@ -90,6 +90,8 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
     const int first_column = place.column();
     add_bias(d.logits.bias, place, values);
     mask(place, loaded.columns.width, -INFINITY, values);
+    const Allowed allowed = allowed_of(d.logits, place, this->chunk(place.column_block));
+    only_allowed(d.logits, allowed, values);
     const Within rows[2] = {within(loaded.rows[0], largest_of_row(values, 0), loaded.columns, first_column),
                             within(loaded.rows[1], largest_of_row(values, 1), loaded.columns, first_column)};
     const int width = loaded.columns.width - first_column;
@@ -103,6 +105,10 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
         const float first = gradient(rows[r], column, values[strip * 32 + 2 * i]);
         const float second = gradient(rows[r], column + 1, values[strip * 32 + 2 * i + 1]);
         pairs[i] = pair_of<T>(first, second);
+        if constexpr (kSoftcap) {  // the softcap of −∞ is finite
+          const int eight = column / 8;
+          pairs[i] &= (allowed.has(eight, r, 0) ? 0xffffu : 0) | (allowed.has(eight, r, 1) ? 0xffff0000u : 0);
+        }
       }
       if (width < kChunk - 6) {  // a thread's columns begin at 0, 2, 4 or 6: some column may not exist
 #pragma unroll

@@ -131,10 +131,10 @@ Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuff
   const VocabSlice where = slice(rows, first_chunk, chunks, optional);
   const float inverse = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
   return {head(of_head, weight), where, matrix(hidden), optional.next<const float>(), static_cast<float>(softcap),
-          inverse, dtype(hidden), tile(of_tile)};
+          inverse, dtype(hidden), tile(of_tile), optional.next<const int>()};
 }
 
-// Optional: columns, bias, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap,
+// Optional: columns, bias, allowed, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap,
 // target_derivative and kept where they are asked for.
 ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                       AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
@@ -235,7 +235,7 @@ Coefficients coefficients_of(const AnyBuffer& target_ids, const AnyBuffer& tempe
           data<const float>(constant), slope, data<const float>(at_target)};
 }
 
-// Optional: columns, bias, slope, the operands of a low-rank term.
+// Optional: columns, bias, allowed, slope, the operands of a low-rank term.
 ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                    AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
                    AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,

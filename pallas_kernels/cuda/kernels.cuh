@@ -86,6 +86,7 @@ struct Logits {
   float inverse_softcap;
   Dtype type;
   Tile tile;
+  const int* allowed;  // [rows, all chunks · 8], pallas_kernels/hopper/allowed.py's bits of columns; null for all columns
   Operands low_rank;  // further columns of hidden, and what multiplies them, stored as the weight is; or without data
 };
 

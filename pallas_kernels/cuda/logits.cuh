@@ -125,6 +125,38 @@ __device__ __forceinline__ void mask(const Place& place, int width, float other,
   });
 }
 
+// Which columns of a chunk a thread's two rows are allowed: bit i of words[r][c] is for column 8·i + c from its first one.
+struct Allowed {
+  unsigned words[2][2];
+
+  __device__ __forceinline__ bool has(int eight, int r, int c) const { return words[r][c] >> eight & 1; }
+};
+
+__device__ __forceinline__ Allowed allowed_of(const Logits& logits, const Place& place, int chunk) {
+  if (logits.allowed == nullptr) return {{{~0u, ~0u}, {~0u, ~0u}}};
+  const Vocabulary& v = logits.head.vocabulary;
+  const int64_t row_words = int64_t{v.groups} * v.group_chunks.by * 8;
+  const int* here = logits.allowed + place.row() * row_words + chunk * 8 + place.column();
+  Allowed allowed;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint2 both = *reinterpret_cast<const uint2*>(here + 8 * r * row_words);
+    allowed.words[r][0] = both.x;
+    allowed.words[r][1] = both.y;
+  }
+  return allowed;
+}
+
+// Puts −∞ into the columns that are not allowed.
+template <int kCount>
+__device__ __forceinline__ void only_allowed(const Logits& logits, const Allowed& allowed, float (&values)[kCount]) {
+  if (logits.allowed == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (!allowed.has(i / 4, i / 2 % 2, i % 2)) values[i] = -INFINITY;
+  }
+}
+
 // How the values of one row of a chunk become exponents y − shift; the largest exponential 2^(y − shift) lies between
 // √½ and √2.
 struct ExponentScaling {

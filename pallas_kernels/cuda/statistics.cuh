@@ -44,6 +44,8 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
     float picked[2] = {0, 0}, picked_derivative[2] = {0, 0};
     if (loaded.looks_for_targets) pick(place, loaded.columns, values, scale, picked, picked_derivative);
     mask(place, loaded.columns.width, -INFINITY, values);
+    const Allowed allowed = allowed_of(s.logits, place, chunk);
+    only_allowed(s.logits, allowed, values);
     const ExponentScaling scaling[2] = {
         logit_scaling<kSoftcap>(s.logits, largest_of_row(values, 0), scale[0]),
         logit_scaling<kSoftcap>(s.logits, largest_of_row(values, 1), scale[1]),
@@ -64,7 +66,8 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             LogitExponent exponent = logit_exponent<kSoftcap>(s.logits, scaling[r], pair[c]);
-            if (kSoftcap && 8 * i + c >= width) exponent.y = -INFINITY;  // the softcap of −∞ is finite
+            // The softcap of −∞ is finite.
+            if (kSoftcap && (8 * i + c >= width || !allowed.has(i, r, c))) exponent.y = -INFINITY;
             const float weight = exp2_approx(exponent.y);
             total[r].add(i, c, weight);
             // The exponential of a logit of −∞ is 0, and 0·∞ must be 0.

@@ -20,8 +20,10 @@ from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax import det_gemm, explain, linear_logp
 from tests.gpu.hopper import needs_cuda
+from tests.gpu.test_allowed import SHAPES as MASKED
 from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
 from tests.support import helpers
+from tests.support.allowed import allowed_of, mask_of
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 
 pytestmark = needs_cuda
@@ -41,6 +43,18 @@ def test_the_bits_of_mosaic(case, dtype):
         assert_within_contract(ours.entropy, theirs.entropy, "linear_logp_wgmma", dtype, "forward")
     without, problem = helpers.without_entropy(case, problem)
     assert_same_bits(problem.gradients(without, "cuda"), problem.gradients(without, "mosaic"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", MASKED, ids=str)
+def test_the_bits_of_mosaic_over_allowed_tokens(case, dtype):
+    """Kept exponentials, and gradients of logits that are computed again."""
+    case, problem = helpers.without_entropy(case, helpers.make(case, dtype))
+    mask = mask_of(allowed_of(case, problem))
+    for budget in (None, 2**21):
+        options = {"allowed_mask": mask, "memory_budget": budget}
+        ours, theirs = (helpers.outputs(case, problem, name, **options) for name in ("cuda", "mosaic"))
+        assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,8 @@ def golden_outputs(implementation):
         dtypes = "/".join(dict.fromkeys(np.dtype(dtype).name for dtype in pair))
         for case in (BITS, dataclasses.replace(helpers.OPTION_CASES[-1], dim=64)):
             problem = helpers.make(case, pair[0]) if pair[0] == pair[1] else mixed_dtypes.make(case, *pair)
-            # The kernels of `cuda` take no mask.
             masks = {"": {}, " over allowed tokens": {"allowed_mask": mask_of(allowed_of(case, problem))}}
-            for over, mask in masks.items() if implementation == "mosaic" else [("", {})]:
+            for over, mask in masks.items():
                 rows, head = helpers.outputs(case, problem, implementation, **mask)
                 for name, x in zip(("logp", "lse", "entropy", "dH", "dW", "db"), (*rows, *head), strict=True):
                     found[f"{case.name}{over} {dtypes} {name}"] = x

@@ -51,8 +51,7 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    masks = ["takes no allowed_ids or allowed_mask yet"] if facts.config.has_mask else []
-    return hopper_obstacles(facts) + _operand_obstacles(facts) + masks + _ranking_obstacles(facts)
+    return hopper_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:

@@ -48,6 +48,10 @@ def kept(*operands):
     return head(*operands)
 
 
+def masked(mask, *operands):
+    return head(*operands, allowed_mask=mask)
+
+
 def recomputed(*operands):
     return head(*operands, return_entropy=True)
 
@@ -72,6 +76,7 @@ def spec(shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 HEAD = spec((512, 256)), spec((8192, 256)), spec((512,), jnp.int32), spec((8192,), jnp.float32)
 PROGRAMS = (
     (kept, HEAD),
+    (masked, (spec((512, 256), jnp.uint32), *HEAD)),
     (recomputed, HEAD),
     (low_rank, (*HEAD, spec((16, 256)), spec((8192, 16)))),
     (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))),

@@ -34,6 +34,7 @@ HEAD = set(build.TARGETS) - {"rlk_gemm"}
     ("program", "kernels"),
     [
         ("kept", HEAD - {"rlk_dlogits"}),
+        ("masked", HEAD - {"rlk_dlogits"}),
         ("recomputed", HEAD - {"rlk_dlogits_from_kept_exponentials"}),
         ("low_rank", (HEAD | {"rlk_gemm"}) - {"rlk_dlogits_from_kept_exponentials"}),
         ("products", {"rlk_gemm"}),
