@@ -1,4 +1,4 @@
-"""The plan of linear_logp on Hopper: slices of the vocabulary that are as wide as the memory budget holds.
+"""The plan of a head on Hopper: slices of the vocabulary that are as wide as the memory budget holds.
 
 Everything here is a pure function of static facts. No choice changes a bit.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
-from rlk_jax.ops.linear_logp.options import HeadConfig, Needs, kernel_memory_budget
+from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
 
 _FEW_TILES = 96
 """Tiles of dH, of 128 rows and 256 columns, below which the multiprocessors of a Hopper GPU have too little to do."""
