@@ -200,7 +200,7 @@ def sums_groups_at_once(config: HeadConfig, dim: int, tokens: int) -> bool:
     return few and every <= kernel_memory_budget(config, dim, tokens) // 2
 
 
-def _plan(
+def sliced_plan(
     config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes, unit: int
 ) -> HopperPlan:
     """A plan whose slices are as wide as the budget holds, at least one chunk, and equally wide but for rounding within
@@ -230,26 +230,34 @@ def _plan(
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
     """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
-    sizes = BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(config, tokens))
-    return _plan(config, dim, tokens, in_place, 0, sizes, 1)
+    sizes = BufferSizes(0, copied_chunk_bytes(dim), kept * kept_bytes(config, tokens))
+    return sliced_plan(config, dim, tokens, in_place, 0, sizes, 1)
 
 
 def backward_plan(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> HopperPlan:
     """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows and
     the exponentials of `kept` chunks until their gradients are made.
 
-    A padded head that is read in place is copied only in the chunks that end within 64 columns of the padding. Slices
-    end with groups of the vocabulary, or leave room for the chain of the group that they end inside.
+    A padded head that is read in place is copied only in the chunks that end within 64 columns of the padding.
     """
     sizes = backward_sizes(config, dim, tokens, needs, dtype)
     sizes = replace(sizes, exponentials=kept * kept_bytes(config, tokens))
+    return plan_of_sums(config, dim, tokens, sizes, needs, kept)
+
+
+def plan_of_sums(
+    config: HeadConfig, dim: int, tokens: int, sizes: BufferSizes, needs: Needs, kept: int = 0
+) -> HopperPlan:
+    """The plan of a backward that holds so many bytes. Slices end with groups of the vocabulary, or leave room for the
+    chain of dH of the group that they end inside.
+    """
     of_call = (config, dim, tokens, chunks_in_place(config, dim), kept)
     if not needs.hidden or sums_groups_at_once(config, dim, tokens):
-        return _plan(*of_call, sizes, 1)
-    plan = _plan(*of_call, sizes, vocabulary_of(config).group_chunks)
+        return sliced_plan(*of_call, sizes, 1)
+    plan = sliced_plan(*of_call, sizes, vocabulary_of(config).group_chunks)
     if not plan.cuts_groups:
         return plan
-    return _plan(*of_call, replace(sizes, fixed=sizes.fixed + chain_bytes(dim, tokens)), 1)
+    return sliced_plan(*of_call, replace(sizes, fixed=sizes.fixed + chain_bytes(dim, tokens)), 1)
 
 
 def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtype: Any) -> BufferSizes:
@@ -258,16 +266,16 @@ def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtyp
     """
     rows = matrix_rows(tokens)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    copies = _head_chunk_bytes(dim)
+    copies = copied_chunk_bytes(dim)
     if needs.weight and not (config.weight_parts > 1 and stores_in_place(config, dim)):
-        copies += config.weight_parts * _head_chunk_bytes(dim)
+        copies += config.weight_parts * copied_chunk_bytes(dim)
     fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies * config.hidden_parts
     if sums_groups_at_once(config, dim, tokens) and not config.sums_by_group:
         fixed += (config.groups.count - 1) * chain_bytes(dim, tokens)
     return BufferSizes(2 * COLUMNS * rows * config.logit_parts, copies, fixed)
 
 
-def _head_chunk_bytes(dim: int) -> int:
+def copied_chunk_bytes(dim: int) -> int:
     """Bytes of one chunk of a copied head, and of the gather that makes it; or of its two parts, which XLA gathers and
     makes in one kernel.
     """
