@@ -21,18 +21,20 @@ from pallas_kernels.hopper.divergence import (
     DivergencePartials,
     HeadProducts,
     MixtureSums,
+    RowNormalizer,
     TwoLogits,
 )
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
-from pallas_kernels.mosaic.main_loop import STRIP, WARPGROUP_ROWS, over_columns, row_vector
+from pallas_kernels.mosaic.main_loop import ROW, STRIP, WARPGROUP_ROWS, over_columns, row_vector
 from pallas_kernels.mosaic.statistics import (
     chunk_width,
     column_bias,
     logit_exponents,
     logit_scaling,
     masked,
+    softcapped,
     with_bias,
 )
 
@@ -40,6 +42,8 @@ Array = jax.Array
 Ref = Any
 _NEAR = 0.5
 """Differences of logits up to this are small: there a series keeps the digits that eᵈ − 1 − d would lose."""
+_FEW_COLUMNS = 32
+"""Columns whose terms of a mixture are computed together: the temporaries of more would spill registers."""
 _NEAR_ONE = 0.25
 """Up to this distance from 1 a series computes logarithms."""
 _LARGEST_DIFFERENCE = 80.0
@@ -77,11 +81,11 @@ def _log_mixture(own: float, other: float, d: Array) -> Array:
     return jnp.where(jnp.abs(w) < _NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
 
 
-def _strip(head: HeadProducts, row: Array, place: Array) -> tuple[Array, Array | None]:
-    """The products of 64 rows and 64 columns, and the columns' bias."""
-    there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, STRIP)]
+def _strip(head: HeadProducts, row: Array, place: Array, columns: int = STRIP) -> tuple[Array, Array | None]:
+    """The products of 64 rows and some columns, and the columns' bias."""
+    there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, columns)]
     products = plgpu.load(there, layout=plgpu.Layout.WGMMA, optimized=False)
-    return products, column_bias(head.bias, place, STRIP)
+    return products, column_bias(head.bias, place, columns)
 
 
 def _over_strips[Carry](
@@ -228,7 +232,9 @@ def mixture_sums(
         scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
         known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in rows]
 
-        def add(first: int, products: list[Array]) -> MixtureSums:
+        def add(i: Array, so_far: MixtureSums) -> MixtureSums:
+            first = i * _FEW_COLUMNS
+            products = [with_bias(*_strip(head, row, place + first, _FEW_COLUMNS)) for head in heads]
             log_a, log_b = (
                 _log_probability(config, values, scale, normalizer, width - first)
                 for config, values, scale, normalizer in zip((logits.a, logits.b), products, scales, known, strict=True)
@@ -240,9 +246,11 @@ def mixture_sums(
             mixture = share * q + (1 - share) * p
             from_b, from_a = _log_mixture(share, 1 - share, d), _log_mixture(1 - share, share, -d)
             value = share * _excess(q, mixture, from_b) + (1 - share) * _excess(p, mixture, from_a)
-            return MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
+            own = MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
+            return _added(so_far, own)
 
-        return _over_strips(heads, row, place, add, _added, prefetches=False)
+        zeros = plgpu.layout_cast(jnp.zeros(WARPGROUP_ROWS, jnp.float32), ROW)
+        return lax.fori_loop(0, COLUMNS // _FEW_COLUMNS, add, MixtureSums(zeros, zeros))
 
     _of_chunks("linear_kl_mixture", logits.a, machine, where, products, normalizers, out, sums_of)
 

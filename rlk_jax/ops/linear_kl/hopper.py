@@ -2,7 +2,8 @@
 
 For each slice, float32 products with both heads are made by one kernel, and read once by another, which sums up
 what a divergence is made of for each row and chunk of 256 columns. Chunks are folded to the eight groups of the
-vocabulary, and these in ascending order. The backward makes the products of each slice once more, turns them into
+vocabulary, and these in ascending order. The divergence from a mixture needs both softmaxes first, which a pass over
+each head takes without products in memory. The backward makes the products of each slice once more, turns them into
 gradients of the student's logits in 16 bits, and sums these up as that of linear_logp does.
 """
 
@@ -14,18 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.divergence import DivergencePartials, TwoLogits
+from pallas_kernels.hopper.arrays import LogitsConfig, Softmax, new_partials
+from pallas_kernels.hopper.divergence import DivergencePartials, MixtureSums, RowNormalizer, TwoLogits
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.logits import LN_2
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import rounded_product
 from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
-from rlk_jax.core.hopper_slices import over_slices
+from rlk_jax.core.hopper_slices import over_slices, slice_of
+from rlk_jax.core.rows import Compacted
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer
 from rlk_jax.ops.linear_kl.hopper_backward import student_gradients
-from rlk_jax.ops.linear_kl.hopper_plan import forward_plans
-from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, both_rows
+from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
+from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, RowsOfHead, both_rows
 from rlk_jax.ops.linear_kl.options import KlConfig, KlFunctions, KlTokens, Operands, dims_of
 
 Array = jax.Array
@@ -55,7 +58,15 @@ def _forward(
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
     plans = forward_plans(config, dims_of(operands), typed.shape[0])
-    both, shape = both_rows(plans, operands, tokens), (vocabulary_of(plans.student.config).chunks, plans.student.rows)
+    both = both_rows(plans, operands, tokens)
+    found = (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both)
+    return varying_like(jax.tree.map(both.rows.spread, found), typed)
+
+
+def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, KlStatistics]:
+    """The divergence of the teacher from the student or of the student from the teacher, by one pass."""
+    plans, count = both.plans, both.rows.count
+    shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
     out = DivergencePartials(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in DivergencePartials._fields))
 
     def step(chunks: ChunkRange, index: Any) -> None:
@@ -66,15 +77,54 @@ def _forward(
         use.divergence_partials(logits, machine, a.part.where, a.products, b.products, out)
 
     over_slices(plans.student, step)
-    groups = use.fold_divergence(jax.tree.map(jax.freeze, out), config.groups.count, both.rows.count, machine)
-    whole = fusion_barrier(use.fold_divergence(groups, 1, both.rows.count, machine))
+    groups = use.fold_divergence(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
+    whole = fusion_barrier(use.fold_divergence(groups, 1, count, machine))
     value, a, b = _divergence_of(jax.tree.map(lambda x: x[0], whole))
     if config.kind == "forward":
         # The slopes p − q add up to 0.
-        found = value, KlStatistics(b, a, jnp.zeros_like(value))
-    else:
-        found = value, KlStatistics(a, b, value)
-    return varying_like(jax.tree.map(both.rows.spread, found), typed)
+        return value, KlStatistics(b, a, jnp.zeros_like(value))
+    return value, KlStatistics(a, b, value)
+
+
+def _from_mixture(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, KlStatistics]:
+    """The divergence of both from their mixture: a first pass over each head gives its softmax, and a second one over
+    both the terms.
+    """
+    plans, count = both.plans, both.rows.count
+    softmaxes = [_softmax_of(use, machine, head, both.rows) for head in (both.student, both.teacher)]
+    student, teacher = (RowNormalizer(x.shift, jnp.log2(x.total)) for x in softmaxes)
+    student, teacher = fusion_barrier((student, teacher))
+    shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
+    out = MixtureSums(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in MixtureSums._fields))
+
+    def step(chunks: ChunkRange, index: Any) -> None:
+        own, other = both.products(use, machine, chunks, index)
+        logits, products = TwoLogits(own.logits, other.logits), (own.products, other.products)
+        use.mixture_sums(logits, config.beta, machine, own.part.where, products, (student, teacher), out)
+
+    over_slices(plans.student, step)
+    groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
+    value, slope = (x[0] for x in fusion_barrier(use.fold_mixture(groups, 1, count, machine)))
+    of_student, of_teacher = (_normalizer(x.shift, x.total) for x in softmaxes)
+    return value, KlStatistics(of_student, of_teacher, slope)
+
+
+def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted) -> Softmax:
+    """The softmax of one head, for which no products are held. No row has a target."""
+    config, plan = head.plan.config, softmax_plan(head.plan)
+    vocabulary = vocabulary_of(config)
+    out = new_partials((vocabulary.chunks, plan.rows), with_gap=False, with_derivative=config.logit_softcap is not None)
+    targets = jnp.full(plan.rows, -1, jnp.int32)
+    holds = jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32)
+
+    def step(chunks: ChunkRange, index: Any) -> None:
+        part = slice_of(plan, chunks, index, head.operands, rows)
+        logits, per_row = LogitsConfig(part.head, config.logit_softcap), (targets, holds, head.temperature)
+        use.partials(logits, machine, part.where, head.hidden, part.weight, part.bias, *per_row, out)
+
+    over_slices(plan, step)
+    groups = use.fold_chunks(jax.tree.map(jax.freeze, out), config.groups.count, rows.count, machine)
+    return fusion_barrier(use.fold_groups(groups, rows.count, machine))
 
 
 def _divergence_of(whole: DivergencePartials) -> tuple[Array, Normalizer, Normalizer]:

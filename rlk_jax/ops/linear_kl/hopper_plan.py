@@ -47,6 +47,13 @@ def product_rows(tokens: int) -> int:
     return padded(matrix_rows(tokens), WARPGROUP_ROWS)
 
 
+def softmax_plan(head: HopperPlan) -> HopperPlan:
+    """The plan of a pass over one head of a pair that holds no products: one slice where it is read in place."""
+    in_place = 0 if _is_copied(head.config, head.dim) else vocabulary_of(head.config).chunks
+    sizes = BufferSizes(0, copied_chunk_bytes(head.dim))
+    return sliced_plan(head.config, head.dim, head.tokens, in_place, 0, sizes, 1)
+
+
 def forward_plans(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPlans:
     """The plan of a pass that holds products and, where a head is not read in place, copies."""
     student, teacher = head_configs(config, dims, tokens)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
-from pallas_kernels.hopper.divergence import DivergencePartials, HeadProducts, TwoLogits
+from pallas_kernels.hopper.divergence import DivergencePartials, HeadProducts, MixtureSums, RowNormalizer, TwoLogits
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from rlk_jax.core.head import Operands
@@ -46,6 +46,20 @@ class KlKernels(HeadKernels, Protocol):
         self, partials: DivergencePartials, groups: int, active: Array, machine: Machine, /
     ) -> DivergencePartials: ...
 
+    def mixture_sums(
+        self,
+        logits: TwoLogits,
+        share: float,
+        machine: Machine,
+        where: VocabSlice,
+        products: tuple[HeadProducts, HeadProducts],
+        normalizers: tuple[RowNormalizer, RowNormalizer],
+        out: MixtureSums,
+        /,
+    ) -> None: ...
+
+    def fold_mixture(self, sums: MixtureSums, groups: int, active: Array, machine: Machine, /) -> MixtureSums: ...
+
 
 class SliceProducts(NamedTuple):
     """One slice of one head, how its products become logits, and the products of all rows."""
@@ -56,7 +70,7 @@ class SliceProducts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _RowsOfHead:
+class RowsOfHead:
     """A head beside the compacted rows of its hidden states, and their temperatures."""
 
     plan: HopperPlan
@@ -71,8 +85,8 @@ class BothRows:
 
     plans: TwoPlans
     rows: Compacted
-    student: _RowsOfHead
-    teacher: _RowsOfHead
+    student: RowsOfHead
+    teacher: RowsOfHead
 
     def products(
         self, use: KlKernels, machine: Machine, chunks: ChunkRange, index: Any
@@ -86,7 +100,7 @@ class BothRows:
         return student, teacher
 
     def _of_head(
-        self, use: KlKernels, machine: Machine, head: _RowsOfHead, chunks: ChunkRange, index: Any
+        self, use: KlKernels, machine: Machine, head: RowsOfHead, chunks: ChunkRange, index: Any
     ) -> SliceProducts:
         part = slice_of(head.plan, chunks, index, head.operands, self.rows)
         out = jax.new_ref(lax.empty((self.plans.product_rows, chunks.width * COLUMNS), jnp.float32))
@@ -105,10 +119,10 @@ def both_rows(plans: TwoPlans, operands: BothOperands, tokens: KlTokens) -> Both
     """The rows of all active tokens."""
     rows = compact(tokens.active, plans.student.rows)
 
-    def of_head(plan: HopperPlan, head: OneHead | None, temperature: Array) -> _RowsOfHead:
+    def of_head(plan: HopperPlan, head: OneHead | None, temperature: Array) -> RowsOfHead:
         own = operands_of(head)
         hidden = matrices(plan, rows, own.hidden)[0]
-        return _RowsOfHead(plan, own, hidden, fusion_barrier(rows.take(temperature, 1)))
+        return RowsOfHead(plan, own, hidden, fusion_barrier(rows.take(temperature, 1)))
 
     student = of_head(plans.student, operands.student, tokens.temperature)
     teacher = of_head(plans.teacher, operands.teacher, tokens.teacher_temperature)
