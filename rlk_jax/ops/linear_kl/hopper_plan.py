@@ -6,9 +6,10 @@ Everything here is a pure function of static facts. No choice changes a bit.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS
+from pallas_kernels.hopper.divergence import DivergencePartials
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS
 from pallas_kernels.products import padded
+from rlk_jax.core.fixed_order import BLOCK_ROWS
 from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
 from rlk_jax.core.hopper_plan import (
     BufferSizes,
@@ -44,7 +45,7 @@ class TwoPlans:
 
 def product_rows(tokens: int) -> int:
     """Rows of the products with a head for so many tokens."""
-    return padded(matrix_rows(tokens), WARPGROUP_ROWS)
+    return padded(matrix_rows(tokens), BLOCK_ROWS)
 
 
 def softmax_plan(head: HopperPlan) -> HopperPlan:
@@ -61,7 +62,8 @@ def forward_plans(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPl
     sizes = BufferSizes(
         chunk=_teacher_chunk_bytes(teacher, dims[1], tokens),
         copy=copied_chunk_bytes(dims[0]),
-        fixed=sum(_hidden_bytes(dim, tokens) for dim in dims),
+        fixed=sum(_hidden_bytes(dim, tokens) for dim in dims) + _partial_bytes(student, tokens),
+        wants_whole_rounds=True,
     )
     return _with_teacher(sliced_plan(student, dims[0], tokens, in_place, 0, sizes, 1), teacher, dims[1])
 
@@ -71,7 +73,8 @@ def backward_plans(config: KlConfig, dims: tuple[int, int], tokens: int, needs: 
     student, teacher = head_configs(config, dims, tokens)
     sizes = backward_sizes(student, dims[0], tokens, needs, dtype)
     chunk = sizes.chunk + _teacher_chunk_bytes(teacher, dims[1], tokens)
-    sizes = replace(sizes, chunk=chunk, fixed=sizes.fixed + _hidden_bytes(dims[1], tokens))
+    fixed = sizes.fixed + _hidden_bytes(dims[1], tokens)
+    sizes = replace(sizes, chunk=chunk, fixed=fixed, wants_whole_rounds=True)
     return _with_teacher(plan_of_sums(student, dims[0], tokens, sizes, needs), teacher, dims[1])
 
 
@@ -111,6 +114,12 @@ def _teacher_chunk_bytes(teacher: HeadConfig, dim: int, tokens: int) -> int:
 def _hidden_bytes(dim: int, tokens: int) -> int:
     """Bytes of the compacted rows of hidden states."""
     return 2 * matrix_rows(tokens) * padded(dim, DEPTH)
+
+
+def _partial_bytes(head: HeadConfig, tokens: int) -> int:
+    """Bytes of the partials of a divergence, float32 for each row and chunk."""
+    fields = len(DivergencePartials._fields)
+    return 4 * fields * vocabulary_of(head).chunks * padded(matrix_rows(tokens), THREADS)
 
 
 def _with_teacher(student: HopperPlan, teacher: HeadConfig, dim: int) -> TwoPlans:
