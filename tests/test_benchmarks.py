@@ -33,6 +33,7 @@ from benchmarks import (
     invariance,
     linear_cross_entropy,
     linear_grpo_loss,
+    linear_kl,
     linear_logp,
     logits_ops,
     mismatch,
@@ -110,6 +111,19 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys, compiled_quickly):
     assert status.pop(("mosaic", "")).startswith("not available")
     assert set(status.values()) == {"pass"} and ("xla", "linear_grpo_loss: N·V·2 B + 10 %") in status
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
+
+
+def test_linear_kl_smoke(tmp_path, capsys, compiled_quickly):
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    names = ",".join(("mosaic", "xla", "naive", linear_kl.LIGER))
+    arguments = ["--smoke", "--implementations", names, "--json", str(out), "--plot", str(picture)]
+    assert linear_kl.main(arguments) == 0
+    status = {(r["implementation"], r["what"]): r["status"] for r in json.loads(out.read_text())["rows"]}
+    assert all(status.pop((name, "")).startswith("not available") for name in ("mosaic", linear_kl.LIGER))
+    passes = {f"{kind}: {what}" for kind in linear_kl.KINDS for what in linear_kl.PRODUCTS}
+    assert set(status) == {(name, what) for name in ("xla", "naive") for what in passes} | {("GEMM", "G")}
+    assert set(status.values()) == {"pass"}
+    assert picture.stat().st_size > 1000 and "linear_kl, bfloat16" in capsys.readouterr().out
 
 
 def test_linear_cross_entropy_smoke(tmp_path, capsys, compiled_quickly):

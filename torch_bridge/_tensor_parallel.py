@@ -21,10 +21,11 @@ from torch import Tensor
 from rlk_jax.core import overwriting
 from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.dispatch import Implementation, choose
+from rlk_jax.core.head import Needs
 from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call, checked_rank_columns
-from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, Needs
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
 from rlk_jax.ops.linear_logp.sharding import agreement
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankState, RankSteps
 from rlk_jax.ops.linear_logp.sharding.shard import check_edges

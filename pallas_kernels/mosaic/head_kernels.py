@@ -1,14 +1,17 @@
 """The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
 
-`add_weight_gradient` and `partials_of_logits` are Mosaic's alone.
+`add_weight_gradient` and `partials_of_logits` are Mosaic's alone, and so are the kernels of linear_kl: `head_products`,
+those of `divergence.py`.
 """
 
 import jax
 
 from pallas_kernels.mosaic import hidden_gradient, weight_gradient
+from pallas_kernels.mosaic.divergence import divergence_partials, fold_divergence, fold_mixture, mixture_sums
 from pallas_kernels.mosaic.dlogits import coefficients, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
+from pallas_kernels.mosaic.head_products import head_products
 from pallas_kernels.mosaic.hidden_gradient import folds_groups
 from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
 from pallas_kernels.mosaic.partials import partials
@@ -24,12 +27,17 @@ __all__ = (
     "add_weight_gradient",
     "coefficients",
     "column_sums",
+    "divergence_partials",
     "dlogits",
     "dlogits_from_kept_exponentials",
     "fold_chunks",
+    "fold_divergence",
     "fold_groups",
+    "fold_mixture",
     "folds_groups",
     "gemm",
+    "head_products",
+    "mixture_sums",
     "partials",
     "partials_of_logits",
     "store_weight_gradient",

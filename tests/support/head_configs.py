@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from rlk_jax.core.fixed_order import column_groups
-from rlk_jax.ops.linear_logp.options import HeadConfig
+from rlk_jax.core.head import HeadConfig
 
 
 def head_config(size: int, **changes: Any) -> HeadConfig:

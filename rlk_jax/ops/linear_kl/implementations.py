@@ -3,12 +3,32 @@
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.dispatch import Implementation, TypicalCall
+from rlk_jax.core.devices import hopper_obstacles, is_hopper
+from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
+from rlk_jax.ops.linear_kl import hopper
 from rlk_jax.ops.linear_kl.deterministic import DETERMINISTIC
 from rlk_jax.ops.linear_kl.reference import REFERENCE
 from rlk_jax.ops.linear_kl.xla import XLA
 
+
+def _mosaic_obstacles(facts: CallFacts) -> list[str]:
+    """Why Mosaic's kernels cannot run."""
+    reasons = hopper_obstacles(facts)
+    heads = [("hidden and lm_head_weight", facts.dtypes[:2])]
+    if facts.config.teacher is None:
+        reasons.append("takes no teacher_ids and teacher_logps yet")
+    else:
+        heads.append(("teacher_hidden and teacher_weight", facts.dtypes[2:4]))
+    for names, (hidden, weight) in heads:
+        if hidden != weight or hidden not in ("bfloat16", "float16"):
+            reasons.append(f"needs {names} both bfloat16 or both float16, not {hidden} and {weight}")
+    if facts.dim % 8:
+        reasons.append(f"needs a hidden dim that is a multiple of 8, not {facts.dim}")
+    return reasons
+
+
 ROWS = (
+    Implementation("mosaic", hopper.mosaic(), _mosaic_obstacles, meant_for=is_hopper, promises_bits=True),
     Implementation("xla", XLA),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),
     Implementation("reference", REFERENCE, by_name_only="holds [N, V] logits of both: the gold of the tests"),

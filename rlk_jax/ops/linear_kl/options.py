@@ -106,6 +106,12 @@ class Operands(NamedTuple):
     teacher: OneHead | None
 
 
+def dims_of(operands: Operands) -> tuple[int, int]:
+    """The widths of student and teacher."""
+    assert operands.teacher is not None
+    return operands.student.hidden.shape[1], operands.teacher.hidden.shape[1]
+
+
 class TeacherTopK(NamedTuple):
     """Tokens that a teacher lists, and their log-probs under it: int32 and float32 `[N, k]`.
 

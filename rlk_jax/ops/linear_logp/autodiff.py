@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core import transforms
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.softmax import values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, upstream_gradients
-from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, HeadFunctions, Needs, Operands
+from rlk_jax.ops.linear_logp.options import HeadFunctions
 from rlk_jax.ops.linear_logp.ranking import Gather, Ranking, finished, ranking_of_no_tokens, with_ranking
 from rlk_jax.ops.linear_logp.sharding.shard import (
     Shard,

@@ -13,22 +13,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from rlk_jax.core import transforms
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.partitioning import chosen_by_devices
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.losses import PolicyLoss
 from rlk_jax.ops.linear_logp.autodiff import flat_values
 from rlk_jax.ops.linear_logp.call import flat_call
-from rlk_jax.ops.linear_logp.options import (
-    Gradients,
-    HeadConfig,
-    HeadFunctions,
-    HeadInputs,
-    HeadOptions,
-    LinearLogpFunctions,
-    Needs,
-    Operands,
-    TokenBlocks,
-)
+from rlk_jax.ops.linear_logp.options import HeadFunctions, HeadInputs, HeadOptions, LinearLogpFunctions, TokenBlocks
 from rlk_jax.ops.linear_logp.token_blocks import values_and_gradients_by_blocks
 
 Array = jax.Array

@@ -30,9 +30,9 @@ from rlk_jax.core.checks import (
     type_name,
 )
 from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.head import HeadConfig, RankingConfig
 from rlk_jax.core.mesh import AxisName, axis_names
-from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
-from rlk_jax.ops.linear_logp.ranking import RankingConfig
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 from rlk_jax.ops.linear_logp.sharding.shard import Shard
 

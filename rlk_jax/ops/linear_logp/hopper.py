@@ -30,13 +30,9 @@ from pallas_kernels.hopper.parts import new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
-from rlk_jax.core.rows import Compacted, compact
-from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
-from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
-from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels, HeadKernels, RankingKernels
-from rlk_jax.ops.linear_logp.hopper_plan import (
+from rlk_jax.core.head import HeadConfig, Operands, head_dim
+from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels, RankingKernels
+from rlk_jax.core.hopper_plan import (
     ChunkRange,
     HopperPlan,
     forward_plan,
@@ -44,14 +40,14 @@ from rlk_jax.ops.linear_logp.hopper_plan import (
     logits_dtype,
     softmax_vocabulary,
 )
+from rlk_jax.core.hopper_slices import bits_of_rows, matrices, over_slices, slice_of
+from rlk_jax.core.rows import Compacted, compact
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
+from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
+from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
 from rlk_jax.ops.linear_logp.hopper_ranking import ranking_functions
-from rlk_jax.ops.linear_logp.hopper_slices import bits_of_rows, matrices, over_slices, slice_of
-from rlk_jax.ops.linear_logp.options import (
-    HeadConfig,
-    LinearLogpFunctions,
-    Operands,
-    head_dim,
-)
+from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
 
 Array = jax.Array
 

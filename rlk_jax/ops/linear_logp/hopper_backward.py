@@ -10,15 +10,15 @@ from pallas_kernels.hopper.arrays import GradientRows, KeptExponentials, KeptRow
 from pallas_kernels.hopper.parts import Matrix, new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim
+from rlk_jax.core.hopper_gradients import new_head_gradients
+from rlk_jax.core.hopper_kernels import HeadKernels
+from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, backward_plan, logits_dtype, replaces_kept
+from rlk_jax.core.hopper_slices import HeadSlice, bits_of_rows, matrices, over_slices, slice_of
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Scaling, fp16_scale, gradient_bound, scaling
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_gradients import new_head_gradients
-from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, backward_plan, logits_dtype, replaces_kept
-from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice, bits_of_rows, matrices, over_slices, slice_of
-from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, head_dim
 
 Array = jax.Array
 

@@ -18,14 +18,10 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.arrays import Softmax
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, statistics_tile
 from pallas_kernels.products import padded
-from rlk_jax.core.rows import Compacted
-from rlk_jax.core.softmax import Scaling
-from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
-from rlk_jax.ops.linear_logp.hopper_gradients import HeadGradients, new_head_gradients, store_bias_gradient
-from rlk_jax.ops.linear_logp.hopper_kernels import BlockKernels
-from rlk_jax.ops.linear_logp.hopper_plan import (
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, kernel_memory_budget
+from rlk_jax.core.hopper_gradients import HeadGradients, new_head_gradients, store_bias_gradient
+from rlk_jax.core.hopper_kernels import BlockKernels
+from rlk_jax.core.hopper_plan import (
     ChunkRange,
     HopperPlan,
     chunks_in_place,
@@ -33,16 +29,13 @@ from rlk_jax.ops.linear_logp.hopper_plan import (
     kept_chunks,
     vocabulary_of,
 )
-from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice
-from rlk_jax.ops.linear_logp.options import (
-    BlockFunctions,
-    Gradients,
-    HeadConfig,
-    Needs,
-    Operands,
-    TokenBlocks,
-    kernel_memory_budget,
-)
+from rlk_jax.core.hopper_slices import HeadSlice
+from rlk_jax.core.rows import Compacted
+from rlk_jax.core.softmax import Scaling
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import fusion_barrier
+from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
+from rlk_jax.ops.linear_logp.options import BlockFunctions, TokenBlocks
 
 Array = jax.Array
 _LEAST_ROWS = 1024

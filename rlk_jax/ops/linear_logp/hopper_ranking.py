@@ -20,25 +20,12 @@ from rlk_jax.core.allowed import is_allowed
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.gemm import GemmLayout, by_kernel
+from rlk_jax.core.head import HeadConfig, Operands, RankingConfig, head_dim, kernel_memory_budget, real_columns
+from rlk_jax.core.hopper_kernels import RankingKernels
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.hopper_kernels import RankingKernels
-from rlk_jax.ops.linear_logp.options import (
-    HeadConfig,
-    Operands,
-    RankingFunctions,
-    head_dim,
-    kernel_memory_budget,
-    real_columns,
-)
-from rlk_jax.ops.linear_logp.ranking import (
-    BestColumns,
-    Gather,
-    RankingConfig,
-    Target,
-    add_columns,
-    no_columns,
-)
+from rlk_jax.ops.linear_logp.options import RankingFunctions
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, no_columns
 
 Array = jax.Array
 _BYTES_PER_PRODUCT = 24

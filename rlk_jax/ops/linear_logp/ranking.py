@@ -4,13 +4,13 @@ Columns are compared by their logits alone, equal ones by their places, so that 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlk_jax.core.head import RankingConfig
 from rlk_jax.core.softmax import Statistics
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 
@@ -20,15 +20,6 @@ NO_TOKEN = -1
 
 Gather = Callable[[Any], Any]
 """A function from the groups `[groups, ...]` of one shard to those of the whole vocabulary, in its order."""
-
-
-@dataclass(frozen=True)
-class RankingConfig:
-    """What is wanted of a ranking."""
-
-    top_k: int | None
-    """How many of the most probable tokens; None for none."""
-    has_target_rank: bool
 
 
 class Ranking(NamedTuple):

@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.gemm import plain_gemm
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.reference import scaled_logits, values_of_logits
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.options import (
-    Gradients,
-    HeadConfig,
-    LinearLogpFunctions,
-    Needs,
-    Operands,
-    RankingFunctions,
-)
+from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
 from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Gather
 
 

@@ -10,19 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim
 from rlk_jax.core.rows import Block, fold_sequences
 from rlk_jax.core.softmax import values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.options import (
-    BlockFunctions,
-    Gradients,
-    HeadConfig,
-    LinearLogpFunctions,
-    Needs,
-    Operands,
-    TokenBlocks,
-    head_dim,
-)
+from rlk_jax.ops.linear_logp.options import BlockFunctions, LinearLogpFunctions, TokenBlocks
 
 Array = jax.Array
 

@@ -20,14 +20,9 @@ from pallas_kernels.triton.gemm import ALIGNED, gemm
 from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange, HeadShape, KernelOperands
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.gemm import GemmLayout
-from rlk_jax.core.rows import Compacted, compact
-from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, scaling, values_of
-from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.options import (
+from rlk_jax.core.head import (
     Gradients,
     HeadConfig,
-    LinearLogpFunctions,
     Needs,
     Operands,
     head_dim,
@@ -35,6 +30,11 @@ from rlk_jax.ops.linear_logp.options import (
     rank_axis,
     real_columns,
 )
+from rlk_jax.core.rows import Compacted, compact
+from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, scaling, values_of
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
+from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
 
 Array = jax.Array
 

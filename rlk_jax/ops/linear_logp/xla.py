@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core.gemm import GemmLayout, common_dtype, wide_product
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, real_columns
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
 from rlk_jax.core.softmax import (
     Partial,
@@ -25,16 +26,7 @@ from rlk_jax.core.softmax import (
 )
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import varying_like
-from rlk_jax.ops.linear_logp.options import (
-    Gradients,
-    HeadConfig,
-    LinearLogpFunctions,
-    Needs,
-    Operands,
-    RankingFunctions,
-    head_dim,
-    real_columns,
-)
+from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
 from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, logps_of_statistics, no_columns
 
 Array = jax.Array

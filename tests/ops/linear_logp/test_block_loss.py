@@ -19,10 +19,11 @@ from pallas_kernels.products import padded
 from rlk_jax import dispatch
 from rlk_jax.checker import gold
 from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.head import Gradients
 from rlk_jax.grpo import LossOptions, policy_loss
 from rlk_jax.losses.options import LossType
 from rlk_jax.ops.linear_logp import hopper
-from rlk_jax.ops.linear_logp.options import BlockFunctions, Gradients, TokenBlocks
+from rlk_jax.ops.linear_logp.options import BlockFunctions, TokenBlocks
 from rlk_jax.ops.linear_logp.sharding.partition import partitioned
 from rlk_jax.ops.linear_logp.xla import XLA
 from tests.support import helpers, policy_losses

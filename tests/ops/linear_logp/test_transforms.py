@@ -12,8 +12,8 @@ import pytest
 
 from rlk_jax import linear_logp
 from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.head import HeadConfig
 from rlk_jax.ops.linear_logp import xla
-from rlk_jax.ops.linear_logp.options import HeadConfig
 from tests.support import helpers
 from tests.support.helpers import Case, assert_within_contract
 

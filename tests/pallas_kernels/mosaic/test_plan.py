@@ -23,11 +23,11 @@ from pallas_kernels.hopper.tiles import (
 )
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
+from rlk_jax.core import hopper_plan
 from rlk_jax.core.fixed_order import column_groups
+from rlk_jax.core.head import Needs
 from rlk_jax.core.rows import compact
-from rlk_jax.ops.linear_logp import hopper_plan
 from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
-from rlk_jax.ops.linear_logp.options import Needs
 from tests.support.head_configs import head_config
 from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
 

@@ -16,9 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.checks import as_array, is_concrete
 from rlk_jax.core.dispatch import choose
+from rlk_jax.core.head import HeadConfig
 from rlk_jax.ops.linear_logp.call import facts_of_call, tokens_of
 from rlk_jax.ops.linear_logp.checks import check_call
-from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
 
 _ALLOWED = ("allowed_ids", "allowed_mask")
 TEXT_BYTES = 1024

@@ -17,18 +17,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.mesh import axis_names, evenly_spread
 from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.options import (
-    Gradients,
-    HeadConfig,
-    HeadFunctions,
-    LinearLogpFunctions,
-    Needs,
-    Operands,
-    WeightLayout,
-)
+from rlk_jax.ops.linear_logp.options import HeadFunctions, LinearLogpFunctions, WeightLayout
 from rlk_jax.ops.linear_logp.ranking import Gather, Ranking
 from rlk_jax.ops.linear_logp.sharding.shard import (
     Shard,

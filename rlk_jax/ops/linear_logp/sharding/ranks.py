@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from rlk_jax.core.allowed import words_from
 from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, column_groups
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, LinearLogpFunctions, Needs, Operands
+from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
 
 Array = jax.Array
 

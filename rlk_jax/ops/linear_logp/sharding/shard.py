@@ -16,11 +16,12 @@ from jax.sharding import AxisType
 from rlk_jax.core.allowed import words_from
 from rlk_jax.core.dispatch import refuse_if_strict
 from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, ascending_sum, column_groups, zeros_behind
+from rlk_jax.core.head import HeadConfig
 from rlk_jax.core.mesh import AxisName, axis_names, is_checked
 from rlk_jax.core.reports import reported
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import equally_varying, varying_axes, varying_like
-from rlk_jax.ops.linear_logp.options import HeadConfig, Reduction
+from rlk_jax.ops.linear_logp.options import Reduction
 
 if TYPE_CHECKING:
     from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from rlk_jax.core.checks import require_positive_integer
+from rlk_jax.core.head import HeadConfig
 from rlk_jax.core.mesh import AxisName, axis_names, explicit_spec
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops.linear_logp.call import on_device
@@ -24,7 +25,7 @@ from rlk_jax.ops.linear_logp.checks import (
     check_outside_shard_map,
     head_inputs,
 )
-from rlk_jax.ops.linear_logp.options import HeadConfig, HeadInputs, HeadOptions, LowRank, WeightLayout
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agree, agreed_on_mesh, mesh_of_array
 from rlk_jax.ops.linear_logp.sharding.partition import HeadLayout, head_layout
 from rlk_jax.ops.linear_logp.sharding.shard import shard_width

@@ -1,4 +1,4 @@
-"""What linear_logp asks of a set of kernels for Hopper, whichever language they are written in."""
+"""What is asked of a set of a head's kernels for Hopper, whichever language they are written in."""
 
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ Ref = Any
 
 
 class HeadKernels(Protocol):
-    """The kernels of linear_logp for Hopper, as `pallas_kernels.mosaic.head_kernels` and `pallas_kernels.cuda.kernels`
+    """The kernels of a head for Hopper, as `pallas_kernels.mosaic.head_kernels` and `pallas_kernels.cuda.kernels`
     have them; their docstrings say what each computes.
     """
 

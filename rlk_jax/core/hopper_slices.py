@@ -1,4 +1,4 @@
-"""What the kernels of linear_logp see on Hopper: hidden's active rows, and the head in slices of the vocabulary."""
+"""What the kernels of a head see on Hopper: hidden's active rows, and the head in slices of the vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.products import LowRankTerm
 from rlk_jax.core.fixed_order import zeros_behind
-from rlk_jax.core.rows import Compacted
-from rlk_jax.core.tokens import Tokens
-from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_plan import (
+from rlk_jax.core.head import Operands, rank_axis, real_columns
+from rlk_jax.core.hopper_plan import (
     ChunkRange,
     HopperPlan,
     softmax_vocabulary,
     stores_in_place,
     vocabulary_of,
 )
-from rlk_jax.ops.linear_logp.options import Operands, rank_axis, real_columns
+from rlk_jax.core.rows import Compacted
+from rlk_jax.core.tokens import Tokens
+from rlk_jax.core.transforms import fusion_barrier
 
 Array = jax.Array
 

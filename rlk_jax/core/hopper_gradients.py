@@ -1,4 +1,4 @@
-"""The gradients of linear_logp's operands on Hopper, from those of one slice's logits at a time."""
+"""The gradients of a head's operands on Hopper, from those of one slice's logits at a time."""
 
 import functools
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from pallas_kernels.hopper.parts import Matrix, leading_parts
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine
 from pallas_kernels.products import padded
 from rlk_jax.core.fixed_order import ascending_sum, zeros_behind
+from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, rank_axis
+from rlk_jax.core.hopper_kernels import HeadKernels, Ref
+from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
+from rlk_jax.core.hopper_slices import HeadSlice
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.softmax import Scaling
 from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_logp.hopper_kernels import HeadKernels, Ref
-from rlk_jax.ops.linear_logp.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
-from rlk_jax.ops.linear_logp.hopper_slices import HeadSlice
-from rlk_jax.ops.linear_logp.options import Gradients, HeadConfig, Needs, Operands, rank_axis
 
 Array = jax.Array
 

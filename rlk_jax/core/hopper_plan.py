@@ -1,4 +1,4 @@
-"""The plan of linear_logp on Hopper: slices of the vocabulary that are as wide as the memory budget holds.
+"""The plan of a head on Hopper: slices of the vocabulary that are as wide as the memory budget holds.
 
 Everything here is a pure function of static facts. No choice changes a bit.
 """
@@ -9,13 +9,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
-from rlk_jax.ops.linear_logp.options import HeadConfig, Needs, kernel_memory_budget
+from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
 
 _FEW_TILES = 96
 """Tiles of dH, of 128 rows and 256 columns, below which the multiprocessors of a Hopper GPU have too little to do."""
+
+
+_LAUNCHES = 0.3
+"""The time between the kernels of two slices, in rounds."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,9 @@ class BufferSizes:
     """Bytes for the whole pass, whatever its slices."""
     exponentials: int = 0
     """Bytes of kept exponentials, which are held while slices of kept chunks are worked on."""
+    wants_whole_rounds: bool = False
+    """Whether slices are so wide that their products fill the machine round by round. A pass of many slices would else
+    wait for the last tiles of each."""
 
 
 def kept_bytes(config: HeadConfig, tokens: int) -> int:
@@ -200,17 +207,20 @@ def sums_groups_at_once(config: HeadConfig, dim: int, tokens: int) -> bool:
     return few and every <= kernel_memory_budget(config, dim, tokens) // 2
 
 
-def _plan(
+def sliced_plan(
     config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes, unit: int
 ) -> HopperPlan:
     """A plan whose slices are as wide as the budget holds, at least one chunk, and equally wide but for rounding within
-    each range. Slices that can hold `unit` chunks are a multiple of it wide.
+    each range, unless `sizes` say that whole rounds are wanted. Slices that can hold `unit` chunks are a multiple of it
+    wide.
     """
     budget = kernel_memory_budget(config, dim, tokens)
 
     def width(count: int, fixed: int, per_chunk: int) -> int:
         affordable = max(1, (budget - fixed) // per_chunk) if per_chunk else count
         multiple = unit if affordable >= unit else 1
+        if sizes.wants_whole_rounds and multiple == 1:
+            return _width_of_fewest_rounds(tokens, count, min(count, affordable))
         units = -(-count // multiple)
         return min(count, multiple * -(-units // -(-units // (affordable // multiple))))
 
@@ -227,29 +237,52 @@ def _plan(
     return HopperPlan(config, dim, tokens, ranges, sums_groups_at_once(config, dim, tokens))
 
 
+def _width_of_fewest_rounds(tokens: int, count: int, most: int) -> int:
+    """The width, of at most `most` chunks, whose slices take the fewest rounds of products over the machine for `count`
+    chunks; a slice itself counts for a part of a round.
+    """
+    tile = statistics_tile(tokens)
+    blocks, clusters = -(-tokens // tile.cluster_rows), Machine().sm_count // tile.cluster
+
+    def rounds(width: int) -> float:
+        whole, rest = divmod(count, width)
+        of_rest = -(-blocks * rest // clusters) + _LAUNCHES if rest else 0
+        return whole * (-(-blocks * width // clusters) + _LAUNCHES) + of_rest
+
+    return min(range(most, most // 2, -1), key=rounds)
+
+
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
     """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
-    sizes = BufferSizes(0, _head_chunk_bytes(dim), kept * kept_bytes(config, tokens))
-    return _plan(config, dim, tokens, in_place, 0, sizes, 1)
+    sizes = BufferSizes(0, copied_chunk_bytes(dim), kept * kept_bytes(config, tokens))
+    return sliced_plan(config, dim, tokens, in_place, 0, sizes, 1)
 
 
 def backward_plan(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any, kept: int = 0) -> HopperPlan:
     """Slices whose dlogits, and copies of the head where it needs them, fit the budget beside the compacted rows and
     the exponentials of `kept` chunks until their gradients are made.
 
-    A padded head that is read in place is copied only in the chunks that end within 64 columns of the padding. Slices
-    end with groups of the vocabulary, or leave room for the chain of the group that they end inside.
+    A padded head that is read in place is copied only in the chunks that end within 64 columns of the padding.
     """
     sizes = backward_sizes(config, dim, tokens, needs, dtype)
     sizes = replace(sizes, exponentials=kept * kept_bytes(config, tokens))
+    return plan_of_sums(config, dim, tokens, sizes, needs, kept)
+
+
+def plan_of_sums(
+    config: HeadConfig, dim: int, tokens: int, sizes: BufferSizes, needs: Needs, kept: int = 0
+) -> HopperPlan:
+    """The plan of a backward that holds so many bytes. Slices end with groups of the vocabulary, or leave room for the
+    chain of dH of the group that they end inside.
+    """
     of_call = (config, dim, tokens, chunks_in_place(config, dim), kept)
     if not needs.hidden or sums_groups_at_once(config, dim, tokens):
-        return _plan(*of_call, sizes, 1)
-    plan = _plan(*of_call, sizes, vocabulary_of(config).group_chunks)
+        return sliced_plan(*of_call, sizes, 1)
+    plan = sliced_plan(*of_call, sizes, vocabulary_of(config).group_chunks)
     if not plan.cuts_groups:
         return plan
-    return _plan(*of_call, replace(sizes, fixed=sizes.fixed + chain_bytes(dim, tokens)), 1)
+    return sliced_plan(*of_call, replace(sizes, fixed=sizes.fixed + chain_bytes(dim, tokens)), 1)
 
 
 def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtype: Any) -> BufferSizes:
@@ -258,16 +291,16 @@ def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtyp
     """
     rows = matrix_rows(tokens)
     hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    copies = _head_chunk_bytes(dim)
+    copies = copied_chunk_bytes(dim)
     if needs.weight and not (config.weight_parts > 1 and stores_in_place(config, dim)):
-        copies += config.weight_parts * _head_chunk_bytes(dim)
+        copies += config.weight_parts * copied_chunk_bytes(dim)
     fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies * config.hidden_parts
     if sums_groups_at_once(config, dim, tokens) and not config.sums_by_group:
         fixed += (config.groups.count - 1) * chain_bytes(dim, tokens)
     return BufferSizes(2 * COLUMNS * rows * config.logit_parts, copies, fixed)
 
 
-def _head_chunk_bytes(dim: int) -> int:
+def copied_chunk_bytes(dim: int) -> int:
     """Bytes of one chunk of a copied head, and of the gather that makes it; or of its two parts, which XLA gathers and
     makes in one kernel.
     """

@@ -1,0 +1,64 @@
+"""What the kernels of linear_kl take and return on Hopper.
+
+Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. a and b are the two heads.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pallas_kernels.hopper.arrays import LogitsConfig
+
+EMPTY_SHIFT = -1e30
+"""The shift of columns of which none is possible. It is finite, so that the difference of two is no NaN."""
+
+
+@dataclass(frozen=True)
+class TwoLogits:
+    """How the products with both heads become logits. Both have one vocabulary."""
+
+    a: LogitsConfig
+    b: LogitsConfig
+
+
+class HeadProducts(NamedTuple):
+    """What logits are made of: products of rows and one head.
+
+    products: float32 `[rows, slice's chunks · 256]`, rows a multiple of 64. bias: float32 `[slice's chunks · 256]`, or
+    None. temperature: float32 `[rows]`.
+    """
+
+    products: Any
+    bias: Any
+    temperature: Any
+
+
+class DivergencePartials(NamedTuple):
+    """What D(a ‖ b) is made of, over the columns of each chunk or group, float32 `[chunks or groups, rows]` each.
+
+    total_a is Σ 2^(y_a − shift_a), where the integer shift_a is nearest to the largest y_a, and `EMPTY_SHIFT` where no
+    column is possible; those of b likewise. cross is Σ 2^(y_a − shift_a)·(y_b − y_a). With d = ln(2)·(y_b − y_a),
+    excess is Σ 2^(y_a − k)·(eᵈ − 1 − d), k the larger one of both shifts. Fields may also be references.
+    """
+
+    shift_a: Any
+    total_a: Any
+    shift_b: Any
+    total_b: Any
+    cross: Any
+    excess: Any
+
+
+class RowNormalizer(NamedTuple):
+    """The softmax of each row over the whole vocabulary: shift is as above, and log_total is log2 Σ 2^(y − shift)."""
+
+    shift: Any
+    log_total: Any
+
+
+class MixtureSums(NamedTuple):
+    """The terms of the divergence from a mixture and their slopes, summed over the columns of each chunk, float32
+    `[chunks, rows]`. a is the student, b the teacher.
+    """
+
+    value: Any
+    slope: Any

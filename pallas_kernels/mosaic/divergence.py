@@ -1,0 +1,307 @@
+"""The sums of linear_kl over products with two heads that are in memory: at the speed of memory, chunk by chunk.
+
+A block takes 64 rows of one chunk, in the registers that a product would leave them in, strip by strip of 64 columns.
+Strips of a chunk, chunks of a group and groups are folded in ascending order. Sums of both heads go by the same code,
+so that equal logits have equal ones.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
+from pallas_kernels.hopper.divergence import (
+    EMPTY_SHIFT,
+    DivergencePartials,
+    HeadProducts,
+    MixtureSums,
+    RowNormalizer,
+    TwoLogits,
+)
+from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
+from pallas_kernels.logits import LN_2, LOG2_E
+from pallas_kernels.mosaic.launch import launch
+from pallas_kernels.mosaic.main_loop import ROW, STRIP, WARPGROUP_ROWS, over_columns, row_vector
+from pallas_kernels.mosaic.statistics import (
+    chunk_width,
+    column_bias,
+    logit_exponents,
+    logit_scaling,
+    masked,
+    softcapped,
+    with_bias,
+)
+
+Array = jax.Array
+Ref = Any
+_NEAR = 0.5
+"""Differences of logits up to this are small: there a series keeps the digits that eᵈ − 1 − d would lose."""
+_FEW_COLUMNS = 32
+"""Columns whose terms of a mixture are computed together: the temporaries of more would spill registers."""
+_NEAR_ONE = 0.25
+"""Up to this distance from 1 a series computes logarithms."""
+_LARGEST_DIFFERENCE = 80.0
+"""Where one probability is less than e⁻⁸⁰ of the other, it adds nothing to their mixture, and eᵈ stays finite."""
+_SERIES = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320)
+
+
+def _polynomial(x: Array, factors: tuple[float, ...]) -> Array:
+    """Σ factors[i]·xⁱ."""
+    first, *others = reversed(factors)
+    return functools.reduce(lambda so_far, factor: so_far * x + factor, others, jnp.full_like(x, first))
+
+
+def _excess(a: Array, b: Array, d: Array) -> Array:
+    """a·(eᵈ − 1 − d), where b = a·eᵈ."""
+    near, far = a * ((d * d) * _polynomial(d, _SERIES)), b - a * (1 + d)
+    # An impossible column has d = ±∞, and 0·∞ must be 0.
+    return jnp.where(a == 0, b, jnp.where(jnp.abs(d) < _NEAR, near, far))
+
+
+def _power(x: Array) -> tuple[Array, Array]:
+    """eˣ and eˣ − 1 without cancellation."""
+    power = jnp.exp2(x * LOG2_E)
+    return power, jnp.where(jnp.abs(x) < _NEAR, x * _polynomial(x, (1.0, *_SERIES)), power - 1)
+
+
+def _log_mixture(own: float, other: float, d: Array) -> Array:
+    """ln(own + other·eᵈ) for two shares whose sum is 1; exactly 0 for d = 0."""
+    power, less_one = _power(d)
+    w = other * less_one
+    # ln(1 + w) is 2·artanh(s), of which a series keeps digits where w is near 0.
+    s = w / (2 + w)
+    square = s * s
+    near = s * _polynomial(square, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
+    return jnp.where(jnp.abs(w) < _NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
+
+
+def _strip(head: HeadProducts, row: Array, place: Array, columns: int = STRIP) -> tuple[Array, Array | None]:
+    """The products of 64 rows and some columns, and the columns' bias."""
+    there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, columns)]
+    products = plgpu.load(there, layout=plgpu.Layout.WGMMA, optimized=False)
+    return products, column_bias(head.bias, place, columns)
+
+
+def _over_strips[Carry](
+    heads: tuple[HeadProducts, HeadProducts],
+    row: Array,
+    place: Array,
+    add: Callable[[int, list[Array]], Carry],
+    joined: Callable[[Carry, Carry], Carry],
+    *,
+    prefetches: bool,
+) -> Carry:
+    """The fold of `add(first column, both heads' products with their bias)` over the strips of a chunk.
+
+    prefetches: each strip is loaded while the one before it is worked on, for which there must be registers.
+    """
+
+    def load(first: int) -> list[tuple[Array, Array | None]]:
+        return [_strip(head, row, place + first) for head in heads]
+
+    found, sums = load(0) if prefetches else [], None
+    for first in range(0, COLUMNS, STRIP):
+        found = found if prefetches else load(first)
+        following = load(first + STRIP) if prefetches and first + STRIP < COLUMNS else []
+        own = add(first, [with_bias(*x) for x in found])
+        sums, found = own if sums is None else joined(sums, own), following
+    assert sums is not None
+    return sums
+
+
+def _of_chunks(
+    name: str,
+    vocabulary_of: LogitsConfig,
+    machine: Machine,
+    where: VocabSlice,
+    heads: tuple[HeadProducts, HeadProducts],
+    rows: Any,
+    out: Any,
+    sums_of: Callable[[tuple[HeadProducts, HeadProducts], Any, Array, Array, Array], Any],
+) -> None:
+    """Write what `sums_of(heads, rows, row, place, width)` gives for each 64 rows and each chunk of a slice."""
+    vocabulary = vocabulary_of.head.vocabulary
+    row_count, columns = heads[0].products.shape
+
+    def body(where_gmem: VocabSlice, heads_gmem: Any, rows_gmem: Any, out_gmem: Any, _outputs: tuple[()]) -> None:
+        row, inside = lax.axis_index("blocks") * WARPGROUP_ROWS, lax.axis_index("groups")
+        chunk = where_gmem.first_chunk[0] + inside
+
+        @pl.when((row < where_gmem.rows[0]) & (inside < where_gmem.chunks[0]))
+        def _() -> None:
+            width = chunk_width(vocabulary, where_gmem, chunk)
+            found = sums_of(heads_gmem, rows_gmem, row, inside * COLUMNS, width)
+            for ref, value in zip(out_gmem, found, strict=True):
+                ref[chunk, pl.ds(row, WARPGROUP_ROWS)] = value
+
+    grid = (row_count // WARPGROUP_ROWS, columns // COLUMNS)
+    launch(body, name, machine, (), grid, where, heads, rows, out, approx_math=True)
+
+
+def divergence_partials(
+    logits: TwoLogits,
+    machine: Machine,
+    where: VocabSlice,
+    a: HeadProducts,
+    b: HeadProducts,
+    out: DivergencePartials,
+) -> None:
+    """Write the partials of D(a ‖ b) over one slice of chunks into the references `out [chunks, rows]`.
+
+    Rows of `out` are a multiple of 64. Those behind the last 64 rows that count are not written.
+    """
+
+    def sums_of(
+        heads: tuple[HeadProducts, HeadProducts], _: tuple[()], row: Array, place: Array, width: Array
+    ) -> DivergencePartials:
+        scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
+
+        def of_head(config: LogitsConfig, values: Array, scale: Array, first: int) -> tuple[Array, Array, Array, Array]:
+            """Exponents and exponentials of a strip, its shift and its total."""
+            values = masked(config, values, width - first, -jnp.inf)
+            scaling = logit_scaling(config, values.max(axis=1), scale)
+            exponents, derivative = logit_exponents(config, scaling, values)
+            if derivative is not None:
+                # The softcap of −∞ is finite.
+                exponents = masked(config, exponents, width - first, -jnp.inf)
+            exponentials = jnp.exp2(exponents)
+            total = exponentials.sum(axis=1)
+            return exponents, exponentials, jnp.where(total == 0, EMPTY_SHIFT, scaling.shift), total
+
+        def add(first: int, products: list[Array]) -> DivergencePartials:
+            (y_a, exp_a, shift_a, total_a), (y_b, exp_b, shift_b, total_b) = (
+                of_head(*x, first) for x in zip((logits.a, logits.b), products, scales, strict=True)
+            )
+            difference = (y_b - y_a) + over_columns(shift_b - shift_a, STRIP)
+            cross = jnp.where(exp_a == 0, 0.0, exp_a * difference).sum(axis=1)
+            larger = jnp.maximum(shift_a, shift_b)
+            to_a, to_b = (over_columns(jnp.exp2(shift - larger), STRIP) for shift in (shift_a, shift_b))
+            excess = _excess(exp_a * to_a, exp_b * to_b, difference * LN_2).sum(axis=1)
+            return DivergencePartials(shift_a, total_a, shift_b, total_b, cross, excess)
+
+        is_plain = logits.a.softcap is None and logits.b.softcap is None
+        return _over_strips(heads, row, place, add, _joined, prefetches=is_plain)
+
+    _of_chunks("linear_kl_partials", logits.a, machine, where, (a, b), (), out, sums_of)
+
+
+def _joined(x: DivergencePartials, y: DivergencePartials) -> DivergencePartials:
+    """The partials over the columns of both. Factors are powers of two, so that products round nothing."""
+    shift_a, shift_b = jnp.maximum(x.shift_a, y.shift_a), jnp.maximum(x.shift_b, y.shift_b)
+    larger = jnp.maximum(shift_a, shift_b)
+
+    def rescaled(part: DivergencePartials) -> tuple[Array, Array, Array, Array]:
+        of_a, of_b = jnp.exp2(part.shift_a - shift_a), jnp.exp2(part.shift_b - shift_b)
+        of_excess = jnp.exp2(jnp.maximum(part.shift_a, part.shift_b) - larger)
+        # A sum may be infinite, and 0·∞ must be 0.
+        cross = jnp.where(of_a == 0, 0.0, part.cross * of_a)
+        return part.total_a * of_a, part.total_b * of_b, cross, jnp.where(of_excess == 0, 0.0, part.excess * of_excess)
+
+    total_a, total_b, cross, excess = map(jnp.add, rescaled(x), rescaled(y))
+    return DivergencePartials(shift_a, total_a, shift_b, total_b, cross, excess)
+
+
+def mixture_sums(
+    logits: TwoLogits,
+    share: float,
+    machine: Machine,
+    where: VocabSlice,
+    products: tuple[HeadProducts, HeadProducts],
+    normalizers: tuple[RowNormalizer, RowNormalizer],
+    out: MixtureSums,
+) -> None:
+    """Write the sums of the generalised Jensen-Shannon divergence over one slice of chunks into the references
+    `out [chunks, rows]`. `share` is that of b, the teacher, in the mixture.
+
+    Rows of `out` are a multiple of 64. Those behind the last 64 rows that count are not written.
+    """
+
+    def sums_of(
+        heads: tuple[HeadProducts, HeadProducts],
+        rows: tuple[RowNormalizer, RowNormalizer],
+        row: Array,
+        place: Array,
+        width: Array,
+    ) -> MixtureSums:
+        scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
+        known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in rows]
+
+        def add(i: Array, so_far: MixtureSums) -> MixtureSums:
+            first = i * _FEW_COLUMNS
+            products = [with_bias(*_strip(head, row, place + first, _FEW_COLUMNS)) for head in heads]
+            log_a, log_b = (
+                _log_probability(config, values, scale, normalizer, width - first)
+                for config, values, scale, normalizer in zip((logits.a, logits.b), products, scales, known, strict=True)
+            )
+            p, q = jnp.exp2(log_a), jnp.exp2(log_b)
+            # Both may be −∞, whose difference is NaN.
+            difference = jnp.where((p == 0) & (q == 0), 0.0, (log_a - log_b) * LN_2)
+            d = jnp.minimum(jnp.maximum(difference, -_LARGEST_DIFFERENCE), _LARGEST_DIFFERENCE)
+            mixture = share * q + (1 - share) * p
+            from_b, from_a = _log_mixture(share, 1 - share, d), _log_mixture(1 - share, share, -d)
+            value = share * _excess(q, mixture, from_b) + (1 - share) * _excess(p, mixture, from_a)
+            own = MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
+            return _added(so_far, own)
+
+        zeros = plgpu.layout_cast(jnp.zeros(WARPGROUP_ROWS, jnp.float32), ROW)
+        return lax.fori_loop(0, COLUMNS // _FEW_COLUMNS, add, MixtureSums(zeros, zeros))
+
+    _of_chunks("linear_kl_mixture", logits.a, machine, where, products, normalizers, out, sums_of)
+
+
+def _log_probability(
+    logits: LogitsConfig, values: Array, scale: Array, normalizer: RowNormalizer, width: Array
+) -> Array:
+    """log2 of the probabilities of a strip's columns, of which the first `width` are the chunk's."""
+    values, columns = softcapped(values, logits.softcap)[0], values.shape[1]
+    centred = values * over_columns(scale, columns) - over_columns(normalizer.shift, columns)
+    return masked(logits, centred - over_columns(normalizer.log_total, columns), width, -jnp.inf)
+
+
+def _added(x: MixtureSums, y: MixtureSums) -> MixtureSums:
+    return MixtureSums(x.value + y.value, x.slope + y.slope)
+
+
+def fold_divergence(partials: DivergencePartials, groups: int, active: Array, machine: Machine) -> DivergencePartials:
+    """The partials of groups `[groups, rows]` from those of chunks or groups `[chunks, rows]`, in ascending order, for
+    rows before `active [1]`. Rows are a multiple of THREADS.
+    """
+    return _fold("linear_kl_fold", _joined, partials, groups, active, machine)
+
+
+def fold_mixture(sums: MixtureSums, groups: int, active: Array, machine: Machine) -> MixtureSums:
+    """The sums over groups `[groups, rows]`, from those over chunks or groups, as `fold_divergence` folds partials."""
+    return _fold("linear_kl_fold_mixture", _added, sums, groups, active, machine)
+
+
+def _fold[Sums](
+    name: str, joined: Callable[[Sums, Sums], Sums], partials: Any, groups: int, active: Array, machine: Machine
+) -> Any:
+    """Fold `[chunks, rows]` to `[groups, rows]`. Each thread has a row."""
+    count, rows = partials[0].shape[0] // groups, partials[0].shape[1]
+
+    def body(active_gmem: Ref, partials_gmem: Any, out_gmem: Any) -> None:
+        block, group = lax.axis_index("blocks"), lax.axis_index("groups")
+
+        @pl.when(block * THREADS < active_gmem[0])
+        def _() -> None:
+            here = pl.ds(block * THREADS, THREADS)
+
+            def load(i: Any) -> Any:
+                return jax.tree.map(
+                    lambda ref: plgpu.load(ref.at[group * count + i, here], optimized=False), partials_gmem
+                )
+
+            folded = lax.fori_loop(1, count, lambda i, so_far: joined(so_far, load(i)), load(0))
+            for ref, value in zip(out_gmem, folded, strict=True):
+                ref[group, here] = value
+
+    row = jax.ShapeDtypeStruct((groups, rows), jnp.float32)
+    out_type = jax.tree.map(lambda _: row, partials)
+    return launch(body, name, machine, out_type, (rows // THREADS, groups), active, partials)

@@ -1,0 +1,156 @@
+"""linear_kl on Hopper, by Mosaic's kernels: slice by slice of the vocabulary.
+
+For each slice, float32 products with both heads are made by one kernel, and read once by another, which sums up
+what a divergence is made of for each row and chunk of 256 columns. Chunks are folded to the eight groups of the
+vocabulary, and these in ascending order. The divergence from a mixture needs both softmaxes first, which a pass over
+each head takes without products in memory. The backward makes the products of each slice once more, turns them into
+gradients of the student's logits in 16 bits, and sums these up as that of linear_logp does.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.arrays import LogitsConfig, Softmax, new_partials
+from pallas_kernels.hopper.divergence import DivergencePartials, MixtureSums, RowNormalizer, TwoLogits
+from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.logits import LN_2
+from rlk_jax.core.devices import default_machine
+from rlk_jax.core.fixed_order import rounded_product
+from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
+from rlk_jax.core.hopper_slices import over_slices, slice_of
+from rlk_jax.core.rows import Compacted
+from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer
+from rlk_jax.ops.linear_kl.hopper_backward import student_gradients
+from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
+from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, RowsOfHead, both_rows
+from rlk_jax.ops.linear_kl.options import KlConfig, KlFunctions, KlTokens, Operands, dims_of
+
+Array = jax.Array
+_LN_2_HIGH, _LN_2_LOW = 0.693145751953125, LN_2 - 0.693145751953125
+"""ln 2 in two parts: the product of the first and a shift is exact."""
+
+
+def _kernels() -> KlKernels:
+    from pallas_kernels.mosaic import head_kernels
+
+    return head_kernels
+
+
+def mosaic(machine: Machine | None = None) -> KlFunctions:
+    """The implementation by Pallas Mosaic GPU kernels, for one machine; None for the GPU that JAX sees.
+
+    The kernels are imported when one of them is traced.
+    """
+    return KlFunctions(
+        functools.partial(_forward, _kernels, machine), functools.partial(student_gradients, _kernels, machine)
+    )
+
+
+def _forward(
+    kernels: Callable[[], KlKernels], machine: Machine | None, config: KlConfig, operands: Operands, tokens: KlTokens
+) -> tuple[Array, KlStatistics]:
+    use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
+    operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
+    plans = forward_plans(config, dims_of(operands), typed.shape[0])
+    both = both_rows(plans, operands, tokens)
+    found = (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both)
+    return varying_like(jax.tree.map(both.rows.spread, found), typed)
+
+
+def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, KlStatistics]:
+    """The divergence of the teacher from the student or of the student from the teacher, by one pass."""
+    plans, count = both.plans, both.rows.count
+    shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
+    out = DivergencePartials(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in DivergencePartials._fields))
+
+    def step(chunks: ChunkRange, index: Any) -> None:
+        a, b = both.products(use, machine, chunks, index)
+        if config.kind == "forward":
+            a, b = b, a
+        logits = TwoLogits(a.logits, b.logits)
+        use.divergence_partials(logits, machine, a.part.where, a.products, b.products, out)
+
+    over_slices(plans.student, step)
+    groups = use.fold_divergence(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
+    whole = fusion_barrier(use.fold_divergence(groups, 1, count, machine))
+    value, a, b = _divergence_of(jax.tree.map(lambda x: x[0], whole))
+    if config.kind == "forward":
+        # The slopes p − q add up to 0.
+        return value, KlStatistics(b, a, jnp.zeros_like(value))
+    return value, KlStatistics(a, b, value)
+
+
+def _from_mixture(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, KlStatistics]:
+    """The divergence of both from their mixture: a first pass over each head gives its softmax, and a second one over
+    both the terms.
+    """
+    plans, count = both.plans, both.rows.count
+    softmaxes = [_softmax_of(use, machine, head, both.rows) for head in (both.student, both.teacher)]
+    student, teacher = (RowNormalizer(x.shift, jnp.log2(x.total)) for x in softmaxes)
+    student, teacher = fusion_barrier((student, teacher))
+    shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
+    out = MixtureSums(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in MixtureSums._fields))
+
+    def step(chunks: ChunkRange, index: Any) -> None:
+        own, other = both.products(use, machine, chunks, index)
+        logits, products = TwoLogits(own.logits, other.logits), (own.products, other.products)
+        use.mixture_sums(logits, config.beta, machine, own.part.where, products, (student, teacher), out)
+
+    over_slices(plans.student, step)
+    groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
+    value, slope = (x[0] for x in fusion_barrier(use.fold_mixture(groups, 1, count, machine)))
+    of_student, of_teacher = (_normalizer(x.shift, x.total) for x in softmaxes)
+    return value, KlStatistics(of_student, of_teacher, slope)
+
+
+def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted) -> Softmax:
+    """The softmax of one head, for which no products are held. No row has a target."""
+    config, plan = head.plan.config, softmax_plan(head.plan)
+    vocabulary = vocabulary_of(config)
+    out = new_partials((vocabulary.chunks, plan.rows), with_gap=False, with_derivative=config.logit_softcap is not None)
+    targets = jnp.full(plan.rows, -1, jnp.int32)
+    holds = jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32)
+
+    def step(chunks: ChunkRange, index: Any) -> None:
+        part = slice_of(plan, chunks, index, head.operands, rows)
+        logits, per_row = LogitsConfig(part.head, config.logit_softcap), (targets, holds, head.temperature)
+        use.partials(logits, machine, part.where, head.hidden, part.weight, part.bias, *per_row, out)
+
+    over_slices(plan, step)
+    groups = use.fold_chunks(jax.tree.map(jax.freeze, out), config.groups.count, rows.count, machine)
+    return fusion_barrier(use.fold_groups(groups, rows.count, machine))
+
+
+def _divergence_of(whole: DivergencePartials) -> tuple[Array, Normalizer, Normalizer]:
+    """D(a ‖ b) of each row `[rows]`, and the normalizers of a and b, from the partials over the whole vocabulary.
+
+    With u + 1 = Σ eᵇ / Σ eᵃ, D is (Σ excess) / Σ eᵃ − (u − ln(1 + u)). None of both cancels where b is near a. Where u
+    is large, it is ln(1 + u) − (Σ cross) / Σ eᵃ.
+    """
+    # A row without a possible token has no softmax, and its values are NaN.
+    total_a, total_b = (jnp.where(x == 0, jnp.nan, x) for x in (whole.total_a, whole.total_b))
+    shift = whole.shift_b - whole.shift_a
+    ratio = total_b / total_a
+    u = ratio * _power_of_two(shift) - 1
+    apart = rounded_product(shift, jnp.float32(LN_2)) + jnp.log(ratio)
+    log_ratio = jnp.where(jnp.abs(u) < 0.5, jnp.log1p(u), apart)
+    excess = (whole.excess / total_a) * _power_of_two(jnp.maximum(shift, 0))
+    far = log_ratio - rounded_product(whole.cross / total_a, jnp.float32(LN_2))
+    value = jnp.maximum(jnp.where(u < 1, excess - (u - log_ratio), far), 0)
+    return value, _normalizer(whole.shift_a, total_a), _normalizer(whole.shift_b, total_b)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """2^exponent of integers in float32, within its range."""
+    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -126, 127).astype(jnp.int32))
+
+
+def _normalizer(shift: Array, total: Array) -> Normalizer:
+    """ln Σ exp z where Σ exp z is 2^shift·total."""
+    return Normalizer(shift * _LN_2_HIGH, jnp.log(total) + rounded_product(shift, jnp.float32(_LN_2_LOW)))

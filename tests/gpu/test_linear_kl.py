@@ -1,0 +1,168 @@
+"""linear_kl by Mosaic's kernels on a Hopper GPU: the definition, bits, equal and nearly equal heads, memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlk_jax
+from rlk_jax import linear_kl
+from tests.ops.linear_kl.test_bits import rows_of
+from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
+from tests.support import divergences
+from tests.support.divergences import KINDS, Case, assert_found
+from tests.support.helpers import assert_same_bits
+
+DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+_REAL = {"global_vocab_size": 4999, "teacher_global_vocab_size": 4999}
+CASES = (
+    Case("plain", (700,), 192, 320, 5056, 5056),
+    Case("few rows", (9,), 64, 128, 4096, 4096, bias=True),
+    Case("deep", (300,), 4096, 2048, 4096, 4096),
+    Case("dv of both", (130,), 128, 64, 4096, 4096, options={"weight_layout": "dv", "teacher_weight_layout": "dv"}),
+    Case("a teacher of an odd width", (70,), 64, 37, 4096, 4096, options={"teacher_weight_layout": "dv"}),
+    Case(
+        "everything",
+        (20, 35),
+        72,
+        40,
+        5011,
+        5000,
+        bias=True,
+        mask=True,
+        temperature="per token",
+        teacher_temperature=1.3,
+        options={"logit_softcap": 3.0, "teacher_logit_softcap": 4.0, "teacher_weight_layout": "dv", **_REAL},
+    ),
+)
+
+
+@DTYPES
+@every_kind
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, kind, dtype):
+    case = of_kind(case, kind)
+    problem = divergences.make(case, dtype)
+    expected = divergences.gold(case, problem)
+    actual = divergences.found(case, with_anything_where_nothing_counts(problem, case), "mosaic")
+    assert_found(actual, expected, dtype)
+    if problem.completion_mask is not None:
+        assert not actual.values[~problem.completion_mask].any() and not actual.hidden[~problem.completion_mask].any()
+    assert not actual.weight[case.real :].any()
+
+
+@DTYPES
+@every_kind
+def test_a_teacher_near_the_student(kind, dtype):
+    """A teacher of the student's arrays and 1e-3 noise, as far as 16 bits hold it. Gradients as small as these are lost
+    in float16 but for a loss scale.
+    """
+    case = of_kind(Case("near", (300,), 512, 512, 8192, 8192, bias=True, noise=1e-3), kind)
+    problem = divergences.make(case, dtype)
+    names = ("teacher_hidden", "teacher_weight", "teacher_bias")
+    problem = problem._replace(**{name: getattr(problem, name).astype(dtype) for name in names})
+    problem = problem._replace(upstream=problem.upstream * 2.0**12)
+    assert_found(
+        divergences.found(case, problem, "mosaic"), divergences.gold(case, problem), dtype, op_class="linear_kl_near"
+    )
+
+
+@DTYPES
+@every_kind
+def test_identical_student_and_teacher(kind, dtype):
+    """The divergence and every gradient are exactly 0."""
+    case = Case("same", (300,), 256, 256, 5000, 5000, bias=True, temperature="per token", noise=0.0)
+    problem = divergences.make(of_kind(case, kind), dtype)
+    for x in jax.tree.leaves(divergences.found(of_kind(case, kind), problem, "mosaic")):
+        assert not x.any()
+
+
+@every_kind
+def test_far_apart(kind):
+    """Probabilities of one that are 0 in float32 where those of the other are 1."""
+    case = of_kind(Case("far apart", (70,), 64, 48, 4096, 4096, scale=60.0), kind)
+    problem = divergences.make(case, jnp.bfloat16)
+    actual = divergences.found(case, problem, "mosaic")
+    assert_found(actual, divergences.gold(case, problem), jnp.bfloat16, op_class="linear_kl_peaked")
+
+
+@pytest.mark.parametrize(("kind", "who"), [("forward", "bias"), ("reverse", "teacher_bias")])
+def test_impossible_tokens(kind, who):
+    """A token that the first distribution can take and the second cannot."""
+    case = of_kind(Case("impossible", (70,), 64, 64, 4096, 4096, bias=True), kind)
+    problem = divergences.make(case, jnp.bfloat16)
+    problem = problem._replace(**{who: getattr(problem, who).at[:3000].set(-jnp.inf)})
+    assert (divergences.found(case, problem, "mosaic").values == np.inf).all()
+    both = problem._replace(**{x: getattr(problem, x).at[:3000].set(-jnp.inf) for x in ("bias", "teacher_bias")})
+    assert_found(divergences.found(case, both, "mosaic"), divergences.gold(case, both), jnp.bfloat16)
+
+
+LEAD = 700
+BITS = Case("bits", (LEAD,), 192, 128, 5056, 5000, bias=True, options={"logit_softcap": 3.0, "global_vocab_size": 5000})
+ARRANGEMENTS = {
+    "alone": np.array([333]),
+    "few": np.arange(40, 90),
+    "reversed": np.arange(LEAD)[::-1],
+    "masked before and between": np.concatenate([[-1] * 90, np.insert(np.arange(LEAD), [5, 5, 400], -1)]),
+    "masked behind": np.concatenate([np.arange(LEAD), [-1] * 600]),
+}
+
+
+@DTYPES
+@every_kind
+def test_bits(kind, dtype):
+    """Budgets, other batches, masked rows, values without gradients."""
+    made = divergences.make(BITS, dtype)
+    temperature = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2.0, LEAD), jnp.float32)
+    problem = made._replace(completion_mask=jnp.ones(LEAD, bool), temperature=temperature)
+    expected = divergences.found(BITS, problem, "mosaic", kind=kind)
+    for budget in (1, 2**24, 2**26, 4 * 2**30):
+        assert_same_bits(divergences.found(BITS, problem, "mosaic", kind=kind, memory_budget=budget), expected)
+    assert_same_bits(jax.jit(lambda x: x.call(BITS, "mosaic", kind=kind))(problem), expected.values)
+    for name, index in ARRANGEMENTS.items():
+        actual = divergences.found(BITS, rows_of(problem, index, np.nan), "mosaic", kind=kind)
+        real = index >= 0
+        for x, e in ((actual.values, expected.values), (actual.hidden, expected.hidden)):
+            assert_same_bits(x[real], e[index[real]])
+        if name.startswith("masked"):
+            assert_same_bits((actual.weight, actual.bias), (expected.weight, expected.bias))
+
+
+@every_kind
+def test_memory(kind):
+    """Beside the budget are the float32 sum of dH, its rounded rows, and a few numbers per token."""
+    tokens, dim, vocab, budget = 4096, 2048, 65536, 256 * 2**20
+    spec = jax.ShapeDtypeStruct
+    shapes = [spec(x, jnp.bfloat16) for x in ((tokens, dim), (vocab, dim)) * 2]
+
+    def loss(*operands):
+        return linear_kl(*operands, kind=kind, implementation="mosaic", memory_budget=budget).sum()
+
+    for program, allowed in ((loss, budget), (jax.grad(loss, (0, 1)), budget + 6 * tokens * dim)):
+        held = jax.jit(program).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        assert held <= allowed + 1024 * tokens, f"{held / 2**20:.0f} MiB of {allowed / 2**20:.0f}"
+
+
+def test_it_is_chosen():
+    """bfloat16 and float16 go to the kernels, other dtypes and lists of tokens to XLA, which says why."""
+    problem = divergences.make(Case("chosen", (4,)), jnp.bfloat16)
+    operands = problem[:4]
+    assert rlk_jax.explain("linear_kl", *operands).choice == "mosaic"
+    assert_same_bits(linear_kl(*operands), linear_kl(*operands, implementation="mosaic"))
+    for changed in ((*operands[:2], *(x.astype(jnp.float32) for x in operands[2:])), [x[..., :5] for x in operands]):
+        decision = rlk_jax.explain("linear_kl", *changed)
+        assert decision.choice == "xla" and decision.reasons["mosaic"]
+    listed = {"teacher_ids": jnp.zeros((4, 1), jnp.int32), "teacher_logps": jnp.zeros((4, 1))}
+    assert "teacher_ids" in str(rlk_jax.explain("linear_kl", *operands[:2], **listed).reasons["mosaic"])
+
+
+def test_vmap():
+    problem = divergences.make(dataclasses.replace(BITS, lead=(4, 50)), jnp.bfloat16)
+    operands = problem[:4]
+    heads = {"implementation": "mosaic", "global_vocab_size": 5000}
+    expected = linear_kl(*operands, **heads)
+    found = jax.vmap(lambda h, th: linear_kl(h, operands[1], th, operands[3], **heads))
+    assert_same_bits(found(operands[0], operands[2]), expected)
