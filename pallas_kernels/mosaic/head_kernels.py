@@ -1,6 +1,6 @@
 """The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
 
-`add_weight_gradient` and `partials_of_logits` are Mosaic's alone.
+`add_weight_gradient`, `add_largest`, `partials_of_logits` and what takes the products of a slice are Mosaic's alone.
 """
 
 import jax
@@ -11,6 +11,7 @@ from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.hidden_gradient import folds_groups
 from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
+from pallas_kernels.mosaic.largest import add_largest
 from pallas_kernels.mosaic.partials import partials
 from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
@@ -21,6 +22,7 @@ store_weight_gradient = jax.jit(weight_gradient.store_weight_gradient, static_ar
 
 __all__ = (
     "add_hidden_gradient",
+    "add_largest",
     "add_weight_gradient",
     "coefficients",
     "column_sums",

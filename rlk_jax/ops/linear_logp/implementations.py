@@ -103,7 +103,7 @@ ROWS = (
     Implementation(
         "reference",
         # XLA lays it out as any other products.
-        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE.ranking, REFERENCE),
+        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE),
         _reference_obstacles,
         by_name_only="holds [N, V] logits: the gold of the tests",
     ),
