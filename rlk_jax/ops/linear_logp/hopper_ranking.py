@@ -189,7 +189,7 @@ def _logps_of_products(
 
     Each product is a row's only column. As many are taken at a time as the budget holds.
     """
-    n, k = products.shape
+    (n, k), typed = products.shape, products
     budget = kernel_memory_budget(config, 1, n)
     at_once = max(1, min(k, budget // (_BYTES_OF_ROW * n)))
     tokens, softmax, products = as_replicated(fusion_barrier((tokens, softmax, products)))
@@ -198,7 +198,7 @@ def _logps_of_products(
     logps = of_some(places[0]) if len(places) == 1 else lax.map(of_some, places)
     logps = logps.reshape(-1, n)[:k].T
     # The softcap of −∞ is finite.
-    return varying_like(jnp.where(products == -jnp.inf, -jnp.inf, logps), products)
+    return varying_like(jnp.where(products == -jnp.inf, -jnp.inf, logps), typed)
 
 
 def _logps_of_some(

@@ -45,8 +45,6 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     reasons = hopper_obstacles(facts) + _dim_obstacles(facts)
     if facts.config.rank:
         reasons.append("takes a low_rank term beside bfloat16 or float16 operands only")
-    if facts.config.ranking:
-        reasons.append("gives return_top_k and return_target_rank beside bfloat16 or float16 operands only")
     return reasons
 
 
