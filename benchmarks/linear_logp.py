@@ -36,6 +36,8 @@ MIXED = "bfloat16/float32"
 """The dtypes of hidden and of the head, where they differ."""
 KEPT_IDS = 50
 """How many ids of a row a sampler has kept."""
+TOP_KS = 20, 128
+"""How many of the most probable tokens a caller lists."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
 
@@ -161,6 +163,10 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
             "forward, bias": build(logp, *operands, inputs.bias),
             "forward, softcap": build(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
         }
+        rankings: dict[str, dict[str, Any]] = {f"top {k}": {"return_top_k": k} for k in TOP_KS}
+        rankings["rank"] = {"return_target_rank": True}
+        for what, wanted in rankings.items():
+            found[f"forward, {what}"] = build(lambda h, w, t, wanted=wanted: logp(h, w, t, **wanted), *operands)
         # Kept exponentials are in two parts beside a float32 head, and take half of the budget.
         is_float32 = inputs.weight.dtype == jnp.float32
         bytes_of_logit = 8 if is_float32 else 2

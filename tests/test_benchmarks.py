@@ -79,6 +79,7 @@ def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
     ranked = {f"{what}, rank {rank}" for what in ("forward", "frozen head") for rank in linear_logp.LOW_RANKS}
     whole = {"forward, entropy", "forward, bias", "forward, softcap"} | ranked
     whole |= {f"forward+backward, {what}" for what in ("all kept", "softcap", "softcap, all kept")}
+    whole |= {f"forward, {what}" for what in ("rank", *(f"top {k}" for k in linear_logp.TOP_KS))}
     allowed = ("all allowed", "7 of 8 allowed", f"{linear_logp.KEPT_IDS} ids allowed")
     whole |= {f"{what}, {tokens}" for what in ("forward", "forward+backward") for tokens in allowed}
     passes |= {"masked loss"} if density == "0.5" else whole

@@ -59,6 +59,31 @@ def new_partials(shape: tuple[int, int], *, with_gap: bool, with_derivative: boo
     return Partials(*(jax.new_ref(lax.empty(shape, jnp.float32)) if x else None for x in wanted))
 
 
+class SliceProducts(NamedTuple):
+    """The products of hidden and a slice of the head with their bias, before softcap and temperature, as references: a
+    ranking looks for the largest.
+
+    values: float32 `[rows, slice's chunks · 256]`, −inf where a place holds no column or one that the row may not take.
+    largest: the largest in each chunk, float32 `[slice's chunks, rows]`.
+    """
+
+    values: Any
+    largest: Any
+
+
+class LargestProducts(NamedTuple):
+    """The largest products of each row, float32 `[rows, LIST]`, in descending order, and their columns int32, as
+    references. Columns of equal products stand in ascending order. Behind the last one are −inf and the column −1.
+    """
+
+    values: Any
+    columns: Any
+
+
+LIST = 128
+"""The most products that a list of the largest ones holds."""
+
+
 class Softmax(NamedTuple):
     """The softmax of each row over the whole vocabulary, float32 `[rows]` each.
 

@@ -1,7 +1,7 @@
 """The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
 
-`add_weight_gradient` and `partials_of_logits` are Mosaic's alone, and so are the kernels of linear_kl: `head_products`,
-those of `divergence.py`.
+`add_weight_gradient`, `add_largest`, `partials_of_logits`, what takes the products of a slice, and the kernels of
+linear_kl (`head_products`, those of `divergence.py`) are Mosaic's alone.
 """
 
 import jax
@@ -14,6 +14,7 @@ from pallas_kernels.mosaic.gemm import gemm
 from pallas_kernels.mosaic.head_products import head_products
 from pallas_kernels.mosaic.hidden_gradient import folds_groups
 from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
+from pallas_kernels.mosaic.largest import add_largest
 from pallas_kernels.mosaic.partials import partials
 from pallas_kernels.mosaic.partials_of_logits import partials_of_logits
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums
@@ -24,6 +25,7 @@ store_weight_gradient = jax.jit(weight_gradient.store_weight_gradient, static_ar
 
 __all__ = (
     "add_hidden_gradient",
+    "add_largest",
     "add_weight_gradient",
     "coefficients",
     "column_sums",

@@ -252,12 +252,14 @@ def store_partial(
     holds: Array | None,
     out: Partials,
     kept_dtype: Any = None,
+    see: Callable[[Array, Array], None] | None = None,
 ) -> list[Array]:
     """Store the partial softmax of a tile of products `[64, 256 or 128]` that hold their bias, into references `[64]`.
 
     holds says whether one of the rows has its target in the chunk; with None it is searched. Returns the strips of
     `rounded_exponentials` in kept_dtype, each in all of its parts, or none without it. A softcap takes one strip at a
-    time, since the temporaries of a whole tile would spill registers.
+    time, since the temporaries of a whole tile would spill registers. `see(products, largest)` is given the products,
+    −inf where no softmax takes them, and the largest of each row.
     """
 
     def pick() -> tuple[Array, Array | None]:
@@ -269,17 +271,23 @@ def store_partial(
 
     picked, picked_derivative = pick() if holds is None else lax.cond(holds, pick, no_target)
     products = only_allowed(masked(logits, products, tile.width, -jnp.inf), tile.bits, 0, -jnp.inf)
-    scaling = logit_scaling(logits, products.max(axis=1), tile.scale)
+    largest = products.max(axis=1)
 
-    def store_known() -> None:
-        out.shift[...] = scaling.shift
+    def store_picked() -> None:
         out.target[...] = picked
         if out.target_derivative is not None:
             out.target_derivative[...] = picked_derivative
 
-    # What is stored here is held in no register meanwhile. With a softcap ptxas spills unless it is stored last.
+    # What is stored early is held in no register meanwhile. With a softcap ptxas spills unless it is stored last.
+    if see is not None:
+        if logits.softcap is None:
+            store_picked()
+        see(products, largest)
+    scaling = logit_scaling(logits, largest, tile.scale)
     if logits.softcap is None:
-        store_known()
+        out.shift[...] = scaling.shift
+        if see is None:
+            store_picked()
     columns = products.shape[1] if logits.softcap is None else STRIP
     totals, gaps, kept = [], [], []
     for first in range(0, products.shape[1], columns):
@@ -298,7 +306,8 @@ def store_partial(
             rounded = rounded_exponentials(exponentials, derivative, kept_dtype)
             kept += [part[:, strip : strip + STRIP] for strip in range(0, columns, STRIP) for part in rounded]
     if logits.softcap is not None:
-        store_known()
+        out.shift[...] = scaling.shift
+        store_picked()
     out.total[...] = functools.reduce(jnp.add, totals)
     if out.gap is not None:
         out.gap[...] = functools.reduce(jnp.add, gaps)
@@ -327,6 +336,7 @@ def product_with_head(
     slice_chunks: int,
     finish: Any,
     store_dtype: Any = None,
+    strip_columns: int = STRIP,
 ) -> Product:
     """The product hidden·Wᵀ over one slice of chunks, for a kernel whose epilogue is `finish`.
 
@@ -371,5 +381,6 @@ def product_with_head(
         finish=finish,
         loaded_rows=loaded_rows,
         store_dtype=store_dtype,
+        strip=(WARPGROUP_ROWS, strip_columns),
         parts=(len(parts_of(hidden)), len(parts_of(weight))),
     )

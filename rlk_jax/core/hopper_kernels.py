@@ -11,8 +11,10 @@ from pallas_kernels.hopper.arrays import (
     HiddenGradient,
     KeptExponentials,
     KeptRowMap,
+    LargestProducts,
     LogitsConfig,
     Partials,
+    SliceProducts,
     Softmax,
     VocabSlice,
 )
@@ -115,7 +117,36 @@ class HeadKernels(Protocol):
 
 
 class RankingKernels(HeadKernels, Protocol):
-    """The kernels that log-probs of given logits need too; `pallas_kernels.mosaic.head_kernels` has them."""
+    """The kernels that a ranking needs too; `pallas_kernels.mosaic.head_kernels` has them."""
+
+    def partials(
+        self,
+        logits: LogitsConfig,
+        machine: Machine,
+        where: VocabSlice,
+        hidden: Matrix,
+        weight: Matrix,
+        bias: Array | None,
+        target_ids: Array,
+        holds_target: Array | None,
+        temperature: Array,
+        out: Partials,
+        kept: Any = None,
+        low_rank: LowRankTerm | None = None,
+        products: SliceProducts | None = None,
+        /,
+    ) -> None: ...
+
+    def add_largest(
+        self,
+        vocabulary: Vocabulary,
+        machine: Machine,
+        where: VocabSlice,
+        products: SliceProducts,
+        count: int,
+        best: LargestProducts,
+        /,
+    ) -> None: ...
 
     def partials_of_logits(
         self,

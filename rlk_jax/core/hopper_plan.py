@@ -159,9 +159,10 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
 
     It keeps all that the budget holds beside hidden. Where the gradients are not made in their place
     (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest. Where a slice of the backward ends
-    inside a group, the budget also holds that group's chain of dH; a few chunks more are not worth it.
+    inside a group, the budget also holds that group's chain of dH; a few chunks more are not worth it. A
+    forward with a ranking keeps none, for its products take the budget.
     """
-    if not config.keeps:
+    if not config.keeps or config.ranking is not None:
         return 0
     needs = Needs(True, True, True)
     sizes = backward_sizes(config, dim, tokens, needs, dtype)
@@ -253,9 +254,12 @@ def _width_of_fewest_rounds(tokens: int, count: int, most: int) -> int:
 
 
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
-    """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials."""
+    """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials. For
+    a ranking, the budget holds the products of a slice.
+    """
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
-    sizes = BufferSizes(0, copied_chunk_bytes(dim), kept * kept_bytes(config, tokens))
+    products = 0 if config.ranking is None else 4 * COLUMNS * matrix_rows(tokens)
+    sizes = BufferSizes(products, copied_chunk_bytes(dim), kept * kept_bytes(config, tokens))
     return sliced_plan(config, dim, tokens, in_place, 0, sizes, 1)
 
 

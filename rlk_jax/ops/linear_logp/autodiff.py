@@ -109,11 +109,7 @@ def _forward(
         if shard is not None:
             gather = functools.partial(shard.gather, order=order)
         operands = Operands(hidden, *factors)
-        values, residual, kept = functions.forward(config, operands, tokens, gather)
-        ranking = None
-        if config.ranking is not None:
-            ranking = functions.ranking(config, operands, tokens, residual, gather)
-        return transforms.varying_like((values, ranking, residual, kept), hidden)
+        return transforms.varying_like(tuple(functions.forward(config, operands, tokens, gather)), hidden)
 
     def batches(shared: Any, rows: tuple[Array, Tokens]) -> tuple[Any, ...]:
         kept = jax.eval_shape(functools.partial(one_batch, config), shared, rows)[-1]

@@ -197,7 +197,7 @@ def _gradients(
 
 
 def _best(
-    config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics, gather: Gather
+    config: HeadConfig, operands: Operands, tokens: Tokens, active: Array, statistics: Statistics, gather: Gather
 ) -> BestColumns:
     """The logits are made once more, because the target's may be that of another shard."""
     wanted, chunks = config.ranking, chunks_in_group(config.groups)

@@ -14,39 +14,26 @@ alike.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.arrays import (
-    KeptExponentials,
-    LogitsConfig,
-    Partials,
-    Softmax,
-    new_partials,
-)
+from pallas_kernels.hopper.arrays import KeptExponentials, Partials, Softmax
 from pallas_kernels.hopper.parts import new_matrix
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.head import HeadConfig, Operands, head_dim
 from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels, RankingKernels
-from rlk_jax.core.hopper_plan import (
-    ChunkRange,
-    HopperPlan,
-    forward_plan,
-    kept_chunks,
-    logits_dtype,
-    softmax_vocabulary,
-)
-from rlk_jax.core.hopper_slices import bits_of_rows, matrices, over_slices, slice_of
-from rlk_jax.core.rows import Compacted, compact
+from rlk_jax.core.hopper_plan import kept_chunks, logits_dtype, softmax_vocabulary
+from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
 from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
-from rlk_jax.ops.linear_logp.hopper_ranking import ranking_functions
+from rlk_jax.ops.linear_logp.hopper_forward import forward_pass
+from rlk_jax.ops.linear_logp.hopper_ranking import FoundProducts, new_search, ranking_functions
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
 
 Array = jax.Array
@@ -77,7 +64,8 @@ def mosaic(machine: Machine | None = None) -> LinearLogpFunctions:
     """
     of_blocks = block_functions(_mosaic_kernels, machine)
     of_ranking = ranking_functions(_ranking_kernels, machine)
-    return replace(_functions(_mosaic_kernels, machine), of_blocks=of_blocks, of_ranking=of_ranking)
+    functions = _functions(_mosaic_kernels, machine, _ranking_kernels)
+    return replace(functions, of_blocks=of_blocks, of_ranking=of_ranking)
 
 
 def cuda(machine: Machine | None = None) -> LinearLogpFunctions:
@@ -85,63 +73,51 @@ def cuda(machine: Machine | None = None) -> LinearLogpFunctions:
     return _functions(_cuda_kernels, machine)
 
 
-def _functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> LinearLogpFunctions:
+def _functions(
+    kernels: Callable[[], HeadKernels],
+    machine: Machine | None,
+    ranking_kernels: Callable[[], RankingKernels] | None = None,
+) -> LinearLogpFunctions:
     return LinearLogpFunctions(
-        functools.partial(_partials, kernels, machine),
+        functools.partial(_partials, kernels, ranking_kernels, machine),
         functools.partial(_merge, kernels, machine),
         functools.partial(gradients, kernels, machine),
         functools.partial(by_kernel, lambda: kernels().gemm, machine),
     )
 
 
-def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
-    """Which blocks of 64 rows have a target in which chunk, `[rows / 64, chunks]`; None for few rows, where knowing it
-    costs more than it saves.
+class _State(NamedTuple):
+    """What a forward hands on: which token is in which row, what is kept for a backward, and what it found for a
+    ranking.
     """
-    if plan.tokens <= 128:
-        return None
-    vocabulary = softmax_vocabulary(plan.config)
-    block = jnp.arange(plan.rows, dtype=jnp.int32) // 64
-    # Most targets of a shard's tokens lie in other shards.
-    is_here = (target_ids >= 0) & (target_ids < plan.config.vocab_size)
-    chunk = jnp.where(is_here, vocabulary.chunk_of(target_ids), vocabulary.chunks)
-    return jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32).at[block, chunk].set(1, mode="drop")
+
+    rows: Compacted
+    kept: KeptForBackward | None
+    found: FoundProducts | None
 
 
 def _partials(
     kernels: Callable[[], HeadKernels],
+    ranking_kernels: Callable[[], RankingKernels] | None,
     machine: Machine | None,
     config: HeadConfig,
     operands: Operands,
     tokens: Tokens,
-) -> tuple[Partials, tuple[Compacted, KeptForBackward | None]]:
-    """The partials of every group by row of the kernels; which token is in which row, and what is kept."""
+) -> tuple[Partials, _State]:
+    """The partials of every group by row of the kernels, and what is known of the rows beside them."""
     use, machine = kernels(), machine or default_machine()
-    n, dim = operands.hidden.shape[0], head_dim(config, operands)
-    typed = operands.hidden
-    operands, tokens = as_replicated((fusion_barrier(operands), tokens))
-    dtype = logits_dtype(config, operands.hidden.dtype)
+    n, dim, typed = operands.hidden.shape[0], head_dim(config, operands), operands.hidden
+    dtype = logits_dtype(config, typed.dtype)
     keeping = kept_chunks(config, dim, n, dtype)
-    plan, vocabulary = forward_plan(config, dim, n, keeping), softmax_vocabulary(config)
-    rows = compact(tokens.active, plan.rows, all_active=not config.may_ignore)
-    hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
-    target_ids, temperature = fusion_barrier((rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)))
-
-    holds_target, allowed = _holds_target(plan, target_ids), bits_of_rows(plan, rows, tokens)
-    has_softcap = config.logit_softcap is not None
-    out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, with_derivative=has_softcap)
-    exponentials = None
+    forward = forward_pass(config, operands, tokens, keeping)
+    plan, rows, vocabulary = forward.plan, forward.rows, softmax_vocabulary(config)
+    out, exponentials, search = forward.new_partials(), None, None
     if keeping:
         exponentials = jax.tree.map(jax.new_ref, new_matrix((plan.matrix_rows, keeping * COLUMNS), dtype))
-
-    def step(chunks: ChunkRange, index: Any) -> None:
-        part = slice_of(plan, chunks, index, operands, rows)
-        logits = LogitsConfig(part.head, config.logit_softcap)
-        per_token = (target_ids, holds_target, temperature)
-        head = (part.where._replace(allowed=allowed), hidden, part.weight, part.bias)
-        use.partials(logits, machine, *head, *per_token, out, exponentials, part.term(low_rank_hidden))
-
-    over_slices(plan, step)
+    if config.ranking is not None:
+        assert ranking_kernels is not None
+        search = new_search(ranking_kernels(), machine, forward)
+    forward.run(use, machine, out, exponentials, None if search is None else search.listener)
     of_chunks = jax.tree.map(jax.freeze, out)
     groups = use.fold_chunks(of_chunks, config.groups.count, rows.count, machine)
     kept = None
@@ -149,7 +125,8 @@ def _partials(
         place = jnp.arange(n, dtype=jnp.int32) if rows.place is None else rows.place
         shift = of_chunks.shift[: vocabulary.chunks_in(keeping)]
         kept = KeptForBackward(KeptExponentials(jax.tree.map(jax.freeze, exponentials), shift), place)
-    return varying_like((groups, (rows, kept)), typed)
+    found = None if search is None else search.found(rows)
+    return varying_like((groups, _State(rows, kept, found)), typed)
 
 
 def _merge(
@@ -157,10 +134,10 @@ def _merge(
     machine: Machine | None,
     config: HeadConfig,
     groups: Partials,
-    state: tuple[Compacted, KeptForBackward | None],
+    state: _State,
 ) -> tuple[LinearLogp, Softmax, KeptForBackward | None]:
     """The values and the softmax of every token, from the groups of the whole vocabulary."""
-    groups, (rows, kept) = as_replicated((groups, state))
+    groups, (rows, kept, _) = as_replicated((groups, state))
     softmax = jax.tree.map(rows.spread, kernels().fold_groups(groups, rows.count, machine or default_machine()))
     softmax, kept = fusion_barrier((softmax, kept))
     return LinearLogp(softmax.logp, softmax.lse if config.return_lse else None, softmax.entropy), softmax, kept

@@ -1,40 +1,77 @@
-"""The most probable tokens on Hopper: the products with the head once more, slice by slice, by det_gemm's kernel, which
-gives the bits of the forward's.
+"""The most probable tokens on Hopper: the forward brings the products of a slice of the head to memory, and a kernel
+adds the largest of them to those of earlier slices.
 
 Columns are compared by their products and bias, before softcap and temperature, which keep their order. The log-probs
-of the best come from the kernels of the forward, and so have its bits.
+of the best come from the kernels of the forward, and so have its bits. A target's product, which may be that of another
+shard, is known once the forward is done: a second pass over the head counts what stands before it.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.arrays import LogitsConfig, Partials, Softmax, VocabSlice, new_partials
+from pallas_kernels.hopper.arrays import (
+    LIST,
+    LargestProducts,
+    LogitsConfig,
+    Partials,
+    SliceProducts,
+    Softmax,
+    VocabSlice,
+    new_partials,
+)
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.products import padded
-from rlk_jax.core.allowed import is_allowed
 from rlk_jax.core.devices import default_machine
-from rlk_jax.core.fixed_order import zeros_behind
-from rlk_jax.core.gemm import GemmLayout, by_kernel
-from rlk_jax.core.head import HeadConfig, Operands, RankingConfig, head_dim, kernel_memory_budget, real_columns
+from rlk_jax.core.head import HeadConfig, Operands, RankingConfig, kernel_memory_budget
 from rlk_jax.core.hopper_kernels import RankingKernels
+from rlk_jax.core.hopper_plan import softmax_vocabulary, vocabulary_of
+from rlk_jax.core.hopper_slices import HeadSlice
+from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
+from rlk_jax.ops.linear_logp.hopper_forward import ForwardPass, Listener, forward_pass
 from rlk_jax.ops.linear_logp.options import RankingFunctions
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, no_columns
+from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Gather, Target, add_columns
 
 Array = jax.Array
-_BYTES_PER_PRODUCT = 24
-"""float32 products without and with a low-rank term, and where XLA sorts for a top-k, products and their columns before
-and after it.
-"""
+_BYTES_OF_ROW = 192
+"""Bytes that the log-prob of one token takes: its product, padded to the 32 columns of a copy, and its partials."""
 
-_NO_COLUMN = jnp.iinfo(jnp.int32).min
-"""What is no column of any shard, as its ranks count columns."""
+
+class FoundProducts(NamedTuple):
+    """What a forward found for a ranking: the largest products and their columns `[N, k]`, or None where none are
+    wanted, and the product of each target `[N]`, 0 where it is not among the columns, or None.
+    """
+
+    products: Array | None
+    columns: Array | None
+    target: Array | None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What looks for the largest products and the targets' while a forward runs."""
+
+    listener: Listener
+    wanted: RankingConfig
+    best: LargestProducts | None
+    target: Any
+
+    def found(self, rows: Compacted) -> FoundProducts:
+        """What was found, for every token."""
+
+        def first(ref: Any) -> Array:
+            return rows.spread(jax.freeze(ref))[:, : self.wanted.top_k]
+
+        products, columns = (None, None) if self.best is None else map(first, self.best)
+        return FoundProducts(products, columns, None if self.target is None else rows.spread(jax.freeze(self.target)))
 
 
 def ranking_functions(kernels: Callable[[], RankingKernels], machine: Machine | None) -> RankingFunctions:
@@ -44,87 +81,94 @@ def ranking_functions(kernels: Callable[[], RankingKernels], machine: Machine | 
     )
 
 
+def new_search(kernels: RankingKernels, machine: Machine, forward: ForwardPass) -> Search:
+    """The search that a forward with a ranking runs."""
+    plan, products = forward.plan, _new_products(forward)
+    wanted = plan.config.ranking
+    assert wanted is not None
+    best = target = None
+    if wanted.top_k is not None:
+        shape = plan.rows, LIST
+        nothing = LargestProducts(jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_TOKEN, jnp.int32))
+        best = jax.tree.map(jax.new_ref, nothing)
+    if wanted.has_target_rank:
+        target = jax.new_ref(jnp.zeros(plan.rows, jnp.float32))
+
+    def see(part: HeadSlice) -> None:
+        if best is not None:
+            vocabulary = softmax_vocabulary(plan.config)
+            kernels.add_largest(vocabulary, machine, part.where, products, wanted.top_k or 0, best)
+        if target is not None:
+            target[...] = _with_targets(forward, part, products, target[...])
+
+    return Search(Listener(kernels, products, see), wanted, best, target)
+
+
+def _new_products(forward: ForwardPass) -> SliceProducts:
+    """References to the memory for the products of a slice."""
+    plan = forward.plan
+    (chunks,) = plan.ranges
+    parts = softmax_vocabulary(plan.config).chunks_in(chunks.width)
+    values = lax.empty((plan.matrix_rows, chunks.width * COLUMNS), jnp.float32)
+    return SliceProducts(jax.new_ref(values), jax.new_ref(lax.empty((parts, plan.rows), jnp.float32)))
+
+
+def _with_targets(forward: ForwardPass, part: HeadSlice, products: SliceProducts, so_far: Array) -> Array:
+    """The targets' products so far, and those of the targets in this slice."""
+    vocabulary, ids = vocabulary_of(forward.plan.config), forward.target_ids
+    is_column = (ids >= 0) & (ids < forward.plan.config.vocab_size)
+    chunk = vocabulary.chunk_of(jnp.where(is_column, ids, 0))
+    behind = chunk - part.where.first_chunk
+    is_here = is_column & (behind >= 0) & (behind < part.where.chunks)
+    place = jnp.where(is_here, behind * COLUMNS + ids - vocabulary.start(chunk), 0)
+    values = products.values[...]
+    own = jnp.take_along_axis(values, place[: len(values), None], axis=1)[:, 0]
+    return jnp.where(is_here, jnp.pad(own, (0, len(ids) - len(own))), so_far)
+
+
 def _best(
     kernels: Callable[[], RankingKernels],
     machine: Machine | None,
     config: HeadConfig,
     operands: Operands,
     tokens: Tokens,
+    state: Any,
     softmax: Softmax,
     gather: Gather,
 ) -> BestColumns:
-    """Where a rank is wanted, a first pass finds the targets' products, which may be those of another shard."""
-    wanted, typed = config.ranking, operands.hidden
-    assert wanted is not None
-    n = typed.shape[0]
-    operands, tokens = as_replicated((fusion_barrier(operands), tokens))
-    products = functools.partial(_products_of_slice, kernels, machine, config, operands, tokens)
-
-    def add_slice(i: Array, so_far: tuple[BestColumns, Array]) -> tuple[BestColumns, Array]:
-        best, found = so_far
-        columns, own = products(i)
-        is_target = columns == tokens.target_ids[:, None]
-        found = jnp.where(jnp.any(is_target, axis=1), jnp.max(jnp.where(is_target, own, -jnp.inf), axis=1), found)
-        return add_columns(best, own, columns, Target(found, tokens.target_ids)), found
-
-    slices = -(-config.vocab_size // _slice_columns(config, operands))
-    start = no_columns(RankingConfig(wanted.top_k, has_target_rank=False), n), jnp.zeros(n, jnp.float32)
-    best, found = varying_like(lax.fori_loop(0, slices, add_slice, start), typed)
-    if not wanted.has_target_rank:
-        return best
-    target = as_replicated(gather((found[None],))[0].sum(axis=0))
-
-    def count_slice(i: Array, so_far: BestColumns) -> BestColumns:
-        columns, own = products(i)
-        return add_columns(so_far, own, columns, Target(target, tokens.target_ids))
-
-    counted = lax.fori_loop(0, slices, count_slice, no_columns(RankingConfig(None, has_target_rank=True), n))
-    return best._replace(before=varying_like(counted.before, typed))
+    """Where a rank is wanted, a second pass counts: all shards know the targets' products then."""
+    found: FoundProducts = state.found
+    products, before = found.products, None
+    if products is not None:
+        # Zeros of both signs are equal.
+        products = jnp.where(products == 0, 0, products)
+    if found.target is not None:
+        target = gather((found.target[None],))[0].sum(axis=0)
+        before = _count_before(kernels(), machine or default_machine(), config, operands, tokens, target)
+    return BestColumns(products, found.columns, before)
 
 
-def _slice_columns(config: HeadConfig, operands: Operands) -> int:
-    """Columns of a slice: as many as the budget holds."""
-    n = operands.hidden.shape[0]
-    budget = kernel_memory_budget(config, head_dim(config, operands), n)
-    return min(config.vocab_size, max(1, budget // (_BYTES_PER_PRODUCT * n * COLUMNS)) * COLUMNS)
+def _count_before(
+    kernels: RankingKernels, machine: Machine, config: HeadConfig, operands: Operands, tokens: Tokens, target: Array
+) -> Array:
+    """How many columns stand before each target, whose product is given."""
+    forward = forward_pass(config, operands, tokens)
+    target = forward.rows.take(as_replicated(fusion_barrier(target)))
+    products, rows = _new_products(forward), forward.plan.matrix_rows
+    before = jax.new_ref(jnp.zeros(forward.plan.rows, jnp.int32))
 
+    def see(part: HeadSlice) -> None:
+        so_far = BestColumns(None, None, before[:rows])
+        of_rows = Target(target[:rows], forward.target_ids[:rows])
+        # The memory of the last slice may be larger than the slice.
+        place = jnp.arange(len(part.columns), dtype=jnp.int32)
+        own = jnp.where(place < part.where.chunks * COLUMNS, products.values[...], -jnp.inf)
+        added = add_columns(so_far, own, part.columns[None], of_rows).before
+        assert added is not None
+        before[:rows] = added
 
-def _products_of_slice(
-    kernels: Callable[[], RankingKernels],
-    machine: Machine | None,
-    config: HeadConfig,
-    operands: Operands,
-    tokens: Tokens,
-    index: Array,
-) -> tuple[Array, Array]:
-    """The columns `[1, C]` of slice number `index`, and the products `[N, C]` with their bias, −inf where a column is
-    padding or not allowed. Columns that the slice before has, too, are `_NO_COLUMN`.
-    """
-    width, dim = _slice_columns(config, operands), head_dim(config, operands)
-    first = index * width
-    # The last slice begins where it still is a whole one.
-    start = jnp.minimum(first, config.vocab_size - width)
-    is_vd = config.weight_layout == "vd"
-    columns = start + jnp.arange(width, dtype=jnp.int32)[None]
-    columns = jnp.where(columns >= first, columns, _NO_COLUMN)
-
-    def product(hidden: Array, weight: Array, so_far: Array | None) -> Array:
-        own = lax.dynamic_slice_in_dim(weight, start, width, axis=0 if is_vd else 1)
-        layout = GemmLayout(False, is_vd, jnp.float32)
-        return by_kernel(lambda: kernels().gemm, machine, layout, hidden, own, so_far)
-
-    found = product(operands.hidden[:, :dim], operands.weight, None)
-    if operands.low_rank is not None:
-        found = product(operands.hidden[:, dim:], operands.low_rank, found)
-    if operands.bias is not None:
-        found += lax.dynamic_slice_in_dim(operands.bias, start, width)[None].astype(jnp.float32)
-    if config.logit_softcap is not None:
-        # A softcap makes a finite logit of −∞, which is a token's.
-        found = jnp.where(found == -jnp.inf, jnp.finfo(jnp.float32).min, found)
-    counts = (columns != _NO_COLUMN) & (columns < real_columns(config, operands))
-    if tokens.allowed is not None:
-        counts &= is_allowed(tokens.allowed, columns)
-    return columns, jnp.where(counts, found, -jnp.inf)
+    forward.run(kernels, machine, forward.new_partials(), listener=Listener(kernels, products, see))
+    return varying_like(forward.rows.spread(jax.freeze(before)), operands.hidden)
 
 
 def _logps_of_products(
@@ -135,32 +179,40 @@ def _logps_of_products(
     softmax: Softmax,
     products: Array,
 ) -> Array:
-    """The log-probs of tokens of these products `[N, k]`, as the forward's kernels make them of a target's product."""
-    use, machine, typed = kernels(), machine or default_machine(), products
+    """The log-probs of tokens of these products `[N, k]`, as the forward's kernels make them of a target's product.
+
+    Each product is a row's only column. As many are taken at a time as the budget holds.
+    """
+    (n, k), typed = products.shape, products
+    budget = kernel_memory_budget(config, 1, n)
+    at_once = max(1, min(k, budget // (_BYTES_OF_ROW * n)))
     tokens, softmax, products = as_replicated(fusion_barrier((tokens, softmax, products)))
-    n, k = products.shape
-    rows = padded(n, THREADS)
-
-    def of_rows(x: Array, fill: float) -> Array:
-        return jnp.pad(x, (0, rows - n), constant_values=fill)
-
-    temperature = of_rows(jnp.where(tokens.active, tokens.temperature, 1), 1)
-    chunk = fusion_barrier(zeros_behind(products, 1, COLUMNS))
-    vocabulary, one = Vocabulary(k, 1, k), jnp.ones(1, jnp.int32)
-    logits = LogitsConfig(HeadAccess(vocabulary, "vd", copied=False), config.logit_softcap)
-    where = VocabSlice(n * one, 0 * one, one)
-
-    def scaled(place: Array) -> Array:
-        """The logits in units of ln 2 of the products at one place of each row."""
-        out = new_partials((1, rows), with_gap=False, with_derivative=config.logit_softcap is not None)
-        targets = jnp.full(rows, place, jnp.int32)
-        use.partials_of_logits(logits, machine, where, chunk, None, targets, temperature, out)
-        return fusion_barrier(jax.tree.map(jax.freeze, out)).target[0]
-
-    targets = lax.map(scaled, jnp.arange(k, dtype=jnp.int32)).reshape(1, -1)
-    shift, total = (jnp.tile(of_rows(x, 1), k)[None] for x in (softmax.shift, softmax.total))
-    groups = fusion_barrier(Partials(shift, total, targets, None, None))
-    found = use.fold_groups(groups, k * rows * one, machine)
-    logps = fusion_barrier(found.logp).reshape(k, rows)[:, :n].T
+    of_some = functools.partial(_logps_of_some, kernels(), machine or default_machine(), config, tokens, softmax)
+    places = jnp.pad(products.T, ((0, -k % at_once), (0, 0))).reshape(-1, at_once, n)
+    logps = of_some(places[0]) if len(places) == 1 else lax.map(of_some, places)
+    logps = logps.reshape(-1, n)[:k].T
     # The softcap of −∞ is finite.
     return varying_like(jnp.where(products == -jnp.inf, -jnp.inf, logps), typed)
+
+
+def _logps_of_some(
+    kernels: RankingKernels, machine: Machine, config: HeadConfig, tokens: Tokens, softmax: Softmax, products: Array
+) -> Array:
+    """The log-probs of products `[places, N]`."""
+    count, n = products.shape
+    rows = padded(count * n, THREADS)
+
+    def of_rows(x: Array) -> Array:
+        return jnp.pad(jnp.tile(x, count), (0, rows - count * n), constant_values=1)
+
+    temperature = of_rows(jnp.where(tokens.active, tokens.temperature, 1))
+    vocabulary, one = Vocabulary(1, 1, 1), jnp.ones(1, jnp.int32)
+    logits = LogitsConfig(HeadAccess(vocabulary, "vd", copied=False), config.logit_softcap)
+    where = VocabSlice(count * n * one, 0 * one, one)
+    out = new_partials((1, rows), with_gap=False, with_derivative=config.logit_softcap is not None)
+    targets = jnp.zeros(rows, jnp.int32)
+    kernels.partials_of_logits(logits, machine, where, products.reshape(-1, 1), None, targets, temperature, out)
+    scaled = fusion_barrier(jax.tree.map(jax.freeze, out)).target
+    groups = fusion_barrier(Partials(of_rows(softmax.shift)[None], of_rows(softmax.total)[None], scaled, None, None))
+    logp = kernels.fold_groups(groups, rows * one, machine).logp
+    return fusion_barrier(logp)[: count * n].reshape(count, n)

@@ -45,8 +45,6 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     reasons = hopper_obstacles(facts) + _dim_obstacles(facts)
     if facts.config.rank:
         reasons.append("takes a low_rank term beside bfloat16 or float16 operands only")
-    if facts.config.ranking:
-        reasons.append("gives return_top_k and return_target_rank beside bfloat16 or float16 operands only")
     return reasons
 
 
@@ -102,7 +100,7 @@ ROWS = (
     Implementation(
         "reference",
         # XLA lays it out as any other products.
-        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE.ranking, REFERENCE),
+        HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE),
         _reference_obstacles,
         by_name_only="holds [N, V] logits: the gold of the tests",
     ),

@@ -118,13 +118,24 @@ class BlockFunctions:
 class RankingFunctions:
     """What an implementation has beside `LinearLogpFunctions` to find the most probable tokens.
 
-    Both take the residual that `merge` gave. `best` finds the best of this weight's columns, and may gather what it
-    must know of other shards. `logps` makes log-probs of the logits `[N, k]` that `best` compared, with the bits that
-    `merge` gives a target of that logit, where bits are promised.
+    Both take the residual that `merge` gave, and `best` the state that `partials` gave before it. `best` finds the best
+    of this weight's columns, and may gather what it must know of other shards. `logps` makes log-probs of the logits
+    `[N, k]` that `best` compared, with the bits that `merge` gives a target of that logit, where bits are promised.
     """
 
-    best: Callable[[HeadConfig, Operands, Tokens, Any, Gather], BestColumns]
+    best: Callable[[HeadConfig, Operands, Tokens, Any, Any, Gather], BestColumns]
     logps: Callable[[HeadConfig, Tokens, Any, Array], Array]
+
+
+class Forward(NamedTuple):
+    """What a forward gives: the values, and the ranking or None, of the whole vocabulary; a residual with a row per
+    token; and what else is kept for a backward, or None.
+    """
+
+    values: LinearLogp
+    ranking: Ranking | None
+    residual: Any
+    kept: Any
 
 
 @dataclass(frozen=True)
@@ -146,17 +157,21 @@ class LinearLogpFunctions:
     of_ranking: RankingFunctions | None = None
     """What finds the most probable tokens; None where nothing does."""
 
-    def forward(
-        self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather
-    ) -> tuple[LinearLogp, Any, Any]:
-        """What `merge` gives, once `gather` has brought the groups of other devices."""
+    def forward(self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather) -> Forward:
+        """What `merge` gives, once `gather` has brought the groups of other devices, and the ranking that is wanted."""
         groups, state = self.partials(config, operands, tokens)
-        return self.merge(config, gather(groups), state)
+        values, residual, kept = self.merge(config, gather(groups), state)
+        ranking = None
+        if config.ranking is not None:
+            ranking = self._ranking(config, operands, tokens, state, residual, gather)
+        return Forward(values, ranking, residual, kept)
 
-    def ranking(self, config: HeadConfig, operands: Operands, tokens: Tokens, residual: Any, gather: Gather) -> Ranking:
-        """Which tokens of the whole vocabulary are the most probable, given what `merge` gave as a residual."""
+    def _ranking(
+        self, config: HeadConfig, operands: Operands, tokens: Tokens, state: Any, residual: Any, gather: Gather
+    ) -> Ranking:
+        """Which tokens of the whole vocabulary are the most probable."""
         assert self.of_ranking is not None
-        own = self.of_ranking.best(config, operands, tokens, residual, gather)
+        own = self.of_ranking.best(config, operands, tokens, state, residual, gather)
         whole = best_of_shards(own, config.vocab_size, gather)
         logps = None if whole.logits is None else self.of_ranking.logps(config, tokens, residual, whole.logits)
         return Ranking(whole.ids, logps, whole.before)
@@ -166,9 +181,8 @@ class LinearLogpFunctions:
 class HeadFunctions:
     """One implementation, for a whole head however it lies over the devices of a program."""
 
-    forward: Callable[[HeadConfig, Operands, Tokens, Gather], tuple[LinearLogp, Any, Any]]
+    forward: Callable[[HeadConfig, Operands, Tokens, Gather], Forward]
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
-    ranking: Callable[[HeadConfig, Operands, Tokens, Any, Gather], Ranking]
     on_device: LinearLogpFunctions
     """The functions of one device, for callers that shard the head and gather by other means than a mesh axis."""
 

@@ -71,7 +71,9 @@ def _gradients(
     )
 
 
-def _best(config: HeadConfig, operands: Operands, tokens: Tokens, lse: jax.Array, gather: Gather) -> BestColumns:
+def _best(
+    config: HeadConfig, operands: Operands, tokens: Tokens, state: None, lse: jax.Array, gather: Gather
+) -> BestColumns:
     """The first of all columns in descending order; logits of −inf stand behind all others, and are no token's."""
     wanted = config.ranking
     assert wanted is not None

@@ -44,7 +44,7 @@ def values_and_gradients_by_blocks(
         values, d_hidden, sums = so_far
         part = operands._replace(hidden=block.take_hidden(operands.hidden))
         of_block = block.take_tokens(tokens)
-        found, residual, kept = functions.forward(own, part, of_block, lambda groups: groups)
+        found, _, residual, kept = functions.forward(own, part, of_block, lambda groups: groups)
         values = jax.tree.map(block.store, values, found)
         upstream = LinearLogp(jnp.where(is_last, block.take(slopes(values)), 0), None, None)
         counting = of_block.with_upstream(upstream)

@@ -182,7 +182,7 @@ def _gradients(
 
 
 def _best(
-    config: HeadConfig, operands: Operands, tokens: Tokens, statistics: Statistics, gather: Gather
+    config: HeadConfig, operands: Operands, tokens: Tokens, state: None, statistics: Statistics, gather: Gather
 ) -> BestColumns:
     """The logits are made once more, because the target's may be that of another shard."""
     n, columns = tokens.active.shape[0], _columns(config)

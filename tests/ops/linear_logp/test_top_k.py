@@ -288,8 +288,7 @@ H, W, IDS = jnp.ones((3, 8)), jnp.ones((40, 8)), jnp.asarray([0, 1, 39])
 def test_kernels_say_what_they_do_not_rank(given):
     decision = rlk_jax.explain("linear_logp", H, W, IDS, **given)
     assert decision.choice == "xla"
-    only = "gives return_top_k and return_target_rank beside bfloat16 or float16 operands only"
-    assert only in decision.reasons["mosaic"]
+    assert not any("return_" in x for x in decision.reasons["mosaic"])
     for name in ("cuda", "triton"):
         assert "gives no return_top_k or return_target_rank yet" in decision.reasons[name]
         with pytest.raises(

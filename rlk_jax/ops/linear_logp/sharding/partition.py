@@ -21,7 +21,7 @@ from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.mesh import axis_names, evenly_spread
 from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.options import HeadFunctions, LinearLogpFunctions, WeightLayout
+from rlk_jax.ops.linear_logp.options import Forward, HeadFunctions, LinearLogpFunctions, WeightLayout
 from rlk_jax.ops.linear_logp.ranking import Gather, Ranking
 from rlk_jax.ops.linear_logp.sharding.shard import (
     Shard,
@@ -159,7 +159,6 @@ def partitioned(functions: LinearLogpFunctions, check: Callable[[Shard], None] =
     return HeadFunctions(
         functools.partial(_forward, functions, check),
         functools.partial(_gradients, functions),
-        functools.partial(_ranking, functions),
         functions,
     )
 
@@ -185,28 +184,29 @@ def _forward(
     operands: Operands,
     tokens: Tokens,
     gather: Gather,
-) -> tuple[LinearLogp, Any, Any]:
+) -> Forward:
     """The forward of `partitioned`."""
     if _is_cut_already(config):
         return functions.forward(config, operands, tokens, gather)
     keeps_nothing = replace(config, keeps=False)
 
-    def on_one_device(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any, _KeptOnOneDevice]:
-        values, residual, kept = functions.forward(config, operands, tokens, gather)
-        return values, residual, _KeptOnOneDevice(kept)
+    def on_one_device(operands: Operands, tokens: Tokens) -> tuple[Any, ...]:
+        *found, kept = functions.forward(config, operands, tokens, gather)
+        return *found, _KeptOnOneDevice(kept)
 
-    def with_whole_head(operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
-        return functions.forward(keeps_nothing, operands, tokens, gather)[:2]
+    def with_whole_head(operands: Operands, tokens: Tokens) -> tuple[Any, ...]:
+        return functions.forward(keeps_nothing, operands, tokens, gather)[:-1]
 
-    def with_shard(layout: HeadLayout, operands: Operands, tokens: Tokens) -> tuple[LinearLogp, Any]:
+    def with_shard(layout: HeadLayout, operands: Operands, tokens: Tokens) -> tuple[Any, ...]:
         shard, own, operands, tokens = _own_part(layout, keeps_nothing, operands, tokens)
         check(shard)
-        return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))[:2]
+        return functions.forward(own, operands, tokens, functools.partial(shard.gather, order=None))[:-1]
 
     programs = _Programs(on_one_device, with_whole_head, with_shard)
     depends_on = ("forward", functions, check, gather, config)
-    values, residual, kept = _cut_by_xla(depends_on, config, programs, operands, tokens)
-    return values, residual, kept.tree
+    *found, kept = _cut_by_xla(depends_on, config, programs, operands, tokens)
+    values, ranking, residual = found
+    return Forward(values, ranking, residual, kept.tree)
 
 
 def _gradients(
@@ -248,33 +248,6 @@ def _gradients(
     programs = _Programs(on_one_device, with_whole_head, with_shard)
     depends_on = ("gradients", functions, needs, config)
     return _cut_by_xla(depends_on, config, programs, operands, tokens, residual, upstream, _KeptOnOneDevice(kept))
-
-
-def _ranking(
-    functions: LinearLogpFunctions,
-    config: HeadConfig,
-    operands: Operands,
-    tokens: Tokens,
-    residual: Any,
-    gather: Gather,
-) -> Ranking:
-    """The ranking of `partitioned`."""
-    if _is_cut_already(config):
-        return functions.ranking(config, operands, tokens, residual, gather)
-
-    def with_whole_head(operands: Operands, tokens: Tokens, residual: Any) -> tuple[Ranking]:
-        return (functions.ranking(config, operands, tokens, residual, gather),)
-
-    def on_one_device(operands: Operands, tokens: Tokens, residual: Any) -> tuple[Ranking, _KeptOnOneDevice]:
-        return *with_whole_head(operands, tokens, residual), _KeptOnOneDevice(None)
-
-    def with_shard(layout: HeadLayout, operands: Operands, tokens: Tokens, residual: Any) -> tuple[Ranking]:
-        shard, own, operands, tokens = _own_part(layout, config, operands, tokens)
-        return (functions.ranking(own, operands, tokens, residual, functools.partial(shard.gather, order=None)),)
-
-    programs = _Programs(on_one_device, with_whole_head, with_shard)
-    depends_on = ("ranking", functions, gather, config)
-    return _cut_by_xla(depends_on, config, programs, operands, tokens, residual)[0]
 
 
 def _is_cut_already(config: HeadConfig) -> bool:

@@ -11,14 +11,17 @@ from jax import lax
 
 from pallas_kernels.hopper.allowed import BIT_COLUMNS
 from pallas_kernels.hopper.arrays import (
+    LIST,
     Coefficients,
     GradientRows,
     GroupRange,
     HiddenGradient,
     KeptExponentials,
     KeptRowMap,
+    LargestProducts,
     LogitsConfig,
     Partials,
+    SliceProducts,
     VocabSlice,
     new_partials,
 )
@@ -30,6 +33,7 @@ from pallas_kernels.mosaic.dlogits import coefficients, dlogits
 from pallas_kernels.mosaic.fold import fold_chunks, fold_groups
 from pallas_kernels.mosaic.hidden_gradient import add_hidden_gradient
 from pallas_kernels.mosaic.kept_exponentials import dlogits_from_kept_exponentials
+from pallas_kernels.mosaic.largest import add_largest
 from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_sums, store_weight_gradient
 from pallas_kernels.products import LowRankTerm, padded
 from rlk_jax.core.fixed_order import column_groups
@@ -57,6 +61,8 @@ class Problem:
     slice_chunks: int = 16
     keeps: bool = False
     """Whether the forward keeps exponentials of its first chunks, which the backward reads."""
+    lists: bool = False
+    """Whether the forward brings the products to memory, for a ranking."""
     rank: int = 0
     """The rank of a low-rank term; 0 for none."""
     shard: bool = False
@@ -137,20 +143,44 @@ class Problem:
         memory = new_matrix((self.rows, self.slice_chunks * COLUMNS), self.gradient_dtype(max(self.parts)))
         return jax.tree.map(jax.new_ref, memory)
 
+    def new_products(self) -> SliceProducts:
+        """Memory for the products of a slice, as references."""
+        values = lax.empty((self.rows, self.slice_chunks * COLUMNS), jnp.float32)
+        chunks = self.softmax_vocabulary.chunks_in(self.slice_chunks)
+        return SliceProducts(jax.new_ref(values), jax.new_ref(lax.empty((chunks, self.vector_rows), jnp.float32)))
+
 
 def forward(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, low_rank, target_ids, holds_target, temperature):
         shape = (p.softmax_vocabulary.chunks, p.vector_rows)
         out = new_partials(shape, with_gap=p.entropy, with_derivative=p.softcap is not None)
         kept = p.new_dlogits() if p.keeps else None
+        products = p.new_products() if p.lists else None
         logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
-        head_kernels.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank)
-        return jax.tree.map(jax.freeze, out)
+        head_kernels.partials(logits, MACHINE, where, hidden, weight, bias, *per_token, out, kept, low_rank, products)
+        return jax.tree.map(jax.freeze, (out, products))
 
     of_chunks = p.vector_rows // 64, p.softmax_vocabulary.chunks
     holds = jax.ShapeDtypeStruct(of_chunks, jnp.int32) if p.rows > 128 else None
     vectors = {"target_ids": p.vector(dtype=jnp.int32), "holds_target": holds, "temperature": p.vector()}
     return Configuration(p.options("forward"), run, {**p.common(), **vectors})
+
+
+def largest_products(p: Problem, count: int) -> Configuration:
+    """The `count` largest products of each row, those of one more slice added."""
+
+    def run(where, products, best):
+        refs = jax.tree.map(jax.new_ref, best)
+        add_largest(p.softmax_vocabulary, MACHINE, where, jax.tree.map(jax.new_ref, products), count, refs)
+        return jax.tree.map(jax.freeze, refs)
+
+    shape = jax.ShapeDtypeStruct
+    values = shape((p.rows, p.slice_chunks * COLUMNS), jnp.float32)
+    chunks = p.softmax_vocabulary.chunks_in(p.slice_chunks)
+    best = LargestProducts(shape((p.vector_rows, LIST), jnp.float32), shape((p.vector_rows, LIST), jnp.int32))
+    products = SliceProducts(values, shape((chunks, p.vector_rows), jnp.float32))
+    arguments = {"where": p.common()["where"]._replace(allowed=None), "products": products, "best": best}
+    return Configuration(p.options("largest") | {"count": count}, run, arguments)
 
 
 def folds(p: Problem) -> Configuration:
@@ -336,8 +366,35 @@ def configurations() -> Iterator[Configuration]:
     yield bias_gradient(Problem(), goes_on=True)
     for dim in (512, 64, 896):
         yield weight_gradient_sums(Problem(dim=dim))
+    yield from _of_rankings()
     yield from _of_allowed_columns()
     yield from _in_parts()
+
+
+def _of_rankings() -> Iterator[Configuration]:
+    """Forwards that bring their products to memory, and the search for the largest of them.
+
+    With a softcap, a bias and rows that are allowed some columns only ptxas spills up to sixteen registers.
+    """
+    both = (False, True)
+    for rows, bias, softcap, entropy in itertools.product((64, 128, 512), both, (None, 30.0), both):
+        yield forward(Problem(rows=rows, bias=bias, softcap=softcap, entropy=entropy, lists=True))
+    for head in (
+        {"vocab": 151936},
+        {"layout": "dv", "dtype": jnp.float16},
+        {"copied": True, "vocab": 50257},
+        {"shard": True},
+        {"rank": 64},
+        {"parts": (2, 2), "copied": True, "vocab": 50257},
+        {"parts": (1, 2), "copied": True, "vocab": 50257},
+        {"parts": (2, 1), "layout": "dv"},
+    ):
+        for allowed in both:
+            yield forward(Problem(allowed=allowed, lists=True, **head))
+        most_masked = forward(Problem(allowed=True, softcap=30.0, bias=True, lists=True, **head))
+        yield most_masked._replace(most_spills=64)
+    for head in ({}, {"vocab": 50257, "slice_chunks": 300}, {"parts": (2, 2)}, {"shard": True}):
+        yield largest_products(Problem(**head), 20)
 
 
 def _of_allowed_columns() -> Iterator[Configuration]:

@@ -1,0 +1,108 @@
+"""One pass over the head on Hopper, slice by slice: the partial softmax of every row and chunk, and on the way what a
+backward or a ranking needs of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.arrays import LogitsConfig, Partials, SliceProducts, new_partials
+from pallas_kernels.hopper.parts import Matrix
+from pallas_kernels.hopper.tiles import Machine
+from rlk_jax.core.head import HeadConfig, Operands, head_dim
+from rlk_jax.core.hopper_kernels import HeadKernels, RankingKernels
+from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, forward_plan, softmax_vocabulary
+from rlk_jax.core.hopper_slices import HeadSlice, bits_of_rows, matrices, over_slices, slice_of
+from rlk_jax.core.rows import Compacted, compact
+from rlk_jax.core.tokens import Tokens
+from rlk_jax.core.transforms import as_replicated, fusion_barrier
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who looks at the products of every slice: `see(slice)` is called when `products` hold those of a slice."""
+
+    kernels: RankingKernels
+    products: SliceProducts
+    see: Callable[[HeadSlice], None]
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What the slices of one pass share: the plan, and the rows as the kernels see them."""
+
+    plan: HopperPlan
+    rows: Compacted
+    operands: Operands
+    hidden: Matrix
+    low_rank_hidden: Matrix | None
+    target_ids: Array
+    holds_target: Array | None
+    temperature: Array
+    allowed: Array | None
+
+    def new_partials(self) -> Partials:
+        """References to the partials of all chunks."""
+        config = self.plan.config
+        shape, has_softcap = (softmax_vocabulary(config).chunks, self.plan.rows), config.logit_softcap is not None
+        return new_partials(shape, with_gap=config.return_entropy, with_derivative=has_softcap)
+
+    def run(
+        self,
+        kernels: HeadKernels,
+        machine: Machine,
+        out: Partials,
+        kept: Any = None,
+        listener: Listener | None = None,
+    ) -> None:
+        """Write the partials of all chunks into the references `out`, and exponentials into `kept`."""
+
+        def step(chunks: ChunkRange, index: Any) -> None:
+            part = slice_of(self.plan, chunks, index, self.operands, self.rows)
+            logits = LogitsConfig(part.head, self.plan.config.logit_softcap)
+            head = part.where._replace(allowed=self.allowed), self.hidden, part.weight, part.bias
+            per_token = self.target_ids, self.holds_target, self.temperature
+            term = part.term(self.low_rank_hidden)
+            if listener is None:
+                kernels.partials(logits, machine, *head, *per_token, out, kept, term)
+            else:
+                listener.kernels.partials(logits, machine, *head, *per_token, out, kept, term, listener.products)
+                listener.see(part)
+
+        over_slices(self.plan, step)
+
+
+def forward_pass(config: HeadConfig, operands: Operands, tokens: Tokens, keeping: int = 0) -> ForwardPass:
+    """The pass over all tokens, which keeps the exponentials of so many chunks."""
+    n, dim = operands.hidden.shape[0], head_dim(config, operands)
+    operands, tokens = as_replicated((fusion_barrier(operands), tokens))
+    if config.ranking is not None and config.logit_softcap is not None and operands.bias is not None:
+        # A softcap makes a finite logit of a bias of −∞, which is a token's, and the same one of this.
+        lowest = jnp.asarray(jnp.finfo(operands.bias.dtype).min, operands.bias.dtype)
+        operands = operands._replace(bias=jnp.maximum(operands.bias, lowest))
+    plan = forward_plan(config, dim, n, keeping)
+    rows = compact(tokens.active, plan.rows, all_active=not config.may_ignore)
+    hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
+    target_ids, temperature = fusion_barrier((rows.take(tokens.target_ids), rows.take(tokens.temperature, 1)))
+    holds_target, allowed = _holds_target(plan, target_ids), bits_of_rows(plan, rows, tokens)
+    of_rows = hidden, low_rank_hidden, target_ids, holds_target, temperature, allowed
+    return ForwardPass(plan, rows, operands, *of_rows)
+
+
+def _holds_target(plan: HopperPlan, target_ids: Array) -> Array | None:
+    """Which blocks of 64 rows have a target in which chunk, `[rows / 64, chunks]`; None for few rows, where knowing it
+    costs more than it saves.
+    """
+    if plan.tokens <= 128:
+        return None
+    vocabulary = softmax_vocabulary(plan.config)
+    block = jnp.arange(plan.rows, dtype=jnp.int32) // 64
+    # Most targets of a shard's tokens lie in other shards.
+    is_here = (target_ids >= 0) & (target_ids < plan.config.vocab_size)
+    chunk = jnp.where(is_here, vocabulary.chunk_of(target_ids), vocabulary.chunks)
+    return jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32).at[block, chunk].set(1, mode="drop")
