@@ -38,11 +38,15 @@ def _ranking_obstacles(facts: CallFacts) -> list[str]:
     return ["gives no return_top_k or return_target_rank yet"] if facts.config.ranking else []
 
 
+def _smoothing_obstacles(facts: CallFacts) -> list[str]:
+    return ["takes no label_smoothing yet"] if facts.config.smoothing else []
+
+
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     """Why Mosaic's kernels cannot run: they take float32 operands too, in two bfloat16 parts each."""
     if "float32" not in facts.dtypes[:2]:
-        return hopper_obstacles(facts) + _operand_obstacles(facts)
-    reasons = hopper_obstacles(facts) + _dim_obstacles(facts)
+        return hopper_obstacles(facts) + _operand_obstacles(facts) + _smoothing_obstacles(facts)
+    reasons = hopper_obstacles(facts) + _dim_obstacles(facts) + _smoothing_obstacles(facts)
     if facts.config.rank:
         reasons.append("takes a low_rank term beside bfloat16 or float16 operands only")
     if facts.config.ranking:
@@ -52,11 +56,13 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
     masks = ["takes no allowed_ids or allowed_mask yet"] if facts.config.has_mask else []
-    return hopper_obstacles(facts) + _operand_obstacles(facts) + masks + _ranking_obstacles(facts)
+    reasons = masks + _smoothing_obstacles(facts) + _ranking_obstacles(facts)
+    return hopper_obstacles(facts) + _operand_obstacles(facts) + reasons
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:
-    return triton_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
+    reasons = _smoothing_obstacles(facts) + _ranking_obstacles(facts)
+    return triton_obstacles(facts) + _operand_obstacles(facts) + reasons
 
 
 def _xla_obstacles(facts: CallFacts) -> list[str]:

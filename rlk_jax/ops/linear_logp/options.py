@@ -31,7 +31,9 @@ the bytes of hidden where those are more.
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The options of one call as the user gave them: every static keyword of `linear_logp`, which documents them."""
+    """The options of one call as the user gave them: every static keyword of `linear_logp`, which documents them, and
+    the label smoothing of `linear_cross_entropy`.
+    """
 
     logit_softcap: float | None = None
     ignore_index: int | None = None
@@ -47,6 +49,7 @@ class HeadOptions:
     memory_budget: int | None = None
     validate: bool | None = None
     implementation: str | None = None
+    label_smoothing: float = 0.0
 
 
 @exportable
