@@ -133,7 +133,8 @@ def _partials(
 
     holds_target, allowed = _holds_target(plan, target_ids), bits_of_rows(plan, rows, tokens)
     has_softcap = config.logit_softcap is not None
-    out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, with_derivative=has_softcap)
+    wanted = {"with_derivative": has_softcap, "with_sum": config.smoothing is not None}
+    out = new_partials((vocabulary.chunks, plan.rows), with_gap=config.return_entropy, **wanted)
     exponentials = None
     if keeping:
         exponentials = jax.tree.map(jax.new_ref, new_matrix((plan.matrix_rows, keeping * COLUMNS), dtype))
@@ -167,4 +168,8 @@ def _merge(
     groups, (rows, kept) = as_replicated((groups, state))
     softmax = jax.tree.map(rows.spread, kernels().fold_groups(groups, rows.count, machine or default_machine()))
     softmax, kept = fusion_barrier((softmax, kept))
-    return LinearLogp(softmax.logp, softmax.lse if config.return_lse else None, softmax.entropy), softmax, kept
+    logp = softmax.logp
+    if config.smoothing is not None:
+        logp = config.smoothing.logp(logp, softmax.lse, softmax.logit_sum)
+        softmax = softmax._replace(logit_sum=None)
+    return LinearLogp(logp, softmax.lse if config.return_lse else None, softmax.entropy), softmax, kept

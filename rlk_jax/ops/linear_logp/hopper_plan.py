@@ -154,7 +154,8 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     (`replaces_kept`), it keeps half of that, and slices of dlogits take the rest. Where a slice of the backward ends
     inside a group, the budget also holds that group's chain of dH; a few chunks more are not worth it.
     """
-    if not config.keeps:
+    if not config.keeps or (config.smoothing is not None and config.logit_softcap is not None):
+        # A smoothed target needs the softcap's derivative alone, which is kept in a product.
         return 0
     needs = Needs(True, True, True)
     sizes = backward_sizes(config, dim, tokens, needs, dtype)

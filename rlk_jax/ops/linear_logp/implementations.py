@@ -45,8 +45,8 @@ def _smoothing_obstacles(facts: CallFacts) -> list[str]:
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     """Why Mosaic's kernels cannot run: they take float32 operands too, in two bfloat16 parts each."""
     if "float32" not in facts.dtypes[:2]:
-        return hopper_obstacles(facts) + _operand_obstacles(facts) + _smoothing_obstacles(facts)
-    reasons = hopper_obstacles(facts) + _dim_obstacles(facts) + _smoothing_obstacles(facts)
+        return hopper_obstacles(facts) + _operand_obstacles(facts)
+    reasons = hopper_obstacles(facts) + _dim_obstacles(facts)
     if facts.config.rank:
         reasons.append("takes a low_rank term beside bfloat16 or float16 operands only")
     if facts.config.ranking:
