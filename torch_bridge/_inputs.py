@@ -150,7 +150,18 @@ def _check_static(op: str, device: torch.device, tensors: Any, options: Options,
         else:
             arguments.setdefault(name, None)
     with jax.default_device(_exchange.jax_device(device)):
-        rlk_jax.explain(op, **_with_low_rank(arguments))
+        op, arguments = _of_smoothed_labels(op, _with_low_rank(arguments))
+        rlk_jax.explain(op, **arguments)
+
+
+def _of_smoothed_labels(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The op of `rlk_jax` that has these arguments: `linear_cross_entropy` smooths labels, and returns a loss alone."""
+    smoothing = arguments.pop("label_smoothing", 0.0)
+    if smoothing == 0:
+        return op, arguments
+    values = ("return_lse", "return_entropy", "return_top_k", "return_target_rank")
+    others = {name: x for name, x in arguments.items() if name not in values}
+    return "linear_cross_entropy", {**others, "label_smoothing": smoothing}
 
 
 def _with_low_rank(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     token_weights: Tensor | None = None,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     validate: bool | None = None,
     tp_group: Any = None,
     vocab_start_index: int = 0,
@@ -40,7 +41,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of the target tokens under the LM head; `rlk_jax.linear_cross_entropy` for tensors.
 
-        loss_i = w_i·(−logp_i + z_loss·lse_i²)
+        loss_i = w_i·(−(1 − s)·logp_i − s·mean_v ln p_iv + z_loss·lse_i²),   s = label_smoothing
         "none": loss_i      "sum": Σ loss_i      "mean": Σ loss_i / Σ w_i, and 0 where no token counts
 
     With `ignore_index=-100` it is `torch.nn.functional.cross_entropy(logits, target_ids)` without the logits, but for a
@@ -55,6 +56,8 @@ def linear_cross_entropy(
       token_weights: `[*lead]`, one weight for each token, finite and not negative; a mask of bools is one, too. They
         are not differentiated. Weights of ignored tokens may be anything.
       z_loss: the coefficient of lse², 0 or positive.
+      label_smoothing: s from 0 to 1, as in torch's cross_entropy: the part of each target that is spread evenly over
+        the true vocabulary. It cannot be given beside allowed_ids or allowed_mask. A logit of −inf makes a loss inf.
       validate: as in `linear_logp`; it checks the values of weights too. A bad weight that is not checked gives NaN.
       tp_group, vocab_start_index: as in `linear_logp`; token_weights are the same on every rank.
       **head: `linear_logp`'s other options but `return_lse` and `return_entropy`.
@@ -87,6 +90,7 @@ def linear_cross_entropy(
         validate=validate,
         tp_group=tp_group,
         vocab_start_index=vocab_start_index,
+        _label_smoothing=label_smoothing,
         **head,
     )
     logp, lse = (found.logp, found.lse) if isinstance(found, LinearLogp) else (found, None)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
-import rlk_jax
 from rlk_jax.core.dispatch import choose
+from rlk_jax.ops.linear_logp.api import smoothed_linear_logp
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
@@ -50,6 +50,7 @@ def linear_logp(
     reduce_hidden_grad: bool = True,
     validate: bool | None = None,
     implementation: str | None = None,
+    _label_smoothing: float = 0.0,
 ) -> Tensor | LinearLogp:
     """Log-probability of each target token under the LM head; `rlk_jax.linear_logp` for tensors.
 
@@ -122,6 +123,8 @@ def linear_logp(
         memory_budget=memory_budget,
         validate=validate,
         implementation=implementation,
+        # It comes from linear_cross_entropy, whose log-probabilities are means under smoothed targets.
+        label_smoothing=_label_smoothing,
     )
     term = _low_rank_term(low_rank)
     if tp_group is not None or vocab_start_index != 0:
@@ -222,7 +225,7 @@ def _run(
     token_options["allowed_ids"], token_options["allowed_mask"] = _padding.allowed_values(allowed_ids, allowed_mask)
     low_rank = None if a is None else (a, b, scale, inputs)
     call = {"low_rank": low_rank, "validate": False, **token_options, **options}
-    return as_outputs(rlk_jax.linear_logp(hidden, weight, ids, bias, **call))
+    return as_outputs(smoothed_linear_logp(hidden, weight, ids, bias, **call))
 
 
 @functools.lru_cache(maxsize=256)

@@ -112,7 +112,7 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
     """The partials of groups `[groups, rows]` from those of chunks `[chunks, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct((groups, partials.shift.shape[1]), jnp.float32)
     wanted = [x is not None for x in partials]
-    found = iter(_call("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    found = iter(_call("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:5]))
     return Partials(*(next(found) if x else None for x in wanted))
 
 
@@ -120,7 +120,7 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     """The softmax of each row from the partials of groups `[groups, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct(partials.shift.shape[1:], jnp.float32)
     wanted = [True] * 4 + [partials.gap is not None] * 2 + [partials.target_derivative is not None]
-    found = iter(_call("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    found = iter(_call("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:5]))
     logp, lse, shift, total, entropy, gap, target_derivative = (next(found) if x else None for x in wanted)
     return Softmax(logp, lse, entropy, shift, total, gap, target_derivative)
 

@@ -42,8 +42,8 @@ class Partials(NamedTuple):
 
     total is Σ 2^(y − shift); target is the y of the row's target, 0 where it is not among the columns; gap is
     Σ 2^(y − shift)·(shift − y), or None where no entropy is asked for; target_derivative is the softcap's derivative at
-    the target, 0 where the target is not among the columns, or None without a softcap. Fields may also be references to
-    such arrays.
+    the target, 0 where the target is not among the columns, or None without a softcap; logit_sum is Σ y, or None where
+    targets are not smoothed. Fields may also be references to such arrays.
     """
 
     shift: Any
@@ -51,11 +51,12 @@ class Partials(NamedTuple):
     target: Any
     gap: Any
     target_derivative: Any
+    logit_sum: Any = None
 
 
-def new_partials(shape: tuple[int, int], *, with_gap: bool, with_derivative: bool) -> Partials:
+def new_partials(shape: tuple[int, int], *, with_gap: bool, with_derivative: bool, with_sum: bool = False) -> Partials:
     """References to partials of this shape that nothing is written to yet."""
-    wanted = (True, True, True, with_gap, with_derivative)
+    wanted = (True, True, True, with_gap, with_derivative, with_sum)
     return Partials(*(jax.new_ref(lax.empty(shape, jnp.float32)) if x else None for x in wanted))
 
 
@@ -88,7 +89,7 @@ class Softmax(NamedTuple):
     """The softmax of each row over the whole vocabulary, float32 `[rows]` each.
 
     gap is Σ p·(shift − y). entropy and gap are None where no entropy is asked for. target_derivative is the softcap's
-    derivative at the target, or None without a softcap.
+    derivative at the target, or None without a softcap. logit_sum is Σ z, or None where targets are not smoothed.
     """
 
     logp: Any
@@ -98,6 +99,7 @@ class Softmax(NamedTuple):
     total: Any
     gap: Any
     target_derivative: Any
+    logit_sum: Any = None
 
 
 class KeptExponentials(NamedTuple):
@@ -135,7 +137,8 @@ class GradientRows(NamedTuple):
 
     Rows that do not count hold values whose gradients are 0. scale is a power of two that the row's gradients are
     multiplied by before they are rounded, or None. gap, g_lse, g_entropy are None where nothing asks for them, and
-    target_derivative is None without a softcap.
+    target_derivative is None without a softcap. Where targets are smoothed, each logit has g_uniform as a part of the
+    target, and g_spread is what the target gives to all of them; both are None elsewhere.
     """
 
     target_ids: Any
@@ -149,13 +152,16 @@ class GradientRows(NamedTuple):
     g_lse: Any
     g_entropy: Any
     scale: Any
+    g_uniform: Any = None
+    g_spread: Any = None
 
 
 class Coefficients(NamedTuple):
     """What the gradients of a row's logits are computed from, `[rows]` each.
 
-    A logit's gradient is 2^(y − shift)·(constant + slope·(y − shift)) times the softcap's derivative; the target's is
-    `at_target`, which holds that derivative. slope is None where no entropy has an upstream gradient.
+    A logit's gradient is 2^(y − shift)·(constant + slope·(y − shift)) + uniform, times the softcap's derivative; the
+    target's is `at_target`, which holds that derivative. slope is None where no entropy has an upstream gradient, and
+    uniform where targets are not smoothed.
     """
 
     target_ids: Any
@@ -164,6 +170,7 @@ class Coefficients(NamedTuple):
     constant: Any
     slope: Any
     at_target: Any
+    uniform: Any = None
 
 
 class GroupRange(NamedTuple):

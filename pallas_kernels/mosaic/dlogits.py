@@ -6,7 +6,7 @@ gradient is
 At the target, −g_logp·expm1(logp) takes the place of g_logp·(1 − p). A softcap multiplies it by its derivative d.
 Gradients are computed from the exponential 2^(y − k)·d, where k is the integer of the row's chunk of 256 columns,
 rounded to 16 bits (`rounded_exponentials`). Their bits are the same whether it is computed again (`dlogits`) or was
-kept by the forward (kept_exponentials.py).
+kept by the forward (kept_exponentials.py). A smoothed target's part, g_logp·t_v·d, is added before they are rounded.
 """
 
 import functools
@@ -94,7 +94,8 @@ def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
                 ref[here] = value
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    out_type = _Factors(row, row, row, None if rows.g_entropy is None else row, row)
+    slope, uniform = (None if x is None else row for x in (rows.g_entropy, rows.g_uniform))
+    out_type = _Factors(row, row, row, slope, row, uniform)
     # XLA makes one array of all facts in one kernel, and each array of its own in one more.
     found = launch(body, "linear_logp_coefficients", machine, out_type, (n // THREADS,), jnp.stack(facts))
     return Coefficients(rows.target_ids, *found)
@@ -108,6 +109,7 @@ class _Factors(NamedTuple):
     constant: Any
     slope: Any
     at_target: Any
+    uniform: Any
 
 
 def _factors(rows: GradientRows) -> _Factors:
@@ -124,6 +126,8 @@ def _factors(rows: GradientRows) -> _Factors:
         target_y = jnp.maximum(rows.logp * LOG2_E + jnp.log2(rows.total), -1e30)
         at_target = at_target + slope * (target_y + rows.gap) * probability
         others = others + slope * rows.gap
+    if rows.g_uniform is not None:
+        at_target = at_target + (rows.g_uniform - rows.g_spread)
     weight = per_logit / rows.total
     at_target = at_target * per_logit
     if rows.target_derivative is not None:
@@ -134,16 +138,18 @@ def _factors(rows: GradientRows) -> _Factors:
         constant=others * weight,
         slope=None if slope is None else slope * weight,
         at_target=at_target,
+        uniform=None if rows.g_uniform is None else rows.g_uniform * per_logit,
     )
 
 
 class _ChunkCoefficients(NamedTuple):
-    """Each row's coefficients in a chunk with a k of its own: a gradient is E·(constant + slope·(y − k)), where E is
-    the rounded exponential.
+    """Each row's coefficients in a chunk with a k of its own: a gradient is E·(constant + slope·(y − k)) + uniform·d,
+    where E is the rounded exponential and d the softcap's derivative.
     """
 
     constant: Array
     slope: Array | None
+    uniform: Array | None
 
 
 def chunk_coefficients(c: Coefficients, shift: Array, dtype: Any) -> _ChunkCoefficients:
@@ -152,9 +158,15 @@ def chunk_coefficients(c: Coefficients, shift: Array, dtype: Any) -> _ChunkCoeff
     below = jnp.minimum(shift - c.shift, 0.0)
     power = jnp.exp2(below) * (1 / exponential_scale(dtype))
     if c.slope is None:
-        return _ChunkCoefficients(c.constant * power, None)
+        return _ChunkCoefficients(c.constant * power, None, c.uniform)
     # The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
-    return _ChunkCoefficients((c.constant + c.slope * jnp.maximum(below, -1e3)) * power, c.slope * power)
+    return _ChunkCoefficients((c.constant + c.slope * jnp.maximum(below, -1e3)) * power, c.slope * power, c.uniform)
+
+
+def with_uniform(gradients: Array, uniform: Array) -> Array:
+    """The gradients plus what smoothed targets add to each."""
+    # Compilers would fuse the gradients' last product into the sum, though not in every kernel.
+    return lax.optimization_barrier(gradients) + uniform
 
 
 def _largest(logits: LogitsConfig, strips: list[Array], width: Array) -> Array:
@@ -185,7 +197,11 @@ def _gradient(
     factor = over_columns(c.constant, columns)
     if c.slope is not None:
         factor = factor + over_columns(c.slope, columns) * y
-    return whole(rounded_exponentials(jnp.exp2(y), derivative, dtype)) * factor
+    found = whole(rounded_exponentials(jnp.exp2(y), derivative, dtype)) * factor
+    if c.uniform is None:
+        return found
+    uniform = over_columns(c.uniform, columns)
+    return with_uniform(found, uniform if derivative is None else uniform * derivative)
 
 
 def dlogits(

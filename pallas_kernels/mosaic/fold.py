@@ -63,8 +63,10 @@ def _fold(so_far: Partials, refs: Partials, first: Any, count: int, rows: Any) -
     def step(i: Any, sums: Partials) -> Partials:
         part = load(i)
         derivative = None if refs.target_derivative is None else sums.target_derivative + part.target_derivative
-        # All partials but the one that holds the target have zeros here.
-        return added(sums, part)._replace(target=sums.target + part.target, target_derivative=derivative)
+        logit_sum = None if refs.logit_sum is None else sums.logit_sum + part.logit_sum
+        # All partials but the one that holds the target have zeros for a target and its derivative.
+        target = sums.target + part.target
+        return added(sums, part)._replace(target=target, target_derivative=derivative, logit_sum=logit_sum)
 
     start = so_far._replace(shift=shift, total=_fill(0), gap=None if refs.gap is None else _fill(0))
     return lax.fori_loop(0, count, step, added(start, so_far))
@@ -142,7 +144,7 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
         def _() -> None:
             rows = pl.ds(block * THREADS, THREADS)
             start = _empty(partials_gmem)
-            shift, total, target, gap, derivative = _fold_all(start, partials_gmem, groups, rows)
+            shift, total, target, gap, derivative, logit_sum = _fold_all(start, partials_gmem, groups, rows)
             # A row without a finite logit has no softmax, and its values are NaN.
             shift = jnp.where(shift == -jnp.inf, jnp.nan, shift)
             log_total = jnp.log2(total)
@@ -156,8 +158,10 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
                 out_gmem.gap[rows] = gap / total
             if derivative is not None:
                 out_gmem.target_derivative[rows] = derivative
+            if logit_sum is not None:
+                out_gmem.logit_sum[rows] = logit_sum * LN_2
 
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    entropy, derivative = (None if x is None else row for x in partials[3:])
-    out_type = Softmax(row, row, entropy, row, row, entropy, derivative)
+    entropy, derivative, logit_sum = (None if x is None else row for x in partials[3:])
+    out_type = Softmax(row, row, entropy, row, row, entropy, derivative, logit_sum)
     return launch(body, "linear_logp_merge", machine, out_type, (n // THREADS,), active, partials)

@@ -15,7 +15,7 @@ from pallas_kernels.hopper.arrays import Coefficients, KeptExponentials, KeptRow
 from pallas_kernels.hopper.parts import in_parts, parts_of, whole
 from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
-from pallas_kernels.mosaic.dlogits import chunk_coefficients
+from pallas_kernels.mosaic.dlogits import chunk_coefficients, with_uniform
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import (
     STRIP,
@@ -100,6 +100,8 @@ def dlogits_from_kept_exponentials(
 
             def replace(constant: Array, strip: Array, _: None) -> None:
                 gradient = whole(loaded(strip * parts + part) for part in range(parts)) * over_columns(constant, STRIP)
+                if c.uniform is not None:
+                    gradient = with_uniform(gradient, over_columns(c.uniform, STRIP))
                 column = column_numbers(STRIP) + strip * STRIP
                 gradient = jnp.where(column == over_columns(target, STRIP), over_columns(c.at_target, STRIP), gradient)
                 gradient = jnp.where(counts & (column < width), gradient, 0.0)
@@ -128,6 +130,8 @@ def dlogits_from_kept_exponentials(
             for i, constant in enumerate(others, 1):
                 in_shift = column < vocabulary.start(chunk) + i * strips_of_shift * STRIP
                 gradient = jnp.where(in_shift, gradient, found * constant)
+            if c.uniform is not None:
+                gradient = with_uniform(gradient, c.uniform)
             gradient = jnp.where(column == c.target_ids, c.at_target, gradient)
             return in_parts(jnp.where(column < jnp.where(row < counted, end, 0), gradient, 0.0), out.dtype)
 

@@ -3,9 +3,9 @@ folds them), and what the products with the head of forward (partials.py) and ba
 
 Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. A partial is (k, s, t, u): the integer
 k = round(max y), s = Σ 2^(y − k), t = y of the target if it is among the columns, and u = Σ 2^(y − k)·(k − y), from
-which the entropy follows. Rescaling a partial is exact because k is an integer. The exponentials 2^(y − k) may be kept,
-rounded to 16 bits, so that the backward need not compute them again. Those of a softcap are kept times the softcap's
-derivative, which takes one rounding for both.
+which the entropy follows. Smoothed targets ask for Σ y, too: Σ (y − k) plus k for each column. Rescaling a partial is
+exact because k is an integer. The exponentials 2^(y − k) may be kept, rounded to 16 bits, so that the backward need not
+compute them again. Those of a softcap are kept times the softcap's derivative, which takes one rounding for both.
 """
 
 import functools
@@ -192,6 +192,18 @@ def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Ar
     return lax.cond(width < columns, lambda: jnp.where(column_numbers(columns) < width, values, other), lambda: values)
 
 
+def _sum_inside(values: Array, width: Array) -> Array:
+    """The sum of each row's values in columns before `width`; others may hold anything."""
+    columns = values.shape[1]
+
+    def inside() -> Array:
+        end = over_columns(width, columns) if width.ndim else width
+        return jnp.where(column_numbers(columns) < end, values, 0.0).sum(axis=1)
+
+    # The branch stays where all chunks are full, too: without it ptxas spills a register.
+    return inside() if width.ndim else lax.cond(width < columns, inside, lambda: values.sum(axis=1))
+
+
 def column_bias(bias_gmem: Ref | None, first: Array, columns: int) -> Array | None:
     """The bias of some columns. Where it is loaded before the product, the latency of memory hides there."""
     if bias_gmem is None:
@@ -284,17 +296,27 @@ def store_partial(
             store_picked()
         see(products, largest)
     scaling = logit_scaling(logits, largest, tile.scale)
+
+    def store_sum() -> None:
+        # The barrier keeps compilers from fusing the product into the sum, which they might not do in every kernel.
+        of_shift = lax.optimization_barrier(scaling.shift * tile.width.astype(jnp.float32))
+        out.logit_sum[...] = functools.reduce(jnp.add, sums) + of_shift
+
     if logits.softcap is None:
         out.shift[...] = scaling.shift
         if see is None:
             store_picked()
     columns = products.shape[1] if logits.softcap is None else STRIP
-    totals, gaps, kept = [], [], []
+    totals, gaps, sums, kept = [], [], [], []
     for first in range(0, products.shape[1], columns):
         y_minus_shift, derivative = logit_exponents(logits, scaling, products[:, first : first + columns])
         if derivative is not None:
             # The softcap of −∞ is finite.
             y_minus_shift = masked(logits, y_minus_shift, tile.width - first, -jnp.inf)
+        if out.logit_sum is not None:
+            sums.append(_sum_inside(y_minus_shift, tile.width - first))
+            if logits.softcap is None:
+                store_sum()
         exponentials = jnp.exp2(y_minus_shift)
         if derivative is not None:
             exponentials = only_allowed(exponentials, tile.bits, first, 0)
@@ -308,6 +330,8 @@ def store_partial(
     if logits.softcap is not None:
         out.shift[...] = scaling.shift
         store_picked()
+        if out.logit_sum is not None:
+            store_sum()
     out.total[...] = functools.reduce(jnp.add, totals)
     if out.gap is not None:
         out.gap[...] = functools.reduce(jnp.add, gaps)

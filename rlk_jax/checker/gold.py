@@ -22,7 +22,8 @@ class SoftmaxGold(NamedTuple):
 
 def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, options: Mapping[str, Any]) -> SoftmaxGold:
     """Log-softmax of raw logits `[N, V]` at the target ids, and its derivative for upstream gradients of (logp, lse,
-    entropy). The options are `logit_softcap` and `global_vocab_size` of the ops, and `allowed`, bool `[N, V]`.
+    entropy). The options are `logit_softcap`, `global_vocab_size` and `label_smoothing` of the ops, and `allowed`, bool
+    `[N, V]`. logp is the mean of ln p under the smoothed target.
     """
     raw, t = np.asarray(raw, np.float64), np.asarray(target_ids).reshape(-1)
     rows = np.arange(len(t))
@@ -41,10 +42,14 @@ def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, opt
     p = np.exp(z - lse)
     finite = np.where(p > 0, z, 0)
     mean = (p * finite).sum(axis=1, keepdims=True)
-    values = (z[rows, t] - lse[:, 0], lse[:, 0], (lse - mean)[:, 0])
+    smoothing = options.get("label_smoothing", 0.0)
+    target = np.where(np.arange(z.shape[1]) < vocab_size, np.full_like(z, smoothing / vocab_size), 0)
+    target[rows, t] += 1 - smoothing
+    logp = np.multiply(target, z - lse, where=target > 0, out=np.zeros_like(z)).sum(axis=1)
+    values = (logp, lse[:, 0], (lse - mean)[:, 0])
     g_logp, g_lse, g_entropy = (np.asarray(g, np.float64).reshape(-1, 1) for g in upstream)
     dz = p * (g_lse - g_logp - g_entropy * (finite - mean))
-    dz[rows, t] += g_logp[:, 0]
+    dz += g_logp * target
     d_raw = dz / temperature
     if cap:
         d_raw *= 1 - (capped / cap) ** 2

@@ -162,7 +162,9 @@ def kept_chunks(config: HeadConfig, dim: int, tokens: int, dtype: Any) -> int:
     inside a group, the budget also holds that group's chain of dH; a few chunks more are not worth it. A
     forward with a ranking keeps none, for its products take the budget.
     """
-    if not config.keeps or config.ranking is not None:
+    # A smoothed target needs the softcap's derivative alone, which is kept in a product.
+    is_whole = config.smoothing is None or config.logit_softcap is None
+    if not config.keeps or config.ranking is not None or not is_whole:
         return 0
     needs = Needs(True, True, True)
     sizes = backward_sizes(config, dim, tokens, needs, dtype)

@@ -23,14 +23,18 @@ def scaled_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> j
 
 
 def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> LinearLogp:
-    """logp = log_softmax(z)[target], lse and entropy of z = `scaled_logits`."""
+    """logp = log_softmax(z)[target], or its mean under a smoothed target, lse and entropy of z = `scaled_logits`."""
     logits = scaled_logits(config, logits, tokens)
     logprobs = jax.nn.log_softmax(logits)
     probability = jnp.exp(logprobs)
     # An impossible token has p·ln p = 0; the inner where keeps its infinite logarithm out of the gradient too.
     surprise = probability * jnp.where(probability > 0, logprobs, 0)
+    logp = jnp.take_along_axis(logprobs, tokens.target_ids[:, None], axis=-1)[:, 0]
+    if config.smoothing is not None:
+        share, real = config.smoothing.share, config.real_vocab_size
+        logp = (1 - share) * logp + share * logprobs[:, :real].mean(axis=-1)
     return LinearLogp(
-        logp=jnp.take_along_axis(logprobs, tokens.target_ids[:, None], axis=-1)[:, 0],
+        logp=logp,
         lse=jax.nn.logsumexp(logits, axis=-1) if config.return_lse else None,
         entropy=-surprise.sum(axis=-1) if config.return_entropy else None,
     )

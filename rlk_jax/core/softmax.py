@@ -3,7 +3,7 @@
 Implementations that are written in JAX share these formulas; the kernels have their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,30 @@ Array = jax.Array
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """Targets of a call with label smoothing: one token has 1 − share of the probability, and all tokens of the true
+    vocabulary, itself among them, have the rest in equal parts.
+    """
+
+    share: float
+    vocab_size: int
+    """How many tokens the share is spread over; for a shard, too, those of the whole vocabulary."""
+
+    @property
+    def uniform(self) -> float:
+        """The probability that each token has of the share."""
+        return self.share / self.vocab_size
+
+    def logp(self, logp: Array, lse: Array, logit_sum: Array) -> Array:
+        """Σ t·ln p over all tokens, t being the smoothed target; logit_sum is Σ z."""
+        mean = rounded_product(logit_sum, jnp.float32(1 / self.vocab_size)) - lse
+        of_target, of_mean = (
+            rounded_product(x, jnp.float32(t)) for x, t in ((logp, 1 - self.share), (mean, self.share))
+        )
+        return of_target + of_mean
+
+
+@dataclass(frozen=True)
 class SoftmaxConfig:
     """The static facts of a call that takes the softmax of logits, be they given or computed."""
 
@@ -30,6 +54,8 @@ class SoftmaxConfig:
     logit_softcap: float | None
     return_lse: bool
     return_entropy: bool
+    smoothing: Smoothing | None = field(default=None, kw_only=True)
+    """How targets are smoothed, None for not at all: logp is then the mean of ln p under the smoothed target."""
 
 
 class Statistics(NamedTuple):
@@ -41,6 +67,8 @@ class Statistics(NamedTuple):
     target_logit: Array
     gap: Array | None
     """Σ p·(max − z) >= 0, so that entropy = log_sum + gap; None where entropy was not asked for"""
+    logit_sum: Array | None = None
+    """Σ z over the true vocabulary; None where targets are not smoothed"""
 
     def logprobs(self, logits: Array) -> Array:
         """The log-probabilities of the tokens of these logits, `[N]` or `[N, k]`."""
@@ -52,13 +80,15 @@ class Partial(NamedTuple):
     """The softmax over some columns, float32 with one element per token.
 
     With e = exp(z − max), total is Σ e and gap is Σ e·(max − z), or None where entropy was not asked for. target_logit
-    is 0 where the target is not among the columns.
+    is 0 where the target is not among the columns. logit_sum is Σ z of columns that are no padding, or None where
+    targets are not smoothed.
     """
 
     max: Array
     total: Array
     target_logit: Array
     gap: Array | None
+    logit_sum: Array | None = None
 
 
 def zero_if_neg_inf(maximum: Array) -> Array:
@@ -82,35 +112,43 @@ def fold(a: Partial, b: Partial) -> Partial:
 
     (total_a, gap_a), (total_b, gap_b) = rescaled(a), rescaled(b)
     gap = None if gap_a is None or gap_b is None else gap_a + gap_b
-    return Partial(maximum, total_a + total_b, a.target_logit + b.target_logit, gap)
+    logit_sum = None if a.logit_sum is None or b.logit_sum is None else a.logit_sum + b.logit_sum
+    return Partial(maximum, total_a + total_b, a.target_logit + b.target_logit, gap, logit_sum)
 
 
-def empty_partial(rows: int, like: Array, *, with_gap: bool) -> Partial:
+def empty_partial(rows: int, like: Array, *, with_gap: bool, with_sum: bool = False) -> Partial:
     """The softmax over no columns, from which a fold starts; it varies over mesh axes as `like` does."""
     zeros = jnp.zeros(rows, jnp.float32)
-    start = Partial(jnp.full(rows, -jnp.inf, jnp.float32), zeros, zeros, zeros if with_gap else None)
+    optional = (zeros if wanted else None for wanted in (with_gap, with_sum))
+    start = Partial(jnp.full(rows, -jnp.inf, jnp.float32), zeros, zeros, *optional)
     return varying_like(start, like)
 
 
 def merged(groups: Partial) -> Statistics:
     """The softmax of each token from its partials `[groups, rows]`, folded in ascending order."""
-    start = empty_partial(groups.max.shape[1], groups.max, with_gap=groups.gap is not None)
+    wanted = {"with_gap": groups.gap is not None, "with_sum": groups.logit_sum is not None}
+    start = empty_partial(groups.max.shape[1], groups.max, **wanted)
     whole, _ = lax.scan(lambda so_far, group: (fold(so_far, group), None), start, groups)
     gap = None if whole.gap is None else whole.gap / whole.total
-    return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap)
+    return Statistics(whole.max, jnp.log(whole.total), whole.target_logit, gap, whole.logit_sum)
 
 
-def partial_of_rows(logits: Array, target_logit: Array, *, with_gap: bool) -> Partial:
-    """The softmax of every row of `logits [rows, V]`, summed in whatever order XLA picks."""
+def partial_of_rows(logits: Array, target_logit: Array, *, with_gap: bool, summed: Array | None = None) -> Partial:
+    """The softmax of every row of `logits [rows, V]`, summed in whatever order XLA picks; summed marks the columns
+    whose logits are summed up too, or is None.
+    """
     maximum = logits.max(axis=1)
     centred = logits - zero_if_neg_inf(maximum)[:, None]
     exponentials = jnp.exp(centred)
     gap = -jnp.where(exponentials == 0, 0, exponentials * centred).sum(axis=1) if with_gap else None
-    return Partial(maximum, exponentials.sum(axis=1), target_logit, gap)
+    logit_sum = None if summed is None else jnp.where(summed, logits, 0).sum(axis=1)
+    return Partial(maximum, exponentials.sum(axis=1), target_logit, gap, logit_sum)
 
 
-def fixed_order_partial(logits: Array, is_target: Array, *, with_gap: bool) -> Partial:
-    """The softmax of every row of `logits [rows, 256]`, summed by halves; is_target marks each row's target."""
+def fixed_order_partial(logits: Array, is_target: Array, *, with_gap: bool, summed: Array | None = None) -> Partial:
+    """The softmax of every row of `logits [rows, 256]`, summed by halves; is_target marks each row's target, and summed
+    the columns whose logits are summed up too, or is None.
+    """
     maximum = logits.max(axis=1)
     below = zero_if_neg_inf(maximum)[:, None] - logits
     exponentials = jnp.exp(-below)
@@ -120,15 +158,20 @@ def fixed_order_partial(logits: Array, is_target: Array, *, with_gap: bool) -> P
         total=halving_sum(exponentials),
         target_logit=halving_sum(jnp.where(is_target, logits, 0)),
         gap=None if gaps is None else halving_sum(gaps),
+        logit_sum=None if summed is None else halving_sum(jnp.where(summed, logits, 0)),
     )
 
 
 def values_of(config: SoftmaxConfig, statistics: Statistics) -> LinearLogp:
-    """logp = (z_t − max) − log_sum; lse = max + log_sum; entropy = log_sum + gap."""
-    logp = statistics.logprobs(statistics.target_logit)
-    lse = statistics.max + statistics.log_sum if config.return_lse else None
+    """logp = (z_t − max) − log_sum; lse = max + log_sum; entropy = log_sum + gap. logp is the mean under a smoothed
+    target where targets are smoothed.
+    """
+    logp, lse = statistics.logprobs(statistics.target_logit), statistics.max + statistics.log_sum
+    if config.smoothing is not None:
+        assert statistics.logit_sum is not None
+        logp = config.smoothing.logp(logp, lse, statistics.logit_sum)
     entropy = statistics.log_sum + statistics.gap if statistics.gap is not None else None
-    return LinearLogp(logp, lse, entropy)
+    return LinearLogp(logp, lse if config.return_lse else None, entropy)
 
 
 def values_of_no_tokens(config: SoftmaxConfig, lead: tuple[int, ...]) -> LinearLogp:
@@ -172,7 +215,7 @@ def scaling(rows: Compacted, scale: Array) -> Scaling:
     return Scaling(1 / scale, common / scale, (1 / common).reshape(1))
 
 
-def _counted_columns(columns: Array, real_columns: Any, allowed: Array | None) -> Array:
+def counted_columns(columns: Array, real_columns: Any, allowed: Array | None) -> Array:
     """Which columns are no padding, `[1, columns]`, and allowed in a row, `[rows, columns]`."""
     is_real = columns < real_columns
     return is_real if allowed is None else is_real & is_allowed(allowed, columns)
@@ -195,7 +238,7 @@ def logits_of(
         logits = config.logit_softcap * jnp.tanh(logits * (1 / config.logit_softcap))
     logits = divided_by_temperature(logits, temperature)
     # A poisoned row stays NaN in every column, so that its maximum is NaN too.
-    counts = _counted_columns(columns, real_columns, allowed)
+    counts = counted_columns(columns, real_columns, allowed)
     return jnp.where(counts, logits, jnp.where(jnp.isnan(temperature), jnp.nan, -jnp.inf)[:, None])
 
 
@@ -214,7 +257,8 @@ def product_gradients(
 
     With p = exp(z − lse) and upstream gradients g:
       dz_v = −g_logp·p_v + p_v·(g_lse − g_entropy·(z_v − Σ p·z)).
-    At the target, −g_logp·expm1(logp) stands in the place of g_logp·(1 − p).
+    At the target, −g_logp·expm1(logp) stands in the place of g_logp·(1 − p). A smoothed target t adds g_logp·t_v
+    elsewhere, and g_logp·(t_v − 1) at the target.
     """
     logits = logits_of(config, products, bias, tokens.temperature, columns, real_columns, tokens.allowed)
     centred = logits - statistics.max[:, None]
@@ -222,6 +266,9 @@ def product_gradients(
     probability = jnp.exp(logprob)
     is_target = columns == tokens.target_ids[:, None]
     gradient = rounded_product(-upstream.logp[:, None], jnp.where(is_target, jnp.expm1(logprob), probability))
+    if config.smoothing is not None:
+        uniform, share = (jnp.float32(x) for x in (config.smoothing.uniform, config.smoothing.share))
+        gradient += rounded_product(upstream.logp[:, None], jnp.where(is_target, uniform - share, uniform))
     if upstream.lse is not None:
         gradient += rounded_product(upstream.lse[:, None], probability)
     if upstream.entropy is not None:
@@ -229,7 +276,7 @@ def product_gradients(
         # A logit of −inf has p = 0, and 0·∞ must be 0.
         spread = jnp.where(probability == 0, 0, centred + statistics.gap[:, None])
         gradient += rounded_product(-upstream.entropy[:, None], probability * spread)
-    counts = tokens.active[:, None] & _counted_columns(columns, real_columns, tokens.allowed)
+    counts = tokens.active[:, None] & counted_columns(columns, real_columns, tokens.allowed)
     return before_softcap(config, gradient, products + bias, tokens.temperature, counts)
 
 

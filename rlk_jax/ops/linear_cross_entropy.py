@@ -25,7 +25,7 @@ from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.tokens import IGNORED, LinearLogp, as_int32, checked, fit, left_out
 from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
-from rlk_jax.ops.linear_logp.api import linear_logp
+from rlk_jax.ops.linear_logp.api import linear_logp, smoothed_linear_logp
 from rlk_jax.ops.linear_logp.options import Reduction
 
 LossReduction = Literal["mean", "sum", "none"]
@@ -42,13 +42,14 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     token_weights: Num[Array, "*lead"] | Bool[Array, "*lead"] | None = None,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     validate: bool | None = None,
     hidden_grad_reduction: Reduction = "sum",
     **head: Any,
 ) -> Float[Array, ""] | Float[Array, "*lead"]:
     """Cross-entropy of the target tokens under the LM head, in one call of `linear_logp`.
 
-        loss_i = w_i·(−logp_i + z_loss·lse_i²)
+        loss_i = w_i·(−(1 − s)·logp_i − s·mean_v ln p_iv + z_loss·lse_i²),   s = label_smoothing
         "none": loss_i      "sum": Σ loss_i      "mean": Σ loss_i / Σ w_i, and 0 where no token counts
 
     logp_i and lse_i are those of `linear_logp`, of the same pass. w_i is the token's weight: 1 without token_weights,
@@ -65,6 +66,9 @@ def linear_cross_entropy(
       token_weights: `[*lead]`, one weight for each token, finite and not negative; a mask of bools is one, too. They
         are not differentiated. Weights of ignored tokens may be anything.
       z_loss: the coefficient of lse², 0 or positive. It keeps ln Σ exp z near 0 (PaLM takes 1e-4).
+      label_smoothing: s from 0 to 1, as in torch's cross_entropy: the part of each target that is spread evenly over
+        the true vocabulary. The mean over it comes from the same pass. It cannot be given beside allowed_ids or
+        allowed_mask. A logit of −inf makes a loss inf.
       validate: as in `linear_logp`; it checks the values of weights too. A bad weight that is not checked gives NaN.
       hidden_grad_reduction: `linear_logp`'s `reduction`: how dH is summed over the ranks of axis_name.
       **head: `linear_logp`'s other options but those that return more: temperature, low_rank, logit_softcap,
@@ -75,20 +79,22 @@ def linear_cross_entropy(
       The loss, float32: `[]`, or `[*lead]` with reduction="none".
 
     Raises:
-      ValueError: for everything that `linear_logp` refuses, an unknown reduction, weights of another shape or kind, and
-        a z_loss that is negative or not finite.
+      ValueError: for everything that `linear_logp` refuses, an unknown reduction, weights of another shape or kind, a
+        z_loss that is negative or not finite, and a label_smoothing that is not in [0, 1] or stands beside allowed
+        tokens.
 
     Gradients flow to hidden, lm_head_weight, bias and a low-rank term: they are those of `linear_logp`.
 
     Same bits: those that `linear_logp` promises. Sums over tokens go by pairs: tokens of weight 0 that are appended
     change no bit of a loss.
 
-    Source: the z-loss of PaLM, arXiv 2204.02311, section 5.
+    Source: the z-loss of PaLM, arXiv 2204.02311, section 5; label smoothing, arXiv 1512.00567, section 7.
     """
     check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate)
     tokens = _weighted_tokens(target_ids, ignore_index, token_weights, validate)
     options = _head_options(tokens.ignore_index, z_loss, validate, hidden_grad_reduction)
-    found = linear_logp(hidden, lm_head_weight, tokens.target_ids, bias, **options, **head)
+    operands = hidden, lm_head_weight, tokens.target_ids, bias
+    found = smoothed_linear_logp(*operands, label_smoothing=label_smoothing, **options, **head)
     logp, lse = (found.logp, found.lse) if isinstance(found, LinearLogp) else (found, None)
     return loss_of_values(logp, lse, tokens.weights, z_loss=z_loss, reduction=reduction)
 
@@ -195,4 +201,5 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     rest = (arguments[name] for name in ("z_loss", "validate", "hidden_grad_reduction"))
     operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
     options = _head_options(ignored, *rest)
-    return describe_linear_logp(bound_arguments(linear_logp, **operands, **options, **arguments["head"]))
+    bound = bound_arguments(linear_logp, **operands, **options, **arguments["head"])
+    return describe_linear_logp(bound, arguments["label_smoothing"])

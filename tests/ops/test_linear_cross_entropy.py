@@ -24,14 +24,16 @@ from tests.support.helpers import IMPLEMENTATIONS, assert_same_bits, assert_with
 
 LEAD, DIM, VOCAB = (4, 6), 24, 300
 IGNORED = -100
-SOFTCAP, Z_LOSS = 4.0, 1e-2
+SOFTCAP, Z_LOSS, SMOOTHING = 4.0, 1e-2, 0.1
 OPTIONS = {
     "plain": {},
     "sum": {"reduction": "sum", "temperature": 0.7},
     "weights": {"token_weights": "some", "ignore_index": IGNORED},
+    "smoothing": {"label_smoothing": SMOOTHING, "global_vocab_size": 290},
     "z-loss": {"z_loss": Z_LOSS, "reduction": "none", "global_vocab_size": 290},
     "everything": {
         "z_loss": Z_LOSS,
+        "label_smoothing": SMOOTHING,
         "token_weights": "some",
         "ignore_index": IGNORED,
         "temperature": "per token",
@@ -401,6 +403,9 @@ def test_strict_jax_modes():
 
 def test_explain_says_what_linear_logp_runs():
     b, options = problem("everything")
+    smoothed = rlk_jax.explain("linear_cross_entropy", *b, **options)
+    assert "takes no label_smoothing yet" in smoothed.reasons["cuda"]
+    del options["label_smoothing"]
     decision = rlk_jax.explain("linear_cross_entropy", *b, **options)
     head = {name: options[name] for name in ("temperature", "logit_softcap", "global_vocab_size", "ignore_index")}
     expected = rlk_jax.explain("linear_logp", *b, return_lse=True, **head)
@@ -428,11 +433,61 @@ def test_a_padded_head_of_a_mesh_axis_is_the_whole_one():
     assert_same_bits(padded.loss(global_vocab_size=VOCAB, **options), b.loss(**options))
 
 
+def logits_of(b: Batch) -> Any:
+    return b.hidden @ b.weight.T + b.bias
+
+
+@pytest.mark.parametrize("smoothing", [0.3, 1.0])
+def test_label_smoothing_of_optax(smoothing):
+    b = batch()
+
+    def by_optax(hidden):
+        labels = optax.smooth_labels(jax.nn.one_hot(b.target_ids, VOCAB), smoothing)
+        return optax.softmax_cross_entropy(logits_of(b._replace(hidden=hidden)), labels).mean()
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(f))(b.hidden)
+        for f in (lambda h: b._replace(hidden=h).loss(label_smoothing=smoothing), by_optax)
+    )
+    assert_within_contract(found[0], expected[0], "linear_cross_entropy", jnp.float32, "forward")
+    assert_within_contract(found[1], expected[1], "linear_cross_entropy", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "deterministic", "reference"])
+def test_a_bias_of_minus_infinity_makes_smoothed_losses_infinite(implementation):
+    """As torch has it; gradients stay finite, and the impossible token's logit has g·s/V."""
+    b = batch()
+    b = b._replace(bias=b.bias.at[7].set(-jnp.inf), target_ids=jnp.where(b.target_ids == 7, 8, b.target_ids))
+    options = {"implementation": implementation, "reduction": "sum"}
+    assert np.isfinite(b.loss(**options))
+    value, (d_hidden, d_weight, d_bias) = value_and_gradients(b, label_smoothing=SMOOTHING, **options)
+    assert value == np.inf
+    assert all(np.isfinite(x).all() for x in (d_hidden, d_weight, d_bias))
+    assert_within_contract(d_bias[7], -24 * SMOOTHING / VOCAB, "linear_cross_entropy", jnp.float32, "gradient")
+
+
+def test_without_smoothing_the_program_is_the_same():
+    b = batch()
+    text, expected = (
+        jax.jit(jax.grad(lambda h, o=o: b._replace(hidden=h).loss(**o))).lower(b.hidden).as_text()
+        for o in ({"label_smoothing": 0.0}, {})
+    )
+    assert text == expected
+
+
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "reduction": ({}, {"reduction": "average"}, "reduction must be one of ('mean', 'sum', 'none'), got 'average'."),
     "z-loss < 0": ({}, {"z_loss": -1e-4}, "z_loss must be 0 or a positive finite number, got -0.0001."),
     "z-loss NaN": ({}, {"z_loss": float("nan")}, "z_loss must be 0 or a positive finite number, got nan."),
     "z-loss array": ({}, {"z_loss": jnp.ones(())}, "z_loss must be 0 or a positive finite number, got "),
+    "smoothing > 1": ({}, {"label_smoothing": 1.5}, "label_smoothing must be a number in [0, 1], got 1.5."),
+    "smoothing < 0": ({}, {"label_smoothing": -0.1}, "label_smoothing must be a number in [0, 1], got -0.1."),
+    "smoothing NaN": ({}, {"label_smoothing": float("nan")}, "label_smoothing must be a number in [0, 1], got nan."),
+    "smoothing of allowed tokens": (
+        {},
+        {"label_smoothing": 0.1, "allowed_ids": jnp.zeros((*LEAD, 1), jnp.int32)},
+        "label_smoothing cannot be given beside allowed_ids or allowed_mask",
+    ),
     "weights": (
         {},
         {"token_weights": jnp.ones(LEAD[:1])},
@@ -474,7 +529,7 @@ def test_messages(bad):
         batch()._replace(**arrays).loss(**options)
 
 
-@pytest.mark.parametrize("name", ["return_lse", "return_entropy", "label_smoothing"])
+@pytest.mark.parametrize("name", ["return_lse", "return_entropy"])
 def test_no_such_option(name):
     with pytest.raises(TypeError, match=name):
         batch().loss(**{name: True})

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlk_jax import LinearLogp, linear_logp
+from rlk_jax import LinearLogp
 from rlk_jax.checker import relative_norm, tolerance
 from rlk_jax.checker.gold import softmax_gold
+from rlk_jax.ops.linear_logp.api import smoothed_linear_logp
 
 measured_errors: dict[str, tuple[float, float]] = {}
 """Per contract entry, the worst error that this process met, and what is allowed."""
@@ -121,11 +122,12 @@ class Problem(NamedTuple):
     upstream: tuple[jax.Array, ...]
 
     def call(self, case: Case, implementation: str, **changes: Any) -> LinearLogp:
-        """linear_logp with all outputs."""
+        """linear_logp with all outputs, of smoothed targets where the options say so."""
         outputs = {"return_lse": True, "return_entropy": True}
         options = {"temperature": self.temperature, **outputs, **case.options, **changes}
         weight = self.weight.T if options.get("weight_layout") == "dv" else self.weight
-        return linear_logp(self.hidden, weight, self.target_ids, self.bias, implementation=implementation, **options)
+        options = {"label_smoothing": 0.0, "implementation": implementation, **options}
+        return smoothed_linear_logp(self.hidden, weight, self.target_ids, self.bias, **options)
 
     def gradients(self, case: Case, implementation: str, **changes: Any) -> tuple[jax.Array, ...]:
         """Gradients of hidden, weight and, where there is one, bias under the problem's upstream gradients."""

@@ -20,13 +20,20 @@ from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 
 
 def check_two(
-    implementation: str, columns: int, layout: Any, dtype: Any, op_class: str, *, has_bits: bool = True
+    implementation: str,
+    columns: int,
+    layout: Any,
+    dtype: Any,
+    op_class: str,
+    *,
+    has_bits: bool = True,
+    label_smoothing: float = 0.0,
 ) -> None:
     """Two shards, one after the other on one device, as the ranks of vocab_parallel run them at the same time.
 
     has_bits: what stands for a GPU here keeps an element's bits wherever in a tile it is.
     """
-    case = Case("shards", (40,), 64, 1000, bias=True)
+    case = Case("shards", (40,), 64, 1000, bias=True, options={"label_smoothing": label_smoothing})
     problem = helpers.make(case, dtype)
     head = problem.weight.T if layout == "dv" else problem.weight
     padding = 2 * columns - case.vocab
@@ -37,7 +44,9 @@ def check_two(
     functions = next(x.functions for x in dispatch.TABLE["linear_logp"] if x.name == implementation)
     functions = functions.on_device if isinstance(functions, HeadFunctions) else functions
     shard = Shard("tp", 2, columns, case.vocab, "canonical", reduce_hidden_grad=True)
-    options = HeadOptions(global_vocab_size=case.vocab, weight_layout=layout, return_lse=True, return_entropy=True)
+    options = HeadOptions(
+        global_vocab_size=case.vocab, weight_layout=layout, return_lse=True, return_entropy=True, **case.options
+    )
     _, config, _ = check_call(HeadInputs(problem.hidden, weight, problem.target_ids, bias, 1.0), options)
     config = shard.config(config)
     ones = jnp.ones(case.lead, jnp.float32)

@@ -27,11 +27,12 @@ def batch(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 # A dtype and a reduction meet in no code; test_bits has float16.
 @pytest.mark.parametrize(
-    ("reduction", "dtype"), [("mean", torch.float32), ("sum", torch.bfloat16), ("none", torch.float32)]
+    ("reduction", "dtype", "smoothing"),
+    [("mean", torch.float32, 0.1), ("sum", torch.bfloat16, 0.0), ("none", torch.float32, 0.0)],
 )
-def test_a_drop_in_for_torchs_cross_entropy(reduction, dtype):
+def test_a_drop_in_for_torchs_cross_entropy(reduction, dtype, smoothing):
     hidden, weight, ids, bias = batch(dtype)
-    options = {"ignore_index": -100, "reduction": reduction}
+    options = {"ignore_index": -100, "reduction": reduction, "label_smoothing": smoothing}
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     logits = doubles[0] @ doubles[1].t() + doubles[2]
     expected = functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), **options)
@@ -72,6 +73,32 @@ def test_bits(reduction, dtype, ignore_index):
     expected, pull_back = jax.vjp(theirs, array(hidden), array(weight), array(bias))
     assert_same_bits([found], [expected])
     assert_same_bits(gradients, pull_back(array(upstream)))
+
+
+def test_smoothed_labels():
+    """The bits of the JAX op; and as in torch, a logit of −inf makes the loss inf and no gradient NaN."""
+    hidden, weight, ids, bias = batch()
+    options: dict[str, Any] = {"ignore_index": -100, "label_smoothing": 0.2, "implementation": "deterministic"}
+    loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
+    gradients = torch.autograd.grad(loss, (hidden, weight, bias))
+    operands = array(hidden), array(weight), array(bias)
+    expected, pull_back = jax.vjp(
+        lambda h, w, b: rlk_jax.linear_cross_entropy(h, w, ids.numpy(), b, **options), *operands
+    )
+    assert_same_bits([loss], [expected])
+    assert_same_bits(gradients, pull_back(np.float32(1)))
+    with torch.no_grad():
+        bias[ids[0, 0] - 1] = -torch.inf
+    values = []
+    for of_logits in (True, False):
+        if of_logits:
+            logits = (hidden @ weight.t() + bias).flatten(0, 1)
+            loss = functional.cross_entropy(logits, ids.flatten(), ignore_index=-100, label_smoothing=0.2)
+        else:
+            loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
+        values.append((loss, torch.autograd.grad(loss, bias)[0]))
+    assert values[0][0] == values[1][0] == torch.inf
+    assert_close(values[1][1], values[0][1], "linear_cross_entropy", "gradient")
 
 
 @pytest.mark.parametrize("what", ["ignored", "no weight", "no tokens"])
@@ -139,6 +166,8 @@ def test_there_is_no_second_derivative():
 WRONG: dict[str, dict[str, Any]] = {
     "reduction": {"reduction": "average"},
     "z-loss": {"z_loss": -1.0},
+    "smoothing": {"label_smoothing": 2.0},
+    "smoothing of allowed tokens": {"label_smoothing": 0.1, "allowed_ids": torch.zeros(*LEAD, 1, dtype=torch.int64)},
     "shape of weights": {"token_weights": torch.ones(7)},
     "bad weight": {"token_weights": torch.full(LEAD, -1.0)},
     "ids": {"target_ids": torch.zeros(LEAD)},

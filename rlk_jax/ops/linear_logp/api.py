@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from rlk_jax.core.dispatch import CallFacts
+from rlk_jax.core.dispatch import CallFacts, bound_arguments
 from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
@@ -182,10 +182,24 @@ def linear_logp(  # type: ignore[misc]  # mypy wants the overloads' **options he
         validate=validate,
         implementation=implementation,
     )
+    return _values(inputs, options, vocab_start_index)
+
+
+def smoothed_linear_logp(*args: Any, label_smoothing: float, **options: Any) -> Any:
+    """What `linear_logp` returns for its other arguments, for `linear_cross_entropy`. With label_smoothing s > 0, logp
+    is the mean of all tokens' log-probabilities under the smoothed target, which gives s in equal parts to all tokens
+    of the vocabulary and 1 − s to the target.
+    """
+    inputs, own, start = inputs_and_options(bound_arguments(linear_logp, *args, **options))
+    return _values(inputs, replace(own, label_smoothing=label_smoothing), start)
+
+
+def _values(inputs: HeadInputs, options: HeadOptions, vocab_start_index: Any) -> Any:
+    """The values that the options ask for."""
     if any(map(explicit_spec, inputs)):
         no_axis_options(options, vocab_start_index)
         return over_explicit_axes(inputs, options)
-    if axis_name is None and (mesh := mesh_of_processes(inputs)) is not None:
+    if options.axis_name is None and (mesh := mesh_of_processes(inputs)) is not None:
         agree(mesh, inputs, options)
         options = replace(options, validate=False)
     return on_device(inputs, options, vocab_start_index)
@@ -209,8 +223,9 @@ def inputs_and_options(arguments: Mapping[str, Any]) -> tuple[HeadInputs, HeadOp
     return inputs, HeadOptions(**given), start
 
 
-def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
+def describe(arguments: Mapping[str, Any], label_smoothing: float = 0.0) -> tuple[CallFacts, str | None]:
     """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     inputs, options, start = inputs_and_options(arguments)
+    options = replace(options, label_smoothing=label_smoothing)
     inputs, config, _ = check_call(inputs, options, start)
     return facts_of_call(inputs, config), options.implementation

@@ -32,6 +32,7 @@ from rlk_jax.core.checks import (
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.head import HeadConfig, RankingConfig
 from rlk_jax.core.mesh import AxisName, axis_names
+from rlk_jax.core.softmax import Smoothing
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 from rlk_jax.ops.linear_logp.sharding.shard import Shard
@@ -86,6 +87,12 @@ def check_call(
     covered = vocab_size if shard is None else vocab_size * shard.count
     check_vocabulary_options(covered, options.logit_softcap, options.ignore_index, options.global_vocab_size)
     check_memory_budget(options.memory_budget)
+    check_label_smoothing(options.label_smoothing)
+    require(
+        not (options.label_smoothing and has_allowed(inputs)),
+        "label_smoothing cannot be given beside allowed_ids or allowed_mask: it gives every token a share of the "
+        "target.",
+    )
     check_devices(inputs)
     real = covered if options.global_vocab_size is None else int(options.global_vocab_size)
     check_allowed(inputs, "target_ids", inputs.target_ids.shape, (real, covered))
@@ -99,6 +106,7 @@ def check_call(
         logit_softcap=None if options.logit_softcap is None else float(options.logit_softcap),
         return_lse=options.return_lse,
         return_entropy=options.return_entropy,
+        smoothing=Smoothing(float(options.label_smoothing), real) if options.label_smoothing else None,
         may_ignore=options.ignore_index is not None,
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         rank=rank,
@@ -108,6 +116,14 @@ def check_call(
         ranking=_checked_ranking(options, real),
     )
     return inputs, config if shard is None else shard.config(config), shard
+
+
+def check_label_smoothing(label_smoothing: Any) -> None:
+    """label_smoothing is a number from 0 to 1."""
+    require(
+        is_number(label_smoothing) and 0 <= label_smoothing <= 1,
+        f"label_smoothing must be a number in [0, 1], got {label_smoothing!r}.",
+    )
 
 
 def _check_layout(weight_layout: WeightLayout) -> None:

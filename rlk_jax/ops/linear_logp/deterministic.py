@@ -81,14 +81,21 @@ def _logits_of_chunk(
 
 def _block_partials(config: HeadConfig, operands: Operands, hidden: Array, tokens: Tokens) -> Partial:
     """A partial for each group, `[groups, BLOCK_ROWS]`."""
-    with_gap = config.return_entropy
+    with_gap, with_sum = config.return_entropy, config.smoothing is not None
 
     def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
         chunk, logits = _logits_of_chunk(config, operands, hidden, tokens, group, index)
         is_target = (chunk.columns == tokens.target_ids[:, None]) & chunk.valid
-        return fold(so_far, fixed_order_partial(logits, is_target, with_gap=with_gap))
+        summed = chunk.valid if with_sum else None
+        return fold(so_far, fixed_order_partial(logits, is_target, with_gap=with_gap, summed=summed))
 
-    return folded_by_group(config.groups, add_chunk, empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap))
+    start = empty_partial(BLOCK_ROWS, tokens.active, with_gap=with_gap, with_sum=with_sum)
+    return folded_by_group(config.groups, add_chunk, start)
+
+
+def _optional(config: HeadConfig) -> tuple[bool, bool]:
+    """Whether partials have a gap and a sum of logits."""
+    return config.return_entropy, config.smoothing is not None
 
 
 def _rows_first(x: Any) -> Any:
@@ -104,14 +111,14 @@ def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[P
         return _rows_first(_block_partials(config, operands, hidden, block.take_tokens(tokens)))
 
     many = jnp.zeros((tokens.active.shape[0], config.groups.count), jnp.float32)
-    start = Partial(many, many + 1, many, many if config.return_entropy else None)
+    start = Partial(many, many + 1, many, *(many if wanted else None for wanted in _optional(config)))
     return _rows_first(store_by_block(tokens.active, BLOCK_ROWS, partials, start)), tokens.active
 
 
 def _merge(config: HeadConfig, groups: Partial, active: Array) -> tuple[LinearLogp, Statistics, None]:
     """The values and statistics of active tokens, whose groups are folded block by block."""
     zeros, rows = jnp.zeros_like(active, jnp.float32), _rows_first(groups)
-    start = Statistics(zeros, zeros, zeros, zeros if config.return_entropy else None)
+    start = Statistics(zeros, zeros, zeros, *(zeros if wanted else None for wanted in _optional(config)))
     statistics = store_by_block(active, BLOCK_ROWS, lambda block: merged(_rows_first(block.take(rows))), start)
     return values_of(config, statistics), statistics, None
 

@@ -140,4 +140,8 @@ def _merge(
     groups, (rows, kept, _) = as_replicated((groups, state))
     softmax = jax.tree.map(rows.spread, kernels().fold_groups(groups, rows.count, machine or default_machine()))
     softmax, kept = fusion_barrier((softmax, kept))
-    return LinearLogp(softmax.logp, softmax.lse if config.return_lse else None, softmax.entropy), softmax, kept
+    logp = softmax.logp
+    if config.smoothing is not None:
+        logp = config.smoothing.logp(logp, softmax.lse, softmax.logit_sum)
+        softmax = softmax._replace(logit_sum=None)
+    return LinearLogp(logp, softmax.lse if config.return_lse else None, softmax.entropy), softmax, kept

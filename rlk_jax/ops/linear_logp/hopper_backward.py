@@ -71,7 +71,7 @@ def gradients(
     rows = compact(tokens.active, plan.rows)
     stored = None if kept is None else (kept.exponentials, _kept_row_map(plan, rows, kept.place))
     hidden, low_rank_hidden = matrices(plan, rows, operands.hidden)
-    row_facts = _gradient_rows(rows, tokens, softmax, upstream, dtype)
+    row_facts = _gradient_rows(config, rows, tokens, softmax, upstream, dtype)
     row_coefficients, allowed = use.coefficients(row_facts, machine), bits_of_rows(plan, rows, tokens)
     row_scaling = None if row_facts.scale is None else scaling(rows, row_facts.scale)
     written = new_gradients(plan, needs, operands, (hidden, low_rank_hidden), row_scaling)
@@ -98,11 +98,14 @@ def gradients(
     return written.complete(operands, rows)
 
 
-def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: LinearLogp, dtype: Any) -> GradientRows:
+def _gradient_rows(
+    config: HeadConfig, rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: LinearLogp, dtype: Any
+) -> GradientRows:
     """What the gradient kernels take for each row. Rows that hold no token have values for which exponentials
     and gradients are 0 whatever the bias.
     """
     scale = fp16_scale(gradient_bound(tokens.temperature, upstream)) if dtype == jnp.float16 else None
+    g_logp, smoothing = rows.take(upstream.logp), config.smoothing
     return GradientRows(
         target_ids=rows.take(tokens.target_ids),
         temperature=rows.take(tokens.temperature, 1),
@@ -111,10 +114,12 @@ def _gradient_rows(rows: Compacted, tokens: Tokens, softmax: Softmax, upstream: 
         total=rows.take(softmax.total, 1),
         gap=None if upstream.entropy is None else rows.take(softmax.gap),
         target_derivative=None if softmax.target_derivative is None else rows.take(softmax.target_derivative),
-        g_logp=rows.take(upstream.logp),
+        g_logp=g_logp,
         g_lse=None if upstream.lse is None else rows.take(upstream.lse),
         g_entropy=None if upstream.entropy is None else rows.take(upstream.entropy),
         scale=None if scale is None else rows.take(scale, 1),
+        g_uniform=None if smoothing is None else g_logp * jnp.float32(smoothing.uniform),
+        g_spread=None if smoothing is None else g_logp * jnp.float32(smoothing.share),
     )
 
 

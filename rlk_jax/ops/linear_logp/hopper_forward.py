@@ -49,8 +49,9 @@ class ForwardPass:
     def new_partials(self) -> Partials:
         """References to the partials of all chunks."""
         config = self.plan.config
-        shape, has_softcap = (softmax_vocabulary(config).chunks, self.plan.rows), config.logit_softcap is not None
-        return new_partials(shape, with_gap=config.return_entropy, with_derivative=has_softcap)
+        shape = softmax_vocabulary(config).chunks, self.plan.rows
+        wanted = {"with_derivative": config.logit_softcap is not None, "with_sum": config.smoothing is not None}
+        return new_partials(shape, with_gap=config.return_entropy, **wanted)
 
     def run(
         self,

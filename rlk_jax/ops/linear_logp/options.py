@@ -24,7 +24,9 @@ Reduction = Literal["sum", "canonical"]
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The options of one call as the user gave them: every static keyword of `linear_logp`, which documents them."""
+    """The options of one call as the user gave them: every static keyword of `linear_logp`, which documents them, and
+    the label smoothing of `linear_cross_entropy`.
+    """
 
     logit_softcap: float | None = None
     ignore_index: int | None = None
@@ -40,6 +42,7 @@ class HeadOptions:
     memory_budget: int | None = None
     validate: bool | None = None
     implementation: str | None = None
+    label_smoothing: float = 0.0
 
 
 @exportable

@@ -16,6 +16,7 @@ from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, st
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
+    counted_columns,
     fp16_scale,
     gradient_bound,
     logits_of,
@@ -108,10 +109,13 @@ def _softmax_of_tokens(config: HeadConfig, operands: Operands, tokens: Tokens) -
         own = block.take_tokens(tokens)
         logits = _logits_of_block(config, operands, block, own)
         target_logit = _target_logit(config, operands, logits, own, 0)
-        return partial_of_rows(logits, target_logit, with_gap=config.return_entropy)
+        is_real = counted_columns(_columns(config), real_columns(config, operands), None)
+        summed = None if config.smoothing is None else is_real
+        return partial_of_rows(logits, target_logit, with_gap=config.return_entropy, summed=summed)
 
     zeros = jnp.zeros(n, jnp.float32)
-    start = Partial(zeros, zeros + 1, zeros, zeros if config.return_entropy else None)
+    optional = (zeros if wanted else None for wanted in (config.return_entropy, config.smoothing))
+    start = Partial(zeros, zeros + 1, zeros, *optional)
     rows = chunk_rows(config.vocab_size, n, memory_budget(config, operands.weight))
     return store_by_block(tokens.active, rows, of_block, start)
 

@@ -21,13 +21,15 @@ from tests.support.helpers import Case, assert_error, assert_same_bits, assert_w
 from tests.support.interpreter import MACHINE
 from tests.support.policy_losses import Batch
 
-SOFTCAP, DV = {"logit_softcap": 2.0}, {"weight_layout": "dv"}
+SOFTCAP, DV, SMOOTHING = {"logit_softcap": 2.0}, {"weight_layout": "dv"}, {"label_smoothing": 0.1}
 TWO_ROW_TILES = Case("two row tiles, softcap, dv", (140,), 72, 512, options=SOFTCAP | DV, temperature="per token")
 """A cluster of two blocks, chunks without padding."""
 PADDED = Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257})
 """One chunk is short and one is empty."""
 PADDED_SLICES = dataclasses.replace(
-    PADDED, name="padded, slices, softcap", options=PADDED.options | {"memory_budget": 100_000, "logit_softcap": 1e4}
+    PADDED,
+    name="padded, slices, softcap, smoothed",
+    options=PADDED.options | {"memory_budget": 100_000, "logit_softcap": 1e4} | SMOOTHING,
 )
 """Softcaps above 64 take a branch of their own."""
 CASES = (
@@ -40,6 +42,8 @@ CASES = (
     PADDED,
     Case("slices", (40,), 64, 3000, options={"memory_budget": 2**17}),
     Case("more stages than steps", (70,), 512, 100, bias=True),
+    Case("smoothed, softcap", (40,), 64, 300, bias=True, options=SOFTCAP | SMOOTHING, temperature="per token"),
+    dataclasses.replace(PADDED, name="smoothed", options=PADDED.options | SMOOTHING),
 )
 
 
@@ -100,6 +104,7 @@ def test_against_float64(case, dtype):
     "case",
     [
         Case("few rows", (3,), 128, 1000),
+        pytest.param(Case("few rows, smoothed", (3,), 128, 1000, options=SMOOTHING), marks=pytest.mark.full),
         pytest.param(Case("few rows, bias", (3,), 128, 1000, bias=True, options=SOFTCAP), marks=pytest.mark.full),
         pytest.param(Case("few rows, dv", (12,), 72, 512, options=DV), marks=pytest.mark.full),
         pytest.param(dataclasses.replace(PADDED, lead=(9,)), marks=pytest.mark.full),
@@ -257,14 +262,16 @@ def test_ignored_rows_hold_anything():
     ],
 )
 def test_kept_exponentials(seen, vocab_size, budget, kernels):
-    """Gradients from kept exponentials are right where rows are ignored and others take their places, where only the
-    backward leaves rows out, where gradients take the exponentials' memory, and where the head is copied.
+    """Gradients of smoothed targets from kept exponentials are right where rows are ignored and others take their
+    places, where only the backward leaves rows out, where gradients take the exponentials' memory, and where the head
+    is copied.
 
     A budget that keeps all of them takes no kernel that one of the others does not take. In make test,
     test_against_float64 (here) has copies of the head; that gradients from kept exponentials go to memory of their own
     where the head is copied runs in full alone, and the script sm90 compiles that kernel.
     """
-    case = Case("kept", (80,), 64, vocab_size, bias=True, options={"ignore_index": -1, "memory_budget": budget})
+    options = {"ignore_index": -1, "memory_budget": budget, **SMOOTHING}
+    case = Case("kept", (80,), 64, vocab_size, bias=True, options=options)
     case, problem = helpers.without_entropy(case, helpers.make(case, jnp.bfloat16))
     problem = problem._replace(
         hidden=problem.hidden.at[::7].set(jnp.nan),
@@ -281,26 +288,28 @@ def test_kept_exponentials(seen, vocab_size, budget, kernels):
 
 
 @helpers.cover(
-    "dtype, softcap, sizes",
+    "dtype, softcap, smoothing, sizes",
     [
-        (jnp.float16, 2.0, (1.0, 0.02)),
-        (jnp.bfloat16, 2.0, (1.0, 0.02)),
-        (jnp.float16, 0.1, (8.0,)),
-        (jnp.bfloat16, 0.1, (8.0,)),
-        (jnp.bfloat16, 1e4, (1.0,)),
-        (jnp.bfloat16, None, (1.0,)),
-        (jnp.float16, None, (8.0, 0.02)),
+        (jnp.float16, 2.0, 0.0, (1.0, 0.02)),
+        (jnp.bfloat16, 2.0, 0.0, (1.0, 0.02)),
+        (jnp.float16, 0.1, 0.0, (8.0,)),
+        (jnp.bfloat16, 0.1, 0.0, (8.0,)),
+        (jnp.bfloat16, 1e4, 0.0, (1.0,)),
+        (jnp.bfloat16, None, 0.0, (1.0,)),
+        (jnp.float16, None, 0.0, (8.0, 0.02)),
+        (jnp.bfloat16, None, 0.1, (1.0,)),
     ],
-    lambda dtype, softcap, sizes: dtype == jnp.float16 and softcap == 2.0,
+    lambda dtype, softcap, smoothing, sizes: dtype == jnp.float16 and softcap == 2.0,
 )
-def test_kept_and_recomputed_gradients_have_the_same_bits(seen, dtype, softcap, sizes):
+def test_kept_and_recomputed_gradients_have_the_same_bits(seen, dtype, softcap, smoothing, sizes):
     """Logits of some sizes are flat, and of others many times the softcap.
 
     The sums of dH begin anew with each slice in the interpreter, so that the bits of the other gradients are compared,
     which depend on every gradient of a logit too. In make test one case has both float16's scale and a softcap's
     product.
     """
-    case = Case("kept or not", (80,), 64, 600, bias=True, options={"logit_softcap": softcap})
+    options = {"logit_softcap": softcap, "label_smoothing": smoothing}
+    case = Case("kept or not", (80,), 64, 600, bias=True, options=options)
     case, drawn = helpers.without_entropy(case, helpers.make(case, dtype))
     for size in sizes:
         problem = drawn._replace(hidden=drawn.hidden * size, bias=drawn.bias * size)

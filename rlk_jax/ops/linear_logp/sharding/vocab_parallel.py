@@ -30,8 +30,8 @@ from rlk_jax.ops.linear_logp.sharding.agreement import agree, agreed_on_mesh, me
 from rlk_jax.ops.linear_logp.sharding.partition import HeadLayout, head_layout
 from rlk_jax.ops.linear_logp.sharding.shard import shard_width
 
-_OPTIONS = {field.name for field in fields(HeadOptions)} - {"axis_name", "reduce_hidden_grad"}
-"""The options that a call of whole arrays has: the mesh says the rest."""
+_OPTIONS = {field.name for field in fields(HeadOptions)} - {"axis_name", "reduce_hidden_grad", "label_smoothing"}
+"""The options that a call of whole arrays has: the mesh says the rest, and linear_cross_entropy smooths labels."""
 
 
 def shard_bounds(vocab_size: int, n: int) -> list[tuple[int, int]]:

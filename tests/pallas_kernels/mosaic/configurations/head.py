@@ -69,6 +69,8 @@ class Problem:
     """Whether the head is one of eight shards. Only the device knows its true width, and its dH stays float32."""
     allowed: bool = False
     """Whether each row is allowed some columns only."""
+    smoothing: bool = False
+    """Whether targets are smoothed."""
     parts: tuple[int, int] = (1, 1)
     """In how many parts hidden and the weight are. A weight in two parts is always copied."""
 
@@ -132,7 +134,7 @@ class Problem:
 
     def coefficients(self) -> Coefficients:
         ids, row = self.vector(dtype=jnp.int32), self.vector()
-        return Coefficients(ids, row, row, row, row if self.entropy else None, row)
+        return Coefficients(ids, row, row, row, self.vector(self.entropy), row, self.vector(self.smoothing))
 
     def dlogits_matrix(self, parts: int) -> Any:
         """Gradients of logits for a result in so many parts."""
@@ -153,7 +155,7 @@ class Problem:
 def forward(p: Problem) -> Configuration:
     def run(where, hidden, weight, bias, low_rank, target_ids, holds_target, temperature):
         shape = (p.softmax_vocabulary.chunks, p.vector_rows)
-        out = new_partials(shape, with_gap=p.entropy, with_derivative=p.softcap is not None)
+        out = new_partials(shape, with_gap=p.entropy, with_derivative=p.softcap is not None, with_sum=p.smoothing)
         kept = p.new_dlogits() if p.keeps else None
         products = p.new_products() if p.lists else None
         logits, per_token = LogitsConfig(p.head, p.softcap), (target_ids, holds_target, temperature)
@@ -184,8 +186,8 @@ def largest_products(p: Problem, count: int) -> Configuration:
 
 
 def folds(p: Problem) -> Configuration:
-    """Both folds. They depend on the numbers of chunks and groups, on an entropy and on a softcap, not on what made the
-    partials.
+    """Both folds. They depend on the numbers of chunks and groups, on an entropy, on a softcap and on smoothed targets,
+    not on what made the partials.
     """
 
     def run(partials, active):
@@ -193,7 +195,8 @@ def folds(p: Problem) -> Configuration:
         return fold_groups(groups, active, MACHINE)
 
     row = jax.ShapeDtypeStruct((p.softmax_vocabulary.chunks, p.vector_rows), jnp.float32)
-    partials = Partials(row, row, row, row if p.entropy else None, None if p.softcap is None else row)
+    wanted = (True, True, True, p.entropy, p.softcap is not None, p.smoothing)
+    partials = Partials(*(row if x else None for x in wanted))
     active = jax.ShapeDtypeStruct((1,), jnp.int32)
     return Configuration(p.options("folds"), run, {"partials": partials, "active": active})
 
@@ -212,7 +215,7 @@ def row_coefficients(p: Problem) -> Configuration:
         return coefficients(rows, MACHINE)
 
     wanted = {"gap": p.entropy, "g_lse": p.lse, "g_entropy": p.entropy, "scale": p.dtype == jnp.float16}
-    wanted["target_derivative"] = p.softcap is not None
+    wanted |= {"target_derivative": p.softcap is not None, "g_uniform": p.smoothing, "g_spread": p.smoothing}
     rows = GradientRows(
         *(
             p.vector(wanted.get(name, True), jnp.int32 if name == "target_ids" else jnp.float32)
@@ -368,6 +371,7 @@ def configurations() -> Iterator[Configuration]:
         yield weight_gradient_sums(Problem(dim=dim))
     yield from _of_rankings()
     yield from _of_allowed_columns()
+    yield from _of_smoothed_targets()
     yield from _in_parts()
 
 
@@ -416,6 +420,34 @@ def _of_allowed_columns() -> Iterator[Configuration]:
     p = Problem(allowed=True, parts=(2, 2), copied=True, vocab=50257)
     yield forward(dataclasses.replace(p, keeps=True))
     yield logit_gradients(p)
+
+
+def _of_smoothed_targets() -> Iterator[Configuration]:
+    """Smoothed targets in every epilogue that sums logits up or adds to their gradients. No entropy is beside them."""
+    both = (False, True)
+    for rows, bias, softcap, dtype in itertools.product(
+        (64, 128, 512), both, (None, 30.0), (jnp.bfloat16, jnp.float16)
+    ):
+        for vocab in (131072, 151936):
+            p = Problem(rows=rows, bias=bias, softcap=softcap, dtype=dtype, vocab=vocab, smoothing=True)
+            yield forward(p)
+            if softcap is None:
+                yield forward(dataclasses.replace(p, keeps=True))
+            yield logit_gradients(p)
+    for head in ({"layout": "dv"}, {"copied": True, "vocab": 50257}, {"rank": 64}, {"shard": True}):
+        p = Problem(smoothing=True, **head)
+        yield forward(dataclasses.replace(p, keeps=True))
+        yield logit_gradients(p)
+    for in_place in both:
+        yield logit_gradients_from_kept_exponentials(Problem(smoothing=True), in_place=in_place)
+    for softcap in (None, 30.0):
+        yield folds(Problem(softcap=softcap, smoothing=True, vocab=151936))
+        yield row_coefficients(Problem(softcap=softcap, smoothing=True, lse=True))
+        p = Problem(softcap=softcap, smoothing=True, parts=(2, 2), copied=True, vocab=50257)
+        yield forward(dataclasses.replace(p, keeps=softcap is None))
+        yield logit_gradients(p)
+    p = Problem(smoothing=True, parts=(2, 2), copied=True, vocab=50257)
+    yield logit_gradients_from_kept_exponentials(p, in_place=False)
 
 
 def _in_parts() -> Iterator[Configuration]:
