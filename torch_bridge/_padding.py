@@ -121,7 +121,7 @@ def token_ids(ids: jax.Array, count: jax.Array, *, ignore_index: int | None) -> 
     return jax.numpy.where(jax.numpy.arange(n) < count, ids, mark)
 
 
-def allowed_values(allowed_ids: Any, allowed_mask: Any, lead: int = 1) -> AllowedTokens:
+def allowed_values(allowed_ids: Any, allowed_mask: Any, *, lead: int = 1) -> AllowedTokens:
     """int32 ids `[*lead, K]` and words, of the padded arrays that `RowPadding.allowed` gives for so many lead
     dimensions of rows.
     """

@@ -139,7 +139,7 @@ def _run(
     **options: Any,
 ) -> tuple[jax.Array, ...]:
     token_options = {"temperature": temperature, "advantages": advantages}
-    token_options |= _padding.allowed_values(allowed_ids, allowed_mask, mask.ndim)._asdict()
+    token_options |= _padding.allowed_values(allowed_ids, allowed_mask, lead=mask.ndim)._asdict()
     ids = _exchange.ids_of(ids, mask.shape)
     return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **token_options, validate=False, **options))
 

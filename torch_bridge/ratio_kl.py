@@ -121,7 +121,7 @@ def tokens(
         int32_ids, is_active = _exchange.ids_of(ids, mask.shape), mask.reshape(-1)
         check: Any = {"vocab_size": vocab_size, "validate": True, "name": "action_ids"}
         checked = checked_tokens(int32_ids, scale, is_active, **check)
-        with_allowed(checked, _padding.allowed_values(*allowed, mask.ndim), **check)
+        with_allowed(checked, _padding.allowed_values(*allowed, lead=mask.ndim), **check)
     return padding.rows(ref_logits, columns=1), ids, mask, padding.rows(old_logps, 0), scale, *allowed
 
 
