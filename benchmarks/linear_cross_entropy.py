@@ -31,6 +31,9 @@ def candidates_of(name: str, inputs: Inputs) -> dict[str, Build]:
         "linear_logp": weighted,
         "linear_cross_entropy": lambda h, w: linear_cross_entropy(h, w, ids, **head),
         "linear_cross_entropy, z-loss": lambda h, w: linear_cross_entropy(h, w, ids, z_loss=1e-4, **head),
+        "linear_cross_entropy, label smoothing": lambda h, w: linear_cross_entropy(
+            h, w, ids, label_smoothing=0.1, **head
+        ),
     }
     if name == "naive":
         losses = {"linear_cross_entropy": lambda h, w: -naive(h, w, ids).mean()}

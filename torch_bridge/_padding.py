@@ -121,9 +121,11 @@ def token_ids(ids: jax.Array, count: jax.Array, *, ignore_index: int | None) -> 
     return jax.numpy.where(jax.numpy.arange(n) < count, ids, mark)
 
 
-def allowed_values(allowed_ids: Any, allowed_mask: Any) -> AllowedTokens:
-    """int32 ids `[N, K]` and words, of the padded arrays that `RowPadding.allowed` gives."""
-    ids = None if allowed_ids is None else _exchange.ids_of(allowed_ids, allowed_ids.shape[:2])
+def allowed_values(allowed_ids: Any, allowed_mask: Any, *, lead: int = 1) -> AllowedTokens:
+    """int32 ids `[*lead, K]` and words, of the padded arrays that `RowPadding.allowed` gives for so many lead
+    dimensions of rows.
+    """
+    ids = None if allowed_ids is None else _exchange.ids_of(allowed_ids, allowed_ids.shape[: lead + 1])
     return AllowedTokens(ids, allowed_mask)
 
 

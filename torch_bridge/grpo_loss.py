@@ -41,6 +41,8 @@ def grpo_loss(
     beta: float = 0.0,
     log_ratio_bound: float | None = None,
     temperature: float | Tensor = 1.0,
+    allowed_ids: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
 ) -> GrpoLoss:
@@ -62,6 +64,7 @@ def grpo_loss(
       clip_eps, clip_eps_high: the clip range below and above 1; clip_eps_high=None means clip_eps.
       beta: weight of the KL penalty.
       log_ratio_bound: log-ratios count as at most this, and at least its negative; None for no bound.
+      allowed_ids, allowed_mask: which tokens each row may take under policy and reference alike, as in `linear_logp`.
       temperature, validate, implementation: as in `logp`.
 
     Returns:
@@ -81,6 +84,7 @@ def grpo_loss(
     per_token, number = _inputs.temperature(temperature)
     tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
     tensors |= {"rewards": rewards, "advantages": advantages}
+    tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     _inputs.check_tensors(**tensors)
     constants = {name: x for name, x in tensors.items() if name != "policy_logits"}
     _inputs.check_constants("grpo_loss", **constants)
@@ -111,6 +115,8 @@ def grpo_loss(
         clip_eps_high,
         beta,
         log_ratio_bound,
+        allowed_ids,
+        allowed_mask,
         per_token,
         number,
         _inputs.should_validate(validate, policy_logits),
@@ -121,9 +127,19 @@ def grpo_loss(
 
 
 def _run(
-    policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, advantages: Any, **options: Any
+    policy: Any,
+    ref: Any,
+    ids: Any,
+    mask: Any,
+    old: Any,
+    temperature: Any,
+    allowed_ids: Any,
+    allowed_mask: Any,
+    advantages: Any,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
     token_options = {"temperature": temperature, "advantages": advantages}
+    token_options |= _padding.allowed_values(allowed_ids, allowed_mask, lead=mask.ndim)._asdict()
     ids = _exchange.ids_of(ids, mask.shape)
     return tuple(rlk_jax.grpo_loss(policy, ref, ids, old, None, mask, **token_options, validate=False, **options))
 
@@ -158,6 +174,8 @@ def _kernel(
     clip_eps_high: float | None,
     beta: float,
     log_ratio_bound: float | None,
+    allowed_ids: Tensor | None,
+    allowed_mask: Tensor | None,
     per_token: Tensor | None,
     temperature: float,
     validate: bool,
@@ -182,8 +200,8 @@ def _kernel(
             arguments = sequences.rows(_calls.as_jax_floats(rewards), 0), groups, least_std
             padded_advantages = _programs.run("forward", advantages_of, arguments)
         vocab_size = policy_logits.shape[-1] if validate else None
-        scale = per_token, temperature
-        arrays = tokens(padding, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size)
+        scale, allowed = (per_token, temperature), padding.allowed(allowed_ids, allowed_mask)
+        arrays = tokens(padding, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size, allowed)
         return *arrays, padded_advantages
 
     options = (

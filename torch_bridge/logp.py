@@ -21,6 +21,8 @@ def logp(
     token_ids: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    allowed_ids: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
     logit_softcap: float | None = None,
     ignore_index: int | None = None,
     global_vocab_size: int | None = None,
@@ -42,6 +44,7 @@ def logp(
       logits: `[*lead, V]`, bfloat16, float16 or float32; sums run in float32, under autocast too.
       token_ids: `[*lead]`, any integer dtype.
       temperature, logit_softcap, ignore_index, global_vocab_size: as in `linear_logp`.
+      allowed_ids, allowed_mask: which tokens each row may take, as in `linear_logp`.
       row_indices: numbers of the rows to compute, `[K]`, counting tokens of all lead dimensions from 0, in any order.
         The other rows are treated as ignored tokens, except that `out` keeps its values there.
       return_lse, return_entropy: also return these, from the same pass, differentiable.
@@ -74,6 +77,7 @@ def logp(
     )
     per_token, number = _inputs.temperature(temperature)
     tensors = {"logits": logits, "token_ids": token_ids, "temperature": per_token, "row_indices": row_indices}
+    tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     _inputs.check_tensors(**tensors, out=out)
     _inputs.check_constants("logp", temperature=per_token)
     _inputs.check_options("logp", tensors, options, temperature=number)
@@ -82,7 +86,8 @@ def logp(
         _inputs.check_out(out, token_ids.shape, any(needs))
     checked = replace(options, validate=_inputs.should_validate(validate, logits))
     initial = None if row_indices is None else out
-    found, lse, entropy, _ = _logp(logits, token_ids, per_token, number, row_indices, initial, checked, needs)
+    others = (token_ids, allowed_ids, allowed_mask, per_token, number, row_indices, initial)
+    found, lse, entropy, _ = _logp(logits, *others, checked, needs)
     if out is not None:
         found = out.copy_(found)
     return values(found, lse, entropy, return_lse, return_entropy)
@@ -93,6 +98,8 @@ def _run(
     ids: Any,
     count: Any,
     temperature: Any,
+    allowed_ids: Any,
+    allowed_mask: Any,
     row_indices: Any,
     initial: Any,
     *,
@@ -102,6 +109,7 @@ def _run(
     ids = _padding.token_ids(ids, count, ignore_index=ignore_index)
     token_options = {"temperature": temperature, "row_indices": row_indices, "initial": initial}
     token_options["ignore_index"] = _padding.ignored(ignore_index)
+    token_options["allowed_ids"], token_options["allowed_mask"] = _padding.allowed_values(allowed_ids, allowed_mask)
     return as_outputs(rlk_jax.logp(logits, ids, **token_options, validate=False, **options))
 
 
@@ -112,6 +120,8 @@ _OPTIONS = _options.OptionFields(LogitsOptions, without=("donate_logits",))
 def _kernel(
     logits: Tensor,
     token_ids: Tensor,
+    allowed_ids: Tensor | None,
+    allowed_mask: Tensor | None,
     per_token: Tensor | None,
     temperature: float,
     row_indices: Tensor | None,
@@ -125,8 +135,8 @@ def _kernel(
 
     def tokens() -> Arrays:
         checked_against = (options.global_vocab_size or logits.shape[-1]) if options.validate else None
-        scale = (per_token, temperature)
-        token_arrays = padding.tokens(token_ids, scale, options.ignore_index, "token_ids", checked_against)
+        scale, allowed = (per_token, temperature), padding.allowed(allowed_ids, allowed_mask)
+        token_arrays = padding.tokens(token_ids, scale, options.ignore_index, "token_ids", checked_against, allowed)
         rows = None if row_indices is None else _rows(row_indices, padding.sizes[0], bool(options.validate))
         return *token_arrays, rows, None if initial is None else padding.rows(initial)
 
@@ -154,6 +164,8 @@ def _rows(row_indices: Tensor, count: int, validate: bool) -> jax.Array:
 def _fake(
     logits: Tensor,
     token_ids: Tensor,
+    allowed_ids: Tensor | None,
+    allowed_mask: Tensor | None,
     per_token: Tensor | None,
     temperature: float,
     row_indices: Tensor | None,

@@ -7,6 +7,7 @@ import jax
 from torch import Tensor
 
 import rlk_jax
+from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.tokens import checked_tokens
 from torch_bridge import _calls, _exchange, _inputs, _padding
 from torch_bridge._programs import Arrays, Op
@@ -27,6 +28,8 @@ def ratio_kl(
     old_logps: Tensor,
     *,
     temperature: float | Tensor = 1.0,
+    allowed_ids: Tensor | None = None,
+    allowed_mask: Tensor | None = None,
     log_ratio_bound: float | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
@@ -41,6 +44,7 @@ def ratio_kl(
       completion_mask: `[*lead]`, bool, integer or float: a token is active where it is not 0.
       old_logps: `[*lead]`, log-probabilities when the tokens were sampled.
       log_ratio_bound: log-ratios count as at most this, and at least its negative; None for no bound.
+      allowed_ids, allowed_mask: which tokens each row may take under policy and reference alike, as in `linear_logp`.
       temperature, validate, implementation: as in `logp`.
 
     Returns:
@@ -58,6 +62,7 @@ def ratio_kl(
     """
     per_token, number = _inputs.temperature(temperature)
     tensors = policy_tensors(policy_logits, ref_logits, action_ids, completion_mask, old_logps, per_token)
+    tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     _inputs.check_tensors(**tensors)
     _inputs.check_constants("ratio_kl", ref_logits=ref_logits, old_logps=old_logps, temperature=per_token)
     _inputs.check_static(
@@ -74,6 +79,8 @@ def ratio_kl(
         action_ids,
         completion_mask,
         old_logps,
+        allowed_ids,
+        allowed_mask,
         per_token,
         number,
         log_ratio_bound,
@@ -100,8 +107,10 @@ def tokens(
     old_logps: Tensor,
     temperature: tuple[Tensor | None, float],
     vocab_size: int | None,
+    allowed: Arrays,
 ) -> Arrays:
-    """The arrays of a call's tokens beside the policy's logits, with padded rows, which are masked.
+    """The arrays of a call's tokens beside the policy's logits, with padded rows, which are masked; what tokens are
+    allowed is that of `padding.allowed`.
 
     Values are checked unless `vocab_size` is None.
     """
@@ -110,14 +119,25 @@ def tokens(
     if vocab_size is not None:
         _exchange.wait(ids.device)
         int32_ids, is_active = _exchange.ids_of(ids, mask.shape), mask.reshape(-1)
-        checked_tokens(int32_ids, scale, is_active, vocab_size=vocab_size, validate=True, name="action_ids")
-    return padding.rows(ref_logits, columns=1), ids, mask, padding.rows(old_logps, 0), scale
+        check: Any = {"vocab_size": vocab_size, "validate": True, "name": "action_ids"}
+        checked = checked_tokens(int32_ids, scale, is_active, **check)
+        with_allowed(checked, _padding.allowed_values(*allowed, lead=mask.ndim), **check)
+    return padding.rows(ref_logits, columns=1), ids, mask, padding.rows(old_logps, 0), scale, *allowed
 
 
 def _run(
-    policy: Any, ref: Any, ids: Any, mask: Any, old: Any, temperature: Any, **options: Any
+    policy: Any,
+    ref: Any,
+    ids: Any,
+    mask: Any,
+    old: Any,
+    temperature: Any,
+    allowed_ids: Any,
+    allowed_mask: Any,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
     ids = _exchange.ids_of(ids, mask.shape)
+    options |= _padding.allowed_values(allowed_ids, allowed_mask)._asdict()
     return tuple(rlk_jax.ratio_kl(policy, ref, ids, mask, old, temperature=temperature, validate=False, **options))
 
 
@@ -130,6 +150,8 @@ def _kernel(
     action_ids: Tensor,
     completion_mask: Tensor,
     old_logps: Tensor,
+    allowed_ids: Tensor | None,
+    allowed_mask: Tensor | None,
     per_token: Tensor | None,
     temperature: float,
     log_ratio_bound: float | None,
@@ -143,7 +165,8 @@ def _kernel(
 
     def other_inputs() -> Arrays:
         vocab_size = policy_logits.shape[-1] if validate else None
-        return tokens(padding, ref_logits, action_ids, completion_mask, old_logps, (per_token, temperature), vocab_size)
+        scale, allowed = (per_token, temperature), padding.allowed(allowed_ids, allowed_mask)
+        return tokens(padding, ref_logits, action_ids, completion_mask, old_logps, scale, vocab_size, allowed)
 
     options = (("log_ratio_bound", log_ratio_bound), ("implementation", implementation))
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), padding.rows)

@@ -154,11 +154,12 @@ class MeshHead:
         low_rank: tuple[Array, Array] | None = None,
         *,
         z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> Float[Array, "*lead"]:
         """The cross-entropy of every target where `own_values` has its log-prob."""
         options = self._own_options(low_rank)
         options["hidden_grad_reduction"] = options.pop("reduction", "sum")
-        how: dict[str, Any] = {"reduction": "none", "z_loss": z_loss, **options}
+        how: dict[str, Any] = {"reduction": "none", "z_loss": z_loss, "label_smoothing": label_smoothing, **options}
         return linear_cross_entropy(*self._rounded(hidden, kernel), target_ids, **how)
 
     def logps_of_logits(

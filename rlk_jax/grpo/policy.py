@@ -83,14 +83,17 @@ class Policy:
         """
         return self._over_rows(functools.partial(self._own_values, entropy=entropy))(params, sequences)
 
-    def losses(self, params: nnx.State, sequences: Sequences, *, z_loss: float = 0.0) -> Float[Array, "R T"]:
+    def losses(
+        self, params: nnx.State, sequences: Sequences, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    ) -> Float[Array, "R T"]:
         """fp32 cross-entropy of every target given the tokens of its sequence before it, as `linear_cross_entropy` has
         it; 0 where IGNORED.
         """
 
         def own_losses(params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
             hidden, weight, term = self._own_hidden(params, sequences)
-            return self.head.own_losses(hidden, weight, sequences.target_ids, term, z_loss=z_loss)
+            how = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+            return self.head.own_losses(hidden, weight, sequences.target_ids, term, **how)
 
         return self._over_rows(own_losses)(params, sequences)
 

@@ -129,7 +129,7 @@ def ids_of(row: dict) -> tuple[list[int], list[int]]:
     return ids, [*(letters[x] for x in row["completion"]), 2]
 
 
-def gold(model: Path, rows: list[dict], z_loss: float = 0.0) -> float:
+def gold(model: Path, rows: list[dict], z_loss: float = 0.0, smoothing: float = 0.0) -> float:
     """The mean loss of the tokens of completions, in float64 by transformers and optax, each row alone."""
     theirs = AutoModelForCausalLM.from_pretrained(model).double()
     losses = []
@@ -137,14 +137,15 @@ def gold(model: Path, rows: list[dict], z_loss: float = 0.0) -> float:
         prompt, completion = ids_of(row)
         logits = theirs(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].detach().numpy()
         with jax.enable_x64():
-            own = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), jnp.asarray(completion))
+            targets = optax.smooth_labels(jax.nn.one_hot(jnp.asarray(completion), logits.shape[1]), smoothing)
+            own = optax.softmax_cross_entropy(jnp.asarray(logits), targets)
             losses.append(np.asarray(own + z_loss * jax.nn.logsumexp(jnp.asarray(logits), axis=1) ** 2))
     return float(np.concatenate(losses).mean())
 
 
 def test_losses_are_those_of_transformers_and_optax(files):
-    """The loss of the first step has a z-loss, that of held-out rows has none."""
-    chosen = config(files, z_loss=0.02, invariant=False, compute_dtype="float32")
+    """The loss of the first step has a z-loss and smoothed labels, that of held-out rows has neither."""
+    chosen = config(files, z_loss=0.02, label_smoothing=0.1, invariant=False, compute_dtype="float32")
     task = load_sft_task(chosen)
     steps = build_sft_steps(chosen, task, make_mesh(chosen))
     raw = {json.dumps(row["prompt"]): row for row in ROWS}
@@ -155,7 +156,7 @@ def test_losses_are_those_of_transformers_and_optax(files):
     _, metrics = steps.sft_step(state, 0)
     taken = [train[i] for i in rows_of_step(chosen.seed, 0, 8, 4)]
     found = np.array([metrics["loss"], before])
-    expected = [gold(files[0], taken, chosen.z_loss), gold(files[0], heldout)]
+    expected = [gold(files[0], taken, chosen.z_loss, 0.1), gold(files[0], heldout)]
     helpers.assert_within_contract(found, np.array(expected), "models", jnp.float32, "forward")
     assert metrics["tokens"] == sum(len(ids_of(row)[1]) for row in taken)
 
@@ -270,6 +271,7 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, c
         ({"rows_per_step": 0}, "rows_per_step must be at least 1, got 0"),
         ({"z_loss": -1}, "z_loss must be at least 0, got -1.0"),
         ({"z_loss": "nan"}, "z_loss must be finite, got nan"),
+        ({"label_smoothing": 1}, "label_smoothing must be less than 1, got 1.0"),
         ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
         ({"schedule_warmup": 9}, "schedule_warmup (9) must be at most steps (4)"),
         ({"micro_batches": 3}, "micro_batches (3) must divide a device's 4 samples of a step"),

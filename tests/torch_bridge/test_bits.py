@@ -125,6 +125,39 @@ def test_linear_logp_over_allowed_tokens(form):
     )
 
 
+def of_two_policies(module: Any, op: str, policy: Any, others: list[Any], **allowed: Any) -> Any:
+    """The outputs of an op on logits by torch_bridge or rlk_jax, the differentiable ones first."""
+    ref, ids, mask, old, rewards = others
+    options = {"implementation": "deterministic", "temperature": 0.7, **allowed}
+    if op == "logp":
+        return (module.logp(policy, ids, **options),)
+    if op == "ratio_kl":
+        return tuple(module.ratio_kl(policy, ref, ids, mask, old, **options))
+    return module.grpo_loss(policy, ref, ids, old, rewards, mask, samples_per_prompt=3, beta=0.1, **options)[:1]
+
+
+# A form of lists and one of masks meet each number of lead dimensions of a program.
+@pytest.mark.parametrize(
+    ("op", "form"), [("logp", "uint32 words"), ("ratio_kl", "int64 ids"), ("grpo_loss", "int64 ids")]
+)
+def test_logits_over_allowed_tokens(op, form):
+    """Rows, sequences and lists are padded. A masked row allows nothing."""
+    policy, ref, ids, mask, old = policies((3, 7))
+    allowed = allowed_beside(ids.numpy(), 70)
+    if op != "logp":
+        mask[0, 3], allowed[0, 3] = 0, False
+    others = [ref, ids, mask, old, randn(3)]
+    given = {name: x.to(ids.device) for name, x in ALLOWED[form](allowed).items()}
+    arrays = {name: x.numpy() for name, x in given.items()}
+    upstream = {"ratio_kl": [randn(3, 7), randn(3, 7, seed=1)], "logp": [randn(3, 7)], "grpo_loss": [torch.tensor(1.5)]}
+    check(
+        lambda x: of_two_policies(torch_bridge, op, x, others, **given),
+        lambda x: of_two_policies(rlk_jax, op, x, list(map(array, others)), **arrays),
+        [policy],
+        upstream[op],
+    )
+
+
 @pytest.fixture(
     # That each option counts is a check of the test: a bridge that loses one gives other bits than the JAX op in
     # `make test`.

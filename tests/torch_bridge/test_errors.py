@@ -75,6 +75,18 @@ def test_the_other_ops_raise_what_rlk_jax_does():
         torch_bridge.logp(policy, ids, row_indices=torch.tensor([7]))
     with pytest.raises(ValueError, match="action_ids at active"):
         torch_bridge.ratio_kl(policy, ref, ids - 70, mask, old)
+    forbidden = torch.zeros(2, 3, 3, dtype=torch.int32)
+    forbidden[..., 2] = 1 << 5
+    mask[0, 0], ids[0, 0] = 1, 3
+    for op, arguments in (
+        (torch_bridge.ratio_kl, (ids, mask, old)),
+        (torch_bridge.grpo_loss, (ids, old, old[:, 0], mask)),
+    ):
+        groups = {"samples_per_prompt": 2} if op is torch_bridge.grpo_loss else {}
+        with pytest.raises(ValueError, match="action_ids"):
+            op(policy, ref, *arguments, allowed_mask=forbidden, **groups)
+    with pytest.raises(ValueError, match="token_ids"):
+        torch_bridge.logp(policy, ids, allowed_mask=forbidden)
     with pytest.raises(ValueError, match="ref_logits shape"):
         torch_bridge.ratio_kl(policy, ref[:1], ids, mask, old)
     with pytest.raises(ValueError, match="exactly one of rewards or advantages"):

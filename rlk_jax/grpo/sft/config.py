@@ -28,6 +28,9 @@ class SftConfig(RunConfig):
     rows_per_step: int = option(32, "rows of the data per step", minimum=1)
     learning_rate: float = option(1e-5, "learning rate of the updates", above=0)
     z_loss: float = option(0.0, "weight of the square of ln Σ exp z in the loss", minimum=0)
+    label_smoothing: float = option(
+        0.0, "part of each target that is spread evenly over the vocabulary", minimum=0, below=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

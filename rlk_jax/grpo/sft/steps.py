@@ -60,7 +60,8 @@ def build_sft_steps(config: SftConfig, task: SftTask, mesh: Mesh) -> SftSteps:
         trained, frozen = policy.split(state.params)
 
         def losses(trained: nnx.State, rows: Sequences) -> Array:
-            return policy.losses(nnx.merge_state(trained, frozen), rows, z_loss=config.z_loss)
+            how = {"z_loss": config.z_loss, "label_smoothing": config.label_smoothing}
+            return policy.losses(nnx.merge_state(trained, frozen), rows, **how)
 
         rows = jax.lax.with_sharding_constraint(Sequences(*arrays), by_row)
         learner, metrics = supervised_update(batching, optimizer, losses, Learner(trained, state.opt_state), rows)
