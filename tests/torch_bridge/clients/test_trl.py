@@ -180,8 +180,10 @@ def diverged(function: Any, beta: float) -> tuple[Any, list[Any]]:
     """Outputs of one random call of all options, and gradients of the student's hidden states, weight and bias."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((11, 24), (70, 24), (70,), (11, 40), (70, 40), (70,))
-    arrays = [torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for shape in shapes]
-    arrays[1].requires_grad_(), arrays[4].requires_grad_()  # A teacher may be a module whose weights need gradients.
+    arrays = [
+        2 * torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if shape[0] == 70 else 1) for shape in shapes
+    ]
+    arrays[4].requires_grad_()  # A teacher may be a module whose weights need gradients.
     student = [x.requires_grad_() for x in arrays[:3]]
     found = function.apply(*student, *arrays[3:], beta, 0.7, 0.5, 1.5, 2.0, None)
     assert not found[1].requires_grad
