@@ -63,12 +63,12 @@ def _has_tangent(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and forward_ad.unpack_dual(x).tangent is not None
 
 
-def temperature(x: Any) -> tuple[Tensor | None, float]:
+def temperature(x: Any, whose: str = "") -> tuple[Tensor | None, float]:
     """The temperature as `(tensor, 1.0)` or as `(None, number)`."""
     if isinstance(x, Tensor):
         return x, 1.0
     if not isinstance(x, numbers.Real) or isinstance(x, bool):
-        raise ValueError(f"temperature must be a number or a torch.Tensor, got {type(x).__name__}.")
+        raise ValueError(f"{whose}temperature must be a number or a torch.Tensor, got {type(x).__name__}.")
     try:
         return None, float(x)
     except OverflowError:

@@ -44,7 +44,7 @@ class RowPadding(NamedTuple):
 
     def ids(self, ids: Tensor) -> jax.Array:
         """Integer ids of any dtype as a padded array, which `_exchange.ids_of` makes int32 in a program."""
-        return self.rows(ids if ids.dtype == torch.int32 else _exchange.as_int64(ids), 0)
+        return self.rows(_int32_or_int64(ids), 0)
 
     def temperature(self, per_token: Tensor | None, number: float, device: torch.device) -> jax.Array:
         """The temperature as an array: a scalar, or one padded row per token."""
@@ -59,13 +59,20 @@ class RowPadding(NamedTuple):
         Lists are as long as a bucket is large, so that lists whose length varies have few programs, too.
         """
         if allowed_ids is not None:
-            kept = allowed_ids if allowed_ids.dtype == torch.int32 else _exchange.as_int64(allowed_ids)
-            behind = _programs.bucket(max(kept.shape[-1], 1)) - kept.shape[-1]
-            allowed_ids = torch.nn.functional.pad(kept, (0, behind), value=-1) if behind else kept
+            allowed_ids = _longer(_int32_or_int64(allowed_ids), -1)
         if allowed_mask is not None:
             # Words of int32 and uint32 are the same bits, and have one program.
             allowed_mask = allowed_mask.view(torch.int32)
         return tuple([None if x is None else self.rows(x, columns=1) for x in (allowed_ids, allowed_mask)])
+
+    def listed(self, ids: Tensor | None, logps: Tensor | None) -> Arrays:
+        """Ids that a teacher lists, and their log-probs, as padded arrays whose lists are as long as a bucket is large;
+        what is padding lists nothing.
+        """
+        if ids is None or logps is None:
+            return None, None
+        longer = _longer(_int32_or_int64(ids), -1), _longer(logps, -math.inf)
+        return tuple([self.rows(x, fill, columns=1) for x, fill in zip(longer, (-1, -math.inf), strict=True)])
 
     def tokens(
         self,
@@ -100,6 +107,17 @@ class RowPadding(NamedTuple):
             return tensor
         # The result must not be a view: autograd would not let a user write into a custom op's view.
         return tensor[tuple(map(slice, self.sizes))].reshape(shape).contiguous().data
+
+
+def _int32_or_int64(ids: Tensor) -> Tensor:
+    """Integers in a dtype that `_exchange.ids_of` takes."""
+    return ids if ids.dtype == torch.int32 else _exchange.as_int64(ids)
+
+
+def _longer(lists: Tensor, fill: float) -> Tensor:
+    """Lists `[*lead, K]`, filled up to the length of a bucket."""
+    behind = _programs.bucket(max(lists.shape[-1], 1)) - lists.shape[-1]
+    return torch.nn.functional.pad(lists, (0, behind), value=fill) if behind else lists
 
 
 def ignored(ignore_index: int | None) -> int:

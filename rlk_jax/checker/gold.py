@@ -219,6 +219,45 @@ def divergence_gold(
     return DivergenceGold(values, d_raw, z)
 
 
+def listed_divergence_gold(
+    raw: np.ndarray,
+    upstream: Any,
+    *,
+    teacher_ids: np.ndarray,
+    teacher_logps: np.ndarray,
+    kind: str,
+    beta: float,
+    temperature: Any,
+) -> DivergenceGold:
+    """The divergence of the softmax of raw logits `[N, V]` from what a teacher lists `[*lead, k]`, and its derivative.
+
+    Each listed token is a bucket, and all others are one more, the first.
+    """
+    a, z, slope = _tempered(raw, temperature, None)
+    ids, probability = (x.reshape(len(raw), -1) for x in (teacher_ids, np.exp(np.asarray(teacher_logps, np.float64))))
+    q = np.concatenate([1 - probability.sum(axis=1, keepdims=True), probability], axis=1)
+    bucket = np.zeros(raw.shape, int)
+    rows, places = np.nonzero(ids >= 0)
+    bucket[rows, ids[rows, places]] = 1 + places
+    p = np.zeros(q.shape)
+    np.add.at(p, (np.arange(len(raw))[:, None], bucket), np.exp(a))
+    share = {"forward": 0.0, "reverse": 1.0}.get(kind, beta)
+    m = share * q + (1 - share) * p
+    is_bucket = p > 0  # One that lists nothing is none.
+    own, other, mixed = (np.where(is_bucket, x, 1.0) for x in (p, q, m))
+    if kind == "forward":
+        values, per_bucket = other * np.log(other / own), -other / own
+    elif kind == "reverse":
+        values, per_bucket = own * np.log(own / other), np.log(own / other)
+    else:
+        values = share * other * np.log(other / mixed) + (1 - share) * own * np.log(own / mixed)
+        per_bucket = (1 - share) * np.log(own / mixed)
+    values, per_bucket = np.where(is_bucket, values, 0), np.where(is_bucket, per_bucket, 0)
+    mean = (p * per_bucket).sum(axis=1, keepdims=True)
+    dz = np.exp(a) * (np.take_along_axis(per_bucket, bucket, axis=1) - mean)
+    return DivergenceGold(values.sum(axis=1), np.reshape(upstream, (-1, 1)) * dz * slope, z)
+
+
 def _tempered(raw: np.ndarray, temperature: Any, cap: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Log-probabilities and logits after softcap and temperature, and the derivative of these logits by raw ones."""
     temperature = np.broadcast_to(np.asarray(temperature, np.float64).reshape(-1, 1), (len(raw), 1))

@@ -1,4 +1,4 @@
-"""What the checker draws for linear_kl, and what the definition gives for it."""
+"""What the checker draws for linear_kl, with a teacher's head and with what it lists, and what the definitions give."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from rlk_jax.checker.inputs import Draw
 from rlk_jax.checker.op_spec import Problem, Results
 
 _SHARE, _TEMPERATURE, _TEACHER_TEMPERATURE = 0.3, 0.7, 1.3
+_MOST_LISTED = 6
 
 
 def linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -60,5 +61,40 @@ def linear_kl_gold(problem: Problem) -> tuple[Results, float]:
         "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
         "gradient:lm_head_weight": found.d_raw.T @ h,
         "gradient:bias": found.d_raw.sum(axis=0),
+    }
+    return results, float(np.abs(found.logits).max())
+
+
+def listed_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
+    """The student's hidden states and head."""
+    return {name: x for name, x in linear_kl_inputs(draw).items() if name in ("hidden", "lm_head_weight")}
+
+
+def listed_kl_options(draw: Draw) -> dict[str, Any]:
+    """The options of a draw, and the most probable tokens of a teacher, in rising order of their ids. Rows list fewer
+    and fewer of them, in turns, and −1 stands in the place of the others.
+    """
+    lead, vocab = draw.sizes.lead, draw.sizes.vocab
+    teacher = 2 * draw.random(7).normal(size=(*lead, vocab))
+    teacher -= np.log(np.exp(teacher).sum(axis=-1, keepdims=True))
+    count = min(_MOST_LISTED, vocab)
+    ids = np.sort(np.argsort(-teacher, axis=-1)[..., :count], axis=-1)
+    is_listed = np.arange(count) >= np.resize(np.arange(count), lead)[..., None]
+    logps = np.where(is_listed, np.take_along_axis(teacher, ids, axis=-1), -np.inf)
+    listed = {"teacher_ids": np.where(is_listed, ids, -1).astype(np.int32), "teacher_logps": logps.astype(np.float32)}
+    kept = {name: x for name, x in linear_kl_options(draw).items() if name != "teacher_temperature"}
+    return kept | listed
+
+
+def listed_kl_gold(problem: Problem) -> tuple[Results, float]:
+    """All results in float64, and the largest |logit| of the student."""
+    hidden, weight = problem.inputs.values()
+    upstream = problem.upstream["divergence"]
+    h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
+    found = gold.listed_divergence_gold(h @ w.T, upstream, **problem.options)
+    results = {
+        "divergence": found.values.reshape(upstream.shape),
+        "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
+        "gradient:lm_head_weight": found.d_raw.T @ h,
     }
     return results, float(np.abs(found.logits).max())

@@ -11,7 +11,14 @@ import numpy as np
 from rlk_jax.checker import gold
 from rlk_jax.checker.arrange_attention import arrange_attention
 from rlk_jax.checker.inputs import Draw, Sizes
-from rlk_jax.checker.linear_kl_problem import linear_kl_gold, linear_kl_inputs, linear_kl_options
+from rlk_jax.checker.linear_kl_problem import (
+    linear_kl_gold,
+    linear_kl_inputs,
+    linear_kl_options,
+    listed_kl_gold,
+    listed_kl_inputs,
+    listed_kl_options,
+)
 from rlk_jax.checker.linear_logp_problem import (
     largest_finite,
     linear_logp_gold,
@@ -284,6 +291,23 @@ SPECS = {
             large_is_norm=True,
             options=linear_kl_options,
             unchecked={},
+        ),
+        OpSpec(
+            "listed_linear_kl",
+            listed_kl_inputs,
+            listed_kl_gold,
+            outputs=(Output("divergence", _per_token),),
+            gradients=("hidden", "lm_head_weight"),
+            shape=_shape_of_product,
+            padding={"hidden": 100.0, "teacher_ids": -1, "teacher_logps": 0.0},
+            per_row=frozenset(("divergence", "gradient:hidden")),
+            modes=("random", "huge", "ties"),
+            forward_only=("ties",),
+            large_class="linear_kl_peaked",
+            large_is_norm=True,
+            options=listed_kl_options,
+            unchecked={},
+            calls="linear_kl",
         ),
         OpSpec(
             "linear_cross_entropy",

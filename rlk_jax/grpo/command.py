@@ -94,8 +94,8 @@ def _train(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: 
     if config.save_hf is not None:
         _check_empty(Path(config.save_hf))
     config, task, steps = load_job(config)
-    if config.model is not None:
-        check_weights(config.model)
+    for directory in config.read_models:
+        check_weights(directory)
     if task.dropped:
         console.print(f"left out {config.left_out}: {task.dropped}")
     if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.

@@ -1,5 +1,6 @@
 """The configuration of a `rlk grpo` run: one frozen dataclass that checks itself."""
 
+import typing
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -7,6 +8,7 @@ from rlk_jax.grpo.run_config import BadInput, RunConfig
 from rlk_jax.grpo.run_config import option as _option
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from rlk_jax.losses import LossOptions
+from rlk_jax.ops.linear_kl.options import DivergenceKind
 
 _ARITHMETIC_FIELDS = ("max_operand", "demonstration_errors")
 _BUILT_IN_FIELDS = (
@@ -32,8 +34,13 @@ _MODEL_FIELDS = (
     "remat",
     "save_hf",
     "show_every",
+    "teacher",
 )
 """Fields of a given model, which the built-in policy has not."""
+
+
+_TEACHER_FIELDS = ("teacher_kind", "teacher_coef", "teacher_only")
+"""Fields that say how a policy learns from a teacher."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,14 @@ class GrpoConfig(RunConfig):
     top_p: float | None = _option(None, "sample among the fewest tokens of this probability (default: all)", above=0)
     min_p: float | None = _option(None, "sample among tokens so probable beside the first (default: all)", above=0)
     show_every: int = _option(10, "steps between printed completions of a model", minimum=1)
+    teacher: str | None = _option(
+        None, "directory of a Hugging Face checkpoint, a frozen teacher: a model also learns its distribution of tokens"
+    )
+    teacher_kind: str = _option("reverse", "divergence from the teacher: reverse, forward or jsd")
+    teacher_coef: float = _option(1.0, "weight of the divergence from the teacher", above=0)
+    teacher_only: bool = _option(
+        False, "train on the divergence from the teacher alone (on-policy distillation), not on rewards"
+    )
     shuffle_advantages: bool = _option(False, "control: permute advantages over the samples, so nothing is learnt")
 
     def __post_init__(self) -> None:
@@ -127,6 +142,7 @@ class GrpoConfig(RunConfig):
                 raise BadInput(f"{name} is of the arithmetic prompts: it has no meaning beside prompts")
         if self.max_prompt_tokens is not None and self.prompts is None:
             raise BadInput("max_prompt_tokens is of a prompts file: it has no meaning without prompts")
+        self._check_teacher(changed)
         self._check_model(changed)
         self._check_loss()
         self._check_schedule_warmup("grpo_steps")
@@ -148,6 +164,26 @@ class GrpoConfig(RunConfig):
         object.__setattr__(self, "warmup_steps", 0)
         if self.prompts is None:
             raise BadInput("model needs prompts, a JSONL file (rlk prompts arithmetic writes one)")
+
+    def _check_teacher(self, changed: set[str]) -> None:
+        """Options of a teacher need one, and one that replaces GRPO's loss leaves no meaning to options of this."""
+        if self.teacher is None:
+            for name in _TEACHER_FIELDS:
+                if name in changed:
+                    raise BadInput(f"{name} is of a teacher: it has no meaning without teacher")
+            return
+        if self.teacher_kind not in typing.get_args(DivergenceKind):
+            raise BadInput(f"teacher_kind must be reverse, forward or jsd, got {self.teacher_kind!r}")
+        if self.mesh_shape[1] > 1:
+            raise BadInput(f"teacher needs a whole head, as in mesh data=N,tensor=1, got {self.mesh}")
+        if self.lora_rank is not None:
+            raise BadInput("teacher does not go with lora_rank: linear_kl takes no low-rank term of a head")
+        if self.teacher_only:
+            for option in fields(LossOptions):
+                if option.name in changed and (option.name, self.beta) != ("beta", 0):
+                    raise BadInput(f"{option.name} is of GRPO's loss: it has no meaning beside teacher_only")
+            # The loss that is dropped has no reference.
+            object.__setattr__(self, "beta", 0.0)
 
     def _check_loss(self) -> None:
         """The loss, and what it does not go with."""
@@ -178,6 +214,10 @@ class GrpoConfig(RunConfig):
     @property
     def sampled_with(self) -> tuple[float, int | None, float | None, float | None]:
         return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @property
+    def read_models(self) -> list[str]:
+        return [*super().read_models, *([] if self.teacher is None else [self.teacher])]
 
     @property
     def left_out(self) -> str:

@@ -22,6 +22,7 @@ _SHOWN = {
     "truncated": "at limit {:.0%}",
     "entropy": "entropy {:.3f}",
     "kl": "KL {:.3f}",
+    "teacher_kl": "teacher {:.3f}",
     "clip_fraction": "clip {:.3f}",
     "ratio_max": "ratio {:.2f}",
     "mismatch": "mismatch {:.1g}",

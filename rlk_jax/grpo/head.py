@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import dispatch, linear_cross_entropy, linear_logp, logp, vocab_parallel
+from rlk_jax import dispatch, linear_cross_entropy, linear_kl, linear_logp, logp, vocab_parallel
 from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens, words_of
 from rlk_jax.core.tokens import IGNORED, LinearLogp
 from rlk_jax.grpo.config import BadInput
@@ -161,6 +161,30 @@ class MeshHead:
         options["hidden_grad_reduction"] = options.pop("reduction", "sum")
         how: dict[str, Any] = {"reduction": "none", "z_loss": z_loss, "label_smoothing": label_smoothing, **options}
         return linear_cross_entropy(*self._rounded(hidden, kernel), target_ids, **how)
+
+    def own_divergences(
+        self,
+        hidden: Float[Array, "*lead D"],
+        kernel: Float[Array, "D V"] | Float[Array, "V D"],
+        teacher: "MeshHead",
+        teacher_hidden: Float[Array, "*lead Dt"],
+        teacher_kernel: Float[Array, "Dt Vt"] | Float[Array, "Vt Dt"],
+        **options: Any,
+    ) -> Float[Array, "*lead"]:
+        """fp32 divergence of a device's own rows from those of a teacher, inside shard_map, over this head's tokens and
+        at its temperature. Both heads are whole. The options are those of `linear_kl`.
+        """
+        return linear_kl(
+            *self._rounded(hidden, kernel),
+            *teacher._rounded(teacher_hidden, teacher_kernel),
+            temperature=self.temperature,
+            logit_softcap=self.softcap,
+            teacher_logit_softcap=teacher.softcap,
+            weight_layout=self.weight_layout,
+            teacher_weight_layout=teacher.weight_layout,
+            teacher_global_vocab_size=self.vocab_size,
+            **options,
+        )
 
     def logps_of_logits(
         self, logits: Float[Array, "B V"], token_ids: Int[Array, "B"], **options: Any

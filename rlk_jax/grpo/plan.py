@@ -19,7 +19,7 @@ from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest
 from rlk_jax.grpo.usage import gib, in_gib
 
-_STATES = {"params": "parameters", "reference": "reference", "opt_state": "optimizer"}
+_STATES = {"params": "parameters", "reference": "reference", "opt_state": "optimizer", "teacher": "teacher"}
 """The states of a run as people call them."""
 
 
@@ -84,7 +84,7 @@ def _plan_for(
     with shortage_is_bad_input(job.task.longest.advice):
         begun = job.steps.initial_state.lower()
         programs = [x for x in program_memories(job.config, job.steps, begun, 0, stop) if x is not None]
-    states = {name: device_bytes(tree) for name, tree in begun.out_info._asdict().items()}
+    states = {name: device_bytes(tree) for name, tree in begun.out_info._asdict().items() if tree is not None}
     kind = f"{math.prod(config.mesh_shape)} x {devices[0].device_kind}"
     return job, Plan(kind, free, states, programs)
 

@@ -1,7 +1,7 @@
 """A given model as the policy of a run: float32 parameters, and the model that computes from them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Policy:
         """fp32 log-prob of every target among what it allows, given the tokens of its sequence before it, and the
         entropy where it is asked for; 0 where IGNORED.
         """
-        return self._over_rows(functools.partial(self._own_values, entropy=entropy))(params, sequences)
+        return self.over_rows(functools.partial(self._own_values, entropy=entropy))(params, sequences)
 
     def losses(
         self, params: nnx.State, sequences: Sequences, *, z_loss: float = 0.0, label_smoothing: float = 0.0
@@ -91,11 +91,11 @@ class Policy:
         """
 
         def own_losses(params: nnx.State, sequences: Sequences) -> Float[Array, "R T"]:
-            hidden, weight, term = self._own_hidden(params, sequences)
+            hidden, (weight,), term = self.own_hidden(params, sequences)
             how = {"z_loss": z_loss, "label_smoothing": label_smoothing}
             return self.head.own_losses(hidden, weight, sequences.target_ids, term, **how)
 
-        return self._over_rows(own_losses)(params, sequences)
+        return self.over_rows(own_losses)(params, sequences)
 
     def roll_out(
         self,
@@ -108,7 +108,7 @@ class Policy:
     ) -> Completions:
         """Completions of left-padded prompts; those of an invariant model have log-probs with the bits of `values`."""
         own = functools.partial(self._own_roll_out, max_new_tokens=max_new_tokens)
-        return self._over_rows(own)(params, (prompt_ids, padding, keys))
+        return self.over_rows(own)(params, (prompt_ids, padding, keys))
 
     def specs(self, tree: Any) -> Any:
         """How arrays lie on the mesh: parameters, their gradients, or states of an optimizer."""
@@ -127,7 +127,7 @@ class Policy:
         """The same as shardings."""
         return jax.tree.map(functools.partial(NamedSharding, self.head.mesh), self.specs(tree))
 
-    def _over_rows[Rows, Result](
+    def over_rows[Rows, Result](
         self, function: Callable[[nnx.State, Rows], Result]
     ) -> Callable[[nnx.State, Rows], Result]:
         """A function of parts of parameters and of a device's own rows, as one of whole arrays."""
@@ -142,13 +142,17 @@ class Policy:
         return of_whole_arrays
 
     def _own_values(self, params: nnx.State, sequences: Sequences, *, entropy: bool) -> LinearLogp:
-        hidden, weight, term = self._own_hidden(params, sequences)
+        hidden, (weight,), term = self.own_hidden(params, sequences)
         told = sequences.target_ids, term, sequences.allowed
         return self.head.own_values(hidden, weight, *told, entropy=entropy)
 
-    def _own_hidden(self, params: nnx.State, sequences: Sequences) -> tuple[Array, Array, tuple[Array, Array] | None]:
-        """The hidden states that predict the targets, the head as this device has it, and the head's low-rank term."""
-        model, weight = self._with_ends(params)
+    def own_hidden(
+        self, params: nnx.State, sequences: Sequences, *, heads: int = 1
+    ) -> tuple[Array, Sequence[Array], tuple[Array, Array] | None]:
+        """The hidden states of a device's own rows that predict the targets, inside shard_map, the head as this device
+        has it, once for each of so many uses, and the head's low-rank term.
+        """
+        model, weights = self._with_ends(params, heads)
         model.fetch = self.fetch
         graph, *states = nnx.split(model, nnx.PathContains("lm_head"), nnx.Param, ...)
         head, rest, constants = states
@@ -157,13 +161,18 @@ class Policy:
             return nnx.merge(graph, head, rest, constants)(sequences.token_ids, sequences.padding)
 
         hidden = self.head.with_fusion_barriers(decode)(rest)[:, -sequences.target_ids.shape[1] :]
-        return hidden, weight, _term(model)
+        return hidden, weights, _term(model)
+
+    def own_head(self, params: nnx.State) -> Array:
+        """The head alone, without a low-rank term, as this device has it inside shard_map."""
+        (table,) = jax.tree.leaves(params[self.head.name])
+        return self.fetch.copies(table, 1, 1)[0]
 
     def _own_roll_out(
         self, params: nnx.State, prompts: tuple[Array, Array, PRNGKeyArray], *, max_new_tokens: int
     ) -> Completions:
         # A token is decoded in less time than its layers are fetched in: they are fetched before.
-        model, weight = self._with_ends(nnx.State({**params, "blocks": self.fetch(params["blocks"])}))
+        model, (weight,) = self._with_ends(nnx.State({**params, "blocks": self.fetch(params["blocks"])}))
         recorded = self.head.records_logits and model.lm_head.low_rank is None
 
         def score(hidden: Array, products: Array, ids: Array, allowed: AllowedTokens) -> Array:
@@ -175,21 +184,23 @@ class Policy:
         how: dict[str, Any] = {"stop_ids": self.stop_ids, "pad_id": self.pad_id, "sampling": self.sampling}
         return models.sample(model, *prompts, max_new_tokens=max_new_tokens, score=score, **how)
 
-    def _with_ends(self, params: nnx.State) -> tuple[models.CausalLM, Array]:
-        """The model with its embedding, last norm and head whole, and the head as this device has it for `own_values`.
-        A head that is tied has two uses, whose gradients are added before those of devices are.
+    def _with_ends(self, params: nnx.State, heads: int = 1) -> tuple[models.CausalLM, Sequence[Array]]:
+        """The model with its embedding, last norm and head whole, and the head as this device has it for `own_values`,
+        once for each of so many uses. A head that is tied has one more. Gradients of all uses are added before those of
+        devices are.
         """
         named = {name: params[name] for name in ("embedding", "lm_head") if name in params}
         ends = jax.tree.map(lambda x: self.fetch.copies(x, 1, 1)[0], named)
         if self.head.name == "embedding":
             (table,) = jax.tree.leaves(params["embedding"])
-            lookup, weight = self.fetch.copies(table, 1, 2)
+            lookup, *weights = self.fetch.copies(table, 1, 1 + heads)
             ends["embedding"] = jax.tree.map(lambda _: self._joined(lookup), params["embedding"])
         else:
-            (weight,) = jax.tree.leaves(ends["lm_head"]["weight"])
+            (table,) = jax.tree.leaves(params["lm_head"]["weight"])
+            weights = list(self.fetch.copies(table, 1, heads))
             ends["lm_head"] = jax.tree.map(self._joined, ends["lm_head"])
         state = nnx.State({**params, **ends, "norm": self.fetch(params["norm"])})
-        return nnx.merge(self.graph, state, self.constants), weight
+        return nnx.merge(self.graph, state, self.constants), weights
 
     def _joined(self, weight: Float[Array, "W D"]) -> Float[Array, "V D"]:
         """The whole of a head that is cut along the vocabulary."""

@@ -19,6 +19,7 @@ _PANELS = {
         "completion_length": "completion length in tokens",
         "entropy": "entropy in nats",
         "kl": "KL to reference",
+        "teacher_kl": "divergence from the teacher",
         "clip_fraction": "clip fraction",
         "mismatch": "mismatch",
     },

@@ -143,6 +143,11 @@ class RunConfig:
         return 1.0, None, None, None
 
     @property
+    def read_models(self) -> list[str]:
+        """Directories of the checkpoints whose weights the run reads."""
+        return [] if self.model is None else [self.model]
+
+    @property
     def left_out(self) -> str:
         """What is too long for the run, for a person to read."""
         raise NotImplementedError

@@ -19,10 +19,20 @@ import orbax.checkpoint as ocp
 from rlk_jax.core.program_cache import XlaCache, is_users, use_xla_cache, xla_cache
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_config import BadInput, RunConfig
-from rlk_jax.grpo.steps import Jitted
+from rlk_jax.grpo.steps import Jitted, TrainState
 
 KEPT_CHECKPOINTS = 2
-_MAY_CHANGE = ("prompts", "eval_prompts", "data", "eval_data", "model", "skip_nonfinite", "save_hf", "show_every")
+_MAY_CHANGE = (
+    "prompts",
+    "eval_prompts",
+    "data",
+    "eval_data",
+    "model",
+    "teacher",
+    "skip_nonfinite",
+    "save_hf",
+    "show_every",
+)
 """Fields in which a resumed run may differ: its files, which have digests, may have moved, and it may skip what had
 ended it, or show and save something else.
 """
@@ -273,18 +283,21 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def restore_latest_checkpoint[State](checkpoints: ocp.CheckpointManager, begin: Jitted[[], State]) -> tuple[State, int]:
-    """The newest saved state and its step, or what `begin` returns and 0 when there is none. Where there is one, only
-    the types and shardings of `begin` are asked for: what it returns would take as much memory again.
+def restore_latest_checkpoint(
+    checkpoints: ocp.CheckpointManager, begin: Jitted[[], TrainState]
+) -> tuple[TrainState, int]:
+    """The newest saved state, which has no teacher, and its step, or what `begin` returns and 0 when there is none.
+    Where there is one, only the types and shardings of `begin` are asked for: what it returns would take as much memory
+    again.
 
     Raises BadInput naming the checkpoint when it cannot be read.
     """
     step = checkpoints.latest_step()
     if step is None:
         return begin(), 0
-    like = jax.tree.map(_shape_of, begin.lower().out_info)
+    like = jax.tree.map(_shape_of, begin.lower().out_info.saved)
     try:
-        return checkpoints.restore(step, args=ocp.args.StandardRestore(like)), step
+        return TrainState(**checkpoints.restore(step, args=ocp.args.StandardRestore(like))), step
     except Exception as error:  # Orbax and its storage raise many types of errors.
         raise BadInput(f"cannot read checkpoint {checkpoints.directory / str(step)}: it is damaged") from error
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens
 from rlk_jax.core.tokens import IGNORED
@@ -23,6 +23,8 @@ class Sequences(NamedTuple):
     """Ids of the predicted tokens; IGNORED where a slot predicts nothing that counts."""
     allowed: AllowedTokens = EVERY_TOKEN
     """What each target was drawn among, `[R, T, ...]`, which its log-prob is of; anything where none counts."""
+    teacher_hidden: Float[Array, "R T Dt"] | None = None
+    """Hidden states of a teacher that predict the targets, where the targets are taught. Packing drops them."""
 
     @property
     def mask(self) -> Bool[Array, "R T"]:

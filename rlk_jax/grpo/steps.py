@@ -29,7 +29,7 @@ from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.supervised import supervised_update
 from rlk_jax.grpo.tasks import Examples, Task, completion_mask, exact_answer_reward
-from rlk_jax.grpo.updates import Learner, Updates, adam, learning_rate_of
+from rlk_jax.grpo.updates import Learner, TargetValues, Updates, adam, learning_rate_of
 from rlk_jax.losses import group_advantages
 from rlk_jax.ops.linear_cross_entropy import loss_of_values
 
@@ -39,13 +39,19 @@ EVALUATION_STEP = 2**31 - 1  # Evaluation folds this into the seed where trainin
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds. `reference` is the frozen policy that the KL is measured to; a given model has none
-    where beta is 0.
+    """All that is kept from step to step. `reference` is the frozen policy that the KL is measured to; a given model
+    has none where beta is 0. `teacher` is the frozen model that a given model may learn from.
     """
 
     params: nnx.State
     reference: nnx.State | None
     opt_state: optax.OptState
+    teacher: nnx.State | None = None
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds, by name: a teacher is in a directory of its own."""
+        return {name: x for name, x in self._asdict().items() if name != "teacher"}
 
 
 class Jitted[**Arguments, Result](Protocol):
@@ -91,6 +97,9 @@ class RunSteps(Protocol):
     def drawn(self) -> list[Sample]: ...
 
     @property
+    def load_teacher(self) -> Callable[[], nnx.State] | None: ...
+
+    @property
     def save_hf(self) -> Callable[[nnx.State, str], None] | None: ...
 
 
@@ -107,6 +116,8 @@ class TrainingSteps:
     heldout_rewards: Jitted[[nnx.State], Metrics]
     drawn: list[Sample] = field(default_factory=list)
     """Completions of a given model since the trainer last took them."""
+    load_teacher: Callable[[], nnx.State] | None = None
+    """Reads the teacher, which checkpoints do not hold, where a run has one."""
     save_hf: Callable[[nnx.State, str], None] | None = None
     """Writes a given model as a checkpoint."""
 
@@ -189,8 +200,9 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         rows = jax.random.randint(key, (count,), 0, examples.padding.shape[0])
         return jax.lax.with_sharding_constraint(jax.tree.map(lambda array: array[rows], examples), by_row)
 
-    def values(params: nnx.State, sequences: Sequences) -> LinearLogp:
-        return target_values(nnx.merge(graph, params), sequences, head, entropy=config.entropy_coef > 0)
+    def values(params: nnx.State, sequences: Sequences) -> TargetValues:
+        found = target_values(nnx.merge(graph, params), sequences, head, entropy=config.entropy_coef > 0)
+        return TargetValues(found.logp, found.entropy)
 
     def losses(params: nnx.State, sequences: Sequences) -> Array:
         """The cross-entropy of linear_cross_entropy, whose head may be cut here."""

@@ -2,6 +2,7 @@
 the host between them.
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int
 
 from rlk_jax import models
-from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.kept_programs import KeptProgram
@@ -28,8 +28,9 @@ from rlk_jax.grpo.run_config import RunConfig
 from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.steps import EVALUATION_SAMPLES, EVALUATION_STEP, TrainingSteps, TrainState
+from rlk_jax.grpo.teacher import Teacher, make_teacher
 from rlk_jax.grpo.text_task import TextRows, TextTask, shown_prompt
-from rlk_jax.grpo.updates import Learner, Updates, adam, learning_rate_of
+from rlk_jax.grpo.updates import Learner, TargetValues, Updates, adam, learning_rate_of
 from rlk_jax.losses import group_advantages
 from rlk_jax.models.sampling import Completions
 
@@ -97,6 +98,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     as the config says.
     """
     policy = make_policy(config, mesh, task.tokenizer)
+    teacher = make_teacher(config, policy, task.tokenizer, mesh)
     head = policy.head
     for warning in _warnings(config, policy, task):
         print(f"rlk grpo: warning: {warning}", file=sys.stderr)
@@ -122,11 +124,18 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
             advantages = jax.random.permutation(jax.random.fold_in(run_key, ~step), advantages)
         rows = join_completions(prompt_ids, padding, completions.ids, completions.mask, completions.allowed)
         trained, frozen = policy.split(state.params)
+        taught_by: Any = state.teacher
 
-        def values(trained: nnx.State, sequences: Sequences) -> LinearLogp:
-            return policy.values(nnx.merge_state(trained, frozen), sequences, entropy=config.entropy_coef > 0)
+        def values(trained: nnx.State, sequences: Sequences) -> TargetValues:
+            params, how = nnx.merge_state(trained, frozen), {"entropy": config.entropy_coef > 0}
+            if teacher is None or sequences.teacher_hidden is None:
+                found, divergence = policy.values(params, sequences, **how), None
+            else:
+                found, divergence = teacher.values(params, taught_by, sequences, **how)
+            return TargetValues(found.logp, found.entropy, divergence)
 
-        updates = Updates(config, mesh, values, config.max_new_tokens)
+        teacher_hidden = None if teacher is None else functools.partial(teacher.hidden, taught_by)
+        updates = Updates(config, mesh, values, config.max_new_tokens, teacher_hidden)
         learner = Learner(trained, state.opt_state)
         scored = updates.scored(learner, state.reference, rows, completions.logps, advantages)
         learner, metrics = updates.run(optimizer, learner, scored)
@@ -134,8 +143,8 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         return state._replace(params=params, opt_state=learner.opt_state), metrics
 
     # With a beta of 0 nothing is measured to the reference.
-    state, initial_state = beginning(config, policy, optimizer, keeps_reference=config.beta > 0)
-    key = program_key(config, policy)
+    state, initial_state = beginning(config, policy, optimizer, keeps_reference=config.beta > 0, teacher=teacher)
+    key = program_key(config, policy), None if teacher is None else teacher.key
     roll_out_program = KeptProgram(roll_out, key, (), by_row)
     update_program = KeptProgram(update, key, jax.tree.leaves(state), replicated)
 
@@ -190,31 +199,40 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         grpo_step=whole_step,
         heldout_rewards=Hosted(heldout_rewards, lower_roll_out),
         drawn=drawn,
+        load_teacher=None if teacher is None else teacher.load,
         save_hf=lambda params, directory: save_hf(config, policy, params, directory),
     )
 
 
 def beginning(
-    config: RunConfig, policy: Policy, optimizer: optax.GradientTransformation, *, keeps_reference: bool
+    config: RunConfig,
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    *,
+    keeps_reference: bool,
+    teacher: Teacher | None = None,
 ) -> tuple[Any, Hosted[[], TrainState]]:
     """How the states of a run of a given model lie, and the function that makes the first ones of its checkpoint."""
 
-    def begin(given: nnx.State) -> TrainState:
+    def begin(given: nnx.State, taught_by: nnx.State | None) -> TrainState:
         params = policy.begun(policy.head.shard(given))
         # The reference computes from rounded numbers, as the policy does.
         reference = policy.reference(params) if keeps_reference else None
-        return TrainState(params, reference, optimizer.init(policy.split(params)[0]))
+        return TrainState(params, reference, optimizer.init(policy.split(params)[0]), taught_by)
 
-    shardings = policy.shardings(jax.eval_shape(begin, policy.given_shapes))
-    program = jax.jit(begin, out_shardings=shardings)
-    return shardings, Hosted(
-        lambda: program(load_parameters(config.model or "", policy.head.mesh, policy.given_dtype)),
-        lambda: program.lower(policy.given_shapes),
-    )
+    shapes = policy.given_shapes, None if teacher is None else teacher.shapes
+    shardings = policy.shardings(jax.eval_shape(begin, *shapes))
+    program = jax.jit(begin, out_shardings=shardings, donate_argnums=1)  # A teacher stays as it is.
+
+    def first_state() -> TrainState:
+        given = load_parameters(config.model or "", policy.head.mesh, policy.given_dtype)
+        return program(given, None if teacher is None else teacher.load())
+
+    return shardings, Hosted(first_state, lambda: program.lower(*shapes))
 
 
 _NOT_OF_PROGRAMS = (
-    *("prompts", "eval_prompts", "data", "eval_data", "model"),
+    *("prompts", "eval_prompts", "data", "eval_data", "model", "teacher"),
     *("reward", "save_hf", "show_every", "checkpoint_every"),
 )
 """Fields of a configuration that no program depends on."""

@@ -88,6 +88,7 @@ def load_text_task(config: GrpoConfig) -> TextTask:
             "tokenizer_digest": tokenizer.digest,
             "reward_digest": rewards.digest,
             "model_digest": digest_of_model(directory),
+            **({} if config.teacher is None else {"teacher_digest": digest_of_model(Path(config.teacher))}),
             # The last one: what is named above changes it too.
             "prompt_ids_digest": _digest_of_rows(train, heldout),
         },

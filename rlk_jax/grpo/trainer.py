@@ -70,6 +70,8 @@ def run_steps(
         with console.status("compiling"):
             check_memory(config, steps, checkpoints.latest_step() or 0, stop)
         state, done = restore_latest_checkpoint(checkpoints, steps.initial_state)
+        if steps.load_teacher is not None and state.teacher is None:
+            state = state._replace(teacher=steps.load_teacher())
         cut_after(folder.completions, done or BEFORE)
         with folder.metrics_after(done) as log, progress(console, done, config.total_steps, throughput) as show:
             while done < config.total_steps and stop.signal is None:
@@ -153,7 +155,7 @@ def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState
     """
     if not faults.is_finite(state.params):
         raise Diverged(f"training diverged: parameters are not finite after step {done - 1}")
-    save_checkpoint(checkpoints, done, state)
+    save_checkpoint(checkpoints, done, state.saved)
 
 
 def say_stopped(console: Console, number: int, *, is_saved: bool) -> int:

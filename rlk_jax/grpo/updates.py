@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from rlk_jax.core.fixed_order import sum_of_squares
-from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
 from rlk_jax.grpo.config import GrpoConfig
@@ -21,6 +20,7 @@ from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.run_config import RunConfig
 from rlk_jax.grpo.sequences import Sequences, pack
 from rlk_jax.losses import PolicyLoss, expand_advantages, loss_denominator, policy_loss
+from rlk_jax.losses.masked import masked_count, masked_sum
 
 ADAM_B2 = 0.95  # Runs are short: a longer average of squared gradients would still be filling up at their end.
 _LOSS_METRICS = (
@@ -34,10 +34,29 @@ _LOSS_METRICS = (
     "importance_weight_mean",
     "importance_capped_fraction",
     "log_ratio_bounded_fraction",
+    "teacher_kl",
 )
 """Metrics of an update, where its loss has them."""
 _FIRST_UPDATE_METRICS = ("clip_fraction", "ratio_min", "ratio_max")
 """Metrics that are also reported for the first update on a rollout, under the prefix "first_"."""
+
+
+class TargetValues(NamedTuple):
+    """What the loss reads of every target under the policy, fp32, 0 where none counts: its log-prob, the entropy where
+    the loss takes that, and the divergence from the teacher where there is one.
+    """
+
+    logp: Float[Array, "R T"]
+    entropy: Float[Array, "R T"] | None = None
+    divergence: Float[Array, "R T"] | None = None
+
+
+class UpdateLoss(NamedTuple):
+    """What an update minimises, and what it is made of: the loss of GRPO, and the teacher's mean divergence."""
+
+    loss: Float[Array, ""]
+    policy: PolicyLoss
+    teacher_kl: Float[Array, ""] | None
 
 
 class ScoredRollout(NamedTuple):
@@ -97,14 +116,14 @@ class Batching:
 
 @dataclass(frozen=True)
 class Updates(Batching):
-    """The updates of a run. `values(params, sequences)` gives fp32 log-probs of targets, and their entropies where the
-    loss takes them, 0 where they do not count.
-    """
+    """The updates of a run. `values(params, sequences)` has divergences where the sequences have `teacher_hidden`."""
 
     config: GrpoConfig
-    values: Callable[[nnx.State, Sequences], LinearLogp]
+    values: Callable[[nnx.State, Sequences], TargetValues]
     length: int
     """The tokens of a completion, at most."""
+    teacher_hidden: Callable[[Sequences], Float[Array, "R T Dt"]] | None = None
+    """Hidden states of the teacher that predict the targets."""
 
     def scored(
         self,
@@ -120,16 +139,21 @@ class Updates(Batching):
         values = drawn_logps, expand_advantages(advantages, rows.mask), faults.number_targets(rows.mask)
         rows, (drawn_logps, advantages, numbers) = self.packed(rows, values)
         ref_logps = None if reference is None else self._logps(reference, rows)
-        if self.config.importance_cap is None:
-            return ScoredRollout(rows, numbers, drawn_logps, ref_logps, None, advantages)
-        old_logps = self._logps(learner.params, rows)
-        return ScoredRollout(rows, numbers, old_logps, ref_logps, drawn_logps, advantages)
+        old_logps, rollout_logps = drawn_logps, None
+        if self.config.importance_cap is not None:
+            old_logps, rollout_logps = self._logps(learner.params, rows), drawn_logps
+        if self.teacher_hidden is not None:
+            rows = rows._replace(teacher_hidden=self._of_rows(self.teacher_hidden, rows))
+        return ScoredRollout(rows, numbers, old_logps, ref_logps, rollout_logps, advantages)
 
     def _logps(self, params: nnx.State, rows: Sequences) -> Float[Array, "R T"]:
-        """Log-probs of all rows, in micro-batches."""
+        return self._of_rows(lambda micro_batch: self.values(params, micro_batch).logp, rows)
+
+    def _of_rows(self, function: Callable[[Sequences], Array], rows: Sequences) -> Array:
+        """What a function gives for all rows, in micro-batches."""
 
         def of_micro_batch(carry: None, micro_batch: Sequences) -> tuple[None, Array]:
-            return carry, self.values(params, micro_batch).logp
+            return carry, function(micro_batch)
 
         return scan_micro_batches(of_micro_batch, None, rows, **self.micro_batching)[1]
 
@@ -137,22 +161,25 @@ class Updates(Batching):
         self, optimizer: optax.GradientTransformation, learner: Learner, scored: ScoredRollout
     ) -> tuple[Learner, Metrics]:
         """All updates on a rollout, and what they measured."""
-        denominator = loss_denominator(scored.mask, options=self.config.loss_options())
+        count = masked_count(scored.mask, "tokens")
+        denominators = loss_denominator(scored.mask, options=self.config.loss_options()), count
 
-        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, LinearLogp]:
+        def loss_fn(params: nnx.State, micro_batch: ScoredRollout) -> tuple[Array, TargetValues]:
             values = self.values(params, micro_batch.sequences)
-            return self._loss(values, micro_batch, denominator).loss, values
+            return self._loss(values, micro_batch, denominators).loss, values
 
         def update(learner: Learner, _: None) -> tuple[Learner, Metrics]:
             grads, values = accumulated_gradients(loss_fn, learner.params, scored, **self.micro_batching)
-            whole, logp = self._loss(values, scored, denominator), values.logp
-            metrics = {name: x for name in _LOSS_METRICS if (x := getattr(whole, name)) is not None}
+            whole, logp = self._loss(values, scored, denominators), values.logp
+            measured = {**whole.policy._asdict(), "loss": whole.loss, "teacher_kl": whole.teacher_kl}
+            metrics = {name: x for name in _LOSS_METRICS if (x := measured[name]) is not None}
             drawn = scored.old_logps if scored.rollout_logps is None else scored.rollout_logps
             metrics["mismatch"] = jnp.abs(logp - drawn).max()
 
             def is_bad() -> Array:
-                slope = jax.grad(lambda logp: self._loss(values._replace(logp=logp), scored, denominator).loss)(logp)
-                return scored.mask & ~jnp.isfinite(logp + slope)
+                slope = jax.grad(lambda logp: self._loss(values._replace(logp=logp), scored, denominators).loss)(logp)
+                taught = 0 if values.divergence is None else values.divergence
+                return scored.mask & ~jnp.isfinite(logp + slope + taught)
 
             found = faults.fault_metrics((whole.loss, grads), is_bad, scored.numbers, self.length)
             return self.applied(optimizer, grads, learner, found), metrics | found
@@ -163,8 +190,10 @@ class Updates(Batching):
         rollout_metrics |= {f"first_{name}": metrics[name][0] for name in _FIRST_UPDATE_METRICS}
         return learner, last | rollout_metrics | faults.of_step(metrics)
 
-    def _loss(self, values: LinearLogp, scored: ScoredRollout, denominator: Array) -> PolicyLoss:
-        return policy_loss(
+    def _loss(self, values: TargetValues, scored: ScoredRollout, denominators: tuple[Array, Array]) -> UpdateLoss:
+        """The loss of a part of a rollout. What GRPO's loss and the divergence are divided by is of the whole."""
+        denominator, count = denominators
+        policy = policy_loss(
             values.logp,
             scored.old_logps,
             scored.advantages,
@@ -175,6 +204,11 @@ class Updates(Batching):
             denominator=denominator,
             options=self.config.loss_options(),
         )
+        if values.divergence is None:
+            return UpdateLoss(policy.loss, policy, None)
+        teacher_kl = masked_sum(values.divergence, scored.mask, "tokens") / count
+        taught = self.config.teacher_coef * teacher_kl
+        return UpdateLoss(taught if self.config.teacher_only else policy.loss + taught, policy, teacher_kl)
 
 
 def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float) -> optax.GradientTransformation:

@@ -79,6 +79,13 @@ PLANTED = {
     "teacher that learns": (
         *("linear_kl", planted.teacher_that_learns, "fp32", "random", "fault:gradient:teacher_hidden"),
     ),
+    "rest left out": ("listed_linear_kl", planted.rest_left_out, "fp32", "random", "divergence"),
+    "listed tokens in the rest": (
+        *("listed_linear_kl", planted.listed_tokens_in_the_rest, "fp32", "random", "divergence"),
+    ),
+    "none taken for the last token": (
+        *("listed_linear_kl", planted.none_taken_for_the_last_token, "fp32", "random", "divergence"),
+    ),
     "dropped last key block": ("attention", planted.dropped_last_key_block, "bf16", "random", "output"),
     "mask off by one": ("attention", planted.mask_off_by_one, "bf16", "random", "output"),
     "wrong head of a group": ("attention", planted.wrong_head_of_a_group, "bf16", "random", "output"),
@@ -130,7 +137,7 @@ def test_a_gradient_right_only_for_ones_passes_with_ones():
 
 OPS_OF_PLANTED = (
     *("logp", "linear_logp", "masked_linear_logp", "linear_kl", "linear_cross_entropy", "ratio_kl", "grpo_loss"),
-    "attention",
+    *("listed_linear_kl", "attention"),
 )
 
 

@@ -83,7 +83,7 @@ def test_the_plan_has_what_the_programs_of_a_run_need(planned):
     weights = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), nnx.state(model, nnx.Param))
     with mock.patch.object(text_steps, "load_parameters", lambda *_: weights):
         state = job.steps.initial_state()
-    for name, tree in state._asdict().items():
+    for name, tree in state.saved.items():
         shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
         assert made.states[name] == sum(x.data.nbytes for x in shards if x.device == jax.devices()[0]) > 0
     kept = sum(made.states.values())

@@ -123,6 +123,39 @@ def teacher_that_learns(*arrays, **options):
     return _linear_kl(*arrays, **options, frozen=False)
 
 
+@functools.partial(jax.jit, static_argnames=("kind", "beta", "bug"))
+def _listed_kl(hidden, weight, *, teacher_ids, teacher_logps, kind, beta, temperature, bug=None):
+    a = jax.nn.log_softmax(_logits(hidden, weight, jnp.zeros(len(weight))) / temperature)
+    tokens = jnp.arange(len(weight))
+    ids = jnp.where(teacher_ids < 0, len(weight) - 1, teacher_ids) if bug == "−1" else teacher_ids
+    is_listed = (ids[..., None] == tokens).any(axis=-2)
+    rest = jax.nn.logsumexp(jnp.where(is_listed & (bug != "whole rest"), -jnp.inf, a), axis=-1, keepdims=True)
+    own = jnp.where(ids < 0, -jnp.inf, jnp.take_along_axis(a, jnp.maximum(ids, 0), axis=-1))
+    listed = jnp.exp(teacher_logps).sum(axis=-1, keepdims=True)
+    q = jnp.concatenate([jnp.log1p(-listed), teacher_logps], axis=-1)
+    a = jnp.concatenate([rest, own], axis=-1)
+    if bug == "no rest":
+        a, q = a[..., 1:], q[..., 1:]
+
+    def kl(one, other):
+        p = jnp.exp(one)
+        return jnp.where(p == 0, 0, p * jnp.where(p == 0, 0, one - other)).sum(axis=-1)
+
+    if kind != "jsd":
+        return kl(q, a) if kind == "forward" else kl(a, q)
+    m = jnp.logaddexp(q + jnp.log(beta), a + jnp.log1p(-beta))
+    return beta * kl(q, m) + (1 - beta) * kl(a, m)
+
+
+def listed_linear_kl(*arrays, **options):
+    return _listed_kl(*arrays, **options)
+
+
+rest_left_out = functools.partial(_listed_kl, bug="no rest")
+listed_tokens_in_the_rest = functools.partial(_listed_kl, bug="whole rest")
+none_taken_for_the_last_token = functools.partial(_listed_kl, bug="−1")
+
+
 @functools.partial(jax.jit, static_argnames=("reduction", "ignore_index", "z_loss", "bug"))
 def _cross_entropy(hidden, weight, ids, bias, *, reduction, ignore_index, token_weights, z_loss, bug=None):
     weights = jnp.where(ids == ignore_index, 0, token_weights)

@@ -1,4 +1,4 @@
-"""The bridge inside other trainers: one object of the trainer library is replaced by one that calls `linear_logp`."""
+"""The bridge inside other trainers: objects of the trainer library are replaced by ones that call the bridge's ops."""
 
 from typing import Any
 
@@ -7,35 +7,41 @@ from rlk_jax.core.checks import check_memory_budget, require_one_of
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._patch_point import PatchPoint
 
-_PATCH_POINTS = {point.library: point for point in (trl.PATCH_POINT, verl.PATCH_POINT)}
-_installed: dict[str, tuple[dict[str, Any], Any]] = {}
-"""For each library that the bridge is installed in: the original object of each of its modules, and the replacement."""
+_PATCH_POINTS: dict[str, tuple[PatchPoint, ...]] = {"trl": trl.PATCH_POINTS, "verl": (verl.PATCH_POINT,)}
+_installed: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+"""For each library that the bridge is installed in, and each of its patch points: the original object of each module,
+and the replacement.
+"""
 
 
 def install(name: str, *, implementation: str | None = None, memory_budget: int | None = None) -> None:
-    """Has a trainer library compute its log-probabilities and entropies with `linear_logp`.
+    """Has a trainer library compute its log-probabilities and entropies with `linear_logp`, and its divergences from a
+    teacher with `linear_kl`.
 
     Args:
-      name: "trl" (GRPOTrainer and all others with a fused LM head) or "verl" (`use_fused_kernels`, impl_backend
-        "triton"). A second call for a library changes the options.
+      name: "trl" (GRPOTrainer and all others with a fused LM head, and DistillationTrainer) or "verl"
+        (`use_fused_kernels`, impl_backend "triton"). A second call for a library changes the options.
       implementation, memory_budget: as in `linear_logp`.
 
     Raises:
-      ValueError: for an unknown name, and for options that `linear_logp` does not take.
+      ValueError: for an unknown name, and for options that `linear_logp` does not take. An implementation that
+        `linear_kl` has not raises where that is called.
       RuntimeError: for a version of the library that the bridge does not know, and where other code has replaced the
         bridge's object since; nothing is changed then.
     """
-    patch_point = _patch_point_of(name)
+    patch_points = _patch_points_of(name)
     if implementation is not None:
         require_one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     check_memory_budget(memory_budget)
-    patch_point.check_version()
-    originals = _originals(patch_point) if name in _installed else patch_point.read()
-    replacement = patch_point.replacement(
-        originals[patch_point.module], {"implementation": implementation, "memory_budget": memory_budget}
-    )
-    patch_point.write(dict.fromkeys(originals, replacement))
-    _installed[name] = originals, replacement
+    options = {"implementation": implementation, "memory_budget": memory_budget}
+    patch_points[0].check_version()
+    found = _originals(name) if name in _installed else [point.read() for point in patch_points]
+    installed = []
+    for point, originals in zip(patch_points, found, strict=True):
+        replacement = point.replacement(originals[point.module], options)
+        point.write(dict.fromkeys(originals, replacement))
+        installed.append((originals, replacement))
+    _installed[name] = installed
 
 
 def uninstall(name: str) -> None:
@@ -45,15 +51,19 @@ def uninstall(name: str) -> None:
       ValueError: for an unknown name.
       RuntimeError: where other code has replaced the bridge's object since; nothing is changed then.
     """
-    patch_point = _patch_point_of(name)
+    patch_points = _patch_points_of(name)
     if name in _installed:
-        patch_point.write(_originals(patch_point))
+        for point, originals in zip(patch_points, _originals(name), strict=True):
+            point.write(originals)
         del _installed[name]
 
 
-def _originals(patch_point: PatchPoint) -> dict[str, Any]:
-    """The original object of each module, where the bridge is installed."""
-    originals, replacement = _installed[patch_point.library]
+def _originals(name: str) -> list[dict[str, Any]]:
+    """The original object of each module, for each patch point of a library that the bridge is installed in."""
+    return [_originals_of(*x) for x in zip(_PATCH_POINTS[name], *zip(*_installed[name], strict=True), strict=True)]
+
+
+def _originals_of(patch_point: PatchPoint, originals: dict[str, Any], replacement: Any) -> dict[str, Any]:
     found = patch_point.read()
     for module, x in found.items():
         if x is not replacement:
@@ -65,7 +75,7 @@ def _originals(patch_point: PatchPoint) -> dict[str, Any]:
     return {module: originals.get(module, originals[patch_point.module]) for module in found}
 
 
-def _patch_point_of(name: str) -> PatchPoint:
+def _patch_points_of(name: str) -> tuple[PatchPoint, ...]:
     if not isinstance(name, str) or name not in _PATCH_POINTS:
         raise ValueError(f"name must be one of {', '.join(map(repr, _PATCH_POINTS))}, got {name!r}.")
     return _PATCH_POINTS[name]

@@ -1,4 +1,6 @@
-"""TRL: the log-probabilities and entropies of its fused LM head, which all of its trainers share."""
+"""TRL: the log-probabilities and entropies of its fused LM head, which its trainers share, and the divergence from a
+teacher that DistillationTrainer trains on.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from torch_bridge import _inputs
 from torch_bridge.clients._patch_point import PatchPoint
+from torch_bridge.linear_kl import linear_kl
 from torch_bridge.linear_logp import LinearLogp, linear_logp
 
 _STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
@@ -44,18 +47,15 @@ class ChunkedLogProb:
         unknown = [x for x in outputs if x not in ("log_probs", "entropy", *_STATISTICS)]
         if unknown:
             raise ValueError(f"TRL asks for outputs that torch_bridge does not know: {', '.join(unknown)}.")
-        if not logit_scale > 0:
-            raise ValueError(f"logit_scale must be positive, got {logit_scale}.")
-        # TRL computes in the dtype of autocast, or else in that of hidden.
-        (rows,) = _inputs.autocast(hidden)
+        scale, softcap = _scaled(temperature, final_logit_softcapping, logit_scale)
+        rows, head, own_bias = _in_dtype_of_rows(hidden, weight, bias)
         found = linear_logp(
             rows,
-            weight.to(rows.dtype),
+            head,
             targets,
-            None if bias is None else bias.to(rows.dtype),
-            # softcap_c(s·x) = s·softcap_{c/s}(x), and a factor s of the logits is the same as a temperature of 1/s.
-            temperature=temperature / logit_scale,
-            logit_softcap=None if final_logit_softcapping is None else final_logit_softcapping / logit_scale,
+            own_bias,
+            temperature=scale,
+            logit_softcap=softcap,
             return_entropy="entropy" in outputs,
             **self.options,
         )
@@ -69,4 +69,82 @@ class ChunkedLogProb:
         return logp, entropy, *statistics
 
 
-PATCH_POINT = PatchPoint("trl", ("1.16",), "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb)
+@dataclass(frozen=True)
+class ChunkedDivergence:
+    """The replacement of TRL's `ChunkedDivergenceFunction`."""
+
+    original: Any
+    options: dict[str, Any]
+
+    def apply(
+        self,
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The divergence `[N]` of the student from the teacher, and the student's entropy `[N]`, which is a metric and
+        has no gradient. Hidden states are `[N, D]`, weights `[V, D]`; logits are scaled as those of ChunkedLogProb.
+        """
+        own, softcap = _scaled(temperature, student_final_logit_softcapping, student_logit_scale)
+        theirs, teacher_softcap = _scaled(temperature, teacher_final_logit_softcapping, teacher_logit_scale)
+        rows, weight, bias = _in_dtype_of_rows(student_hidden, student_weight, student_bias)
+        frozen = (None if x is None else x.detach() for x in (teacher_hidden, teacher_weight, teacher_bias))
+        teacher_rows, teacher_head, teacher_bias = _in_dtype_of_rows(*frozen)
+        divergence = linear_kl(
+            rows,
+            weight,
+            teacher_rows,
+            teacher_head,
+            bias,
+            teacher_bias,
+            kind="jsd",
+            beta=beta,
+            temperature=own,
+            teacher_temperature=theirs,
+            logit_softcap=softcap,
+            teacher_logit_softcap=teacher_softcap,
+            **self.options,
+        )
+        ids = torch.zeros(rows.shape[:-1], dtype=torch.int32, device=rows.device)
+        scaling: dict[str, Any] = {"temperature": own, "logit_softcap": softcap, "return_entropy": True}
+        with torch.no_grad():
+            found: Any = linear_logp(rows, weight, ids, bias, **scaling, **self.options)
+        return divergence, found.entropy
+
+
+def _in_dtype_of_rows(hidden: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, head and bias in the dtype that TRL computes in: that of autocast, or else that of hidden."""
+    (rows,) = _inputs.autocast(hidden)
+    return rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
+
+
+def _scaled(temperature: float, softcap: float | None, logit_scale: float) -> tuple[float, float | None]:
+    """The temperature and softcap of logits that are scaled before their softcap.
+
+    softcap_c(s·x) = s·softcap_{c/s}(x), and a factor s of the logits is the same as a temperature of 1/s.
+    """
+    if not logit_scale > 0:
+        raise ValueError(f"logit_scale must be positive, got {logit_scale}.")
+    return temperature / logit_scale, None if softcap is None else softcap / logit_scale
+
+
+PATCH_POINTS = (
+    PatchPoint("trl", ("1.16",), "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb),
+    PatchPoint(
+        "trl",
+        ("1.16",),
+        "trl.kernels.chunked_divergence",
+        "ChunkedDivergenceFunction",
+        ("trl.trainer.distillation_trainer",),
+        ChunkedDivergence,
+    ),
+)

@@ -36,6 +36,7 @@ class SftSteps:
     save_hf: Callable[[nnx.State, str], None]
     drawn: list[Sample] = field(default_factory=list)
     """It stays empty: no completions are drawn."""
+    load_teacher: None = None
 
     @property
     def evaluation(self) -> Jitted[[nnx.State], Metrics]:

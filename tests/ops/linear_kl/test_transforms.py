@@ -50,6 +50,20 @@ def test_vmap(problem, implementation):
     assert_equal_up_to_rounding((per_example[0].reshape(h.shape), per_example[1].sum(0)), expected)
 
 
+def test_multi_token_prediction_is_a_lead_dimension(problem):
+    """Three hidden states of a token through one head: each row has the bits of its own call, and dW is that of all."""
+    h, w, th, tw = problem[:4]
+    heads = h.reshape(3, 2, 2, -1), th.reshape(3, 2, 2, -1)
+    op = jax.jit(functools.partial(kl, implementation="deterministic"))
+    whole, pull_back = jax.vjp(lambda h, w: op(h, w, heads[1], tw), heads[0], w)
+    dh, dw = pull_back(jnp.ones_like(whole))
+    rows = [jax.vjp(lambda h, w, k=k: op(h, w, heads[1][k], tw), heads[0][k], w) for k in range(3)]
+    assert_same_bits(whole, jnp.stack([values for values, _ in rows]))
+    found = [own(jnp.ones_like(values)) for values, own in rows]
+    assert_same_bits(dh, jnp.stack([x for x, _ in found]))
+    assert_equal_up_to_rounding(dw, sum(x for _, x in found))
+
+
 # Each is jitted as well; jit and remat are the rules of autodiff for all.
 @helpers.cover(
     "implementation, wrap",

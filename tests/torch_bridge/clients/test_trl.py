@@ -12,11 +12,13 @@ import pytest
 import torch_bridge
 from tests.support import helpers, tiny_trl
 from tests.support.tiny_trl import torch
-from torch_bridge.clients.trl import ChunkedLogProb
+from torch_bridge.clients.trl import ChunkedDivergence, ChunkedLogProb
 
 trl_utils = pytest.importorskip("trl.trainer.utils")
 ORIGINAL = trl_utils._ChunkedLogProbFunction
 OURS = ChunkedLogProb(ORIGINAL, {})
+divergences = pytest.importorskip("trl.kernels.chunked_divergence")
+DIVERGENCE = divergences.ChunkedDivergenceFunction
 LOSSES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo")},
     "luspo": {"importance_sampling_level": "sequence"},
@@ -172,6 +174,44 @@ def test_options_reach_the_op_and_uninstall_restores_trl_s():
         trl_utils._ChunkedLogProbFunction.apply(torch.randn(3, 8), torch.randn(5, 8), None, torch.arange(3), 1.0, 32)
     torch_bridge.uninstall("trl")
     assert trl_utils._ChunkedLogProbFunction is ORIGINAL
+
+
+def diverged(function: Any, beta: float) -> tuple[Any, list[Any]]:
+    """Outputs of one random call of all options, and gradients of the student's hidden states, weight and bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((11, 24), (70, 24), (70,), (11, 40), (70, 40), (70,))
+    arrays = [
+        2 * torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if shape[0] == 70 else 1) for shape in shapes
+    ]
+    arrays[4].requires_grad_()  # A teacher may be a module whose weights need gradients.
+    student = [x.requires_grad_() for x in arrays[:3]]
+    found = function.apply(*student, *arrays[3:], beta, 0.7, 0.5, 1.5, 2.0, None)
+    assert not found[1].requires_grad
+    found[0].square().sum().backward()
+    assert arrays[4].grad is None
+    return [x.detach() for x in found], [x.grad for x in student]
+
+
+# In `make test`, one end stands for both: test_linear_kl.py has the kinds that they are.
+@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=pytest.mark.full), 1.0])
+def test_a_divergence_is_trl_s_own(beta):
+    """That of DistillationTrainer, whose kinds are ends of the generalised Jensen-Shannon divergence."""
+    found, gradients = diverged(ChunkedDivergence(DIVERGENCE, {}), beta)
+    expected, expected_gradients = diverged(DIVERGENCE, beta)
+    for actual, gold in zip(found, expected, strict=True):
+        assert_close(actual, gold, "forward")
+    for actual, gold in zip(gradients, expected_gradients, strict=True):
+        assert_close(actual, gold, "gradient")
+
+
+def test_the_distillation_trainer_calls_the_bridge():
+    trainer = pytest.importorskip("trl.trainer.distillation_trainer")
+    torch_bridge.install("trl", implementation="reference")
+    try:
+        assert trainer.ChunkedDivergenceFunction.options["implementation"] == "reference"
+    finally:
+        torch_bridge.uninstall("trl")
+    assert trainer.ChunkedDivergenceFunction is divergences.ChunkedDivergenceFunction is DIVERGENCE
 
 
 @pytest.mark.parametrize(
