@@ -99,6 +99,8 @@ def best_of_shards(own: BestColumns, columns: int, gather: Gather) -> BestColumn
         return BestColumns(None, None, before)
     # As integers they pass through any collective as they are, and through one alone.
     bits, ids = gather((lax.bitcast_convert_type(logits, jnp.int32)[None], ids[None]))
+    if len(ids) == 1:
+        return own._replace(before=before)
     first = columns * jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
     ids = jnp.where(ids == NO_TOKEN, NO_TOKEN, ids + first)
     all_bits, all_ids = (jnp.swapaxes(x, 0, 1).reshape(logits.shape[0], -1) for x in (bits, ids))
