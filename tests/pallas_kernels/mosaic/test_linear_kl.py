@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_kernels.mosaic.divergence_gradients import _gradient
 from rlk_jax import dispatch
 from rlk_jax.core.head import Needs
 from rlk_jax.ops.linear_kl import hopper
@@ -15,19 +16,19 @@ from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
 from tests.support import divergences
 from tests.support.divergences import KINDS, Case, assert_found
-from tests.support.helpers import assert_same_bits, cover
+from tests.support.helpers import assert_same_bits, assert_within_contract, cover
 from tests.support.interpreter import MACHINE
 
 BF16, F16 = jnp.bfloat16, jnp.float16
-_REAL = {"global_vocab_size": 700, "teacher_global_vocab_size": 700}
+_REAL = {"global_vocab_size": 300, "teacher_global_vocab_size": 300}
 PLAIN = Case("plain", (40,), 64, 128, 512, 512)
 EVERYTHING = Case(
     "everything",
     (3, 7),
     72,
     40,
-    712,
-    704,
+    312,
+    304,
     bias=True,
     mask=True,
     temperature="per token",
@@ -70,10 +71,11 @@ def test_identical_student_and_teacher(kind):
         assert not x.any()
 
 
-@cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "forward")
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_near_the_student(kind):
-    """Differences of probabilities keep their digits, by the formulas of divergence.py in every backward."""
-    case = of_kind(Case("near", (16,), 64, 64, 2000, 2000, noise=1e-3), kind)
+    """Differences of probabilities keep their digits. In make test, test_gradients_of_near_logits has the formulas."""
+    case = of_kind(Case("near", (16,), 64, 64, 512, 512, noise=1e-3), kind)
     problem = divergences.make(case, F16)
     problem = problem._replace(
         teacher_hidden=problem.teacher_hidden.astype(F16),
@@ -98,13 +100,35 @@ def test_bits(kind):
     )
 
 
-@pytest.mark.parametrize(("kind", "who"), [("forward", "bias"), ("reverse", "teacher_bias")])
+@cover(
+    "kind, who",
+    [("forward", "bias"), ("reverse", "teacher_bias")],
+    lambda kind, who: kind == "forward",
+)
 def test_impossible_tokens(kind, who):
-    """A token that the first distribution can take and the second cannot; none is not a number."""
+    """A token that the first distribution can take and the second cannot; none is not a number. The reverse divergence
+    is that of exchanged heads.
+    """
     case = of_kind(Case("impossible", (8,), 64, 64, 300, 300, bias=True), kind)
     problem = divergences.make(case, BF16)
     problem = problem._replace(**{who: getattr(problem, who).at[:200].set(-jnp.inf)})
     assert (problem.call(case, "mosaic") == np.inf).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_near_logits(kind):
+    """The formulas of the kernel, outside of it: differences of probabilities keep their digits."""
+    rng, share = np.random.default_rng(0), 0.3
+    student = rng.normal(size=(64, 500)) * 3
+    logits = student, student + 1e-3 * rng.normal(size=student.shape)
+    log2s = [np.float32((x - np.log(np.exp(x).sum(axis=1, keepdims=True))) / np.log(2)) for x in logits]
+    log_p, log_q = (np.float64(x) * np.log(2) for x in log2s)
+    p, q = np.exp(log_p), np.exp(log_q)
+    mixture = np.log(share * q + (1 - share) * p)
+    slope = {"forward": p - q, "reverse": p * (log_p - log_q), "jsd": (1 - share) * p * (log_p - mixture)}[kind]
+    total = np.zeros_like(p) if kind == "forward" else np.broadcast_to(slope.sum(axis=1, keepdims=True), p.shape)
+    found = _gradient(kind, share, *map(jnp.asarray, log2s), jnp.asarray(total, jnp.float32))
+    assert_within_contract(found, slope - p * total, "linear_kl", jnp.float32, "gradient")
 
 
 def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
