@@ -4,10 +4,12 @@ Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. a
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pallas_kernels.hopper.arrays import LogitsConfig
 
+Kind = Literal["forward", "reverse", "jsd"]
+"""D(teacher ‖ student), D(student ‖ teacher), or the divergence of both from their mixture."""
 EMPTY_SHIFT = -1e30
 """The shift of columns of which none is possible. It is finite, so that the difference of two is no NaN."""
 
@@ -53,6 +55,17 @@ class RowNormalizer(NamedTuple):
 
     shift: Any
     log_total: Any
+
+
+class GradientFactors(NamedTuple):
+    """What the gradients of a row's logits depend on beside its softmaxes, float32 `[rows]` each.
+
+    slope is the sum of the slopes of all columns. weight is what the gradients are multiplied by: the row's upstream
+    gradient over its temperature, times the power of two that float16 needs.
+    """
+
+    slope: Any
+    weight: Any
 
 
 class MixtureSums(NamedTuple):

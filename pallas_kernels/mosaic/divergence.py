@@ -40,18 +40,18 @@ from pallas_kernels.mosaic.statistics import (
 
 Array = jax.Array
 Ref = Any
-_NEAR = 0.5
+NEAR = 0.5
 """Differences of logits up to this are small: there a series keeps the digits that eᵈ − 1 − d would lose."""
-_FEW_COLUMNS = 32
+FEW_COLUMNS = 32
 """Columns whose terms of a mixture are computed together: the temporaries of more would spill registers."""
 _NEAR_ONE = 0.25
 """Up to this distance from 1 a series computes logarithms."""
-_LARGEST_DIFFERENCE = 80.0
+LARGEST_DIFFERENCE = 80.0
 """Where one probability is less than e⁻⁸⁰ of the other, it adds nothing to their mixture, and eᵈ stays finite."""
-_SERIES = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320)
+SERIES = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320)
 
 
-def _polynomial(x: Array, factors: tuple[float, ...]) -> Array:
+def polynomial(x: Array, factors: tuple[float, ...]) -> Array:
     """Σ factors[i]·xⁱ."""
     first, *others = reversed(factors)
     return functools.reduce(lambda so_far, factor: so_far * x + factor, others, jnp.full_like(x, first))
@@ -59,29 +59,29 @@ def _polynomial(x: Array, factors: tuple[float, ...]) -> Array:
 
 def _excess(a: Array, b: Array, d: Array) -> Array:
     """a·(eᵈ − 1 − d), where b = a·eᵈ."""
-    near, far = a * ((d * d) * _polynomial(d, _SERIES)), b - a * (1 + d)
+    near, far = a * ((d * d) * polynomial(d, SERIES)), b - a * (1 + d)
     # An impossible column has d = ±∞, and 0·∞ must be 0.
-    return jnp.where(a == 0, b, jnp.where(jnp.abs(d) < _NEAR, near, far))
+    return jnp.where(a == 0, b, jnp.where(jnp.abs(d) < NEAR, near, far))
 
 
-def _power(x: Array) -> tuple[Array, Array]:
+def exponential(x: Array) -> tuple[Array, Array]:
     """eˣ and eˣ − 1 without cancellation."""
     power = jnp.exp2(x * LOG2_E)
-    return power, jnp.where(jnp.abs(x) < _NEAR, x * _polynomial(x, (1.0, *_SERIES)), power - 1)
+    return power, jnp.where(jnp.abs(x) < NEAR, x * polynomial(x, (1.0, *SERIES)), power - 1)
 
 
-def _log_mixture(own: float, other: float, d: Array) -> Array:
+def log_mixture(own: float, other: float, d: Array) -> Array:
     """ln(own + other·eᵈ) for two shares whose sum is 1; exactly 0 for d = 0."""
-    power, less_one = _power(d)
+    power, less_one = exponential(d)
     w = other * less_one
     # ln(1 + w) is 2·artanh(s), of which a series keeps digits where w is near 0.
     s = w / (2 + w)
     square = s * s
-    near = s * _polynomial(square, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
+    near = s * polynomial(square, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
     return jnp.where(jnp.abs(w) < _NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
 
 
-def _strip(head: HeadProducts, row: Array, place: Array, columns: int = STRIP) -> tuple[Array, Array | None]:
+def strip_of_products(head: HeadProducts, row: Array, place: Array, columns: int = STRIP) -> tuple[Array, Array | None]:
     """The products of 64 rows and some columns, and the columns' bias."""
     there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, columns)]
     products = plgpu.load(there, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -103,7 +103,7 @@ def _over_strips[Carry](
     """
 
     def load(first: int) -> list[tuple[Array, Array | None]]:
-        return [_strip(head, row, place + first) for head in heads]
+        return [strip_of_products(head, row, place + first) for head in heads]
 
     found, sums = load(0) if prefetches else [], None
     for first in range(0, COLUMNS, STRIP):
@@ -233,29 +233,29 @@ def mixture_sums(
         known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in rows]
 
         def add(i: Array, so_far: MixtureSums) -> MixtureSums:
-            first = i * _FEW_COLUMNS
-            products = [with_bias(*_strip(head, row, place + first, _FEW_COLUMNS)) for head in heads]
+            first = i * FEW_COLUMNS
+            products = [with_bias(*strip_of_products(head, row, place + first, FEW_COLUMNS)) for head in heads]
             log_a, log_b = (
-                _log_probability(config, values, scale, normalizer, width - first)
+                log_probability(config, values, scale, normalizer, width - first)
                 for config, values, scale, normalizer in zip((logits.a, logits.b), products, scales, known, strict=True)
             )
             p, q = jnp.exp2(log_a), jnp.exp2(log_b)
             # Both may be −∞, whose difference is NaN.
             difference = jnp.where((p == 0) & (q == 0), 0.0, (log_a - log_b) * LN_2)
-            d = jnp.minimum(jnp.maximum(difference, -_LARGEST_DIFFERENCE), _LARGEST_DIFFERENCE)
+            d = jnp.minimum(jnp.maximum(difference, -LARGEST_DIFFERENCE), LARGEST_DIFFERENCE)
             mixture = share * q + (1 - share) * p
-            from_b, from_a = _log_mixture(share, 1 - share, d), _log_mixture(1 - share, share, -d)
+            from_b, from_a = log_mixture(share, 1 - share, d), log_mixture(1 - share, share, -d)
             value = share * _excess(q, mixture, from_b) + (1 - share) * _excess(p, mixture, from_a)
             own = MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
             return _added(so_far, own)
 
         zeros = plgpu.layout_cast(jnp.zeros(WARPGROUP_ROWS, jnp.float32), ROW)
-        return lax.fori_loop(0, COLUMNS // _FEW_COLUMNS, add, MixtureSums(zeros, zeros))
+        return lax.fori_loop(0, COLUMNS // FEW_COLUMNS, add, MixtureSums(zeros, zeros))
 
     _of_chunks("linear_kl_mixture", logits.a, machine, where, products, normalizers, out, sums_of)
 
 
-def _log_probability(
+def log_probability(
     logits: LogitsConfig, values: Array, scale: Array, normalizer: RowNormalizer, width: Array
 ) -> Array:
     """log2 of the probabilities of a strip's columns, of which the first `width` are the chunk's."""

@@ -25,15 +25,12 @@ from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
 from rlk_jax.core.hopper_slices import over_slices, slice_of
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer
-from rlk_jax.ops.linear_kl.hopper_backward import student_gradients
+from rlk_jax.ops.linear_kl.hopper_backward import DivergenceStatistics, student_gradients
 from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
 from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, RowsOfHead, both_rows
 from rlk_jax.ops.linear_kl.options import KlConfig, KlFunctions, KlTokens, Operands, dims_of
 
 Array = jax.Array
-_LN_2_HIGH, _LN_2_LOW = 0.693145751953125, LN_2 - 0.693145751953125
-"""ln 2 in two parts: the product of the first and a shift is exact."""
 
 
 def _kernels() -> KlKernels:
@@ -54,7 +51,7 @@ def mosaic(machine: Machine | None = None) -> KlFunctions:
 
 def _forward(
     kernels: Callable[[], KlKernels], machine: Machine | None, config: KlConfig, operands: Operands, tokens: KlTokens
-) -> tuple[Array, KlStatistics]:
+) -> tuple[Array, DivergenceStatistics]:
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
     plans = forward_plans(config, dims_of(operands), typed.shape[0])
@@ -63,7 +60,7 @@ def _forward(
     return varying_like(jax.tree.map(both.rows.spread, found), typed)
 
 
-def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, KlStatistics]:
+def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, DivergenceStatistics]:
     """The divergence of the teacher from the student or of the student from the teacher, by one pass."""
     plans, count = both.plans, both.rows.count
     shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
@@ -82,11 +79,13 @@ def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows
     value, a, b = _divergence_of(jax.tree.map(lambda x: x[0], whole))
     if config.kind == "forward":
         # The slopes p − q add up to 0.
-        return value, KlStatistics(b, a, jnp.zeros_like(value))
-    return value, KlStatistics(a, b, value)
+        return value, DivergenceStatistics(b, a, jnp.zeros_like(value))
+    return value, DivergenceStatistics(a, b, value)
 
 
-def _from_mixture(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, KlStatistics]:
+def _from_mixture(
+    use: KlKernels, machine: Machine, config: KlConfig, both: BothRows
+) -> tuple[Array, DivergenceStatistics]:
     """The divergence of both from their mixture: a first pass over each head gives its softmax, and a second one over
     both the terms.
     """
@@ -105,8 +104,7 @@ def _from_mixture(use: KlKernels, machine: Machine, config: KlConfig, both: Both
     over_slices(plans.student, step)
     groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
     value, slope = (x[0] for x in fusion_barrier(use.fold_mixture(groups, 1, count, machine)))
-    of_student, of_teacher = (_normalizer(x.shift, x.total) for x in softmaxes)
-    return value, KlStatistics(of_student, of_teacher, slope)
+    return value, DivergenceStatistics(student, teacher, slope)
 
 
 def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted) -> Softmax:
@@ -127,7 +125,7 @@ def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compac
     return fusion_barrier(use.fold_groups(groups, rows.count, machine))
 
 
-def _divergence_of(whole: DivergencePartials) -> tuple[Array, Normalizer, Normalizer]:
+def _divergence_of(whole: DivergencePartials) -> tuple[Array, RowNormalizer, RowNormalizer]:
     """D(a ‖ b) of each row `[rows]`, and the normalizers of a and b, from the partials over the whole vocabulary.
 
     With u + 1 = Σ eᵇ / Σ eᵃ, D is (Σ excess) / Σ eᵃ − (u − ln(1 + u)). None of both cancels where b is near a. Where u
@@ -143,14 +141,9 @@ def _divergence_of(whole: DivergencePartials) -> tuple[Array, Normalizer, Normal
     excess = (whole.excess / total_a) * _power_of_two(jnp.maximum(shift, 0))
     far = log_ratio - rounded_product(whole.cross / total_a, jnp.float32(LN_2))
     value = jnp.maximum(jnp.where(u < 1, excess - (u - log_ratio), far), 0)
-    return value, _normalizer(whole.shift_a, total_a), _normalizer(whole.shift_b, total_b)
+    return value, RowNormalizer(whole.shift_a, jnp.log2(total_a)), RowNormalizer(whole.shift_b, jnp.log2(total_b))
 
 
 def _power_of_two(exponent: Array) -> Array:
     """2^exponent of integers in float32, within its range."""
     return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -126, 127).astype(jnp.int32))
-
-
-def _normalizer(shift: Array, total: Array) -> Normalizer:
-    """ln Σ exp z where Σ exp z is 2^shift·total."""
-    return Normalizer(shift * _LN_2_HIGH, jnp.log(total) + rounded_product(shift, jnp.float32(_LN_2_LOW)))

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
-from pallas_kernels.hopper.divergence import DivergencePartials, HeadProducts, MixtureSums, RowNormalizer, TwoLogits
+from pallas_kernels.hopper.divergence import (
+    DivergencePartials,
+    GradientFactors,
+    HeadProducts,
+    Kind,
+    MixtureSums,
+    RowNormalizer,
+    TwoLogits,
+)
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from rlk_jax.core.head import Operands
@@ -55,6 +63,20 @@ class KlKernels(HeadKernels, Protocol):
         products: tuple[HeadProducts, HeadProducts],
         normalizers: tuple[RowNormalizer, RowNormalizer],
         out: MixtureSums,
+        /,
+    ) -> None: ...
+
+    def divergence_gradients(
+        self,
+        logits: TwoLogits,
+        kind: Kind,
+        share: float,
+        machine: Machine,
+        where: VocabSlice,
+        products: tuple[HeadProducts, HeadProducts],
+        normalizers: tuple[RowNormalizer, RowNormalizer],
+        factors: GradientFactors,
+        out: Any,
         /,
     ) -> None: ...
 

@@ -2,26 +2,33 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
+from pallas_kernels.mosaic.divergence_gradients import _gradient
 from rlk_jax import dispatch
+from rlk_jax.core.head import Needs
 from rlk_jax.ops.linear_kl import hopper
+from rlk_jax.ops.linear_kl.hopper_plan import backward_plans, forward_plans
+from rlk_jax.ops.linear_kl.options import KlConfig, OneHeadConfig
+from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
 from tests.support import divergences
-from tests.support.divergences import Case, assert_found
+from tests.support.divergences import KINDS, Case, assert_found
+from tests.support.helpers import assert_same_bits, assert_within_contract, cover
 from tests.support.interpreter import MACHINE
 
 BF16, F16 = jnp.bfloat16, jnp.float16
-_REAL = {"global_vocab_size": 700, "teacher_global_vocab_size": 700}
+_REAL = {"global_vocab_size": 300, "teacher_global_vocab_size": 300}
 PLAIN = Case("plain", (40,), 64, 128, 512, 512)
 EVERYTHING = Case(
     "everything",
-    (7, 10),
+    (3, 7),
     72,
     40,
-    712,
-    704,
+    312,
+    304,
     bias=True,
     mask=True,
     temperature="per token",
@@ -39,13 +46,100 @@ def interpreted(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
-@pytest.mark.parametrize("case", [PLAIN, EVERYTHING], ids=str)
-def test_against_float64(case, kind):
-    dtype = BF16 if case is PLAIN else F16
+@cover(
+    "case, kind, dtype",
+    [(case, kind, dtype) for case in (PLAIN, EVERYTHING) for kind in KINDS for dtype in (BF16, F16)],
+    lambda case, kind, dtype: case is EVERYTHING and (kind, dtype) in (("reverse", F16), ("jsd", BF16)),
+)
+def test_against_float64(case, kind, dtype):
+    """In make test with all options; the forward divergence is that of exchanged heads."""
     case = of_kind(case, kind)
     problem = divergences.make(case, dtype)
     expected = divergences.gold(case, problem)
-    problem = with_anything_where_nothing_counts(problem, case)
-    actual = divergences.found(case, problem, "mosaic")
+    actual = divergences.found(case, with_anything_where_nothing_counts(problem, case), "mosaic")
     assert_found(actual, expected, dtype)
+    if problem.completion_mask is not None:
+        assert not actual.values[~problem.completion_mask].any() and not actual.hidden[~problem.completion_mask].any()
+    assert not actual.weight[case.real :].any()
+
+
+@cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "forward")
+def test_identical_student_and_teacher(kind):
+    """The divergence and every gradient are exactly 0. Sums of both heads go by the same code for every kind."""
+    case = of_kind(Case("same", (9,), 64, 64, 300, 300, bias=True, noise=0.0), kind)
+    for x in jax.tree.leaves(divergences.found(case, divergences.make(case, BF16), "mosaic")):
+        assert not x.any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_near_the_student(kind):
+    """Differences of probabilities keep their digits. In make test, test_gradients_of_near_logits has the formulas."""
+    case = of_kind(Case("near", (16,), 64, 64, 512, 512, noise=1e-3), kind)
+    problem = divergences.make(case, F16)
+    problem = problem._replace(
+        teacher_hidden=problem.teacher_hidden.astype(F16),
+        teacher_weight=problem.teacher_weight.astype(F16),
+        upstream=problem.upstream * 2.0**12,
+    )
+    actual = divergences.found(case, problem, "mosaic")
+    assert_found(actual, divergences.gold(case, problem), F16, "linear_kl_near")
+
+
+@cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "reverse")
+def test_bits(kind):
+    """Slices of one chunk, and rows of another batch between masked ones. All kinds go over the same slices."""
+    case = of_kind(Case("bits", (20,), 64, 64, 520, 512, options={"global_vocab_size": 512}), kind)
+    problem = divergences.make(case, BF16)._replace(completion_mask=jnp.ones(20, bool), temperature=jnp.ones(20))
+    expected = divergences.found(case, problem, "mosaic")
+    assert_same_bits(divergences.found(case, problem, "mosaic", memory_budget=1), expected)
+    index = np.array([-1, 3, -1, 4, 7])
+    actual, real = divergences.found(case, rows_of(problem, index, np.nan), "mosaic"), index >= 0
+    assert_same_bits(
+        (actual.values[real], actual.hidden[real]), (expected.values[index[real]], expected.hidden[index[real]])
+    )
+
+
+@cover(
+    "kind, who",
+    [("forward", "bias"), ("reverse", "teacher_bias")],
+    lambda kind, who: kind == "forward",
+)
+def test_impossible_tokens(kind, who):
+    """A token that the first distribution can take and the second cannot; none is not a number. The reverse divergence
+    is that of exchanged heads.
+    """
+    case = of_kind(Case("impossible", (8,), 64, 64, 300, 300, bias=True), kind)
+    problem = divergences.make(case, BF16)
+    problem = problem._replace(**{who: getattr(problem, who).at[:200].set(-jnp.inf)})
+    assert (problem.call(case, "mosaic") == np.inf).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_near_logits(kind):
+    """The formulas of the kernel, outside of it: differences of probabilities keep their digits."""
+    rng, share = np.random.default_rng(0), 0.3
+    student = rng.normal(size=(64, 500)) * 3
+    logits = student, student + 1e-3 * rng.normal(size=student.shape)
+    log2s = [np.float32((x - np.log(np.exp(x).sum(axis=1, keepdims=True))) / np.log(2)) for x in logits]
+    log_p, log_q = (np.float64(x) * np.log(2) for x in log2s)
+    p, q = np.exp(log_p), np.exp(log_q)
+    mixture = np.log(share * q + (1 - share) * p)
+    slope = {"forward": p - q, "reverse": p * (log_p - log_q), "jsd": (1 - share) * p * (log_p - mixture)}[kind]
+    total = np.zeros_like(p) if kind == "forward" else np.broadcast_to(slope.sum(axis=1, keepdims=True), p.shape)
+    found = _gradient(kind, share, *map(jnp.asarray, log2s), jnp.asarray(total, jnp.float32))
+    assert_within_contract(found, slope - p * total, "linear_kl", jnp.float32, "gradient")
+
+
+def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
+    """The plan of a pass, for budgets that hold one chunk and more."""
+    head = OneHeadConfig(131072, 131072, None, False, False, "vd")
+    for budget in (2**20, 2**28, 2**29, 2**31):
+        config = KlConfig("forward", 0.5, head, head, budget)
+        needs = Needs(True, True, False)
+        plans = (forward_plans(config, (4096, 2048), 4096), backward_plans(config, (4096, 2048), 4096, needs, BF16))
+        for plan, bytes_of_chunk in zip(plans, (8 * 256 * 4096, 10 * 256 * 4096), strict=True):
+            (chunks,) = plan.student.ranges
+            assert (chunks.first, chunks.end) == (0, 512) and plan.teacher_range(chunks).width == chunks.width
+            assert chunks.width == 1 or chunks.width * bytes_of_chunk < budget
+            assert chunks.width > 1 or budget == 2**20

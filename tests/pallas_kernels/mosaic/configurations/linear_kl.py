@@ -2,17 +2,26 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
-from pallas_kernels.hopper.divergence import DivergencePartials, HeadProducts, MixtureSums, RowNormalizer, TwoLogits
+from pallas_kernels.hopper.divergence import (
+    DivergencePartials,
+    GradientFactors,
+    HeadProducts,
+    Kind,
+    MixtureSums,
+    RowNormalizer,
+    TwoLogits,
+)
 from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic import divergence
+from pallas_kernels.mosaic.divergence_gradients import divergence_gradients
 from pallas_kernels.mosaic.head_products import head_products
 from rlk_jax.core.fixed_order import column_groups
 from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
@@ -102,6 +111,27 @@ def fold() -> Configuration:
     return Configuration({"kernel": "fold of a divergence"}, run, arguments)
 
 
+def gradients(kind: Any, size: int, softcap: float | None, bias: bool, dtype: Any) -> Configuration:
+    """The kernel of the gradients of one slice's logits, of 16 chunks."""
+    logits = _logits(size, softcap)
+
+    def run(where: VocabSlice, products: Any, normalizers: Any, factors: GradientFactors) -> Any:
+        out = jax.new_ref(lax.empty((_ROWS, _CHUNKS * COLUMNS), dtype))
+        two = TwoLogits(logits, logits)
+        divergence_gradients(two, kind, 0.5, MACHINE, where, products, normalizers, factors, out)
+        return jax.freeze(out)
+
+    row = jax.ShapeDtypeStruct((_ROWS,), jnp.float32)
+    arguments = {
+        "where": VocabSlice(_INT, _INT, _INT),
+        "products": (_products(bias), _products(bias)),
+        "normalizers": (RowNormalizer(row, row), RowNormalizer(row, row)),
+        "factors": GradientFactors(row, row),
+    }
+    options = {"kernel": "gradients of a divergence", "kind": kind, "size": size, "softcap": softcap, "bias": bias}
+    return Configuration({**options, "dtype": jnp.dtype(dtype).name}, run, arguments)
+
+
 def configurations() -> Iterator[Configuration]:
     """Every tile of the products with every way to read the head; sums with whole and ragged chunks."""
     heads = ({}, {"layout": "dv"}, {"copied": True, "vocab": 50257})
@@ -110,5 +140,8 @@ def configurations() -> Iterator[Configuration]:
     for size, softcap, bias in itertools.product((131072, 151936), (None, 30.0, 100.0), (False, True)):
         yield partials(size, softcap, bias)
         yield mixture(size, softcap, bias)
+        for kind in get_args(Kind):
+            yield gradients(kind, size, softcap, bias, jnp.bfloat16)
+    yield gradients("forward", 151936, None, False, jnp.float16)
     yield fold()
     yield fold_of_mixture()
