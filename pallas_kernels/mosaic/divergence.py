@@ -1,6 +1,6 @@
 """The sums of linear_kl over products with two heads that are in memory: at the speed of memory, chunk by chunk.
 
-A block takes 64 rows of one chunk, in the registers that a product would leave them in, strip by strip of 64 columns.
+A block takes 64 rows of one chunk, in the registers that a product would leave them in, strip by strip of 32 columns.
 Strips of a chunk, chunks of a group and groups are folded in ascending order. Sums of both heads go by the same code,
 so that equal logits have equal ones.
 """
@@ -27,7 +27,7 @@ from pallas_kernels.hopper.divergence import (
 from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
-from pallas_kernels.mosaic.main_loop import ROW, STRIP, WARPGROUP_ROWS, over_columns, row_vector
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, over_columns, row_vector
 from pallas_kernels.mosaic.statistics import (
     chunk_width,
     column_bias,
@@ -43,7 +43,7 @@ Ref = Any
 NEAR = 0.5
 """Differences of logits up to this are small: there a series keeps the digits that eᵈ − 1 − d would lose."""
 FEW_COLUMNS = 32
-"""Columns whose terms of a mixture are computed together: the temporaries of more would spill registers."""
+"""Columns of a strip: with more of them, registers are left for fewer blocks on a multiprocessor."""
 _NEAR_ONE = 0.25
 """Up to this distance from 1 a series computes logarithms."""
 LARGEST_DIFFERENCE = 80.0
@@ -64,55 +64,50 @@ def _excess(a: Array, b: Array, d: Array) -> Array:
     return jnp.where(a == 0, b, jnp.where(jnp.abs(d) < NEAR, near, far))
 
 
-def exponential(x: Array) -> tuple[Array, Array]:
-    """eˣ and eˣ − 1 without cancellation."""
-    power = jnp.exp2(x * LOG2_E)
-    return power, jnp.where(jnp.abs(x) < NEAR, x * polynomial(x, (1.0, *SERIES)), power - 1)
+def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
+    """ln(m / q) and ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p
+    and q are equal.
 
-
-def log_mixture(own: float, other: float, d: Array) -> Array:
-    """ln(own + other·eᵈ) for two shares whose sum is 1; exactly 0 for d = 0."""
-    power, less_one = exponential(d)
-    w = other * less_one
+    What is taken off the larger of both to make m has one logarithm, and m lies above the smaller by the rest.
+    """
+    apart = jnp.minimum(jnp.abs(difference), LARGEST_DIFFERENCE)
+    is_teacher = difference < 0
+    own, other = (jnp.where(is_teacher, x, 1 - x) for x in (share, 1 - share))
+    power = jnp.exp2(apart * -LOG2_E)
+    w = other * jnp.where(apart < NEAR, -apart * polynomial(-apart, (1.0, *SERIES)), power - 1)
     # ln(1 + w) is 2·artanh(s), of which a series keeps digits where w is near 0.
     s = w / (2 + w)
-    square = s * s
-    near = s * polynomial(square, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
-    return jnp.where(jnp.abs(w) < _NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
+    near = s * polynomial(s * s, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
+    of_larger = jnp.where(w > -_NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
+    of_smaller = of_larger + apart
+    return jnp.where(is_teacher, of_larger, of_smaller), jnp.where(is_teacher, of_smaller, of_larger)
 
 
-def strip_of_products(head: HeadProducts, row: Array, place: Array, columns: int = STRIP) -> tuple[Array, Array | None]:
-    """The products of 64 rows and some columns, and the columns' bias."""
-    there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, columns)]
+def strip_of_products(head: HeadProducts, row: Array, place: Array) -> tuple[Array, Array | None]:
+    """The products of 64 rows and a strip of columns, and the columns' bias."""
+    there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, FEW_COLUMNS)]
     products = plgpu.load(there, layout=plgpu.Layout.WGMMA, optimized=False)
-    return products, column_bias(head.bias, place, columns)
+    return products, column_bias(head.bias, place, FEW_COLUMNS)
 
 
 def _over_strips[Carry](
     heads: tuple[HeadProducts, HeadProducts],
     row: Array,
     place: Array,
-    add: Callable[[int, list[Array]], Carry],
+    add: Callable[[Any, list[Array]], Carry],
     joined: Callable[[Carry, Carry], Carry],
-    *,
-    prefetches: bool,
 ) -> Carry:
-    """The fold of `add(first column, both heads' products with their bias)` over the strips of a chunk.
-
-    prefetches: each strip is loaded while the one before it is worked on, for which there must be registers.
+    """The fold of `add(first column, both heads' products with their bias)` over the strips of a chunk, in a loop:
+    where it is unrolled, ptxas loads strips ahead and leaves registers for half as many blocks.
     """
 
-    def load(first: int) -> list[tuple[Array, Array | None]]:
-        return [strip_of_products(head, row, place + first) for head in heads]
+    def of_strip(first: Any) -> Carry:
+        return add(first, [with_bias(*strip_of_products(head, row, place + first)) for head in heads])
 
-    found, sums = load(0) if prefetches else [], None
-    for first in range(0, COLUMNS, STRIP):
-        found = found if prefetches else load(first)
-        following = load(first + STRIP) if prefetches and first + STRIP < COLUMNS else []
-        own = add(first, [with_bias(*x) for x in found])
-        sums, found = own if sums is None else joined(sums, own), following
-    assert sums is not None
-    return sums
+    def step(i: Array, so_far: Carry) -> Carry:
+        return joined(so_far, of_strip(i * FEW_COLUMNS))
+
+    return lax.fori_loop(1, COLUMNS // FEW_COLUMNS, step, of_strip(0))
 
 
 def _of_chunks(
@@ -162,7 +157,7 @@ def divergence_partials(
     ) -> DivergencePartials:
         scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
 
-        def of_head(config: LogitsConfig, values: Array, scale: Array, first: int) -> tuple[Array, Array, Array, Array]:
+        def of_head(config: LogitsConfig, values: Array, scale: Array, first: Any) -> tuple[Array, Array, Array, Array]:
             """Exponents and exponentials of a strip, its shift and its total."""
             values = masked(config, values, width - first, -jnp.inf)
             scaling = logit_scaling(config, values.max(axis=1), scale)
@@ -174,19 +169,18 @@ def divergence_partials(
             total = exponentials.sum(axis=1)
             return exponents, exponentials, jnp.where(total == 0, EMPTY_SHIFT, scaling.shift), total
 
-        def add(first: int, products: list[Array]) -> DivergencePartials:
+        def add(first: Any, products: list[Array]) -> DivergencePartials:
             (y_a, exp_a, shift_a, total_a), (y_b, exp_b, shift_b, total_b) = (
                 of_head(*x, first) for x in zip((logits.a, logits.b), products, scales, strict=True)
             )
-            difference = (y_b - y_a) + over_columns(shift_b - shift_a, STRIP)
+            difference = (y_b - y_a) + over_columns(shift_b - shift_a, FEW_COLUMNS)
             cross = jnp.where(exp_a == 0, 0.0, exp_a * difference).sum(axis=1)
             larger = jnp.maximum(shift_a, shift_b)
-            to_a, to_b = (over_columns(jnp.exp2(shift - larger), STRIP) for shift in (shift_a, shift_b))
+            to_a, to_b = (over_columns(jnp.exp2(shift - larger), FEW_COLUMNS) for shift in (shift_a, shift_b))
             excess = _excess(exp_a * to_a, exp_b * to_b, difference * LN_2).sum(axis=1)
             return DivergencePartials(shift_a, total_a, shift_b, total_b, cross, excess)
 
-        is_plain = logits.a.softcap is None and logits.b.softcap is None
-        return _over_strips(heads, row, place, add, _joined, prefetches=is_plain)
+        return _over_strips(heads, row, place, add, _joined)
 
     _of_chunks("linear_kl_partials", logits.a, machine, where, (a, b), (), out, sums_of)
 
@@ -232,9 +226,7 @@ def mixture_sums(
         scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
         known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in rows]
 
-        def add(i: Array, so_far: MixtureSums) -> MixtureSums:
-            first = i * FEW_COLUMNS
-            products = [with_bias(*strip_of_products(head, row, place + first, FEW_COLUMNS)) for head in heads]
+        def add(first: Any, products: list[Array]) -> MixtureSums:
             log_a, log_b = (
                 log_probability(config, values, scale, normalizer, width - first)
                 for config, values, scale, normalizer in zip((logits.a, logits.b), products, scales, known, strict=True)
@@ -242,15 +234,12 @@ def mixture_sums(
             p, q = jnp.exp2(log_a), jnp.exp2(log_b)
             # Both may be −∞, whose difference is NaN.
             difference = jnp.where((p == 0) & (q == 0), 0.0, (log_a - log_b) * LN_2)
-            d = jnp.minimum(jnp.maximum(difference, -LARGEST_DIFFERENCE), LARGEST_DIFFERENCE)
             mixture = share * q + (1 - share) * p
-            from_b, from_a = log_mixture(share, 1 - share, d), log_mixture(1 - share, share, -d)
+            from_b, from_a = log_mixtures(share, difference)
             value = share * _excess(q, mixture, from_b) + (1 - share) * _excess(p, mixture, from_a)
-            own = MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
-            return _added(so_far, own)
+            return MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
 
-        zeros = plgpu.layout_cast(jnp.zeros(WARPGROUP_ROWS, jnp.float32), ROW)
-        return lax.fori_loop(0, COLUMNS // FEW_COLUMNS, add, MixtureSums(zeros, zeros))
+        return _over_strips(heads, row, place, add, _added)
 
     _of_chunks("linear_kl_mixture", logits.a, machine, where, products, normalizers, out, sums_of)
 

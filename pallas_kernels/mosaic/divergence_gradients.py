@@ -19,10 +19,9 @@ from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.divergence import (
     FEW_COLUMNS,
-    LARGEST_DIFFERENCE,
     NEAR,
     SERIES,
-    log_mixture,
+    log_mixtures,
     log_probability,
     polynomial,
     strip_of_products,
@@ -77,7 +76,7 @@ def divergence_gradients(
 
             def step(i: Array, _: None) -> None:
                 place = inside * COLUMNS + i * FEW_COLUMNS
-                own, other = (with_bias(*strip_of_products(x, row, place, FEW_COLUMNS)) for x in products_gmem)
+                own, other = (with_bias(*strip_of_products(x, row, place)) for x in products_gmem)
                 log_p, log_q = (
                     log_probability(config, values, scale, normalizer, width - i * FEW_COLUMNS)
                     for config, values, scale, normalizer in zip(
@@ -115,6 +114,5 @@ def _gradient(kind: Kind, share: float, log_p: Array, log_q: Array, total: Array
     if kind == "reverse":
         slope = jnp.where(p == 0, 0.0, difference)
     else:
-        d = jnp.minimum(jnp.maximum(difference, -LARGEST_DIFFERENCE), LARGEST_DIFFERENCE)
-        slope = (share - 1) * log_mixture(1 - share, share, -d)
+        slope = (share - 1) * log_mixtures(share, difference)[1]
     return p * (slope - total)
