@@ -11,7 +11,7 @@ from pallas_kernels.hopper.attention import AttentionShape
 from pallas_kernels.logits import LOG2_E
 from pallas_kernels.mosaic.attention_tiles import zero_sums
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns
-from pallas_kernels.mosaic.statistics import softcapped
+from pallas_kernels.mosaic.softcap import softcapped
 
 Array = jax.Array
 _LOWEST = -1e30

@@ -28,13 +28,13 @@ from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, over_columns, row_vector
+from pallas_kernels.mosaic.softcap import softcapped
 from pallas_kernels.mosaic.statistics import (
     chunk_width,
     column_bias,
     logit_exponents,
     logit_scaling,
     masked,
-    softcapped,
     with_bias,
 )
 

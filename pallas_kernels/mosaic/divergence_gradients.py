@@ -28,7 +28,8 @@ from pallas_kernels.mosaic.divergence import (
 )
 from pallas_kernels.mosaic.launch import launch
 from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, row_vector
-from pallas_kernels.mosaic.statistics import chunk_width, masked, row_clusters, softcapped, with_bias
+from pallas_kernels.mosaic.softcap import softcapped
+from pallas_kernels.mosaic.statistics import chunk_width, masked, row_clusters, with_bias
 from pallas_kernels.products import padded
 
 Array = jax.Array

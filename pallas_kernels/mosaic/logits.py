@@ -29,7 +29,7 @@ from pallas_kernels.mosaic.row_pieces import (
     widest,
     words_of_lines,
 )
-from pallas_kernels.mosaic.statistics import softcapped
+from pallas_kernels.mosaic.softcap import softcapped
 
 Array = jax.Array
 Ref = Any

@@ -83,7 +83,7 @@ class KlKernels(HeadKernels, Protocol):
     def fold_mixture(self, sums: MixtureSums, groups: int, active: Array, machine: Machine, /) -> MixtureSums: ...
 
 
-class SliceProducts(NamedTuple):
+class HeadSliceProducts(NamedTuple):
     """One slice of one head, how its products become logits, and the products of all rows."""
 
     part: HeadSlice
@@ -112,7 +112,7 @@ class BothRows:
 
     def products(
         self, use: KlKernels, machine: Machine, chunks: ChunkRange, index: Any
-    ) -> tuple[SliceProducts, SliceProducts]:
+    ) -> tuple[HeadSliceProducts, HeadSliceProducts]:
         """The products of student and teacher in slice number `index` of a range of the student's plan."""
         ranges = chunks, self.plans.teacher_range(chunks)
         student, teacher = (
@@ -123,12 +123,12 @@ class BothRows:
 
     def _of_head(
         self, use: KlKernels, machine: Machine, head: RowsOfHead, chunks: ChunkRange, index: Any
-    ) -> SliceProducts:
+    ) -> HeadSliceProducts:
         part = slice_of(head.plan, chunks, index, head.operands, self.rows)
         out = jax.new_ref(lax.empty((self.plans.product_rows, chunks.width * COLUMNS), jnp.float32))
         use.head_products(part.head, machine, part.where, head.hidden, part.weight, out)
         logits = LogitsConfig(part.head, head.plan.config.logit_softcap)
-        return SliceProducts(part, logits, HeadProducts(jax.freeze(out), part.bias, head.temperature))
+        return HeadSliceProducts(part, logits, HeadProducts(jax.freeze(out), part.bias, head.temperature))
 
 
 def operands_of(head: OneHead | None) -> Operands:
