@@ -103,8 +103,8 @@ BAD = {
     "dtype": ({"hidden": jnp.ones((2, 3, 8), int)}, "hidden must be bfloat16, float16 or float32, got int32."),
     "implementation": ({"implementation": "torch"}, "implementation must be one of"),
     "no such implementation": (
-        {"implementation": "mosaic"},
-        "linear_kl cannot run 'mosaic' here: linear_kl has no such implementation in this release.",
+        {"implementation": "triton"},
+        "linear_kl cannot run 'triton' here: linear_kl has no such implementation in this release.",
     ),
 }
 
