@@ -3,7 +3,7 @@ them apart.
 """
 
 import shutil
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import jax
@@ -42,19 +42,31 @@ def files(tmp_path_factory) -> tuple[Path, Path]:
     return tiny_text.write_model(where / "model"), tiny_text.write_prompts(where / "prompts.jsonl")
 
 
-def test_another_run_traces_nothing_and_has_the_same_bits(files, folder, tmp_path, monkeypatch):
-    def bits_of(name: str) -> tuple[list[dict], bytes]:
+@pytest.fixture
+def bits_of(files, tmp_path) -> Callable[[str], tuple[list[dict], bytes]]:
+    """What a run of this name measures and writes."""
+
+    def run(name: str) -> tuple[list[dict], bytes]:
         saved = tmp_path / f"{name}-hf"
         assert tiny.run_here(*command(files, tmp_path / name, save_hf=saved, **ONE_STEP)) == 0
         return metrics_of(RunFolder(tmp_path / name)), (saved / "model.safetensors").read_bytes()
 
-    monkeypatch.setenv("RLK_CACHE", "off")
-    expected = bits_of("off")
-    monkeypatch.setenv("RLK_CACHE", str(folder.parent))
-    assert bits_of("first") == expected and len(list(folder.iterdir())) == 2
+    return run
+
+
+def test_another_run_traces_nothing_and_has_the_same_bits(bits_of, folder, monkeypatch):
+    expected = bits_of("first")
+    assert len(list(folder.iterdir())) == 2
     for traced in ("values", "roll_out"):
         monkeypatch.setattr(Policy, traced, lambda *_, **__: pytest.fail("it was traced again"))
     assert bits_of("second") == expected and len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.full
+def test_programs_that_are_kept_have_the_bits_of_those_that_are_not(bits_of, folder, monkeypatch):
+    found = bits_of("kept")
+    monkeypatch.setenv("RLK_CACHE", "off")
+    assert bits_of("off") == found
 
 
 def key(model: Path, prompts: Path, **changes) -> Hashable:
