@@ -74,7 +74,7 @@ def linear_cross_entropy(
     Same bits: the results have the bits of `rlk_jax.linear_cross_entropy` on the same arrays, for the implementations
     that promise bits.
     """
-    check = functools.partial(_check, target_ids, reduction, ignore_index, token_weights, z_loss, validate)
+    check = functools.partial(_check, target_ids, reduction, ignore_index, token_weights, z_loss, validate, head)
     _check_on_all_ranks(check, tp_group, vocab_start_index)
     weights = _weights(target_ids, ignore_index, token_weights)
     if token_weights is not None:
@@ -110,7 +110,15 @@ def _check_on_all_ranks(check: Callable[[], str], tp_group: Any, vocab_start_ind
     return None
 
 
-def _check(target_ids: Any, reduction: Any, ignore_index: Any, token_weights: Any, z_loss: Any, validate: Any) -> str:
+def _check(
+    target_ids: Any,
+    reduction: Any,
+    ignore_index: Any,
+    token_weights: Any,
+    z_loss: Any,
+    validate: Any,
+    head: dict[str, Any],
+) -> str:
     """Run all checks that read no values and are not linear_logp's. Returns what must be the same on all ranks."""
     _inputs.check_tensors(target_ids=target_ids, token_weights=token_weights)
     _inputs.check_constants("linear_cross_entropy", token_weights=token_weights)
@@ -119,7 +127,7 @@ def _check(target_ids: Any, reduction: Any, ignore_index: Any, token_weights: An
         torch._check(token_weights is None or token_weights.shape == target_ids.shape)
         return ""
     ids, weights = (None if x is None else jax.ShapeDtypeStruct(*_inputs.spec(x)) for x in (target_ids, token_weights))
-    check_cross_entropy(ids, reduction, ignore_index, weights, z_loss, validate)
+    check_cross_entropy(ids, reduction, ignore_index, weights, z_loss, validate, head)
     return f"{reduction=}, {z_loss=}, weights={token_weights is not None}"
 
 
@@ -191,7 +199,7 @@ def _fake(
 def _check_options(name: str, arguments: dict[str, Any]) -> None:
     """The checks of options in a compiled graph; its tensors come from linear_logp."""
     ids = jax.ShapeDtypeStruct((), jnp.int32)
-    check_cross_entropy(ids, arguments["reduction"], None, None, arguments["z_loss"], None)
+    check_cross_entropy(ids, arguments["reduction"], None, None, arguments["z_loss"], None, {})
 
 
 _loss = _calls.as_torch_op("linear_cross_entropy", _kernel, _fake, [0, 1], check=_check_options)

@@ -95,7 +95,11 @@ def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -
 def allowed_arrays(inputs: AllowedArrays) -> dict[str, Any]:
     """What a call allows, as arrays or None, by the names of its arguments."""
     given = {"allowed_ids": inputs.allowed_ids, "allowed_mask": inputs.allowed_mask}
-    return {name: None if x is None else as_array(name, x) for name, x in given.items()}
+    arrays = {name: None if x is None else as_array(name, x) for name, x in given.items()}
+    if (mask := arrays["allowed_mask"]) is not None:
+        words = "int32 or uint32, of which bit i of word j is token 32·j + i"
+        require(mask.dtype in (jnp.int32, jnp.uint32), f"allowed_mask must be {words}, got {mask.dtype}.")
+    return arrays
 
 
 def check_allowed(inputs: AllowedArrays, name: str, lead: tuple[int, ...], vocab_sizes: tuple[int, int]) -> None:
@@ -110,7 +114,6 @@ def check_allowed(inputs: AllowedArrays, name: str, lead: tuple[int, ...], vocab
     )
     if mask is not None:
         words = sorted(set(map(words_of, vocab_sizes)))
-        require(mask.dtype in (jnp.int32, jnp.uint32), f"allowed_mask must be int32 or uint32, got {mask.dtype}.")
         require(
             mask.ndim == len(lead) + 1 and mask.shape[:-1] == lead and mask.shape[-1] in words,
             f"allowed_mask must be [*lead, ceil(V / 32)] with {name}' lead shape {lead} and "

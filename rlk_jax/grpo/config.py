@@ -182,6 +182,8 @@ class GrpoConfig(RunConfig):
             for option in fields(LossOptions):
                 if option.name in changed and (option.name, self.beta) != ("beta", 0):
                     raise BadInput(f"{option.name} is of GRPO's loss: it has no meaning beside teacher_only")
+            if self.shuffle_advantages:
+                raise BadInput("shuffle_advantages is of GRPO's loss: it has no meaning beside teacher_only")
             # The loss that is dropped has no reference.
             object.__setattr__(self, "beta", 0.0)
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from rlk_jax import dispatch, linear_cross_entropy, linear_kl, linear_logp, logp, vocab_parallel
+from rlk_jax import dispatch, explain, linear_cross_entropy, linear_kl, linear_logp, logp, vocab_parallel
 from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens, words_of
 from rlk_jax.core.tokens import IGNORED, LinearLogp
 from rlk_jax.grpo.config import BadInput
@@ -38,6 +38,8 @@ class MeshHead:
     """The temperature that completions are sampled at, which log-probs are of."""
     restricts: bool = False
     """Whether completions are sampled from some tokens alone, which log-probs are of then."""
+    smooths: bool = False
+    """Whether a loss has smoothed labels, which not every implementation takes."""
 
     @property
     def shard_count(self) -> int:
@@ -227,21 +229,31 @@ class MeshHead:
 
         try:
             jax.eval_shape(logps)
+            if self.smooths:
+                explain("linear_cross_entropy", *self._one_token(width), **self._smoothed, **self._options)
         except ValueError as error:
             raise BadInput(str(error)) from error
 
     def with_promised_bits(self, width: int) -> "MeshHead":
         """The same head with an implementation that promises bits. Raises BadInput when the named one does not."""
-        hidden = jax.ShapeDtypeStruct((1, width), self.dtype)
-        kernel = jax.ShapeDtypeStruct(self._shape(width), self.dtype)
-        call = hidden, kernel, jax.ShapeDtypeStruct((1,), jnp.int32)
         options: dict[str, Any] = {"weight_layout": self.weight_layout, **self._scaling}
-        options |= self._some_allowed(1)._asdict()
+        options |= self._smoothed if self.smooths else self._some_allowed(1)._asdict()
+        op, call = "linear_cross_entropy" if self.smooths else "linear_logp", self._one_token(width)
         try:
-            name = dispatch.promising("linear_logp", *call, implementation=self.implementation, **options)
+            name = dispatch.promising(op, *call, implementation=self.implementation, **options)
         except ValueError as error:
             raise BadInput(f"invariant: {error}") from error
         return replace(self, implementation=name)
+
+    def _one_token(self, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The operands of a call for one token, to ask what runs."""
+        shapes = ((1, width), self.dtype), (self._shape(width), self.dtype), ((1,), jnp.int32)
+        return tuple(jax.ShapeDtypeStruct(*x) for x in shapes)
+
+    @property
+    def _smoothed(self) -> dict[str, float]:
+        """Some smoothing of labels, to ask what runs: an implementation takes any or none."""
+        return {"label_smoothing": 0.5}
 
     def _some_allowed(self, count: int) -> AllowedTokens:
         """What so many tokens of a run may allow, to ask what runs: an implementation takes both forms or none."""

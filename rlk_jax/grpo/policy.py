@@ -244,6 +244,7 @@ def make_policy(config: RunConfig, mesh: Mesh, tokenizer: Any) -> Policy:
         softcap=described.final_softcap,
         temperature=sampling.scored_temperature,
         restricts=sampling.truncates(described.vocab_size),
+        smooths=config.smooths_labels,
     )
     head.check(described.width)
     if config.invariant:

@@ -143,6 +143,11 @@ class RunConfig:
         return 1.0, None, None, None
 
     @property
+    def smooths_labels(self) -> bool:
+        """Whether a loss has smoothed labels."""
+        return False
+
+    @property
     def read_models(self) -> list[str]:
         """Directories of the checkpoints whose weights the run reads."""
         return [] if self.model is None else [self.model]

@@ -90,7 +90,7 @@ def linear_cross_entropy(
 
     Source: the z-loss of PaLM, arXiv 2204.02311, section 5; label smoothing, arXiv 1512.00567, section 7.
     """
-    check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate)
+    check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate, head)
     tokens = _weighted_tokens(target_ids, ignore_index, token_weights, validate)
     options = _head_options(tokens.ignore_index, z_loss, validate, hidden_grad_reduction)
     operands = hidden, lm_head_weight, tokens.target_ids, bias
@@ -156,9 +156,19 @@ def checked_weights(weights: Array, validate: bool | None) -> Array:
 
 
 def check_cross_entropy(
-    target_ids: Any, reduction: Any, ignore_index: Any, token_weights: Any, z_loss: Any, validate: Any
+    target_ids: Any,
+    reduction: Any,
+    ignore_index: Any,
+    token_weights: Any,
+    z_loss: Any,
+    validate: Any,
+    head: Mapping[str, Any],
 ) -> None:
-    """All static checks that are not `linear_logp`'s, and those of what is looked at before it is called."""
+    """All static checks that are not `linear_logp`'s, and those of what is looked at before it is called. `head` are
+    the options of `linear_logp` that a caller gives.
+    """
+    for name in ("return_lse", "return_entropy", "return_top_k", "return_target_rank"):
+        require(name not in head, f"linear_cross_entropy has no option {name}: it returns a loss alone.")
     ids = as_array("target_ids", target_ids)
     require(jnp.issubdtype(ids.dtype, jnp.integer), f"target_ids must be integers, got {ids.dtype}.")
     check_ignore_index(ignore_index)
@@ -193,7 +203,7 @@ def _head_options(
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments lead to, which are checked."""
-    checked_here = ("target_ids", "reduction", "ignore_index", "token_weights", "z_loss", "validate")
+    checked_here = ("target_ids", "reduction", "ignore_index", "token_weights", "z_loss", "validate", "head")
     check_cross_entropy(*(arguments[name] for name in checked_here))
     ignored = arguments["ignore_index"]
     if arguments["token_weights"] is not None:

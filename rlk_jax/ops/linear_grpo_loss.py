@@ -190,7 +190,7 @@ def _check(
 ) -> None:
     """All static checks that are not `linear_logp`'s; `logps` are per token."""
     check_loss_options(options)
-    for name in ("return_top_k", "return_target_rank"):
+    for name in ("return_lse", "return_top_k", "return_target_rank"):
         require(name not in head, f"linear_grpo_loss has no option {name}: it returns no log-probs.")
     layout = head.get("weight_layout", "vd")
     reference = {"bias": bias, "mask": completion_mask, "head": lm_head_weight, "layout": layout}

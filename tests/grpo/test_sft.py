@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlk_jax import cli, models
+from rlk_jax import cli, dispatch, models
 from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo import memory, text_steps
+from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.sft.steps import SftSteps, build_sft_steps
@@ -271,6 +274,7 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, c
         ({"rows_per_step": 0}, "rows_per_step must be at least 1, got 0"),
         ({"z_loss": -1}, "z_loss must be at least 0, got -1.0"),
         ({"z_loss": "nan"}, "z_loss must be finite, got nan"),
+        ({"z_loss": 1e39}, "z_loss must be 0 or a positive finite number, got 1e+39."),
         ({"label_smoothing": 1}, "label_smoothing must be less than 1, got 1.0"),
         ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
         ({"schedule_warmup": 9}, "schedule_warmup (9) must be at most steps (4)"),
@@ -335,3 +339,22 @@ def test_a_run_resumes_as_itself_only(finished, files, tmp_path, capsys):
     assert f"{folder} holds no run of rlk grpo: " in capsys.readouterr().err
     assert cli.main(command(files, out)) == 2
     assert f"{folder} is not empty: --resume continues its run, --overwrite starts again" in capsys.readouterr().err
+
+
+def test_an_implementation_that_takes_no_smoothing_is_not_chosen(monkeypatch):
+    """Nor is it run where it is named."""
+    rows = dispatch.TABLE["linear_logp"]
+    refusing = dispatch.Implementation("triton", rows[-2].functions, _refuses_smoothing, promises_bits=True)
+    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (refusing, *(x for x in rows if x.name != "triton")))
+    head = MeshHead(make_mesh(GrpoConfig()), 64, None, jnp.bfloat16, weight_layout="vd")
+    assert head.with_promised_bits(32).implementation == "triton"
+    smoothing = replace(head, smooths=True)
+    assert smoothing.with_promised_bits(32).implementation == "deterministic"
+    replace(head, implementation="triton").check(32)
+    for ask in (MeshHead.check, MeshHead.with_promised_bits):
+        with pytest.raises(BadInput, match="'triton' here"):
+            ask(replace(smoothing, implementation="triton"), 32)
+
+
+def _refuses_smoothing(facts):
+    return ["takes no label_smoothing yet"] if facts.config.smoothing else []

@@ -240,6 +240,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"teacher_only": True, "clip_eps": 0.1},
         "clip_eps is of GRPO's loss: it has no meaning beside teacher_only",
     ),
+    "shuffled": (
+        {"teacher_only": True, "shuffle_advantages": True},
+        "shuffle_advantages is of GRPO's loss: it has no meaning beside teacher_only",
+    ),
     "missing": ({"teacher": "/nowhere"}, "cannot read /nowhere/config.json: No such file or directory"),
 }
 

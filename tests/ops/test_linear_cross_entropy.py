@@ -529,7 +529,11 @@ def test_messages(bad):
         batch()._replace(**arrays).loss(**options)
 
 
-@pytest.mark.parametrize("name", ["return_lse", "return_entropy"])
+@pytest.mark.parametrize("name", ["return_lse", "return_entropy", "return_top_k", "return_target_rank"])
 def test_no_such_option(name):
-    with pytest.raises(TypeError, match=name):
-        batch().loss(**{name: True})
+    message = f"linear_cross_entropy has no option {name}: it returns a loss alone."
+    with pytest.raises(ValueError, match=message):
+        batch().loss(**{name: 1})
+    given = batch()
+    with pytest.raises(ValueError, match=message):
+        rlk_jax.explain("linear_cross_entropy", given.hidden, given.weight, given.target_ids, **{name: 1})

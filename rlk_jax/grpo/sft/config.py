@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlk_jax.core.checks import require_not_negative
 from rlk_jax.grpo.run_config import BadInput, RunConfig, option
 
 
@@ -37,6 +38,10 @@ class SftConfig(RunConfig):
         for name, what in (("model", "a Hugging Face checkpoint's directory"), ("data", "a JSONL file of completions")):
             if getattr(self, name) is None:
                 raise BadInput(f"{name} is missing: {what}")
+        try:
+            require_not_negative("z_loss", self.z_loss)
+        except ValueError as error:
+            raise BadInput(str(error)) from error
         self._check_schedule_warmup("steps")
         self._check_batch("rows_per_step", 1, ("micro_batches",))
 
@@ -47,6 +52,10 @@ class SftConfig(RunConfig):
     @property
     def scheduled_updates(self) -> tuple[int, int]:
         return self.steps, self.schedule_warmup
+
+    @property
+    def smooths_labels(self) -> bool:
+        return self.label_smoothing > 0
 
     @property
     def left_out(self) -> str:

@@ -80,6 +80,10 @@ def _names_of_teacher(inputs: KlInputs, options: KlOptions) -> tuple[str, str]:
     is given.
     """
     if inputs.teacher_ids is None and inputs.teacher_logps is None:
+        require(
+            inputs.teacher_hidden is not None or inputs.teacher_weight is not None,
+            "linear_kl needs a teacher: teacher_hidden and teacher_weight, or teacher_ids and teacher_logps.",
+        )
         return "teacher_hidden", "teacher_weight"
     listed, unset = ("teacher_ids", "teacher_logps"), asdict(KlOptions())
     given = [name for name, x in inputs._asdict().items() if x is not None and name not in listed]

@@ -94,6 +94,10 @@ BAD = {
         LISTED | {"teacher_logps": jnp.zeros((2, 3, 1), int)},
         "teacher_logps must be bfloat16, float16 or float32, got int32.",
     ),
+    "neither head nor list": (
+        {"teacher_hidden": None, "teacher_weight": None},
+        "linear_kl needs a teacher: teacher_hidden and teacher_weight, or teacher_ids and teacher_logps.",
+    ),
     "list and head": (LISTED | {"teacher_hidden": TEACHER_HIDDEN}, f"{NO_HEAD} teacher_hidden."),
     "list and temperature": (LISTED | {"teacher_temperature": 1.0}, f"{NO_HEAD} teacher_temperature."),
     "list and options": (

@@ -321,7 +321,8 @@ STATIC = {
         "(3,) and 1 or 2 words, got shape (3, 3).",
     ),
     "words of other rows": ({"allowed_mask": WORDS[0]}, SHAPE_OF_MASK + "(2,)."),
-    "bytes": ({"allowed_mask": WORDS.astype(jnp.uint8)}, "allowed_mask must be int32 or uint32, got uint8."),
+    "bytes": ({"allowed_mask": WORDS.astype(jnp.uint8)}, "token 32·j + i, got uint8."),
+    "bools": ({"allowed_mask": WORDS.astype(bool)}, "allowed_mask must be int32 or uint32, of which"),
     "float words": ({"allowed_mask": WORDS.astype(float)}, "allowed_mask must be integers, got float32."),
     "list of words": ({"allowed_mask": [[0]]}, "allowed_mask must be a JAX or NumPy array, got builtins.list."),
 }

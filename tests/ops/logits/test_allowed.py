@@ -194,7 +194,8 @@ STATIC = {
         "allowed_mask must be [*lead, ceil(V / 32)] with {name}' lead shape {lead} and 2 words, got shape ",
     ),
     "float ids": ({"allowed_ids": ALL.astype(float)}, "allowed_ids must be integers, got float32."),
-    "bytes": ({"allowed_mask": WORDS.astype(jnp.uint8)}, "allowed_mask must be int32 or uint32, got uint8."),
+    "bytes": ({"allowed_mask": WORDS.astype(jnp.uint8)}, "token 32·j + i, got uint8."),
+    "bools": ({"allowed_mask": WORDS.astype(bool)}, "allowed_mask must be int32 or uint32, of which"),
 }
 VALUES = {
     "id V": (
