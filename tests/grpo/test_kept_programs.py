@@ -64,6 +64,7 @@ def test_another_run_traces_nothing_and_has_the_same_bits(bits_of, folder, monke
 
 @pytest.mark.full
 def test_programs_that_are_kept_have_the_bits_of_those_that_are_not(bits_of, folder, monkeypatch):
+    """In make test, test_another_run_traces_nothing_and_has_the_same_bits compares two runs that keep programs."""
     found = bits_of("kept")
     monkeypatch.setenv("RLK_CACHE", "off")
     assert bits_of("off") == found
