@@ -323,7 +323,7 @@ STATIC = {
     "words of other rows": ({"allowed_mask": WORDS[0]}, SHAPE_OF_MASK + "(2,)."),
     "bytes": ({"allowed_mask": WORDS.astype(jnp.uint8)}, "token 32·j + i, got uint8."),
     "bools": ({"allowed_mask": WORDS.astype(bool)}, "allowed_mask must be int32 or uint32, of which"),
-    "float words": ({"allowed_mask": WORDS.astype(float)}, "allowed_mask must be integers, got float32."),
+    "float words": ({"allowed_mask": WORDS.astype(float)}, "token 32·j + i, got float32."),
     "list of words": ({"allowed_mask": [[0]]}, "allowed_mask must be a JAX or NumPy array, got builtins.list."),
 }
 OUT_OF_RANGE = "allowed_ids out of range: expected [0, 39], or -1 as padding, got values in "
