@@ -91,14 +91,14 @@ class Found(NamedTuple):
 
 
 @functools.cache
-def _program(case: Case, options: tuple[tuple[str, Any], ...], implementation: str | None) -> Any:
-    changes = dict(options)
+def _program(options: tuple[tuple[str, Any], ...], implementation: str | None) -> Any:
+    """That of all cases with these options."""
+    case = Case("any", options=dict(options))
 
     @jax.jit
     def program(problem: Problem) -> Found:
         def of_student(*student: Any) -> jax.Array:
-            changed = problem._replace(**dict(zip(STUDENT, student, strict=True)))
-            return changed.call(case, implementation, **changes)
+            return problem._replace(**dict(zip(STUDENT, student, strict=True))).call(case, implementation)
 
         values, pull_back = jax.vjp(of_student, *(getattr(problem, name) for name in STUDENT))
         return Found(values, *pull_back(problem.upstream))
@@ -107,8 +107,9 @@ def _program(case: Case, options: tuple[tuple[str, Any], ...], implementation: s
 
 
 def found(case: Case, problem: Problem, implementation: str | None, **changes: Any) -> Found:
-    """What the op gives, by one program for problems of the same shapes."""
-    return _program(case, tuple(sorted({**case.options, **changes}.items())), implementation)(problem)
+    """What the op gives, by one program for problems of the same options and shapes."""
+    options = {"teacher_temperature": case.teacher_temperature, **case.options, **changes}
+    return _program(tuple(sorted(options.items())), implementation)(problem)
 
 
 def make(case: Case, dtype: Any, seed: int = 0) -> Problem:
