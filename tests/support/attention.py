@@ -95,8 +95,9 @@ def placed(problem: Problem, at: int, slots: int, batch: int = 1, row: int = 0, 
     rng = np.random.default_rng(seed)
 
     def put(x: jax.Array) -> jax.Array:
-        around = jnp.asarray(1e4 * rng.standard_normal((batch, slots, *x.shape[2:])), x.dtype)
-        return around.at[row, at : at + x.shape[1]].set(x[0])
+        around = (1e4 * rng.standard_normal((batch, slots, *x.shape[2:]))).astype(x.dtype)
+        around[row, at : at + x.shape[1]] = x[0]
+        return jnp.asarray(around)
 
     return Problem(*map(put, problem))
 

@@ -34,12 +34,10 @@ def outputs(p, case, implementation="deterministic", **changes):
 
 
 def is_in_make_test(case, dtype, implementation):
-    if implementation == "xla":
-        return case.name in ("plain", "everything", "no lead", "one token of two", "unaligned rows")
-    return (case.name == "everything" and dtype == jnp.float32) or (case.name, implementation) == (
-        "impossible tokens",
-        "deterministic",
-    )
+    if dtype != jnp.float32:
+        return case.name == "everything" and implementation == "xla"
+    others = {"xla": ("plain", "no lead", "one token of two"), "deterministic": ("impossible tokens",), "reference": ()}
+    return case.name in ("everything", *others[implementation])
 
 
 # Single options are caught by all of them at once, in a vocabulary of many chunks.
@@ -75,8 +73,8 @@ def test_the_gradient_of_a_likely_token_is_as_exact_as_its_logp(implementation):
     helpers.assert_within_contract(gradient[:, 17], expected, "logp", jnp.float32, "gradient")
 
 
-# Sums are of float32 numbers in every dtype; `rlk check` has other batches in float16.
-@helpers.cover("count, dtype", itertools.product([1, 65], ops.DTYPES), lambda count, dtype: dtype == jnp.float32)
+# Sums are of float32 numbers in every dtype; test_ratio_kl.py has 65 rows of log-probs, `rlk check` others in float16.
+@helpers.cover("count, dtype", itertools.product([1, 65], ops.DTYPES), lambda *x: x == (1, jnp.float32))
 def test_rows_do_not_depend_on_the_batch(dtype, count):
     p = ops.make(BITS, dtype)
     whole = outputs(p, BITS)
@@ -86,7 +84,7 @@ def test_rows_do_not_depend_on_the_batch(dtype, count):
 
 
 # Each example compiles programs. In `make test`, test_rows_do_not_depend_on_the_batch selects rows from anywhere, some
-# of them twice; other numbers of rows than 1 and 65 are left to `make test-full` alone.
+# of them twice; other numbers of rows than 1 and, in test_ratio_kl.py, 65 are left to `make test-full` alone.
 @pytest.mark.full
 @settings(max_examples=6)
 @given(data=st.data())
@@ -99,16 +97,18 @@ def test_any_rows_at_any_place(data):
 
 
 def test_lead_dimensions_and_padding_change_no_bit():
-    """2 x 16 tokens, alone, flat and beside rows of padding."""
+    """2 x 16 tokens, alone, and flat beside rows of padding."""
     case = Case("layout", (2, 16), 257)
     p = ops.make(case, jnp.bfloat16)
-    whole = outputs(p, case)
-    flat = Case("flat", (32,), 257)
-    packed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if jnp.ndim(x) > 1 else x, p)
-    assert_same_bits(outputs(packed, flat), tuple(x.reshape(32, *x.shape[2:]) for x in whole))
-    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (3, 5), *((0, 0),) * (x.ndim - 2))) if jnp.ndim(x) else x, p)
-    found = outputs(padded, Case("padded", (2, 24), 257))
-    assert_same_bits(tuple(x[:, 3:19] for x in found), whole)
+
+    def flat(x):
+        if not jnp.ndim(x):
+            return x
+        padded = np.pad(np.asarray(x), ((0, 0), (3, 5), *((0, 0),) * (x.ndim - 2)))
+        return jnp.asarray(padded.reshape(48, *x.shape[2:]))
+
+    found = outputs(jax.tree.map(flat, p), Case("flat", (48,), 257))
+    assert_same_bits(tuple(x.reshape(2, 24, *x.shape[1:])[:, 3:19] for x in found), outputs(p, case))
 
 
 # `deterministic` leaves out the sums that only the entropy needs.
@@ -271,11 +271,11 @@ TRANSFORMATIONS = {
 }
 
 
-# The rules of vmap stand in autodiff for all.
+# The rules of vmap stand in autodiff for all, and a map has none.
 @helpers.cover(
     "name, implementation",
     itertools.product(TRANSFORMATIONS, IMPLEMENTATIONS),
-    lambda name, implementation: name != "vmap" and implementation == "deterministic",
+    lambda name, implementation: (name, implementation) == ("vmap of vmap", "deterministic"),
 )
 def test_transformations(name, implementation):
     case = Case("transformed", (6, 5), 80)
@@ -331,7 +331,12 @@ def test_derivatives_that_do_not_exist():
         jax.jvp(lambda x: logp(x, ids), (logits,), (logits,))
 
 
-@pytest.mark.parametrize("case", rollouts.CASES, ids=str)
+# In make test, allowed tokens are beside a softcap and two row tiles.
+@helpers.cover(
+    "case",
+    [(case,) for case in rollouts.CASES],
+    lambda case: case.name in ("groups of several chunks", "padding and ignored tokens", "allowed tokens, softcap"),
+)
 def test_recorded_log_probs_have_the_bits_of_linear_logp(case):
     rollouts.check(case, "deterministic")
 
@@ -340,16 +345,26 @@ def _recorded(logits, ids):
     return logp(logits, ids, as_linear_logp=True, implementation="deterministic", validate=False)
 
 
-def test_recorded_log_probs_keep_their_bits_under_transformations():
+def _spread(logits, ids):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("data")
+    return jax.shard_map(_recorded, mesh=mesh, in_specs=rows, out_specs=rows)(logits, ids)
+
+
+RECORDED = {
+    "jit": jax.jit(_recorded),
+    "vmap": jax.vmap(_recorded),
+    "map": lambda *x: jax.lax.map(lambda row: _recorded(*row), x),
+    "shard_map": _spread,
+}
+
+
+@helpers.cover("name", [(x,) for x in RECORDED], lambda name: name in ("vmap", "shard_map"))  # the others have no rule
+def test_recorded_log_probs_keep_their_bits_under_transformations(name):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((4, 6, 300)), jnp.float32)
     ids = jnp.asarray(rng.integers(0, 300, (4, 6)))
-    expected = _recorded(logits, ids)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = PartitionSpec("data")
-    sharded = jax.shard_map(_recorded, mesh=mesh, in_specs=rows, out_specs=rows)
-    for f in (jax.jit(_recorded), jax.vmap(_recorded), lambda *x: jax.lax.map(lambda row: _recorded(*row), x), sharded):
-        helpers.assert_same_bits(f(logits, ids), expected)
+    assert_same_bits(RECORDED[name](logits, ids), _recorded(logits, ids))
 
 
 def test_recorded_log_probs_of_logits_that_are_not_finite():
