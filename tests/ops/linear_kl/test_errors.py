@@ -170,6 +170,14 @@ LISTS = {
 }
 
 
+@jax.jit
+def from_list(hidden, weight, ids, logps):
+    return linear_kl(hidden, weight, teacher_ids=ids, teacher_logps=logps)
+
+
+reported_from_list = jax.jit(checkify.checkify(from_list))
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_values_of_a_list(name):
     """They raise where they can be read. Under jit they make NaN of their row, of its gradient and of dW, and are
@@ -180,18 +188,17 @@ def test_values_of_a_list(name):
     hidden, listed = HIDDEN[0], {"teacher_ids": ids, "teacher_logps": logps}
     with pytest.raises(ValueError, match=re.escape(message)):
         linear_kl(hidden, WEIGHT, **listed)
-    call = jax.jit(lambda hidden, weight: linear_kl(hidden, weight, **listed))
-    values, pull_back = jax.vjp(call, hidden, WEIGHT)
+    values, pull_back = jax.vjp(lambda hidden, weight: from_list(hidden, weight, ids, logps), hidden, WEIGHT)
     d_hidden, d_weight = pull_back(jnp.ones(3))
-    np.testing.assert_array_equal(jnp.isnan(values), [False, True, False])
-    np.testing.assert_array_equal(jnp.isnan(d_hidden).all(axis=1), [False, True, False])
-    assert jnp.isnan(d_weight).all()
-    error, _ = checkify.checkify(call)(hidden, WEIGHT)
+    np.testing.assert_array_equal(np.isnan(values), [False, True, False])
+    np.testing.assert_array_equal(np.isnan(d_hidden).all(axis=1), [False, True, False])
+    assert np.isnan(d_weight).all()
+    error, _ = reported_from_list(hidden, WEIGHT, ids, logps)
     with pytest.raises(checkify.JaxRuntimeError, match=re.escape(message)):
         error.throw()
     with jax.debug_nans(True):
         mask = jnp.array([True, False, True])
-        assert not jnp.isnan(linear_kl(hidden, WEIGHT, **listed, completion_mask=mask)).any()
+        assert not np.isnan(linear_kl(hidden, WEIGHT, **listed, completion_mask=mask)).any()
 
 
 @pytest.mark.parametrize("validate", [None, True])
@@ -202,16 +209,33 @@ def test_values_that_can_be_read(name, validate):
 
 
 @pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", VALUES)
-def test_values_under_jit_are_nan_rows_and_are_reported(name, implementation):
-    def call(hidden, temperature):
-        temperatures = {"teacher_temperature": 1.0, name: temperature}
-        return linear_kl(**{**GOOD, "hidden": hidden}, **temperatures, implementation=implementation)
+def test_values_under_jit_are_nan_rows(implementation):
+    """One row has a bad temperature of the student, and another one of the teacher."""
+    teachers = jnp.ones((2, 3)).at[1, 0].set(0)
 
-    values, pull_back = jax.vjp(lambda h: jax.jit(call)(h, ONE_BAD), HIDDEN)
-    np.testing.assert_array_equal(jnp.isnan(values), ONE_BAD == 0)
-    np.testing.assert_array_equal(jnp.isnan(pull_back(jnp.ones_like(values))[0]).all(axis=-1), ONE_BAD == 0)
-    error, _ = checkify.checkify(jax.jit(call))(HIDDEN, ONE_BAD)
+    @jax.jit
+    def found(hidden, *temperatures):
+        def call(hidden):
+            given = dict(zip(VALUES, temperatures, strict=True))
+            return linear_kl(**{**GOOD, "hidden": hidden}, **given, implementation=implementation)
+
+        values, pull_back = jax.vjp(call, hidden)
+        return values, pull_back(jnp.ones_like(values))[0]
+
+    values, gradient = found(HIDDEN, ONE_BAD, teachers)
+    is_bad = np.array([[False, True, False], [True, False, False]])
+    np.testing.assert_array_equal(np.isnan(values), is_bad)
+    np.testing.assert_array_equal(np.isnan(gradient).all(axis=-1), is_bad)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_under_jit_are_reported(name):
+    """Before the call is given to any implementation."""
+
+    def call(temperature):
+        return linear_kl(**GOOD, **{"teacher_temperature": 1.0, name: temperature})
+
+    error, _ = checkify.checkify(jax.jit(call))(ONE_BAD)
     with pytest.raises(checkify.JaxRuntimeError, match=re.escape(VALUES[name])):
         error.throw()
 
