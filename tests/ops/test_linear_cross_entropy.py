@@ -188,15 +188,17 @@ def test_tokens_that_are_appended_and_do_not_count_change_no_bit(reduction):
     options |= {"reduction": reduction, "implementation": "deterministic"}
     value, (d_hidden, *rest) = value_and_gradients(b, **options)
     more = Batch(
-        jnp.concatenate([b.hidden, jnp.full((3, *b.hidden.shape[1:]), jnp.nan)]),
+        np.concatenate([b.hidden, np.full((3, *b.hidden.shape[1:]), np.nan, np.float32)]),
         b.weight,
-        jnp.concatenate([b.target_ids, jnp.array([[IGNORED] * 6, [10**6] * 6, [-1] * 6])]),
+        np.concatenate([b.target_ids, np.array([[IGNORED] * 6, [10**6] * 6, [-1] * 6], np.int32)]),
         b.bias,
     )
     # Weights of ignored tokens may be anything, and so may ids of tokens of weight 0.
-    weights = jnp.concatenate([options.pop("token_weights"), jnp.array([[jnp.nan] * 6, [0.0] * 6, [0.0] * 6])])
+    weights = np.array([[np.nan] * 6, [0.0] * 6, [0.0] * 6], np.float32)
+    weights = jnp.asarray(np.concatenate([options.pop("token_weights"), weights]))
     assert np.isfinite(more.loss(**{**options, "implementation": "xla"}, token_weights=weights))
     found, (d_more, *rest_of_more) = value_and_gradients(more, **options, token_weights=weights)
+    d_more = np.asarray(d_more)
     assert_same_bits((found, d_more[:4], rest_of_more), (value, d_hidden, rest))
     assert not np.any(d_more[4:])
 

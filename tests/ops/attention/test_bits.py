@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from rlk_jax.ops.attention.api import attention
 from tests.support import attention as support
+from tests.support import helpers
 from tests.support.attention import Case
 from tests.support.helpers import assert_same_bits
 
@@ -16,14 +16,16 @@ ALONE = Case(batch=1, length=30, slots=30)
 OPTIONS = [{}, {"sliding_window": 9, "logit_softcap": 2.0}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+# In make test, packed sequences have no options.
+@helpers.cover("options", [(x,) for x in OPTIONS], lambda options: bool(options))
 def test_alone_in_a_batch_and_behind_any_padding(options):
     places = ((1, 31, 2), (0, 130, 0), (63, 130, 1), (64, 130, 0), (100, 130, 1))
     case = replace(ALONE, options=options)
     support.check_bits_alone_in_a_batch_and_behind_padding(case, jnp.bfloat16, PROMISING, places)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+# In make test, sequences behind padding have options.
+@helpers.cover("options", [(x,) for x in OPTIONS], lambda options: not options)
 def test_packed_at_every_offset(options):
     """From every slot of a block of keys on."""
     offsets = range(66)
