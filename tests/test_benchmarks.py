@@ -99,7 +99,7 @@ def programs(request):
 
 @pytest.fixture
 def short_chains(monkeypatch):
-    """Of calls that are too short to hide their launch, two are in a program."""
+    """Two calls are in a program where they are too short to hide their launch."""
     monkeypatch.setattr(benchmark_programs, "calls_to_hide_a_launch", lambda *_: 2)
 
 
