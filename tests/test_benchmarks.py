@@ -15,6 +15,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -40,10 +41,12 @@ from benchmarks import (
     torch_bridge,
     vocab_parallel,
 )
+from benchmarks import programs as benchmark_programs
 from benchmarks.common import Candidate, Launch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import MeshHead
-from rlk_jax.grpo.steps import make_mesh
+from rlk_jax.grpo.steps import build_steps, make_mesh
+from tests.support import quick
 from tests.support.helpers import assert_same_bits, assert_within_contract
 
 
@@ -56,16 +59,52 @@ def only_what_a_test_makes_is_collected():
 
 
 @pytest.fixture
-def compiled_quickly(monkeypatch):
-    """For tests that look at no figures: programs, also those of processes that a test starts, are hardly optimized."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def compiled_quickly():
+    """For tests that look at no figures."""
+    with quick.compiled_quickly():
+        yield
+
+
+class Uncompiled:
+    """It stands for a compiled program: it refuses other arguments, and returns zeros in the shapes of the results."""
+
+    def __init__(self, lowered):
+        self.lowered = lowered
+
+    def __call__(self, *arguments):
+        pair = arguments, self.lowered.args_info
+        given, taken = ([(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in pair)
+        assert given == taken
+        return jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), self.lowered.out_info)
+
+    def memory_analysis(self):
+        held = {"argument": 3, "output": 2, "alias": 1, "temp": 2**30, "generated_code": 1}
+        return types.SimpleNamespace(**{f"{what}_size_in_bytes": count for what, count in held.items()})
+
+
+@pytest.fixture
+def only_lowered(monkeypatch, compiled_quickly):
+    """For tests that read no results: what a benchmark lowers is not compiled."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, compiler_options=None: Uncompiled(lowered))
+
+
+# In `make test`, the programs of smoke tests are only traced and lowered. A program that XLA cannot compile or run is
+# left to `make test-full`. The results of those that others are measured against are compared below.
+@pytest.fixture(params=["lowered", pytest.param("compiled", marks=pytest.mark.full)])
+def programs(request):
+    """What becomes of the programs of a benchmark."""
+    request.getfixturevalue("only_lowered" if request.param == "lowered" else "compiled_quickly")
+    return request.param
+
+
+@pytest.fixture
+def short_chains(monkeypatch):
+    """Two calls are in a program where they are too short to hide their launch."""
+    monkeypatch.setattr(benchmark_programs, "calls_to_hide_a_launch", lambda *_: 2)
 
 
 @pytest.mark.parametrize("density, own", [("1", "xla"), pytest.param("0.5", "deterministic", marks=pytest.mark.full)])
-def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
+def test_smoke(tmp_path, capsys, programs, density, own):
     """In `make test`, the case of "xla" catches a benchmark that does not run. What --mask-density does to the rows is
     left to `make test-full`, but for which tokens count: test_half_of_the_tokens_count.
     """
@@ -93,7 +132,7 @@ def test_smoke(tmp_path, capsys, compiled_quickly, density, own):
     assert "of G" in capsys.readouterr().out
 
 
-def test_few_tokens_smoke(tmp_path, capsys, compiled_quickly):
+def test_few_tokens_smoke(tmp_path, capsys, programs):
     out = tmp_path / "rows.json"
     assert few_tokens.main(["--smoke", "--implementations", "xla,naive", "--scan", "2", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
@@ -104,7 +143,7 @@ def test_few_tokens_smoke(tmp_path, capsys, compiled_quickly):
     assert "of naive" in capsys.readouterr().out
 
 
-def test_linear_grpo_loss_smoke(tmp_path, capsys, compiled_quickly):
+def test_linear_grpo_loss_smoke(tmp_path, capsys, programs):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--implementations", "mosaic,xla", "--json", str(out), "--plot", str(picture)]
     assert linear_grpo_loss.main(arguments) == 0
@@ -114,7 +153,7 @@ def test_linear_grpo_loss_smoke(tmp_path, capsys, compiled_quickly):
     assert picture.stat().st_size > 1000 and "linear_grpo_loss, bfloat16" in capsys.readouterr().out
 
 
-def test_linear_kl_smoke(tmp_path, capsys, compiled_quickly):
+def test_linear_kl_smoke(tmp_path, capsys, programs):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     names = ",".join(("mosaic", "xla", "naive", linear_kl.LIGER))
     arguments = ["--smoke", "--implementations", names, "--json", str(out), "--plot", str(picture)]
@@ -127,7 +166,7 @@ def test_linear_kl_smoke(tmp_path, capsys, compiled_quickly):
     assert picture.stat().st_size > 1000 and "linear_kl, bfloat16" in capsys.readouterr().out
 
 
-def test_linear_cross_entropy_smoke(tmp_path, capsys, compiled_quickly):
+def test_linear_cross_entropy_smoke(tmp_path, capsys, programs):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--implementations", "mosaic,xla,naive", "--json", str(out), "--plot", str(picture)]
     assert linear_cross_entropy.main(arguments) == 0
@@ -138,25 +177,42 @@ def test_linear_cross_entropy_smoke(tmp_path, capsys, compiled_quickly):
     assert picture.stat().st_size > 1000 and "linear_cross_entropy, bfloat16" in capsys.readouterr().out
 
 
-def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch, compiled_quickly):
+def traced_steps(*arguments):
+    """The steps of a run, which are traced and return zeros."""
+    steps = build_steps(*arguments)
+
+    def zeros_of(step):
+        return lambda *given: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(step, *given))
+
+    names = ("initial_state", "start_grpo", "warmup_step", "grpo_step")
+    return dataclasses.replace(steps, **{name: zeros_of(getattr(steps, name)) for name in names})
+
+
+def test_mismatch_smoke_and_a_kind_that_fails(tmp_path, capsys, monkeypatch):
+    """test_mismatch_of_all_kinds, which runs in full, has steps that are compiled; those of the trainer's own tests
+    are, too.
+    """
     kinds = {"broken": {"compute_dtype": "float33"}, "stock, float32": {}}
     monkeypatch.setattr(mismatch, "KINDS", kinds)
+    monkeypatch.setattr(mismatch, "build_steps", traced_steps)
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert mismatch.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
     broken, stock = json.loads(out.read_text())["rows"]
     assert broken["kind"] == "broken" and broken["status"].startswith("not available: compute_dtype")
-    assert stock["kind"] == "stock, float32" and stock["status"] == "pass" and stock["mismatch"] > 0
+    assert stock["kind"] == "stock, float32" and stock["status"] == "pass" and stock["mismatch"] == 0
     assert picture.stat().st_size > 1000 and "rollout and training" in capsys.readouterr().out
 
 
-def test_grpo_plan_smoke_and_an_option_that_fails(tmp_path, capsys, monkeypatch, compiled_quickly):
+def test_grpo_plan_smoke_and_an_option_that_fails(tmp_path, capsys, monkeypatch, programs):
     """A model that a run would hold needs more than its states."""
     monkeypatch.setattr(grpo_plan, "OPTIONS", {"broken": {"compute_dtype": "float33"}, "stock": {}})
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert grpo_plan.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
     broken, stock = json.loads(out.read_text())["rows"]
     assert broken["status"].startswith("not available: compute_dtype") and broken["model"] == stock["model"] == "tiny"
-    assert stock["status"] == "pass" and 0 < stock["states"] < stock["peak"] and stock["program"] == "a GRPO step"
+    assert stock["status"] == "pass" and 0 < stock["states"] < stock["peak"]
+    # Only a compiled program knows its memory; tests/grpo/test_plan.py has such plans in `make test`.
+    assert stock["program"] == "a GRPO step" or programs == "lowered"
     assert picture.stat().st_size > 1000 and "memory of rlk grpo" in capsys.readouterr().out
 
 
@@ -176,8 +232,16 @@ def broken(*arguments):
     raise RuntimeError("no such layer")
 
 
-def test_invariance_smoke_and_layers_that_cannot_run(tmp_path, capsys, monkeypatch, compiled_quickly):
-    kinds = {"stock": decoder.OPERATIONS["stock"]}
+def test_invariance_smoke_and_layers_that_cannot_run(tmp_path, capsys, monkeypatch, programs):
+    mismatch_of, kinds = invariance.mismatch_of, {"stock": decoder.OPERATIONS["stock"]}
+
+    def traced_mismatch(*case):
+        jax.eval_shape(functools.partial(mismatch_of, *case))
+        return 1.0
+
+    if programs == "lowered":
+        monkeypatch.setattr(invariance, "float", lambda x: x, raising=False)
+        monkeypatch.setattr(invariance, "mismatch_of", traced_mismatch)
     kinds["invariant"] = dataclasses.replace(kinds["stock"], dense=broken)
     monkeypatch.setattr(invariance, "OPERATIONS", kinds)
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
@@ -195,7 +259,8 @@ def test_invariance_smoke_and_layers_that_cannot_run(tmp_path, capsys, monkeypat
     assert picture.stat().st_size > 1000 and "no such layer" in shown and "tokens/s" in shown
 
 
-def test_few_rows_smoke(tmp_path, compiled_quickly, monkeypatch):
+def test_few_rows_smoke(tmp_path, programs, monkeypatch):
+    monkeypatch.setattr(few_rows, "_MOST_BYTES", 0)  # Two products are in a program then.
     times = iter((1.5, 3.0, *(2.0,) * 100))
     monkeypatch.setattr(
         few_rows, "kernel_microseconds", lambda run, rounds: jax.block_until_ready(run()) and next(times)
@@ -247,11 +312,13 @@ def kill_first_child():
     children[0].kill()
 
 
-def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch, compiled_quickly):
-    """Two cases run in processes of their own: one is killed, and one is on a mesh. The others run in this process."""
+def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch, programs):
+    """Two cases run in processes of their own, which compile what they run: one is killed, and one is on a mesh. In
+    `make test`, the latter cannot run here. The others run in this process.
+    """
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     out, picture, four = tmp_path / "rows.json", tmp_path / "rows.png", "data=2,tensor=2"
-    measure, apart = grpo.measure, [(grpo.ONE_DEVICE, "mosaic"), (four, "xla")]
+    measure, apart = grpo.measure, [(grpo.ONE_DEVICE, "mosaic"), (four, "xla" if programs == "compiled" else "mosaic")]
 
     def measure_some_apart(shape, mesh, what, candidate, *timing):
         run = measure if (mesh, candidate) in apart else grpo.measure_here
@@ -263,7 +330,7 @@ def test_grpo_smoke_and_a_child_that_dies(tmp_path, capsys, monkeypatch, compile
     assert grpo.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
     rows = [tuple(r[x] for x in ("mesh", "candidate", "status")) for r in json.loads(out.read_text())["rows"]]
     assert rows[0] == (grpo.ONE_DEVICE, "mosaic", "died: exit code -9")
-    assert rows[2][:2] == (four, "mosaic") and rows[2][2].startswith("not available")
+    assert rows[2][:2] == (four, "mosaic") and "cannot run 'mosaic' here" in rows[2][2]
     assert rows[1::2] == [(grpo.ONE_DEVICE, "xla", "pass"), (four, "xla", "pass")]
     shown = capsys.readouterr().out
     assert picture.stat().st_size > 1000 and grpo.STEP in shown and "1.00" in shown
@@ -285,7 +352,7 @@ def moments_after_a_grpo_update(candidate, mesh):
         pytest.param(("xla", "linear_grpo_loss xla"), ("xla", "linear_grpo_loss xla"), marks=pytest.mark.full),
     ],
 )
-def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh(on_one_device, on_mesh):
+def test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh(compiled_quickly, on_one_device, on_mesh):
     """The second case runs in full only.
 
     In `make test`, the first case compares an update by one call with "naive". test_grpo_smoke_and_a_child_that_dies
@@ -313,7 +380,7 @@ def log_probs_of_next_tokens(model, tokens):
 
 
 @pytest.mark.parametrize("candidate", [pytest.param("naive", marks=pytest.mark.full), "xla"])
-def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(candidate):
+def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(compiled_quickly, candidate):
     """The case of "naive" runs in full only.
 
     In `make test`, test_a_grpo_update_is_the_same_by_every_candidate_on_every_mesh catches wrong log-probs of "naive".
@@ -366,7 +433,7 @@ def test_bad_arguments(capsys, benchmark, arguments, message):
 @pytest.mark.parametrize(
     "benchmark", [attention, linear_logp, linear_grpo_loss, logits_ops, det_gemm, torch_bridge, vocab_parallel]
 )
-def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monkeypatch, compiled_quickly):
+def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monkeypatch, only_lowered, short_chains):
     runs_torch = benchmark in (attention, linear_logp, logits_ops, det_gemm, torch_bridge)
     monkeypatch.setenv(common.PREALLOCATE, "")  # which restores the variable after the test
     monkeypatch.delenv(common.PREALLOCATE)
@@ -383,7 +450,7 @@ def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monk
     assert picture.exists() != (f"nothing to draw in {picture}" in capsys.readouterr().err)
 
 
-def test_tokens_that_are_no_sequences_of_one_length_are_told():
+def test_tokens_that_are_no_sequences_of_one_length_are_told(only_lowered):
     (row,) = (
         r
         for r in linear_logp.measure(linear_grpo_loss.candidates_of, "float32", 1.0, [], "12,8,20", ["xla"], 1, 0.0)
@@ -538,7 +605,7 @@ def test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed(
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_attention_smoke(tmp_path, capsys, monkeypatch, compiled_quickly):
+def test_attention_smoke(tmp_path, capsys, monkeypatch, programs):
     monkeypatch.setattr(attention, "MOST_CALLS", 2)
     monkeypatch.setattr(attention, "ROTATED", attention_peers.Sizes(2, 1, 24, 4, 2, 16).cache_bytes + 1)
     out, picture, absent = tmp_path / "rows.json", tmp_path / "rows.png", ("cudnn", "mosaic", attention_peers.FLASH_3)
@@ -602,7 +669,7 @@ def test_torch_bridge_smoke(tmp_path, compiled_quickly):
     assert {r["candidate"] for r in rows if r["status"].startswith("not available")} >= {"torch.compile", "cce"}
 
 
-def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch):
+def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch, only_lowered):
     def exhausted():
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
@@ -624,7 +691,7 @@ def test_half_of_the_tokens_count():
 
 
 @pytest.mark.parametrize("own", ["deterministic canonical", pytest.param("xla", marks=pytest.mark.full)])
-def test_vocab_parallel_smoke(tmp_path, compiled_quickly, own):
+def test_vocab_parallel_smoke(tmp_path, programs, own):
     """In `make test`, the case of "deterministic canonical" catches a benchmark that does not run, and
     test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed catches rows of "xla" that are missing.
     """
@@ -641,7 +708,7 @@ def test_vocab_parallel_smoke(tmp_path, compiled_quickly, own):
     assert picture.stat().st_size > 1000
 
 
-def test_naive_vocab_parallel_is_right():
+def test_naive_vocab_parallel_is_right(compiled_quickly):
     inputs = linear_logp.make_inputs("8,16,64", "float32", 1.0)
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("tp",))
     arguments = inputs.hidden, inputs.weight, inputs.target_ids
@@ -650,7 +717,7 @@ def test_naive_vocab_parallel_is_right():
     assert_within_contract(actual, expected, "linear_logp", jnp.float32, "forward")
 
 
-def test_det_gemm_smoke(tmp_path, capsys, compiled_quickly):
+def test_det_gemm_smoke(tmp_path, capsys, programs, short_chains):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--implementations", "mosaic,deterministic,triton persistent"]
     assert det_gemm.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
@@ -666,14 +733,14 @@ def test_det_gemm_smoke(tmp_path, capsys, compiled_quickly):
     assert "speed of cuBLAS = 1" in capsys.readouterr().out
 
 
-def test_what_det_gemm_is_measured_against_is_the_same_product():
+def test_what_det_gemm_is_measured_against_is_the_same_product(short_chains):
     for shape in det_gemm.SMOKE_SHAPES.split(";"):
         for x in det_gemm.passes_of(shape, "bfloat16").values():
             expected, actual = (launch.start()[-1] for launch in (x.by("cuBLAS"), x.by("deterministic")))
             assert_within_contract(actual, expected, "det_gemm", jnp.bfloat16, "gradient")
 
 
-def test_logits_ops_smoke(tmp_path, capsys, compiled_quickly):
+def test_logits_ops_smoke(tmp_path, capsys, programs):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     arguments = ["--smoke", "--implementations", "mosaic,xla,naive,torch.compile"]
     assert logits_ops.main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
@@ -696,16 +763,21 @@ def test_logits_ops_smoke(tmp_path, capsys, compiled_quickly):
 
 
 @pytest.mark.parametrize("op", logits_ops.OPS)
-def test_what_logits_ops_are_measured_against_is_the_same(op):
+def test_what_logits_ops_are_measured_against_is_the_same(compiled_quickly, op):
     inputs = logits_ops.make_inputs("2,6,50", "float32")
     active = inputs.mask(0.5)
-    found = {name: logits_ops.OPS[op](name, inputs.policy, inputs, active, False) for name in ("naive", "reference")}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def value(name, policy):
+        return logits_ops.OPS[op](name, policy, inputs, active, False)
+
+    found = {name: value(name, inputs.policy) for name in ("naive", "reference")}
     # The naive ratio_kl leaves out two constants 1: that of a masked ratio, and that of k3.
     naive = jnp.where(active, found["naive"] - (op == "ratio_kl"), op == "ratio_kl")
     assert_within_contract(naive, found["reference"], op.split()[0], jnp.float32, "forward")
 
 
-def test_cold(tmp_path, capsys):
+def test_cold(tmp_path, capsys, compiled_quickly):
     """Every stage of every case has a figure."""
     path = tmp_path / "cold.json"
     assert cold.main(["--shape", "8,64,256", "--what", "linear_logp", "--json", str(path)]) == 0
@@ -716,7 +788,7 @@ def test_cold(tmp_path, capsys):
         assert list(row["seconds"]) == stages
         assert all(x >= 0 for x in row["seconds"].values())
     assert "compile" in capsys.readouterr().out
-    for name, call in cold.CASES.items():
+    for name in cold.CASES.keys() - {"linear_logp"}:
         stages = cold.Stages()
-        call(8, 64, 256, stages=stages)
+        cold.CASES[name](8, 64, 256, stages=stages)
         assert next(iter(stages.seconds)).startswith("import") and len(stages.seconds) > 3, name

@@ -10,7 +10,7 @@ from tests.support import exported
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     runnable = ["mosaic"] if build.why_missing() else ["mosaic", "cuda"]
-    return exported.in_another_process(runnable, tmp_path_factory.mktemp("exported"))
+    return exported.in_another_process(exported.programs(*runnable), tmp_path_factory.mktemp("exported"))
 
 
 @pytest.mark.parametrize(

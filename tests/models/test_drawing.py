@@ -149,6 +149,19 @@ def test_a_draw_records_what_it_was_drawn_among(sampling):
         assert_same_bits(allowed.allowed_mask, mask_of(kept))
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.7, top_k=20, top_p=0.9), Sampling(0.8, top_p=0.9, min_p=1e-3)], ids=str
+)
+def test_a_draw_does_not_depend_on_other_rows(sampling):
+    """Nor does what is recorded of it."""
+    logits = np.random.default_rng(2).normal(size=(6, 40)).astype(np.float32)
+    keys, draw = jax.random.split(jax.random.key(0), 6), jax.jit(sampling.draw)
+    token, allowed = draw(keys[3:4], logits[3:4])
+    tokens, among = draw(keys, logits)
+    assert token[0] == tokens[3] and allowed.restricts
+    assert_same_bits(allowed, jax.tree.map(lambda x: x[3:4], among))
+
+
 @pytest.mark.parametrize("size", [1, 32, 33])
 def test_words_end_where_the_vocabulary_does(size):
     is_allowed = np.random.default_rng(size).random((2, 3, size)) < 0.5

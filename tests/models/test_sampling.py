@@ -51,12 +51,13 @@ def endless():
 # Rows and their log-probs.
 
 
-# In make test, the first has what can move a draw and a softcap, and records ids; the second records packed bits, and
-# the third adds biases and a tied head.
+# In make test, the second has what can move a draw and a softcap, and records packed bits. The first records ids: in
+# their place are test_a_draw_does_not_depend_on_other_rows (test_drawing.py) and, for log-probs that are those of
+# training, test_ratios_begin_at_one (tests/grpo/test_truncated.py). The third adds biases and a tied head.
 @pytest.mark.parametrize(
     ("case", "sampling"),
     [
-        ("gemma2", Sampling(0.7, top_k=40, top_p=0.9)),
+        pytest.param("gemma2", Sampling(0.7, top_k=40, top_p=0.9), marks=pytest.mark.full),
         ("gemma2", Sampling(0.8, top_p=0.9, min_p=1e-3)),
         pytest.param("llama 3.1, tied, biases", Sampling(1.3), marks=pytest.mark.full),
     ],

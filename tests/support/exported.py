@@ -111,9 +111,9 @@ def hashes(tree: Any) -> list[str]:
     return [type(tree[0]).__name__, *leaves]
 
 
-def in_another_process(implementations: Sequence[str], folder: pathlib.Path) -> dict[str, list[str]]:
-    """The hashes of all programs of these implementations, which this process exports and another one loads."""
-    for op, implementation in programs(*implementations):
+def in_another_process(programs: Sequence[tuple[str, str]], folder: pathlib.Path) -> dict[str, list[str]]:
+    """The hashes of these programs, which this process exports and another one loads."""
+    for op, implementation in programs:
         call = calls()[op]
         checks = rlk_jax.export_checks() if implementation in ("mosaic", "triton", "cuda") else ()
         program = jax.export.export(call.program(implementation), disabled_checks=checks)
