@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlk_jax.checker import tolerance
+from rlk_jax.grpo import steps as grpo_steps
 from rlk_jax.grpo.accumulation import accumulated_gradients
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.rollout import sample_completions
@@ -356,13 +357,22 @@ def test_a_larger_vocabulary_is_embedded_sampled_and_trained():
     assert metrics["loss"] > np.log(300 / 2)
 
 
-def test_demonstration_errors_change_the_warm_start():
-    with_errors = build(**{**tiny.LEARNING, "demonstration_errors": 0.5})
-    without = build(**tiny.LEARNING, implementation="deterministic")  # A run of test_sharded.py has these programs.
-    weights = without.initial_state()
-    for step in range(30):
-        weights, _ = without.warmup_step(weights, step)
-    weights = jax.device_get(weights)
-    _, wrong = with_errors.warmup_step(weights, 0)
-    _, right = without.warmup_step(weights, 0)
-    assert wrong["loss"] > right["loss"]
+def test_demonstration_errors_change_the_warm_start(monkeypatch):
+    """So many demonstrations have the answer of another prompt. Nothing is trained: a step gives what it would train
+    on.
+    """
+
+    def give_rows(updates, optimizer, losses, learner, rows):
+        return learner, rows._asdict()
+
+    monkeypatch.setattr(grpo_steps, "supervised_update", give_rows)
+
+    def demonstrations(errors: float) -> dict[str, np.ndarray]:
+        config = tiny.config(**{**tiny.LEARNING, "demonstration_errors": errors, "prompts_per_step": 64})
+        steps = grpo_steps.build_steps(config, load_task(config), make_mesh(config))
+        return jax.device_get(steps.warmup_step(steps.initial_state(), 0)[1])
+
+    right, wrong = demonstrations(0.0), demonstrations(0.5)
+    changed = (right["target_ids"] != wrong["target_ids"]).any(axis=1)
+    assert 0.3 < changed.mean() < 0.5, "the other answer may be the same"
+    np.testing.assert_array_equal(right["token_ids"][~changed], wrong["token_ids"][~changed])

@@ -5,12 +5,14 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.models import chat_template
 from tests.grpo import tiny, tiny_text
-from tests.grpo.test_text_run import command, metrics_of
+from tests.grpo.test_text_run import HALVES, command, metrics_of
 from tests.models.test_tokenizer import change
 
 FAULTS = {
@@ -34,12 +36,13 @@ def late(prompts, completions, answer, **columns):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("given")
-    return tiny_text.write_model(folder / "model"), tiny_text.write_prompts(folder / "prompts.jsonl")
+    model = tiny_text.write_model(folder / "model", num_hidden_layers=1)
+    return model, tiny_text.write_prompts(folder / "prompts.jsonl")
 
 
 SHORT = {"grpo_steps": 1}
-"""Runs of one step call the programs of longer ones, here and in test_text_run.py. One compilation serves them all
-where JAX keeps a cache on disk, as in `make test`.
+"""Runs of one step call the programs of longer ones. One compilation serves them all where JAX keeps a cache on disk,
+as in `make test`.
 """
 
 
@@ -126,8 +129,8 @@ def test_weights_that_cannot_be_read_lose_no_run(files, short, tmp_path, capsys,
     elif what == "damaged":
         weights.write_bytes(weights.read_bytes()[:1000])
     else:
-        other = tiny_text.write_model(tmp_path / "other", hidden_size=64)
-        shutil.copy(other / "model.safetensors", weights)
+        wider = {name: np.repeat(x, 2, axis=0) for name, x in load_file(weights).items()}
+        save_file(wider, weights)
     assert tiny.run_here(*command((model, files[1]), out, **SHORT), "--overwrite") == 2
     assert re.search("has neither|is damaged|does not fit", capsys.readouterr().err)
     assert {x: x.stat().st_mtime_ns for x in out.rglob("*")} == kept
@@ -149,8 +152,9 @@ def test_files_that_no_model_reads_may_come(files, short, tmp_path):
 
 
 def test_a_run_of_many_options(files, tmp_path, capsys):
-    """Several rewards with weights, held-out prompts of their own, a temperature, truncated sampling, another loss, a
-    schedule, clipping, prompts that are too long, and completions shown at every step.
+    """Several rewards with weights, held-out prompts of their own, a temperature, truncated sampling whose ids updates
+    replay for packed rows in micro-batches, another loss, entropies of the ids, a schedule, clipping, prompts that are
+    too long, and completions shown at every step.
     """
     model, prompts = files
     rows = prompts.read_text().splitlines()
@@ -164,22 +168,29 @@ def test_a_run_of_many_options(files, tmp_path, capsys):
         "eval_prompts": held,
         "max_prompt_tokens": 50,
         "temperature": 0.7,
+        "top_k": 50,
         "top_p": 0.9,
-        "loss_type": "gspo",
-        "clip_eps_high": 0.3,
+        **HALVES,
+        "loss_type": "cispo",
+        "cispo_ratio_cap": 3.0,
+        "entropy_coef": 0.01,
         "schedule": "cosine",
         "schedule_warmup": 1,
         "max_gradient_norm": 0.1,
         "show_every": 1,
         "grpo_steps": 3,
+        "updates_per_rollout": 1,
     }
     assert tiny.run_here(*command((model, train), tmp_path / "out", **given)) == 0
     said, warned = capsys.readouterr()
     assert "warning" not in warned  # Updates replay what tokens were drawn among.
     assert "left out prompts of more than 50 tokens: 1" in said and said.count("┃ completion") == 3
     folder = RunFolder(tmp_path / "out")
-    for line in metrics_of(folder):
-        assert line["mismatch"] == 0
+    lines = metrics_of(folder)
+    assert lines[0]["kl"] == 0 < lines[1]["kl"]
+    for line in lines:
+        assert line["mismatch"] == 0 and line["first_ratio_min"] == line["first_ratio_max"] == 1
+        assert 0 < line["entropy_bonus"] < np.log(50)
         parts = line["reward/tests.grpo.tiny_text:letters"] + line["reward/tests.grpo.test_text_faults:shortness"] / 2
         assert line["reward"] == pytest.approx(parts, abs=1e-6)
     samples = [json.loads(line) for line in folder.completions.read_text().splitlines()]

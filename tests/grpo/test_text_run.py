@@ -62,8 +62,9 @@ def command(files: tuple[Path, Path], out: Path, **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tied(files, tmp_path_factory) -> tuple[Path, Path]:
-    """A checkpoint whose head is its embedding, and the same prompts."""
-    return tiny_text.write_model(tmp_path_factory.mktemp("tied") / "model", tie_word_embeddings=True), files[1]
+    """A checkpoint of one layer whose head is its embedding, and the same prompts."""
+    fields = {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    return tiny_text.write_model(tmp_path_factory.mktemp("tied") / "model", **fields), files[1]
 
 
 @pytest.fixture(scope="module")
@@ -140,17 +141,13 @@ def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path, monkeypatch)
     not made again: states would be in memory twice.
     """
     folder, saved = finished
-    out = tmp_path / "out"
-    assert tiny.run_here(*command(files, out, save_hf=tmp_path / "first")) == 0
-    (out / "summary.json").unlink()
-    shutil.rmtree(out / "checkpoints" / "4")
+    again = RunFolder(Path(shutil.copytree(folder.path, tmp_path / "out")))
+    tiny.lose_the_end(again, 4)
     monkeypatch.setattr(text_steps, "load_parameters", lambda *given: pytest.fail("the given model was read again"))
-    assert tiny.run_here(*command(files, out, save_hf=tmp_path / "again"), "--resume") == 0
-    again = RunFolder(out)
+    assert tiny.run_here(*command(files, again.path, save_hf=tmp_path / "again"), "--resume") == 0
     for name in ("metrics", "completions", "summary"):
         assert getattr(again, name).read_bytes() == getattr(folder, name).read_bytes(), name
-    for path in (tmp_path / "first", tmp_path / "again"):
-        assert (path / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -278,13 +275,13 @@ def test_every_option_of_the_loss_is_one_of_a_run():
     assert {x.name for x in fields(LossOptions)} <= {x.name for x in fields(GrpoConfig)}
 
 
-def test_entropies_and_importance_weights(files, tmp_path):
+def test_entropies_and_importance_weights(tied, tmp_path):
     """Weights lie between what tokens were drawn with and training before its updates. With stock layers, a forward
     alone rounds otherwise than one that has a gradient, so ratios begin near 1. How otherwise depends on the processor:
     on some, the mean weight of the first step rounds to 1.
     """
     given = {"invariant": False, "entropy_coef": 0.5, "importance_cap": 1.5, "importance_level": "sequence"}
-    assert tiny.run_here(*command(files, tmp_path / "out", **given, **HALVES, grpo_steps=2)) == 0
+    assert tiny.run_here(*command(tied, tmp_path / "out", **given, **HALVES, grpo_steps=2)) == 0
     lines = metrics_of(RunFolder(tmp_path / "out"))
     assert any(line["importance_weight_mean"] != 1 for line in lines)
     for line in lines:
@@ -324,23 +321,39 @@ def test_what_is_frozen_is_saved_as_it_was(adapted):
         assert sizes[3] > 3 * sizes[4], sizes
 
 
-def moves(files: tuple[Path, Path], folder: Path, **changes) -> list[np.ndarray]:
-    """By how much two steps move each float32 weight."""
+def moves(files: tuple[Path, Path], folder: Path, **changes) -> np.ndarray:
+    """By how much two steps move the float32 weights."""
     plain = {"invariant": False, "compute_dtype": "float32", "grpo_steps": 2, "learning_rate": 1e-3}
     assert tiny.run_here(*command(files, folder / "out", save_hf=folder / "hf", **{**plain, **changes})) == 0
     before, after = load_parameters(files[0]), load_parameters(folder / "hf")
-    return [np.ravel(x) for x in jax.tree.leaves(jax.tree.map(jnp.subtract, after, before))]
+    moved = jax.tree.map(lambda x, y: np.ravel(np.asarray(x) - np.asarray(y)), after, before)
+    return np.concatenate(jax.tree.leaves(moved))
+
+
+def said(folder: Path) -> np.ndarray:
+    """What the model of a run in `moves` said."""
+    lines = metrics_of(RunFolder(folder / "out"))
+    return np.array([line[name] for line in lines for name in ("reward", "entropy", "completion_length")])
 
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({"mesh": "data=2,tensor=2"}, marks=pytest.mark.full), {"mesh": "data=2,tensor=1", **HALVES}],
+    [
+        {"mesh": "data=2,tensor=2", **HALVES},
+        pytest.param({"mesh": "data=2,tensor=2"}, marks=pytest.mark.full),
+        pytest.param({"mesh": "data=2,tensor=1", **HALVES}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_mesh_trains_like_one_device(tied, tmp_path, changes):
-    """`make test` has one mesh; what cuts a head is in test_a_tied_head_that_is_cut_trains_like_a_whole_one."""
-    found = [np.concatenate(moves(tied, tmp_path / name, **own)) for name, own in (("one", {}), ("two", changes))]
+    """The head that is cut is the embedding, whose rows are looked up, too. `make test` has the mesh that cuts rows and
+    the head, with packed rows in micro-batches.
+    """
+    found = [moves(tied, tmp_path / name, **own) for name, own in (("one", {}), ("two", changes))]
     helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "gradient")
+    helpers.assert_within_contract(
+        *map(said, (tmp_path / "one", tmp_path / "two")), "grpo_training", jnp.float32, "forward"
+    )
 
 
 @pytest.mark.full
@@ -352,23 +365,13 @@ def test_log_probs_of_rollouts_are_those_of_training_with_a_cut_head(files, tmp_
     assert [line["first_ratio_max"] for line in lines] == [1] * 4
 
 
-CUT = ("data=1,tensor=1", "data=1,tensor=2")
-
-
 @pytest.mark.full
 def test_a_head_that_is_cut_has_the_bits_of_a_whole_one(files, tmp_path):
-    """In `make test`, test_sharded.py has this of the built-in policy, and the next test trains with a cut head."""
-    found = [moves(files, tmp_path / mesh, mesh=mesh, implementation="deterministic") for mesh in CUT]
-    helpers.assert_same_bits(*found)
-
-
-def test_a_tied_head_that_is_cut_trains_like_a_whole_one(tied, tmp_path):
-    """It is the embedding, whose rows are looked up, too. Adam enlarges the rounding of gradients that vanish, so what
-    the model says after a step is compared, not its weights.
+    """In `make test`, test_sharded.py has this of the built-in policy, and test_a_mesh_trains_like_one_device trains
+    with a cut head.
     """
-    found = []
-    for mesh in CUT:
-        moves(tied, tmp_path / mesh, mesh=mesh)
-        lines = metrics_of(RunFolder(tmp_path / mesh / "out"))
-        found.append(np.array([line[name] for line in lines for name in ("reward", "entropy", "completion_length")]))
-    helpers.assert_within_contract(*found, "grpo_training", jnp.float32, "forward")
+    found = [
+        moves(files, tmp_path / mesh, mesh=mesh, implementation="deterministic")
+        for mesh in ("data=1,tensor=1", "data=1,tensor=2")
+    ]
+    helpers.assert_same_bits(*found)

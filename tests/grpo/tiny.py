@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlk_jax.grpo import job
+from rlk_jax.core import program_cache
+from rlk_jax.grpo import job, text_steps
 from rlk_jax.grpo.command import add_parser
 from rlk_jax.grpo.config import GrpoConfig
+from rlk_jax.grpo.kept_programs import KeptProgram
 from rlk_jax.grpo.layers import Layers
 from rlk_jax.grpo.model import Decoder
 from rlk_jax.grpo.run_folder import RunFolder, open_checkpoints, restore_latest_checkpoint
+from rlk_jax.grpo.sft import steps as sft_steps
 from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState, build_steps, make_mesh
 from rlk_jax.grpo.tasks import Task, load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
@@ -106,9 +110,30 @@ def shared_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
     return _shared[programs]
 
 
+_kept: dict[Hashable, KeptProgram] = {}
+
+
+def _shared_program(function: Callable[..., Any], key: Hashable, states: Sequence[Any], named: Any) -> KeptProgram:
+    new, made_from = KeptProgram(function, key, states, named), (function.__qualname__, repr(key), named)
+    return new if program_cache.folder() is not None else _kept.setdefault(made_from, new)
+
+
+@contextmanager
+def shared_programs() -> Iterator[None]:
+    """Within it, runs of a given model whose programs have the same key, by which the disk would know them, trace them
+    once in this process. A test that keeps programs on disk shares none.
+    """
+    with (
+        mock.patch.object(text_steps, "KeptProgram", _shared_program),
+        mock.patch.object(sft_steps, "KeptProgram", _shared_program),
+    ):
+        yield
+
+
 def forget_programs() -> None:
-    """Have `shared_steps` build its programs again."""
+    """Have all programs built again."""
     _shared.clear()
+    _kept.clear()
 
 
 def run_here(*arguments: str | Path, build: Callable[..., TrainingSteps] = shared_steps) -> int:
@@ -118,7 +143,7 @@ def run_here(*arguments: str | Path, build: Callable[..., TrainingSteps] = share
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["grpo", *map(str, arguments)])
-    with mock.patch.object(job, "build_steps", build):
+    with mock.patch.object(job, "build_steps", build), shared_programs():
         return parsed.run(parsed)
 
 
