@@ -6,6 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support.helpers import Case
+
+EVERYTHING = Case(
+    "everything",
+    (70,),
+    40,
+    300,
+    bias=True,
+    temperature="per token",
+    options={"logit_softcap": 3.0, "global_vocab_size": 290, "ignore_index": -1},
+)
+"""Tests of what is allowed and of rankings share its programs."""
+
 
 def allowed_of(case: Any, problem: Any, seed: int = 0) -> np.ndarray:
     """`allowed_beside` of a problem's targets, in the true vocabulary."""

@@ -1,5 +1,6 @@
 """linear_logp with a low-rank term of the head: a problem, its float64 definition, and one call's outputs."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,16 +74,21 @@ def call(case: Case, x: Arrays, implementation: str, op: Any = linear_logp, **op
 
 
 def outputs(case: Case, x: Arrays, implementation: str, op: Any = linear_logp, **options: Any) -> Any:
-    """Log-probs, and the gradients of everything that has one, by name."""
-    names = [name for name in DIFFERENTIATED if getattr(x, name) is not None]
+    """Log-probs, and the gradients of everything that has one, by name: by one program, which arrays of the same shapes
+    share.
+    """
+    given = {name: getattr(x, name) for name in DIFFERENTIATED if getattr(x, name) is not None}
+    (_, logp), gradients = _program(case, implementation, op, tuple(options.items()), given, x)
+    return logp, gradients
 
-    def loss(given: dict[str, Any], x: Arrays) -> Any:
-        logp = call(case, x._replace(**given), implementation, op, **options)
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _program(case: Case, implementation: str, op: Any, options: Any, given: dict[str, Any], x: Arrays) -> Any:
+    def loss(given: dict[str, Any]) -> Any:
+        logp = call(case, x._replace(**given), implementation, op, **dict(options))
         return (logp * x.upstream).sum(), logp
 
-    given = {name: getattr(x, name) for name in names}
-    (_, logp), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(given, x)
-    return logp, gradients
+    return jax.value_and_grad(loss, has_aux=True)(given)
 
 
 def definition(case: Case, x: Arrays) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -2,8 +2,8 @@
 
 python -m tests.support.rank COORDINATOR COUNT INDEX TASK...
 
-A single task ends the process as it ends itself. Several tasks are tried one after the other: the error of each is a
-line of JSON on stdout, {task: "Type: message"}, and the process goes on.
+Tasks are tried one after the other. The last one ends the process as it ends itself. The error of any other is a line
+of JSON on stdout, {task: "Type: message"}, and the process goes on.
 """
 
 import functools
@@ -223,11 +223,11 @@ MISTAKES = {
 def main(coordinator: str, count: int, index: int, tasks: Sequence[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, count, index)
-    for task in tasks:
+    for place, task in enumerate(tasks, 1):
         try:
             run_task(task, index == count - 1)
         except Exception as error:
-            if len(tasks) == 1:
+            if place == len(tasks):
                 raise
             print(json.dumps({task: f"{type(error).__name__}: {error}"}))
 

@@ -16,20 +16,11 @@ import rlk_jax
 from rlk_jax import linear_logp, vocab_parallel
 from rlk_jax.core.allowed import words_from
 from tests.support import helpers
-from tests.support.allowed import allowed_of, ids_of, mask_of
+from tests.support.allowed import EVERYTHING, allowed_of, ids_of, mask_of
 from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
 
 IN_PARTS = ("xla", "deterministic")
 every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
-EVERYTHING = Case(
-    "everything",
-    (70,),
-    40,
-    300,
-    bias=True,
-    temperature="per token",
-    options={"logit_softcap": 3.0, "global_vocab_size": 290, "ignore_index": -1},
-)
 PLAIN = Case("plain", (37,), 24, 301)
 
 
@@ -57,11 +48,15 @@ def assert_gold(case: Case, problem: Problem, allowed: np.ndarray, found: Any, d
         assert_within_contract(actual, right, "linear_logp", dtype, "gradient")
 
 
+# Ids and a mask become the same words, whatever the implementation. In `make test` the programs of float32 and a mask
+# are those of the tests below.
 @helpers.cover(
     "implementation, dtype, form",
-    [(x, y, z) for x in helpers.IMPLEMENTATIONS for y in helpers.DTYPES for z in ("ids", "mask")],
-    # Ids and a mask become the same words, whatever the implementation.
-    lambda x, y, z: (y, z) == (jnp.float32, "ids") or (x, y, z) == ("xla", jnp.bfloat16, "mask"),
+    [
+        *((x, y, ("ids", "mask")[i % 2]) for i, x in enumerate(helpers.IMPLEMENTATIONS) for y in helpers.DTYPES[1:]),
+        *((x, jnp.float32, z) for x in helpers.IMPLEMENTATIONS for z in ("ids", "mask")),
+    ],
+    lambda x, y, z: (y, z) == (jnp.float32, "mask") or (x, y) == ("xla", jnp.bfloat16),
 )
 def test_against_float64(implementation, dtype, form):
     """Ignored rows may allow nothing, and hold NaN."""
@@ -84,26 +79,27 @@ def test_against_float64(implementation, dtype, form):
 SEVERAL = Case("several blocks", (130,), 24, 1000, bias=True)
 
 
-@pytest.mark.parametrize(
-    ("case", "implementation", "form"),
+# In `make test`, the tests of any order and of rows that are anywhere catch what is wrong with calls outside jit and
+# with ids, which become the same words.
+@helpers.cover(
+    "case, implementation, form, called",
     [
-        (EVERYTHING, "xla", "mask"),
-        (SEVERAL, "xla", "ids"),
-        (EVERYTHING, "deterministic", "ids"),
-        (PLAIN, "deterministic", "mask"),
+        (EVERYTHING, "xla", "mask", "in a program"),
+        (EVERYTHING, "deterministic", "mask", "in a program"),
+        (SEVERAL, "xla", "ids", "outside jit"),
+        (PLAIN, "deterministic", "ids", "outside jit"),
     ],
-    ids=str,
+    lambda case, implementation, form, called: called == "in a program",
 )
-def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, implementation, form):
-    """In programs, and outside jit."""
-    problem = helpers.make(case, jnp.float32)
-    every = np.ones((*case.lead, case.options.get("global_vocab_size", case.vocab)), bool)
+def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, implementation, form, called):
+    problem, run = helpers.make(case, jnp.float32), outputs if called == "in a program" else outside_jit
+    every = np.ones((*case.lead, case.vocab), bool)
     given = {"allowed_ids": ids_of(every)} if form == "ids" else {"allowed_mask": mask_of(every) | np.uint32(2**32 - 1)}
-    for run in (outputs, outside_jit):
-        assert_same_bits(run(case, problem, implementation, **given), run(case, problem, implementation))
+    assert_same_bits(run(case, problem, implementation, **given), run(case, problem, implementation))
 
 
-@pytest.mark.parametrize("implementation", IN_PARTS)
+# What becomes of ids and masks stands before all implementations: in `make test`, xla catches its bug.
+@helpers.cover("implementation", [(x,) for x in IN_PARTS], lambda x: x == "xla")
 def test_ids_in_any_order_and_masks_give_the_same_bits(implementation):
     problem = helpers.make(EVERYTHING, jnp.bfloat16)
     allowed = allowed_of(EVERYTHING, problem)
@@ -115,7 +111,8 @@ def test_ids_in_any_order_and_masks_give_the_same_bits(implementation):
         assert_same_bits(run(allowed_mask=words), expected)
 
 
-@every_implementation
+# Rows of EVERYTHING that allow their target alone are in the float64 test of every implementation.
+@helpers.implementations("xla")
 def test_the_target_alone(implementation):
     """K = 1: the only outcome has log-prob 0, and nothing has a gradient."""
     problem = helpers.make(PLAIN, jnp.float32)
@@ -149,12 +146,10 @@ def test_what_is_not_allowed_may_be_nan_or_infinite(implementation):
 def test_rows_keep_their_bits_in_any_batch_and_budget():
     problem = helpers.make(EVERYTHING, jnp.float32)
     mask, few = mask_of(allowed_of(EVERYTHING, problem)), np.asarray([40, 3, 3, 69])
-    rows, _ = helpers.outputs(EVERYTHING, problem, "deterministic", allowed_mask=mask)
+    values, (d_hidden, *_) = outputs(EVERYTHING, problem, "deterministic", allowed_mask=mask)
     small = Case("few", (4,), 40, 300, options=EVERYTHING.options)
-    alone, _ = helpers.outputs(small, helpers.rows_of(problem, few), "deterministic", allowed_mask=mask[few])
-    assert_same_bits(alone, [x[few] for x in rows])
-    within, _ = helpers.outputs(EVERYTHING, problem, "deterministic", allowed_mask=mask, memory_budget=1)
-    assert_same_bits(within, rows)
+    found = outputs(small, helpers.rows_of(problem, few), "deterministic", allowed_mask=mask[few], memory_budget=1)
+    assert_same_bits((*found[0], found[1][0]), [x[few] for x in (*values, d_hidden)])
 
 
 def test_ids_become_words_in_slices_within_the_budget():
@@ -168,9 +163,8 @@ def test_ids_become_words_in_slices_within_the_budget():
     problem = helpers.make(case, jnp.float32)
     ids = ids_of(allowed_of(case, problem))
     expected = problem.call(case, "xla", allowed_ids=ids)
-    for budget in (1, 16 * ids.size // 2):
-        sliced = problem.call(case, "xla", allowed_ids=ids, memory_budget=budget)
-        assert_within_contract(sliced.lse, expected.lse, "linear_logp", jnp.float32, "forward")
+    sliced = problem.call(case, "xla", allowed_ids=ids, memory_budget=16 * ids.size // 2)
+    assert_within_contract(sliced.lse, expected.lse, "linear_logp", jnp.float32, "forward")
 
 
 def test_words_from_any_column():
@@ -207,20 +201,20 @@ def sharded(case: Case, problem: Problem, mesh: Mesh, implementation: str, **giv
     return values, tuple(x for x in gradients if x is not None)
 
 
-# Shards of xla end inside words in test_bare_calls_over_a_mesh.
-@pytest.mark.parametrize(
-    ("case", "axes", "implementation"),
-    [
-        (Case("qwen3", (6,), 8, 151936, bias=True), {"tp": 8}, "deterministic"),
-        (
-            Case("small", (8,), 24, 1000, temperature="per token", options={"logit_softcap": 5.0}),
-            {"data": 2, "tp": 4},
-            "xla",
-        ),
-    ],
-    ids=str,
+QWEN = Case("qwen3", (6,), 8, 151936, bias=True), {"tp": 8}, "deterministic"
+SMALL = (
+    *(Case("small", (8,), 24, 1000, temperature="per token", options={"logit_softcap": 5.0}), {"data": 2, "tp": 4}),
+    "xla",
 )
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+# Shards of xla end inside words in test_bare_calls_over_a_mesh. The kind of the axes and the implementation meet in no
+# code: in `make test`, each of them is there once.
+@helpers.cover(
+    "case, axes, implementation, kind",
+    [(*x, kind) for x in (QWEN, SMALL) for kind in (AxisType.Auto, AxisType.Explicit)],
+    lambda case, axes, implementation, kind: (implementation == "xla") == (kind == AxisType.Explicit),
+)
 def test_a_head_spread_over_a_mesh(case, axes, implementation, kind):
     """Groups of 151936 columns begin inside a word: 18992 = 32 · 593.5."""
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=jax.devices()[:8])
@@ -239,7 +233,12 @@ def test_a_head_spread_over_a_mesh(case, axes, implementation, kind):
         assert_same_bits(found, outputs(case, problem, implementation, allowed_mask=mask_of(allowed)))
 
 
-@pytest.mark.parametrize("head", [P("x"), P(None, "x"), P(("x", "y")), P()], ids=str)
+# In `make test`, one case cuts the vocabulary over both axes, one of which has the tokens, and one cuts D.
+@helpers.cover(
+    "head",
+    [(P("x"),), (P(None, "x"),), (P(("x", "y")),), (P(),)],
+    lambda head: head in (P(None, "x"), P(("x", "y"))),
+)
 def test_bare_calls_over_a_mesh(head):
     """XLA cuts the call along tokens and columns; 1000 columns over four devices begin inside words."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -275,20 +274,24 @@ def test_bare_calls_over_explicit_axes():
 def test_lead_dimensions_jit_vmap_and_shards_of_tokens():
     problem = helpers.make(PLAIN, jnp.float32)
     allowed = mask_of(allowed_of(PLAIN, problem))[:36]
-    hidden, ids = problem.hidden[:36], problem.target_ids[:36]
-    call = functools.partial(linear_logp, implementation="deterministic")
-    expected = call(hidden, problem.weight, ids, allowed_mask=allowed)
-    folded = hidden.reshape(3, 12, -1), ids.reshape(3, 12), allowed.reshape(3, 12, -1)
+    flat = problem.hidden[:36], problem.target_ids[:36], allowed
+    folded = [x.reshape(4, 3, 3, *x.shape[1:]) for x in flat]
 
     def of_rows(h: Any, t: Any, words: Any) -> Any:
-        return call(h, problem.weight, t, allowed_mask=words)
+        return linear_logp(h, problem.weight, t, allowed_mask=words, implementation="deterministic")
 
+    def with_gradient(f: Any) -> Any:
+        def loss(*x: Any) -> Any:
+            logp = f(*x)
+            return logp.sum(), logp
+
+        return jax.jit(jax.grad(loss, has_aux=True))
+
+    d_hidden, expected = with_gradient(of_rows)(*flat)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    spread = jax.shard_map(of_rows, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    for found in (of_rows(*folded), jax.jit(jax.vmap(of_rows))(*folded), spread(hidden, ids, allowed)):
-        assert_same_bits(found.reshape(-1), expected)
-    d_hidden = jax.grad(lambda h: jax.vmap(of_rows)(h, *folded[1:]).sum())(folded[0])
-    assert_same_bits(d_hidden.reshape(36, -1), jax.grad(lambda h: of_rows(h, ids, allowed).sum())(hidden))
+    spread = jax.shard_map(jax.vmap(of_rows), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    found = with_gradient(spread)(*folded)
+    assert_same_bits((found[0].reshape(36, -1), found[1].reshape(36)), (d_hidden, expected))
 
 
 def test_no_tokens_and_no_ids():
@@ -369,25 +372,41 @@ def test_masks_under_jit_cannot_be_validated():
         call(WORDS)
 
 
-# What marks a row stands in core, for all implementations.
-@pytest.mark.parametrize(
-    ("what", "implementation"), [(x, helpers.IMPLEMENTATIONS[i % 3]) for i, x in enumerate(VALUES)]
+def of_given(implementation: str, vocab: int, given: dict[str, Any]) -> Any:
+    """The gradients and values of a call, and its error under checkify."""
+    call = functools.partial(
+        linear_logp, **{"target_ids": IDS, **given}, global_vocab_size=vocab, implementation=implementation
+    )
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        values = call(hidden, weight, return_lse=True, return_entropy=True, validate=False)
+        return sum(x.sum() for x in values), values
+
+    return jax.grad(loss, (0, 1), has_aux=True)(H, W), checkify.checkify(call)(H, W)[0]
+
+
+jitted_of_given = jax.jit(of_given, static_argnums=(0, 1))
+
+
+# What marks a row stands in core, for all implementations: in `make test`, xla catches its bug. An id in the padding is
+# found as an id V is, and test_messages has its message.
+@helpers.cover(
+    "what, implementation",
+    [*((x, "xla") for x in VALUES), *((x, helpers.IMPLEMENTATIONS[1 + i % 2]) for i, x in enumerate(VALUES))],
+    lambda what, implementation: implementation == "xla" and what != "id in the padding",
 )
 def test_a_bad_row_is_nan_and_reported(what, implementation):
     given, message = VALUES[what]
-
-    def loss(hidden: Any, weight: Any) -> Any:
-        options = {"return_lse": True, "return_entropy": True, "validate": False, "implementation": implementation}
-        values = linear_logp(hidden, weight, **{"target_ids": IDS, **given}, **options)
-        return sum(x.sum() for x in values), values
-
-    (_, values), (d_hidden, d_weight) = jax.value_and_grad(loss, (0, 1), has_aux=True)(H, W)
+    arrays = {name: x for name, x in given.items() if name != "global_vocab_size"}
+    call = functools.partial(jitted_of_given, implementation, given.get("global_vocab_size", 40), arrays)
+    if what == "id that would wrap":  # An argument of a program has 32 bits.
+        call = jax.jit(functools.partial(of_given, *call.args))
+    ((d_hidden, d_weight), values), error = call()
     for x in (*values, d_hidden):
         np.testing.assert_array_equal(np.isnan(np.asarray(x)).reshape(3, -1).all(1), [False, True, False])
         assert np.isfinite(np.asarray(x)[[0, 2]]).all()
     assert np.isnan(np.asarray(d_weight[:38])).all()
-    call = jax.jit(lambda h: linear_logp(h, W, **{"target_ids": IDS, **given}))
-    assert message in str(checkify.checkify(call)(H)[0].get())
+    assert message in str(error.get())
 
 
 def test_ignored_rows_may_hold_anything():

@@ -94,12 +94,26 @@ def test_with_lse_alone(whole):
     assert_same_bits((found.logp, found.lse), whole.rows[:2])
 
 
+def test_a_frozen_head_and_unused_outputs_change_no_gradient_of_hidden(whole):
+    """dH of logp alone beside a frozen head is that of a program of the tests above, whose other upstreams are 0."""
+    problem = whole.of(np.arange(65))
+    g_logp, *others = problem.upstream
+    (*_, expected), _ = outputs(whole.case, problem._replace(upstream=(g_logp, *(0 * g for g in others))))
+
+    def loss(hidden):
+        return jnp.vdot(g_logp, problem._replace(hidden=hidden).call(whole.case, "deterministic").logp)
+
+    assert_same_bits(jax.jit(jax.grad(loss))(problem.hidden), expected)
+
+
 UNUSED = [(CASE, (0,), None), (CASE, (0, 2), 0.7), (SOFTCAP, (0,), 1.0), (SOFTCAP, (0, 2), None)]
 
 
-# Which of the outputs are used changes which terms the backward adds; `make test` has the case with the fewest. The
-# others are caught by gradients against float64 and by `test_jitted_gradients_keep_their_bits` of the logits' ops.
-@helpers.cover("case, used, temperature", UNUSED, lambda *x: x == (SOFTCAP, (0,), 1.0))
+# Which of the outputs are used changes which terms the backward adds; in `make test` the test above has the case with
+# the fewest, and dH has these terms by the same gradients of logits as dW and db. The others are caught by gradients
+# against float64 and by `test_jitted_gradients_keep_their_bits` of the logits' ops.
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "used", "temperature"), UNUSED, ids=str)
 def test_an_unused_output_and_one_of_zero_gradient_are_the_same(case, used, temperature):
     """Zeros as arrays, and no gradient at all: two programs, one answer; and a third one whose head is frozen."""
     gradient, _, operands, absent, zeros = unused(case, used, temperature)
@@ -112,7 +126,7 @@ def test_an_unused_output_and_one_of_zero_gradient_are_the_same(case, used, temp
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "used", "temperature"), UNUSED, ids=str)
 def test_a_program_of_constants_has_the_bits_of_one_of_arguments(case, used, temperature):
-    """In `make test` the transformations below have the head as a constant, and the test above the temperature."""
+    """In `make test` the transformations below have the head as a constant."""
     gradient, loss, operands, absent, _ = unused(case, used, temperature)
     assert_same_bits(jax.jit(lambda: jax.grad(loss)(operands, absent))(), gradient(operands, absent))
 
@@ -264,8 +278,12 @@ def test_any_selection_of_rows(rows, vocab, seed):
     assert_same_bits(selected.call(case, "deterministic"), [x[index] for x in whole])
 
 
+@pytest.mark.full
 def test_multi_token_prediction_is_a_lead_dimension():
-    """K hidden states of each token go through one head: rows have the bits of K calls, and dW is the sum of theirs."""
+    """K hidden states of each token go through one head: rows have the bits of K calls, and dW is the sum of theirs.
+
+    In `make test`, rows are in other batches above, and test_options_against_float64 has two lead dimensions.
+    """
     depth, batch, length = 3, 2, 7
     case = Case("multi-token", (depth, batch, length), 40, 300, bias=True, options={"ignore_index": -100})
     problem = helpers.make(case, jnp.float32)

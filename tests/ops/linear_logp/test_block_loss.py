@@ -46,7 +46,7 @@ LOSSES = {
     ),
 }
 SEEN: list[Any] = []
-"""The needs of every trace of a block since a test began."""
+"""The needs of every trace of a block since `traced_anew`."""
 
 
 def _add(config, needs, operands, tokens, residual, kept, upstream, sums):
@@ -74,14 +74,21 @@ OF_BLOCKS = BlockFunctions(
 )
 
 
-@pytest.fixture(autouse=True)
-def blocks(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def blocks():
     """Give `xla` sums over blocks."""
     functions = partitioned(dataclasses.replace(XLA, of_blocks=OF_BLOCKS))
     rows = [
         dataclasses.replace(x, functions=functions) if x.name == "xla" else x for x in dispatch.TABLE["linear_logp"]
     ]
-    monkeypatch.setitem(dispatch.TABLE, "linear_logp", tuple(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(dispatch.TABLE, "linear_logp", tuple(rows))
+        yield
+
+
+@pytest.fixture
+def traced_anew():
+    """Give every block a trace, whatever was traced before."""
     jax.clear_caches()
     SEEN.clear()
 
@@ -97,33 +104,35 @@ def assert_equal_up_to_rounding(found: Any, expected: Any) -> None:
         assert_within_contract(actual, gold_value, "linear_logp", jnp.float32, "gradient")
 
 
-# The loss is policy_loss's own in every case. In `make test`, that of dapo has all options of the head, that of grpo an
-# entropy's threshold, and that of gspo blocks of whole sequences.
-@helpers.cover("name", [(x,) for x in LOSSES], lambda name: name in ("dapo", "grpo", "gspo"))
-def test_against_all_tokens_at_once(name):
-    b, options = batch(), LOSSES[name]
-    b = b._replace(ref_logps=b.ref_logps if options.beta else None)
-    given = {"options": options, "temperature": jnp.linspace(0.5, 2, 24).reshape(LEAD), "logit_softcap": 5.0}
-    given |= {"entropy_threshold": 4.5, "return_entropy": True} if name == "grpo" else {}
-    found = gradients_of_batch(Batch.loss, b, **given)
+HEAD = {"temperature": jnp.linspace(0.5, 2, 24).reshape(LEAD), "logit_softcap": 5.0}
+
+
+def head_of(name: str) -> dict[str, Any]:
+    """The options of the head for a loss. One loss has an entropy's threshold."""
+    return HEAD | ({"entropy_threshold": 4.5, "return_entropy": True} if name == "dapo" else {})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients_by(calls: Any, name: str, b: Batch) -> Any:
+    def loss(hidden, weight, bias):
+        found = calls(b._replace(hidden=hidden, weight=weight, bias=bias), options=LOSSES[name], **head_of(name))
+        return found.loss, found
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(b.hidden, b.weight, b.bias)
+
+
+# The loss is policy_loss's own in every case. In `make test`, that of dapo has all options of the head and an entropy's
+# threshold, and that of gspo blocks of whole sequences; both share their programs with test_any_mask.
+@helpers.cover("name", [(x,) for x in LOSSES], lambda name: name in ("dapo", "gspo"))
+def test_against_all_tokens_at_once(name, traced_anew):
+    b = batch()
+    b = b._replace(ref_logps=b.ref_logps if LOSSES[name].beta else None)
+    found = gradients_by(Batch.loss, name, b)
     assert SEEN and all(needs.hidden and needs.weight and needs.bias for needs in SEEN)
-    expected = gradients_of_batch(Batch.in_two_calls, b, **given)
+    expected = gradients_by(Batch.in_two_calls, name, b)
     assert np.asarray(expected[1][0]).any()
     assert_same_bits(found[0], expected[0])
     assert_equal_up_to_rounding(found[1], expected[1])
-
-
-def test_against_float64():
-    b = batch()._replace(bias=None, ref_logps=None)
-    hidden, weight = (np.asarray(x, np.float64) for x in (b.hidden, b.weight))
-    logits, advantages = hidden @ weight.T, np.asarray(b.advantages, np.float64)
-    tokens = b.target_ids, b.mask, b.old_logps
-    *_, slope = gold.grpo_loss_gold(logits, logits, *tokens, advantages, clip=(0.2, 0.2), beta=0.0)
-    (loss, _), (d_hidden, d_weight) = gradients_of_batch(Batch.loss, b)
-    assert SEEN and np.isfinite(loss)
-    expected = slope @ weight, slope.reshape(-1, VOCAB).T @ hidden.reshape(-1, DIM)
-    for gradient, gold_gradient in zip((d_hidden, d_weight), expected, strict=True):
-        assert_within_contract(gradient, gold_gradient, "linear_logp", jnp.float32, "gradient")
 
 
 SEQUENCES = st.one_of(
@@ -138,7 +147,7 @@ def test_any_mask(name, active):
     """Masked tokens hold NaN; there may be none that is active, and blocks that are full, in part or not at all."""
     b = batch()
     b = b._replace(mask=jnp.asarray(active), hidden=jnp.where(active[..., None], b.hidden, jnp.nan))
-    found, expected = (_gradients_of_mask(b.hidden, b.mask, calls, name) for calls in (Batch.loss, Batch.in_two_calls))
+    found, expected = (gradients_by(calls, name, b) for calls in (Batch.loss, Batch.in_two_calls))
     assert not np.asarray(found[1][0])[~active].any()
     assert_same_bits(found[0], expected[0])
     if active.any():
@@ -147,39 +156,41 @@ def test_any_mask(name, active):
         assert not any(np.asarray(x).any() for x in found[1])
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _gradients_of_mask(hidden, mask, calls, name):
-    def loss(hidden, weight, bias):
-        found = calls(batch()._replace(hidden=hidden, weight=weight, bias=bias, mask=mask), options=LOSSES[name])
-        return found.loss, found
-
-    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, batch().weight, batch().bias)
+def test_against_float64(traced_anew):
+    b = batch()._replace(bias=None, ref_logps=None)
+    hidden, weight = (np.asarray(x, np.float64) for x in (b.hidden, b.weight))
+    logits, advantages = hidden @ weight.T, np.asarray(b.advantages, np.float64)
+    tokens = b.target_ids, b.mask, b.old_logps
+    *_, slope = gold.grpo_loss_gold(logits, logits, *tokens, advantages, clip=(0.2, 0.2), beta=0.0)
+    (loss, _), (d_hidden, d_weight) = gradients_of_batch(Batch.loss, b)
+    assert SEEN and np.isfinite(loss)
+    expected = slope @ weight, slope.reshape(-1, VOCAB).T @ hidden.reshape(-1, DIM)
+    for gradient, gold_gradient in zip((d_hidden, d_weight), expected, strict=True):
+        assert_within_contract(gradient, gold_gradient, "linear_logp", jnp.float32, "gradient")
 
 
 def loss_of(hidden, weight, bias=None, **options):
     return batch()._replace(hidden=hidden, weight=weight, bias=bias).loss(**options).loss
 
 
-def test_what_needs_no_gradient_is_not_formed():
+def test_what_needs_no_gradient_is_not_formed(traced_anew):
     b = batch()
     jax.eval_shape(loss_of, b.hidden, b.weight)
     assert not SEEN
-    hidden = jax.grad(loss_of)(b.hidden, b.weight)
+    jax.eval_shape(jax.grad(loss_of), b.hidden, b.weight)
     assert SEEN and all(needs.hidden and not needs.weight and not needs.bias for needs in SEEN)
     SEEN.clear()
-    weight = jax.grad(loss_of, 1)(b.hidden, b.weight)
+    jax.eval_shape(jax.grad(loss_of, 1), b.hidden, b.weight)
     assert SEEN and all(needs.weight and not needs.hidden for needs in SEEN)
-    assert_same_bits((hidden, weight), jax.grad(loss_of, (0, 1))(b.hidden, b.weight))
     # One jitted function is differentiated by other operands each time.
     jitted = jax.jit(loss_of)
-    assert_same_bits(hidden, jax.grad(jitted)(b.hidden, b.weight))
-    assert_same_bits((hidden, weight), jax.grad(jitted, (0, 1))(b.hidden, b.weight))
-    assert_same_bits(weight, jax.grad(jitted, 1)(b.hidden, b.weight))
+    hidden, weight, both = (jax.grad(jitted, i)(b.hidden, b.weight) for i in (0, 1, (0, 1)))
+    assert_same_bits((hidden, weight), both)
 
 
 def test_metrics_carry_no_gradient():
-    metric = jax.grad(lambda hidden: batch()._replace(hidden=hidden).loss().ratio_mean)(batch().hidden)
-    assert not np.asarray(metric).any()
+    gradient = jax.jit(jax.grad(lambda hidden: batch()._replace(hidden=hidden).loss().ratio_mean))
+    assert not np.asarray(gradient(batch().hidden)).any()
 
 
 def test_an_outer_scale():
@@ -194,15 +205,25 @@ def test_an_outer_scale():
     assert len(masked) and not np.asarray(masked).any()
 
 
+@functools.cache
+def gradient_of_loss() -> Any:
+    """The jitted value and gradients of hidden and weight, of which JAX keeps a program for each layout."""
+    return jax.jit(jax.value_and_grad(loss_of, (0, 1)))
+
+
 def test_vmap_and_remat_and_scan():
     b = batch()
     gradient = jax.grad(loss_of, (0, 1))
-    expected = gradient(b.hidden, b.weight)
-    remat = jax.grad(jax.checkpoint(loss_of), (0, 1))(b.hidden, b.weight)
-    assert_equal_up_to_rounding(remat, expected)
     several = jnp.stack([b.hidden, 2 * b.hidden])
-    _, in_scan = jax.lax.scan(lambda _, hidden: (None, gradient(hidden, b.weight)), None, several)
-    batched = jax.vmap(gradient, (0, None))(several, b.weight)
+
+    @jax.jit
+    def transformed():
+        remat = jax.grad(jax.checkpoint(loss_of), (0, 1))(b.hidden, b.weight)
+        _, in_scan = jax.lax.scan(lambda _, hidden: (None, gradient(hidden, b.weight)), None, several)
+        return remat, in_scan, jax.vmap(gradient, (0, None))(several, b.weight)
+
+    (remat, in_scan, batched), (_, expected) = transformed(), gradient_of_loss()(b.hidden, b.weight)
+    assert_equal_up_to_rounding(remat, expected)
     assert_equal_up_to_rounding(jax.tree.map(lambda x: x[0], in_scan), expected)
     assert_equal_up_to_rounding(batched, in_scan)
 
@@ -221,14 +242,12 @@ def test_programs_over_devices_take_all_tokens_at_once(spec):
         jax.device_put(x, NamedSharding(mesh, PartitionSpec(axis)))
         for x, axis in zip((b.hidden, b.weight), spec, strict=True)
     )
-    gradient = jax.jit(jax.value_and_grad(loss_of, (0, 1)))
+    gradient = gradient_of_loss()
     program = gradient.lower(hidden, weight)
     # A call by all tokens at once is what XLA partitions; a program of one device has nothing to partition.
     assert "CustomSPMDPartitioning" in program.as_text()
     assert "CustomSPMDPartitioning" not in gradient.lower(b.hidden, b.weight).as_text()
-    assert_equal_up_to_rounding(
-        program.compile()(hidden, weight), jax.value_and_grad(loss_of, (0, 1))(b.hidden, b.weight)
-    )
+    assert_equal_up_to_rounding(program.compile()(hidden, weight), gradient(b.hidden, b.weight))
 
 
 def explained(**changes: Any) -> str:
@@ -267,6 +286,7 @@ def test_which_losses_are_sums_over_tokens(loss):
     )
     b = batch()
 
+    @jax.jit
     def gradient(logp):
         given = {"ref_logps": b.ref_logps, "rollout_logps": b.old_logps - 0.1, "options": options}
         return jax.grad(lambda x: policy_loss(x, b.old_logps, b.advantages, jnp.ones(LEAD), **given).loss)(logp)

@@ -15,20 +15,11 @@ from jax.sharding import PartitionSpec as P
 import rlk_jax
 from rlk_jax import LinearLogp, RankedLogp, linear_grpo_loss, linear_logp, vocab_parallel
 from tests.support import helpers
-from tests.support.allowed import allowed_of, mask_of
+from tests.support.allowed import EVERYTHING, allowed_of, mask_of
 from tests.support.helpers import Case, Problem, assert_same_bits, assert_within_contract
 from tests.support.rankings import BOTH, assert_exact, assert_ranks_gold, of_integers, ranking_of
 
 every_implementation = pytest.mark.parametrize("implementation", helpers.IMPLEMENTATIONS)
-EVERYTHING = Case(
-    "everything",
-    (5, 14),
-    40,
-    300,
-    bias=True,
-    temperature="per token",
-    options={"logit_softcap": 3.0, "global_vocab_size": 290, "ignore_index": -1},
-)
 
 
 @helpers.cover(
@@ -40,15 +31,15 @@ EVERYTHING = Case(
 def test_against_float64(implementation, dtype):
     """Rows may allow fewer than k tokens; ignored ones hold NaN."""
     problem = helpers.make(EVERYTHING, dtype)
-    allowed, ignored = allowed_of(EVERYTHING, problem), np.arange(70).reshape(5, 14) % 5 == 2
+    allowed, ignored = allowed_of(EVERYTHING, problem), np.arange(70) % 5 == 2
     given = problem._replace(
         target_ids=jnp.where(ignored, -1, problem.target_ids),
-        hidden=jnp.where(ignored[..., None], jnp.nan, problem.hidden),
+        hidden=jnp.where(ignored[:, None], jnp.nan, problem.hidden),
     )
     found, _ = given.values_and_gradients(EVERYTHING, implementation, allowed_mask=mask_of(allowed), **BOTH)
     for x, nothing in zip(ranking_of(found), (-1, 0, -1), strict=True):
         assert (np.asarray(x)[ignored] == nothing).all()
-    logits = helpers.gold(helpers.with_options(EVERYTHING, allowed=allowed.reshape(-1, 300)), problem).logits
+    logits = helpers.gold(helpers.with_options(EVERYTHING, allowed=allowed), problem).logits
     kept = jax.tree.map(lambda x: x[~ignored], found)
     assert_ranks_gold(kept, logits[~ignored], problem.target_ids[~ignored], dtype)
 
@@ -56,8 +47,12 @@ def test_against_float64(implementation, dtype):
 PLAIN = Case("plain", (37,), 24, 120)
 
 
-@every_implementation
-@pytest.mark.parametrize("top_k", [1, 120])
+# The float64 test has k = 20 in each implementation, and the reference sorts all columns for any k.
+@helpers.cover(
+    "implementation, top_k",
+    itertools.product(helpers.IMPLEMENTATIONS, (1, 120)),
+    lambda implementation, top_k: (implementation, top_k) in (("xla", 1), ("xla", 120), ("deterministic", 120)),
+)
 def test_one_and_all(implementation, top_k):
     problem = helpers.make(PLAIN, jnp.float32)
     found = problem.call(PLAIN, implementation, return_top_k=top_k, return_target_rank=True)
@@ -102,9 +97,10 @@ def test_rows_of_nan_and_infinite_logits(implementation):
         assert found.top_logps[row, -1] == -np.inf and np.isfinite(found.top_logps[row, :-1]).all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_logps_are_the_bits_of_the_same_tokens_as_targets(masked):
-    problem = helpers.make(EVERYTHING, jnp.bfloat16)
+# A mask changes logits, of which a ranking is made.
+@helpers.cover("masked, dtype", [(True, jnp.float32), (False, jnp.bfloat16)], lambda masked, dtype: masked)
+def test_logps_are_the_bits_of_the_same_tokens_as_targets(masked, dtype):
+    problem = helpers.make(EVERYTHING, dtype)
     mask = {"allowed_mask": mask_of(allowed_of(EVERYTHING, problem))} if masked else {}
     found, _ = problem.values_and_gradients(EVERYTHING, "deterministic", **mask, **BOTH)
     for place in (0, 3, 19):
@@ -117,23 +113,31 @@ def test_logps_are_the_bits_of_the_same_tokens_as_targets(masked):
 
 @every_implementation
 def test_what_stands_beside_keeps_its_bits(implementation):
-    """Values and gradients are those of a call without a ranking, and the ranking has no gradient."""
+    """Values and gradients are those of a call without a ranking."""
     problem = helpers.make(EVERYTHING, jnp.float32)
-    found, gradients = problem.values_and_gradients(EVERYTHING, implementation, **BOTH)
-    values, expected = problem.values_and_gradients(EVERYTHING, implementation)
+    mask = {"allowed_mask": mask_of(allowed_of(EVERYTHING, problem))}
+    found, gradients = problem.values_and_gradients(EVERYTHING, implementation, **mask, **BOTH)
+    values, expected = problem.values_and_gradients(EVERYTHING, implementation, **mask)
     assert isinstance(found, RankedLogp) and isinstance(values, LinearLogp)
     assert_same_bits((found[:3], gradients), (values, expected))
+
+
+# What is returned of a ranking is stopped in autodiff, for all implementations.
+@helpers.implementations("xla")
+def test_a_ranking_has_no_gradient(implementation):
+    problem = helpers.make(EVERYTHING, jnp.float32)
 
     def of_ranking(hidden: Any) -> Any:
         return problem._replace(hidden=hidden).call(EVERYTHING, implementation, **BOTH).top_logps.sum()
 
-    assert not np.asarray(jax.grad(of_ranking)(problem.hidden)).any()
+    assert not np.asarray(jax.jit(jax.grad(of_ranking))(problem.hidden)).any()
 
 
 def test_rows_keep_their_ranking_in_any_batch():
-    problem, few = helpers.make(EVERYTHING, jnp.float32), (np.asarray([2, 0, 4]), np.asarray([3, 13, 3]))
-    whole, _ = problem.values_and_gradients(EVERYTHING, "deterministic", **BOTH)
-    alone = helpers.rows_of(problem, few).call(EVERYTHING, "deterministic", **BOTH)
+    problem, few = helpers.make(EVERYTHING, jnp.float32), np.asarray([31, 13, 59])
+    mask = mask_of(allowed_of(EVERYTHING, problem))
+    whole, _ = problem.values_and_gradients(EVERYTHING, "deterministic", allowed_mask=mask, **BOTH)
+    alone = helpers.rows_of(problem, few).call(EVERYTHING, "deterministic", allowed_mask=mask[few], **BOTH)
     for x, y in zip(ranking_of(alone), ranking_of(whole), strict=True):
         np.testing.assert_array_equal(x, y[few])
 
@@ -167,28 +171,30 @@ def test_only_what_was_asked_for():
 
 
 def test_under_jit_vmap_and_remat():
-    """A batch of heads too, whose elements run one after the other."""
+    """A batch of heads too, whose elements run one after the other. Each element has two lead dimensions."""
     problem, _ = of_integers(12, 8, 60)
     call = functools.partial(linear_logp, **BOTH)
-    folded = problem.hidden.reshape(3, 4, 8), problem.target_ids.reshape(3, 4)
-    flat = jax.jit(call)(problem.hidden, problem.weight, problem.target_ids)
-    expected = jax.tree.map(lambda x: x.reshape(3, 4, *x.shape[1:]), flat)
-    of_rows = lambda h, t: call(h, problem.weight, t)  # noqa: E731
+    folded = problem.hidden.reshape(3, 2, 2, 8), problem.target_ids.reshape(3, 2, 2)
+
+    def of_rows(hidden: Any, ids: Any) -> Any:
+        return call(hidden, problem.weight, ids)
+
+    def gradient(f: Any, *arrays: Any) -> Any:
+        def loss(hidden: Any) -> Any:
+            found = f(hidden, *arrays[1:])
+            return found.logp.sum(), found
+
+        return jax.jit(jax.grad(loss, has_aux=True))(arrays[0])
+
     heads = jnp.stack([problem.weight] * 3)
-    found = jax.jit(lambda: (of_rows(*folded), jax.vmap(of_rows)(*folded), jax.vmap(call)(folded[0], heads, folded[1])))
-    for x in found():
-        np.testing.assert_array_equal(x.top_ids, expected.top_ids)
-        np.testing.assert_array_equal(x.target_rank, expected.target_rank)
-        assert_within_contract(x.top_logps, expected.top_logps, "linear_logp", jnp.float32, "forward")
-
-    def loss(hidden: Any) -> Any:
-        found = jax.checkpoint(jax.vmap(of_rows))(hidden, folded[1])
-        return found.logp.sum(), found.top_ids
-
-    gradient, ids = jax.jit(jax.grad(loss, has_aux=True))(folded[0])
-    plain = jax.grad(lambda h: linear_logp(h, problem.weight, folded[1]).sum())(folded[0])
-    assert_within_contract(gradient, plain, "linear_logp", jnp.float32, "gradient")
-    np.testing.assert_array_equal(ids, expected.top_ids)
+    d_hidden, expected = gradient(of_rows, problem.hidden, problem.target_ids)
+    d_folded, of_vmap = gradient(jax.checkpoint(jax.vmap(of_rows)), *folded)
+    of_heads = jax.jit(jax.vmap(call))(folded[0], heads, folded[1])
+    for x in (of_vmap, of_heads):
+        np.testing.assert_array_equal(x.top_ids.reshape(12, 20), expected.top_ids)
+        np.testing.assert_array_equal(x.target_rank.reshape(12), expected.target_rank)
+        assert_within_contract(x.top_logps.reshape(12, 20), expected.top_logps, "linear_logp", jnp.float32, "forward")
+    assert_within_contract(d_folded.reshape(12, 8), d_hidden, "linear_logp", jnp.float32, "gradient")
 
 
 def over_a_mesh(case: Case, problem: Problem, mesh: Mesh, implementation: str, **given: Any) -> RankedLogp:
@@ -207,8 +213,8 @@ def over_a_mesh(case: Case, problem: Problem, mesh: Mesh, implementation: str, *
     )
 
 
-# One shard is a whole head, and four are cut as two and eight are.
-@helpers.cover("shards", [(x,) for x in (1, 2, 4, 8)], lambda n: n in (2, 8))
+# One shard is a whole head, and two and four are cut as eight are, with more columns.
+@helpers.cover("shards", [(x,) for x in (1, 2, 4, 8)], lambda n: n == 8)
 def test_shards_keep_all_bits(shards):
     """The last of eight shards of 16 columns are padding, and none has k columns."""
     case = Case("few columns", (9,), 16, 70, bias=True, temperature="per token", options={"logit_softcap": 3.0})
@@ -222,7 +228,8 @@ def test_shards_keep_all_bits(shards):
         np.testing.assert_array_equal(np.asarray(x).view(np.int32), np.asarray(y).view(np.int32))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+# In `make test`, test_shards_keep_all_bits has an Auto axis.
+@helpers.cover("kind", [(AxisType.Auto,), (AxisType.Explicit,)], lambda kind: kind == AxisType.Explicit)
 def test_shards_of_vocabulary_and_tokens(kind):
     """Equal logits of several shards stand in the order of their ids; gradients pass beside the ranking."""
     mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(kind,) * 2, devices=jax.devices()[:8])
@@ -235,32 +242,35 @@ def test_shards_of_vocabulary_and_tokens(kind):
 
     gradient, found = jax.jit(jax.grad(loss, has_aux=True))(problem.hidden)
     assert_exact(found, logits, problem.target_ids)
-    plain = jax.grad(lambda h: linear_logp(h, problem.weight, problem.target_ids).sum())(problem.hidden)
+    plain = jax.jit(jax.grad(lambda h: linear_logp(h, problem.weight, problem.target_ids).sum()))(problem.hidden)
     assert_within_contract(gradient, plain, "linear_logp", jnp.float32, "gradient")
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+# In `make test`, test_shards_keep_all_bits has types of varying axes.
+@helpers.cover("check_vma", [(False,), (True,)], lambda check_vma: not check_vma)
 def test_shards_in_another_order(check_vma):
     """Rank r holds the columns of shard 3 − r; ranks that were given different ids give NaN."""
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     problem, logits = of_integers(10, 8, 256)
 
-    def on_rank(hidden: Any, weight: Any, ids: Any) -> Any:
-        start = 64 * (3 - jax.lax.axis_index("tp"))
-        return linear_logp(hidden, weight, ids, axis_name="tp", vocab_start_index=start, **BOTH)
+    def on_rank(hidden: Any, weight: Any, ids: Any, difference: Any) -> Any:
+        rank = jax.lax.axis_index("tp")
+        ids = ids if check_vma else ids + rank * difference
+        return linear_logp(hidden, weight, ids, axis_name="tp", vocab_start_index=64 * (3 - rank), **BOTH)
 
-    specs = {"in_specs": (P(), P("tp"), P()), "out_specs": P(), "check_vma": check_vma}
+    specs = {"in_specs": (P(), P("tp"), P(), P()), "out_specs": P(), "check_vma": check_vma}
     backwards = problem.weight.reshape(4, 64, 8)[::-1].reshape(256, 8)
-    found = jax.jit(jax.shard_map(on_rank, mesh=mesh, **specs))(problem.hidden, backwards, problem.target_ids)
-    assert_exact(found, logits, problem.target_ids)
+    call = jax.jit(jax.shard_map(on_rank, mesh=mesh, **specs))
+    nothing = jnp.zeros(10, jnp.int32)
+    assert_exact(call(problem.hidden, backwards, problem.target_ids, nothing), logits, problem.target_ids)
     if not check_vma:
-        other = lambda h, w, t: on_rank(h, w, t + jax.lax.axis_index("tp") * (jnp.arange(10) == 3))  # noqa: E731
-        spoilt = jax.jit(jax.shard_map(other, mesh=mesh, **specs))(problem.hidden, backwards, problem.target_ids % 200)
+        spoilt = call(problem.hidden, backwards, problem.target_ids % 200, nothing.at[3].set(1))
         assert np.isnan(spoilt.logp[3]) == np.isnan(spoilt.top_logps[3]).all() == (spoilt.target_rank[3] == -1)
         assert not np.isnan(np.delete(spoilt.top_logps, 3, axis=0)).any()
 
 
-@pytest.mark.parametrize("head", [P("x"), P(None, "x"), P()], ids=str)
+# HeadLayout cuts a head with and without a ranking: in `make test`, test_allowed.py has the other ways to lie.
+@helpers.cover("head", [(P("x"),), (P(None, "x"),), (P(),)], lambda head: head == P("x"))
 def test_bare_calls_over_a_mesh(head):
     """XLA cuts the call along tokens and columns."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

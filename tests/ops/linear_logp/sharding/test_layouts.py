@@ -154,10 +154,14 @@ def test_the_part_of_an_axis_that_users_found(view, k, expected):
 CASES = list(zip(VIEWS, itertools.cycle(["4", "2 x 4", "8"]), itertools.cycle(HEADS), strict=False))
 
 
-# In `make test`, micro_batches and groups catch what is wrong with either part of groups_by_map_and_vmap.
+VIEWS_OF_FULL = (groups_by_map_and_vmap, accumulated, leftover)
+
+
+# In `make test`, micro_batches and groups catch what is wrong with either part of groups_by_map_and_vmap,
+# test_meshes_of_both_kinds_of_axes has `accumulated`, and test_tokens_that_do_not_divide_are_said_once has `leftover`.
 @pytest.mark.parametrize(
     ("view", "mesh", "head"),
-    [pytest.param(*x, marks=pytest.mark.full) if x[0] == groups_by_map_and_vmap else x for x in CASES],
+    [pytest.param(*x, marks=pytest.mark.full) if x[0] in VIEWS_OF_FULL else x for x in CASES],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_views_of_a_sharded_batch(view, mesh, head):

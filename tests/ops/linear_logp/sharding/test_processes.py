@@ -55,16 +55,17 @@ MISTAKES = {
     "bare, implementation": "ValueError: implementation must be one of ",
 }
 """Tasks of tests/support/rank.py in which one process makes a mistake, and the message that all processes raise."""
+UNCAUGHT = "bad target"
 RIGHT = ("none", "cut tokens")
 """Tasks in which no process makes a mistake."""
 
 
 @pytest.fixture(scope="module")
 def two_processes() -> list[Finished]:
-    """Two processes that go from one mistake to the next: after each one, both have left the call that raised. Then
-    both do the tasks without a mistake.
+    """Two processes that do the tasks without a mistake and go from one mistake to the next: after each one, both have
+    left the call that raised. Nobody catches the last error.
     """
-    return processes(*MISTAKES, *RIGHT, count=2)
+    return processes(*RIGHT, *MISTAKES, UNCAUGHT, count=2)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,8 @@ def test_processes_have_the_bits_of_one(finished, request):
         helpers.make(rank.CASE, jax.numpy.bfloat16), Mesh(np.asarray(jax.devices("cpu")[:1]), ("tp",))
     )
     for process in request.getfixturevalue(finished):
-        assert process.code == 0, process.stderr
         printed = dict(line.split() for line in process.stdout.splitlines() if line.split()[0] in expected)
-        assert printed == expected
+        assert printed == expected, process.stderr
 
 
 @pytest.mark.parametrize("finished", FINISHED)
@@ -95,23 +95,27 @@ def test_tokens_that_lie_over_processes(finished, request):
     options = {"temperature": rank.TEMPERATURES, "implementation": "deterministic"}
     logp = np.asarray(linear_logp(p.hidden, p.weight, p.target_ids, **options))
     for process in request.getfixturevalue(finished):
-        assert process.code == 0, process.stderr
-        assert f"cut {hashlib.sha256(logp.tobytes()).hexdigest()}" in process.stdout
+        assert f"cut {hashlib.sha256(logp.tobytes()).hexdigest()}" in process.stdout, process.stderr
 
 
 @pytest.mark.parametrize("task", MISTAKES)
 def test_one_rank_s_mistake_raises_its_message_in_all(task, two_processes):
     for process in two_processes:
-        assert process.code == 0, process.stderr
         said = dict(kv for line in process.stdout.splitlines() if line[:1] == "{" for kv in json.loads(line).items())
-        assert MISTAKES[task] in said[task]
+        assert MISTAKES[task] in said.get(task, ""), process.stderr
 
 
-def test_one_rank_s_mistake_ends_all():
+def test_one_rank_s_mistake_ends_all(two_processes):
     """An error that nobody catches ends every process by itself, without a signal."""
-    for process in processes("bad target", count=2):
+    for process in two_processes:
         assert process.code == 1, (process.code, process.stderr)
-        assert MISTAKES["bad target"] in process.stderr
+        assert MISTAKES[UNCAUGHT] in process.stderr
+
+
+@pytest.mark.full
+def test_processes_without_a_mistake_end(four_processes):
+    """In `make test`, test_local_processes (test_check_tp.py) catches processes that do not end."""
+    assert [process.code for process in four_processes] == [0] * 4
 
 
 def test_a_check_with_other_options_in_one_process_ends_both():
