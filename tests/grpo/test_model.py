@@ -26,6 +26,7 @@ from tests.support import helpers
 PROMPT_WIDTH, LENGTH = 6, 5
 PADDING = np.array([0, 3, 5, 1], np.int32)
 MESH = jax.make_mesh((1, 1), ("data", "tensor"))
+target_logps_once = nnx.jit(target_logps, static_argnames="head")
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,13 @@ def completion_ids() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def tokens(prompt_ids, completion_ids) -> np.ndarray:
-    """What a training pass reads; in this shape, tests share the programs of single operations."""
+    """What a training pass reads; in this shape, tests share a program."""
     return np.concatenate([prompt_ids, completion_ids[:, :-1]], axis=1)
+
+
+@nnx.jit
+def hidden_of(model: Decoder, tokens: np.ndarray, padding: np.ndarray) -> jax.Array:
+    return model(tokens, padding)
 
 
 def gold_logps(model: Decoder, tokens: np.ndarray) -> np.ndarray:
@@ -112,7 +118,7 @@ def assert_is_the_definition(
 ) -> float:
     """The error."""
     mask = np.arange(LENGTH) < np.array([[5], [1], [3], [0]])
-    actual = target_logps(model, join_completions(prompt_ids, PADDING, completion_ids, mask), head)
+    actual = target_logps_once(model, join_completions(prompt_ids, PADDING, completion_ids, mask), head=head)
     gold = np.zeros(mask.shape)
     for row, padding in enumerate(PADDING):
         sequence = np.concatenate([prompt_ids[row, padding:], completion_ids[row]])
@@ -141,7 +147,7 @@ def test_decoding_with_the_cache_equals_the_full_forward(model, tokens, cut):
         hidden, cache = extend(model, tokens[:, slot : slot + 1], PADDING, cache, slot)
         pieces.append(hidden)
     real = np.arange(tokens.shape[1]) >= PADDING[:, None]
-    cached, full = np.concatenate(pieces, axis=1)[real], np.asarray(model(tokens, PADDING))[real]
+    cached, full = np.concatenate(pieces, axis=1)[real], np.asarray(hidden_of(model, tokens, PADDING))[real]
     helpers.assert_within_contract(cached, full, "decoder_cache", jnp.float32, "forward")
 
 
@@ -155,14 +161,14 @@ def test_slots_that_the_cache_does_not_have(model, tokens):
 
 def test_padding_slots_hold_nothing(model, tokens):
     real = np.arange(tokens.shape[1]) >= PADDING[:, None]
-    hidden, same = (np.asarray(model(x, PADDING))[real] for x in (tokens, np.where(real, tokens, 7)))
+    hidden, same = (np.asarray(hidden_of(model, x, PADDING))[real] for x in (tokens, np.where(real, tokens, 7)))
     chex.assert_trees_all_equal(hidden, same)
 
 
 def test_greedy_rollout_takes_the_most_likely_token_of_the_full_forward(model, prompt_ids):
     ids = rolled_out(model, prompt_ids, PADDING, 0, greedy=True)
     tokens = jnp.concatenate([prompt_ids, ids], axis=1)
-    likely = jnp.argmax(model.lm_head(model(tokens[:, :-1], PADDING)[:, PROMPT_WIDTH - 1 :]), axis=-1)
+    likely = jnp.argmax(model.lm_head(hidden_of(model, tokens[:, :-1], PADDING)[:, PROMPT_WIDTH - 1 :]), axis=-1)
     mask = completion_mask(ids)
     chex.assert_trees_all_equal(jnp.where(mask, ids, PAD), jnp.where(mask, likely, PAD))
 
@@ -173,7 +179,7 @@ def test_rollout_samples_from_the_policy(model, prompt_ids, tokens):
     prompts = np.repeat(prompt_ids[1:2], count, axis=0), np.repeat(PADDING[1:2], count)
     ids = np.asarray(rolled_out(model, *prompts, 0, length=1))
     frequencies = np.bincount(ids[:, 0], minlength=VOCAB_SIZE) / count
-    probabilities = jax.nn.softmax(model.lm_head(model(tokens, PADDING)[:, PROMPT_WIDTH - 1 :]))[1, 0]
+    probabilities = jax.nn.softmax(model.lm_head(hidden_of(model, tokens, PADDING)[:, PROMPT_WIDTH - 1 :]))[1, 0]
     assert np.abs(frequencies - probabilities).max() <= np.sqrt(np.log(2 * VOCAB_SIZE / 1e-9) / (2 * count))
 
 

@@ -26,6 +26,7 @@ from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.job import Job
 from rlk_jax.grpo.stopping import StopRequest
 from tests.grpo import tiny, tiny_text
+from tests.support import helpers
 
 OPTIONS: dict[str, Any] = {
     "prompts_per_step": 2,
@@ -67,7 +68,8 @@ def planned(files):
 
     def of(**changes: Any) -> tuple[Job, plan.Plan]:
         if str(changes) not in made:
-            made[str(changes)] = plan.make_plan(GrpoConfig(**files, **{**OPTIONS, **changes}), None, StopRequest())
+            with tiny.shared_programs():
+                made[str(changes)] = plan.make_plan(GrpoConfig(**files, **{**OPTIONS, **changes}), None, StopRequest())
         return made[str(changes)]
 
     return of
@@ -105,6 +107,7 @@ def test_the_plan_has_what_the_programs_of_a_run_need(planned):
 
 def test_nothing_is_allocated_or_written(files, planned, tmp_path, capsys):
     """The weights are missing, and --out and --save-hf are of a run."""
+    planned()  # Shared programs are made.
     gc.collect()
     before = len(jax.live_arrays())
     assert tiny.run_here(*command(files), "--out", tmp_path / "out", "--save-hf", files["model"]) == 0
@@ -115,9 +118,12 @@ def test_nothing_is_allocated_or_written(files, planned, tmp_path, capsys):
     assert "\npeak memory of a device: 0.00 GiB; 1 x cpu\n" in shown
 
 
-def test_a_run_that_does_not_fit_is_one_line_behind_the_tables(files, tmp_path, capsys):
-    """No machine could hold this model."""
-    assert tiny.run_here(*command({**files, "model": describe(tmp_path / "model", **HUGE)})) == 2
+@helpers.cover("fields", [({},), (HUGE,)], lambda fields: not fields)
+def test_a_run_that_does_not_fit_is_one_line_behind_the_tables(files, tmp_path, capsys, monkeypatch, fields):
+    """No machine could hold the model that `make test-full` has; in `make test`, nothing is free."""
+    if not fields:
+        monkeypatch.setattr(plan, "free_memory", lambda _: 0)
+    assert tiny.run_here(*command({**files, "model": describe(tmp_path / "model", **fields)})) == 2
     shown = capsys.readouterr()
     peak = re.search(r"^peak memory of a device: (\d+\.\d\d GiB); 1 x cpu$", shown.out, re.MULTILINE)[1]
     assert shown.err.startswith("rlk grpo: error: out of memory: ") and shown.err.count("\n") == 1
@@ -140,7 +146,7 @@ def in_full(*values: Any) -> Any:
     ("changes", "factor"),
     [
         (TWO, 0.8),
-        ({"micro_batches": 4}, 0.6),
+        in_full({"micro_batches": 4}, 0.6),
         in_full({"remat": True}, 0.95),
         in_full({"prompts_per_step": 4}, 1.4),
         in_full({"max_new_tokens": 32}, 1.2),
@@ -150,7 +156,9 @@ def in_full(*values: Any) -> Any:
     ids=str,
 )
 def test_options_are_seen_in_the_peak(planned, changes, factor):
-    """A plan compiles the programs of its run, so `make test` has two options alone."""
+    """A plan compiles the programs of its run, so `make test` has one option alone, whose programs
+    test_the_plan_has_what_the_programs_of_a_run_need has compiled.
+    """
     found, before = planned(**changes)[1].largest.peak, planned()[1].largest.peak
     assert found < before * factor if factor < 1 else found > before * factor
 

@@ -24,12 +24,14 @@ from rlk_jax.grpo.sft.steps import SftSteps, build_sft_steps
 from rlk_jax.grpo.sft.task import load_sft_task
 from rlk_jax.grpo.steps import make_mesh
 from rlk_jax.grpo.text_steps import rows_of_step
-from tests.grpo import tiny_text
+from tests.grpo import tiny, tiny_text
 from tests.models.test_tokenizer import change
 from tests.support import helpers
 
 INVARIANT = {"invariant": True, "compute_dtype": "bfloat16"}
-OPTIONS = {"steps": 4, "rows_per_step": 4, "learning_rate": 1e-2, "checkpoint_every": 2, **INVARIANT}
+BITS = {"implementation": "deterministic", "z_loss": 0.02, "max_gradient_norm": 0.1, "micro_batches": 2}
+OPTIONS = {"steps": 4, "rows_per_step": 4, "learning_rate": 1e-2, "checkpoint_every": 2, **INVARIANT, **BITS}
+"""Several tests have the programs of a run of these, which promise bits on a mesh."""
 ROW = '{"prompt": "ab", "completion": "a"}'
 EXAMPLE = (
     '; a line reads {"prompt": "2+2=", "completion": "4"}, where a prompt may be [{"role": "user", "content": "2+2="}]'
@@ -68,7 +70,8 @@ def command(files: tuple[Path, Path], out: Path, **changes) -> list[str]:
 def finished(files, tmp_path_factory) -> tuple[RunFolder, Path]:
     """A finished run, and the checkpoint that it saved."""
     folder = tmp_path_factory.mktemp("run")
-    assert cli.main(command(files, folder / "out", save_hf=folder / "hf")) == 0
+    with tiny.shared_programs():
+        assert cli.main(command(files, folder / "out", save_hf=folder / "hf")) == 0
     return RunFolder(folder / "out", SftConfig), folder / "hf"
 
 
@@ -106,7 +109,8 @@ def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path, monkeypatch)
     out.summary.unlink()
     shutil.rmtree(out.checkpoints / "4")
     monkeypatch.setattr(text_steps, "load_parameters", lambda *given: pytest.fail("the given model was read again"))
-    assert cli.main([*command(files, out.path, save_hf=tmp_path / "again"), "--resume"]) == 0
+    with tiny.shared_programs():
+        assert cli.main([*command(files, out.path, save_hf=tmp_path / "again"), "--resume"]) == 0
     for name in ("metrics", "summary"):
         assert getattr(out, name).read_bytes() == getattr(folder, name).read_bytes(), name
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
@@ -118,7 +122,8 @@ def config(files: tuple[Path, Path], **changes) -> SftConfig:
 
 def built(files: tuple[Path, Path], **changes) -> SftSteps:
     chosen = config(files, **changes)
-    return build_sft_steps(chosen, load_sft_task(chosen), make_mesh(chosen))
+    with tiny.shared_programs():
+        return build_sft_steps(chosen, load_sft_task(chosen), make_mesh(chosen))
 
 
 def ids_of(row: dict) -> tuple[list[int], list[int]]:
@@ -135,20 +140,25 @@ def ids_of(row: dict) -> tuple[list[int], list[int]]:
 def gold(model: Path, rows: list[dict], z_loss: float = 0.0, smoothing: float = 0.0) -> float:
     """The mean loss of the tokens of completions, in float64 by transformers and optax, each row alone."""
     theirs = AutoModelForCausalLM.from_pretrained(model).double()
-    losses = []
+    logits, targets = [], []
     for row in rows:
         prompt, completion = ids_of(row)
-        logits = theirs(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].detach().numpy()
-        with jax.enable_x64():
-            targets = optax.smooth_labels(jax.nn.one_hot(jnp.asarray(completion), logits.shape[1]), smoothing)
-            own = optax.softmax_cross_entropy(jnp.asarray(logits), targets)
-            losses.append(np.asarray(own + z_loss * jax.nn.logsumexp(jnp.asarray(logits), axis=1) ** 2))
-    return float(np.concatenate(losses).mean())
+        logits.append(theirs(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].detach().numpy())
+        targets.extend(completion)
+
+    @jax.jit
+    def mean(logits: jax.Array, targets: jax.Array) -> jax.Array:
+        smoothed = optax.smooth_labels(jax.nn.one_hot(targets, logits.shape[1]), smoothing)
+        own = optax.softmax_cross_entropy(logits, smoothed)
+        return (own + z_loss * jax.nn.logsumexp(logits, axis=1) ** 2).mean()
+
+    with jax.enable_x64():
+        return float(mean(np.concatenate(logits), np.array(targets)))
 
 
 def test_losses_are_those_of_transformers_and_optax(files):
     """The loss of the first step has a z-loss and smoothed labels, that of held-out rows has neither."""
-    chosen = config(files, z_loss=0.02, label_smoothing=0.1, invariant=False, compute_dtype="float32")
+    chosen = config(files, label_smoothing=0.1, invariant=False, compute_dtype="float32", implementation=None)
     task = load_sft_task(chosen)
     steps = build_sft_steps(chosen, task, make_mesh(chosen))
     raw = {json.dumps(row["prompt"]): row for row in ROWS}
@@ -183,8 +193,8 @@ def test_targets_are_the_tokens_of_completions_and_their_end(files):
 @pytest.mark.parametrize(
     ("one", "many"),
     [
-        ({"micro_batches": 2}, {"mesh": "data=2,tensor=1"}),
-        pytest.param({}, {"mesh": "data=1,tensor=2"}, marks=pytest.mark.full),
+        ({}, {"mesh": "data=2,tensor=1", "micro_batches": 1}),
+        pytest.param({"micro_batches": 1}, {"mesh": "data=1,tensor=2", "micro_batches": 1}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -192,7 +202,7 @@ def test_a_mesh_has_the_bits_of_one_device(files, one, many):
     """States and metrics after two steps. `make test` has a mesh over data; the cut head's loss is in the next test."""
     found = []
     for how in (one, many):
-        steps = built(files, implementation="deterministic", z_loss=0.02, max_gradient_norm=0.1, **how)
+        steps = built(files, **how)
         state, measured = steps.initial_state(), []
         for step in range(2):
             state, metrics = steps.sft_step(state, step)
@@ -204,7 +214,7 @@ def test_a_mesh_has_the_bits_of_one_device(files, one, many):
 def test_a_head_that_is_cut_has_the_loss_of_a_whole_one(files):
     found = []
     for mesh in ("data=1,tensor=1", "data=1,tensor=2"):
-        steps = built(files, implementation="deterministic", mesh=mesh)
+        steps = built(files, mesh=mesh)
         found.append(steps.heldout_loss(steps.initial_state().params)["loss"])
     helpers.assert_same_bits(*found)
 
@@ -214,7 +224,7 @@ def test_a_run_of_many_options(files, tmp_path, capsys):
     data = write_rows(tmp_path / "data.jsonl", [*ROWS[:6], {"prompt": "x" * 90, "completion": "a"}])
     held = write_rows(tmp_path / "held.jsonl", ROWS[6:])
     given = {"lora_rank": 2, "micro_batches": 2, "packing": True, "schedule": "cosine", "schedule_warmup": 1}
-    given |= {"eval_data": held, "max_tokens": 60, "steps": 2, "invariant": False}
+    given |= {"eval_data": held, "max_tokens": 60, "steps": 2, "invariant": False, "implementation": None}
     assert cli.main(command((files[0], data), tmp_path / "out", **given)) == 0
     said = capsys.readouterr().out
     assert "left out rows of more than 60 tokens: 1" in said and "held out" in said and "perplexity" in said
@@ -320,8 +330,8 @@ def test_a_plan_has_the_programs_of_a_run(files, tmp_path, capsys):
     """It writes nothing, and needs no weights."""
     model = shutil.copytree(files[0], tmp_path / "model")
     (model / "model.safetensors").unlink()
-    plain = {"invariant": False, "compute_dtype": "float32"}
-    assert cli.main([*command((model, files[1]), tmp_path / "out", **plain), "--plan"]) == 0
+    with tiny.shared_programs():
+        assert cli.main([*command((model, files[1]), tmp_path / "out"), "--plan"]) == 0
     shown = capsys.readouterr().out
     assert all(f" {name} " in shown for name in ("the policy with its", "a step", "the evaluation"))
     assert "peak memory of a device: " in shown and not (tmp_path / "out").exists()
@@ -334,7 +344,7 @@ def test_a_run_resumes_as_itself_only(finished, files, tmp_path, capsys):
     assert cli.main([*command((files[0], other), out), "--resume"]) == 2
     assert "cannot resume" in (error := capsys.readouterr().err) and ": data_digest was " in error
     assert cli.main([*command(files, out, z_loss=0.1), "--resume"]) == 2
-    assert f"cannot resume {folder}: z_loss was 0.0, now 0.1" in capsys.readouterr().err
+    assert f"cannot resume {folder}: z_loss was 0.02, now 0.1" in capsys.readouterr().err
     assert cli.main(["grpo", "--warmup-steps=1", f"--out={out}", "--overwrite"]) == 2
     assert f"{folder} holds no run of rlk grpo: " in capsys.readouterr().err
     assert cli.main(command(files, out)) == 2

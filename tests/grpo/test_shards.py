@@ -36,9 +36,10 @@ OPTIONS = {
     scope="module", params=[pytest.param(False, id="untied", marks=pytest.mark.full), pytest.param(True, id="tied")]
 )
 def given(request, tmp_path_factory) -> dict[str, str]:
-    """A checkpoint and prompts. `make test` has a tied head, whose gradient has two parts."""
+    """A checkpoint and prompts. `make test` has a tied head, whose gradient has two parts, and one layer."""
     folder = tmp_path_factory.mktemp("given")
-    model = tiny_text.write_model(folder / "model", tie_word_embeddings=request.param)
+    fields = {"tie_word_embeddings": request.param, "num_hidden_layers": 1 if request.param else 2}
+    model = tiny_text.write_model(folder / "model", **fields)
     return {"model": str(model), "prompts": str(tiny_text.write_prompts(folder / "prompts.jsonl"))}
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 
 from rlk_jax import models
 from rlk_jax.core.allowed import AllowedTokens
@@ -77,7 +78,7 @@ def run(files: dict[str, str], out: Path, **changes: Any) -> list[dict]:
 def test_on_policy_distillation_lowers_the_reverse_kl(files, tmp_path):
     """The divergence is the whole loss, and is measured on completions of the policy of each step."""
     wider = {"hidden_size": 48, "num_hidden_layers": 1, "vocab_size": 320, "tie_word_embeddings": True}
-    given = {"model": tiny_text.write_model(tmp_path / "model")}
+    given = {"model": tiny_text.write_model(tmp_path / "model", num_hidden_layers=1)}
     given["teacher"] = tiny_text.write_model(tmp_path / "teacher", seed=1, **wider)
     how = {"teacher_only": True, "grpo_steps": 20, "updates_per_rollout": 1, "show_every": 20}
     lines = run({**files, **given}, tmp_path / "out", **how)
@@ -104,20 +105,23 @@ def taught_by(config: GrpoConfig) -> tuple[Teacher, Any, Any]:
     return teacher, load_parameters(config.model, mesh), teacher.load()
 
 
+@nnx.jit
+def logits_of(model: models.CausalLM, token_ids: np.ndarray) -> jax.Array:
+    return model.lm_head(model(token_ids))
+
+
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
 def test_the_divergence_is_that_of_both_models(files, kind):
     """It is that over the policy's whole vocabulary, at the temperature of the run, whatever tokens are allowed."""
     config = config_of(files, teacher_kind=kind, temperature=0.7)
     (teacher, params, theirs), rows = taught_by(config), some_sequences()
-    taught = rows._replace(teacher_hidden=teacher.hidden(theirs, rows))
+    taught = rows._replace(teacher_hidden=jax.jit(teacher.hidden)(theirs, rows))
     values, found = jax.jit(functools.partial(teacher.values, entropy=False))(params, theirs, taught)
     helpers.assert_same_bits(values.logp, jax.jit(teacher.policy.values)(params, rows).logp)
     logps = []
     for directory in (files["model"], files["teacher"]):
-        model = models.load(directory, dtype=jnp.float32)
-        logits = (
-            np.asarray(model.lm_head(model(rows.token_ids)), np.float64)[:, -4:, : teacher.policy.head.vocab_size] / 0.7
-        )
+        logits = logits_of(models.load(directory, dtype=jnp.float32), rows.token_ids)
+        logits = np.asarray(logits, np.float64)[:, -4:, : teacher.policy.head.vocab_size] / 0.7
         logps.append(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
     a, b = logps if kind == "reverse" else logps[::-1]
     expected = np.where(rows.mask, (np.exp(a) * (a - b)).sum(axis=-1), 0)
@@ -129,7 +133,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(files):
     config = config_of({**files, "teacher": files["model"]}, **INVARIANT)
     teacher, params, theirs = taught_by(config)
     rows = some_sequences()
-    rows = rows._replace(teacher_hidden=teacher.hidden(theirs, rows))
+    rows = rows._replace(teacher_hidden=jax.jit(teacher.hidden)(theirs, rows))
     divergence = jax.jit(functools.partial(teacher.values, entropy=False))(params, theirs, rows)[1]
     np.testing.assert_array_equal(divergence, np.zeros((2, 4)))
 
