@@ -1,7 +1,7 @@
 """Compiles shipped kernel configurations for an H200 without one: python -m tests.pallas_kernels.mosaic.sm90 [--all].
 
 With --all it compiles all of them; without, as few as have every kernel with every value of each of its options, those
-with the most options at once first. It prints a line per configuration; the exit status is 1 where one fails to
+that add most of them first. It prints a line per configuration; the exit status is 1 where one fails to
 compile, spills more than it may, or has its wgmma serialised (ptxas has several warnings for that, C7510 and C7515
 among them). Then it compiles whole programs: ops in a scan, bare calls over one and two H200s, an exported one, those
 that are given what a forward kept, one whose kernels come first, and a loss by blocks of tokens; without --all, only
