@@ -13,10 +13,8 @@ from rlk_jax.ops.linear_logp import hopper
 from tests.support.interpreter import MACHINE
 
 # With fused multiply-adds the CPU's compiler would skip the rounding of a product in one kernel and not in another, so
-# that comparisons of raw bits would depend on the CPU. AVX has none. Programs run once, and compile faster without
-# optimisations.
-_FLAGS = "--xla_cpu_max_isa=AVX --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
+# that comparisons of raw bits would depend on the CPU. AVX has none.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
 
 
 @pytest.fixture(scope="module")
