@@ -33,15 +33,15 @@ def exported(function: Callable[..., Any], operands: Sequence[Any]) -> Verdict:
 
 
 def of_configurations(
-    options: Sequence[dict], verdict_of: Callable[[int], Verdict], *, every: bool
+    options: Sequence[dict], verdict_of: Callable[[int], Verdict], *, every: bool, name: str | None = None
 ) -> tuple[Sequence[int], Iterator[Verdict]]:
     """The numbers of the configurations to compile, and their verdicts.
 
-    Every configuration takes a process per core. Otherwise those that have every pair of options take this process
-    alone, because `make test` keeps the other cores busy.
+    Every configuration takes a process per core. Otherwise those that have every pair of options, or with a name every
+    option beside the one of this name, take this process alone, because `make test` keeps the other cores busy.
     """
     if not every:
-        numbers = cover(options)
+        numbers = cover(options, name)
         return numbers, map(verdict_of, numbers)
     return range(len(options)), _by_processes(verdict_of, len(options))
 

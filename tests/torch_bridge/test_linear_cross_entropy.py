@@ -47,8 +47,10 @@ def test_a_drop_in_for_torchs_cross_entropy(reduction, dtype, smoothing):
         assert_close(x, y, "linear_cross_entropy", "gradient")
 
 
+# In `make test`, the case of "none" catches an option that is lost, and test_a_drop_in_for_torchs_cross_entropy a mean.
 @pytest.mark.parametrize(
-    ("reduction", "dtype", "ignore_index"), [("mean", torch.float32, -100), ("none", torch.float16, None)]
+    ("reduction", "dtype", "ignore_index"),
+    [pytest.param("mean", torch.float32, -100, marks=pytest.mark.full), ("none", torch.float16, None)],
 )
 def test_bits(reduction, dtype, ignore_index):
     """Those of the JAX op, with every option, although 21 rows are padded to 24."""
@@ -75,8 +77,9 @@ def test_bits(reduction, dtype, ignore_index):
     assert_same_bits(gradients, pull_back(array(upstream)))
 
 
-def test_smoothed_labels():
-    """The bits of the JAX op; and as in torch, a logit of −inf makes the loss inf and no gradient NaN."""
+# In `make test`, test_a_drop_in_for_torchs_cross_entropy catches smoothing that is lost.
+@pytest.mark.full
+def test_bits_of_smoothed_labels():
     hidden, weight, ids, bias = batch()
     options: dict[str, Any] = {"ignore_index": -100, "label_smoothing": 0.2, "implementation": "deterministic"}
     loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
@@ -87,13 +90,19 @@ def test_smoothed_labels():
     )
     assert_same_bits([loss], [expected])
     assert_same_bits(gradients, pull_back(np.float32(1)))
+
+
+def test_smoothed_labels_of_impossible_tokens():
+    """As in torch, a logit of −inf makes the loss inf and no gradient NaN. The programs are those of the drop-in."""
+    hidden, weight, ids, bias = batch()
+    options: dict[str, Any] = {"ignore_index": -100, "label_smoothing": 0.1}
     with torch.no_grad():
         bias[ids[0, 0] - 1] = -torch.inf
     values = []
     for of_logits in (True, False):
         if of_logits:
             logits = (hidden @ weight.t() + bias).flatten(0, 1)
-            loss = functional.cross_entropy(logits, ids.flatten(), ignore_index=-100, label_smoothing=0.2)
+            loss = functional.cross_entropy(logits, ids.flatten(), **options)
         else:
             loss = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, **options)
         values.append((loss, torch.autograd.grad(loss, bias)[0]))

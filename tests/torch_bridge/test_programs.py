@@ -35,21 +35,21 @@ def test_there_are_fewer_buckets_where_padding_is_skipped():
 
 def test_an_implementation_that_skips_padding_has_few_programs(fresh, monkeypatch):
     """With the bits of other paddings; `deterministic` stands for those that do, which run on a GPU alone."""
-    weight, ids = randn(48, 8), randint(48, 129)
-    hidden = randn(129, 8)
+    weight, ids = randn(48, 8), randint(48, 64)
+    hidden = randn(64, 8)
 
     def calls() -> list[torch.Tensor]:
         linear_logp_module._skips_padding.cache_clear()
-        sizes = (1, 5, 64, 65, 127, 129)
+        sizes = (1, 5, 64)
         return [torch_bridge.linear_logp(hidden[:n], weight, ids[:n], implementation="deterministic") for n in sizes]
 
     expected = calls()
-    assert torch_bridge.cache_info().forward == 6
+    assert torch_bridge.cache_info().forward == 3
     rows = [dataclasses.replace(x, skips_padding=True) for x in TABLE["linear_logp"]]
     monkeypatch.setitem(TABLE, "linear_logp", rows)
     found = calls()
     linear_logp_module._skips_padding.cache_clear()
-    assert torch_bridge.cache_info().forward == 8  # Those of 64 and 128 rows were there, and 16 and 512 are new.
+    assert torch_bridge.cache_info().forward == 4  # That of 64 rows was there, and the one of 16 is new.
     assert all(map(same_bits, found, expected))
 
 
@@ -60,13 +60,9 @@ def fresh(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    # 4096 rows are cut into buckets by the same rule: test_buckets counts them, and 16 catch the rest in `make test`.
+    # 4096 rows are cut into buckets by the same rule: test_buckets counts them, and 6 catch the rest in `make test`.
     ("largest", "count", "calls"),
-    [
-        (16, 8, 600),
-        pytest.param(64, 12, 2000, marks=pytest.mark.full),
-        pytest.param(4096, 24, 2000, marks=pytest.mark.full),
-    ],
+    [(6, 5, 600), pytest.param(4096, 24, 2000, marks=pytest.mark.full)],
 )
 def test_a_varying_batch_compiles_a_handful(fresh, largest, count, calls):
     weight = randn(48, 8).requires_grad_()

@@ -17,13 +17,15 @@ from tests.support.interpreter import MACHINE
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
+@pytest.fixture(scope="module")
+def interpreted():
+    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU. Tests share programs."""
     row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE))
-    monkeypatch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
-    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(dispatch.TABLE, "linear_logp", (row, *dispatch.TABLE["linear_logp"][1:]))
+        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +37,11 @@ def no_races(capsys):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The names of the kernels that computed gradients of logits, in order."""
+    """The names of the kernels that computed gradients of logits, in order. No program is there before or after."""
     names = []
+    jax.clear_caches()
     for name in ("dlogits", "dlogits_from_kept_exponentials"):
         kernel = getattr(head_kernels, name)
         monkeypatch.setattr(head_kernels, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x))
-    return names
+    yield names
+    jax.clear_caches()

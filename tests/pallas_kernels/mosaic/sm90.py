@@ -1,13 +1,13 @@
 """Compiles shipped kernel configurations for an H200 without one: python -m tests.pallas_kernels.mosaic.sm90 [--all].
 
-With --all it compiles all of them; without, as few as have every kernel and every pair of options that any of them has.
-It prints a line per configuration; the exit status is 1 where one fails to compile, spills more than it may, or has its
-wgmma serialised (ptxas has several warnings for that, C7510 and C7515 among them). Then it compiles whole programs: ops
-in a scan, bare calls over one and two H200s, an exported one, those that are given what a forward kept, one whose
-kernels come first, and a loss by blocks of tokens; without --all, only gradients in a scan and one bare call of the
-first two, and not the last one. It needs ptxas, and jax's CUDA plugins of its version in the folder of
-$RLK_SM90_PLUGINS. With --all it takes a process per core, and without it one process, because `make test` keeps the
-other cores busy.
+With --all it compiles all of them; without, as few as have every kernel with every value of each of its options, those
+that add most of them first. It prints a line per configuration; the exit status is 1 where one fails to
+compile, spills more than it may, or has its wgmma serialised (ptxas has several warnings for that, C7510 and C7515
+among them). Then it compiles whole programs: ops in a scan, bare calls over one and two H200s, an exported one, those
+that are given what a forward kept, one whose kernels come first, and a loss by blocks of tokens; without --all, only
+gradients in a scan and one bare call of the first two, and not the last one. It needs ptxas, and jax's CUDA plugins of
+its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and without it one process,
+because `make test` keeps the other cores busy.
 """
 
 import contextlib
@@ -93,12 +93,17 @@ def h200(devices: int = 1, *spec: str | None) -> jax.sharding.Sharding:
     return jax.sharding.NamedSharding(_mesh(devices), jax.sharding.PartitionSpec(*spec))
 
 
+@functools.cache
+def _configurations() -> Sequence[configurations.Configuration]:
+    return tuple(configurations.every())
+
+
 def compile_one(index: int) -> tuple[bool, str]:
     """The verdict on configuration number `index`.
 
     Processes are given numbers because a configuration holds a function, which cannot be sent to another process.
     """
-    configuration = next(itertools.islice(configurations.every(), index, None))
+    configuration = _configurations()[index]
     ok, text = verdict(configuration.run, configuration.arguments, h200(), configuration.most_spills)
     return ok, f"{'ok  ' if ok else 'FAIL'} {configuration}: {text}"
 
@@ -267,8 +272,8 @@ def by_blocks() -> Iterator[Verdict]:
 
 
 def main() -> int:
-    options, every = [configuration.options for configuration in configurations.every()], "--all" in sys.argv
-    numbers, compiled = verdicts.of_configurations(options, compile_one, every=every)
+    options, every = [configuration.options for configuration in _configurations()], "--all" in sys.argv
+    numbers, compiled = verdicts.of_configurations(options, compile_one, every=every, name="kernel")
     # Without --all, one H200 is left to `scanned`, whose gradients are on one too, and the last layout to Triton's aot.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
     programs = scanned(every), bare(layouts), exported(), overwritten(), side_by_side(), by_blocks() if every else ()
