@@ -26,7 +26,8 @@ def public_names(package: str) -> list[str]:
 def on_files(files: Files, config: Any) -> Files:
     """Add a page of reference for each package, and the results of benchmarks."""
     for package in PACKAGES:
-        names = [f"{package}.{name}" for name in public_names(package)]
+        functions_first = sorted(public_names(package), key=lambda name: name[0].isupper())
+        names = [f"{package}.{name}" for name in functions_first]
         # A package inside another has a page of its own.
         content = "\n\n".join([f"# `{package}`", *(f"::: {name}" for name in names if name not in PACKAGES)])
         files.append(File.generated(config, f"reference/{package}.md", content=content))
