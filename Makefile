@@ -1,4 +1,4 @@
-# make demo: train the small GRPO policy.  make demo-smollm2: train a real model for two steps.  make test: what CI checks.  make test-full: all tests.  make test-<leg>: one leg.
+# make demo: train the small GRPO policy.  make demo-smollm2: train a real model for two steps.  make test: what CI checks.  make test-full: all tests.  make test-<leg>: one leg.  make site: the documentation site.
 # Needs Python 3.12, pip and make; each target builds the environment it is missing.
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -11,7 +11,7 @@ CACHED := check head ops grpo learning bridge parallel docs newest clients verl 
 # One program is compiled by many tests, and by every process that some of them start.
 $(CACHED:%=test-%): export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.jax-cache
 $(CACHED:%=test-%): export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-LEGS := mosaic head ops bridge parallel grpo learning triton cuda check newest docs lint verl deepspeed tunix clients
+LEGS := mosaic head ops bridge parallel grpo learning triton cuda check newest docs lint verl deepspeed tunix clients $(if $(FULL),wheel site)
 JOBS ?= 2
 # FULL=1, as `make test-full` sets it, adds the tests that are marked `full` and every configuration of the kernels.
 FULL ?=
@@ -36,7 +36,7 @@ NEWEST := $(addprefix tests/,core/test_dispatch.py ops/linear_logp/test_bits.py:
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.
 PYTEST = -m pytest -p no:cacheprovider -n $(JOBS) --dist loadfile --durations=8
 
-.PHONY: demo demo-smollm2 test test-full $(LEGS:%=test-%) clean
+.PHONY: demo demo-smollm2 site test test-full $(LEGS:%=test-%) clean
 
 demo: .venv-demo/ready
 	JAX_PLATFORMS=cpu .venv-demo/bin/python -m rlk_jax.cli grpo --out runs/demo --overwrite
@@ -125,6 +125,17 @@ test-verl: .venv-verl/ready
 test-deepspeed: .venv-deepspeed/ready
 	$(call leg,DS_ACCELERATOR=cpu JAX_PLATFORMS=cpu .venv-deepspeed/bin/python $(PYTEST) tests/torch_bridge/clients/test_deepspeed.py -n 0 $(marked))
 
+# The wheel and the sdist, and the wheel where nothing else is installed.
+test-wheel: .venv/ready
+	$(call leg,$(wheel); $(RUN) $(PYTEST) tests/wheel -rs)
+
+# The documentation site, in the folder .site.
+site: .venv-site/ready
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --strict
+
+test-site: .venv/ready site
+	$(call leg,$(RUN) $(PYTEST) tests/site)
+
 # Tunix's policy losses on linear_logp.
 test-tunix: .venv-tunix/ready
 	$(call leg,JAX_PLATFORMS=cpu .venv-tunix/bin/python $(PYTEST) tests/clients -n 0 $(marked))
@@ -133,6 +144,20 @@ test-tunix: .venv-tunix/ready
 # The rest repeats other legs.
 test-newest: .venv-newest/ready
 	$(call leg,JAX_PLATFORMS=cpu .venv-newest/bin/python $(PYTEST) $(NEWEST) -k "not reference and not deterministic and not float16" $(marked))
+
+# Builds both, and installs the wheel with no extra and with two, for each Python that is installed, by pyenv too.
+define wheel
+rm -rf .wheel; $(UV) build --quiet --out-dir .wheel/dist .; \
+PATH="$$PATH:$$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23].*/bin 2>/dev/null | paste -sd:)"; \
+for version in 3.12 3.13; do \
+	python=$$($(UV) python find --no-python-downloads --no-project $$version 2>/dev/null) || continue; \
+	for kind in base full; do \
+		$(UV) venv --quiet --python $$python .wheel/$$kind-$$version; \
+		$(UV) pip install --quiet --python .wheel/$$kind-$$version/bin/python --constraint constraints.txt \
+		"$$(echo .wheel/dist/*.whl)$$(test $$kind = base || echo '[grpo,torch]')"; \
+	done; \
+done
+endef
 
 $(UV):
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or later was not found; name one with PYTHON=..."; exit 1; }
@@ -147,6 +172,11 @@ $(UV):
 .venv-demo/ready: $(UV) pyproject.toml constraints.txt
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-demo
 	$(UV) pip install --quiet --python .venv-demo/bin/python --constraint constraints.txt --editable '.[grpo]'
+	@touch $@
+
+.venv-site/ready: $(UV) pyproject.toml
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-site
+	$(UV) pip install --quiet --python .venv-site/bin/python "mkdocs-material>=9.7,<10" "mkdocstrings[python]>=1.0,<2"
 	@touch $@
 
 .venv-newest/ready: $(UV) pyproject.toml
@@ -195,4 +225,4 @@ $(UV):
 	@touch $@
 
 clean:
-	rm -rf .smollm2 .jax-cache .venv .venv-demo .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf .wheel .site .smollm2 .jax-cache .venv .venv-demo .venv-site .venv-newest .venv-triton .venv-verl .venv-deepspeed .venv-tunix .sm90 .tools .pycache .mypy_cache .ruff_cache .hypothesis runs

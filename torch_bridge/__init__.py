@@ -16,7 +16,7 @@ from torch_bridge.grpo_loss import GrpoLoss, grpo_loss  # noqa: E402
 from torch_bridge.head import FusedLMHead  # noqa: E402
 from torch_bridge.linear_cross_entropy import linear_cross_entropy  # noqa: E402
 from torch_bridge.linear_kl import linear_kl  # noqa: E402
-from torch_bridge.linear_logp import LinearLogp, linear_logp  # noqa: E402
+from torch_bridge.linear_logp import LinearLogp, RankedLogp, linear_logp  # noqa: E402
 from torch_bridge.logp import logp  # noqa: E402
 from torch_bridge.ratio_kl import RatioKl, ratio_kl  # noqa: E402
 
@@ -25,6 +25,7 @@ __all__ = [
     "FusedLMHead",
     "GrpoLoss",
     "LinearLogp",
+    "RankedLogp",
     "RatioKl",
     "cache_info",
     "det_gemm",

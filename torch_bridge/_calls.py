@@ -70,11 +70,16 @@ def _no_handle() -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
-def fake(
-    shapes: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, ...]:
+class Output(NamedTuple):
+    """An output of a custom op. One that the user did not ask for has the shape (0,)."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype = torch.float32
+
+
+def fake(outputs: Sequence[Output], device: torch.device) -> tuple[Tensor, ...]:
     """Tensors of the shapes, device and dtypes that `Call.forward` returns, for torch.compile to trace."""
-    return *(torch.empty(shape, dtype=dtype, device=device) for shape in shapes), _no_handle()
+    return *(torch.empty(x.shape, dtype=x.dtype, device=device) for x in outputs), _no_handle()
 
 
 class Call(NamedTuple):
@@ -93,16 +98,15 @@ class Call(NamedTuple):
         tensors: Sequence[Tensor | None],
         other_inputs: Callable[[], Arrays],
         needs: Sequence[bool],
-        shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype = torch.float32,
+        wanted: Sequence[Output],
     ) -> tuple[Tensor, ...]:
-        """The op's outputs, in these shapes, and the handle of the residuals.
+        """The op's outputs, as these are wanted, and the handle of the residuals.
 
         The program's inputs are the differentiable tensors followed by the arrays that `other_inputs` lends.
         """
         device = next(x for x in tensors if x is not None).device
         if self.padding.is_empty:
-            zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+            zeros = [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in wanted]
             return *zeros, keep(_Pending(self, None, [])) if any(needs) else _no_handle()
         needed = tuple([i for i, needs_it in enumerate(needs) if needs_it])
         with _exchange.launching(tensors):
@@ -114,7 +118,7 @@ class Call(NamedTuple):
             # Results are exported while `arrays` are alive, so that torch waits for the program's reads (`_exchange`).
             values = [
                 torch.empty(shape, dtype=dtype, device=device) if 0 in shape else self.padding.without_padding(x, shape)
-                for x, shape in zip(outputs, shapes, strict=True)
+                for x, (shape, dtype) in zip(outputs, wanted, strict=True)
             ]
         return *values, keep(_Pending(self, program, residuals)) if needed else _no_handle()
 
@@ -132,7 +136,7 @@ class Call(NamedTuple):
         """Gradients, in these shapes, of the tensors that need one. The residuals are used up."""
         with _exchange.launching(upstream):
             lent_tensors = self._lend_all([x if i in program.borrows else None for i, x in enumerate(tensors)])
-            # Outputs that were not asked for are empty (`linear_logp.shapes`), and torch may send them gradients, too.
+            # Torch may send gradients of outputs that were not asked for, too.
             lent_upstream = tuple([None if g is None or g.shape == (0,) else self.lend_upstream(g) for g in upstream])
             gradients = program.backward(residuals, lent_tensors, lent_upstream)
             return [self.padding.without_padding(g, shape) for g, shape in zip(gradients, shapes, strict=True)]

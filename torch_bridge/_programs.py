@@ -140,7 +140,7 @@ class Program:
                 for i, shape in zip(layout.borrowed, layout.leaf_shapes, strict=True)
             ]
             pull_back = jax.tree.unflatten(tree, leaves)
-            zeros = [ad.Zero(jax.core.ShapedArray(shape, dtype)) for shape, dtype in layout.outputs]
+            zeros = [ad.Zero(jax.core.ShapedArray(*output).to_tangent_aval()) for output in layout.outputs]
             pairs = zip(has_upstream, zeros, strict=True)
             found = pull_back(tuple(next(gradients) if is_used else zero for is_used, zero in pairs))
             return overwriting.room(residuals), found

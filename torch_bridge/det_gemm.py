@@ -68,8 +68,8 @@ def _run(a: Any, b: Any, accumulate_into: Any, **options: Any) -> tuple[jax.Arra
 _OP = Op("det_gemm", _run, differentiable=3)
 
 
-def _output_shape(a: Tensor, b: Tensor, transpose_b: bool) -> tuple[int, ...]:
-    return *a.shape[:-1], b.shape[0 if transpose_b else 1]
+def _output(a: Tensor, b: Tensor, transpose_b: bool, dtype: torch.dtype) -> _calls.Output:
+    return _calls.Output((*a.shape[:-1], b.shape[0 if transpose_b else 1]), dtype)
 
 
 def _kernel(
@@ -93,14 +93,14 @@ def _kernel(
         return padding.rows(x, 0.0, columns=1)
 
     call = _calls.Call(_OP, padding, options, (rows, _exchange.lend, rows), rows)
-    c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_output_shape(a, b, transpose_b)], out_dtype)
+    c, handle = call.forward([a, b, accumulate_into], lambda: (), needs, [_output(a, b, transpose_b, out_dtype)])
     return c, handle
 
 
 def _fake(
     a: Tensor, b: Tensor, accumulate_into: Tensor | None, transpose_b: bool, out_dtype: torch.dtype, *_: Any
 ) -> Any:
-    return _calls.fake([_output_shape(a, b, transpose_b)], a.device, out_dtype)
+    return _calls.fake([_output(a, b, transpose_b, out_dtype)], a.device)
 
 
 # The gradient of a or b is a product with the other one, so a backward reads a for dB and b for dA.

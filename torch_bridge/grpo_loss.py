@@ -212,12 +212,12 @@ def _kernel(
         ("implementation", implementation),
     )
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), _exchange.lend)
-    loss, policy_loss, kl, handle = call.forward([policy_logits], other_inputs, needs, [()] * 3)
+    loss, policy_loss, kl, handle = call.forward([policy_logits], other_inputs, needs, [_calls.Output(())] * 3)
     return loss, policy_loss, kl, handle
 
 
 def _fake(policy_logits: Tensor, *options: Any) -> Any:
-    return _calls.fake([()] * 3, policy_logits.device)
+    return _calls.fake([_calls.Output(())] * 3, policy_logits.device)
 
 
 _grpo_loss = _calls.as_torch_op("grpo_loss", _kernel, _fake, [0], constants=(1, 2))

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from torch_bridge.linear_logp import LinearLogp, linear_logp
+from torch_bridge.linear_logp import LinearLogp, RankedLogp, linear_logp
 
 
 class FusedLMHead(nn.Linear):
@@ -45,7 +45,7 @@ class FusedLMHead(nn.Linear):
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, target_ids: Tensor | None = None, **options: Any
-    ) -> Tensor | LinearLogp:
+    ) -> Tensor | LinearLogp | RankedLogp:
         """`linear_logp` with this head's weight and bias; `options` are the options of `linear_logp`.
 
         Without target ids, the logits. Under LoRA (peft) log-probabilities are those of the adapted head
@@ -59,7 +59,7 @@ class FusedLMHead(nn.Linear):
             raise ValueError(f"FusedLMHead gives logits without target_ids, which have no {', '.join(options)}.")
         return self.logits(hidden)
 
-    def log_probs(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp:
+    def log_probs(self, hidden: Tensor, target_ids: Tensor, **options: Any) -> Tensor | LinearLogp | RankedLogp:
         """`linear_logp` with this head's own weight and bias, whatever adapter is around it."""
         return linear_logp(hidden, self.weight, target_ids, self.bias, **options)
 

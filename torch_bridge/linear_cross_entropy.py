@@ -20,7 +20,7 @@ from rlk_jax.ops.linear_cross_entropy import (
 )
 from torch_bridge import _calls, _exchange, _inputs, _padding
 from torch_bridge._programs import Arrays, Op
-from torch_bridge.linear_logp import LinearLogp, linear_logp
+from torch_bridge.linear_logp import linear_logp
 
 
 def linear_cross_entropy(
@@ -93,7 +93,7 @@ def linear_cross_entropy(
         _label_smoothing=label_smoothing,
         **head,
     )
-    logp, lse = (found.logp, found.lse) if isinstance(found, LinearLogp) else (found, None)
+    logp, lse = (found, None) if isinstance(found, torch.Tensor) else (found.logp, found.lse)
     reads_weights = token_weights is not None and _inputs.should_validate(validate, weights)
     loss, _ = _loss(logp, lse, weights, float(z_loss), reduction, reads_weights, _inputs.needs(logp, lse))
     return loss
@@ -153,8 +153,8 @@ def _run(logp: Any, lse: Any, weights: Any, *, z_loss: float, reduction: LossRed
 _OP = Op("linear_cross_entropy", _run, differentiable=2)
 
 
-def _shape(lead: torch.Size, reduction: str) -> Sequence[int]:
-    return lead if reduction == "none" else ()
+def _output(lead: torch.Size, reduction: str) -> _calls.Output:
+    return _calls.Output(lead if reduction == "none" else ())
 
 
 def _kernel(
@@ -180,7 +180,7 @@ def _kernel(
     lend_upstream = lend if reduction == "none" else _exchange.lend
     options = (("z_loss", z_loss), ("reduction", reduction))
     call = _calls.Call(_OP, padding, options, (lend, lend), lend_upstream)
-    loss, handle = call.forward([logp, lse], padded_weights, needs, [_shape(logp.shape, reduction)])
+    loss, handle = call.forward([logp, lse], padded_weights, needs, [_output(logp.shape, reduction)])
     return loss, handle
 
 
@@ -193,7 +193,7 @@ def _fake(
     validate: bool,
     needs: Sequence[bool],
 ) -> Any:
-    return _calls.fake([_shape(logp.shape, reduction)], logp.device)
+    return _calls.fake([_output(logp.shape, reduction)], logp.device)
 
 
 def _check_options(name: str, arguments: dict[str, Any]) -> None:

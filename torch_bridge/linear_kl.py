@@ -206,12 +206,12 @@ def _kernel(
 
     lend = (rows, _exchange.lend, _exchange.lend) * 2
     call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
-    divergence, handle = call.forward(heads, tokens, needs, [lead])
+    divergence, handle = call.forward(heads, tokens, needs, [_calls.Output(lead)])
     return divergence, handle
 
 
 def _fake(hidden: Tensor, *others: Any) -> Any:
-    return _calls.fake([hidden.shape[:-1]], hidden.device)
+    return _calls.fake([_calls.Output(hidden.shape[:-1])], hidden.device)
 
 
 def _check(name: str, arguments: dict[str, Any]) -> None:

@@ -16,7 +16,9 @@ from rlk_jax.ops.linear_logp.api import smoothed_linear_logp
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
+from rlk_jax.ops.logits.options import LogitsOptions
 from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _padding
+from torch_bridge._calls import Output
 from torch_bridge._programs import Arrays, Op
 
 
@@ -26,6 +28,21 @@ class LinearLogp(NamedTuple):
     logp: Tensor
     lse: Tensor | None
     entropy: Tensor | None
+
+
+class RankedLogp(NamedTuple):
+    """The fields of LinearLogp, and which tokens are the most probable: their ids int64 and log-probs float32
+    `[*lead, k]`, most probable first, and how many tokens are more probable than the target, int64 `[*lead]`.
+
+    None stands for what was not asked for. These three have no gradient.
+    """
+
+    logp: Tensor
+    lse: Tensor | None
+    entropy: Tensor | None
+    top_ids: Tensor | None
+    top_logps: Tensor | None
+    target_rank: Tensor | None
 
 
 def linear_logp(
@@ -44,6 +61,8 @@ def linear_logp(
     weight_layout: Literal["vd", "dv"] = "vd",
     return_lse: bool = False,
     return_entropy: bool = False,
+    return_top_k: int | None = None,
+    return_target_rank: bool = False,
     memory_budget: int | None = None,
     tp_group: Any = None,
     vocab_start_index: int = 0,
@@ -51,7 +70,7 @@ def linear_logp(
     validate: bool | None = None,
     implementation: str | None = None,
     _label_smoothing: float = 0.0,
-) -> Tensor | LinearLogp:
+) -> Tensor | LinearLogp | RankedLogp:
     """Log-probability of each target token under the LM head; `rlk_jax.linear_logp` for tensors.
 
         z = softcap(hidden·(W + s·B·A)ᵀ + bias) / temperature,   softcap(x) = c·tanh(x/c)
@@ -83,6 +102,11 @@ def linear_logp(
         `tp_group` it is the size of the whole head's vocabulary; the last shards may be padding, in part or entirely.
       weight_layout: "vd" (Hugging Face, tied embeddings) or "dv".
       return_lse, return_entropy: also return these, from the same pass, differentiable.
+      return_top_k: k from 1 to 128 and at most V: also return the ids and log-probs of the k most probable tokens, most
+        probable first and equal ones in ascending order of their ids. Where there are fewer, or the row is ignored or
+        NaN, the id is −1 and the log-prob −inf, 0 or NaN. They have no gradient.
+      return_target_rank: also return how many tokens stand before the target in that order, −1 for rows that are
+        ignored or NaN. Neither can be asked for beside other ranks of a tp_group.
       memory_budget: bytes for the logits and their gradients that are held at a time; None for the default. `mosaic`
         and `cuda` hold this memory from the forward to the backward, and once more in a backward that retains the graph
         or that torch.compile has taken.
@@ -99,7 +123,8 @@ def linear_logp(
       implementation: a name of `rlk_jax.dispatch.IMPLEMENTATIONS`, or None for the fastest that runs here.
 
     Returns:
-      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not).
+      float32 logp `[*lead]`, or `LinearLogp(logp, lse, entropy)` where more was asked for (None for what was not), or
+      `RankedLogp(logp, lse, entropy, top_ids, top_logps, target_rank)` where the last three were.
 
     Raises:
       ValueError: for every argument that does not fit, in rlk_jax's words, before anything runs.
@@ -120,6 +145,8 @@ def linear_logp(
         weight_layout=weight_layout,
         return_lse=return_lse,
         return_entropy=return_entropy,
+        return_top_k=return_top_k,
+        return_target_rank=return_target_rank,
         memory_budget=memory_budget,
         validate=validate,
         implementation=implementation,
@@ -133,12 +160,15 @@ def linear_logp(
         if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
             if low_rank is not None:
                 raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
+            if _is_ranked(options):
+                raise ValueError(
+                    "return_top_k and return_target_rank need the whole head, not a tp_group's shard of it."
+                )
             rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
             shards = _tensor_parallel.Tensors(
                 hidden, lm_head_weight, bias, target_ids, temperature, allowed_ids, allowed_mask
             )
-            logp, lse, entropy = _tensor_parallel.tensor_parallel_logp(shards, rank, options)
-            return values(logp, lse, entropy, return_lse, return_entropy)
+            return values(_tensor_parallel.tensor_parallel_logp(shards, rank, options), options)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
@@ -151,8 +181,8 @@ def linear_logp(
     checked = replace(options, weight_layout=layout, validate=_inputs.should_validate(validate, hidden))
     floats = (hidden, lm_head_weight, bias, a, b, inputs)
     others = (target_ids, allowed_ids, allowed_mask, per_token, number, term.scale)
-    logp, lse, entropy, _ = _linear_logp(*floats, *others, checked, _inputs.needs(*floats))
-    return values(logp, lse, entropy, return_lse, return_entropy)
+    *found, _ = _linear_logp(*floats, *others, checked, _inputs.needs(*floats))
+    return _ranked(found, options) if _is_ranked(options) else values(found[:3], options)
 
 
 class _LowRankTerm(NamedTuple):
@@ -183,24 +213,47 @@ def _low_rank_term(low_rank: Any) -> _LowRankTerm:
     return term._replace(scale=float(term.scale))
 
 
-def values(
-    logp: Tensor, lse: Tensor | None, entropy: Tensor | None, return_lse: bool, return_entropy: bool
-) -> Tensor | LinearLogp:
-    """What the user asked for, from a custom op's outputs."""
-    if not (return_lse or return_entropy):
+def values(found: Sequence[Any], options: HeadOptions | LogitsOptions) -> Tensor | LinearLogp:
+    """What the user asked for, from a custom op's outputs logp, lse and entropy."""
+    logp, lse, entropy = found
+    if not (options.return_lse or options.return_entropy):
         return logp
-    return LinearLogp(logp, lse if return_lse else None, entropy if return_entropy else None)
+    return LinearLogp(logp, lse if options.return_lse else None, entropy if options.return_entropy else None)
 
 
-def shapes(lead: Sequence[int], return_lse: bool, return_entropy: bool) -> list[Sequence[int]]:
-    """The shapes of a custom op's outputs logp, lse and entropy; one that was not asked for is empty."""
-    return [lead, lead if return_lse else (0,), lead if return_entropy else (0,)]
+def _is_ranked(options: HeadOptions) -> bool:
+    return options.return_top_k is not None or options.return_target_rank
 
 
-def as_outputs(found: Any) -> tuple[jax.Array, ...]:
-    """What an op of `rlk_jax` returns, as outputs of a custom op; outputs that were not asked for are empty."""
-    logp, *others = found if isinstance(found, tuple) else (found, None, None)
-    return logp, *(jnp.zeros(0, jnp.float32) if x is None else x for x in others)
+def _ranked(found: Sequence[Tensor], options: HeadOptions) -> RankedLogp:
+    """What the user asked for, from all outputs of the custom op; torch's own functions take ids as int64."""
+    logp, lse, entropy, top_ids, top_logps, target_rank = found
+    return RankedLogp(
+        logp,
+        lse if options.return_lse else None,
+        entropy if options.return_entropy else None,
+        None if options.return_top_k is None else top_ids.long(),
+        None if options.return_top_k is None else top_logps,
+        target_rank.long() if options.return_target_rank else None,
+    )
+
+
+def outputs(lead: Sequence[int], options: HeadOptions | LogitsOptions) -> list[Output]:
+    """A custom op's outputs logp, lse and entropy."""
+    return [Output(lead if wanted else (0,)) for wanted in (True, options.return_lse, options.return_entropy)]
+
+
+def _all_outputs(lead: Sequence[int], options: HeadOptions) -> list[Output]:
+    """The outputs of linear_logp's custom op: those of `outputs`, and top_ids, top_logps and target_rank."""
+    best = (0,) if options.return_top_k is None else (*lead, options.return_top_k)
+    rank = lead if options.return_target_rank else (0,)
+    return [*outputs(lead, options), Output(best, torch.int32), Output(best), Output(rank, torch.int32)]
+
+
+def as_outputs(found: Any, count: int = 3) -> tuple[jax.Array, ...]:
+    """What an op of `rlk_jax` returns, as so many outputs of a custom op; those that were not asked for are empty."""
+    given = found if isinstance(found, tuple) else (found,)
+    return tuple(jnp.zeros(0, jnp.float32) if x is None else x for x in (*given, *[None] * (count - len(given))))
 
 
 def _run(
@@ -225,7 +278,7 @@ def _run(
     token_options["allowed_ids"], token_options["allowed_mask"] = _padding.allowed_values(allowed_ids, allowed_mask)
     low_rank = None if a is None else (a, b, scale, inputs)
     call = {"low_rank": low_rank, "validate": False, **token_options, **options}
-    return as_outputs(smoothed_linear_logp(hidden, weight, ids, bias, **call))
+    return as_outputs(smoothed_linear_logp(hidden, weight, ids, bias, **call), count=6)
 
 
 @functools.lru_cache(maxsize=256)
@@ -278,8 +331,8 @@ def _kernel(
     low_rank_scale: float,
     options: HeadOptions,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, lse, entropy, and the handle for the backward."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logp, lse, entropy, top_ids, top_logps, target_rank, and the handle for the backward."""
     lead = target_ids.shape
     weight_and_bias = (_inputs.spec(lm_head_weight), None if bias is None else _inputs.spec(bias))
     low_rank = None
@@ -303,13 +356,9 @@ def _kernel(
 
     lend = (rows, _exchange.lend, _exchange.lend, _exchange.lend, _exchange.lend, rows)
     call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
-    logp, lse, entropy, handle = call.forward(
-        [hidden, lm_head_weight, bias, low_rank_a, low_rank_b, low_rank_inputs],
-        tokens,
-        needs,
-        shapes(lead, options.return_lse, options.return_entropy),
-    )
-    return logp, lse, entropy, handle
+    operands = [hidden, lm_head_weight, bias, low_rank_a, low_rank_b, low_rank_inputs]
+    found: Any = call.forward(operands, tokens, needs, _all_outputs(lead, options))
+    return found
 
 
 def _fake(
@@ -328,9 +377,15 @@ def _fake(
     options: HeadOptions,
     needs: Sequence[bool],
 ) -> Any:
-    return _calls.fake(shapes(target_ids.shape, options.return_lse, options.return_entropy), hidden.device)
+    return _calls.fake(_all_outputs(target_ids.shape, options), hidden.device)
 
 
 _linear_logp = _calls.as_torch_op(
-    "linear_logp", _kernel, _fake, [0, 1, 2, 3, 4, 5], options=_OPTIONS, flops=_flops.product_flops
+    "linear_logp",
+    _kernel,
+    _fake,
+    [0, 1, 2, 3, 4, 5],
+    options=_OPTIONS,
+    constants=(3, 4, 5),
+    flops=_flops.product_flops,
 )

@@ -13,7 +13,7 @@ from rlk_jax.core.tokens import rows_in_range
 from rlk_jax.ops.logits.options import LogitsOptions
 from torch_bridge import _calls, _exchange, _inputs, _options, _padding, _programs
 from torch_bridge._programs import Arrays, Op
-from torch_bridge.linear_logp import LinearLogp, as_outputs, shapes, values
+from torch_bridge.linear_logp import LinearLogp, as_outputs, outputs, values
 
 
 def logp(
@@ -90,7 +90,7 @@ def logp(
     found, lse, entropy, _ = _logp(logits, *others, checked, needs)
     if out is not None:
         found = out.copy_(found)
-    return values(found, lse, entropy, return_lse, return_entropy)
+    return values((found, lse, entropy), options)
 
 
 def _run(
@@ -142,8 +142,7 @@ def _kernel(
 
     lend = (lambda x: padding.rows(x, columns=1),)
     call = _calls.Call(_OP, padding, _OPTIONS.static(options), lend, padding.rows)
-    outputs = shapes(lead, options.return_lse, options.return_entropy)
-    found, lse, entropy, handle = call.forward([logits], tokens, needs, outputs)
+    found, lse, entropy, handle = call.forward([logits], tokens, needs, outputs(lead, options))
     return found, lse, entropy, handle
 
 
@@ -173,7 +172,7 @@ def _fake(
     options: LogitsOptions,
     needs: Sequence[bool],
 ) -> Any:
-    return _calls.fake(shapes(token_ids.shape, options.return_lse, options.return_entropy), logits.device)
+    return _calls.fake(outputs(token_ids.shape, options), logits.device)
 
 
 _logp = _calls.as_torch_op("logp", _kernel, _fake, [0], options=_OPTIONS)

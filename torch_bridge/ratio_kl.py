@@ -170,12 +170,12 @@ def _kernel(
 
     options = (("log_ratio_bound", log_ratio_bound), ("implementation", implementation))
     call = _calls.Call(_OP, padding, options, (lambda x: padding.rows(x, columns=1),), padding.rows)
-    ratio, kl, handle = call.forward([policy_logits], other_inputs, needs, [lead, lead])
+    ratio, kl, handle = call.forward([policy_logits], other_inputs, needs, [_calls.Output(lead)] * 2)
     return ratio, kl, handle
 
 
 def _fake(policy_logits: Tensor, ref_logits: Tensor, action_ids: Tensor, *options: Any) -> Any:
-    return _calls.fake([action_ids.shape] * 2, policy_logits.device)
+    return _calls.fake([_calls.Output(action_ids.shape)] * 2, policy_logits.device)
 
 
 _ratio_kl = _calls.as_torch_op("ratio_kl", _kernel, _fake, [0])

@@ -1,4 +1,4 @@
-"""`rlk doctor`: which implementation of each op would run on this machine, and why the others would not."""
+"""`rlk doctor`: which implementation of each op would run on this machine, why the others would not, and what to do."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ import jax
 
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call as triton_call
+from rlk_jax.commands.advice import advice, this_machine
 from rlk_jax.core.dispatch import TypicalCall
 from rlk_jax.core.packages import installed_version
 from rlk_jax.ops import OPS, explain
@@ -31,7 +32,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def report() -> dict[str, Any]:
     """Everything that `rlk doctor` prints: versions, what the CUDA and Triton kernels are built with or lack, devices,
-    and for each op the implementation that would run its typical call, with the reasons why no other would.
+    for each op the implementation that would run its typical call, with the reasons why no other would, and advice.
 
     Where JAX has no backend, the report has an "error" instead of devices and ops.
     """
@@ -42,9 +43,11 @@ def report() -> dict[str, Any]:
         "triton": triton_call.why_missing() or triton_call.pair(),
     }
     try:
-        return {**versions, "devices": _devices(), "ops": _decisions()}
+        found: dict[str, Any] = {**versions, "devices": _devices(), "ops": _decisions()}
     except RuntimeError as problem:
-        return {**versions, "error": str(problem)}
+        found = {**versions, "error": str(problem)}
+    platforms = frozenset(x["platform"] for x in found.get("devices", ()))
+    return {**found, "advice": [x._asdict() for x in advice(this_machine(platforms))]}
 
 
 def run(as_json: bool) -> int:
@@ -70,14 +73,20 @@ def run(as_json: bool) -> int:
     console.print(machine)
     if "error" in found:
         print(f"rlk doctor: {found['error']}", file=sys.stderr)
-        return 1
-    for op, decision in found["ops"].items():
+    for op, decision in found.get("ops", {}).items():
         table = Table("implementation", "runs", "reason", title=f"{op} ({typical_calls()[op].text})")
         table.add_row(decision["choice"], "yes", "the choice: fastest that runs here")
         for name, reasons in decision["reasons"].items():
             table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))
         console.print(table)
-    return 0
+    if found["advice"]:
+        table = Table("what is wrong", "what mends it", title="what to do next")
+        for row in found["advice"]:
+            table.add_row(row["fault"], row["mend"])
+        console.print(table)
+    else:
+        console.print("Nothing is left to do on this machine.")
+    return 1 if "error" in found else 0
 
 
 def _devices() -> list[dict[str, Any]]:

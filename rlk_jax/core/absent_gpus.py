@@ -1,14 +1,12 @@
 """GPUs that need not be here: where JAX's CUDA plugin is installed, it compiles for one from its description alone."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-DEFAULT_MEMORY_FRACTION = 0.75
-"""The share of a GPU's memory that JAX takes unless it is told otherwise."""
+from rlk_jax.core import gpu_memory
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,7 @@ class Gpu:
     @property
     def usable_memory(self) -> int:
         """What JAX takes of its memory, as the environment says it."""
-        names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-        given = next((os.environ[name] for name in names if os.environ.get(name)), DEFAULT_MEMORY_FRACTION)
-        return int(self.memory * float(given))
+        return int(self.memory * gpu_memory.fraction())
 
     def devices(self, count: int) -> list[jax.Device]:
         """So many of them in one host. Programs can be compiled for them, and nothing can be put on them.

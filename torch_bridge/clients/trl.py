@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bridge import _inputs
 from torch_bridge.clients._patch_point import PatchPoint
 from torch_bridge.linear_kl import linear_kl
-from torch_bridge.linear_logp import LinearLogp, linear_logp
+from torch_bridge.linear_logp import linear_logp
 
 _STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 """Outputs for metrics of some trainers, GRPO not among them. They have no gradient, and TRL's own function computes
@@ -59,7 +59,7 @@ class ChunkedLogProb:
             return_entropy="entropy" in outputs,
             **self.options,
         )
-        logp, entropy = (found.logp, found.entropy) if isinstance(found, LinearLogp) else (found, None)
+        logp, entropy = (found, None) if isinstance(found, torch.Tensor) else (found.logp, found.entropy)
         asked = tuple(x for x in _STATISTICS if x in outputs)
         statistics = [None] * len(_STATISTICS)
         if asked:

@@ -1,0 +1,98 @@
+"""`rlk doctor` says what a user must do next, each fault with the command that mends it."""
+
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from rlk_jax import cli
+from rlk_jax.commands import advice as module
+from rlk_jax.commands.advice import Machine, advice
+from rlk_jax.core.packages import installed_version
+
+PACKAGES = {"jax": "0.11.2", "jaxlib": "0.11.2", "torch": "2.11.0", "jax-cuda13-plugin": "0.11.2"}
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+HEALTHY = Machine(("NVIDIA H200",), "580.95.05", frozenset({"gpu"}), PACKAGES, SHARED, True, "/cache")
+BLIND = replace(HEALTHY, platforms=frozenset({"cpu"}))
+
+
+def without_plugin(machine):
+    return replace(machine, packages={**PACKAGES, "jax-cuda13-plugin": None})
+
+
+def for_cuda_12(machine):
+    return replace(without_plugin(machine), packages={**PACKAGES, "jax-cuda13-plugin": None, "jax-cuda12-plugin": "1"})
+
+
+FAULTS = {
+    "no CUDA in JAX": (
+        without_plugin(BLIND),
+        "has a NVIDIA H200, and JAX is installed without CUDA",
+        'pip install "jax[cuda13]==0.11.2"',
+    ),
+    "a hidden GPU": (replace(BLIND, environment={"JAX_PLATFORMS": "cpu"}), "JAX_PLATFORMS=cpu hides", "unset JAX_P"),
+    "an old driver": (replace(BLIND, driver="570.1"), "570.1 is older than JAX's plugin for CUDA 13", "driver 580"),
+    "a very old driver": (for_cuda_12(replace(BLIND, driver="515.2")), "plugin for CUDA 12 needs", "driver 525"),
+    "a GPU that JAX does not see": (BLIND, "does not see the NVIDIA H200", "jax.devices('cuda')"),
+    "a version of before": (
+        replace(HEALTHY, packages={**PACKAGES, "jax": "0.10.0"}),
+        "jax 0.10.0 is not one of jax<0.13,>=0.11.2",
+        'pip install "jax<0.13,>=0.11.2"',
+    ),
+    "an extra's version": (replace(HEALTHY, packages={**PACKAGES, "torch": "2.4.0"}), "torch 2.4.0", "torch>=2.11"),
+    "memory that torch needs": (replace(HEALTHY, environment={}), "JAX takes 75% of the GPU", "PREALLOCATE=false"),
+    "less memory": (replace(HEALTHY, environment={"XLA_CLIENT_MEM_FRACTION": ".5"}), "takes 50%", "PREALLOCATE=false"),
+    "no programs on disk": (
+        replace(HEALTHY, keeps_programs=False, environment={**SHARED, "RLK_CACHE": "OFF"}),
+        "their programs are not kept",
+        "unset RLK_CACHE",
+    ),
+    "no folder for programs": (replace(HEALTHY, keeps_programs=False), "their programs are not kept", "RLK_CACHE=/a"),
+    "no cache of XLA's": (replace(HEALTHY, xla_cache=None), "JAX keeps nothing on disk", "JAX_COMPILATION_CACHE_DIR="),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_and_what_mends_it(name):
+    machine, fault, mend = FAULTS[name]
+    (found,) = advice(machine)
+    assert fault in found.fault and found.fault.endswith(".") and mend in found.mend
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        HEALTHY,
+        replace(HEALTHY, packages={"jax": "0.12.1"}, environment={}),
+        replace(HEALTHY, environment={"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
+        Machine((), None, frozenset({"cpu"}), PACKAGES, {"JAX_PLATFORMS": "cpu"}, True, None),
+        for_cuda_12(HEALTHY),
+    ],
+    ids=["all is well", "without torch", "another allocator", "no GPU", "CUDA 12"],
+)
+def test_nothing_is_left_to_do(machine):
+    assert advice(machine) == []
+
+
+def test_this_machine_is_described(monkeypatch):
+    """A stand-in for nvidia-smi has two GPUs, and one that fails has none."""
+    printed = "580.95.05, NVIDIA H200\n580.95.05, NVIDIA H200\n"
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, printed))
+    machine = module.this_machine(frozenset({"gpu"}))
+    assert machine.gpus == ("NVIDIA H200",) * 2 and machine.driver == "580.95.05"
+    assert machine.packages["jax"] == installed_version("jax") and "jax-cuda12-plugin" in machine.packages
+
+    def fail(*_, **__):
+        raise subprocess.CalledProcessError(9, "nvidia-smi")
+
+    monkeypatch.setattr(module.subprocess, "run", fail)
+    assert module.this_machine(frozenset()).gpus == () and module.this_machine(frozenset()).driver is None
+
+
+@pytest.mark.parametrize("has_fault", [True, False])
+def test_doctor_prints_it_last(has_fault, capsys, monkeypatch):
+    found = [module.Advice("The disk is full.", "rm x")] if has_fault else []
+    monkeypatch.setattr("rlk_jax.commands.doctor.advice", lambda machine: found)
+    assert cli.main(["doctor"]) == 0
+    last = capsys.readouterr().out.rsplit("\n\n", 1)[-1]
+    assert ("The disk is full." in last and "rm x" in last) if has_fault else "Nothing is left to do" in last
