@@ -2,6 +2,7 @@
 against the contract at the end of a run.
 """
 
+import gc
 import os
 
 import jax
@@ -12,6 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from tests.support import helpers
 
 os.environ["RLK_CACHE"] = "off"
+# What JAX traces is much and lives long: collecting it as often as Python would takes a twentieth of the time.
+gc.set_threshold(50_000)
 jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("rlk_jax", derandomize=True, deadline=None)
 settings.load_profile("rlk_jax")
