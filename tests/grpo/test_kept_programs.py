@@ -66,8 +66,8 @@ def test_another_run_traces_nothing_and_has_the_same_bits(bits_of, folder, monke
 
 @pytest.mark.full
 def test_programs_that_are_kept_have_the_bits_of_those_that_are_not(bits_of, folder, monkeypatch):
-    """Of invariant layers. In make test, test_another_run_traces_nothing_and_has_the_same_bits compares two runs that
-    keep programs of stock ones.
+    """The layers are invariant. In make test, test_another_run_traces_nothing_and_has_the_same_bits compares two runs
+    that keep programs of stock ones.
     """
     found = bits_of("kept")
     monkeypatch.setenv("RLK_CACHE", "off")
