@@ -19,6 +19,7 @@ SHAPES = (
     Case("dv", (300,), 128, 4096, options={"weight_layout": "dv"}),
     Case("padded", (200,), 128, 1024, options={"global_vocab_size": 1001}),
     Case("softcap", (700,), 128, 5000, options={"logit_softcap": 30.0}, temperature=0.7),
+    Case("softcap, bias, ragged", (70,), 64, 1000, bias=True, options={"logit_softcap": 2.0}, temperature="per token"),
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
 every_shape = pytest.mark.parametrize("case", SHAPES, ids=str)
