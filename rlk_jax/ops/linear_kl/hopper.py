@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.arrays import LogitsConfig, Softmax, new_partials
+from pallas_kernels.hopper.arrays import Softmax
 from pallas_kernels.hopper.divergence import DivergencePartials, MixtureSums, RowNormalizer, TwoLogits
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.logits import LN_2
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import rounded_product
+from rlk_jax.core.hopper_forward import ForwardPass
 from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
-from rlk_jax.core.hopper_slices import over_slices, slice_of
+from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.hopper_backward import DivergenceStatistics, student_gradients
@@ -109,19 +110,14 @@ def _from_mixture(
 
 def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted) -> Softmax:
     """The softmax of one head, for which no products are held. No row has a target."""
-    config, plan = head.plan.config, softmax_plan(head.plan)
-    vocabulary = vocabulary_of(config)
-    out = new_partials((vocabulary.chunks, plan.rows), with_gap=False, with_derivative=config.logit_softcap is not None)
+    plan = softmax_plan(head.plan)
     targets = jnp.full(plan.rows, -1, jnp.int32)
-    holds = jnp.zeros((plan.rows // 64, vocabulary.chunks), jnp.int32)
-
-    def step(chunks: ChunkRange, index: Any) -> None:
-        part = slice_of(plan, chunks, index, head.operands, rows)
-        logits, per_row = LogitsConfig(part.head, config.logit_softcap), (targets, holds, head.temperature)
-        use.partials(logits, machine, part.where, head.hidden, part.weight, part.bias, *per_row, out)
-
-    over_slices(plan, step)
-    groups = use.fold_chunks(jax.tree.map(jax.freeze, out), config.groups.count, rows.count, machine)
+    holds_target = jnp.zeros((plan.rows // 64, vocabulary_of(plan.config).chunks), jnp.int32)
+    of_rows = head.hidden, None, targets, holds_target, head.temperature, None
+    one_pass = ForwardPass(plan, rows, head.operands, *of_rows)
+    out = one_pass.new_partials()
+    one_pass.run(use, machine, out)
+    groups = use.fold_chunks(jax.tree.map(jax.freeze, out), plan.config.groups.count, rows.count, machine)
     return fusion_barrier(use.fold_groups(groups, rows.count, machine))
 
 

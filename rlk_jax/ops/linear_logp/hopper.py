@@ -25,6 +25,7 @@ from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.head import HeadConfig, Operands, head_dim
+from rlk_jax.core.hopper_forward import forward_pass
 from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels, RankingKernels
 from rlk_jax.core.hopper_plan import kept_chunks, logits_dtype, softmax_vocabulary
 from rlk_jax.core.rows import Compacted
@@ -32,7 +33,6 @@ from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.hopper_backward import KeptForBackward, gradients
 from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
-from rlk_jax.ops.linear_logp.hopper_forward import forward_pass
 from rlk_jax.ops.linear_logp.hopper_ranking import FoundProducts, new_search, ranking_functions
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
 

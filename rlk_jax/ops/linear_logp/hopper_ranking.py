@@ -30,13 +30,13 @@ from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.head import HeadConfig, Operands, RankingConfig, kernel_memory_budget
+from rlk_jax.core.hopper_forward import ForwardPass, Listener, forward_pass
 from rlk_jax.core.hopper_kernels import RankingKernels
 from rlk_jax.core.hopper_plan import softmax_vocabulary, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.hopper_forward import ForwardPass, Listener, forward_pass
 from rlk_jax.ops.linear_logp.options import RankingFunctions
 from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Gather, Target, add_columns
 
