@@ -14,11 +14,9 @@ program does both. A sequence that has ended still costs the time of its remaini
 
 import functools
 import itertools
-import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from benchmarks import common, programs
+from benchmarks import common, processes, programs
 from benchmarks.linear_logp import naive, naive_of_logits
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
@@ -168,21 +166,8 @@ def measure(shape: str, mesh: str, what: str, candidate: str, rounds: int, secon
     """The row of one candidate, measured in a process of its own: however that ends, the next has all memory."""
     case = shape, mesh, what, candidate
     print(f"measuring {', '.join(case)} …", file=sys.stderr)
-    processes = multiprocessing.get_context("spawn")
-    receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_send, args=(sender, case, rounds, seconds), daemon=True)
-    child.start()
-    sender.close()  # the child now holds the only sender: if it dies, `recv` raises EOFError
-    try:
-        row = receiver.recv()
-    except EOFError:
-        row = None
-    child.join()
-    return row or Row(*case, f"died: exit code {child.exitcode}")
-
-
-def _send(sender: Connection, case: tuple[str, str, str, str], rounds: int, seconds: float) -> None:
-    sender.send(measure_here(*case, rounds, seconds))
+    row = processes.in_own_process(measure_here, *case, rounds, seconds)
+    return Row(*case, row) if isinstance(row, str) else row
 
 
 def measure_here(shape: str, mesh: str, what: str, candidate: str, rounds: int, seconds: float) -> Row:
