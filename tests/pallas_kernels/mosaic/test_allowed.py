@@ -91,10 +91,11 @@ def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case):
     assert_same_bits(found, problem.values_and_gradients(case, "mosaic"))
 
 
-@pytest.mark.parametrize("case", [RAGGED, pytest.param(SOFTCAP, marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("case", [RAGGED, SOFTCAP], ids=str)
 def test_kept_and_recomputed_gradients_have_the_same_bits(seen, case):
-    """The gradients whose sums do not begin anew with each slice in the interpreter, as dH's do. In make test without a
-    softcap, whose kept product test_interpreter.py has there.
+    """The gradients whose sums do not begin anew with each slice in the interpreter, as dH's do. In make test, the test
+    of this name in test_interpreter.py has both ways without a mask, and test_against_float64 (here) the masked values.
     """
     case, problem = helpers.without_entropy(case, helpers.make(case, BF16))
     mask = mask_of(allowed_of(case, problem))
