@@ -26,9 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlk_jax.commands import doctor
-
-PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-"""The environment variable that says whether JAX takes most of a GPU's memory at its start."""
+from rlk_jax.core.gpu_memory import PREALLOCATE
 
 
 def share_gpu_with_torch() -> None:

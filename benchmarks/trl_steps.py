@@ -159,7 +159,7 @@ def _model(name: str) -> Any:
     return model.to(dtype)
 
 
-def _tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """A tokenizer of bytes: the ids of completions are drawn, and their text is read by nobody."""
     tokenizers: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
@@ -237,7 +237,7 @@ def _grpo(trl: Any, case: Case, options: dict[str, Any]) -> Any:
         model=_model(case.model),
         reward_funcs=lambda completion_ids, **_: [float(sum(x) % 11) for x in completion_ids],
         args=trl.GRPOConfig(num_generations=group, max_completion_length=case.tokens, beta=0.0, **options),
-        processing_class=_tokenizer(),
+        processing_class=byte_tokenizer(),
         train_dataset=_prompts(case),
     )
 
@@ -247,7 +247,7 @@ def _sft(trl: Any, case: Case, options: dict[str, Any]) -> Any:
     return _timed(trl.SFTTrainer)(
         model=_model(case.model),
         args=trl.SFTConfig(max_length=case.tokens, **options),
-        processing_class=_tokenizer(),
+        processing_class=byte_tokenizer(),
         train_dataset=_dataset(rows * (options["max_steps"] + 1)),
     )
 
@@ -263,7 +263,7 @@ def _distillation(trl: Any, case: Case, options: dict[str, Any]) -> Any:
         model=_model(case.model),
         teacher_model=_model(case.model),
         args=trl.DistillationConfig(max_completion_length=case.tokens, beta=0.5, **options),
-        processing_class=_tokenizer(),
+        processing_class=byte_tokenizer(),
         train_dataset=_prompts(case),
     )
 

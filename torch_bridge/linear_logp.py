@@ -215,10 +215,19 @@ def _low_rank_term(low_rank: Any) -> _LowRankTerm:
 
 def values(found: Sequence[Any], options: HeadOptions | LogitsOptions) -> Tensor | LinearLogp:
     """What the user asked for, from a custom op's outputs logp, lse and entropy."""
-    logp, lse, entropy = found
     if not (options.return_lse or options.return_entropy):
-        return logp
-    return LinearLogp(logp, lse if options.return_lse else None, entropy if options.return_entropy else None)
+        return found[0]
+    return LinearLogp(*_asked_for(found, options))
+
+
+def _wanted(options: HeadOptions | LogitsOptions) -> tuple[bool, bool, bool]:
+    """Which of logp, lse and entropy the user asked for."""
+    return True, options.return_lse, options.return_entropy
+
+
+def _asked_for(found: Sequence[Any], options: HeadOptions | LogitsOptions) -> list[Any]:
+    """logp, lse and entropy, of which None stands for what was not asked for."""
+    return [x if wanted else None for x, wanted in zip(found, _wanted(options), strict=True)]
 
 
 def _is_ranked(options: HeadOptions) -> bool:
@@ -227,11 +236,12 @@ def _is_ranked(options: HeadOptions) -> bool:
 
 def _ranked(found: Sequence[Tensor], options: HeadOptions) -> RankedLogp:
     """What the user asked for, from all outputs of the custom op; torch's own functions take ids as int64."""
-    logp, lse, entropy, top_ids, top_logps, target_rank = found
+    logp, lse, entropy = _asked_for(found[:3], options)
+    top_ids, top_logps, target_rank = found[3:]
     return RankedLogp(
         logp,
-        lse if options.return_lse else None,
-        entropy if options.return_entropy else None,
+        lse,
+        entropy,
         None if options.return_top_k is None else top_ids.long(),
         None if options.return_top_k is None else top_logps,
         target_rank.long() if options.return_target_rank else None,
@@ -240,7 +250,7 @@ def _ranked(found: Sequence[Tensor], options: HeadOptions) -> RankedLogp:
 
 def outputs(lead: Sequence[int], options: HeadOptions | LogitsOptions) -> list[Output]:
     """A custom op's outputs logp, lse and entropy."""
-    return [Output(lead if wanted else (0,)) for wanted in (True, options.return_lse, options.return_entropy)]
+    return [Output(lead if wanted else (0,)) for wanted in _wanted(options)]
 
 
 def _all_outputs(lead: Sequence[int], options: HeadOptions) -> list[Output]:
@@ -381,11 +391,5 @@ def _fake(
 
 
 _linear_logp = _calls.as_torch_op(
-    "linear_logp",
-    _kernel,
-    _fake,
-    [0, 1, 2, 3, 4, 5],
-    options=_OPTIONS,
-    constants=(3, 4, 5),
-    flops=_flops.product_flops,
+    "linear_logp", _kernel, _fake, range(6), options=_OPTIONS, constants=range(3, 6), flops=_flops.product_flops
 )

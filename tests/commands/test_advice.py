@@ -21,7 +21,7 @@ def without_plugin(machine):
 
 
 def for_cuda_12(machine):
-    return replace(without_plugin(machine), packages={**PACKAGES, "jax-cuda13-plugin": None, "jax-cuda12-plugin": "1"})
+    return replace(machine, packages={**PACKAGES, "jax-cuda13-plugin": None, "jax-cuda12-plugin": "1"})
 
 
 FAULTS = {
