@@ -1,11 +1,12 @@
 """Whole training steps in TRL, with torch_bridge in it and without: python -m benchmarks.trl --help.
 
 GRPOTrainer, SFTTrainer and DistillationTrainer train on completions that were drawn before, since sampling would drown
-the rest. The model has Qwen2.5-0.5B's shape and random weights, or is read from a folder. A step is all that the
-trainer does for one batch but sampling: log-probs, loss, backward, AdamW. "core" is the part of it from the loss on.
-"head" is the time in the fused head, forward and backward, from steps of their own that wait before and after it.
-Each candidate runs in a process of its own. Memory is the most that torch's and JAX's allocators held, and what the
-device had in use at the end, beyond what it had before.
+the rest. The model has the sizes of a known one and random weights, or is read from a folder. All else is as in TRL:
+activations are computed again in the backward. A step is all that the trainer does for one batch but sampling:
+log-probs, loss, backward, AdamW. "core" is the part of it from the loss on. "head" is the time in the fused head,
+forward and backward, from steps of their own that wait before and after it. Each candidate runs in a process of its
+own. Memory is the most that torch's and JAX's allocators held, and what the device had in use at the end, beyond what
+it had before.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from benchmarks.trl_steps import (
     BRIDGE,
     LIGER,
     QWEN,
+    SMOLLM2,
     STOCK,
     TINY,
     TRAINERS,
@@ -150,7 +152,9 @@ def _beside(figure: float | None, stock: float | None, unit: str) -> tuple[str, 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks.trl", description=__doc__)
     options.add_argument("--trainers", default=",".join(TRAINERS), help="comma-separated names")
-    options.add_argument("--models", default=QWEN, help=f"comma-separated: {QWEN}, {TINY}, or a checkpoint's folder")
+    options.add_argument(
+        "--models", default=QWEN, help=f"comma-separated: {QWEN}, {SMOLLM2}, {TINY}, or a checkpoint's folder"
+    )
     options.add_argument("--completions", default="8x512,32x512", help="sequences x tokens of a batch, comma-separated")
     options.add_argument("--candidates", default=",".join(CANDIDATES), help="comma-separated names")
     options.add_argument("--steps", type=common.positive, default=10, help="timed steps, whose median is printed")

@@ -13,6 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 STOCK, BRIDGE, LIGER = "stock", "bridge", "liger"
 QWEN = "qwen2.5-0.5b"
+SMOLLM2 = "smollm2-135m"
 TINY = "tiny"
 _SIZES = {
     QWEN: {
@@ -22,6 +23,15 @@ _SIZES = {
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
         "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    SMOLLM2: {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
     TINY: {
@@ -136,7 +146,6 @@ def run(case: Case, candidate: str, folder: str, steps: int) -> Any:
         "save_strategy": "no",
         "disable_tqdm": True,
         "bf16": on_gpu,
-        "gradient_checkpointing": False,
         "max_steps": steps,
         "logging_steps": 1,
         "learning_rate": 1e-6,
@@ -155,8 +164,8 @@ def _model(name: str) -> Any:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     if name not in _SIZES:
         return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SIZES[name]))
-    return model.to(dtype)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SIZES[name])).to(dtype)
 
 
 def byte_tokenizer() -> Any:
