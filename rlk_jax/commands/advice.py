@@ -46,7 +46,7 @@ class Machine:
 def this_machine(platforms: frozenset[str]) -> Machine:
     """The machine that this runs on, where JAX has found devices of these kinds."""
     gpus, driver = _nvidia_gpus()
-    names = {x.name for x in _requirements()} | {f"jax-cuda{major}-plugin" for major in _OLDEST_DRIVER}
+    names = {"jax", "torch", *(x.name for x in _requirements())} | {f"jax-cuda{major}-plugin" for major in _OLDEST_DRIVER}
     return Machine(
         gpus,
         driver,
@@ -109,8 +109,13 @@ def _of_versions(machine: Machine) -> Iterator[Advice]:
 
 
 def _requirements() -> list[Requirement]:
-    """The packages and versions that `rlk_jax` and its extras ask for, each once."""
-    lines = importlib.metadata.requires("rlk-jax") or ()
+    """The packages and versions that `rlk_jax` and its extras ask for, each once; of a source tree that is not
+    installed, none are known.
+    """
+    try:
+        lines = importlib.metadata.requires("rlk-jax") or ()
+    except importlib.metadata.PackageNotFoundError:
+        lines = ()
     found = {(x.name, str(x.specifier)): x for x in map(Requirement, lines)}
     return [found[key] for key in sorted(found)]
 
