@@ -46,9 +46,16 @@ def _quack() -> Callable[..., Any]:
     return lambda h, w, t: quack.chunked_linear_cross_entropy(h, w, t)
 
 
+def _trl() -> Callable[..., Any]:
+    trl: Any = importlib.import_module("trl.kernels")
+    columns = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
+    return lambda h, w, t: trl.ChunkedLogProbFunction.apply(h, w, None, t, 1.0, columns, None, 1.0, ())[0]
+
+
 PEERS = {
     "torch eager": _torch_eager,
     "torch.compile": _torch_compile,
+    "trl": _trl,
     "cce": _cce,
     "liger sm90": _liger_sm90,
     "liger triton (mean loss)": _liger_triton,

@@ -46,7 +46,8 @@ class Machine:
 def this_machine(platforms: frozenset[str]) -> Machine:
     """The machine that this runs on, where JAX has found devices of these kinds."""
     gpus, driver = _nvidia_gpus()
-    names = {"jax", "torch", *(x.name for x in _requirements())} | {f"jax-cuda{major}-plugin" for major in _OLDEST_DRIVER}
+    plugins = (f"jax-cuda{major}-plugin" for major in _OLDEST_DRIVER)
+    names = {"jax", "torch", *plugins, *(x.name for x in _requirements())}
     return Machine(
         gpus,
         driver,

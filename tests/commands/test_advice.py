@@ -96,3 +96,15 @@ def test_doctor_prints_it_last(has_fault, capsys, monkeypatch):
     assert cli.main(["doctor"]) == 0
     last = capsys.readouterr().out.rsplit("\n\n", 1)[-1]
     assert ("The disk is full." in last and "rm x" in last) if has_fault else "Nothing is left to do" in last
+
+
+def test_a_source_tree_that_is_not_installed(monkeypatch):
+    """Whoever sets PYTHONPATH to the tree has advice too, but on the versions of packages."""
+
+    def requires(name: str) -> None:
+        raise module.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.importlib.metadata, "requires", requires)
+    machine = module.this_machine(frozenset({"cpu"}))
+    assert machine.packages["jax"] == installed_version("jax")
+    assert not any("is not one of" in x.fault for x in advice(machine))

@@ -13,9 +13,11 @@ from torch_bridge.clients._patch_point import PatchPoint
 from torch_bridge.linear_kl import linear_kl
 from torch_bridge.linear_logp import linear_logp
 
-_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
-"""Outputs for metrics of some trainers, GRPO not among them. They have no gradient, and TRL's own function computes
-them, for the bridge's ops do not.
+_TOP_1 = "is_top1"
+"""Whether the target is the most probable token, the first of equal ones: SFTTrainer's token accuracy."""
+_SUMS = ("log_sum_sq_probs", "mean_logits")
+"""Outputs for metrics of DPO and KTO trainers. They have no gradient, and TRL's own function computes them, for the
+bridge's ops do not.
 """
 
 
@@ -36,7 +38,7 @@ class ChunkedLogProb:
         chunk_size: int,
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = ("entropy", *_STATISTICS),
+        outputs: tuple[str, ...] = ("entropy", *_SUMS, _TOP_1),
     ) -> tuple[Tensor | None, ...]:
         """The log_probs, entropy and statistics, each `[N]`, of the logits z of hidden `[N, D]` under weight `[V, D]`.
 
@@ -44,12 +46,12 @@ class ChunkedLogProb:
 
         Outputs that are not asked for are None, except log_probs.
         """
-        unknown = [x for x in outputs if x not in ("log_probs", "entropy", *_STATISTICS)]
+        unknown = [x for x in outputs if x not in ("log_probs", "entropy", *_SUMS, _TOP_1)]
         if unknown:
             raise ValueError(f"TRL asks for outputs that torch_bridge does not know: {', '.join(unknown)}.")
         scale, softcap = _scaled(temperature, final_logit_softcapping, logit_scale)
         rows, head, own_bias = _in_dtype_of_rows(hidden, weight, bias)
-        found = linear_logp(
+        found: Any = linear_logp(
             rows,
             head,
             targets,
@@ -57,16 +59,18 @@ class ChunkedLogProb:
             temperature=scale,
             logit_softcap=softcap,
             return_entropy="entropy" in outputs,
+            return_top_k=1 if _TOP_1 in outputs else None,
             **self.options,
         )
-        logp, entropy = (found, None) if isinstance(found, torch.Tensor) else (found.logp, found.entropy)
-        asked = tuple(x for x in _STATISTICS if x in outputs)
-        statistics = [None] * len(_STATISTICS)
+        logp, entropy = (found, None) if isinstance(found, Tensor) else (found.logp, found.entropy)
+        is_top_1 = found.top_ids[:, 0] == targets if _TOP_1 in outputs else None
+        asked = tuple(x for x in _SUMS if x in outputs)
+        sums = [None] * len(_SUMS)
         if asked:
             given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale)
             with torch.no_grad():
-                _, _, *statistics = self.original.apply(*given, asked)
-        return logp, entropy, *statistics
+                _, _, *sums, _ = self.original.apply(*given, asked)
+        return logp, entropy, *sums, is_top_1
 
 
 @dataclass(frozen=True)
