@@ -1,10 +1,11 @@
 """Trainers of TRL that take steps on completions that were drawn before, with clocks around their parts."""
 
 import importlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,20 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 STOCK, BRIDGE, LIGER = "stock", "bridge", "liger"
 QWEN = "qwen2.5-0.5b"
 SMOLLM2 = "smollm2-135m"
+TWO_LAYERS = f"{QWEN}, 2 layers"
 TINY = "tiny"
+_QWEN_SIZES = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 _SIZES = {
-    QWEN: {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
+    QWEN: _QWEN_SIZES,
+    TWO_LAYERS: {**_QWEN_SIZES, "num_hidden_layers": 2},
     SMOLLM2: {
         "hidden_size": 576,
         "intermediate_size": 1536,
@@ -93,16 +97,21 @@ class Clock:
             self.milliseconds += 1e3 * (self.now() - self._began)
 
 
-@contextmanager
-def timed_head(clock: Clock) -> Iterator[None]:
+def timed_head(clock: Clock) -> AbstractContextManager[None]:
     """The fused heads of TRL with a clock around their forwards and backwards."""
+    return replaced_heads(lambda original: _TimedHead(original, clock))
+
+
+@contextmanager
+def replaced_heads(replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """What `replacement` makes of the fused heads of TRL, in their places."""
     places = [
         (importlib.import_module("trl.trainer.utils"), "_ChunkedLogProbFunction"),
         (importlib.import_module("trl.trainer.distillation_trainer"), "ChunkedDivergenceFunction"),
     ]
     originals = [getattr(module, name) for module, name in places]
     for (module, name), original in zip(places, originals, strict=True):
-        setattr(module, name, _TimedHead(original, clock))
+        setattr(module, name, replacement(original))
     try:
         yield
     finally:
@@ -135,11 +144,17 @@ class _TimedHead:
 
 def run(case: Case, candidate: str, folder: str, steps: int) -> Any:
     """A trainer that has trained for so many steps."""
+    trainer = TRAINERS[case.trainer](importlib.import_module("trl"), case, options(case, candidate, folder, steps))
+    trainer.train()
+    return trainer
+
+
+def options(case: Case, candidate: str, folder: str, steps: int) -> dict[str, Any]:
+    """The options of a trainer. The weights that it draws next are the same in every call."""
     torch: Any = importlib.import_module("torch")
-    trl: Any = importlib.import_module("trl")
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
-    options = {
+    return {
         "output_dir": folder,
         "use_cpu": not on_gpu,
         "report_to": [],
@@ -152,9 +167,6 @@ def run(case: Case, candidate: str, folder: str, steps: int) -> Any:
         "per_device_train_batch_size": case.sequences,
         "use_liger_kernel": candidate == LIGER,
     }
-    trainer = TRAINERS[case.trainer](trl, case, options)
-    trainer.train()
-    return trainer
 
 
 def _model(name: str) -> Any:
@@ -235,11 +247,15 @@ def _prompts(case: Case) -> Any:
 
 
 def _grpo(trl: Any, case: Case, options: dict[str, Any]) -> Any:
-    completions = _completions(case)
+    return replaying_grpo(trl, case, options, itertools.repeat(_completions(case)))
+
+
+def replaying_grpo(trl: Any, case: Case, options: dict[str, Any], batches: Iterator[list[list[int]]]) -> Any:
+    """A GRPOTrainer that takes the completions of its steps from `batches`."""
 
     class Replaying(_timed(trl.GRPOTrainer)):  # type: ignore[misc]
         def _generate_single_turn(self, *_: Any, **__: Any) -> Any:
-            return completions, None
+            return next(batches), None
 
     group = min(8, case.sequences)
     return Replaying(

@@ -38,6 +38,7 @@ from benchmarks import (
     linear_logp,
     logits_ops,
     mismatch,
+    soak,
     torch_bridge,
     vocab_parallel,
 )
@@ -792,3 +793,51 @@ def test_cold(tmp_path, capsys, compiled_quickly):
         stages = cold.Stages()
         cold.CASES[name](8, 64, 256, stages=stages)
         assert next(iter(stages.seconds)).startswith("import") and len(stages.seconds) > 3, name
+
+
+def test_a_soak_judges_memory_by_thirds_and_curves_by_their_bounds():
+    flat, rising = [5.0, 100, 100, 100, 100, 101, 101, 7], [5.0, 5, 100, 100, 101.5, 101.5]
+    curves = {"step ms": rising, "host MiB": flat, "device MiB": rising, "programs on disk MiB": rising}
+    row = soak.Row("a run", "pass", curves=curves, bounds={"programs on disk MiB": 101, "step ms": 101.5})
+    assert soak.risen(row) == ["device MiB rose from 100.0 to 101.5"]
+    assert soak.exceeded(row) == ["programs on disk MiB reached 101.5 of 101"]
+
+
+@pytest.mark.parametrize(("smoke", "status"), [(True, "pass"), (False, "failed: host MiB rose from 2.0 to 4.0")])
+def test_only_a_long_soak_is_judged(monkeypatch, tmp_path, capsys, smoke, status):
+    curves = {"step ms": [1.0, 2, 4], "host MiB": [1.0, 2, 4]}
+    monkeypatch.setattr(soak, "runs", lambda smoke: {"command": lambda: (curves, {})})
+    monkeypatch.setattr(soak.processes, "in_own_process", lambda function, *arguments: function(*arguments))
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--json", str(out), "--plot", str(picture), *["--smoke"] * smoke]
+    assert soak.main(arguments) == int(not smoke)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["status"] == status and row["curves"] == curves and picture.stat().st_size > 1000
+    assert "last of middle" in capsys.readouterr().out
+
+
+class LoggingProcess:
+    """It stands for a process that has logged one step more whenever it is looked at, and ends after the eighth."""
+
+    pid = os.getpid()
+
+    def __init__(self, path):
+        self.path, self.steps = path, 0
+
+    def poll(self):
+        self.steps += 1
+        self.path.write_text("{}\n" * self.steps)
+        return 0 if self.steps > 8 else None
+
+
+def test_a_soak_samples_a_process_as_it_logs(tmp_path):
+    """The first steps are left out."""
+    path = tmp_path / "metrics.jsonl"
+    curves = soak.sampled(LoggingProcess(path), path, every=2)
+    assert list(map(len, curves.values())) == [3, 3]
+    assert min(curves["step ms"]) > 0 and min(curves["host MiB"]) > 1
+
+
+def test_a_soak_of_a_command_that_fails(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert soak.measure_here("command", True).status.startswith("failed: CalledProcessError")
