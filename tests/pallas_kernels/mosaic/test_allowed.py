@@ -84,8 +84,8 @@ def test_against_float64(case, dtype):
 
 
 def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask():
-    """With a softcap it does so on a GPU (tests/gpu/test_allowed.py), and not in the interpreter: XLA adds up a row on a
-    CPU in another order where it fuses the sum with another mask.
+    """With a softcap it does so on a GPU (tests/gpu/test_allowed.py), and not in the interpreter: on a CPU, XLA adds up
+    a row in another order where it fuses the sum with another mask.
     """
     problem = helpers.make(RAGGED, BF16)
     every = jnp.full((*RAGGED.lead, -(-RAGGED.vocab // 32)), -1, jnp.int32)
