@@ -6,6 +6,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import pathlib
@@ -33,7 +34,7 @@ from tunix.rl import common, function_registry, reshard  # noqa: E402
 from tunix.tests import test_common as toys  # noqa: E402
 
 from rlk_jax.clients import tunix as client  # noqa: E402
-from rlk_jax.clients.tunix import Head  # noqa: E402
+from rlk_jax.clients.tunix import Head, logps  # noqa: E402
 from tests.support import helpers  # noqa: E402
 
 # Tunix and qwix still read variables as flax would rather not have them read.
@@ -96,8 +97,8 @@ def calls(monkeypatch):
         shapes.append(target_ids.shape)
         return linear_logp(hidden, weight, target_ids, *args, **kwargs)
 
-    linear_logp = client.linear_logp
-    monkeypatch.setattr(client, "linear_logp", counted)
+    linear_logp = logps.linear_logp
+    monkeypatch.setattr(logps, "linear_logp", counted)
     return shapes
 
 
@@ -271,6 +272,11 @@ def test_no_logits_of_the_whole_batch():
         return any(columns == vocab and math.prod(rows) >= tokens for *rows, columns in sizes)
 
     assert has_logits("grpo") and not has_logits("ours")
+    client.install_logps(implementation="deterministic")
+    client.install_logps(implementation="deterministic", memory_budget=2**20)
+    assert not has_logits("grpo")
+    client.uninstall_logps()
+    assert has_logits("grpo")
 
 
 @pytest.mark.full
@@ -361,6 +367,14 @@ def test_chunked_logps(has_chunked, calls):
     assert calls == [(4, 6)] * 2
     helpers.assert_within_contract(our_losses, losses, "tunix_training", "float32", "forward")
     helpers.assert_within_contract(our_moved, moved, "tunix_training", "float32", "gradient")
+
+
+def test_logps_of_another_version(monkeypatch):
+    monkeypatch.setattr(common, "compute_per_token_logps", lambda model, return_entropy: None)
+    with pytest.raises(RuntimeError, match="logps is with parameters model, return_entropy: nothing was changed"):
+        client.install_logps()
+    client.uninstall_logps()
+    assert len(inspect.signature(common.compute_per_token_logps).parameters) == 2
 
 
 def test_chunked_logps_of_another_version(monkeypatch):
@@ -457,3 +471,4 @@ def test_public_names_are_documented():
 def test_snippet_runs(has_chunked, code):
     """tests/test_docs.py runs the snippets of other pages; this one needs Tunix."""
     exec(code, {})
+    client.uninstall_logps()

@@ -1,108 +1,23 @@
-"""Tunix: its policy losses with `linear_logp`, from hidden states and the head of the model, without logits."""
+"""Tunix's log-probabilities by `linear_logp`: in a copy of a policy loss, or in the place of its own functions."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import update_wrapper
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from tunix.rl import common, function_registry
+from tunix.rl import algo_core, common, function_registry
 
+from rlk_jax.clients.tunix.heads import Head, head_of, hidden_of
 from rlk_jax.core.tokens import LinearLogp
+from rlk_jax.ops import promising
 from rlk_jax.ops.linear_logp.api import linear_logp
-from rlk_jax.ops.linear_logp.options import LowRank, WeightLayout
-
-__all__ = [
-    "Head",
-    "head_of",
-    "hidden_of",
-    "install_chunked_logps",
-    "register_policy_loss",
-    "uninstall_chunked_logps",
-]
-
-
-class Head(NamedTuple):
-    """How logits come from a model's last hidden states: softcap(hidden·(W + s·B·A)ᵀ + bias), as in `linear_logp`."""
-
-    weight: Float[Array, "V D"] | Float[Array, "D V"]
-    weight_layout: WeightLayout = "vd"
-    bias: Float[Array, " V"] | None = None
-    logit_softcap: float | None = None
-    dtype: Any = None
-    """The dtype of the product; None for the one that hidden, weight and bias promote to."""
-    low_rank: LowRank | None = None
-    """What LoRA adds to the weight; None for nothing."""
-
-
-def head_of(model: Any, lora_scale: float | None = None) -> Head:
-    """The head of a model that comes with Tunix: llama3, qwen2, qwen3, gemma, gemma3, gemma4, and its tests' toy.
-
-    Args:
-      model: the model.
-      lora_scale: alpha / rank of the LoRA rule that adapts the lm_head, which Qwix does not keep in the model; its
-        dropout must be 0. None where LoRA does not adapt the head.
-
-    Raises:
-      ValueError: for any other model, for a head that LoRA adapts without a lora_scale or that is an embedding, and for
-        a quantized head.
-    """
-    if not any(c.__module__.partition(".")[0] == "tunix" for c in type(model).__mro__):
-        raise _not_understood(model, "it is no model of Tunix's")
-    owner, name = _head_attribute(model)
-    module = model.lm_head if name == "lm_head" else owner
-    is_adapted = bool(jax.tree.leaves(nnx.state(module, nnx.LoRAParam)))
-    if is_adapted and (lora_scale is None or name == "decode"):
-        raise _not_understood(
-            model, "LoRA adapts it" + ("" if name == "decode" else ", and its lora_scale is not given")
-        )
-
-    def low_rank(weight: str) -> LowRank | None:
-        """What LoRA adds to a weight `[D, V]`, by the names that Qwix gives its factors."""
-        if not is_adapted:
-            return None
-        a, b = (_array_of(model, getattr(module, f"{weight}_lora_{factor}")) for factor in ("a", "b"))
-        return LowRank(a, b, lora_scale)
-
-    dtype = getattr(module, "dtype", None)
-    softcap = getattr(getattr(model, "config", None), "final_logit_softcap", None)
-    if name == "decode":
-        dtype = dtype or getattr(getattr(module, "config", None), "dtype", None)
-        return Head(_array_of(model, module.input_embedding), logit_softcap=softcap, dtype=dtype)
-    if isinstance(module, nnx.Linear):
-        bias = None if module.bias is None else _array_of(model, module.bias)
-        return Head(_array_of(model, module.kernel), "dv", bias, softcap, dtype, low_rank("kernel"))
-    if getattr(module, "einsum_str", None) == "BTD,DV->BTV":
-        return Head(_array_of(model, module.w), "dv", None, softcap, dtype, low_rank("w"))
-    raise _not_understood(model, f"its lm_head is {type(module).__module__}.{type(module).__name__}")
-
-
-def hidden_of(model: Any, tokens: Int[Array, "B T"], **arguments: Any) -> Float[Array, "B T D"]:
-    """The hidden states that the model passes to its head when it is called; the head itself does not run.
-
-    The head must be an `lm_head` of the model, or else its `embedder.decode`.
-
-    Raises:
-      ValueError: for a model without such a head, and for one that does not call it exactly once.
-    """
-    inputs: list[Array] = []
-
-    def record(hidden: Array) -> Array:
-        inputs.append(hidden)
-        return hidden[..., :1]
-
-    with _replaced(*_head_attribute(model), record):
-        model(tokens, **arguments)
-    if len(inputs) != 1:
-        raise _not_understood(model, f"one call of the model calls its head {len(inputs)} times")
-    return inputs[0]
 
 
 def register_policy_loss(
@@ -154,6 +69,7 @@ def register_policy_loss(
     return function_registry.register_policy_loss_fn(name)(update_wrapper(ours, stock))
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _EntropyInsteadOfLogits:
     """Stands for the logits. It is no array, so a loss that does anything but compute the entropy of it fails."""
@@ -161,9 +77,9 @@ class _EntropyInsteadOfLogits:
     value: Float[Array, "B C"] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _PerTokenLogps:
-    """The replacement of `common.compute_per_token_logps` in a copied loss."""
+    """The replacement of `common.compute_per_token_logps`, in a copied loss or in Tunix itself."""
 
     head: Callable[[Any], Head]
     hidden: Callable[..., Array]
@@ -214,20 +130,74 @@ def _logps_on_head(
     head: Head, hidden: Array, target_ids: Array, temperature: float, options: dict[str, Any], entropy: bool = True
 ) -> LinearLogp:
     dtype = head.dtype or jnp.result_type(*(x for x in (hidden, head.weight, head.bias) if x is not None))
-    return linear_logp(
-        hidden.astype(dtype),
-        head.weight.astype(dtype),
-        target_ids,
-        None if head.bias is None else head.bias.astype(dtype),
-        weight_layout=head.weight_layout,
-        low_rank=head.low_rank,
-        logit_softcap=head.logit_softcap,
+    bias = None if head.bias is None else head.bias.astype(dtype)
+    arrays = hidden.astype(dtype), head.weight.astype(dtype), target_ids, bias
+    options = {
+        "weight_layout": head.weight_layout,
+        "low_rank": head.low_rank,
+        "logit_softcap": head.logit_softcap,
         # After a greedy rollout Tunix passes a temperature of 0 and does not divide the logits.
-        temperature=temperature or 1.0,
-        return_lse=True,  # This makes the result a LinearLogp also without the entropy.
-        return_entropy=entropy,
+        "temperature": temperature or 1.0,
+        "return_lse": True,  # This makes the result a LinearLogp also without the entropy.
+        "return_entropy": entropy,
         **options,
+    }
+    if head.keeps_bits:
+        options["implementation"] = promising("linear_logp", *arrays, **options)
+    return linear_logp(*arrays, **options)
+
+
+@dataclass(frozen=True)
+class _Entropy:
+    """The replacement of `algo_core.compute_entropy_from_logits`. It remembers both functions that were replaced."""
+
+    stock: Callable[..., Any]
+    stock_logps: Callable[..., Any]
+
+    def __call__(self, logits: Any) -> Any:
+        return logits.value if isinstance(logits, _EntropyInsteadOfLogits) else self.stock(logits)
+
+
+def install_logps(
+    *,
+    head: Callable[[Any], Head] = head_of,
+    hidden: Callable[..., Array] = hidden_of,
+    implementation: str | None = None,
+    memory_budget: int | None = None,
+) -> None:
+    """Replaces Tunix's `common.compute_per_token_logps` by `linear_logp`, and its `compute_entropy_from_logits` by the
+    entropy that comes from the same pass.
+
+    Tunix calls the first for every log-probability: of the policy in its losses, of the reference, and of the policy
+    that sampled. No loss need be registered. A second call changes the options. A step that is compiled already keeps
+    what it was compiled with.
+
+    Args:
+      head, hidden, implementation, memory_budget: as in `register_policy_loss`.
+
+    Raises:
+      RuntimeError: for a version of Tunix whose function has other parameters; nothing is changed then.
+    """
+    _check_parameters("compute_per_token_logps", _PerTokenLogps)
+    found = algo_core.compute_entropy_from_logits
+    if not isinstance(found, _Entropy):
+        algo_core.compute_entropy_from_logits = _Entropy(found, common.compute_per_token_logps)
+    logps = _PerTokenLogps(head, hidden, {"implementation": implementation, "memory_budget": memory_budget})
+    common.compute_per_token_logps = jax.jit(
+        logps, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature")
     )
+
+
+def uninstall_logps() -> None:
+    """Puts back Tunix's own functions if `install_logps` has replaced them."""
+    if has_installed_logps():
+        found = algo_core.compute_entropy_from_logits
+        algo_core.compute_entropy_from_logits, common.compute_per_token_logps = found.stock, found.stock_logps
+
+
+def has_installed_logps() -> bool:
+    """Whether Tunix's log-probabilities are those of `install_logps`."""
+    return isinstance(algo_core.compute_entropy_from_logits, _Entropy)
 
 
 @dataclass(frozen=True)
@@ -271,11 +241,7 @@ def install_chunked_logps(
       RuntimeError: for a version of Tunix without that function, or where it has other parameters; nothing is changed
         then.
     """
-    found = getattr(common, "compute_chunked_logps", None)
-    parameters = [] if found is None else list(inspect.signature(found).parameters)
-    if parameters != list(inspect.signature(_ChunkedLogps.__call__).parameters)[1:]:
-        has = f"with parameters {', '.join(parameters)}" if parameters else "missing"
-        raise RuntimeError(f"tunix.rl.common.compute_chunked_logps is {has}: nothing was changed.")
+    found = _check_parameters("compute_chunked_logps", _ChunkedLogps)
     stock = found.stock if isinstance(found, _ChunkedLogps) else found
     _write_chunked(_ChunkedLogps(stock, head, {"implementation": implementation, "memory_budget": memory_budget}))
 
@@ -293,43 +259,16 @@ def _write_chunked(function: Callable[..., Any]) -> None:
     common.compute_per_token_logps.clear_cache()
 
 
-def _head_attribute(model: Any) -> tuple[Any, str]:
-    """The object and the name of its attribute that the model calls for its logits."""
-    if hasattr(model, "lm_head"):
-        return model, "lm_head"
-    if hasattr(model, "embedder") and hasattr(model.embedder, "decode"):
-        return model.embedder, "decode"
-    raise _not_understood(model, "it has neither an lm_head nor an embedder that decodes")
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of an object while the context is open; a method is hidden by an attribute of the object."""
-    original = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
-
-
-def _array_of(model: Any, variable: nnx.Variable) -> Array:
-    value = variable.get_value()
-    if not isinstance(value, jax.Array):
-        raise _not_understood(model, f"it holds a {type(value).__name__} where an array was expected")
-    return value
+def _check_parameters(name: str, replacement: Any) -> Any:
+    """The function of `tunix.rl.common`, which has the parameters of its replacement."""
+    found = getattr(common, name, None)
+    parameters = [] if found is None else list(inspect.signature(found).parameters)
+    if parameters != list(inspect.signature(replacement.__call__).parameters)[1:]:
+        has = f"with parameters {', '.join(parameters)}" if parameters else "missing"
+        raise RuntimeError(f"tunix.rl.common.{name} is {has}: nothing was changed.")
+    return found
 
 
 def _accepts_argument(model: Any, name: str) -> bool:
     parameters = inspect.signature(model.__call__).parameters
     return name in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-
-
-def _not_understood(model: Any, reason: str) -> ValueError:
-    return ValueError(
-        f"the head of {type(model).__name__} is not understood: {reason}. "
-        "Say with head= (and hidden=) what makes its logits."
-    )
