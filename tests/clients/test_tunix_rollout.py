@@ -79,6 +79,18 @@ def padded(rows: list[np.ndarray], width: int = ROLLOUT.max_tokens_to_generate) 
     return jnp.stack([np.pad(x, (0, width - len(x))) for x in rows])
 
 
+def a_cluster(actor: Any, reference: Any, engine: Any, **training: Any) -> tunix.RLCluster:
+    roles = tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT
+    training |= {"actor_optimizer": optax.sgd(0.5), "eval_every_n_steps": 100, "max_steps": 4}
+    config = tunix.ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, mesh()),
+        rollout_engine=engine,
+        training_config=tunix.RLTrainingConfig(**training),
+        rollout_config=ROLLOUT,
+    )
+    return tunix.RLCluster(actor=actor, reference=reference, tokenizer=TOKENIZER, cluster_config=config)
+
+
 class Recorded(client.DecoderRollout):
     """The old log-probs of a loss are those that its tokens were drawn with."""
 
@@ -105,18 +117,7 @@ def test_grpo_samples_and_trains_in_one_set_of_bits(installed, make, trained):
         jax.debug.callback(metrics.append, {"loss": loss, **found})
         return loss, found
 
-    roles = tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT
-    cluster = tunix.RLCluster(
-        actor=with_float32(make(), trained),
-        reference=make(),
-        tokenizer=TOKENIZER,
-        cluster_config=tunix.ClusterConfig(
-            role_to_mesh=dict.fromkeys(roles, mesh()),
-            rollout_engine=Recorded,
-            training_config=tunix.RLTrainingConfig(actor_optimizer=optax.sgd(0.5), eval_every_n_steps=100, max_steps=4),
-            rollout_config=ROLLOUT,
-        ),
-    )
+    cluster = a_cluster(with_float32(make(), trained), make(), Recorded)
     learner = tunix.GRPOLearner(
         rl_cluster=cluster,
         algo_config=tunix.GRPOConfig(policy_loss_fn="observed", num_generations=4, num_iterations=2, beta=0.1),
@@ -205,6 +206,20 @@ def test_trained_parameters_reach_the_devices_of_the_rollout(installed):
     assert {x.device for x in jax.tree.leaves(own)} == {jax.devices()[1]}
     engine.update_params(jax.tree.map(jnp.zeros_like, own))
     assert not any(x.any() for x in jax.tree.leaves(nnx.state(engine.model(), nnx.Param)))
+
+
+def test_checkpoints_of_tunix_hold_a_decoder(installed, tmp_path):
+    def resumed() -> tunix.RLCluster:
+        actor = with_float32(decoder(), nnx.Param)
+        return a_cluster(actor, decoder(), client.DecoderRollout, checkpoint_root_directory=str(tmp_path))
+
+    saved = resumed().actor_trainer
+    nnx.update(saved.model, jax.tree.map(lambda x: x + 1, nnx.state(saved.model, nnx.Param)))
+    saved.checkpoint_manager.save(3, saved.model, saved.optimizer, force=True)
+    saved.checkpoint_manager.close()
+    found = resumed()
+    assert found.actor_trainer.train_steps == 3
+    helpers.assert_same_bits(nnx.state(found.rollout.model(), nnx.Param), nnx.state(saved.model, nnx.Param))
 
 
 def test_bad_rollouts(installed):
