@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pallas_kernels.hopper.arrays import LogitsConfig
+from pallas_kernels.hopper.tiles import Machine, statistics_tile
 
 Kind = Literal["forward", "reverse", "jsd"]
 """D(teacher ‖ student), D(student ‖ teacher), or the divergence of both from their mixture."""
@@ -22,14 +23,15 @@ class TwoLogits:
     b: LogitsConfig
 
 
-class HeadProducts(NamedTuple):
-    """What logits are made of: products of rows and one head.
+class HeadRows(NamedTuple):
+    """What the logits of one head are made of: its rows and a slice of its columns.
 
-    products: float32 `[rows, slice's chunks · 256]`, rows a multiple of 64. bias: float32 `[slice's chunks · 256]`, or
-    None. temperature: float32 `[rows]`.
+    hidden `[rows, D]` and weight, both in one 16-bit dtype, are those that `partials` takes. bias: float32 `[slice's
+    chunks · 256]`, or None. temperature: float32 `[rows]`, rows a multiple of 64.
     """
 
-    products: Any
+    hidden: Any
+    weight: Any
     bias: Any
     temperature: Any
 
@@ -75,3 +77,16 @@ class MixtureSums(NamedTuple):
 
     value: Any
     slope: Any
+
+
+STORED_COLUMNS = 8
+"""Columns of a tile that are stored together: the values that a warp stores at once are 256 bytes in one place."""
+
+
+def stored_tiles(rows: int, machine: Machine) -> tuple[int, int, int, int]:
+    """The shape of what a kernel over two heads of so many rows stores: for each compute warpgroup of the machine, the
+    tile of one head in pieces of 8 columns, float32 `[warpgroups, pieces, 64, 8]`.
+    """
+    tile = statistics_tile(rows)
+    pieces = tile.columns // STORED_COLUMNS
+    return machine.sm_count * tile.warpgroups, pieces, tile.rows // tile.warpgroups, STORED_COLUMNS

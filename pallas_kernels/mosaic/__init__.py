@@ -2,7 +2,7 @@
 
 main_loop.py is the one warp-specialised TMA + wgmma loop that multiplies. Kernels with a product are epilogues on it:
 partials.py and dlogits.py for linear_logp's two products with the head, hidden_gradient.py and weight_gradient.py for
-those that give its gradients, gemm.py for det_gemm. launch.py launches kernels without a product: fold.py folds partial
-softmaxes, and logits.py holds the kernels over materialised logits. head_kernels.py lists the kernels of linear_logp
-and det_gemm.
+those that give its gradients, gemm.py for det_gemm, two_heads.py for those that need the products with two heads.
+launch.py launches kernels without a product: fold.py folds partial softmaxes, and logits.py holds the kernels over
+materialised logits. head_kernels.py lists the kernels of linear_logp and det_gemm.
 """

@@ -1,8 +1,7 @@
-"""The sums of linear_kl over products with two heads that are in memory: at the speed of memory, chunk by chunk.
+"""The sums of linear_kl over the products with two heads, chunk by chunk, in the epilogue of these products.
 
-A block takes 64 rows of one chunk, in the registers that a product would leave them in, strip by strip of 32 columns.
-Strips of a chunk, chunks of a group and groups are folded in ascending order. Sums of both heads go by the same code,
-so that equal logits have equal ones.
+Strips of 32 columns, chunks of a group and groups are folded in ascending order. Sums of both heads go by the same
+code, so that equal logits have equal ones.
 """
 
 import functools
@@ -19,31 +18,23 @@ from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
 from pallas_kernels.hopper.divergence import (
     EMPTY_SHIFT,
     DivergencePartials,
-    HeadProducts,
+    HeadRows,
     MixtureSums,
     RowNormalizer,
     TwoLogits,
 )
-from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
+from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.launch import launch
-from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, over_columns, row_vector
+from pallas_kernels.mosaic.main_loop import WARPGROUP_ROWS, Block, over_columns, row_vector
 from pallas_kernels.mosaic.softcap import softcapped
-from pallas_kernels.mosaic.statistics import (
-    chunk_width,
-    column_bias,
-    logit_exponents,
-    logit_scaling,
-    masked,
-    with_bias,
-)
+from pallas_kernels.mosaic.statistics import chunk_and_width, logit_exponents, logit_scaling, masked
+from pallas_kernels.mosaic.two_heads import FEW_COLUMNS, Step, Strip, TwoHeadsArguments, over_two_heads
 
 Array = jax.Array
 Ref = Any
 NEAR = 0.5
 """Differences of logits up to this are small: there a series keeps the digits that eᵈ − 1 − d would lose."""
-FEW_COLUMNS = 32
-"""Columns of a strip: with more of them, registers are left for fewer blocks on a multiprocessor."""
 _NEAR_ONE = 0.25
 """Up to this distance from 1 a series computes logarithms."""
 LARGEST_DIFFERENCE = 80.0
@@ -83,78 +74,54 @@ def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
     return jnp.where(is_teacher, of_larger, of_smaller), jnp.where(is_teacher, of_smaller, of_larger)
 
 
-def strip_of_products(head: HeadProducts, row: Array, place: Array) -> tuple[Array, Array | None]:
-    """The products of 64 rows and a strip of columns, and the columns' bias."""
-    there = head.products.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(place, FEW_COLUMNS)]
-    products = plgpu.load(there, layout=plgpu.Layout.WGMMA, optimized=False)
-    return products, column_bias(head.bias, place, FEW_COLUMNS)
-
-
-def _over_strips[Carry](
-    heads: tuple[HeadProducts, HeadProducts],
-    row: Array,
-    place: Array,
-    add: Callable[[Any, list[Array]], Carry],
-    joined: Callable[[Carry, Carry], Carry],
-) -> Carry:
-    """The fold of `add(first column, both heads' products with their bias)` over the strips of a chunk, in a loop:
-    where it is unrolled, ptxas loads strips ahead and leaves registers for half as many blocks.
-    """
-
-    def of_strip(first: Any) -> Carry:
-        return add(first, [with_bias(*strip_of_products(head, row, place + first)) for head in heads])
-
-    def step(i: Array, so_far: Carry) -> Carry:
-        return joined(so_far, of_strip(i * FEW_COLUMNS))
-
-    return lax.fori_loop(1, COLUMNS // FEW_COLUMNS, step, of_strip(0))
-
-
-def _of_chunks(
+def _over_chunks(
     name: str,
-    vocabulary_of: LogitsConfig,
+    logits: TwoLogits,
     machine: Machine,
     where: VocabSlice,
-    heads: tuple[HeadProducts, HeadProducts],
+    heads: tuple[HeadRows, HeadRows],
     rows: Any,
     out: Any,
-    sums_of: Callable[[tuple[HeadProducts, HeadProducts], Any, Array, Array, Array], Any],
+    sums_of: Callable[[tuple[HeadRows, HeadRows], Any, Array, Array], Callable[[Any, list[Array]], Any]],
+    joined: Callable[[Any, Any], Any],
 ) -> None:
-    """Write what `sums_of(heads, rows, row, place, width)` gives for each 64 rows and each chunk of a slice."""
-    vocabulary = vocabulary_of.head.vocabulary
-    row_count, columns = heads[0].products.shape
+    """Write the sums of all 64 rows and each chunk of a slice into the references `out [chunks, rows]`.
 
-    def body(where_gmem: VocabSlice, heads_gmem: Any, rows_gmem: Any, out_gmem: Any, _outputs: tuple[()]) -> None:
-        row, inside = lax.axis_index("blocks") * WARPGROUP_ROWS, lax.axis_index("groups")
-        chunk = where_gmem.first_chunk[0] + inside
+    `sums_of(heads, rows, row, width)` loads what it needs and returns what gives the sums of one strip, from its first
+    column and the products with both heads.
+    """
+    vocabulary = logits.a.head.vocabulary
 
-        @pl.when((row < where_gmem.rows[0]) & (inside < where_gmem.chunks[0]))
-        def _() -> None:
-            width = chunk_width(vocabulary, where_gmem, chunk)
-            found = sums_of(heads_gmem, rows_gmem, row, inside * COLUMNS, width)
-            for ref, value in zip(out_gmem, found, strict=True):
-                ref[chunk, pl.ds(row, WARPGROUP_ROWS)] = value
+    def finish(refs: TwoHeadsArguments, block: Block, over_strips: Callable[[Step], Any], _: Ref) -> None:
+        chunk, width = chunk_and_width(vocabulary, refs.where_gmem, block)
+        of_strip = sums_of(refs.heads_gmem, refs.rows_gmem, block.row, width)
 
-    grid = (row_count // WARPGROUP_ROWS, columns // COLUMNS)
-    launch(body, name, machine, (), grid, where, heads, rows, out, approx_math=True)
+        def step(strip: Strip, so_far: Any) -> Any:
+            found = of_strip(strip.first, strip.products)
+            return found if so_far is None else joined(so_far, found)
+
+        for ref, value in zip(refs.out_gmem, over_strips(step), strict=True):
+            ref[chunk, pl.ds(block.row, WARPGROUP_ROWS)] = value
+
+    over_two_heads(name, logits, machine, where, heads, rows, out, out[0].shape[0], finish)
 
 
 def divergence_partials(
     logits: TwoLogits,
     machine: Machine,
     where: VocabSlice,
-    a: HeadProducts,
-    b: HeadProducts,
+    a: HeadRows,
+    b: HeadRows,
     out: DivergencePartials,
 ) -> None:
     """Write the partials of D(a ‖ b) over one slice of chunks into the references `out [chunks, rows]`.
 
-    Rows of `out` are a multiple of 64. Those behind the last 64 rows that count are not written.
+    Rows of `out` hold whole tiles. Those behind the last tile with a row that counts are not written.
     """
 
     def sums_of(
-        heads: tuple[HeadProducts, HeadProducts], _: tuple[()], row: Array, place: Array, width: Array
-    ) -> DivergencePartials:
+        heads: tuple[HeadRows, HeadRows], _: tuple[()], row: Array, width: Array
+    ) -> Callable[[Any, list[Array]], DivergencePartials]:
         scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
 
         def of_head(config: LogitsConfig, values: Array, scale: Array, first: Any) -> tuple[Array, Array, Array, Array]:
@@ -180,9 +147,9 @@ def divergence_partials(
             excess = _excess(exp_a * to_a, exp_b * to_b, difference * LN_2).sum(axis=1)
             return DivergencePartials(shift_a, total_a, shift_b, total_b, cross, excess)
 
-        return _over_strips(heads, row, place, add, _joined)
+        return add
 
-    _of_chunks("linear_kl_partials", logits.a, machine, where, (a, b), (), out, sums_of)
+    _over_chunks("linear_kl_partials", logits, machine, where, (a, b), (), out, sums_of, _joined)
 
 
 def _joined(x: DivergencePartials, y: DivergencePartials) -> DivergencePartials:
@@ -206,30 +173,26 @@ def mixture_sums(
     share: float,
     machine: Machine,
     where: VocabSlice,
-    products: tuple[HeadProducts, HeadProducts],
+    heads: tuple[HeadRows, HeadRows],
     normalizers: tuple[RowNormalizer, RowNormalizer],
     out: MixtureSums,
 ) -> None:
     """Write the sums of the generalised Jensen-Shannon divergence over one slice of chunks into the references
     `out [chunks, rows]`. `share` is that of b, the teacher, in the mixture.
 
-    Rows of `out` are a multiple of 64. Those behind the last 64 rows that count are not written.
+    Rows of `out` are those that `divergence_partials` writes.
     """
 
     def sums_of(
-        heads: tuple[HeadProducts, HeadProducts],
-        rows: tuple[RowNormalizer, RowNormalizer],
-        row: Array,
-        place: Array,
-        width: Array,
-    ) -> MixtureSums:
+        heads: tuple[HeadRows, HeadRows], rows: tuple[RowNormalizer, RowNormalizer], row: Array, width: Array
+    ) -> Callable[[Any, list[Array]], MixtureSums]:
         scales = [LOG2_E / row_vector(head.temperature, row) for head in heads]
         known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in rows]
 
         def add(first: Any, products: list[Array]) -> MixtureSums:
             log_a, log_b = (
-                log_probability(config, values, scale, normalizer, width - first)
-                for config, values, scale, normalizer in zip((logits.a, logits.b), products, scales, known, strict=True)
+                masked(of_head[0], log_probability(*of_head), width - first, -jnp.inf)
+                for of_head in zip((logits.a, logits.b), products, scales, known, strict=True)
             )
             p, q = jnp.exp2(log_a), jnp.exp2(log_b)
             # Both may be −∞, whose difference is NaN.
@@ -239,18 +202,16 @@ def mixture_sums(
             value = share * _excess(q, mixture, from_b) + (1 - share) * _excess(p, mixture, from_a)
             return MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
 
-        return _over_strips(heads, row, place, add, _added)
+        return add
 
-    _of_chunks("linear_kl_mixture", logits.a, machine, where, products, normalizers, out, sums_of)
+    _over_chunks("linear_kl_mixture", logits, machine, where, heads, normalizers, out, sums_of, _added)
 
 
-def log_probability(
-    logits: LogitsConfig, values: Array, scale: Array, normalizer: RowNormalizer, width: Array
-) -> Array:
-    """log2 of the probabilities of a strip's columns, of which the first `width` are the chunk's."""
+def log_probability(logits: LogitsConfig, values: Array, scale: Array, normalizer: RowNormalizer) -> Array:
+    """log2 of the probabilities of some columns."""
     values, columns = softcapped(values, logits.softcap)[0], values.shape[1]
     centred = values * over_columns(scale, columns) - over_columns(normalizer.shift, columns)
-    return masked(logits, centred - over_columns(normalizer.log_total, columns), width, -jnp.inf)
+    return centred - over_columns(normalizer.log_total, columns)
 
 
 def _added(x: MixtureSums, y: MixtureSums) -> MixtureSums:

@@ -1,36 +1,28 @@
-"""The gradients of the student's logits by linear_kl, from products with both heads that are in memory.
+"""The gradients of the student's logits by linear_kl, in the epilogue of the products with both heads.
 
 With l = log2 of the probabilities p of the student and q of the teacher, and s the slope of a column:
   forward p − q,   reverse p·(ln(p / q) − Σ s),   jsd p·((β − 1)·ln(m / p) − Σ s), where m = β·q + (1 − β)·p.
 Every gradient is computed by itself in float32, times the row's weight and the softcap's derivative, and rounded once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import VocabSlice
-from pallas_kernels.hopper.divergence import GradientFactors, HeadProducts, Kind, RowNormalizer, TwoLogits
-from pallas_kernels.hopper.tiles import COLUMNS, Machine, statistics_tile
+from pallas_kernels.hopper.divergence import GradientFactors, HeadRows, Kind, RowNormalizer, TwoLogits
+from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
-from pallas_kernels.mosaic.divergence import (
-    FEW_COLUMNS,
-    NEAR,
-    SERIES,
-    log_mixtures,
-    log_probability,
-    polynomial,
-    strip_of_products,
-)
-from pallas_kernels.mosaic.launch import launch
-from pallas_kernels.mosaic.main_loop import ROW, WARPGROUP_ROWS, over_columns, row_vector
+from pallas_kernels.mosaic.divergence import NEAR, SERIES, log_mixtures, log_probability, polynomial
+from pallas_kernels.mosaic.main_loop import ROW, STRIPS_IN_FLIGHT, WARPGROUP_ROWS, Block, over_columns, row_vector
 from pallas_kernels.mosaic.softcap import softcapped
-from pallas_kernels.mosaic.statistics import chunk_width, masked, row_clusters, with_bias
-from pallas_kernels.products import padded
+from pallas_kernels.mosaic.statistics import chunk_and_width, masked
+from pallas_kernels.mosaic.stores import store_rows, store_strip, wait_for_place
+from pallas_kernels.mosaic.two_heads import FEW_COLUMNS, Step, Strip, TwoHeadsArguments, over_two_heads
 
 Array = jax.Array
 Ref = Any
@@ -42,62 +34,51 @@ def divergence_gradients(
     share: float,
     machine: Machine,
     where: VocabSlice,
-    products: tuple[HeadProducts, HeadProducts],
+    heads: tuple[HeadRows, HeadRows],
     normalizers: tuple[RowNormalizer, RowNormalizer],
     factors: GradientFactors,
     out: Any,
 ) -> None:
     """Write the gradients of one slice's products with the student's head into the reference `out [rows, slice's chunks
-    · 256]`, which is 16-bit. Places that hold no column, and rows that do not count, become 0.
+    · 256]`, which is 16-bit and has hidden's rows. Places that hold no column, and rows that do not count, become 0.
 
     Student comes first, teacher second. `share` is the teacher's in the mixture.
     """
     vocabulary = logits.a.head.vocabulary
-    row_count, columns = out.shape
-    cluster_rows = statistics_tile(row_count).cluster_rows
 
-    def body(
-        where_gmem: VocabSlice,
-        products_gmem: tuple[HeadProducts, HeadProducts],
-        normalizers_gmem: tuple[RowNormalizer, RowNormalizer],
-        factors_gmem: GradientFactors,
-        out_gmem: Ref,
-        _outputs: tuple[()],
-    ) -> None:
-        row, inside = lax.axis_index("blocks") * WARPGROUP_ROWS, lax.axis_index("groups")
-        count = where_gmem.rows[0]
+    def finish(refs: TwoHeadsArguments, block: Block, over_strips: Callable[[Step], Any], staging_smem: Ref) -> None:
+        row, (known_gmem, factors_gmem) = block.row, refs.rows_gmem
+        width = chunk_and_width(vocabulary, refs.where_gmem, block)[1]
+        scales = [LOG2_E / row_vector(head.temperature, row) for head in refs.heads_gmem]
+        known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in known_gmem]
+        slope, weight = (row_vector(ref, row) for ref in factors_gmem)
+        counts = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + row < refs.where_gmem.rows[0]
 
-        @pl.when((row < row_clusters(count, cluster_rows) * cluster_rows) & (inside < where_gmem.chunks[0]))
-        def _() -> None:
-            width = chunk_width(vocabulary, where_gmem, where_gmem.first_chunk[0] + inside)
-            scales = [LOG2_E / row_vector(head.temperature, row) for head in products_gmem]
-            known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in normalizers_gmem]
-            slope, weight = (row_vector(ref, row) for ref in factors_gmem)
-            counts = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + row < count
+        def gradient(first: Any, products: list[Array]) -> Array:
+            log_p, log_q = (
+                log_probability(*of_head) for of_head in zip((logits.a, logits.b), products, scales, known, strict=True)
+            )
+            found = _gradient(kind, share, log_p, log_q, over_columns(slope, FEW_COLUMNS))
+            found = found * over_columns(weight, FEW_COLUMNS)
+            derivative = softcapped(products[0], logits.a.softcap)[1]
+            found = found if derivative is None else found * derivative
+            found = jnp.where(over_columns(counts, FEW_COLUMNS), found, 0.0)
+            return masked(logits.a, found, width - first, 0).astype(out.dtype)
 
-            def step(i: Array, _: None) -> None:
-                place = inside * COLUMNS + i * FEW_COLUMNS
-                own, other = (with_bias(*strip_of_products(x, row, place)) for x in products_gmem)
-                log_p, log_q = (
-                    log_probability(config, values, scale, normalizer, width - i * FEW_COLUMNS)
-                    for config, values, scale, normalizer in zip(
-                        (logits.a, logits.b), (own, other), scales, known, strict=True
-                    )
-                )
-                found = _gradient(kind, share, log_p, log_q, over_columns(slope, FEW_COLUMNS))
-                found = found * over_columns(weight, FEW_COLUMNS)
-                derivative = softcapped(own, logits.a.softcap)[1]
-                found = found if derivative is None else found * derivative
-                found = jnp.where(over_columns(counts, FEW_COLUMNS), found, 0.0)
-                found = masked(logits.a, found, width - i * FEW_COLUMNS, 0)
-                there = pl.ds(row, WARPGROUP_ROWS), pl.ds(place, FEW_COLUMNS)
-                out_gmem[there] = found.astype(out_gmem.dtype)
+        def step(strip: Strip, _: Any) -> tuple[()]:
+            def store(strip_smem: Ref) -> None:
+                columns = pl.ds(block.column_block * COLUMNS + strip.first, FEW_COLUMNS)
+                store_rows(strip_smem, refs.out_gmem, row, columns)
 
-            lax.fori_loop(0, COLUMNS // FEW_COLUMNS, step, None)
+            values = gradient(strip.first, strip.products)
+            wait_for_place(machine)
+            store_strip(staging_smem.at[block.warpgroup, strip.number % STRIPS_IN_FLIGHT], values, store)
+            return ()
 
-    grid = (padded(row_count, WARPGROUP_ROWS) // WARPGROUP_ROWS, columns // COLUMNS)
-    arguments = (where, products, normalizers, factors, out)
-    launch(body, "linear_kl_gradients", machine, (), grid, *arguments, approx_math=True)
+        over_strips(step)
+
+    of_slice = where, heads, (normalizers, factors), out, out.shape[1] // COLUMNS
+    over_two_heads("linear_kl_gradients", logits, machine, *of_slice, finish, out.dtype)
 
 
 def _gradient(kind: Kind, share: float, log_p: Array, log_q: Array, total: Array) -> Array:

@@ -1,12 +1,11 @@
 """The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
 
 `add_weight_gradient`, `add_largest`, `partials_of_logits`, what takes the products of a slice, and the kernels of
-linear_kl (`head_products`, those of `divergence.py` and `divergence_gradients.py`) are Mosaic's alone.
+linear_kl (those of `divergence.py` and `divergence_gradients.py`) are Mosaic's alone.
 """
 
 import jax
 
-from pallas_kernels.mosaic import head_products as products_module
 from pallas_kernels.mosaic import hidden_gradient, weight_gradient
 from pallas_kernels.mosaic.divergence import divergence_partials, fold_divergence, fold_mixture, mixture_sums
 from pallas_kernels.mosaic.divergence_gradients import divergence_gradients
@@ -22,7 +21,6 @@ from pallas_kernels.mosaic.weight_gradient import add_weight_gradient, column_su
 
 # Slices of one shape share these kernels in a program: a function under jit is traced and lowered once.
 add_hidden_gradient = jax.jit(hidden_gradient.add_hidden_gradient, static_argnums=(0, 1))
-head_products = jax.jit(products_module.head_products, static_argnums=(0, 1))
 store_weight_gradient = jax.jit(weight_gradient.store_weight_gradient, static_argnums=(0, 1))
 
 __all__ = (
@@ -41,7 +39,6 @@ __all__ = (
     "fold_mixture",
     "folds_groups",
     "gemm",
-    "head_products",
     "mixture_sums",
     "partials",
     "partials_of_logits",

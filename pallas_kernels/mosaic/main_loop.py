@@ -87,7 +87,7 @@ class Product:
     """The whole of K, in the order in which it is summed up."""
     finish: Callable[[Any, Block, Callable[..., Array], Ref], None]
     """The epilogue `finish(refs, block, product, staging_smem)`. It loads what it needs, calls `product(start=None)`
-    once for the float32 tile `[64, columns]`, and then stores."""
+    once for the float32 tile `[64, columns]`, and then stores. Where there is a second product, it calls it twice."""
     loaded_rows: int | None = None
     """How many rows of a tile of A are loaded, where A has fewer than a tile. Products of the others are undefined."""
     layers: Callable[[Any], Any] | None = None
@@ -100,6 +100,13 @@ class Product:
     """The shape of a strip that `store_through` stores."""
     parts: tuple[int, int] = (1, 1)
     """How many parts A and B are in, one or two each."""
+    second: "Product | None" = None
+    """A product of other operands that has the same tiles, or None. Its `finish` is not called."""
+
+    @property
+    def every(self) -> tuple["Product", ...]:
+        """The products of a tile, in the order in which they are made."""
+        return (self,) if self.second is None else (self, self.second)
 
     @property
     def terms(self) -> list[tuple[int, int]]:
@@ -115,14 +122,28 @@ def tiled(columns: int, dtype: Any) -> tuple[Any, ...]:
     return transforms.TilingTransform((8, swizzle // item)), transforms.SwizzleTransform(swizzle)
 
 
-def _scratch(product: Product) -> dict[str, Any]:
-    """The shared memory and the barriers of one block, by the names of the kernel's parameters."""
+def _stages(product: Product) -> tuple[Any, Any]:
+    """The shared memory of the ring, for A and for B, as one product of a tile sees it."""
     tile = product.tile
     a = (tile.depth, tile.rows) if product.a_transposed else (tile.rows, tile.depth)
     b = (tile.columns, tile.depth) if product.b_transposed else (tile.depth, tile.columns)
-    ring = {
-        name: plgpu.SMEM((tile.stages * parts, *shape), product.dtype, transforms=tiled(shape[1], product.dtype))
-        for name, shape, parts in (("a_smem", a, product.parts[0]), ("b_smem", b, product.parts[1]))
+
+    def of_operand(shape: tuple[int, int], parts: int) -> Any:
+        return plgpu.SMEM((tile.stages * parts, *shape), product.dtype, transforms=tiled(shape[1], product.dtype))
+
+    return of_operand(a, product.parts[0]), of_operand(b, product.parts[1])
+
+
+def _scratch(product: Product, machine: Machine) -> dict[str, Any]:
+    """The shared memory and the barriers of one block, by the names of the kernel's parameters. `a_smem` and `b_smem`
+    hold what each product of a tile sees.
+    """
+    tile = product.tile
+    views = zip(*map(_stages, product.every), strict=True)
+    # The interpreter takes an access to one stage of a union for one to all: there the products share no memory.
+    ring: dict[str, Any] = {
+        name: plgpu.RefUnion(*of_products) if len(of_products) > 1 and machine.interpret is None else of_products
+        for name, of_products in zip(("a_smem", "b_smem"), views, strict=True)
     }
     if product.store_dtype is not None:
         shape = (tile.warpgroups, STRIPS_IN_FLIGHT, *product.strip)
@@ -271,10 +292,12 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
     leaves, tree = jax.tree.flatten(arguments)
 
     def body(
-        *leaves_gmem: Ref, a_smem: Ref, b_smem: Ref, full_barriers: Ref, empty_barriers: Ref, staging_smem: Ref = None
+        *leaves_gmem: Ref, a_smem: Refs, b_smem: Refs, full_barriers: Ref, empty_barriers: Ref, staging_smem: Ref = None
     ) -> None:
         refs = jax.tree.unflatten(tree, leaves_gmem)
-        ring = _StageRing(product, a_smem, b_smem, full_barriers, empty_barriers)
+        rings = [
+            _StageRing(*own, full_barriers, empty_barriers) for own in zip(product.every, a_smem, b_smem, strict=True)
+        ]
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         row_blocks, column_blocks = product.blocks(refs)
         layers = () if product.layers is None else (product.layers(refs),)
@@ -294,21 +317,26 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
             plgpu.set_max_registers(40, action="decrease")
 
             def visit(block: Block, count: Array) -> Array:
-                for stretch in product.stretches:
-                    load_a, load_b = (functools.partial(x, refs, block) for x in (stretch.load_a, stretch.load_b))
-                    count = ring.load(count, stretch.steps(refs, block), load_a, load_b)
+                for ring in rings:
+                    for stretch in ring.product.stretches:
+                        load_a, load_b = (functools.partial(x, refs, block) for x in (stretch.load_a, stretch.load_b))
+                        count = ring.load(count, stretch.steps(refs, block), load_a, load_b)
                 return count
 
-            ring.drain(over_tiles(visit))
+            rings[0].drain(over_tiles(visit))
 
         @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
 
             def visit(block: Block, count: Array) -> Array:
-                steps = functools.reduce(operator.add, (stretch.steps(refs, block) for stretch in product.stretches))
+                counts, unmade = [count], iter(rings)
 
                 def tile_of(start: Array | None = None) -> Array:
+                    ring, count = next(unmade), counts[-1]
+                    stretches = ring.product.stretches
+                    steps = functools.reduce(operator.add, (stretch.steps(refs, block) for stretch in stretches))
+
                     def accumulate(acc: Ref) -> tuple[Array, Array]:
                         if start is not None and machine.interpret is None:
                             acc[...] = start
@@ -324,10 +352,9 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
                     counts.append(after)
                     return values
 
-                counts: list[Array] = []
                 own = block._replace(row=block.row + warpgroup * WARPGROUP_ROWS)
                 product.finish(refs, own, tile_of, staging_smem)
-                return counts[0]
+                return counts[-1]
 
             over_tiles(visit)
             if product.store_dtype is not None:
@@ -336,7 +363,7 @@ def multiply(product: Product, machine: Machine, arguments: Any) -> None:
     plgpu.kernel(
         body,
         out_type=(),
-        scratch_types=_scratch(product),
+        scratch_types=_scratch(product, machine),
         grid=(clusters,),
         grid_names=("blocks",),
         cluster=(tile.cluster,),

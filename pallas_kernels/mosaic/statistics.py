@@ -338,11 +338,12 @@ def product_with_head(
     finish: Any,
     store_dtype: Any = None,
     strip_columns: int = STRIP,
+    operands_of: Callable[[Any], tuple[Ref, Ref]] = lambda refs: (refs.hidden_gmem, refs.weight_gmem),
 ) -> Product:
     """The product hidden·Wᵀ over one slice of chunks, for a kernel whose epilogue is `finish`.
 
-    The product of a low-rank term goes on with its sums. The kernel's references have the fields `where_gmem`,
-    `hidden_gmem`, `weight_gmem` and `low_rank_gmem`.
+    The product of a low-rank term goes on with its sums. The kernel's references have the field `where_gmem`, what
+    `operands_of` takes hidden and weight from and, beside such a term, `low_rank_gmem`.
     """
     rows = hidden.shape[0]
     loaded_rows = min(rows, tile.rows)
@@ -363,7 +364,7 @@ def product_with_head(
 
         return Stretch(lambda refs, block: jnp.int32(-(-dim // DEPTH)), load_a, load_b)
 
-    stretches = [stretch(hidden.shape[1], lambda refs: (refs.hidden_gmem, refs.weight_gmem))]
+    stretches = [stretch(hidden.shape[1], operands_of)]
     if low_rank is not None:
         stretches.append(stretch(low_rank.hidden.shape[1], lambda refs: refs.low_rank_gmem))
 

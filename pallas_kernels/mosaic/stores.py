@@ -1,5 +1,6 @@
 """How epilogues store tiles by TMA: through shared memory, one strip of columns at a time."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,22 +32,31 @@ def store_through(
     without committing them, so that each strip is one group however many copies it takes. Strips are computed one after
     the other, which keeps an epilogue's temporaries few. transposed: a strip is stored as `[columns, rows]`.
     """
-    # The interpreter counts copies instead of groups, and a strip may take none or several: there it waits for all.
-    unread = STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for strip in range(strips):
-        slot = strip % STRIPS_IN_FLIGHT
         values = strip_of(strip)
         if strip >= STRIPS_IN_FLIGHT:
-            plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
-        strip_smem = staging_smem.at[warpgroup, slot]
-        if transposed:
-            strip_smem.transpose((1, 0))[...] = values
-        else:
-            strip_smem[...] = values
-        plgpu.commit_smem()
-        store(strip, strip_smem)
-        plgpu.commit_smem_to_gmem_group()
+            wait_for_place(machine)
+        strip_smem = staging_smem.at[warpgroup, strip % STRIPS_IN_FLIGHT]
+        store_strip(strip_smem, values, functools.partial(store, strip), transposed=transposed)
+
+
+def wait_for_place(machine: Machine) -> None:
+    """Wait until of `STRIPS_IN_FLIGHT` strips in shared memory only those after the first may be unread."""
+    # The interpreter counts copies instead of groups, and a strip may take none or several: there it waits for all.
+    unread = STRIPS_IN_FLIGHT - 1 if machine.interpret is None else 0
+    plgpu.wait_smem_to_gmem(unread, wait_read_only=True)
+
+
+def store_strip(strip_smem: Ref, values: Array, store: Callable[[Ref], None], *, transposed: bool = False) -> None:
+    """Store one strip by TMA, as one group. `store(strip_smem)` issues the copies of it without committing them."""
+    if transposed:
+        strip_smem.transpose((1, 0))[...] = values
+    else:
+        strip_smem[...] = values
+    plgpu.commit_smem()
+    store(strip_smem)
+    plgpu.commit_smem_to_gmem_group()
 
 
 def store_rows(strip_smem: Ref, out_gmem: Ref, row: Array, columns: Any) -> None:

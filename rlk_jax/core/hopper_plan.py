@@ -9,17 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, Machine, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
 
 _FEW_TILES = 96
 """Tiles of dH, of 128 rows and 256 columns, below which the multiprocessors of a Hopper GPU have too little to do."""
-
-
-_LAUNCHES = 0.3
-"""The time between the kernels of two slices, in rounds."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +139,6 @@ class BufferSizes:
     """Bytes for the whole pass, whatever its slices."""
     exponentials: int = 0
     """Bytes of kept exponentials, which are held while slices of kept chunks are worked on."""
-    wants_whole_rounds: bool = False
-    """Whether slices are so wide that their products fill the machine round by round. A pass of many slices would else
-    wait for the last tiles of each."""
 
 
 def kept_bytes(config: HeadConfig, tokens: int) -> int:
@@ -214,16 +207,13 @@ def sliced_plan(
     config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes, unit: int
 ) -> HopperPlan:
     """A plan whose slices are as wide as the budget holds, at least one chunk, and equally wide but for rounding within
-    each range, unless `sizes` say that whole rounds are wanted. Slices that can hold `unit` chunks are a multiple of it
-    wide.
+    each range. Slices that can hold `unit` chunks are a multiple of it wide.
     """
     budget = kernel_memory_budget(config, dim, tokens)
 
     def width(count: int, fixed: int, per_chunk: int) -> int:
         affordable = max(1, (budget - fixed) // per_chunk) if per_chunk else count
         multiple = unit if affordable >= unit else 1
-        if sizes.wants_whole_rounds and multiple == 1:
-            return _width_of_fewest_rounds(tokens, count, min(count, affordable))
         units = -(-count // multiple)
         return min(count, multiple * -(-units // -(-units // (affordable // multiple))))
 
@@ -238,21 +228,6 @@ def sliced_plan(
     bounds = sorted({0, vocabulary_of(config).chunks, in_place, kept})
     ranges = tuple(chunk_range(*ends) for ends in itertools.pairwise(bounds))
     return HopperPlan(config, dim, tokens, ranges, sums_groups_at_once(config, dim, tokens))
-
-
-def _width_of_fewest_rounds(tokens: int, count: int, most: int) -> int:
-    """The width, of at most `most` chunks, whose slices take the fewest rounds of products over the machine for `count`
-    chunks; a slice itself counts for a part of a round.
-    """
-    tile = statistics_tile(tokens)
-    blocks, clusters = -(-tokens // tile.cluster_rows), Machine().sm_count // tile.cluster
-
-    def rounds(width: int) -> float:
-        whole, rest = divmod(count, width)
-        of_rest = -(-blocks * rest // clusters) + _LAUNCHES if rest else 0
-        return whole * (-(-blocks * width // clusters) + _LAUNCHES) + of_rest
-
-    return min(range(most, most // 2, -1), key=rounds)
 
 
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:

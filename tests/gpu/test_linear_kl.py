@@ -23,6 +23,7 @@ CASES = (
     Case("few rows", (9,), 64, 128, 4096, 4096, bias=True),
     Case("deep", (300,), 4096, 2048, 4096, 4096),
     Case("dv of both", (130,), 128, 64, 4096, 4096, options={"weight_layout": "dv", "teacher_weight_layout": "dv"}),
+    Case("two layouts", (130,), 64, 128, 4096, 4096, options={"teacher_weight_layout": "dv"}),
     Case("a teacher of an odd width", (70,), 64, 37, 4096, 4096, options={"teacher_weight_layout": "dv"}),
     Case(
         "everything",

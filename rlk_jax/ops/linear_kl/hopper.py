@@ -1,10 +1,10 @@
-"""linear_kl on Hopper, by Mosaic's kernels: slice by slice of the vocabulary.
+"""linear_kl on Hopper, by Mosaic's kernels.
 
-For each slice, float32 products with both heads are made by one kernel, and read once by another, which sums up
-what a divergence is made of for each row and chunk of 256 columns. Chunks are folded to the eight groups of the
-vocabulary, and these in ascending order. The divergence from a mixture needs both softmaxes first, which a pass over
-each head takes without products in memory. The backward makes the products of each slice once more, turns them into
-gradients of the student's logits in 16 bits, and sums these up as that of linear_logp does.
+One kernel makes the products with both heads, tile by tile, and sums up what a divergence is made of for each row and
+chunk of 256 columns. Chunks are folded to the eight groups of the vocabulary, and these in ascending order. The
+divergence from a mixture needs both softmaxes first, which a pass over each head takes. The backward makes the products
+once more, slice by slice of the vocabulary, turns them into gradients of the student's logits in 16 bits, and sums
+these up as that of linear_logp does.
 """
 
 import functools
@@ -68,11 +68,10 @@ def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows
     out = DivergencePartials(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in DivergencePartials._fields))
 
     def step(chunks: ChunkRange, index: Any) -> None:
-        a, b = both.products(use, machine, chunks, index)
+        a, b = both.slices(chunks, index)
         if config.kind == "forward":
             a, b = b, a
-        logits = TwoLogits(a.logits, b.logits)
-        use.divergence_partials(logits, machine, a.part.where, a.products, b.products, out)
+        use.divergence_partials(TwoLogits(a.logits, b.logits), machine, a.part.where, a.rows, b.rows, out)
 
     over_slices(plans.student, step)
     groups = use.fold_divergence(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
@@ -98,9 +97,9 @@ def _from_mixture(
     out = MixtureSums(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in MixtureSums._fields))
 
     def step(chunks: ChunkRange, index: Any) -> None:
-        own, other = both.products(use, machine, chunks, index)
-        logits, products = TwoLogits(own.logits, other.logits), (own.products, other.products)
-        use.mixture_sums(logits, config.beta, machine, own.part.where, products, (student, teacher), out)
+        own, other = both.slices(chunks, index)
+        logits, heads = TwoLogits(own.logits, other.logits), (own.rows, other.rows)
+        use.mixture_sums(logits, config.beta, machine, own.part.where, heads, (student, teacher), out)
 
     over_slices(plans.student, step)
     groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
@@ -109,7 +108,7 @@ def _from_mixture(
 
 
 def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted) -> Softmax:
-    """The softmax of one head, for which no products are held. No row has a target."""
+    """The softmax of one head. No row has a target."""
     plan = softmax_plan(head.plan)
     targets = jnp.full(plan.rows, -1, jnp.int32)
     holds_target = jnp.zeros((plan.rows // 64, vocabulary_of(plan.config).chunks), jnp.int32)

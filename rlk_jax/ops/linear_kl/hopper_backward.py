@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.divergence import GradientFactors, RowNormalizer, TwoLogits
-from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core import head as one_head
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import rounded_product
@@ -65,13 +65,12 @@ def student_gradients(
     written = new_head_gradients(plans.student, of_head, operands_of(operands.student), hidden, row_scaling)
 
     def step(chunks: ChunkRange, index: Any) -> None:
-        student, teacher = both.products(use, machine, chunks, index)
-        logits, products = TwoLogits(student.logits, teacher.logits), (student.products, teacher.products)
-        out = jax.new_ref(lax.empty(student.products.products.shape, dtype))
-        of_slice = (machine, student.part.where, products, (known.student, known.teacher), factors)
+        student, teacher = both.slices(chunks, index)
+        logits, heads = TwoLogits(student.logits, teacher.logits), (student.rows, teacher.rows)
+        out = jax.new_ref(lax.empty((plans.student.matrix_rows, chunks.width * COLUMNS), dtype))
+        of_slice = (machine, student.part.where, heads, (known.student, known.teacher), factors)
         use.divergence_gradients(logits, config.kind, config.beta, *of_slice, out)
-        dlogits = fusion_barrier(jax.freeze(out)[: plans.student.matrix_rows])
-        written.add(use, machine, chunks, student.part, dlogits)
+        written.add(use, machine, chunks, student.part, fusion_barrier(jax.freeze(out)))
 
     over_slices(plans.student, step)
     found = written.complete(operands_of(operands.student), both.rows)

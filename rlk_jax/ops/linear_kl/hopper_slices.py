@@ -4,21 +4,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
 from pallas_kernels.hopper.divergence import (
     DivergencePartials,
     GradientFactors,
-    HeadProducts,
+    HeadRows,
     Kind,
     MixtureSums,
     RowNormalizer,
     TwoLogits,
 )
-from pallas_kernels.hopper.tiles import COLUMNS, Machine
-from pallas_kernels.hopper.vocabulary import HeadAccess
+from pallas_kernels.hopper.tiles import Machine
 from rlk_jax.core.head import Operands
 from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan
@@ -35,17 +32,13 @@ Array = jax.Array
 class KlKernels(HeadKernels, Protocol):
     """The kernels that linear_kl needs beside those of a head; `pallas_kernels.mosaic.head_kernels` has them."""
 
-    def head_products(
-        self, head: HeadAccess, machine: Machine, where: VocabSlice, hidden: Array, weight: Array, out: Any, /
-    ) -> None: ...
-
     def divergence_partials(
         self,
         logits: TwoLogits,
         machine: Machine,
         where: VocabSlice,
-        a: HeadProducts,
-        b: HeadProducts,
+        a: HeadRows,
+        b: HeadRows,
         out: DivergencePartials,
         /,
     ) -> None: ...
@@ -60,7 +53,7 @@ class KlKernels(HeadKernels, Protocol):
         share: float,
         machine: Machine,
         where: VocabSlice,
-        products: tuple[HeadProducts, HeadProducts],
+        heads: tuple[HeadRows, HeadRows],
         normalizers: tuple[RowNormalizer, RowNormalizer],
         out: MixtureSums,
         /,
@@ -73,7 +66,7 @@ class KlKernels(HeadKernels, Protocol):
         share: float,
         machine: Machine,
         where: VocabSlice,
-        products: tuple[HeadProducts, HeadProducts],
+        heads: tuple[HeadRows, HeadRows],
         normalizers: tuple[RowNormalizer, RowNormalizer],
         factors: GradientFactors,
         out: Any,
@@ -83,12 +76,12 @@ class KlKernels(HeadKernels, Protocol):
     def fold_mixture(self, sums: MixtureSums, groups: int, active: Array, machine: Machine, /) -> MixtureSums: ...
 
 
-class HeadSliceProducts(NamedTuple):
-    """One slice of one head, how its products become logits, and the products of all rows."""
+class SliceOfHead(NamedTuple):
+    """One slice of one head, how its products become logits, and what the kernels make both of."""
 
     part: HeadSlice
     logits: LogitsConfig
-    products: HeadProducts
+    rows: HeadRows
 
 
 @dataclass(frozen=True)
@@ -110,25 +103,15 @@ class BothRows:
     student: RowsOfHead
     teacher: RowsOfHead
 
-    def products(
-        self, use: KlKernels, machine: Machine, chunks: ChunkRange, index: Any
-    ) -> tuple[HeadSliceProducts, HeadSliceProducts]:
-        """The products of student and teacher in slice number `index` of a range of the student's plan."""
-        ranges = chunks, self.plans.teacher_range(chunks)
-        student, teacher = (
-            self._of_head(use, machine, head, of_head, index)
-            for head, of_head in zip((self.student, self.teacher), ranges, strict=True)
-        )
-        return student, teacher
+    def slices(self, chunks: ChunkRange, index: Any) -> tuple[SliceOfHead, SliceOfHead]:
+        """Slice number `index` of a range of the student's plan, of student and teacher."""
+        teacher = self._slice(self.teacher, self.plans.teacher_range(chunks), index)
+        return self._slice(self.student, chunks, index), teacher
 
-    def _of_head(
-        self, use: KlKernels, machine: Machine, head: RowsOfHead, chunks: ChunkRange, index: Any
-    ) -> HeadSliceProducts:
+    def _slice(self, head: RowsOfHead, chunks: ChunkRange, index: Any) -> SliceOfHead:
         part = slice_of(head.plan, chunks, index, head.operands, self.rows)
-        out = jax.new_ref(lax.empty((self.plans.product_rows, chunks.width * COLUMNS), jnp.float32))
-        use.head_products(part.head, machine, part.where, head.hidden, part.weight, out)
         logits = LogitsConfig(part.head, head.plan.config.logit_softcap)
-        return HeadSliceProducts(part, logits, HeadProducts(jax.freeze(out), part.bias, head.temperature))
+        return SliceOfHead(part, logits, HeadRows(head.hidden, part.weight, part.bias, head.temperature))
 
 
 def operands_of(head: OneHead | None) -> Operands:

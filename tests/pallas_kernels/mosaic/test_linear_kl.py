@@ -88,8 +88,11 @@ def test_a_teacher_near_the_student(kind):
 
 @cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "reverse")
 def test_bits(kind):
-    """Slices of one chunk, with masked rows between the others. All kinds go over the same slices."""
-    case = of_kind(Case("bits", (20,), 64, 64, 520, 512, options={"global_vocab_size": 512}), kind)
+    """Slices of one chunk, with masked rows between the others. All kinds go over the same slices. The forward has
+    slices because the teacher's head is copied, and kernels see heads of two layouts.
+    """
+    options = {"global_vocab_size": 512, "weight_layout": "dv"}
+    case = of_kind(Case("bits", (20,), 64, 60, 576, 512, options=options), kind)
     problem = divergences.make(case, BF16)._replace(completion_mask=jnp.ones(20, bool), temperature=jnp.ones(20))
     expected = divergences.found(case, problem, "mosaic")
     index = np.insert(np.arange(20), [0, 1, 7], -1)
@@ -130,14 +133,17 @@ def test_gradients_of_near_logits(kind):
 
 
 def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
-    """The plan of a pass, for budgets that hold one chunk and more."""
-    head = OneHeadConfig(131072, 131072, None, False, False, "vd")
+    """The plan of a pass, for budgets that hold one chunk and more. A forward that copies no head has one slice."""
+    head, needs = OneHeadConfig(131072, 131072, None, False, False, "vd"), Needs(True, True, False)
     for budget in (2**20, 2**28, 2**29, 2**31):
         config = KlConfig("forward", 0.5, head, head, budget)
-        needs = Needs(True, True, False)
-        plans = (forward_plans(config, (4096, 2048), 4096), backward_plans(config, (4096, 2048), 4096, needs, BF16))
-        for plan, bytes_of_chunk in zip(plans, (8 * 256 * 4096, 10 * 256 * 4096), strict=True):
+        forward = forward_plans(config, (4096, 2048), 4096)
+        copies = forward_plans(config, (4096, 2056), 4096)
+        backward = backward_plans(config, (4096, 2048), 4096, needs, BF16)
+        for plan, bytes_of_chunk in ((forward, 0), (copies, 4 * 256 * 2112), (backward, 2 * 256 * 4096)):
             (chunks,) = plan.student.ranges
             assert (chunks.first, chunks.end) == (0, 512) and plan.teacher_range(chunks).width == chunks.width
             assert chunks.width == 1 or chunks.width * bytes_of_chunk < budget
-            assert chunks.width > 1 or budget == 2**20
+            assert plan.teacher_range(chunks).copied == (plan is copies)
+        assert forward.student.slices == 1 and (copies.student.slices > 1) == (budget < 2**31)
+        assert (backward.student.ranges[0].width == 1) == (budget == 2**20)

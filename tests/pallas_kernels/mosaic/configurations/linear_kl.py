@@ -1,147 +1,154 @@
 """linear_kl's kernels."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
+from pallas_kernels.hopper.arrays import LogitsConfig
 from pallas_kernels.hopper.divergence import (
     DivergencePartials,
     GradientFactors,
-    HeadProducts,
+    HeadRows,
     Kind,
     MixtureSums,
     RowNormalizer,
     TwoLogits,
 )
-from pallas_kernels.hopper.tiles import COLUMNS
-from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.mosaic import divergence
 from pallas_kernels.mosaic.divergence_gradients import divergence_gradients
-from pallas_kernels.mosaic.head_products import head_products
-from rlk_jax.core.fixed_order import column_groups
 from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
 from tests.pallas_kernels.mosaic.configurations.head import Problem
 
-_CHUNKS = 16
-_ROWS = 512
-_INT = jax.ShapeDtypeStruct((1,), jnp.int32)
+_COPIED = "copied"
 
 
-def products(p: Problem) -> Configuration:
-    def run(where, hidden, weight):
-        out = jax.new_ref(lax.empty((max(p.rows, 64), p.slice_chunks * COLUMNS), jnp.float32))
-        head_products(p.head, MACHINE, where, hidden, weight, out)
-        return jax.freeze(out)
+@dataclasses.dataclass(frozen=True)
+class TwoHeads:
+    """One configuration of the kernels over two heads, for a slice of 16 chunks.
 
-    common = p.common()
-    return Configuration(p.options("products"), run, {name: common[name] for name in ("where", "hidden", "weight")})
+    The number of rows picks the tile, and the size of the vocabulary decides whether chunks are ragged. A layout is how
+    a head is stored, or "copied".
+    """
+
+    rows: int = 512
+    vocab: int = 131072
+    softcap: float | None = None
+    bias: bool = False
+    layouts: tuple[str, str] = ("vd", "vd")
+    dtypes: tuple[Any, Any] = (jnp.bfloat16, jnp.bfloat16)
+
+    def options(self, kernel: str, **others: Any) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("rows", "vocab", "softcap", "bias")}
+        layouts = {f"layout {i}": x for i, x in enumerate(self.layouts)}
+        dtypes = {f"dtype {i}": jnp.dtype(x).name for i, x in enumerate(self.dtypes)}
+        return {"kernel": kernel, **others, **own, **layouts, **dtypes}
+
+    @property
+    def heads(self) -> tuple[Problem, Problem]:
+        """Both heads, of two widths."""
+
+        def head(dim: int, layout: Any, dtype: Any) -> Problem:
+            is_copied = layout == _COPIED
+            own: dict[str, Any] = {"layout": "vd" if is_copied else layout, "copied": is_copied, "dtype": dtype}
+            return Problem(rows=self.rows, dim=dim, vocab=self.vocab, bias=self.bias, **own)
+
+        first, second = map(head, (512, 1024), self.layouts, self.dtypes)
+        return first, second
+
+    @property
+    def logits(self) -> TwoLogits:
+        return TwoLogits(*(LogitsConfig(head.head, self.softcap) for head in self.heads))
+
+    def arguments(self) -> dict[str, Any]:
+        """What all kernels take."""
+        common = [head.common() for head in self.heads]
+        row = self.heads[0].vector()
+        heads = tuple(HeadRows(x["hidden"], x["weight"], x["bias"], row) for x in common)
+        return {"where": common[0]["where"], "heads": heads}
+
+    def normalizers(self) -> tuple[RowNormalizer, RowNormalizer]:
+        row = self.heads[0].vector()
+        return RowNormalizer(row, row), RowNormalizer(row, row)
+
+    def new_sums(self, sums: Any) -> Any:
+        """References to sums of this type over all chunks."""
+        shape = self.heads[0].softmax_vocabulary.chunks, self.heads[0].vector_rows
+        return sums(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in sums._fields))
 
 
-def _logits(size: int, softcap: float | None) -> LogitsConfig:
-    groups = column_groups(size)
-    return LogitsConfig(HeadAccess(Vocabulary(size, groups.count, groups.width), "vd", copied=False), softcap)
+def partials(two: TwoHeads) -> Configuration:
+    """The kernel of the partials of a divergence."""
 
-
-def _products(bias: bool) -> HeadProducts:
-    shape = jax.ShapeDtypeStruct
-    columns = _CHUNKS * COLUMNS
-    own = shape((columns,), jnp.float32) if bias else None
-    return HeadProducts(shape((_ROWS, columns), jnp.float32), own, shape((_ROWS,), jnp.float32))
-
-
-def partials(size: int, softcap: float | None, bias: bool) -> Configuration:
-    """The kernel of the partials of a divergence over one slice of 16 chunks."""
-    logits = _logits(size, softcap)
-    shape = logits.head.vocabulary.chunks, _ROWS
-
-    def run(where: VocabSlice, a: HeadProducts, b: HeadProducts) -> DivergencePartials:
-        out = DivergencePartials(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in DivergencePartials._fields))
-        divergence.divergence_partials(TwoLogits(logits, logits), MACHINE, where, a, b, out)
+    def run(where: Any, heads: Any) -> DivergencePartials:
+        out = two.new_sums(DivergencePartials)
+        divergence.divergence_partials(two.logits, MACHINE, where, *heads, out)
         return jax.tree.map(jax.freeze, out)
 
-    arguments: dict[str, Any] = {"where": VocabSlice(_INT, _INT, _INT), "a": _products(bias), "b": _products(bias)}
-    return Configuration(
-        {"kernel": "partials of a divergence", "size": size, "softcap": softcap, "bias": bias}, run, arguments
-    )
+    return Configuration(two.options("partials of a divergence"), run, two.arguments())
 
 
-def mixture(size: int, softcap: float | None, bias: bool) -> Configuration:
-    """The kernel of a mixture's sums over one slice of 16 chunks."""
-    logits = _logits(size, softcap)
-    shape = logits.head.vocabulary.chunks, _ROWS
+def mixture(two: TwoHeads) -> Configuration:
+    """The kernel of a mixture's sums."""
 
-    def run(where: VocabSlice, products: Any, normalizers: Any) -> MixtureSums:
-        out = MixtureSums(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in MixtureSums._fields))
-        divergence.mixture_sums(TwoLogits(logits, logits), 0.5, MACHINE, where, products, normalizers, out)
+    def run(where: Any, heads: Any, normalizers: Any) -> MixtureSums:
+        out = two.new_sums(MixtureSums)
+        divergence.mixture_sums(two.logits, 0.5, MACHINE, where, heads, normalizers, out)
         return jax.tree.map(jax.freeze, out)
 
-    row = jax.ShapeDtypeStruct((_ROWS,), jnp.float32)
-    arguments = {
-        "where": VocabSlice(_INT, _INT, _INT),
-        "products": (_products(bias), _products(bias)),
-        "normalizers": (RowNormalizer(row, row), RowNormalizer(row, row)),
-    }
-    options = {"kernel": "sums of a mixture", "size": size, "softcap": softcap, "bias": bias}
-    return Configuration(options, run, arguments)
+    return Configuration(two.options("sums of a mixture"), run, {**two.arguments(), "normalizers": two.normalizers()})
 
 
-def fold_of_mixture() -> Configuration:
-    """The fold of a mixture's sums."""
-    row = jax.ShapeDtypeStruct((512, _ROWS), jnp.float32)
+def gradients(kind: Any) -> Callable[[TwoHeads], Configuration]:
+    """The kernel of the gradients of a slice's logits."""
 
-    def run(sums: MixtureSums, active: Any) -> MixtureSums:
-        return divergence.fold_mixture(sums, 8, active, MACHINE)
+    def of_heads(two: TwoHeads) -> Configuration:
+        head = two.heads[0]
 
-    return Configuration({"kernel": "fold of a mixture"}, run, {"sums": MixtureSums(row, row), "active": _INT})
+        def run(where: Any, heads: Any, normalizers: Any, factors: GradientFactors) -> Any:
+            out = head.new_dlogits()
+            divergence_gradients(two.logits, kind, 0.5, MACHINE, where, heads, normalizers, factors, out)
+            return jax.freeze(out)
 
+        factors = GradientFactors(head.vector(), head.vector())
+        arguments = {**two.arguments(), "normalizers": two.normalizers(), "factors": factors}
+        return Configuration(two.options("gradients of a divergence", kind=kind), run, arguments)
 
-def fold() -> Configuration:
-    """The fold of a divergence's partials."""
-    row = jax.ShapeDtypeStruct((512, _ROWS), jnp.float32)
-
-    def run(partials: DivergencePartials, active: Any) -> DivergencePartials:
-        return divergence.fold_divergence(partials, 8, active, MACHINE)
-
-    arguments = {"partials": DivergencePartials(row, row, row, row, row, row), "active": _INT}
-    return Configuration({"kernel": "fold of a divergence"}, run, arguments)
+    return of_heads
 
 
-def gradients(kind: Any, size: int, softcap: float | None, bias: bool, dtype: Any) -> Configuration:
-    """The kernel of the gradients of one slice's logits, of 16 chunks."""
-    logits = _logits(size, softcap)
+def _fold(name: str, fold: Callable[..., Any], sums: Any) -> Configuration:
+    """The fold of sums of this type."""
+    row = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    arguments = {"sums": sums(*(row for _ in sums._fields)), "active": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    return Configuration({"kernel": name}, lambda sums, active: fold(sums, 8, active, MACHINE), arguments)
 
-    def run(where: VocabSlice, products: Any, normalizers: Any, factors: GradientFactors) -> Any:
-        out = jax.new_ref(lax.empty((_ROWS, _CHUNKS * COLUMNS), dtype))
-        two = TwoLogits(logits, logits)
-        divergence_gradients(two, kind, 0.5, MACHINE, where, products, normalizers, factors, out)
-        return jax.freeze(out)
 
-    row = jax.ShapeDtypeStruct((_ROWS,), jnp.float32)
-    arguments = {
-        "where": VocabSlice(_INT, _INT, _INT),
-        "products": (_products(bias), _products(bias)),
-        "normalizers": (RowNormalizer(row, row), RowNormalizer(row, row)),
-        "factors": GradientFactors(row, row),
-    }
-    options = {"kernel": "gradients of a divergence", "kind": kind, "size": size, "softcap": softcap, "bias": bias}
-    return Configuration({**options, "dtype": jnp.dtype(dtype).name}, run, arguments)
+def _mixture_may_spill(two: TwoHeads) -> Configuration:
+    """ptxas spills up to five registers of some of these configurations, once a tile: it stores them before the loop
+    over strips and loads them behind it.
+    """
+    return mixture(two)._replace(most_spills=20)
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every tile of the products with every way to read the head; sums with whole and ragged chunks."""
-    heads = ({}, {"layout": "dv"}, {"copied": True, "vocab": 50257})
-    for rows, dtype, head in itertools.product((64, 128, 512), (jnp.bfloat16, jnp.float16), heads):
-        yield products(Problem(rows=rows, dtype=dtype, **head))
-    for size, softcap, bias in itertools.product((131072, 151936), (None, 30.0, 100.0), (False, True)):
-        yield partials(size, softcap, bias)
-        yield mixture(size, softcap, bias)
-        for kind in get_args(Kind):
-            yield gradients(kind, size, softcap, bias, jnp.bfloat16)
-    yield gradients("forward", 151936, None, False, jnp.float16)
-    yield fold()
-    yield fold_of_mixture()
+    """Every way to make logits with whole and ragged chunks, and every tile with every way to read both heads."""
+    b, h = jnp.bfloat16, jnp.float16
+    options = itertools.product((512,), (131072, 151936), (None, 30.0, 100.0), (False, True))
+    problems = (
+        *itertools.starmap(TwoHeads, options),
+        TwoHeads(rows=64, layouts=("dv", _COPIED), dtypes=(b, h)),
+        TwoHeads(rows=128, layouts=(_COPIED, "vd"), dtypes=(h, b)),
+        TwoHeads(layouts=("vd", "dv"), dtypes=(h, h)),
+    )
+    kernels = (partials, _mixture_may_spill, *map(gradients, get_args(Kind)))
+    for kernel, two in itertools.product(kernels, problems):
+        yield kernel(two)
+    for rows, *layouts in itertools.product((64, 128, 512), ("vd", "dv", _COPIED), ("vd", "dv", _COPIED)):
+        yield partials(TwoHeads(rows=rows, layouts=(layouts[0], layouts[1])))
+    yield _fold("fold of a divergence", divergence.fold_divergence, DivergencePartials)
+    yield _fold("fold of a mixture", divergence.fold_mixture, MixtureSums)
