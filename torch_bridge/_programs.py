@@ -271,8 +271,7 @@ def _compile(
     # The program must be of this device even where it uses no argument.
     with jax.default_device(_device_of(leaves)):
         traced = jax.jit(function).trace(*specs)
-        program = overwriting.donating(jaxpr_as_fun(traced.jaxpr), places)
-        compiled = program.lower(*jax.tree.leaves(specs)).compile()
+        compiled = overwriting.lowered(jaxpr_as_fun(traced.jaxpr), places, jax.tree.leaves(specs)).compile()
     _count[kind] += 1
     return compiled, jax.tree.structure(traced.out_info)
 

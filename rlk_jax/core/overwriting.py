@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src.interpreters import pxla
 
 LEAST_BYTES = 2**20
 """Handing over a smaller array costs more time than its memory is worth."""
@@ -25,6 +26,18 @@ def donating(function: Callable[..., Any], donated: Sequence[int]) -> Any:
     One that it does not use is donated, too: else its room would take memory of its own.
     """
     return jax.jit(function, donate_argnums=donated, keep_unused=True)
+
+
+def lowered(function: Callable[..., Any], donated: Sequence[int], specs: Sequence[Any]) -> jax.stages.Lowered:
+    """`donating` for arguments of these shapes. What is compiled from it lives as long as the caller holds it.
+
+    Where unused arguments are kept, an entry in a cache of JAX's refers to its own key, by which JAX would hold the
+    compiled program after its caller has let go of it: such entries are deleted from a full cache alone.
+    """
+    traced = donating(function, donated).trace(*specs)
+    found = traced.lower()
+    pxla._dce_jaxpr.evict_weakref(traced.jaxpr)
+    return found
 
 
 def room(arrays: Sequence[jax.Array]) -> list[jax.Array]:

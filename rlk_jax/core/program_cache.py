@@ -57,7 +57,7 @@ def compiled(
     share_xla_cache(device)
     with jax.default_device(device):
         found, is_new = kept(key, specs, device, make)
-        lowered = overwriting.donating(found.function, donated).lower(*specs)
+        lowered = overwriting.lowered(found.function, donated, specs)
         if is_new:  # XLA's own cache has what was compiled for a program on disk.
             compile_kernels(lowered, device)
         return lowered.compile(), found.facts

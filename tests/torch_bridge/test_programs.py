@@ -1,11 +1,13 @@
 """Few programs for a batch that varies, and a cache that says so."""
 
 import dataclasses
+import gc
 import importlib
 import itertools
 import resource
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -115,6 +117,22 @@ def test_the_least_recently_used_is_dropped(fresh, monkeypatch):
     for n in (1, 2, 1, 3, 1, 2):
         torch_bridge.linear_logp(randn(n, 16), weight.detach(), randint(70, n))
     assert torch_bridge.cache_info() == torch_bridge.CacheInfo(2, 4, 2, 2, 4, 0)
+
+
+def test_jax_does_not_hold_programs_that_were_dropped(fresh, monkeypatch):
+    """Those of calls and of their backwards, and those without gradients, each of which is made anew here."""
+    monkeypatch.setattr(_programs, "_MAX_SIZE", 1)
+
+    def held_after_calls() -> int:
+        for n in (1, 2):
+            hidden = randn(n, 8).requires_grad_()
+            torch_bridge.linear_logp(hidden, randn(48, 8), randint(48, n)).sum().backward()
+            _programs.run("forward", jnp.cos, (jnp.zeros(n),))
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    assert held_after_calls() == held_after_calls() == held_after_calls()
+    assert torch_bridge.cache_info() == torch_bridge.CacheInfo(0, 12, 1, 1, 12, 6)
 
 
 def test_a_dropped_program_still_has_its_backward(fresh, monkeypatch):
