@@ -1,9 +1,10 @@
 """Long runs, and whether what they hold stays the same: python -m benchmarks.soak --help.
 
 "bridge" is 300 steps of TRL's GRPOTrainer with torch_bridge in it, on a model of two layers with Qwen2.5-0.5B's width
-and head, and completions of 16 to 512 tokens. "limits" is 30 steps of it with caches, in memory and on disk, that have
-room for the programs of one or two capacities of rows. "command" is 2000 GRPO steps of `rlk grpo` on a CPU, on a tiny
-model. Each runs in a process of its own, with empty caches on disk.
+and head, and completions of 16 to 512 tokens. "stock" is the same without torch_bridge, for what rises in torch and TRL
+themselves: in the first third, most batches have a shape that none has had. "limits" is 30 steps of "bridge" with
+caches, in memory and on disk, that have room for the programs of one or two capacities of rows. "command" is 2000 GRPO
+steps of `rlk grpo` on a CPU, on a tiny model. Each runs in a process of its own, with empty caches on disk.
 
 A curve has a figure for each step, or for some steps of "command". A curve of memory (MiB) may rise from the middle
 third of a run to the last by 1 %, in the mean. One with a bound may not exceed it: in "bridge", programs are bounded by
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from benchmarks import common, processes, soak_trl
 from benchmarks.soak_trl import resident_mib
+from benchmarks.trl_steps import BRIDGE, STOCK
 
 MOST_GROWTH = 1.01
 """The mean of a curve of memory in the last third of a run may be so many times that of the middle third."""
@@ -91,8 +93,10 @@ def sampled(process: subprocess.Popen[bytes], metrics: Path, every: int) -> Curv
 
 def runs(*, smoke: bool) -> dict[str, Callable[[], tuple[Curves, Bounds]]]:
     """The runs by name."""
+    job = soak_trl.SMOKE if smoke else soak_trl.SOAK
     return {
-        "bridge": functools.partial(soak_trl.soak, soak_trl.SMOKE if smoke else soak_trl.SOAK),
+        "bridge": functools.partial(soak_trl.soak, job, BRIDGE),
+        "stock": functools.partial(soak_trl.soak, job, STOCK),
         "limits": functools.partial(soak_trl.soak_at_limits, soak_trl.SMOKE if smoke else soak_trl.LIMITED),
         "command": functools.partial(command, SMOKE_STEPS if smoke else STEPS),
     }

@@ -1,4 +1,4 @@
-"""Many steps of TRL's GRPOTrainer through torch_bridge, on completions whose lengths are never the same."""
+"""Many steps of TRL's GRPOTrainer, with torch_bridge in it or without, on completions of ever new lengths."""
 
 import importlib
 import itertools
@@ -96,8 +96,8 @@ def bytes_on_disk() -> dict[str, int]:
 
 
 def batches(job: Job) -> Iterator[list[list[int]]]:
-    """Completions for each step. Their lengths go up to a cap, which has the same values in each third of the steps, in
-    another order; all else is drawn anew.
+    """Completions for each step. The longest of a step has the same lengths in each third of the steps, in another
+    order, since it decides the shape of the batch, by which torch makes plans of its own. All else is drawn anew.
     """
     draw = np.random.default_rng(0)
     caps = np.geomspace(job.shortest, job.longest, job.steps // 3).round().astype(int)
@@ -129,10 +129,10 @@ def capacities(shapes: set[tuple[int, int, int]]) -> list[int]:
     return sorted(found)
 
 
-def soak(job: Job) -> tuple[dict[str, list[float]], dict[str, float]]:
+def soak(job: Job, candidate: str) -> tuple[dict[str, list[float]], dict[str, float]]:
     """The curves of a run, and their bounds."""
     with _caches_of_its_own():
-        curves, shapes = _train(job)
+        curves, shapes = _train(job, candidate)
     return curves, {"programs": len(capacities(shapes)) * FORWARD_AND_BACKWARD}
 
 
@@ -145,7 +145,7 @@ def soak_at_limits(job: Job) -> tuple[dict[str, list[float]], dict[str, float]]:
         mock.patch("torch_bridge._programs._MAX_SIZE", KEPT_WHEN_LIMITED),
         mock.patch.object(program_cache, "MOST_BYTES", program_cache.MOST_BYTES),  # `_limit_disk` sets it.
     ):
-        curves, _ = _train(job, is_limited=True)
+        curves, _ = _train(job, BRIDGE, is_limited=True)
     bounds = {name: sizes[0] for name, sizes in curves.items() if "on disk" in name}
     return curves, {"kept programs": KEPT_WHEN_LIMITED, **bounds}
 
@@ -156,7 +156,9 @@ def _caches_of_its_own() -> Iterator[None]:
         yield
 
 
-def _train(job: Job, *, is_limited: bool = False) -> tuple[dict[str, list[float]], set[tuple[int, int, int]]]:
+def _train(
+    job: Job, candidate: str, *, is_limited: bool = False
+) -> tuple[dict[str, list[float]], set[tuple[int, int, int]]]:
     """The curves, and the shapes of the head's calls."""
     transformers: Any = importlib.import_module("transformers")
     recorder, shapes = Recorder(), set[tuple[int, int, int]]()
@@ -170,10 +172,10 @@ def _train(job: Job, *, is_limited: bool = False) -> tuple[dict[str, list[float]
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        installed(BRIDGE),
+        installed(candidate),
         replaced_heads(lambda original: _Counted(original, shapes)),
     ):
-        arguments = options(case, BRIDGE, folder, job.steps) | {"logging_steps": job.steps}
+        arguments = options(case, candidate, folder, job.steps) | {"logging_steps": job.steps}
         trainer = replaying_grpo(importlib.import_module("trl"), case, arguments, batches(job))
         trainer.add_callback(Note())
         trainer.train()

@@ -41,6 +41,8 @@ def test_the_command(tmp_path):
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     assert soak.main(["--smoke", "--json", str(out), "--plot", str(picture)]) == 0
     rows = {row["what"]: row for row in json.loads(out.read_text())["rows"]}
-    assert {what: row["status"] for what, row in rows.items()} == dict.fromkeys(("bridge", "limits", "command"), "pass")
+    assert list(rows) == ["bridge", "stock", "limits", "command"]
+    assert {row["status"] for row in rows.values()} == {"pass"}
+    assert rows["stock"]["curves"]["programs"][-1] == 0
     assert rows["bridge"]["curves"]["programs"][-1] == rows["bridge"]["bounds"]["programs"]
     assert picture.stat().st_size > 1000
