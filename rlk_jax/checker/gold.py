@@ -56,6 +56,11 @@ def softmax_gold(raw: Any, target_ids: Any, temperature: Any, upstream: Any, opt
     return SoftmaxGold(values, d_raw, z)
 
 
+def largest_finite(logits: np.ndarray) -> float:
+    """The largest |logit| that is finite; 0 where there is none."""
+    return float(np.abs(logits[np.isfinite(logits)]).max(initial=0))
+
+
 def logps(logits: Any, ids: Any, temperature: float = 1.0) -> np.ndarray:
     """The log-probs of ids `[*lead]` under logits `[*lead, V]`."""
     zeros, flat = np.zeros(np.size(ids)), np.reshape(logits, (-1, np.shape(logits)[-1]))

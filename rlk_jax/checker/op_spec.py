@@ -34,6 +34,21 @@ class Output:
     differentiable: bool = True
 
 
+def per_token(sizes: Sizes) -> tuple[int, ...]:
+    """The shape of an output with one number per token."""
+    return sizes.lead
+
+
+def scalar(sizes: Sizes) -> tuple[int, ...]:
+    """The shape of an output that is one number."""
+    return ()
+
+
+def shape_of_product(sizes: Sizes) -> tuple[int, ...]:
+    """The sizes of tokens, hidden states and vocabulary, which name a case of an op on a head."""
+    return *sizes.lead, sizes.hidden, sizes.vocab
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """Another call that has rows of a first call in it, and how to find these rows in the results of both calls."""

@@ -6,13 +6,13 @@ import numpy as np
 
 from rlk_jax.checker import gold
 from rlk_jax.checker.inputs import Draw
-from rlk_jax.checker.op_spec import Problem, Results
+from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, per_token, shape_of_product
 
 _SHARE, _TEMPERATURE, _TEACHER_TEMPERATURE = 0.3, 0.7, 1.3
 _MOST_LISTED = 6
 
 
-def linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
+def _linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
     """Student and teacher of different widths. In mode "ties" the student's head is the same for all tokens; in mode
     "peaked" each has another token that stands out.
     """
@@ -30,7 +30,7 @@ def linear_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
     }
 
 
-def linear_kl_options(draw: Draw) -> dict[str, Any]:
+def _linear_kl_options(draw: Draw) -> dict[str, Any]:
     """The options of a draw. Every kind has a mode.
 
     A peak stays at p = 0.999: at a lower temperature 1 − p would be lost in float32.
@@ -44,7 +44,7 @@ def linear_kl_options(draw: Draw) -> dict[str, Any]:
     }
 
 
-def linear_kl_gold(problem: Problem) -> tuple[Results, float]:
+def _linear_kl_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64, and the largest |logit| of the student."""
     hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias = problem.inputs.values()
     upstream = problem.upstream["divergence"]
@@ -65,12 +65,12 @@ def linear_kl_gold(problem: Problem) -> tuple[Results, float]:
     return results, float(np.abs(found.logits).max())
 
 
-def listed_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
+def _listed_kl_inputs(draw: Draw) -> dict[str, np.ndarray]:
     """The student's hidden states and head."""
-    return {name: x for name, x in linear_kl_inputs(draw).items() if name in ("hidden", "lm_head_weight")}
+    return {name: x for name, x in _linear_kl_inputs(draw).items() if name in ("hidden", "lm_head_weight")}
 
 
-def listed_kl_options(draw: Draw) -> dict[str, Any]:
+def _listed_kl_options(draw: Draw) -> dict[str, Any]:
     """The options of a draw, and the most probable tokens of a teacher, in rising order of their ids. Rows list fewer
     and fewer of them, in turns, and −1 stands in the place of the others.
     """
@@ -82,11 +82,11 @@ def listed_kl_options(draw: Draw) -> dict[str, Any]:
     is_listed = np.arange(count) >= np.resize(np.arange(count), lead)[..., None]
     logps = np.where(is_listed, np.take_along_axis(teacher, ids, axis=-1), -np.inf)
     listed = {"teacher_ids": np.where(is_listed, ids, -1).astype(np.int32), "teacher_logps": logps.astype(np.float32)}
-    kept = {name: x for name, x in linear_kl_options(draw).items() if name != "teacher_temperature"}
+    kept = {name: x for name, x in _linear_kl_options(draw).items() if name != "teacher_temperature"}
     return kept | listed
 
 
-def listed_kl_gold(problem: Problem) -> tuple[Results, float]:
+def _listed_kl_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64, and the largest |logit| of the student."""
     hidden, weight = problem.inputs.values()
     upstream = problem.upstream["divergence"]
@@ -98,3 +98,43 @@ def listed_kl_gold(problem: Problem) -> tuple[Results, float]:
         "gradient:lm_head_weight": found.d_raw.T @ h,
     }
     return results, float(np.abs(found.logits).max())
+
+
+LINEAR_KL = (
+    OpSpec(
+        "linear_kl",
+        _linear_kl_inputs,
+        _linear_kl_gold,
+        outputs=(Output("divergence", per_token),),
+        gradients=("hidden", "lm_head_weight", "bias"),
+        shape=shape_of_product,
+        padding={"hidden": 100.0, "teacher_hidden": 100.0},
+        per_row=frozenset(("divergence", "gradient:hidden")),
+        no_gradients=("teacher_hidden", "teacher_weight", "teacher_bias"),
+        modes=("random", "peaked", "huge", "ties"),
+        # Where all rows of a head are equal the gradient of hidden is 0, so no relative error exists.
+        forward_only=("ties",),
+        large_class="linear_kl_peaked",
+        large_is_norm=True,
+        options=_linear_kl_options,
+        unchecked={},
+    ),
+    OpSpec(
+        "listed_linear_kl",
+        _listed_kl_inputs,
+        _listed_kl_gold,
+        outputs=(Output("divergence", per_token),),
+        gradients=("hidden", "lm_head_weight"),
+        shape=shape_of_product,
+        padding={"hidden": 100.0, "teacher_ids": -1, "teacher_logps": 0.0},
+        per_row=frozenset(("divergence", "gradient:hidden")),
+        modes=("random", "huge", "ties"),
+        forward_only=("ties",),
+        large_class="linear_kl_peaked",
+        large_is_norm=True,
+        options=_listed_kl_options,
+        unchecked={},
+        calls="linear_kl",
+    ),
+)
+"""The specs of linear_kl."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from rlk_jax.checker import gold
 from rlk_jax.checker.inputs import Draw
-from rlk_jax.checker.op_spec import Problem, Results
+from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, per_token, shape_of_product
 
 _BITS = 32
 _SHARES = (0.3, 0.02, 0.0, 0.98)
@@ -28,12 +28,12 @@ def linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
     }
 
 
-def linear_logp_gold(problem: Problem) -> tuple[Results, float]:
+def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64, and the largest finite |logit|."""
     return _gold_of_head(problem, problem.inputs["target_ids"], {})
 
 
-def masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
+def _masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
     """Those of linear_logp. In mode "masked-nan" every third token that no row allows has a logit of NaN or ±inf."""
     found = linear_logp_inputs(draw)
     if draw.mode == "masked-nan":
@@ -41,7 +41,7 @@ def masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
     return found
 
 
-def masked_options(draw: Draw) -> dict[str, Any]:
+def _masked_options(draw: Draw) -> dict[str, Any]:
     """The words of allowed tokens, with bits behind the vocabulary. In mode "bad-ids" a row forbids its target."""
     vocab, lead, ids = draw.sizes.vocab, draw.sizes.lead, draw.ids()
     density = np.resize(_SHARES, lead)[..., None]
@@ -63,7 +63,7 @@ def _never_allowed(draw: Draw) -> np.ndarray:
     return (tokens % 3 == 0) & ~np.isin(tokens, draw.ids()) & (draw.mode == "masked-nan")
 
 
-def masked_gold(problem: Problem) -> tuple[Results, float]:
+def _masked_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64. A row that forbids its target is NaN, as one whose target is no token."""
     ids, vocab = problem.inputs["target_ids"], len(problem.inputs["bias"])
     words = problem.options["allowed_mask"].astype("<u4").view(np.uint8)
@@ -83,9 +83,38 @@ def _gold_of_head(problem: Problem, target_ids: np.ndarray, options: dict[str, A
         "gradient:lm_head_weight": found.d_raw.T @ h,
         "gradient:bias": found.d_raw.sum(axis=0),
     }
-    return results, largest_finite(found.logits)
+    return results, gold.largest_finite(found.logits)
 
 
-def largest_finite(logits: np.ndarray) -> float:
-    """The largest |logit| that is finite; 0 where there is none."""
-    return float(np.abs(logits[np.isfinite(logits)]).max(initial=0))
+LINEAR_LOGP = (
+    OpSpec(
+        "linear_logp",
+        linear_logp_inputs,
+        _linear_logp_gold,
+        outputs=(Output("logp", per_token),),
+        gradients=("hidden", "lm_head_weight", "bias"),
+        shape=shape_of_product,
+        padding={"hidden": 100.0, "target_ids": 0},
+        per_row=frozenset(("logp", "gradient:hidden")),
+        modes=("random", "constant", "peaked", "huge", "ties", "bad-ids"),
+        # Where all rows of the head are equal the gradient of hidden is 0, so no relative error exists.
+        forward_only=("bad-ids", "constant", "ties"),
+        large_class="linear_logp_peaked",
+    ),
+    OpSpec(
+        "masked_linear_logp",
+        _masked_inputs,
+        _masked_gold,
+        outputs=(Output("logp", per_token),),
+        gradients=("hidden", "lm_head_weight", "bias"),
+        shape=shape_of_product,
+        padding={"hidden": 100.0, "target_ids": 0, "allowed_mask": 2**32 - 1},
+        per_row=frozenset(("logp", "gradient:hidden")),
+        modes=("random", "constant", "peaked", "huge", "ties", "masked-nan", "bad-ids"),
+        forward_only=("bad-ids", "constant", "ties"),
+        large_class="linear_logp_peaked",
+        options=_masked_options,
+        calls="linear_logp",
+    ),
+)
+"""The specs of linear_logp."""
