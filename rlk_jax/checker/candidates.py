@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import float0
 
 import rlk_jax
 from rlk_jax.checker import plugins
@@ -52,7 +53,10 @@ def _jax_forward(fn: Callable[..., Any], inputs: Sequence[Any], places: Sequence
     outputs, pull_back = jax.vjp(outputs_for, [inputs[place] for place in places])
 
     def gradients(upstream: Sequence[Any]) -> list[Any]:
-        return pull_back(list(upstream))[0]
+        # The upstream gradients of integers have a type of their own.
+        integers = [jnp.issubdtype(g.dtype, jnp.integer) for g in upstream]
+        given = (np.zeros(g.shape, float0) if x else g for x, g in zip(integers, upstream, strict=True))
+        return pull_back(list(given))[0]
 
     return outputs, gradients
 

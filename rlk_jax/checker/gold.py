@@ -61,6 +61,38 @@ def largest_finite(logits: np.ndarray) -> float:
     return float(np.abs(logits[np.isfinite(logits)]).max(initial=0))
 
 
+class RankingGold(NamedTuple):
+    """The most probable tokens of N rows. Ids and ranks are masked where rounding decides them."""
+
+    top_ids: np.ma.MaskedArray
+    top_logps: np.ndarray
+    target_rank: np.ma.MaskedArray
+
+
+def ranking_gold(logits: np.ndarray, target_ids: Any, lse: np.ndarray, top_k: int, near: float) -> RankingGold:
+    """The `top_k` most probable tokens of logits `[N, V]`, and how many tokens stand before the target. Equal logits
+    stand in the order of their ids, and a logit of −inf is no token's: its id is −1.
+
+    An id is masked where a logit beside its own in this order is closer than `near`, and a rank where a logit is so
+    close to the target's. Rows whose lse is NaN have id −1 and rank −1.
+    """
+    bad, t = np.isnan(lse), np.where(np.isnan(lse), 0, np.asarray(target_ids).reshape(-1))[:, None]
+    order = np.argsort(-logits, axis=1, kind="stable")
+    ordered, own = np.take_along_axis(logits, order, axis=1), np.take_along_axis(logits, t, axis=1)
+    is_near = np.zeros((len(t), logits.shape[1] + 1), bool)
+    with np.errstate(invalid="ignore"):
+        is_near[:, 1:-1] = ordered[:, :-1] - ordered[:, 1:] < near
+    is_near &= ~bad[:, None]
+    ids = np.where(bad[:, None] | (ordered == -np.inf), -1, order)
+    unsure = np.count_nonzero(abs(logits - own) < near, axis=1) > 1
+    rank = np.where(bad, -1, np.argmax(order == t, axis=1))
+    return RankingGold(
+        np.ma.masked_array(ids, is_near[:, :-1] | is_near[:, 1:])[:, :top_k],
+        (ordered - lse[:, None])[:, :top_k],
+        np.ma.masked_array(rank, unsure & ~bad),
+    )
+
+
 def logps(logits: Any, ids: Any, temperature: float = 1.0) -> np.ndarray:
     """The log-probs of ids `[*lead]` under logits `[*lead, V]`."""
     zeros, flat = np.zeros(np.size(ids)), np.reshape(logits, (-1, np.shape(logits)[-1]))

@@ -23,6 +23,10 @@ class Problem:
     upstream: dict[str, np.ndarray]
 
 
+INTEGERS = "integers"
+"""The dtype of an output of ids or counts, which may be any of integers: torch's are int64."""
+
+
 @dataclass(frozen=True)
 class Output:
     """One output of an op."""
@@ -30,7 +34,7 @@ class Output:
     name: str
     shape: Callable[[Sizes], tuple[int, ...]]
     dtype: str | None = "float32"
-    """The name of its dtype, or None where it has the dtype of the inputs."""
+    """The name of its dtype, `INTEGERS`, or None where it has the dtype of the inputs."""
     differentiable: bool = True
 
 
@@ -134,7 +138,8 @@ class OpSpec:
             shape = output.shape(draw.sizes)
             ones = grad_mode == "ones" or not output.differentiable
             g = output.differentiable * (np.ones(shape) if ones else random.normal(size=shape))
-            upstream[output.name] = draw.cast(g) if output.dtype is None else np.asarray(g, output.dtype)
+            dtype = np.int32 if output.dtype == INTEGERS else output.dtype
+            upstream[output.name] = draw.cast(g) if dtype is None else np.asarray(g, dtype)
         return Problem(self.inputs(draw), self.options(draw), upstream)
 
     def dtype_of(self, name: str | None) -> str:

@@ -14,7 +14,7 @@ from rlk_jax.checker import contract
 from rlk_jax.checker.candidates import ArrayLibrary, Candidate, of_function
 from rlk_jax.checker.contract import Bound
 from rlk_jax.checker.inputs import Draw, Sizes, draws
-from rlk_jax.checker.op_spec import OpSpec, Problem, Results
+from rlk_jax.checker.op_spec import INTEGERS, OpSpec, Problem, Results
 from rlk_jax.checker.options import DTYPES, arch_key_of, chosen, default_device
 from rlk_jax.checker.report import CandidateReport, CaseCheck, OperatorCheckReport, OutputCheck
 from rlk_jax.checker.specs import SPECS
@@ -22,6 +22,7 @@ from rlk_jax.core.named_functions import first_line
 
 _CHECKER_FOLDER = Path(__file__).parent
 _DECADES = 10.0 ** np.arange(-12, 1)
+_EXACT = Bound(0.0, 0.0, "element")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,11 @@ def _bound(spec: OpSpec, checks: Checks, op_class: str, dtype: str, size: float,
 
 
 def _accuracy(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: Bound | None) -> OutputCheck:
-    """Compare with the gold. Without a bound the check fails and says what was measured."""
+    """Compare with the gold: integers exactly, where the gold is not masked, and other numbers by the bound. Without a
+    bound the check fails and says what was measured.
+    """
+    if np.issubdtype(actual.dtype, np.integer):
+        return compare(index, name, actual, np.where(np.ma.getmaskarray(gold), actual, gold), _EXACT)
     if bound is not None:
         return compare(index, name, actual, gold, bound)
     found = compare(index, name, actual, gold, Bound(0.0, math.inf, "norm"))
@@ -234,8 +239,8 @@ def _take(outcome: Outcome, name: str, x: np.ndarray, shape: tuple[int, ...], dt
     """Add a result of the right shape and dtype to the outcome, or a fault in its place."""
     if x.shape != shape:
         outcome.faults[name] = f"shape {x.shape} instead of {shape}"
-    elif x.dtype != dtype:
-        outcome.faults[name] = f"dtype {x.dtype} instead of {np.dtype(dtype)}"
+    elif not (np.issubdtype(x.dtype, np.integer) if dtype == INTEGERS else x.dtype == dtype):
+        outcome.faults[name] = f"dtype {x.dtype} instead of {dtype}"
     else:
         outcome.results[name] = x
 
@@ -299,7 +304,7 @@ def _why(a: np.ndarray, g: np.ndarray, expected: np.ndarray, norm_error: float, 
     """Why a comparison failed, or no text where it passed."""
     if used <= 1:
         return ""
-    strange = ~expected & ~(np.isfinite(a) & np.isfinite(g))
+    strange = ~expected & (~(np.isfinite(a) & np.isfinite(g)) | (bound == _EXACT))
     if strange.any():
         i = tuple(map(int, np.argwhere(strange)[0]))
         return f"{a[i]} instead of {g[i]} at {i}"

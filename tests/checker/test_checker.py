@@ -53,6 +53,19 @@ PLANTED = {
         "gradient:lm_head_weight",
     ),
     "mask added to logits": ("masked_linear_logp", planted.mask_added_to_logits, "fp32", "masked-nan", "logp"),
+    "last tile not searched": ("ranked_linear_logp", planted.last_tile_not_searched, "fp32", "random", "top_ids"),
+    "higher ids first": ("ranked_linear_logp", planted.higher_ids_first, "fp32", "ties", "top_ids"),
+    "impossible tokens listed": ("ranked_linear_logp", planted.impossible_tokens_listed, "fp32", "neg-inf", "top_ids"),
+    "bad rows ranked": ("ranked_linear_logp", planted.bad_rows_ranked, "fp32", "bad-ids", "top_ids"),
+    "logits for log-probs": ("ranked_linear_logp", planted.logits_for_log_probs, "fp32", "random", "top_logps"),
+    "rank from 1": ("ranked_linear_logp", planted.rank_from_1, "fp32", "random", "target_rank"),
+    "equal logits before the target": (
+        "ranked_linear_logp",
+        planted.equal_logits_before_the_target,
+        "fp32",
+        "ties",
+        "target_rank",
+    ),
     "mean over ignored tokens": (
         *("linear_cross_entropy", planted.mean_over_ignored_tokens, "fp32", "random", "loss"),
     ),
@@ -136,7 +149,16 @@ def test_a_gradient_right_only_for_ones_passes_with_ones():
 
 
 OPS_OF_PLANTED = (
-    *("logp", "linear_logp", "masked_linear_logp", "linear_kl", "linear_cross_entropy", "ratio_kl", "grpo_loss"),
+    *(
+        "logp",
+        "linear_logp",
+        "masked_linear_logp",
+        "ranked_linear_logp",
+        "linear_kl",
+        "linear_cross_entropy",
+        "ratio_kl",
+        "grpo_loss",
+    ),
     *("listed_linear_kl", "attention"),
 )
 
@@ -544,7 +566,7 @@ def test_names_with_markup_and_functions_without_a_module(tmp_path, monkeypatch,
 def test_all_skips_ops_without_the_candidate_or_the_mode(capsys):
     assert cli.main(["check", "--all", "--candidate", "xla", "--dtype", "fp32", "--input-mode", "masked-nan"]) == 0
     passed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "PASS" in line]
-    assert passed == ["masked_linear_logp", "linear_cross_entropy", "ratio_kl", "grpo_loss"]
+    assert passed == ["ratio_kl", "grpo_loss", "masked_linear_logp", "linear_cross_entropy"]
 
 
 def test_whole_groups_whatever_the_batch(capsys):

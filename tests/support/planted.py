@@ -90,6 +90,50 @@ def mask_added_to_logits(hidden, weight, ids, bias, *, allowed_mask):
     return _taken(_logits(hidden, weight, bias) + jnp.where(allowed, 0.0, -1e9), ids)
 
 
+_RETURNS = ("return_lse", "return_entropy", "return_top_k", "return_target_rank")
+
+
+@functools.partial(jax.jit, static_argnames=(*_RETURNS, "bug"))
+def _ranked_linear_logp(
+    hidden, weight, ids, bias, *, return_lse, return_entropy, return_top_k, return_target_rank, bug=None
+):
+    logits, columns = _logits(hidden, weight, bias), jnp.arange(len(weight))
+    good = (ids >= 0) & (ids < len(weight))
+    lse = jnp.where(good, jax.nn.logsumexp(logits, axis=-1), jnp.nan)
+    log_p = logits - lse[..., None]
+    p = jnp.exp(log_p)
+    entropy = -(p * jnp.where(p == 0, 0, log_p)).sum(axis=-1)
+
+    z = jax.lax.stop_gradient(logits)
+    searched = z[..., : len(weight) // 128 * 128] if bug == "whole tiles" else z
+    if bug == "higher ids first":
+        top_ids = searched.shape[-1] - 1 - jax.lax.top_k(searched[..., ::-1], return_top_k)[1]
+    else:
+        top_ids = jax.lax.top_k(searched, return_top_k)[1]
+    top = jnp.take_along_axis(z, top_ids, axis=-1)
+    top_logps = top if bug == "logits" else jax.lax.stop_gradient(top - lse[..., None])
+    top_ids = jnp.where((top > -jnp.inf) | (bug == "impossible tokens"), top_ids, -1)
+    top_ids = jnp.where(good[..., None] | (bug == "bad rows"), top_ids, -1)
+
+    target = jnp.take_along_axis(z, ids[..., None] % len(weight), axis=-1)
+    is_earlier = columns != ids[..., None] if bug == "all equal logits" else columns < ids[..., None]
+    rank = ((z > target) | ((z == target) & is_earlier)).sum(axis=-1) + (bug == "from 1")
+    return _taken(logits, ids), lse, entropy, top_ids, top_logps, jnp.where(good, rank, -1)
+
+
+def ranked_linear_logp(*arrays, **options):
+    return _ranked_linear_logp(*arrays, **options)
+
+
+last_tile_not_searched = functools.partial(_ranked_linear_logp, bug="whole tiles")
+higher_ids_first = functools.partial(_ranked_linear_logp, bug="higher ids first")
+logits_for_log_probs = functools.partial(_ranked_linear_logp, bug="logits")
+impossible_tokens_listed = functools.partial(_ranked_linear_logp, bug="impossible tokens")
+bad_rows_ranked = functools.partial(_ranked_linear_logp, bug="bad rows")
+equal_logits_before_the_target = functools.partial(_ranked_linear_logp, bug="all equal logits")
+rank_from_1 = functools.partial(_ranked_linear_logp, bug="from 1")
+
+
 @functools.partial(jax.jit, static_argnames=("kind", "beta", "frozen"))
 def _linear_kl(h, w, th, tw, b, tb, *, kind, beta, temperature, teacher_temperature, frozen=True):
     a = jax.nn.log_softmax(_logits(h, w, b) / temperature)

@@ -9,6 +9,10 @@ from rlk_jax.checker.specs.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from rlk_jax.checker.specs.linear_kl import LINEAR_KL
 from rlk_jax.checker.specs.linear_logp import LINEAR_LOGP
 from rlk_jax.checker.specs.logits import LOGITS
+from rlk_jax.checker.specs.ranked_linear_logp import RANKED_LINEAR_LOGP
 
-SPECS = {spec.op: spec for spec in (*LOGITS, *LINEAR_LOGP, *LINEAR_KL, *LINEAR_CROSS_ENTROPY, *DET_GEMM, *ATTENTION)}
+SPECS = {
+    spec.op: spec
+    for spec in (*LOGITS, *LINEAR_LOGP, *RANKED_LINEAR_LOGP, *LINEAR_KL, *LINEAR_CROSS_ENTROPY, *DET_GEMM, *ATTENTION)
+}
 """Every op that is checked, by its name."""

@@ -30,7 +30,8 @@ def linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
 
 def _linear_logp_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64, and the largest finite |logit|."""
-    return _gold_of_head(problem, problem.inputs["target_ids"], {})
+    results, found = head_gold(problem, problem.inputs["target_ids"], {})
+    return results, gold.largest_finite(found.logits)
 
 
 def _masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -69,21 +70,24 @@ def _masked_gold(problem: Problem) -> tuple[Results, float]:
     words = problem.options["allowed_mask"].astype("<u4").view(np.uint8)
     allowed = np.unpackbits(words.reshape(ids.size, -1), axis=-1, bitorder="little")[:, :vocab] != 0
     has_target = np.take_along_axis(allowed, np.clip(ids, 0, vocab - 1).reshape(-1, 1), axis=1)[:, 0]
-    return _gold_of_head(problem, np.where(has_target, ids.reshape(-1), -1), {"allowed": allowed})
+    results, found = head_gold(problem, np.where(has_target, ids.reshape(-1), -1), {"allowed": allowed})
+    return results, gold.largest_finite(found.logits)
 
 
-def _gold_of_head(problem: Problem, target_ids: np.ndarray, options: dict[str, Any]) -> tuple[Results, float]:
+def head_gold(problem: Problem, target_ids: np.ndarray, options: dict[str, Any]) -> tuple[Results, gold.SoftmaxGold]:
+    """The outputs and gradients of a head with a bias in float64, and what they are made of."""
     hidden, weight, _, bias = problem.inputs.values()
     h, w = np.asarray(hidden, np.float64).reshape(-1, hidden.shape[-1]), np.asarray(weight, np.float64)
-    g = problem.upstream["logp"]
-    found = gold.softmax_gold(h @ w.T + np.asarray(bias, np.float64), target_ids, 1.0, (g, 0 * g, 0 * g), options)
-    results = {
-        "logp": found.values[0].reshape(g.shape),
+    names, lead = ("logp", "lse", "entropy"), problem.upstream["logp"].shape
+    upstream = tuple(problem.upstream.get(name, np.zeros(lead)) for name in names)
+    found = gold.softmax_gold(h @ w.T + np.asarray(bias, np.float64), target_ids, 1.0, upstream, options)
+    outputs = {name: x.reshape(lead) for name, x in zip(names, found.values, strict=True)}
+    gradients = {
         "gradient:hidden": (found.d_raw @ w).reshape(hidden.shape),
         "gradient:lm_head_weight": found.d_raw.T @ h,
         "gradient:bias": found.d_raw.sum(axis=0),
     }
-    return results, gold.largest_finite(found.logits)
+    return outputs | gradients, found
 
 
 LINEAR_LOGP = (
