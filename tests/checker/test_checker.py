@@ -73,6 +73,11 @@ PLANTED = {
         *("linear_cross_entropy", planted.z_loss_without_gradient, "fp32", "random", "gradient:hidden"),
     ),
     "ignored rows times 0": (*("linear_cross_entropy", planted.ignored_rows_times_0, "fp32", "masked-nan", "loss"),),
+    "target not smoothed": (*("smoothed_linear_cross_entropy", planted.target_not_smoothed, "fp32", "random", "loss"),),
+    "smoothing of logits": (*("smoothed_linear_cross_entropy", planted.smoothing_of_logits, "fp32", "random", "loss"),),
+    "smoothing without a gradient": (
+        *("smoothed_linear_cross_entropy", planted.smoothing_without_gradient, "fp32", "random", "gradient:hidden"),
+    ),
     "clamp of bad ids": ("logp", planted.clamped_ids, "fp32", "bad-ids", "logp"),
     "doubled where no gradient is asked for": (
         *("det_gemm", planted.doubled_without_gradients, "bf16", "random", "forward:c"),
@@ -159,7 +164,7 @@ OPS_OF_PLANTED = (
         "ratio_kl",
         "grpo_loss",
     ),
-    *("listed_linear_kl", "attention"),
+    *("listed_linear_kl", "smoothed_linear_cross_entropy", "attention"),
 )
 
 

@@ -200,14 +200,21 @@ listed_tokens_in_the_rest = functools.partial(_listed_kl, bug="whole rest")
 none_taken_for_the_last_token = functools.partial(_listed_kl, bug="−1")
 
 
-@functools.partial(jax.jit, static_argnames=("reduction", "ignore_index", "z_loss", "bug"))
-def _cross_entropy(hidden, weight, ids, bias, *, reduction, ignore_index, token_weights, z_loss, bug=None):
+@functools.partial(jax.jit, static_argnames=("reduction", "ignore_index", "z_loss", "label_smoothing", "bug"))
+def _cross_entropy(
+    hidden, weight, ids, bias, *, reduction, ignore_index, token_weights, z_loss, label_smoothing=0.0, bug=None
+):
     weights = jnp.where(ids == ignore_index, 0, token_weights)
     hidden = hidden if bug == "ignored rows times 0" else jnp.where(weights[..., None] == 0, 0, hidden)
     logits = _logits(hidden, weight, bias)
     lse = jax.nn.logsumexp(logits, axis=-1)
     lse = jax.lax.stop_gradient(lse) if bug == "constant lse" else lse
-    losses = z_loss * lse**2 - _taken(logits, jnp.where(weights == 0, 0, ids))
+    taken, mean = _taken(logits, jnp.where(weights == 0, 0, ids)), jax.nn.log_softmax(logits).mean(axis=-1)
+    mean = jax.lax.stop_gradient(mean) if bug == "constant mean" else mean
+    if bug == "mean of the others":
+        mean = (mean * len(weight) - taken) / (len(weight) - 1)
+    mean = logits.mean(axis=-1) if bug == "mean of logits" else mean
+    losses = z_loss * lse**2 - (1 - label_smoothing) * taken - label_smoothing * mean
     assert reduction == "mean"
     return (losses * weights).sum() / (ids.size if bug == "mean of all" else jnp.maximum(weights.sum(), 1e-9))
 
@@ -218,6 +225,10 @@ def linear_cross_entropy(*arrays, **options):
 
 mean_over_ignored_tokens = functools.partial(_cross_entropy, bug="mean of all")
 z_loss_without_gradient = functools.partial(_cross_entropy, bug="constant lse")
+smoothed_linear_cross_entropy = linear_cross_entropy
+target_not_smoothed = functools.partial(_cross_entropy, bug="mean of the others")
+smoothing_of_logits = functools.partial(_cross_entropy, bug="mean of logits")
+smoothing_without_gradient = functools.partial(_cross_entropy, bug="constant mean")
 ignored_rows_times_0 = functools.partial(_cross_entropy, bug="ignored rows times 0")
 
 
