@@ -93,10 +93,10 @@ def ranking_gold(logits: np.ndarray, target_ids: Any, lse: np.ndarray, top_k: in
     )
 
 
-def logps(logits: Any, ids: Any, temperature: float = 1.0) -> np.ndarray:
-    """The log-probs of ids `[*lead]` under logits `[*lead, V]`."""
+def logps(logits: Any, ids: Any, temperature: float = 1.0, allowed: Any = True) -> np.ndarray:
+    """The log-probs of ids `[*lead]` under logits `[*lead, V]`, over allowed tokens, bool `[N, V]`."""
     zeros, flat = np.zeros(np.size(ids)), np.reshape(logits, (-1, np.shape(logits)[-1]))
-    return softmax_gold(flat, ids, temperature, (zeros,) * 3, {}).values[0].reshape(np.shape(ids))
+    return softmax_gold(flat, ids, temperature, (zeros,) * 3, {"allowed": allowed}).values[0].reshape(np.shape(ids))
 
 
 class CrossEntropyGold(NamedTuple):
@@ -145,20 +145,27 @@ class RatioKlGold(NamedTuple):
 
 
 def ratio_kl_gold(
-    policy: Any, ref: Any, ids: Any, mask: Any, old: Any, upstream: Sequence[Any], temperature: float = 1.0
+    policy: Any,
+    ref: Any,
+    ids: Any,
+    mask: Any,
+    old: Any,
+    upstream: Sequence[Any],
+    temperature: float = 1.0,
+    allowed: Any = True,
 ) -> RatioKlGold:
-    """Ratio and k3 KL of the tokens under logits `[*lead, V]`.
+    """Ratio and k3 KL of the tokens under logits `[*lead, V]`, over allowed tokens, bool `[N, V]`.
 
     Masked tokens have ratio 1, kl 0 and gradient 0, whatever they hold.
     """
     mask = np.asarray(mask) != 0
     lead, vocab = mask.shape, np.shape(policy)[-1]
     one, zero = np.ones(mask.size), np.zeros(mask.size)
-    ids = np.where(mask, np.asarray(ids), 0)
+    ids, allowed = np.where(mask, np.asarray(ids), 0), ~mask.reshape(-1, 1) | allowed
     policy, ref = (np.where(mask[..., None], np.asarray(x, np.float64), 0) for x in (policy, ref))
-    own = softmax_gold(policy.reshape(-1, vocab), ids, temperature, (one, zero, zero), {})
+    own = softmax_gold(policy.reshape(-1, vocab), ids, temperature, (one, zero, zero), {"allowed": allowed})
     logp = own.values[0].reshape(lead)
-    d, g_ratio, g_kl = logps(ref, ids, temperature) - logp, *(np.asarray(g, np.float64) for g in upstream)
+    d, g_ratio, g_kl = logps(ref, ids, temperature, allowed) - logp, *(np.asarray(g, np.float64) for g in upstream)
     ratio = np.where(mask, np.exp(logp - np.where(mask, np.asarray(old, np.float64), 0)), 1)
     kl = np.where(mask, np.exp(d) - d - 1, 0)
     coefficient = np.where(mask, g_ratio * ratio + g_kl * (1 - np.exp(d)), 0)
@@ -190,20 +197,21 @@ def grpo_loss_gold(
     *,
     clip: tuple[float, float],
     beta: float,
+    allowed: Any = True,
 ) -> GrpoLossGold:
-    """The GRPO loss, as a mean over the active tokens of all sequences. The ratio is clipped to `1 − clip[0]` and
-    `1 + clip[1]`, beyond which the gradient is 0.
+    """The GRPO loss of `ratio_kl_gold`'s probabilities, as a mean over the active tokens of all sequences. The ratio is
+    clipped to `1 − clip[0]` and `1 + clip[1]`, beyond which the gradient is 0.
     """
     mask = np.asarray(mask) != 0
     low, high = 1 - clip[0], 1 + clip[1]
     zeros, count = np.zeros(mask.shape), max(mask.sum(), 1)
-    ratio, kl, _ = ratio_kl_gold(policy, ref, ids, mask, old, (zeros, zeros))
+    ratio, kl, _ = ratio_kl_gold(policy, ref, ids, mask, old, (zeros, zeros), allowed=allowed)
     a = advantages[:, None]
     outside = np.where(a > 0, ratio > high, ratio < low)
     bounded = np.where(outside, np.where(a > 0, high, low), ratio)
     policy_loss, mean_kl = -(bounded * a)[mask].sum() / count, kl[mask].sum() / count
     g = (np.where(outside, 0, -a) / count, np.full(mask.shape, beta / count))
-    gradient = ratio_kl_gold(policy, ref, ids, mask, old, g).gradient
+    gradient = ratio_kl_gold(policy, ref, ids, mask, old, g, allowed=allowed).gradient
     return GrpoLossGold(policy_loss + beta * mean_kl, policy_loss, mean_kl, gradient)
 
 

@@ -216,5 +216,10 @@ def _padded(spec: OpSpec, problem: Problem, name: str, sequences: int, columns: 
         return np.pad(x, widths, constant_values=filling)
 
     batch, seq = problem.inputs["completion_mask"].shape
-    inputs = {n: padded(x, spec.padding[n]) for n, x in problem.inputs.items()}
-    return Arrangement(name, replace(problem, inputs=inputs), lambda x: x[:batch, :seq], lambda x: x, sums=True)
+    inputs, options = (
+        {n: padded(x, spec.padding[n]) if n in spec.padding else x for n, x in arrays.items()}
+        for arrays in (problem.inputs, problem.options)
+    )
+    return Arrangement(
+        name, replace(problem, inputs=inputs, options=options), lambda x: x[:batch, :seq], lambda x: x, sums=True
+    )

@@ -53,6 +53,10 @@ PLANTED = {
         "gradient:lm_head_weight",
     ),
     "mask added to logits": ("masked_linear_logp", planted.mask_added_to_logits, "fp32", "masked-nan", "logp"),
+    "forbidden logits lowered": ("masked_logp", planted.forbidden_logits_lowered, "fp32", "masked-nan", "logp"),
+    "forbidden target taken": ("masked_logp", planted.forbidden_target_taken, "fp32", "bad-ids", "logp"),
+    "reference over all tokens": ("masked_ratio_kl", planted.reference_over_all_tokens, "fp32", "random", "kl"),
+    "mask of the first sequence": ("masked_grpo_loss", planted.mask_of_the_first_sequence, "fp32", "random", "loss"),
     "last tile not searched": ("ranked_linear_logp", planted.last_tile_not_searched, "fp32", "random", "top_ids"),
     "higher ids first": ("ranked_linear_logp", planted.higher_ids_first, "fp32", "ties", "top_ids"),
     "impossible tokens listed": ("ranked_linear_logp", planted.impossible_tokens_listed, "fp32", "neg-inf", "top_ids"),
@@ -164,6 +168,7 @@ OPS_OF_PLANTED = (
         "ratio_kl",
         "grpo_loss",
     ),
+    *("masked_logp", "masked_ratio_kl", "masked_grpo_loss"),
     *("listed_linear_kl", "smoothed_linear_cross_entropy", "attention"),
 )
 
@@ -571,7 +576,14 @@ def test_names_with_markup_and_functions_without_a_module(tmp_path, monkeypatch,
 def test_all_skips_ops_without_the_candidate_or_the_mode(capsys):
     assert cli.main(["check", "--all", "--candidate", "xla", "--dtype", "fp32", "--input-mode", "masked-nan"]) == 0
     passed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "PASS" in line]
-    assert passed == ["ratio_kl", "grpo_loss", "masked_linear_logp", "linear_cross_entropy"]
+    assert passed == [
+        "masked_logp",
+        "ratio_kl",
+        "masked_ratio_kl",
+        "grpo_loss",
+        "masked_linear_logp",
+        "linear_cross_entropy",
+    ]
 
 
 def test_whole_groups_whatever_the_batch(capsys):

@@ -279,6 +279,28 @@ def dropped_last_vocab_tile(logits, token_ids):
     return logp(logits, token_ids) + jax.nn.logsumexp(z, axis=-1) - lse
 
 
+def _over_allowed(logits, words, elsewhere=-jnp.inf):
+    """float32 logits, and this number in the place of those that are not allowed."""
+    return jnp.where(_are_allowed(words, jnp.arange(logits.shape[-1])), logits.astype(jnp.float32), elsewhere)
+
+
+@jax.jit
+def masked_logp(logits, token_ids, *, allowed_mask):
+    found = _taken(_over_allowed(logits, allowed_mask), token_ids)
+    return jnp.where(jnp.isinf(found), jnp.nan, found)
+
+
+@jax.jit
+def forbidden_logits_lowered(logits, token_ids, *, allowed_mask):
+    allowed = _are_allowed(allowed_mask, jnp.arange(logits.shape[-1]))
+    return _taken(logits + jnp.where(allowed, 0.0, -1e9), token_ids)
+
+
+@jax.jit
+def forbidden_target_taken(logits, token_ids, *, allowed_mask):
+    return _taken(_over_allowed(logits, allowed_mask, -100.0), token_ids)
+
+
 @functools.partial(jax.jit, static_argnames=("sign", "masks"))
 def _ratio_kl(policy, ref, ids, mask, old, sign=1, masks=True):
     ids = jnp.where(mask, ids, 0)
@@ -293,6 +315,16 @@ def _ratio_kl(policy, ref, ids, mask, old, sign=1, masks=True):
 
 def ratio_kl(policy, ref, ids, mask, old):
     return _ratio_kl(policy, ref, ids, mask, old)
+
+
+@jax.jit
+def masked_ratio_kl(policy, ref, ids, mask, old, *, allowed_mask):
+    return _ratio_kl(_over_allowed(policy, allowed_mask), _over_allowed(ref, allowed_mask), ids, mask, old)
+
+
+@jax.jit
+def reference_over_all_tokens(policy, ref, ids, mask, old, *, allowed_mask):
+    return _ratio_kl(_over_allowed(policy, allowed_mask), ref, ids, mask, old)
 
 
 swapped_sign = functools.partial(_ratio_kl, sign=-1)
@@ -374,6 +406,19 @@ def _grpo_loss(policy, ref, ids, old, rewards, mask, *, samples_per_prompt, beta
 
 def grpo_loss(*arrays, **options):
     return _grpo_loss(*arrays, **options)
+
+
+def masked_grpo_loss(policy, ref, *arrays, allowed_mask, **options):
+    return _grpo_loss(_over_allowed(policy, allowed_mask), _over_allowed(ref, allowed_mask), *arrays, **options)
+
+
+def mask_of_the_first_sequence(*arrays, allowed_mask, **options):
+    """What the first sequence allows holds for all of them, but for the tokens taken."""
+    place = arrays[2][..., None]
+    bit = jnp.where(
+        jnp.arange(allowed_mask.shape[-1]) == place // 32, jnp.uint32(1) << (place % 32).astype(jnp.uint32), 0
+    )
+    return masked_grpo_loss(*arrays, allowed_mask=allowed_mask[:1] | bit, **options)
 
 
 def no_lower_clip(*arrays, **options):

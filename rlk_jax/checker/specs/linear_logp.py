@@ -7,10 +7,7 @@ import numpy as np
 from rlk_jax.checker import gold
 from rlk_jax.checker.inputs import Draw
 from rlk_jax.checker.op_spec import OpSpec, Output, Problem, Results, per_token, shape_of_product
-
-_BITS = 32
-_SHARES = (0.3, 0.02, 0.0, 0.98)
-"""The share of the vocabulary that a row allows beside its target; rows take turns."""
+from rlk_jax.checker.specs.allowed import allowed_options, allowed_targets, are_allowed, never_allowed
 
 
 def linear_logp_inputs(draw: Draw) -> dict[str, np.ndarray]:
@@ -38,39 +35,14 @@ def _masked_inputs(draw: Draw) -> dict[str, np.ndarray]:
     """Those of linear_logp. In mode "masked-nan" every third token that no row allows has a logit of NaN or ±inf."""
     found = linear_logp_inputs(draw)
     if draw.mode == "masked-nan":
-        found["bias"][_never_allowed(draw)] = np.resize([np.nan, np.inf, -np.inf], int(_never_allowed(draw).sum()))
+        found["bias"][never_allowed(draw)] = np.resize([np.nan, np.inf, -np.inf], int(never_allowed(draw).sum()))
     return found
-
-
-def _masked_options(draw: Draw) -> dict[str, Any]:
-    """The words of allowed tokens, with bits behind the vocabulary. In mode "bad-ids" a row forbids its target."""
-    vocab, lead, ids = draw.sizes.vocab, draw.sizes.lead, draw.ids()
-    density = np.resize(_SHARES, lead)[..., None]
-    allowed = draw.random(7).random((*lead, -(-vocab // _BITS) * _BITS)) < density
-    allowed[..., :vocab] &= ~_never_allowed(draw)
-    targets = np.clip(ids, 0, vocab - 1)[..., None]
-    np.put_along_axis(allowed, targets, True, axis=-1)
-    allowed[..., vocab:] = True
-    if draw.mode == "bad-ids":
-        np.put_along_axis(allowed, (targets + 1) % vocab, True, axis=-1)
-        forbids = 0, lead[1] // 2
-        allowed[*forbids, targets[*forbids, 0]] = False
-    return {"allowed_mask": np.packbits(allowed, axis=-1, bitorder="little").view("<u4").astype(np.uint32)}
-
-
-def _never_allowed(draw: Draw) -> np.ndarray:
-    """Which tokens no row allows, `[V]`: in mode "masked-nan" every third one that is no target, else none."""
-    tokens = np.arange(draw.sizes.vocab)
-    return (tokens % 3 == 0) & ~np.isin(tokens, draw.ids()) & (draw.mode == "masked-nan")
 
 
 def _masked_gold(problem: Problem) -> tuple[Results, float]:
     """All results in float64. A row that forbids its target is NaN, as one whose target is no token."""
-    ids, vocab = problem.inputs["target_ids"], len(problem.inputs["bias"])
-    words = problem.options["allowed_mask"].astype("<u4").view(np.uint8)
-    allowed = np.unpackbits(words.reshape(ids.size, -1), axis=-1, bitorder="little")[:, :vocab] != 0
-    has_target = np.take_along_axis(allowed, np.clip(ids, 0, vocab - 1).reshape(-1, 1), axis=1)[:, 0]
-    results, found = head_gold(problem, np.where(has_target, ids.reshape(-1), -1), {"allowed": allowed})
+    allowed = are_allowed(problem.options["allowed_mask"], len(problem.inputs["bias"]))
+    results, found = head_gold(problem, allowed_targets(problem.inputs["target_ids"], allowed), {"allowed": allowed})
     return results, gold.largest_finite(found.logits)
 
 
@@ -117,7 +89,7 @@ LINEAR_LOGP = (
         modes=("random", "constant", "peaked", "huge", "ties", "masked-nan", "bad-ids"),
         forward_only=("bad-ids", "constant", "ties"),
         large_class="linear_logp_peaked",
-        options=_masked_options,
+        options=allowed_options,
         calls="linear_logp",
     ),
 )
