@@ -24,15 +24,21 @@ def coefficients(
     g_logp,
     g_lse,
     g_entropy,
+    g_uniform,
+    g_spread,
     lift,
     constant_out,
     slope_out,
     at_target_out,
+    uniform_out,
     with_lse: tl.constexpr,
     with_entropy: tl.constexpr,
+    with_uniform: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """The coefficients of each row: a logit's gradient is p·(constant + slope·ln p), the target's is `at_target`."""
+    """The coefficients of each row: a logit's gradient is p·(constant + slope·ln p) + uniform, the target's is
+    `at_target`.
+    """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     own = tl.load(logp + row)
     upstream = tl.load(g_logp + row)
@@ -53,6 +59,10 @@ def coefficients(
         constant -= of_entropy * entropy
         at_target -= of_entropy * (entropy - finite_gap(own)) * probability
         tl.store(slope_out + row, -of_entropy * per_logit)
+    if with_uniform:
+        uniform = tl.load(g_uniform + row)
+        at_target += uniform - tl.load(g_spread + row)
+        tl.store(uniform_out + row, uniform * per_logit)
     tl.store(constant_out + row, constant * per_logit)
     tl.store(at_target_out + row, at_target * per_logit)
 
@@ -72,6 +82,7 @@ def dlogits(
     constant,
     slope,
     at_target,
+    uniform,
     count,
     real_columns,
     slice_start,
@@ -84,6 +95,7 @@ def dlogits(
     has_bias: tl.constexpr,
     mask_bytes: tl.constexpr,
     with_slope: tl.constexpr,
+    with_uniform: tl.constexpr,
     slice_width: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
@@ -125,6 +137,8 @@ def dlogits(
     if with_slope:
         factor -= tl.load(slope + row)[:, None] * finite_gap(log_p)
     value = tl.exp2(log_p * LOG2_E) * factor
+    if with_uniform:
+        value += tl.load(uniform + row)[:, None]
     value = tl.where(column[None, :] == tl.load(target_ids + row)[:, None], tl.load(at_target + row)[:, None], value)
     if softcap is not None:
         value *= softcap_derivative(raw, softcap)

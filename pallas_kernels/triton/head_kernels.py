@@ -168,6 +168,7 @@ def partials(
     total_out,
     target_out,
     gap_out,
+    sum_out,
     dim: tl.constexpr,
     rank: tl.constexpr,
     vocab_size: tl.constexpr,
@@ -176,6 +177,7 @@ def partials(
     has_bias: tl.constexpr,
     mask_bytes: tl.constexpr,
     with_gap: tl.constexpr,
+    with_sum: tl.constexpr,
     groups: tl.constexpr,
     group_width: tl.constexpr,
     rows: tl.constexpr,
@@ -213,6 +215,7 @@ def partials(
     is_real = column[None, :] < end
     is_target = (column[None, :] == tl.load(target_ids + row)[:, None]) & is_real
     target = tl.sum(tl.where(is_target, x, 0.0), axis=1)
+    logit_sum = tl.sum(tl.where(is_real, x, 0.0), axis=1)
     x = tl.where(is_real, x, float("-inf"))
     if mask_bytes > 0:
         x = tl.where(is_allowed(allowed, row_tile, start, mask_bytes, rows, columns), x, float("-inf"))
@@ -226,6 +229,8 @@ def partials(
     tl.store(target_out + there, target)
     if with_gap:
         tl.store(gap_out + there, tl.sum(weights * finite_gap(y), axis=1))
+    if with_sum:
+        tl.store(sum_out + there, logit_sum)
 
 
 @triton.jit
@@ -234,15 +239,18 @@ def fold(
     total,
     target,
     gap,
+    logit_sum,
     temperature,
     count,
     maximum_out,
     total_out,
     target_out,
     gap_out,
+    sum_out,
     groups: tl.constexpr,
     group_chunks: tl.constexpr,
     with_gap: tl.constexpr,
+    with_sum: tl.constexpr,
     rows: tl.constexpr,
     width: tl.constexpr,
 ):
@@ -268,3 +276,6 @@ def fold(
     tl.store(target_out + out, tl.sum(target, axis=1) * inverse)
     if with_gap:
         tl.store(gap_out + out, tl.sum(gaps, axis=1) * LN_2)
+    if with_sum:
+        sums = tl.load(logit_sum + there, mask=is_chunk, other=0.0)
+        tl.store(sum_out + out, tl.sum(sums, axis=1) * inverse)

@@ -76,25 +76,43 @@ class PartialSoftmax(NamedTuple):
     """The softmax of each row over some columns of z = logits / temperature.
 
     maximum is max z, total is Σ e^(z − maximum), target is the z of the row's target, 0 where it is not among the
-    columns, and gap is Σ e^(z − maximum)·(maximum − z), or None where no entropy is asked for.
+    columns, gap is Σ e^(z − maximum)·(maximum − z), or None where no entropy is asked for, and logit_sum is Σ z, or
+    None where targets are not smoothed.
     """
 
     maximum: Array
     total: Array
     target: Array
     gap: Array | None
+    logit_sum: Array | None
+
+
+class UpstreamGradients(NamedTuple):
+    """The upstream gradients of each row's values, float32 `[rows]`; lse and entropy are None where nothing asks for
+    them.
+
+    Where targets are smoothed, each logit has uniform as a part of the target, and spread is what the target gives to
+    all of them; both are None elsewhere.
+    """
+
+    logp: Array
+    lse: Array | None
+    entropy: Array | None
+    uniform: Array | None
+    spread: Array | None
 
 
 class LogitCoefficients(NamedTuple):
     """What the gradients of a row's logits are computed from, float32 `[rows]` each.
 
-    A logit's gradient is p·(constant + slope·ln p); the target's is `at_target`. slope is None where no entropy has an
-    upstream gradient.
+    A logit's gradient is p·(constant + slope·ln p) + uniform; the target's is `at_target`. slope is None where no
+    entropy has an upstream gradient, and uniform where targets are not smoothed.
     """
 
     constant: Array
     slope: Array | None
     at_target: Array
+    uniform: Array | None
 
 
 class ColumnRange(NamedTuple):
@@ -127,27 +145,35 @@ def _logit_constants(head: HeadShape, operands: KernelOperands) -> dict[str, Any
 
 
 def group_partials(
-    head: HeadShape, operands: KernelOperands, target_ids: Array, temperature: Array, *, with_gap: bool
+    head: HeadShape,
+    operands: KernelOperands,
+    target_ids: Array,
+    temperature: Array,
+    *,
+    with_gap: bool,
+    with_sum: bool,
 ) -> PartialSoftmax:
     """The softmax of each row over each group of the tree, `[groups, rows]`.
 
-    target_ids int32 and temperature float32 are `[rows]`. with_gap: an entropy is asked for.
+    target_ids int32 and temperature float32 are `[rows]`. with_gap: an entropy is asked for. with_sum: targets are
+    smoothed.
     """
     from pallas_kernels.triton import head_kernels
 
     n = operands.hidden.shape[0]
     chunks = head.groups * head.group_chunks
     of_chunk = jax.ShapeDtypeStruct((n, chunks), jnp.float32)
-    found = launch(
+    wanted = {"with_gap": with_gap, "with_sum": with_sum}
+    of_chunks = launch(
         head_kernels.partials,
         (
             *operands._of_logits(temperature),
             *(target_ids, temperature, operands.active_rows, operands.real_columns),
         ),
-        (of_chunk, of_chunk, of_chunk, of_chunk if with_gap else _vector(1)),
+        (of_chunk, of_chunk, of_chunk, *(of_chunk if x else _vector(1) for x in wanted.values())),
         {
             **_logit_constants(head, operands),
-            "with_gap": with_gap,
+            **wanted,
             "groups": head.groups,
             "group_width": head.group_width,
         },
@@ -157,21 +183,21 @@ def group_partials(
     )
     of_group = jax.ShapeDtypeStruct((head.groups, n), jnp.float32)
     width = 1 << (head.group_chunks - 1).bit_length()
-    maximum, total, target, gap = launch(
+    maximum, total, target, gap, logit_sum = launch(
         head_kernels.fold,
-        (*found, temperature, operands.active_rows),
-        (of_group, of_group, of_group, of_group if with_gap else _vector(1)),
+        (*of_chunks, temperature, operands.active_rows),
+        (of_group, of_group, of_group, *(of_group if x else _vector(1) for x in wanted.values())),
         {
             "groups": head.groups,
             "group_chunks": head.group_chunks,
-            "with_gap": with_gap,
+            **wanted,
             "rows": _FOLD_ROWS,
             "width": width,
         },
         grid=n // _FOLD_ROWS * head.groups,
         num_warps=4,
     )
-    return PartialSoftmax(maximum, total, target, gap if with_gap else None)
+    return PartialSoftmax(maximum, total, target, gap if with_gap else None, logit_sum if with_sum else None)
 
 
 def coefficients(
@@ -179,28 +205,31 @@ def coefficients(
     log_sum: Array,
     logp: Array,
     gap: Array | None,
-    g_logp: Array,
-    g_lse: Array | None,
-    g_entropy: Array | None,
+    upstream: UpstreamGradients,
     lift: Array,
 ) -> LogitCoefficients:
-    """The coefficients of logits' gradients from the upstream gradients, all float32 `[rows]`.
-
-    The gradients of a row's logits are multiplied by `lift`. g_lse and g_entropy are None where nothing asks for them.
+    """The coefficients of logits' gradients from the upstream gradients, all float32 `[rows]`. logp is that of the
+    target's own token, and the gradients of a row's logits are multiplied by `lift`.
     """
     from pallas_kernels.triton import head_gradient_kernels
 
     n = logp.shape[0]
-    other = (logp if x is None else x for x in (gap, g_logp, g_lse, g_entropy))
-    constant, slope, at_target = launch(
+    other = (logp if x is None else x for x in (gap, *upstream))
+    has_entropy, has_uniform = upstream.entropy is not None, upstream.uniform is not None
+    constant, slope, at_target, uniform = launch(
         head_gradient_kernels.coefficients,
         (temperature, log_sum, logp, *other, lift),
-        (_vector(n), _vector(n), _vector(n)),
-        {"with_lse": g_lse is not None, "with_entropy": g_entropy is not None, "rows": TILE_ROWS},
+        (_vector(n),) * 4,
+        {
+            "with_lse": upstream.lse is not None,
+            "with_entropy": has_entropy,
+            "with_uniform": has_uniform,
+            "rows": TILE_ROWS,
+        },
         grid=n // TILE_ROWS,
         num_warps=4,
     )
-    return LogitCoefficients(constant, None if g_entropy is None else slope, at_target)
+    return LogitCoefficients(constant, slope if has_entropy else None, at_target, uniform if has_uniform else None)
 
 
 def dlogits(
@@ -221,18 +250,19 @@ def dlogits(
     from pallas_kernels.triton import head_gradient_kernels
 
     n = operands.hidden.shape[0]
-    slope = rows.constant if rows.slope is None else rows.slope
+    of_rows = (rows.constant if x is None else x for x in rows)
     (out,) = launch(
         head_gradient_kernels.dlogits,
         (
             *operands._of_logits(temperature),
             *(target_ids, temperature, maximum, log_sum),
-            *(rows.constant, slope, rows.at_target, operands.active_rows, operands.real_columns, where.start),
+            *(*of_rows, operands.active_rows, operands.real_columns, where.start),
         ),
         (jax.ShapeDtypeStruct((n, slice_width), operands.hidden.dtype),),
         {
             **_logit_constants(head, operands),
             "with_slope": rows.slope is not None,
+            "with_uniform": rows.uniform is not None,
             "slice_width": slice_width,
         },
         grid=_tiles(n, slice_width),

@@ -1,4 +1,4 @@
-"""Smoothed targets by Mosaic's kernels: values and gradients, and raw bits."""
+"""Smoothed targets by Mosaic's and Triton's kernels: values and gradients, and raw bits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import rlk_jax
+from pallas_kernels.triton import call
 from rlk_jax import linear_cross_entropy
 from tests.support import helpers, shards
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
@@ -23,15 +24,27 @@ SHAPES = (
     Case("softcap", (700,), 128, 5000, options={"logit_softcap": 30.0}, temperature=0.7),
     Case("large softcap", (200,), 128, 5000, bias=True, options={"logit_softcap": 1e3}),
 )
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
+every_dtype = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*(("mosaic", x) for x in DTYPES), *(("triton", x) for x in DTYPES[:2])],
+    ids=lambda x: x if isinstance(x, str) else np.dtype(x).name,
+    indirect=["implementation"],
+)
+
+
+@pytest.fixture
+def implementation(request):
+    if request.param == "triton" and call.why_missing():
+        pytest.skip(call.why_missing())
+    return request.param
 
 
 @every_dtype
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_against_float64(case, dtype):
+def test_against_float64(case, implementation, dtype):
     case = helpers.with_options(case, **SMOOTHING)
     case, problem = helpers.without_entropy(case, helpers.make(case, dtype))
-    found = helpers.with_padding(case, problem).values_and_gradients(case, "mosaic")
+    found = helpers.with_padding(case, problem).values_and_gradients(case, implementation)
     gold = helpers.gold(case, problem)
     for value, expected in zip(found[0][:2], gold.values[:2], strict=True):
         assert_within_contract(value, expected, "linear_logp_wgmma", dtype, "forward")
@@ -41,26 +54,27 @@ def test_against_float64(case, dtype):
 
 @every_dtype
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_no_budget_and_no_batch_changes_a_bit(dtype, softcap):
+def test_no_budget_and_no_batch_changes_a_bit(implementation, dtype, softcap):
     """What is kept, what is computed again, and which rows stand beside one another."""
     case = Case("bits", (700,), 192, 5000, bias=True, options={"logit_softcap": softcap, **SMOOTHING})
     case, problem = helpers.without_entropy(case, helpers.make(case, dtype))
-    expected = helpers.outputs(case, problem, "mosaic")
+    expected = helpers.outputs(case, problem, implementation)
     for budget in (2**21, 2**24):
-        assert_same_bits(helpers.outputs(case, problem, "mosaic", memory_budget=budget), expected)
+        assert_same_bits(helpers.outputs(case, problem, implementation, memory_budget=budget), expected)
     few = np.asarray([640, 3, 3, 69])
     small = Case("few", (4,), 192, 5000, options=case.options)
     part = helpers.rows_of(problem, few)
-    rows, _ = helpers.outputs(small, part, "mosaic")
+    rows, _ = helpers.outputs(small, part, implementation)
     assert_same_bits(rows, [x[few] for x in expected[0]])
     # A forward alone makes the products of few rows before their softmax.
-    assert_same_bits(part.call(small, "mosaic").logp, expected[0][0][few])
+    assert_same_bits(part.call(small, implementation).logp, expected[0][0][few])
 
 
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda x: np.dtype(x).name)
 @pytest.mark.parametrize("layout", ["vd", "dv"])
-def test_two_shards(layout, dtype):
-    shards.check_two("mosaic", 512, layout, dtype, "linear_logp_wgmma", label_smoothing=0.1)
+def test_two_shards(layout, dtype, implementation):
+    shards.check_two(implementation, 512, layout, dtype, "linear_logp_wgmma", label_smoothing=0.1)
 
 
 def test_mosaic_is_chosen_and_an_impossible_token_makes_the_loss_infinite():

@@ -17,7 +17,14 @@ from jax import lax
 from pallas_kernels.products import LowRankTerm, padded
 from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.gemm import ALIGNED, gemm
-from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange, HeadShape, KernelOperands
+from pallas_kernels.triton.linear_logp import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    ColumnRange,
+    HeadShape,
+    KernelOperands,
+    UpstreamGradients,
+)
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.gemm import GemmLayout
 from rlk_jax.core.head import (
@@ -94,6 +101,7 @@ def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[P
         rows.take(tokens.target_ids),
         rows.take(tokens.temperature, 1),
         with_gap=config.return_entropy,
+        with_sum=config.smoothing is not None,
     )
     return varying_like((Partial(*fusion_barrier(found)), rows), typed)
 
@@ -103,6 +111,14 @@ def _merge(config: HeadConfig, groups: Partial, rows: Compacted) -> tuple[Linear
     groups, rows = as_replicated((groups, rows))
     statistics = jax.tree.map(rows.spread, merged(groups))
     return values_of(config, statistics), statistics, None
+
+
+def _upstream(config: HeadConfig, given: LinearLogp) -> UpstreamGradients:
+    """The upstream gradients of the kernels' rows, and what a smoothed target adds."""
+    parts = (None, None)
+    if config.smoothing is not None:
+        parts = tuple(given.logp * jnp.float32(x) for x in (config.smoothing.uniform, config.smoothing.share))
+    return UpstreamGradients(*given, *parts)
 
 
 class _SoFar(NamedTuple):
@@ -139,9 +155,8 @@ def _gradients(
         # dW sums rows of different scales, so hidden is rescaled to the smallest one; the row that has it stays exact.
         row_unscale, to_common, unscale = scaling(rows, scale)
         of_weights = [(shape, x._replace(hidden=(x.hidden * to_common[:, None]).astype(dtype))) for shape, x in terms]
-    logp = values_of(config, own).logp
-    upstreams = (given.logp, given.lse, given.entropy)
-    row_coefficients = kernels.coefficients(temperature, own.log_sum, logp, own.gap, *upstreams, scale)
+    logp = own.logprobs(own.target_logit)
+    row_coefficients = kernels.coefficients(temperature, own.log_sum, logp, own.gap, _upstream(config, given), scale)
 
     columns = config.real_vocab_size if operands.real_columns is None else config.vocab_size
     width = slice_width(config, dim, n, needs=needs, dtype=dtype)

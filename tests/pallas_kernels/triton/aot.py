@@ -37,6 +37,7 @@ from pallas_kernels.triton import call, linear_logp, rows
 from rlk_jax import linear_logp as linear_logp_op
 from rlk_jax.core import dispatch
 from rlk_jax.core.absent_gpus import GPUS
+from rlk_jax.ops.linear_logp.api import smoothed_linear_logp
 from tests.support import shards, verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
 
@@ -70,11 +71,15 @@ def head_program(
     dim: int = 512,
     rank: int = 0,
     masked: bool = False,
+    smoothing: float = 0.0,
 ) -> Program:
-    """linear_logp's forward and backward, with a low-rank term where the rank is not 0, over all or allowed tokens."""
+    """linear_logp's forward and backward, with a low-rank term where the rank is not 0, over all or allowed tokens, for
+    targets that may be smoothed.
+    """
 
     def loss(head: dict[str, Any], tokens: dict[str, Any]) -> Any:
-        values = linear_logp_op(**head, **tokens, weight_layout=layout, implementation="triton", **options)
+        how = {"weight_layout": layout, "implementation": "triton", "label_smoothing": smoothing, **options}
+        values = smoothed_linear_logp(**head, **tokens, **how)
         return sum(x.sum() for x in jax.tree.leaves(values))
 
     def stored(*sizes: int) -> Any:
@@ -88,7 +93,8 @@ def head_program(
     shown = {"target": target, "program": "linear_logp", "layout": layout, "dtype": jnp.dtype(dtype).name}
     changed = {"logit_softcap": None, "return_entropy": False, "ignore_index": None} | options
     return Program(
-        shown | {"dim": dim, "vocab": vocab, "rank": rank, "bias": bias, "masked": masked, **changed},
+        shown
+        | {"dim": dim, "vocab": vocab, "rank": rank, "bias": bias, "masked": masked, "smoothing": smoothing, **changed},
         jax.value_and_grad(loss),
         (head, tokens),
     )
@@ -127,6 +133,8 @@ def programs() -> Iterator[Program]:
             yield program(jnp.bfloat16, options, bias, 151936, masked=True)
             yield program(jnp.float16, options, bias, 50257, masked=True)
         yield program(jnp.bfloat16, softcap | entropy, True, 151936, rank=16, masked=True)
+        yield program(jnp.bfloat16, {}, False, 151936, smoothing=0.1)
+        yield program(jnp.float16, softcap | {"return_lse": True}, True, 50257, rank=16, smoothing=0.1)
     for dtype, row_length, cap, gap, target in itertools.product(
         (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both, TARGETS
     ):

@@ -160,6 +160,35 @@ def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask():
     assert_same_bits(found, expected)
 
 
+SMOOTHED = (
+    Case(
+        *("smoothed, softcap", (40,), 64, 320),
+        bias=True,
+        temperature="per token",
+        options={"global_vocab_size": 301, "logit_softcap": 2.0, "label_smoothing": 0.1, "memory_budget": 1},
+    ),
+    Case("smoothed, dv, odd", (40,), 72, 301, options={"weight_layout": "dv", "label_smoothing": 0.3}),
+)
+
+
+# Layouts change no part of what is smoothed. In make test, test_against_float64 (here) has heads of the other layout.
+@pytest.mark.parametrize("case", [SMOOTHED[0], pytest.param(SMOOTHED[1], marks=pytest.mark.full)], ids=str)
+def test_smoothed_targets_against_float64(case):
+    case, problem = helpers.without_entropy(case, helpers.make(case, jnp.float16))
+    gold = helpers.gold(case, problem)
+    values, gradients = helpers.with_padding(case, problem).values_and_gradients(case, "triton")
+    for value, expected in zip(values[:2], gold.values[:2], strict=True):
+        assert_within_contract(value, expected, "linear_logp", jnp.float16, "forward")
+    for gradient, expected in zip(gradients, gold.gradients, strict=True):
+        assert_within_contract(gradient, expected, "linear_logp", jnp.float16, "gradient")
+
+
+@pytest.mark.full
+def test_smoothed_targets_of_two_shards():
+    """In make test, test_shards_of_a_padded_head (here) has shards, and another test smoothed targets of one device."""
+    shards.check_two("triton", 512, "vd", jnp.float16, "linear_logp", has_bits=False, label_smoothing=0.1)
+
+
 def test_ignored_rows_may_allow_nothing():
     """Rows that count are packed in front, and what they allow with them. A backward packs both by the same code."""
     case = Case("ignored, masked", (30,), 64, 70, options={"ignore_index": -1})
