@@ -252,7 +252,9 @@ def waits_for_collectives(rank: int, count: int) -> None:
 
 
 def gives_the_loss_of_one_rank(rank: int, count: int) -> None:
-    """linear_cross_entropy on edges of groups, and one message for what rank 1 alone gets wrong."""
+    """linear_cross_entropy on edges of groups, and one message for what rank 1 alone gets wrong. In `make test` labels
+    are smoothed; without it a loss is linear_logp's, which other checks here have.
+    """
     hidden, weight, ids, bias = (x.detach() for x in head((6,), dim=8, vocab=1000))
     here = slice(*cut(1000, count)[rank : rank + 2])
     options: dict[str, Any] = {
@@ -261,18 +263,24 @@ def gives_the_loss_of_one_rank(rank: int, count: int) -> None:
         "implementation": "deterministic",
     }
 
-    def loss(*head: torch.Tensor, **of_rank: Any) -> list[torch.Tensor]:
+    def loss(*head: torch.Tensor, **of_call: Any) -> list[torch.Tensor]:
         own = [x.clone().requires_grad_() for x in (hidden, *head)]
-        found = torch_bridge.linear_cross_entropy(own[0], own[1], ids, own[2], **options, **of_rank)
+        found = torch_bridge.linear_cross_entropy(own[0], own[1], ids, own[2], **options, **of_call)
         return [found.detach(), *torch.autograd.grad(found, own)]
 
     of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": here.start}
-    found = loss(weight[here], bias[here], **of_rank)
-    expected = of_rank_0(rank, lambda: loss(weight, bias))
-    assert same_bits(found[0], expected[0]) and same_bits(found[2], expected[2][here])
-    assert same_bits(found[3], expected[3][here])
-    assert_close(found[1], expected[1].double(), head_class(), "gradient")
-    for name, changes in {"other z-loss": {"z_loss": 1e-3}, "no reduction": {"reduction": "average"}}.items():
+    for smoothing in (0.1,) if is_make_test(count) else (0.0, 0.1):
+        found = loss(weight[here], bias[here], label_smoothing=smoothing, **of_rank)
+        expected = of_rank_0(rank, functools.partial(loss, weight, bias, label_smoothing=smoothing))
+        assert same_bits(found[0], expected[0]) and same_bits(found[2], expected[2][here])
+        assert same_bits(found[3], expected[3][here])
+        assert_close(found[1], expected[1].double(), head_class(), "gradient")
+    wrong: dict[str, dict[str, Any]] = {
+        "other z-loss": {"z_loss": 1e-3},
+        "other smoothing": {"label_smoothing": 0.1},
+        "no reduction": {"reduction": "average"},
+    }
+    for name, changes in wrong.items():
         given = options | (changes if rank == 1 else {})
         try:
             torch_bridge.linear_cross_entropy(hidden, weight[here], ids, bias[here], **given, **of_rank)

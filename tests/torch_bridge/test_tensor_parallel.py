@@ -46,6 +46,7 @@ def messages(count: int, device: str) -> dict[str, str]:
         "nothing allowed": "every token that counts needs an allowed id: rows 4 to 4 of the flat tokens have none.",
         "few words": "allowed_mask must be [*lead, ceil(V / 32)] with target_ids' lead shape (33,) and 32 words, got",
         "other z-loss": differently,
+        "other smoothing": differently,
         "no reduction": "reduction must be one of ('mean', 'sum', 'none'), got 'average'.",
         "second derivative": "torch_bridge has no second derivatives",
     }
