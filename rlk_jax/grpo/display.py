@@ -17,6 +17,7 @@ from rlk_jax.grpo.usage import Throughput, gib, peak_memory
 PLAIN_LINE_EVERY = 50
 _SHOWN = {
     "loss": "loss {:.3f}",
+    "heldout_loss": "held out {:.3f}",
     "reward": "reward {:.3f}",
     "completion_length": "length {:.1f}",
     "truncated": "at limit {:.0%}",

@@ -23,7 +23,7 @@ _PANELS = {
         "clip_fraction": "clip fraction",
         "mismatch": "mismatch",
     },
-    "sft": {"loss": "loss in nats"},
+    "sft": {"loss": "loss in nats", "heldout_loss": "loss of held-out rows in nats"},
 }
 """Titles of the panels of a phase, by metric, in their order."""
 _WINDOW = 20
@@ -46,7 +46,7 @@ def plot_report(metrics: Path, picture: Path, phase: str = "grpo") -> None:
     figure, axes = plt.subplots(height, width, squeeze=False, figsize=size, layout="constrained")
     for axis, name in zip(axes.flat, names, strict=False):
         values = np.array([row.get(name) for row in rows], float)  # None becomes NaN, which is a gap
-        draw = _draw_mismatch if name == "mismatch" else _draw_metric
+        draw = {"mismatch": _draw_mismatch, "heldout_loss": _draw_single_values}.get(name, _draw_metric)
         draw(axis, steps, values, _PANELS[phase][name])
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -82,6 +82,13 @@ def _draw_mismatch(axis: Axes, steps: np.ndarray, values: np.ndarray, title: str
     axis.step(steps, values, where="mid", color="tab:blue", linewidth=1, marker=_marker(values), clip_on=False)
     axis.set_ylim(bottom=0)
     axis.set_title(f"{title} (largest: {np.nanmax(values):.1g})")
+
+
+def _draw_single_values(axis: Axes, steps: np.ndarray, values: np.ndarray, title: str) -> None:
+    """What some steps have measured, and others have not."""
+    measured = ~np.isnan(values)
+    axis.plot(steps[measured], values[measured], color="tab:blue", marker=".")
+    axis.set_title(title)
 
 
 def _marker(values: np.ndarray) -> str:

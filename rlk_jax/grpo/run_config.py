@@ -157,6 +157,10 @@ class RunConfig:
         """What is too long for the run, for a person to read."""
         raise NotImplementedError
 
+    def evaluates(self, done: int) -> bool:
+        """Whether held-out rows are measured after so many steps, beside before and after the run."""
+        return False
+
     def shows(self, step: int) -> bool:
         """Whether completions that a step has drawn are printed."""
         return False

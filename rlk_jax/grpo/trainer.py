@@ -85,6 +85,8 @@ def run_steps(
                 with what_is_done_saved(folder, checkpoints, done, state):
                     state, measured = phase.step(state, done)
                 metrics = to_floats(measured)
+                if config.evaluates(done + 1):
+                    metrics |= {f"heldout_{name}": x for name, x in to_floats(steps.evaluation(state.params)).items()}
                 line = faults.logged(metrics, done, phase.name, skips=config.skip_nonfinite)
                 log.write(json.dumps({"step": done, "phase": phase.name, **line}) + "\n")
                 log.flush()

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from rlk_jax.core.fixed_order import sum_of_squares
+from rlk_jax.core.fixed_order import rounded_product, sum_of_squares
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.accumulation import accumulated_gradients, scan_micro_batches
 from rlk_jax.grpo.config import GrpoConfig
@@ -211,8 +211,12 @@ class Updates(Batching):
         return UpdateLoss(taught if self.config.teacher_only else policy.loss + taught, policy, teacher_kl)
 
 
-def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float) -> optax.GradientTransformation:
-    """Adam on gradients clipped to a norm; its moments lie as their parameters do."""
+def adam(
+    learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """Adam on gradients clipped to a norm; its moments lie as their parameters do. With a weight decay it is AdamW,
+    which takes the decay times the learning rate off every matrix; scales of norms and biases keep theirs.
+    """
 
     def clipped(grads: nnx.State, _: Any) -> nnx.State:
         grads = head.fusion_barrier(grads)
@@ -220,7 +224,14 @@ def adam(learning_rate: optax.ScalarOrSchedule, head: MeshHead, max_norm: float)
         scaled = jax.tree.map(lambda grad: jnp.where(norm < max_norm, grad, grad / norm * max_norm), grads)
         return head.fusion_barrier(scaled)
 
-    return optax.chain(optax.stateless(clipped), optax.adam(learning_rate, b2=ADAM_B2))
+    def decayed(updates: nnx.State, params: nnx.State) -> nnx.State:
+        return jax.tree.map(
+            lambda x, y: x if y.ndim < 2 else x + rounded_product(jnp.float32(weight_decay), y), updates, params
+        )
+
+    decay = [optax.stateless(decayed)] if weight_decay else []
+    steps = optax.scale_by_adam(b2=ADAM_B2), *decay, optax.scale_by_learning_rate(learning_rate)
+    return optax.chain(optax.stateless(clipped), optax.chain(*steps))
 
 
 def global_norm(grads: nnx.State, head: MeshHead) -> Float[Array, ""]:

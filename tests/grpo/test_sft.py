@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlk_jax import cli, dispatch, models
+from rlk_jax.checker import relative_norm
 from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo import memory, text_steps
 from rlk_jax.grpo.config import BadInput, GrpoConfig
@@ -24,6 +25,7 @@ from rlk_jax.grpo.sft.steps import SftSteps, build_sft_steps
 from rlk_jax.grpo.sft.task import load_sft_task
 from rlk_jax.grpo.steps import make_mesh
 from rlk_jax.grpo.text_steps import rows_of_step
+from rlk_jax.grpo.updates import adam
 from tests.grpo import tiny, tiny_text
 from tests.models.test_tokenizer import change
 from tests.support import helpers
@@ -31,6 +33,7 @@ from tests.support import helpers
 INVARIANT = {"invariant": True, "compute_dtype": "bfloat16"}
 BITS = {"implementation": "deterministic", "z_loss": 0.02, "max_gradient_norm": 0.1, "micro_batches": 2}
 OPTIONS = {"steps": 4, "rows_per_step": 4, "learning_rate": 1e-2, "checkpoint_every": 2, **INVARIANT, **BITS}
+OPTIONS |= {"weight_decay": 0.1, "eval_every": 2}
 """Several tests have the programs of a run of these, which promise bits on a mesh."""
 ROW = '{"prompt": "ab", "completion": "a"}'
 EXAMPLE = (
@@ -82,6 +85,9 @@ def test_a_run_learns_and_writes_its_files(finished):
     assert lines[-1]["loss"] < lines[0]["loss"] - 1 and all(line["tokens"] >= 8 for line in lines)
     summary = json.loads(folder.summary.read_text())
     assert summary["after"]["loss"] < summary["before"]["loss"] - 1
+    assert ["heldout_loss" in line for line in lines] == [False, True, False, True]
+    for name, value in summary["after"].items():
+        assert lines[-1][f"heldout_{name}"] == value != lines[1][f"heldout_{name}"]
     for measured in summary.values():
         assert measured["perplexity"] == pytest.approx(np.exp(measured["loss"]))
     assert folder.report.exists() and not folder.completions.exists() and not folder.page.exists()
@@ -211,6 +217,26 @@ def test_a_mesh_has_the_bits_of_one_device(files, one, many):
     helpers.assert_same_bits(*found)
 
 
+def test_weight_decay_is_that_of_adamw_on_matrices():
+    """Two updates, the first of which leaves moments behind."""
+    head = MeshHead(make_mesh(tiny.config()), 97, "deterministic", jnp.float32)
+    params = {"matrix": jnp.linspace(-1, 1, 12).reshape(3, 4), "scale": jnp.ones(4)}
+    gradients = jax.tree.map(lambda x: 0.01 * jnp.cos(x), params)
+    of_optax = optax.adamw(0.1, b2=0.95, weight_decay=0.5, mask={"matrix": True, "scale": False})
+    found, expected = (_after_two_updates(x, params, gradients) for x in (adam(0.1, head, 1.0, 0.5), of_optax))
+    assert relative_norm(found["matrix"], params["matrix"]) > 0.1
+    for name, x in found.items():
+        np.testing.assert_array_almost_equal_nulp(np.asarray(x), np.asarray(expected[name]), nulp=4)
+
+
+def _after_two_updates(optimizer, params, gradients):
+    state = optimizer.init(params)
+    for _ in range(2):
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
 def test_a_head_that_is_cut_has_the_loss_of_a_whole_one(files):
     found = []
     for mesh in ("data=1,tensor=1", "data=1,tensor=2"):
@@ -282,6 +308,8 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, c
         ({"max_tokens": 2}, "max_tokens must be at least 3, got 2"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"rows_per_step": 0}, "rows_per_step must be at least 1, got 0"),
+        ({"weight_decay": -1}, "weight_decay must be at least 0, got -1.0"),
+        ({"eval_every": 0}, "eval_every must be at least 1, got 0"),
         ({"z_loss": -1}, "z_loss must be at least 0, got -1.0"),
         ({"z_loss": "nan"}, "z_loss must be finite, got nan"),
         ({"z_loss": 1e39}, "z_loss must be 0 or a positive finite number, got 1e+39."),

@@ -28,6 +28,12 @@ class SftConfig(RunConfig):
     steps: int = option(100, "steps, of one update each", minimum=1)
     rows_per_step: int = option(32, "rows of the data per step", minimum=1)
     learning_rate: float = option(1e-5, "learning rate of the updates", above=0)
+    weight_decay: float = option(
+        0.0, "weight decay of the model's matrices, times the learning rate (AdamW)", minimum=0
+    )
+    eval_every: int | None = option(
+        None, "steps between losses of the held-out rows (default: before and after the run alone)", minimum=1
+    )
     z_loss: float = option(0.0, "weight of the square of ln Σ exp z in the loss", minimum=0)
     label_smoothing: float = option(
         0.0, "part of each target that is spread evenly over the vocabulary", minimum=0, below=1
@@ -52,6 +58,9 @@ class SftConfig(RunConfig):
     @property
     def scheduled_updates(self) -> tuple[int, int]:
         return self.steps, self.schedule_warmup
+
+    def evaluates(self, done: int) -> bool:
+        return self.eval_every is not None and done % self.eval_every == 0
 
     @property
     def smooths_labels(self) -> bool:

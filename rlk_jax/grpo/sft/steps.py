@@ -53,7 +53,7 @@ def build_sft_steps(config: SftConfig, task: SftTask, mesh: Mesh) -> SftSteps:
     """
     policy = make_policy(config, mesh, task.tokenizer)
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    optimizer = adam(learning_rate_of(config), policy.head, config.max_gradient_norm)
+    optimizer = adam(learning_rate_of(config), policy.head, config.max_gradient_norm, config.weight_decay)
     batching, key = Batching(config, mesh), program_key(config, policy)
     lie, initial_state = beginning(config, policy, optimizer, keeps_reference=False)
 
