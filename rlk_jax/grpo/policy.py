@@ -176,10 +176,11 @@ class Policy:
         recorded = self.head.records_logits and model.lm_head.low_rank is None
 
         def score(hidden: Array, products: Array, ids: Array, allowed: AllowedTokens) -> Array:
-            if allowed.restricts or (model.keeps_bits and not recorded):
+            if model.keeps_bits and not recorded:
                 return self.head.own_values(hidden, weight, ids, _term(model), allowed).logp
             as_trained = {"as_linear_logp": True, "implementation": self.head.implementation}
-            return self.head.own_logps_of_logits(products, ids, **(as_trained if model.keeps_bits else {}))
+            how = {**allowed._asdict(), **(as_trained if model.keeps_bits else {})}
+            return self.head.own_logps_of_logits(products, ids, **how)
 
         how: dict[str, Any] = {"stop_ids": self.stop_ids, "pad_id": self.pad_id, "sampling": self.sampling}
         return models.sample(model, *prompts, max_new_tokens=max_new_tokens, score=score, **how)

@@ -242,15 +242,13 @@ def logps_of(model: CausalLM, sampling: Sampling) -> Score:
     options |= {"ignore_index": IGNORED, "validate": False}
 
     def score(hidden: Array, products: Array, ids: Array, allowed: AllowedTokens) -> Array:
-        term = model.lm_head.low_rank
-        if allowed.restricts or (model.keeps_bits and term is not None):
-            head = hidden, model.lm_head.weight[...], ids
-            how = {"low_rank": None if term is None else term.operands, **options, **allowed._asdict()}
-            promised = promising("linear_logp", *head, **how) if model.keeps_bits else None
-            return linear_logp(*head, implementation=promised, **how)
+        term, how = model.lm_head.low_rank, options | allowed._asdict()
         if not model.keeps_bits:
-            return logp(products, ids, **options)
-        name = promising("logp", products, ids, as_linear_logp=True, **options)
-        return logp(products, ids, as_linear_logp=True, implementation=name, **options)
+            return logp(products, ids, **how)
+        if term is not None:
+            head, how = (hidden, model.lm_head.weight[...], ids), {"low_rank": term.operands, **how}
+            return linear_logp(*head, implementation=promising("linear_logp", *head, **how), **how)
+        name = promising("logp", products, ids, as_linear_logp=True, **how)
+        return logp(products, ids, as_linear_logp=True, implementation=name, **how)
 
     return score

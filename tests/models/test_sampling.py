@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax import linear_logp, models
 from rlk_jax.models import Sampling, config_of
+from rlk_jax.models import sampling as sampling_module
 from rlk_jax.models.sampling import _with_drawn
 from tests.models.test_drawing import gold
 from tests.models.tiny import FAMILIES, SIZES
@@ -121,6 +122,14 @@ def test_log_probs_are_those_of_what_tokens_were_drawn_from(endless):
         assert_within_contract(found.logps, expected, "models", jnp.float32, "forward")
     np.testing.assert_array_equal(largest.ids, logits.argmax(axis=-1))
     assert endless[1].allowed.restricts and not largest.allowed.restricts
+
+
+def test_log_probs_take_no_second_product_with_the_head(monkeypatch):
+    monkeypatch.setattr(sampling_module, "linear_logp", lambda *_, **__: pytest.fail("a second product is taken"))
+    model, (prompts, *others) = made("gemma2", "invariant"), batch_of(2)
+    for sampling in (Sampling(top_k=40), Sampling(top_p=0.9)):
+        draw = lambda x, sampling=sampling: models.sample(model, x, *others, max_new_tokens=2, sampling=sampling)  # noqa: E731
+        assert jax.eval_shape(draw, prompts).logps.shape == (2, 2)
 
 
 # Where rows end.
