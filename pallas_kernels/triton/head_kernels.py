@@ -234,6 +234,67 @@ def partials(
 
 
 @triton.jit
+def logits(
+    hidden,
+    weight,
+    low_rank_hidden,
+    low_rank_weight,
+    bias,
+    allowed,
+    temperature,
+    count,
+    slice_start,
+    end,
+    out,
+    dim: tl.constexpr,
+    rank: tl.constexpr,
+    vocab_size: tl.constexpr,
+    layout: tl.constexpr,
+    softcap: tl.constexpr,
+    has_bias: tl.constexpr,
+    mask_bytes: tl.constexpr,
+    slice_width: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    band: tl.constexpr,
+):
+    """Each program computes one tile of a slice's logits / T, with the bits that `partials` and `fold` give a target's:
+    −inf from column `end` on, and where a row may not take the column.
+    """
+    column_tiles: tl.constexpr = slice_width // columns
+    row_tile, column_tile = place_in_band(tl.num_programs(0) // column_tiles, column_tiles, band)
+    if row_tile * rows >= tl.load(count):
+        return
+    row = row_tile * rows + tl.arange(0, rows)
+    start = first_column(slice_start) + column_tile * columns
+    column = start + tl.arange(0, columns)
+    product = logit_products(
+        hidden,
+        weight,
+        low_rank_hidden,
+        low_rank_weight,
+        row_tile,
+        start,
+        dim,
+        rank,
+        vocab_size,
+        layout,
+        rows,
+        columns,
+        depth,
+    )
+    x = softcapped(with_bias(product, bias, column, vocab_size, has_bias), softcap)
+    counts = column[None, :] < tl.load(end)
+    if mask_bytes > 0:
+        counts &= is_allowed(allowed, row_tile, start, mask_bytes, rows, columns)
+    inverse = 1 / tl.load(temperature + row)
+    first = out + row_tile.to(tl.int64) * (rows * slice_width) + column_tile * columns
+    there = tl.arange(0, rows)[:, None] * slice_width + tl.arange(0, columns)[None, :]
+    tl.store(first + there, tl.where(counts, x * inverse[:, None], float("-inf")))
+
+
+@triton.jit
 def fold(
     maximum,
     total,

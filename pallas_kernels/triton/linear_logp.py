@@ -200,6 +200,28 @@ def group_partials(
     return PartialSoftmax(maximum, total, target, gap if with_gap else None, logit_sum if with_sum else None)
 
 
+def logits(
+    head: HeadShape, operands: KernelOperands, temperature: Array, where: ColumnRange, slice_width: int
+) -> Array:
+    """One slice's logits / temperature, float32 `[rows, slice_width]`: −inf behind the slice's columns, and where they
+    do not count or are not allowed. Rows that do not count may hold anything.
+    """
+    from pallas_kernels.triton import head_kernels
+
+    n = operands.hidden.shape[0]
+    end = jnp.minimum(where.chain_end, operands.real_columns)
+    (out,) = launch(
+        head_kernels.logits,
+        (*operands._of_logits(temperature), temperature, operands.active_rows, where.start, end),
+        (jax.ShapeDtypeStruct((n, slice_width), jnp.float32),),
+        {**_logit_constants(head, operands), "slice_width": slice_width},
+        grid=_tiles(n, slice_width),
+        num_warps=_TILE_WARPS,
+        num_stages=_TILE_STAGES,
+    )
+    return out
+
+
 def coefficients(
     temperature: Array,
     log_sum: Array,

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from pallas_kernels.triton import call
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/gpu/" in item.path.as_posix()]
@@ -11,3 +13,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; jax found none"))
+
+
+@pytest.fixture
+def implementation(request: pytest.FixtureRequest) -> str:
+    """The implementation of a test that is given it indirectly; tests of Triton's need jax-triton."""
+    if request.param == "triton" and call.why_missing():
+        pytest.skip(call.why_missing())
+    return request.param

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import rlk_jax
-from pallas_kernels.triton import call
 from rlk_jax import linear_cross_entropy
 from tests.support import helpers, shards
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
@@ -30,13 +29,6 @@ every_dtype = pytest.mark.parametrize(
     ids=lambda x: x if isinstance(x, str) else np.dtype(x).name,
     indirect=["implementation"],
 )
-
-
-@pytest.fixture
-def implementation(request):
-    if request.param == "triton" and call.why_missing():
-        pytest.skip(call.why_missing())
-    return request.param
 
 
 @every_dtype

@@ -58,7 +58,7 @@ def _cuda_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:
-    return triton_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
+    return triton_obstacles(facts) + _operand_obstacles(facts)
 
 
 def _xla_obstacles(facts: CallFacts) -> list[str]:

@@ -18,6 +18,9 @@ Array = jax.Array
 NO_TOKEN = -1
 """The id, and the rank, where there is no token: fewer than k are possible, or the row holds NaN or is ignored."""
 
+BYTES_PER_RANKED_LOGIT = 20
+"""float32 products, and where XLA sorts for a top-k, the logits and their columns before and after it."""
+
 Gather = Callable[[Any], Any]
 """A function from the groups `[groups, ...]` of one shard to those of the whole vocabulary, in its order."""
 

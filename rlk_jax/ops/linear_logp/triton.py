@@ -41,20 +41,32 @@ from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, scaling, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
+from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
+from rlk_jax.ops.linear_logp.ranking import (
+    BYTES_PER_RANKED_LOGIT,
+    BestColumns,
+    Gather,
+    Target,
+    add_columns,
+    logps_of_statistics,
+    no_columns,
+)
 
 Array = jax.Array
 
 
 def slice_width(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> int:
-    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies and the group's chain of dH,
-    and slices of a group are equally wide but for rounding.
-    """
+    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies and a group's chain of dH."""
     rows = padded(tokens, TILE_ROWS)
     budget = kernel_memory_budget(config, dim, tokens)
     copies = 2 if dtype == jnp.float16 and needs.weight else 1
     beside = (2 * copies + (4 if needs.hidden else 0)) * rows * dim
-    affordable = max(1, (budget - beside) // (2 * rows * TILE_COLUMNS))
+    return _width_within(config, budget - beside, 2 * rows)
+
+
+def _width_within(config: HeadConfig, budget: int, bytes_of_column: int) -> int:
+    """Columns of a slice of one group that fit the budget; slices of a group are equally wide but for rounding."""
+    affordable = max(1, budget // (bytes_of_column * TILE_COLUMNS))
     tiles = -(-config.groups.width // TILE_COLUMNS)
     return TILE_COLUMNS * -(-tiles // -(-tiles // affordable))
 
@@ -190,8 +202,7 @@ def _gradients(
         return _SoFar(d_hidden, d_weights, d_bias)
 
     def of_group(group: Array, so_far: _SoFar) -> _SoFar:
-        first = jnp.asarray(group, jnp.int32) * config.groups.width
-        end = jnp.clip(first + config.groups.width, first, jnp.maximum(first, columns))
+        first, end = _ends_of_group(config, columns, group)
         chains = [None if x is None else jnp.zeros(x.shape[1:], jnp.float32) for x in so_far.hidden]
         # Slices behind a short group's end are empty: a count that only the device knows would wait for the host.
         found = lax.fori_loop(
@@ -214,6 +225,37 @@ def _gradients(
     return fusion_barrier(Gradients(of_hidden, d_weight, d_bias, d_low_rank).like(config, operands))
 
 
+def _ends_of_group(config: HeadConfig, columns: int, group: Array) -> tuple[Array, Array]:
+    """The first column of a group, and the one behind its last of so many."""
+    first = jnp.asarray(group, jnp.int32) * config.groups.width
+    return first, jnp.clip(first + config.groups.width, first, jnp.maximum(first, columns))
+
+
+def _best(
+    config: HeadConfig, operands: Operands, tokens: Tokens, rows: Compacted, statistics: Statistics, gather: Gather
+) -> BestColumns:
+    """The logits are made once more, slice by slice, because the target's may be that of another shard."""
+    wanted, typed, dim = config.ranking, operands.hidden, head_dim(config, operands)
+    assert wanted is not None
+    operands, tokens, rows, statistics = fusion_barrier(as_replicated((operands, tokens, rows, statistics)))
+    head, of_kernels = _head_shape(config, operands), _kernel_operands(config, operands, tokens, rows)
+    target = Target(rows.take(statistics.target_logit), rows.take(tokens.target_ids))
+    temperature = rows.take(tokens.temperature, 1)
+    budget = kernel_memory_budget(config, dim, typed.shape[0])
+    width = _width_within(config, budget, BYTES_PER_RANKED_LOGIT * rows.size)
+    slices = -(-config.groups.width // width)
+
+    def of_slice(i: Array, so_far: BestColumns) -> BestColumns:
+        first, end = _ends_of_group(config, config.vocab_size, i // slices)
+        start = first + jnp.asarray(i % slices, jnp.int32) * width
+        where = ColumnRange(start.reshape(1), first.reshape(1), end.reshape(1))
+        logits = kernels.logits(head, of_kernels, temperature, where, width)
+        return add_columns(so_far, logits, (start + jnp.arange(width, dtype=jnp.int32))[None], target)
+
+    best = lax.fori_loop(0, config.groups.count * slices, of_slice, no_columns(wanted, rows.size))
+    return varying_like(jax.tree.map(rows.spread, best), typed)
+
+
 def _triton_gemm(layout: GemmLayout, a: Array, b: Array, start: Array | None) -> Array:
     """The product of a low-rank term's matrices."""
     product = gemm(
@@ -225,4 +267,10 @@ def _triton_gemm(layout: GemmLayout, a: Array, b: Array, start: Array | None) ->
     return fusion_barrier(product)
 
 
-TRITON = LinearLogpFunctions(_partials, _merge, _gradients, _triton_gemm)
+TRITON = LinearLogpFunctions(
+    _partials,
+    _merge,
+    _gradients,
+    _triton_gemm,
+    of_ranking=RankingFunctions(_best, logps_of_statistics),
+)

@@ -28,13 +28,19 @@ from rlk_jax.core.softmax import (
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import varying_like
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, logps_of_statistics, no_columns
+from rlk_jax.ops.linear_logp.ranking import (
+    BYTES_PER_RANKED_LOGIT,
+    BestColumns,
+    Gather,
+    Target,
+    add_columns,
+    logps_of_statistics,
+    no_columns,
+)
 
 Array = jax.Array
 _BYTES_PER_LOGIT = 10
 """float32 products, their float32 gradient, and its copy in the 16-bit dtype of the operands."""
-_BYTES_PER_RANKED_LOGIT = 20
-"""float32 products, and where XLA sorts for a top-k, the logits and their columns before and after it."""
 
 
 def memory_budget(config: HeadConfig, weight: Array) -> int:
@@ -201,7 +207,7 @@ def _best(
         return add_columns(none, logits, columns, target)
 
     budget = memory_budget(config, operands.weight)
-    rows = rows_within(budget, _BYTES_PER_RANKED_LOGIT * config.vocab_size, n)
+    rows = rows_within(budget, BYTES_PER_RANKED_LOGIT * config.vocab_size, n)
     return store_by_block(tokens.active, rows, of_block, no_columns(wanted, n))
 
 

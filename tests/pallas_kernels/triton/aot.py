@@ -80,7 +80,8 @@ def head_program(
     def loss(head: dict[str, Any], tokens: dict[str, Any]) -> Any:
         how = {"weight_layout": layout, "implementation": "triton", "label_smoothing": smoothing, **options}
         values = smoothed_linear_logp(**head, **tokens, **how)
-        return sum(x.sum() for x in jax.tree.leaves(values))
+        # What is ranked has no gradient, and ids none that could be summed.
+        return sum(x.sum().astype(jnp.float32) for x in jax.tree.leaves(values))
 
     def stored(*sizes: int) -> Any:
         return shape(sizes if layout == "vd" else sizes[::-1], dtype)
@@ -133,6 +134,9 @@ def programs() -> Iterator[Program]:
             yield program(jnp.bfloat16, options, bias, 151936, masked=True)
             yield program(jnp.float16, options, bias, 50257, masked=True)
         yield program(jnp.bfloat16, softcap | entropy, True, 151936, rank=16, masked=True)
+        ranked = {"return_top_k": 20, "return_target_rank": True}
+        yield program(jnp.bfloat16, ranked, False, 151936, masked=True)
+        yield program(jnp.float16, softcap | ranked, True, 50257, rank=16)
         yield program(jnp.bfloat16, {}, False, 151936, smoothing=0.1)
         yield program(jnp.float16, softcap | {"return_lse": True}, True, 50257, rank=16, smoothing=0.1)
     for dtype, row_length, cap, gap, target in itertools.product(

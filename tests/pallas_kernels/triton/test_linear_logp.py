@@ -16,6 +16,7 @@ from tests.pallas_kernels.triton import interpreted
 from tests.support import helpers, low_rank, shards
 from tests.support.allowed import allowed_of, ids_of, mask_of
 from tests.support.helpers import Case, assert_error, assert_same_bits, assert_within_contract
+from tests.support.rankings import BOTH, assert_exact, assert_ranks_gold, of_integers
 
 PADDED = Case("padded vocabulary", (40,), 64, 320, bias=True, options={"global_vocab_size": 257})
 PADDED_SOFTCAP = dataclasses.replace(
@@ -187,6 +188,45 @@ def test_smoothed_targets_against_float64(case):
 def test_smoothed_targets_of_two_shards():
     """In make test, test_shards_of_a_padded_head (here) has shards, and another test smoothed targets of one device."""
     shards.check_two("triton", 512, "vd", jnp.float16, "linear_logp", has_bits=False, label_smoothing=0.1)
+
+
+RANKED = dataclasses.replace(
+    MASKED[0], name="ranked", options={"logit_softcap": 2.0, "ignore_index": -1, "memory_budget": 1}
+)
+
+
+def test_the_most_probable_tokens_against_float64():
+    """Some rows allow fewer than k tokens. Log-probs have the bits of those tokens as targets."""
+    problem = helpers.make(RANKED, jnp.float16)
+    ignored, allowed = np.arange(20) % 5 == 2, allowed_of(RANKED, problem)
+    given = problem._replace(target_ids=jnp.where(ignored, -1, problem.target_ids))
+    mask = {"allowed_mask": mask_of(allowed), "return_target_rank": True}
+    found = given.call(RANKED, "triton", **mask, return_top_k=10)
+    logits = helpers.gold(helpers.with_options(RANKED, allowed=allowed), problem).logits
+    kept = jax.tree.map(lambda x: x[~ignored], found)
+    assert_ranks_gold(kept, logits[~ignored], problem.target_ids[~ignored], jnp.float16)
+    assert (np.asarray(found.top_ids)[ignored] == -1).all() and not np.asarray(found.top_logps)[ignored].any()
+    best = problem._replace(target_ids=found.top_ids[:, 0])
+    again = best.call(RANKED, "triton", **mask, return_top_k=10)
+    assert_same_bits(again.logp, found.top_logps[:, 0])
+    assert (np.asarray(again.target_rank)[~ignored] == 0).all()
+
+
+def test_equal_logits_stand_in_the_order_of_their_ids():
+    problem, logits = of_integers(20, 64, 150)
+    problem = problem._replace(hidden=problem.hidden.astype(jnp.float16), weight=problem.weight.astype(jnp.float16))
+    found = problem.call(Case("integers", (20,), 64, 150), "triton", return_top_k=100, return_target_rank=True)
+    assert_exact(found, logits, problem.target_ids)
+
+
+@pytest.mark.full
+def test_equal_logits_of_a_head_on_two_devices():
+    """In make test, test_bare_calls_over_a_mesh (tests/ops/linear_logp/test_top_k.py) merges shards by this code."""
+    problem, logits = of_integers(20, 64, 512)
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    operands = (x.astype(jnp.float16) for x in (problem.hidden, problem.weight))
+    how = {"mesh": mesh, "vocab_axis": "tp", "implementation": "triton"}
+    assert_exact(vocab_parallel.linear_logp(*operands, problem.target_ids, **how, **BOTH), logits, problem.target_ids)
 
 
 def test_ignored_rows_may_allow_nothing():
