@@ -51,7 +51,7 @@ def divergence_gradients(
         width = chunk_and_width(vocabulary, refs.where_gmem, block)[1]
         scales = [LOG2_E / row_vector(head.temperature, row) for head in refs.heads_gmem]
         known = [jax.tree.map(lambda ref: row_vector(ref, row), own) for own in known_gmem]
-        slope, weight = (row_vector(ref, row) for ref in factors_gmem)
+        slope = row_vector(factors_gmem.slope, row)
         counts = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + row < refs.where_gmem.rows[0]
 
         def gradient(first: Any, products: list[Array]) -> Array:
@@ -59,11 +59,12 @@ def divergence_gradients(
                 log_probability(*of_head) for of_head in zip((logits.a, logits.b), products, scales, known, strict=True)
             )
             found = _gradient(kind, share, log_p, log_q, over_columns(slope, FEW_COLUMNS))
-            found = found * over_columns(weight, FEW_COLUMNS)
+            # The weight is loaded here rather than before the products: with a softcap, registers would spill.
+            found = found * over_columns(row_vector(factors_gmem.weight, row), FEW_COLUMNS)
             derivative = softcapped(products[0], logits.a.softcap)[1]
             found = found if derivative is None else found * derivative
-            found = jnp.where(over_columns(counts, FEW_COLUMNS), found, 0.0)
-            return masked(logits.a, found, width - first, 0).astype(out.dtype)
+            found = jnp.where(over_columns(counts, FEW_COLUMNS), found, 0.0).astype(out.dtype)
+            return masked(logits.a, found, width - first, 0)
 
         def step(strip: Strip, _: Any) -> tuple[()]:
             def store(strip_smem: Ref) -> None:
