@@ -104,7 +104,9 @@ def mixture(two: TwoHeads) -> Configuration:
 
 
 def gradients(kind: Any) -> Callable[[TwoHeads], Configuration]:
-    """The kernel of the gradients of a slice's logits."""
+    """The kernel of the gradients of a slice's logits. For "reverse", with a softcap and a bias, ptxas spills one
+    register.
+    """
 
     def of_heads(two: TwoHeads) -> Configuration:
         head = two.heads[0]
@@ -116,7 +118,8 @@ def gradients(kind: Any) -> Callable[[TwoHeads], Configuration]:
 
         factors = GradientFactors(head.vector(), head.vector())
         arguments = {**two.arguments(), "normalizers": two.normalizers(), "factors": factors}
-        return Configuration(two.options("gradients of a divergence", kind=kind), run, arguments)
+        spills = 4 if kind == "reverse" and two.bias and two.softcap is not None else 0
+        return Configuration(two.options("gradients of a divergence", kind=kind), run, arguments, spills)
 
     return of_heads
 
