@@ -83,14 +83,15 @@ def parser(
 ) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark takes. `sizes` names the numbers of a shape."""
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
-    options.add_argument("--shapes", type=_shapes_of(sizes), default=shapes, help=f'"{sizes};{sizes};…"')
+    options.add_argument("--shapes", type=shapes_of(sizes), default=shapes, help=f'"{sizes};{sizes};…"')
     options.add_argument("--dtype", default=dtypes[0], choices=dtypes)
     options.add_argument("--implementations", default=implementations, help="comma-separated names")
     options.add_argument("--rounds", type=positive, default=5, help="interleaved rounds; figures are their medians")
     return add_outputs(options)
 
 
-def _shapes_of(sizes: str) -> Callable[[str], str]:
+def shapes_of(sizes: str) -> Callable[[str], str]:
+    """A type for arguments that are shapes "1,2,3;4,5,6;…"; `sizes` names their numbers."""
     a_shape = ",".join(["[1-9][0-9]*"] * len(sizes.split(",")))
 
     def checked(text: str) -> str:
@@ -302,6 +303,13 @@ def measure_shapes[Row](
         if options.json:
             write(options.json, module, argv, rows)
     return rows
+
+
+def beside(figure: float | None, stock: float | None, unit: str) -> tuple[str, str]:
+    """A figure for a table, and its ratio to stock's."""
+    if figure is None:
+        return "", ""
+    return f"{figure:.1f} {unit}", f"{figure / stock:.3f}" if stock else ""
 
 
 def show(title: str, table: Table, *, width: int = 120) -> None:

@@ -131,22 +131,15 @@ def _show(rows: Sequence[Row]) -> None:
         stock = of_stock.get((r.trainer, r.model, r.sequences, r.tokens))
         table.add_row(
             *named,
-            *_beside(r.step_ms, None if stock is None else stock.step_ms, "ms"),
-            *_beside(r.core_ms, None if stock is None else stock.core_ms, "ms"),
+            *common.beside(r.step_ms, None if stock is None else stock.step_ms, "ms"),
+            *common.beside(r.core_ms, None if stock is None else stock.core_ms, "ms"),
             "" if r.head_ms is None else f"{r.head_ms:.1f} ms",
-            *_beside(r.memory_mib, None if stock is None else stock.memory_mib, "MiB"),
+            *common.beside(r.memory_mib, None if stock is None else stock.memory_mib, "MiB"),
             "" if r.largest is None else str(r.largest),
             f"{r.losses[-1]:.6f}",
             f"{r.grad_norms[-1]:.5f}",
         )
     common.show("Steps of TRL's trainers; medians", table, width=190)
-
-
-def _beside(figure: float | None, stock: float | None, unit: str) -> tuple[str, str]:
-    """A figure, and its ratio to stock TRL's."""
-    if figure is None:
-        return "", ""
-    return f"{figure:.1f} {unit}", f"{figure / stock:.3f}" if stock else ""
 
 
 def _options() -> argparse.ArgumentParser:
