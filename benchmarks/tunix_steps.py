@@ -136,7 +136,7 @@ def _prompts(case: Case) -> np.ndarray:
 
 
 def _model_of_tunix(case: Case) -> nnx.Module:
-    """Tunix's own Qwen3. It leaves its feed-forward layers at 0, so all matrices are drawn anew."""
+    """Tunix's own Qwen3."""
     config = qwen3.ModelConfig(
         num_layers=case.layers,
         vocab_size=case.vocabulary,
@@ -150,17 +150,11 @@ def _model_of_tunix(case: Case) -> nnx.Module:
         use_tied_embedding=True,
         dtype=jnp.bfloat16,
     )
-    model, rngs = qwen3.Qwen3(config, rngs=nnx.Rngs(0)), nnx.Rngs(1)
-
-    def drawn(x: jax.Array) -> jax.Array:
-        return x if x.ndim == 1 else 0.02 * jax.random.normal(rngs.params(), x.shape, x.dtype)
-
-    nnx.update(model, jax.tree.map(drawn, nnx.state(model, nnx.Param)))
-    return model
+    return _drawn_anew(qwen3.Qwen3(config, rngs=nnx.Rngs(0)))
 
 
 def _decoder(case: Case) -> models.CausalLM:
-    """The same architecture in `rlk_jax.models`, of invariant layers. Its parameters are held in float32, too."""
+    """The same architecture in `rlk_jax.models`, of invariant layers."""
     fields = {
         "model_type": "qwen3",
         "vocab_size": case.vocabulary,
@@ -173,6 +167,19 @@ def _decoder(case: Case) -> models.CausalLM:
         "rope_theta": 1_000_000,
         "tie_word_embeddings": True,
     }
-    model = models.CausalLM(models.config_of(fields), kind="invariant", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model, nnx.Param)))
+    return _drawn_anew(models.CausalLM(models.config_of(fields), kind="invariant", rngs=nnx.Rngs(0)))
+
+
+def _drawn_anew[Model: nnx.Module](model: Model) -> Model:
+    """The model with other weights, in float32. Tunix's has zeros in its feed-forward layers, and the decoder's are all
+    in the middle between two roundings to bfloat16, which small updates would not leave.
+    """
+    rngs = nnx.Rngs(1)
+
+    def drawn(x: jax.Array) -> jax.Array:
+        if x.ndim == 1:
+            return x.astype(jnp.float32)
+        return 0.02 * jax.random.normal(rngs.params(), x.shape, jnp.float32)
+
+    nnx.update(model, jax.tree.map(drawn, nnx.state(model, nnx.Param)))
     return model
