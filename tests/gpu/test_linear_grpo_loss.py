@@ -70,10 +70,13 @@ def batch_of_blocks(**options: Any) -> Batch:
     ],
     ids=str,
 )
-def test_the_bits_of_two_calls_by_blocks_of_tokens(options):
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_the_bits_of_two_calls_by_blocks_of_tokens(options, layout):
     """Every active token has a gradient, so that blocks end where sums of all tokens pass a multiple of 64 rows."""
     b = batch_of_blocks(options=options)
-    given = {**BLOCKS, "options": options, "temperature": jnp.linspace(0.5, 2, 4096).reshape(4, -1)}
+    b = b._replace(weight=b.weight.T) if layout == "dv" else b
+    temperature = jnp.linspace(0.5, 2, 4096).reshape(4, -1)
+    given = {**BLOCKS, "options": options, "temperature": temperature, "weight_layout": layout}
     found, expected = (gradients_of_batch(calls, b, **given) for calls in (Batch.loss, Batch.in_two_calls))
     assert_same_bits(found, expected)
     assert np.asarray(expected[1][0], np.float32)[np.asarray(b.mask)].any()

@@ -55,7 +55,7 @@ def compared(b: Batch, **options: Any) -> tuple[Any, Any]:
         (72, 304, False, {"return_entropy": True}),
         # Ends of the vocabulary's groups and a chunk that is copied, whose exponentials are computed again.
         (64, 320, True, {"global_vocab_size": 257}),
-        (64, 512, False, {"weight_layout": "dv"}),
+        (64, 448, False, {"weight_layout": "dv"}),
     ],
     # In `make test`, a vocabulary with a bias has every kernel of a block.
     lambda dim, vocab, bias, _: bias and vocab == 304,
