@@ -39,7 +39,7 @@ _MODEL_FIELDS = (
 """Fields of a given model, which the built-in policy has not."""
 
 
-_TEACHER_FIELDS = ("teacher_kind", "teacher_coef", "teacher_only")
+_TEACHER_FIELDS = ("teacher_kind", "teacher_beta", "teacher_coef", "teacher_only")
 """Fields that say how a policy learns from a teacher."""
 
 
@@ -128,6 +128,7 @@ class GrpoConfig(RunConfig):
         None, "directory of a Hugging Face checkpoint, a frozen teacher: a model also learns its distribution of tokens"
     )
     teacher_kind: str = _option("reverse", "divergence from the teacher: reverse, forward or jsd")
+    teacher_beta: float = _option(0.5, "the teacher's share of the mixture of jsd", above=0, below=1)
     teacher_coef: float = _option(1.0, "weight of the divergence from the teacher", above=0)
     teacher_only: bool = _option(
         False, "train on the divergence from the teacher alone (on-policy distillation), not on rewards"
@@ -174,6 +175,8 @@ class GrpoConfig(RunConfig):
             return
         if self.teacher_kind not in typing.get_args(DivergenceKind):
             raise BadInput(f"teacher_kind must be reverse, forward or jsd, got {self.teacher_kind!r}")
+        if "teacher_beta" in changed and self.teacher_kind != "jsd":
+            raise BadInput(f"teacher_beta is of jsd: it has no meaning beside teacher_kind {self.teacher_kind}")
         if self.mesh_shape[1] > 1:
             raise BadInput(f"teacher needs a whole head, as in mesh data=N,tensor=1, got {self.mesh}")
         if self.lora_rank is not None:

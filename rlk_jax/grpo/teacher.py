@@ -31,6 +31,8 @@ class Teacher:
     model: Policy
     """Who teaches."""
     kind: DivergenceKind
+    beta: float
+    """The teacher's share of the mixture of "jsd"."""
     implementation: str | None
     """That of linear_kl; None for the fastest."""
 
@@ -73,7 +75,7 @@ class Teacher:
             told = rows.target_ids, term, rows.allowed
             values = self.policy.head.own_values(hidden, weight, *told, entropy=entropy)
             theirs: Any = self.model.head, rows.teacher_hidden, self.model.own_head(given["teacher"])
-            how: Any = {"kind": self.kind, "implementation": self.implementation}
+            how: Any = {"kind": self.kind, "beta": self.beta, "implementation": self.implementation}
             divergence = self.policy.head.own_divergences(hidden, taught, *theirs, completion_mask=rows.mask, **how)
             return values, divergence
 
@@ -94,7 +96,7 @@ def make_teacher(config: GrpoConfig, policy: Policy, tokenizer: Tokenizer, mesh:
         raise BadInput(f"teacher has {sizes[0]} tokens, and the policy may draw any of its {sizes[1]}")
     implementation = _promising(policy, model) if config.invariant else None
     kind: Any = config.teacher_kind
-    return Teacher(config.teacher, policy, model, kind, implementation)
+    return Teacher(config.teacher, policy, model, kind, config.teacher_beta, implementation)
 
 
 def _check_tokenizers(theirs: Tokenizer, ours: Tokenizer) -> None:

@@ -110,10 +110,16 @@ def logits_of(model: models.CausalLM, token_ids: np.ndarray) -> jax.Array:
     return model.lm_head(model(token_ids))
 
 
-@pytest.mark.parametrize("kind", ["reverse", "forward"])
+def mean_log_ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The mean of a − b under the probabilities whose logarithms are a."""
+    return (np.exp(a) * (a - b)).sum(axis=-1)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 def test_the_divergence_is_that_of_both_models(files, kind):
     """It is that over the policy's whole vocabulary, at the temperature of the run, whatever tokens are allowed."""
-    config = config_of(files, teacher_kind=kind, temperature=0.7)
+    beta = {"teacher_beta": 0.2} if kind == "jsd" else {}
+    config = config_of(files, teacher_kind=kind, temperature=0.7, **beta)
     (teacher, params, theirs), rows = taught_by(config), some_sequences()
     taught = rows._replace(teacher_hidden=jax.jit(teacher.hidden)(theirs, rows))
     values, found = jax.jit(functools.partial(teacher.values, entropy=False))(params, theirs, taught)
@@ -123,8 +129,14 @@ def test_the_divergence_is_that_of_both_models(files, kind):
         logits = logits_of(models.load(directory, dtype=jnp.float32), rows.token_ids)
         logits = np.asarray(logits, np.float64)[:, -4:, : teacher.policy.head.vocab_size] / 0.7
         logps.append(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
-    a, b = logps if kind == "reverse" else logps[::-1]
-    expected = np.where(rows.mask, (np.exp(a) * (a - b)).sum(axis=-1), 0)
+    own, taught_logps = logps
+    mixture = np.logaddexp(np.log(0.2) + taught_logps, np.log(0.8) + own)
+    expected = {
+        "reverse": mean_log_ratio(own, taught_logps),
+        "forward": mean_log_ratio(taught_logps, own),
+        "jsd": 0.2 * mean_log_ratio(taught_logps, mixture) + 0.8 * mean_log_ratio(own, mixture),
+    }[kind]
+    expected = np.where(rows.mask, expected, 0)
     helpers.assert_within_contract(found, expected, "models", jnp.float32, "forward")
 
 
@@ -234,6 +246,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "teacher is of a given model: it has no meaning without model",
     ),
     "kind": ({"teacher_kind": "tv"}, "teacher_kind must be reverse, forward or jsd, got 'tv'"),
+    "beta": ({"teacher_beta": 0.1}, "teacher_beta is of jsd: it has no meaning beside teacher_kind reverse"),
     "coef": ({"teacher_coef": 0.0}, "teacher_coef must be greater than 0, got 0.0"),
     "tensor": (
         {"mesh": "data=1,tensor=2"},
