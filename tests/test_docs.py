@@ -1,9 +1,11 @@
 """Every Python block of README.md and docs/ runs as printed, alone."""
 
+import dataclasses
 import re
 
 import pytest
 
+from rlk_jax.grpo import GrpoConfig
 from tests.support import helpers
 from tests.support.snippets import PAGES, ROOT, Snippet, configuration, run, snippets_of
 
@@ -113,6 +115,15 @@ def test_links_lead_somewhere():
 def test_every_measured_table_names_a_result_that_exists():
     names = re.findall(r"benchmarks/results/[\w.-]+\.json", (ROOT / "README.md").read_text())
     assert names and all((ROOT / name).exists() for name in names)
+
+
+def test_main_options_of_grpo_have_the_defaults_of_its_configuration():
+    page = (ROOT / "docs" / "grpo.md").read_text().partition("## Main options")[2].partition("## ")[0]
+    named = re.findall(r"^\| `--([\w-]+)` \| (\S+) \|", page, re.MULTILINE)
+    defaults = {option.name: option.default for option in dataclasses.fields(GrpoConfig)}
+    for name, default in named:
+        assert default.replace("off", "False") == str(defaults[name.replace("-", "_")]), name
+    assert len(named) == page.count("| `--")
 
 
 def test_docs_benchmarks_names_every_result_once():
