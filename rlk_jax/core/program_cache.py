@@ -34,6 +34,10 @@ MOST_XLA_BYTES = 2 * 2**30
 """All that XLA compiled from them."""
 _FIRST_LINE = b"rlk_jax program 2\n"
 _PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
+_NOT_KEPT = "programs are not kept on disk"
+_SERIALIZER = "flatbuffers"
+"""What `jax.export` writes and reads programs with."""
+_ELSEWHERE = "RLK_CACHE names another folder, or is off"
 _MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 """The kernels whose programs are kept. Those of `triton` and `cuda` need a library that the program does not name."""
 
@@ -90,7 +94,7 @@ def folder() -> Path | None:
     try:
         return cache_folder() / "programs"
     except RuntimeError as error:  # There is no home.
-        _warn_once("programs are not kept", error)
+        _warn_once(_NOT_KEPT, f"{error}. {_ELSEWHERE}")
         return None
 
 
@@ -99,7 +103,7 @@ def share_xla_cache(device: jax.Device) -> None:
     if device.platform != "gpu" or jax.config.jax_compilation_cache_dir is not None or folder() is None:
         return
     if importlib.util.find_spec("filelock") is None:  # JAX bounds no cache without it.
-        _warn_once("what XLA compiles is not kept", "the package filelock is missing")
+        _warn_once("what XLA compiles is not kept on disk", "pip install filelock")
         return
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     use_xla_cache(XlaCache(_shared_xla_folder(), seconds, MOST_XLA_BYTES))
@@ -211,7 +215,7 @@ def _load(name: str) -> Made | None:
 
 def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
     """Write the program whole or not at all, and make room for it."""
-    with _never_an_error("programs are not kept"):
+    with _never_an_error(_NOT_KEPT):
         if (path := _path(name)) is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,14 +259,15 @@ def _never_an_error(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Disks and what stands on them fail in many ways, of which none may end a call.
-        _warn_once(what, error)
+        lacks_package = importlib.util.find_spec(_SERIALIZER) is None
+        _warn_once(what, f"pip install {_SERIALIZER}" if lacks_package else f"{error}. {_ELSEWHERE}")
 
 
 _has_said: set[str] = set()
 
 
-def _warn_once(what: str, why: object) -> None:
+def _warn_once(what: str, why: str) -> None:
     """Warn of it once."""
     if what not in _has_said:
         _has_said.add(what)
-        log.warning("rlk_jax: %s: %s. RLK_CACHE names another folder, or is off.", what, why)
+        log.warning("rlk_jax: %s: %s.", what, why)

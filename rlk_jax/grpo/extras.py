@@ -7,7 +7,7 @@ from rlk_jax.grpo.config import BadInput
 
 MODEL_PACKAGES = ("flax", "safetensors", "tokenizers", "jinja2")
 """What `rlk_jax.models` imports, of the extra `grpo`."""
-TRAINER_PACKAGES = (*MODEL_PACKAGES, "optax", "orbax.checkpoint", "matplotlib")
+TRAINER_PACKAGES = (*MODEL_PACKAGES, "optax", "orbax.checkpoint", "matplotlib", "flatbuffers")
 """All of the extra `grpo`."""
 
 

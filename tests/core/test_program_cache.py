@@ -1,6 +1,7 @@
 """Programs on disk: found again, bounded, and never in the way."""
 
 import os
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,8 +124,19 @@ def test_a_folder_that_cannot_be_is_said_once(tmp_path, monkeypatch, caplog):
     make = Maker()
     make.run()
     make.run(size=3)
-    said = [x.getMessage() for x in caplog.records]
-    assert make.count == 2 and len(said) == 1 and said[0].startswith("rlk_jax: programs are not kept: [Errno 20]")
+    (message,) = [x.getMessage() for x in caplog.records]
+    assert make.count == 2 and message.startswith("rlk_jax: programs are not kept on disk: [Errno 20]")
+
+
+def test_a_missing_serializer_is_said_once(folder, monkeypatch, caplog):
+    """No other folder would mend it."""
+    monkeypatch.delitem(sys.modules, "jax._src.export.serialization", raising=False)
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    make = Maker()
+    make.run()
+    make.run(size=3)
+    said = "rlk_jax: programs are not kept on disk: pip install flatbuffers."
+    assert make.count == 2 and [x.getMessage() for x in caplog.records] == [said]
 
 
 def test_a_folder_that_others_write_is_read(folder, monkeypatch, caplog):

@@ -343,7 +343,7 @@ def test_a_reader_that_is_gone_ends_a_run(tmp_path, capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("package", ["flax", "optax", "orbax", "matplotlib"])
+@pytest.mark.parametrize("package", ["flax", "optax", "orbax", "matplotlib", "flatbuffers"])
 def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch, package):
     for name in list(sys.modules):
         if name.startswith(f"{package}."):
