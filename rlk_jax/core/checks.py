@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlk_jax.core.gemm import WeightLayout
 from rlk_jax.core.mesh import explicit_spec
 
 FLOAT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -66,6 +67,31 @@ def check_dtypes(inputs: NamedArrays, *, integers: Collection[str], unchecked: C
             require(jnp.issubdtype(x.dtype, jnp.integer), f"{name} must be integers, got {x.dtype}.")
         else:
             require(x.dtype in FLOAT_DTYPES, f"{name} must be bfloat16, float16 or float32, got {x.dtype}.")
+
+
+def checked_vocab_size(
+    names: tuple[str, str], hidden: Any, weight: Any, layout: WeightLayout, option: str = "weight_layout"
+) -> int:
+    """The vocabulary size of a head whose hidden states are [*lead, D]: the head is 2-D and has as many columns.
+    `option` is the argument that gives the layout.
+    """
+    require(hidden.ndim >= 1, f"{names[0]} must be [*lead, D], got a scalar.")
+    require(weight.ndim == 2, f"{names[1]} must be 2-D, got shape {weight.shape}.")
+    vocab_size: int = weight.shape[0 if layout == "vd" else 1]
+    require(vocab_size > 0, f"{names[1]} must contain at least one vocab row.")
+    require(hidden.shape[-1] > 0, f"{names[0]} dim must be at least 1, got 0.")
+    check_inner_dim(names, hidden, weight, layout, option)
+    return vocab_size
+
+
+def check_inner_dim(
+    names: tuple[str, str], hidden: Any, weight: Any, layout: WeightLayout, option: str = "weight_layout"
+) -> None:
+    """Hidden states have as many columns as the head; the message names the other layout where that one fits."""
+    own, (dim, other_dim) = hidden.shape[-1], weight.shape[::-1] if layout == "vd" else weight.shape
+    shape, other = ("[D, V]", "dv") if layout == "vd" else ("[V, D]", "vd")
+    hint = f' For a weight {shape}, pass {option}="{other}".' if own == other_dim else ""
+    require(own == dim, f"{names[0]} dim {own} must match {names[1]} dim {dim}.{hint}")
 
 
 def _committed_devices(x: Any) -> set[str] | None:

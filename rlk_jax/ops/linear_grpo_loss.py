@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from rlk_jax.core.checks import as_array, require
+from rlk_jax.core.checks import as_array, check_inner_dim, require
 from rlk_jax.core.dispatch import CallFacts, bound_arguments, choose
 from rlk_jax.core.mesh import lies_over_a_mesh
 from rlk_jax.core.tokens import IGNORED, LinearLogp, active_mask, as_int32, left_out
@@ -237,8 +237,7 @@ def _check_reference(logps: Any, hidden: Any, weight: Any, *, bias: Any, mask: A
         weight.ndim == head.ndim == 2 and weight.shape[rows] == head.shape[rows],
         f"ref_weight shape {weight.shape} must have the vocabulary of lm_head_weight shape {head.shape}.",
     )
-    dim = weight.shape[1 - rows]
-    require(hidden.shape[2] == dim, f"ref_hidden dim {hidden.shape[2]} must match ref_weight dim {dim}.")
+    check_inner_dim(("ref_hidden", "ref_weight"), hidden, weight, layout)
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:

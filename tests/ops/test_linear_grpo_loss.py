@@ -328,6 +328,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"ref_hidden": jnp.zeros((4, 6, 8)), "ref_weight": jnp.zeros((400, 8))},
         "ref_weight shape (400, 8) must have the vocabulary of lm_head_weight shape (300, 24).",
     ),
+    "a reference of the other layout": (
+        {"ref_logps": None, "weight": jnp.zeros((24, VOCAB))},
+        {"ref_hidden": jnp.zeros((4, 6, 24)), "ref_weight": jnp.zeros((24, VOCAB))},
+        'ref_hidden dim 24 must match ref_weight dim 300. For a weight [D, V], pass weight_layout="dv".',
+    ),
     "a reference of another width": (
         {"ref_logps": None},
         {"ref_hidden": jnp.zeros((4, 6, 8)), "ref_weight": jnp.zeros((VOCAB, 9))},

@@ -22,6 +22,7 @@ from rlk_jax.core.checks import (
     check_validate,
     check_vocabulary_options,
     checked_temperature,
+    checked_vocab_size,
     is_number,
     no_explicit_axes,
     require,
@@ -113,12 +114,7 @@ def _checked_head(
 ) -> OneHeadConfig:
     """The shapes of hidden states, head and bias fit each other, and the softcap and the true vocabulary fit them."""
     hidden, weight, bias = arrays
-    require(hidden.ndim >= 1, f"{names[0]} must be [*lead, D], got a scalar.")
-    require(weight.ndim == 2, f"{names[1]} must be 2-D, got shape {weight.shape}.")
-    vocab_size, dim = weight.shape if layout == "vd" else weight.shape[::-1]
-    require(vocab_size > 0, f"{names[1]} must contain at least one vocab row.")
-    require(hidden.shape[-1] > 0, f"{names[0]} dim must be at least 1, got 0.")
-    require(hidden.shape[-1] == dim, f"{names[0]} dim {hidden.shape[-1]} must match {names[1]} dim {dim}.")
+    vocab_size = checked_vocab_size(names[:2], hidden, weight, layout, f"{whose}weight_layout")
     require(
         bias is None or bias.shape == (vocab_size,),
         f"{names[2]} must have V={vocab_size} elements, got shape {getattr(bias, 'shape', None)}.",

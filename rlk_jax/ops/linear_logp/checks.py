@@ -22,6 +22,7 @@ from rlk_jax.core.checks import (
     check_validate,
     check_vocabulary_options,
     checked_temperature,
+    checked_vocab_size,
     is_integer,
     is_number,
     is_static,
@@ -132,12 +133,7 @@ def _check_layout(weight_layout: WeightLayout) -> None:
 
 def _check_shapes(inputs: HeadInputs, layout: WeightLayout) -> None:
     hidden, weight, target_ids, bias, temperature = inputs[:5]
-    require(hidden.ndim >= 1, "hidden must be [*lead, D], got a scalar.")
-    require(weight.ndim == 2, f"lm_head_weight must be 2-D, got shape {weight.shape}.")
-    vocab_size, dim = weight.shape if layout == "vd" else weight.shape[::-1]
-    require(vocab_size > 0, "lm_head_weight must contain at least one vocab row.")
-    require(hidden.shape[-1] > 0, "hidden dim must be at least 1, got 0.")
-    require(hidden.shape[-1] == dim, f"hidden dim {hidden.shape[-1]} must match lm_head_weight dim {dim}.")
+    vocab_size = checked_vocab_size(("hidden", "lm_head_weight"), hidden, weight, layout)
     require(
         hidden.shape[:-1] == target_ids.shape,
         f"hidden leading shape {hidden.shape[:-1]} must match target_ids shape {target_ids.shape}.",

@@ -41,6 +41,14 @@ BAD = {
     "no vocabulary": ({"teacher_weight": TEACHER_WEIGHT[:0]}, "teacher_weight must contain at least one vocab row."),
     "no columns": ({"hidden": HIDDEN[..., :0]}, "hidden dim must be at least 1, got 0."),
     "width": ({"hidden": HIDDEN[..., :4]}, "hidden dim 4 must match lm_head_weight dim 8."),
+    "the other layout": (
+        {"lm_head_weight": WEIGHT.T},
+        'hidden dim 8 must match lm_head_weight dim 10. For a weight [D, V], pass weight_layout="dv".',
+    ),
+    "teacher's other layout": (
+        {"teacher_weight_layout": "dv"},
+        'teacher_weight dim 12. For a weight [V, D], pass teacher_weight_layout="vd".',
+    ),
     "teacher's width": ({"teacher_weight": WEIGHT}, "teacher_hidden dim 4 must match teacher_weight dim 8."),
     "bias": ({"bias": jnp.ones(12)}, "bias must have V=10 elements, got shape (12,)."),
     "teacher's bias": ({"teacher_bias": jnp.ones(10)}, "teacher_bias must have V=12 elements, got shape (10,)."),

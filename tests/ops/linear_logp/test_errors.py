@@ -30,7 +30,7 @@ BAD_INPUTS = {
     "hidden dim": ({"hidden": jnp.ones((N, 7))}, "hidden dim 7 must match lm_head_weight dim 8."),
     "hidden dim, dv": (
         {"weight_layout": "dv"},
-        "hidden dim 8 must match lm_head_weight dim 20.",
+        'hidden dim 8 must match lm_head_weight dim 20. For a weight [V, D], pass weight_layout="vd".',
     ),
     "bias length": ({"bias": jnp.ones(V - 1)}, "bias must have V=20 elements, got shape (19,)."),
     "bias rank": ({"bias": jnp.ones((V, 1))}, "bias must have V=20 elements, got shape (20, 1)."),
