@@ -1,6 +1,7 @@
 """What `import rlk_jax` brings and costs, and that the public names are documented."""
 
 import ast
+import importlib
 import pathlib
 import re
 import subprocess
@@ -13,6 +14,7 @@ import rlk_jax
 import rlk_jax.checker
 import rlk_jax.grpo
 import torch_bridge
+from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo import extras
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -64,9 +66,20 @@ def test_packages_that_commands_ask_for_are_those_of_the_extra():
         {re.match(r"[\w-]+", x)[0].replace("-", ".") for x in requirements}
         for requirements in (project["dependencies"], project["optional-dependencies"]["grpo"])
     )
-    assert imported_packages("nn", "models") - plain == set(extras.MODEL_PACKAGES)
+    assert imported_packages("nn", "models") - plain == set(MODEL_PACKAGES)
     assert imported_packages("grpo") - plain < {x.partition(".")[0] for x in extras.TRAINER_PACKAGES}
     assert set(extras.TRAINER_PACKAGES) == grpo
+
+
+@pytest.mark.parametrize(("module", "missing"), [("rlk_jax.nn", "flax"), ("rlk_jax.models", "flax, tokenizers")])
+def test_a_module_names_the_extra_that_it_needs(module, missing, monkeypatch):
+    for name in [x for x in sys.modules if x.partition(".")[0] in ("flax", "tokenizers") or x.startswith(module)]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("flax", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    message = f'{module} needs {missing}, of rlk-jax\'s extra `grpo`: pip install "rlk-jax[grpo]"'
+    with pytest.raises(ImportError, match=f"^{re.escape(message)}$"):
+        importlib.import_module(module)
 
 
 def test_kernels_and_ops_keep_their_rooms():

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo.config import BadInput
-from rlk_jax.grpo.extras import MODEL_PACKAGES, require_packages
+from rlk_jax.grpo.extras import require_packages
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.usage import Throughput
 

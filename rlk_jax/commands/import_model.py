@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlk_jax.core.named_functions import first_line
+from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo.config import BadInput
-from rlk_jax.grpo.extras import MODEL_PACKAGES, require_packages
+from rlk_jax.grpo.extras import require_packages
 from rlk_jax.grpo.usage import gib
 
 if TYPE_CHECKING:

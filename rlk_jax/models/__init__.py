@@ -4,12 +4,17 @@
 ones; `load_tokenizer` gives the `Tokenizer` of its text and chats.
 """
 
-from rlk_jax.models.checkpoint import load, save
-from rlk_jax.models.config import ModelConfig, UnsupportedModel, config_of, read_config
-from rlk_jax.models.decoder import CausalLM, LogitsHead
-from rlk_jax.models.drawing import Sampling
-from rlk_jax.models.sampling import Completions, sample, stream
-from rlk_jax.models.tokenizer import Tokenizer, load_tokenizer
+from rlk_jax.core.packages import MODEL_PACKAGES as _MODEL_PACKAGES
+from rlk_jax.core.packages import require_extra as _require_extra
+
+_require_extra(__name__, _MODEL_PACKAGES, extra="grpo")
+
+from rlk_jax.models.checkpoint import load, save  # noqa: E402
+from rlk_jax.models.config import ModelConfig, UnsupportedModel, config_of, read_config  # noqa: E402
+from rlk_jax.models.decoder import CausalLM, LogitsHead  # noqa: E402
+from rlk_jax.models.drawing import Sampling  # noqa: E402
+from rlk_jax.models.sampling import Completions, sample, stream  # noqa: E402
+from rlk_jax.models.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 
 __all__ = [
     "CausalLM",

@@ -8,12 +8,16 @@ for all lengths. XLA computes an expression differently in one fusion than in an
 fusions.
 """
 
-from rlk_jax.core.transforms import isolated
-from rlk_jax.nn.embedding import embed
-from rlk_jax.nn.layers import DetDense, LMHead, attention, det_dot_general
-from rlk_jax.nn.norm import add_rms_norm, rms_norm
-from rlk_jax.nn.rotary import Rotation, rotary, rotated, rotation, rotation_by, split_rotary
-from rlk_jax.nn.rows import BLOCK, ordered_sum, softmax
+from rlk_jax.core.packages import require_extra as _require_extra
+
+_require_extra(__name__, ("flax",), extra="grpo")
+
+from rlk_jax.core.transforms import isolated  # noqa: E402
+from rlk_jax.nn.embedding import embed  # noqa: E402
+from rlk_jax.nn.layers import DetDense, LMHead, attention, det_dot_general  # noqa: E402
+from rlk_jax.nn.norm import add_rms_norm, rms_norm  # noqa: E402
+from rlk_jax.nn.rotary import Rotation, rotary, rotated, rotation, rotation_by, split_rotary  # noqa: E402
+from rlk_jax.nn.rows import BLOCK, ordered_sum, softmax  # noqa: E402
 
 __all__ = [
     "BLOCK",

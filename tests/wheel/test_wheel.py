@@ -103,6 +103,8 @@ def test_a_missing_extra_is_one_line(python, tmp_path):
     command = run(folder, "rlk", "grpo", "--out", "run", cwd=tmp_path)
     assert command.returncode == 2 and "not installed, of rlk-jax's extra `grpo`: flax" in command.stderr
     assert len(command.stderr.splitlines()) == 1
+    models = run(folder, "python", "-c", "import rlk_jax.models", cwd=tmp_path)
+    assert models.stderr.splitlines()[-1].startswith("ImportError: rlk_jax.models needs flax, safetensors, ")
     bridge = run(folder, "python", "-c", "import torch_bridge", cwd=tmp_path)
     assert bridge.stderr.splitlines()[-1] == (
         "ImportError: torch_bridge needs PyTorch, which comes with rlk-jax's extra `torch`."
