@@ -128,6 +128,8 @@ def load_tokenizer(directory: Path | str) -> Tokenizer:
     or that name no token at which a completion ends.
     """
     directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory: that of a checkpoint is wanted.")
     backend, text = _read_backend(directory)
     settings = object_if_there(directory / "tokenizer_config.json")
     if settings.get("split_special_tokens"):

@@ -305,7 +305,7 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, c
     [
         ({"model": None}, "model is missing: a Hugging Face checkpoint's directory"),
         ({"data": None}, "data is missing: a JSONL file of completions"),
-        ({"model": "absent"}, "absent has no tokenizer.json"),
+        ({"model": "absent"}, "absent is no directory: that of a checkpoint is wanted."),
         ({"data": "absent.jsonl"}, "cannot read file absent.jsonl: "),
         ({"eval_data": "absent.jsonl"}, "cannot read file absent.jsonl: "),
         ({"max_tokens": 3}, "rows.jsonl has no row to train on of at most 3 tokens"),
