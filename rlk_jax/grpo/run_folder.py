@@ -111,9 +111,9 @@ class RunFolder:
             raise BadInput(f"cannot make folder {self.path}: {error.strerror}") from error
         with self._locked():
             if any(self.path.iterdir()):
-                if not overwrite:
-                    raise BadInput(f"{self.path} is not empty: --resume continues its run, --overwrite starts again")
                 self._read_config()
+                if not overwrite:
+                    raise BadInput(f"{self.path} is not empty: {self._ways_on()}")
                 self._delete_results()
             self._write_config(asdict(config) | dict(digests))
             yield
@@ -139,11 +139,21 @@ class RunFolder:
         for field in now | before:
             if field not in _MAY_CHANGE and before.get(field) != now.get(field):
                 raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
-        with open_checkpoints(self) as checkpoints:
-            if checkpoints.latest_step() is None:
-                raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
+        if not self._has_checkpoint():
+            raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
         if is_released:
             self._write_config(before)
+
+    def _has_checkpoint(self) -> bool:
+        if not self.checkpoints.exists():  # Orbax would make the folder.
+            return False
+        with open_checkpoints(self) as checkpoints:
+            return checkpoints.latest_step() is not None
+
+    def _ways_on(self) -> str:
+        """What may be done with the run that the folder holds."""
+        resume = "--resume continues its run, " if self._has_checkpoint() else "its run has no checkpoint, "
+        return f"{resume}--overwrite starts again"
 
     def release_reward(self) -> None:
         """Let the run go on with another source of its rewards, because this one failed."""

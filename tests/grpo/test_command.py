@@ -193,7 +193,8 @@ def started(folder: Path) -> AbstractContextManager[None]:
     ("kind", "flag", "message"),
     [
         ("file", "--overwrite", "out: File exists"),
-        ("foreign", None, " is not empty: --resume continues its run, --overwrite starts again"),
+        ("foreign", None, " holds no run of rlk grpo: --resume and --overwrite touch nothing else"),
+        ("no checkpoint", None, " is not empty: its run has no checkpoint, --overwrite starts again"),
         ("foreign", "--overwrite", " holds no run of rlk grpo: --resume and --overwrite touch nothing else"),
         ("foreign", "--resume", " holds no run of rlk grpo"),
         ("damaged", "--overwrite", " holds no run of rlk grpo"),
