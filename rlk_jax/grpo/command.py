@@ -91,7 +91,7 @@ def _train(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: 
     if arguments.device is not None:
         raise BadInput("device is of plan: a run takes the devices that are here")
     folder, console = RunFolder(arguments.out, arguments.kind), OutputConsole()
-    if config.save_hf is not None:
+    if config.save_hf is not None and not (arguments.resume and folder.has_saved(config.save_hf)):
         _check_empty(Path(config.save_hf))
     config, task, steps = load_job(config)
     for directory in config.read_models:

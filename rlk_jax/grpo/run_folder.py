@@ -159,6 +159,10 @@ class RunFolder:
         """Let the run go on with another source of its rewards, because this one failed."""
         self._write_config({**self._read_config(), _REWARD: None})
 
+    def has_saved(self, directory: str) -> bool:
+        """Whether the folder's run is finished, and this is the directory that it wrote its model to."""
+        return self.summary.exists() and self._read_config().get("save_hf") == directory
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes out while the context is open: the files of two runs would mix."""

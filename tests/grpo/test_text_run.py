@@ -150,6 +150,18 @@ def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path, monkeypatch)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
 
 
+def test_a_finished_run_may_write_its_model_again(finished, files, tmp_path, capsys, monkeypatch):
+    """It is no other run's, nor another directory."""
+    folder, saved = finished
+    monkeypatch.setattr("rlk_jax.grpo.trainer.train", lambda *given: 0)
+    assert tiny.run_here(*command(files, folder.path, save_hf=saved), "--resume") == 0
+    assert tiny.run_here(*command(files, tmp_path / "out", save_hf=saved)) == 2
+    assert tiny.run_here(*command(files, folder.path, save_hf=files[0]), "--resume") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"rlk grpo: error: save_hf: {directory} is not empty" for directory in (saved, files[0])
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
