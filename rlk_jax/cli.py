@@ -4,12 +4,14 @@ import-model` converts a GGUF, `rlk generate` prints what a model writes, `rlk b
 """
 
 import argparse
+import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check
@@ -33,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "rlk"
     try:
         with _written_output():
-            options = parser.parse_args(argv)
+            options, unknown = parser.parse_known_args(argv)
+            if unknown:
+                _refuse(subparsers.choices[options.command], unknown)
             name = f"rlk {options.command}"
             return options.run(options)
     except BrokenPipeError:
@@ -41,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BadInput, OSError) as problem:
         print(f"{name}: error: {problem}", file=sys.stderr)
         return 2
+
+
+def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End the process with the usage of the command and its option that is most like the first unknown one."""
+    like = difflib.get_close_matches(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", command.format_usage()), n=1)
+    hint = f" (did you mean {like[0]}?)" if like else ""
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 @contextmanager

@@ -56,6 +56,22 @@ def test_bad_usage_exits_2_with_one_line(arguments, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("rlk")
 
 
+@pytest.mark.parametrize(
+    ("command", "unknown", "hint"),
+    [
+        ("grpo", "--steps 3", " (did you mean --grpo-steps?)"),
+        ("sft", "--grpo-steps=3", " (did you mean --steps?)"),
+        ("doctor", "x", ""),
+    ],
+)
+def test_an_unknown_option_is_refused_by_its_command(command, unknown, hint, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, *unknown.split()])
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: rlk {command} ")
+    assert error.endswith(f"rlk {command}: error: unrecognized arguments: {unknown}{hint}\n")
+
+
 @pytest.mark.parametrize("command", ["doctor", "doctor --json", "check --list", "prompts arithmetic", "--help"])
 def test_a_reader_that_is_gone_ends_a_command_quietly(command, capfd, monkeypatch):
     """With the status of a process which SIGPIPE has ended. What could not be written is no error later on, either."""
