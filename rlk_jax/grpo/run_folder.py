@@ -40,6 +40,22 @@ _REWARD = "reward_digest"
 """What the folder keeps of the source of the rewards; null where the run may go on with another one."""
 
 
+_OF_TOKENS = ("prompt_ids_digest", "token_ids_digest")
+_READ = {
+    "prompts_digest": ("other rows", ("prompts", "eval_prompts")),
+    "data_digest": ("other rows", ("data", "eval_data")),
+    "tokenizer_digest": ("another tokenizer", ("model",)),
+    "model_digest": ("other weights", ("model",)),
+    "teacher_digest": ("other weights", ("teacher",)),
+    _REWARD: ("another source", ("reward",)),
+    "prompt_ids_digest": ("other tokens", ("prompts", "eval_prompts")),
+    "token_ids_digest": ("other tokens", ("data", "eval_data")),
+}
+"""What has changed where a digest has, and the options that name it. Those of tokens, which other changes change, come
+last.
+"""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Where one run keeps its files. It holds paths only; nothing is touched before `start` or `resume`."""
@@ -136,9 +152,8 @@ class RunFolder:
         is_released = before.get(_REWARD, "") is None
         if is_released:
             before[_REWARD] = now.get(_REWARD)
-        for field in now | before:
-            if field not in _MAY_CHANGE and before.get(field) != now.get(field):
-                raise BadInput(f"cannot resume {self.path}: {field} was {before.get(field)!r}, now {now.get(field)!r}")
+        if changes := _changes(before, now):
+            raise BadInput(f"cannot resume {self.path}: {'; '.join(changes)}")
         if not self._has_checkpoint():
             raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
         if is_released:
@@ -243,6 +258,21 @@ class RunFolder:
                     raise BadInput(f"cannot resume {self.path}: {self.metrics.name} does not have {step} lines")
             file.truncate(file.tell())
             yield file
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What keeps a run from going on with another configuration: its options, and what it reads, in a few words each.
+
+    A digest says nothing where an option of what it hashes has changed, nor one of tokens where anything else has.
+    """
+    changed = [x for x in {**now, **before} if x not in _MAY_CHANGE and before.get(x) != now.get(x)]
+    found = [f"{x} was {before.get(x)!r}, now {now.get(x)!r}" for x in changed if x not in _READ]
+    for digest, (what, options) in _READ.items():
+        is_said = any(x in changed for x in options) or (found and digest in _OF_TOKENS)
+        if digest in changed and not is_said:
+            files = [str(now[x]) for x in options if now.get(x)] or [f"--{options[0]}"]
+            found.append(f"the run began with {what} of {' and '.join(files)}")
+    return found
 
 
 def _tunes_programs() -> bool:

@@ -252,6 +252,12 @@ def test_resume_with_another_configuration_names_the_field(finished, prompts, ca
     assert capsys.readouterr().err == expected
 
 
+def test_everything_that_has_changed_is_named(finished, prompts, capsys):
+    given = rich_options(prompts, seed=5, beta=0.5)
+    assert tiny.run_here(*given, "--out", finished.path, "--resume") == 2
+    assert capsys.readouterr().err.endswith(": seed was 0, now 5; beta was 0.01, now 0.5\n")
+
+
 def test_the_same_prompts_may_lie_elsewhere(finished, prompts, tmp_path):
     moved = shutil.copy(prompts, tmp_path / "moved.jsonl")
     assert tiny.run_here(*rich_options(moved), "--out", finished.path, "--resume") == 0
@@ -264,4 +270,4 @@ def test_resume_with_changed_prompts_is_an_error(finished, prompts, capsys):
         assert tiny.run_here(*rich_options(prompts), "--out", finished.path, "--resume") == 2
     finally:
         prompts.write_text(text)
-    assert "prompts_digest was " in capsys.readouterr().err
+    assert f": the run began with other rows of {prompts}" in capsys.readouterr().err

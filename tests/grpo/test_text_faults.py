@@ -82,7 +82,7 @@ def test_a_reward_that_fails_midway_loses_nothing(files, tmp_path, capsys, fault
         assert found == expected, name
     reward.write_text(mended.read_text() + "# Changed again, in a run that has not failed since.\n")
     assert run(files, out, reward, "--resume") == 2
-    assert "reward_digest was" in capsys.readouterr().err
+    assert f": the run began with another source of {reward}:" in capsys.readouterr().err
 
 
 def test_a_reward_that_fails_at_once_says_no_more(files, tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_a_template_that_writes_another_date(files, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(chat_template, "_strftime_now", lambda form: "27")
     chat_template._compiled.cache_clear()
     assert tiny.run_here(*command(found, out, **SHORT), "--resume") == 2
-    assert "prompt_ids_digest was" in capsys.readouterr().err
+    assert f": the run began with other tokens of {files[1]}\n" in capsys.readouterr().err
     chat_template._compiled.cache_clear()
 
 
