@@ -191,7 +191,7 @@ def check_memory_budget(memory_budget: int | None) -> None:
     """The memory budget is None or a positive number of bytes."""
     require(
         memory_budget is None or (is_integer(memory_budget) and memory_budget >= 1),
-        f"memory_budget must be a positive number of bytes, got {memory_budget}.",
+        f"memory_budget must be a positive number of bytes, such as 2**30, got {memory_budget!r}.",
     )
 
 

@@ -31,7 +31,7 @@ BAD = {
     "layout": ({"weight_layout": "DV"}, "weight_layout must be one of ('vd', 'dv'), got 'DV'."),
     "teacher's layout": ({"teacher_weight_layout": 1}, "teacher_weight_layout must be one of ('vd', 'dv'), got 1."),
     "validate": ({"validate": 2}, "validate must be None, True or False, got 2."),
-    "budget": ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, got 0."),
+    "budget": ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, such as 2**30, got 0."),
     "no array": ({"teacher_hidden": [1.0]}, "teacher_hidden must be a JAX or NumPy array, got builtins.list."),
     "a shape": ({"hidden": jax.ShapeDtypeStruct((2, 3, 8), jnp.float32)}, "hidden is a ShapeDtypeStruct: use"),
     "no teacher": ({"teacher_weight": None}, "teacher_weight must be a JAX or NumPy array, got builtins.NoneType."),

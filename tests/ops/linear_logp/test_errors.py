@@ -20,6 +20,7 @@ GOOD = {
 }
 PER_TOKEN = jnp.ones(N)
 OUT_OF_RANGE = "Mask or filter padding / ignore-index values (e.g. -100) before this op."
+BUDGET = "memory_budget must be a positive number of bytes, such as 2**30"
 
 BAD_INPUTS = {
     "leading shape": ({"target_ids": jnp.arange(3)}, "hidden leading shape (4,) must match target_ids shape (3,)."),
@@ -112,9 +113,10 @@ BAD_INPUTS = {
     "softcap < 0": ({"logit_softcap": -30.0}, "logit_softcap must be a positive finite number, got -30.0."),
     "softcap NaN": ({"logit_softcap": float("nan")}, "logit_softcap must be a positive finite number, got nan."),
     "softcap array": ({"logit_softcap": jnp.ones(())}, "logit_softcap must be a positive finite number, got 1.0."),
-    "budget 0": ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, got 0."),
-    "budget bool": ({"memory_budget": True}, "memory_budget must be a positive number of bytes, got True."),
-    "budget float": ({"memory_budget": 1e9}, "memory_budget must be a positive number of bytes, got 1000000000.0."),
+    "budget text": ({"memory_budget": "1GB"}, f"{BUDGET}, got '1GB'."),
+    "budget 0": ({"memory_budget": 0}, f"{BUDGET}, got 0."),
+    "budget bool": ({"memory_budget": True}, f"{BUDGET}, got True."),
+    "budget float": ({"memory_budget": 1e9}, f"{BUDGET}, got 1000000000.0."),
     "vocab 0": ({"global_vocab_size": 0}, "global_vocab_size must be in [1, V=20], got 0."),
     "vocab > V": ({"global_vocab_size": 21}, "global_vocab_size must be in [1, V=20], got 21."),
     "vocab float": ({"global_vocab_size": 3.5}, "global_vocab_size must be in [1, V=20], got 3.5."),
