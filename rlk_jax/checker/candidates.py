@@ -127,7 +127,7 @@ def abstract(problem: Problem) -> list[Any]:
 def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
     """The implementation that dispatch chooses. Raises `Unusable` where the named one cannot run, with its reasons."""
     if not spec.implementations:
-        raise Unusable(f"{spec.function} is not in rlk_jax.dispatch.TABLE: its candidates are module:function")
+        raise Unusable(f"{spec.function} has no implementation here: give --candidate module:function")
     try:
         return rlk_jax.explain(
             spec.function, *abstract(problem), implementation=implementation, **problem.options
