@@ -108,12 +108,18 @@ class GrpoConfig(RunConfig):
     demonstration_errors: float = _option(
         0.5, "share of arithmetic warm-start answers that are another prompt's, for GRPO to correct", minimum=0, below=1
     )
-    prompts: str | None = _option(None, "JSONL file of prompt/answer pairs, instead of arithmetic")
+    prompts: str | None = _option(
+        None,
+        "JSONL file of prompts: with a model, of any columns that rewards take; without one, of prompt/answer pairs, "
+        "instead of arithmetic",
+    )
     max_prompt_tokens: int | None = _option(
         None, "leave out prompts of the file that have more tokens (default: none)", minimum=1
     )
     reward: str = _option(
-        "exact", 'rewards of completions: "module:function", with a weight "module:function=0.5", several by commas'
+        "exact",
+        'rewards of completions: "module:function", "path/file.py:function", exact or last_number, with a weight '
+        '"module:function=0.5", several by commas',
     )
     eval_prompts: str | None = _option(
         None, "JSONL file of held-out prompts of a model (default: a fifth of the prompts is held out)"

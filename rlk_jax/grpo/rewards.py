@@ -139,8 +139,8 @@ def _name_and_weight(part: str) -> tuple[str, float]:
     function, equals, weight = (x.strip() for x in rest.partition("="))
     is_readable = bool(module and function) if colon else function in BUILT_INS
     if not is_readable:
-        known = " or ".join(BUILT_INS)
-        raise BadInput(f"a reward reads module:function or {known}, with =0.5 behind it for a weight, got {part!r}")
+        known = f"module:function, path/file.py:function, {' or '.join(BUILT_INS)}"
+        raise BadInput(f"a reward reads {known}, with =0.5 behind it for a weight, got {part!r}")
     name = module + colon + function
     try:
         number = float(weight) if equals else 1.0

@@ -23,8 +23,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from rlk_jax import cli
 from rlk_jax.grpo import trainer
 from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.exact_answers import BUILT_INS
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.tasks import load_task
 from tests.grpo import tiny
@@ -187,6 +189,14 @@ def started(folder: Path) -> AbstractContextManager[None]:
     """A folder that a command has started and locked, before its first checkpoint."""
     task = load_task(tiny.config())
     return RunFolder(folder).start(tiny.config(vocab_size=task.vocab_size), task.digests, overwrite=False)
+
+
+def test_help_names_every_form_of_a_reward(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit):
+        cli.main(["grpo", "--help"])
+    shown = capsys.readouterr().out
+    assert all(x in shown for x in ("module:function", "path/file.py:function", *BUILT_INS, "any columns that rewards"))
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,8 @@ def test_a_specification_that_cannot_work(here, spec, line):
 @pytest.mark.parametrize("part", ["", "exactly", "mine:", ":length", "mine:=2", "=2"])
 @pytest.mark.parametrize("spec", ["{}", "last_number,{}", "mine:length=2,{},last_number"])
 def test_a_specification_that_does_not_read_so(here, spec, part):
-    known = "exact or last_number"
-    line = f"a reward reads module:function or {known}, with =0.5 behind it for a weight, got {part!r}"
+    known = "module:function, path/file.py:function, exact or last_number"
+    line = f"a reward reads {known}, with =0.5 behind it for a weight, got {part!r}"
     assert said(spec.format(part)) == line
 
 
