@@ -3,6 +3,7 @@
 from rlk_jax import dispatch, grpo, vocab_parallel
 from rlk_jax.core.allowed import padded_allowed_ids
 from rlk_jax.core.exports import export_checks
+from rlk_jax.core.packages import installed_version as _installed_version
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops import explain, numerics_version
 from rlk_jax.ops.attention.api import attention
@@ -38,3 +39,6 @@ __all__ = [
     "ratio_kl",
     "vocab_parallel",
 ]
+
+__version__ = _installed_version("rlk-jax") or "unknown: not installed"
+"""The version that is installed. A source tree that is on the path alone does not say which one it is."""

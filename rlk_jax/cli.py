@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
+import rlk_jax
 from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check
 from rlk_jax.commands import build_cuda, doctor, generate, import_model, prompts
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status is the one that SIGPIPE would give.
     """
     parser = argparse.ArgumentParser(prog="rlk", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"rlk {rlk_jax.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in (doctor, check, check_tp, grpo, sft, prompts, import_model, generate, build_cuda):
         command.add_parser(subparsers)

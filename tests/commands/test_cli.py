@@ -1,5 +1,6 @@
 """`rlk doctor` reports this machine, and every command refuses bad usage."""
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+import rlk_jax
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
 from rlk_jax import cli, dispatch
@@ -54,6 +56,25 @@ def test_bad_usage_exits_2_with_one_line(arguments, capsys):
         cli.main(arguments)
     assert stop.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("rlk")
+
+
+def test_the_version_is_the_installed_one(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"rlk {importlib.metadata.version('rlk-jax')}\n" == f"rlk {rlk_jax.__version__}\n"
+
+
+def test_a_source_tree_that_is_not_installed_says_so(monkeypatch):
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    before = dict(vars(rlk_jax))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    try:
+        assert importlib.reload(rlk_jax).__version__ == "unknown: not installed"
+    finally:
+        vars(rlk_jax).update(before)
 
 
 @pytest.mark.parametrize(
