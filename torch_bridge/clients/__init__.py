@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from rlk_jax import dispatch
-from rlk_jax.core.checks import check_memory_budget, require_one_of
+from rlk_jax.core.checks import check_memory_budget
+from rlk_jax.ops import explain
+from rlk_jax.ops.linear_logp.implementations import TYPICAL
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._patch_point import PatchPoint
 
@@ -24,14 +25,14 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
       implementation, memory_budget: as in `linear_logp`.
 
     Raises:
-      ValueError: for an unknown name, and for options that `linear_logp` does not take. An implementation that
-        `linear_kl` has not raises where that is called.
+      ValueError: for an unknown name, for options that `linear_logp` does not take, and for an implementation that
+        does not run here: on JAX's device, with bfloat16. One that `linear_kl` has not raises where that is called.
       RuntimeError: for a version of the library that the bridge does not know, and where other code has replaced the
         bridge's object since; nothing is changed then.
     """
     patch_points = _patch_points_of(name)
     if implementation is not None:
-        require_one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+        explain("linear_logp", *TYPICAL.arguments, implementation=implementation)
     check_memory_budget(memory_budget)
     options = {"implementation": implementation, "memory_budget": memory_budget}
     patch_points[0].check_version()

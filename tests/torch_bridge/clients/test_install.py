@@ -53,6 +53,7 @@ def test_an_earlier_patch_of_someone_else_is_restored(library):
     ("wrong", "message"),
     [
         ({"implementation": "bogus"}, "implementation must be "),
+        ({"implementation": "mosaic"}, "linear_logp cannot run 'mosaic' here: "),
         ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, such as 2**30, got 0."),
         ({"memory_budget": "x"}, "memory_budget must be a positive number of bytes, such as 2**30, got 'x'."),
     ],

@@ -4,6 +4,7 @@ TRL computes its losses itself, from what its fused head returns. `make test` tr
 of the head with all that they can ask for; `make test-full` trains with every loss and option.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,9 +170,12 @@ def test_outputs_that_are_not_asked_for_are_none():
 
 
 def test_options_reach_the_op_and_uninstall_restores_trl_s():
-    torch_bridge.install("trl", implementation="mosaic")
+    torch_bridge.install("trl", implementation="xla", memory_budget=2**30)
+    installed = trl_utils._ChunkedLogProbFunction
+    assert installed.options == {"implementation": "xla", "memory_budget": 2**30}
+    given = (torch.randn(3, 8), torch.randn(5, 8), None, torch.arange(3), 1.0, 32)
     with pytest.raises(ValueError, match="mosaic"):
-        trl_utils._ChunkedLogProbFunction.apply(torch.randn(3, 8), torch.randn(5, 8), None, torch.arange(3), 1.0, 32)
+        replace(installed, options={"implementation": "mosaic"}).apply(*given)
     torch_bridge.uninstall("trl")
     assert trl_utils._ChunkedLogProbFunction is ORIGINAL
 
