@@ -3,6 +3,7 @@
 from typing import Any
 
 from rlk_jax.core.checks import check_memory_budget
+from rlk_jax.core.dispatch import log
 from rlk_jax.ops import explain
 from rlk_jax.ops.linear_logp.implementations import TYPICAL
 from torch_bridge.clients import trl, verl
@@ -17,7 +18,7 @@ and the replacement.
 
 def install(name: str, *, implementation: str | None = None, memory_budget: int | None = None) -> None:
     """Has a trainer library compute its log-probabilities and entropies with `linear_logp`, and its divergences from a
-    teacher with `linear_kl`.
+    teacher with `linear_kl`. A line of the logger "rlk_jax" says so, of level INFO.
 
     Args:
       name: "trl" (GRPOTrainer and all others with a fused LM head, and DistillationTrainer) or "verl"
@@ -35,7 +36,7 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
         explain("linear_logp", *TYPICAL.arguments, implementation=implementation)
     check_memory_budget(memory_budget)
     options = {"implementation": implementation, "memory_budget": memory_budget}
-    patch_points[0].check_version()
+    version = patch_points[0].checked_version()
     found = _originals(name) if name in _installed else [point.read() for point in patch_points]
     installed = []
     for point, originals in zip(patch_points, found, strict=True):
@@ -43,6 +44,7 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
         point.write(dict.fromkeys(originals, replacement))
         installed.append((originals, replacement))
     _installed[name] = installed
+    log.info("torch_bridge: %s %s computes log-probs with linear_logp", name, version)
 
 
 def uninstall(name: str) -> None:

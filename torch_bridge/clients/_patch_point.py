@@ -23,8 +23,8 @@ class PatchPoint:
     replacement: Callable[[Any, dict[str, Any]], Any]
     """Makes the replacement from the library's own object and the options of `linear_logp`."""
 
-    def check_version(self) -> None:
-        """Raises RuntimeError for a version of the library that may call the object in another way."""
+    def checked_version(self) -> str:
+        """The version of the library. Raises RuntimeError for one that may call the object in another way."""
         try:
             found = metadata.version(self.library)
         except metadata.PackageNotFoundError:
@@ -32,6 +32,7 @@ class PatchPoint:
         if ".".join(found.split(".")[:2]) not in self.versions:
             known = " and ".join(self.versions)
             raise RuntimeError(f"torch_bridge knows {self.library} {known}, found {found}: nothing was changed.")
+        return found
 
     def read(self) -> dict[str, Any]:
         """The object that each imported module of the library calls now, by the name of the module."""

@@ -49,6 +49,12 @@ def test_an_earlier_patch_of_someone_else_is_restored(library):
     assert home.linear_cross_entropy is original and importer.linear_cross_entropy is theirs
 
 
+def test_the_log_says_that_the_bridge_is_installed(library, caplog):
+    caplog.set_level("INFO", logger="rlk_jax")
+    torch_bridge.install("verl")
+    assert [x.getMessage() for x in caplog.records] == ["torch_bridge: verl 0.9.7 computes log-probs with linear_logp"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
