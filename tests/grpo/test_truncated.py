@@ -101,7 +101,7 @@ def test_ratios_begin_at_one(files, tmp_path, changes):
 @pytest.mark.full
 def test_later_updates_on_a_rollout_replay_it_too(files, tmp_path):
     """In `make test`, runs have one update on each rollout: several are a loop over the same program."""
-    lines = run(files, tmp_path / "out", **IDS, updates_per_rollout=3)
+    lines = run(files, tmp_path / "out", **IDS, updates_per_rollout=3, learning_rate=5e-5)
     assert [(line["first_ratio_min"], line["first_ratio_max"]) for line in lines] == [(1, 1)] * 2
     assert all(0.5 < line["ratio_min"] < 1 < line["ratio_max"] < 2 for line in lines)
 
@@ -121,7 +121,7 @@ def test_a_resumed_run_has_the_same_bits(files, tmp_path):
     run(files, whole.path, **WORDS, grpo_steps=4)
     metrics = whole.metrics.read_bytes()
     tiny.lose_the_end(whole, 4)
-    options = command(files, whole.path, **WORDS, grpo_steps=4)
+    options = command(files, whole.path, **WORDS, grpo_steps=4, updates_per_rollout=1)
     assert tiny.run_here(*options, "--resume") == 0
     assert whole.metrics.read_bytes() == metrics
 
