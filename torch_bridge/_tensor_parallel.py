@@ -22,13 +22,13 @@ from rlk_jax.core import overwriting
 from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.dispatch import Implementation, choose
 from rlk_jax.core.head import Needs
+from rlk_jax.core.shard import check_edges
 from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call, checked_rank_columns
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
 from rlk_jax.ops.linear_logp.sharding import agreement
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankState, RankSteps
-from rlk_jax.ops.linear_logp.sharding.shard import check_edges
 from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
 from torch_bridge._padding import RowPadding
 from torch_bridge._programs import Arrays

@@ -23,10 +23,10 @@ from rlk_jax.core.checks import (
 from rlk_jax.core.dispatch import CallFacts, bound_arguments
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
 from rlk_jax.core.mesh import whole_on_every_device
+from rlk_jax.core.shard import Reduction
 from rlk_jax.core.tokens import IGNORED, LinearLogp, as_int32, checked, fit, left_out
 from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
 from rlk_jax.ops.linear_logp.api import linear_logp, smoothed_linear_logp
-from rlk_jax.ops.linear_logp.options import Reduction
 
 LossReduction = Literal["mean", "sum", "none"]
 _BAD_WEIGHTS = "token_weights must be finite and not negative, got values in [{low}, {high}]."

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from rlk_jax import LinearLogp, dispatch, linear_logp
 from rlk_jax.core.fixed_order import ascending_sum
 from rlk_jax.core.head import Needs, Operands
+from rlk_jax.core.shard import Shard
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadFunctions, HeadInputs, HeadOptions
-from rlk_jax.ops.linear_logp.sharding.shard import Shard
 from tests.support import helpers
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
 

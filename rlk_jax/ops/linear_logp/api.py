@@ -8,10 +8,12 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from rlk_jax.core.dispatch import CallFacts, bound_arguments
 from rlk_jax.core.mesh import AxisName, explicit_spec, mesh_of_processes
+from rlk_jax.core.shard import Reduction
+from rlk_jax.core.shard_checks import no_axis_options
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops.linear_logp.call import facts_of_call, on_device
-from rlk_jax.ops.linear_logp.checks import check_call, head_inputs, no_axis_options
-from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, Reduction, WeightLayout
+from rlk_jax.ops.linear_logp.checks import check_call, head_inputs
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agree
 from rlk_jax.ops.linear_logp.sharding.vocab_parallel import over_explicit_axes
 

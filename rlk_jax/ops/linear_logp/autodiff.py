@@ -14,11 +14,7 @@ from jax import lax
 
 from rlk_jax.core import transforms
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
-from rlk_jax.core.softmax import values_of_no_tokens
-from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, upstream_gradients
-from rlk_jax.ops.linear_logp.options import HeadFunctions
-from rlk_jax.ops.linear_logp.ranking import Gather, Ranking, finished, ranking_of_no_tokens, with_ranking
-from rlk_jax.ops.linear_logp.sharding.shard import (
+from rlk_jax.core.shard import (
     Shard,
     hidden_for_gradient,
     hidden_gradient_carrier,
@@ -29,6 +25,10 @@ from rlk_jax.ops.linear_logp.sharding.shard import (
     shard_position,
     sum_over_ranks,
 )
+from rlk_jax.core.softmax import values_of_no_tokens
+from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, upstream_gradients
+from rlk_jax.ops.linear_logp.options import HeadFunctions
+from rlk_jax.ops.linear_logp.ranking import Gather, Ranking, finished, ranking_of_no_tokens, with_ranking
 
 Array = jax.Array
 _NO_SECOND_DERIVATIVE = "linear_logp has no second derivative: its gradient cannot be differentiated again."

@@ -10,12 +10,12 @@ from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.checks import require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.head import HeadConfig, Operands
+from rlk_jax.core.shard import Shard, check_edges
 from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, checked_tokens, counted
 from rlk_jax.ops.linear_logp.autodiff import flat_values
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.low_rank import LowRankProducts, with_low_rank_columns
 from rlk_jax.ops.linear_logp.options import HeadFunctions, HeadInputs, HeadOptions
-from rlk_jax.ops.linear_logp.sharding.shard import Shard, check_edges
 
 
 def on_device(

@@ -11,12 +11,12 @@ from rlk_jax.core.devices import (
     with_cuda_library,
 )
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
+from rlk_jax.core.shard import check_edges
 from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.deterministic import DETERMINISTIC
 from rlk_jax.ops.linear_logp.options import HeadFunctions
 from rlk_jax.ops.linear_logp.reference import REFERENCE
 from rlk_jax.ops.linear_logp.sharding.partition import partitioned
-from rlk_jax.ops.linear_logp.sharding.shard import check_edges
 from rlk_jax.ops.linear_logp.triton import TRITON
 from rlk_jax.ops.linear_logp.xla import XLA
 

@@ -7,38 +7,33 @@ the operands. All see flat tokens `[N]`, N >= 0, and one weight: a whole head, o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from rlk_jax.core.exports import exportable
 from rlk_jax.core.gemm import Gemm, WeightLayout
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
-from rlk_jax.core.mesh import AxisName
+from rlk_jax.core.shard import ShardOptions
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Ranking, best_of_shards
 
 Array = jax.Array
-Reduction = Literal["sum", "canonical"]
 
 
 @dataclass(frozen=True)
-class HeadOptions:
+class HeadOptions(ShardOptions):
     """The options of one call as the user gave them: every static keyword of `linear_logp`, which documents them, and
     the label smoothing of `linear_cross_entropy`.
     """
 
     logit_softcap: float | None = None
     ignore_index: int | None = None
-    global_vocab_size: int | None = None
     weight_layout: WeightLayout = "vd"
     return_lse: bool = False
     return_entropy: bool = False
     return_top_k: int | None = None
     return_target_rank: bool = False
-    axis_name: AxisName | None = None
-    reduction: Reduction = "sum"
-    reduce_hidden_grad: bool = True
     memory_budget: int | None = None
     validate: bool | None = None
     implementation: str | None = None

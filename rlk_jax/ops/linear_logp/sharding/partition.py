@@ -20,10 +20,7 @@ from rlk_jax.core.dispatch import log_once
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.mesh import axis_names, evenly_spread
 from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
-from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.options import Forward, HeadFunctions, LinearLogpFunctions, WeightLayout
-from rlk_jax.ops.linear_logp.ranking import Gather, Ranking
-from rlk_jax.ops.linear_logp.sharding.shard import (
+from rlk_jax.core.shard import (
     Shard,
     local_tokens,
     real_columns_of_shard,
@@ -31,6 +28,9 @@ from rlk_jax.ops.linear_logp.sharding.shard import (
     shard_position,
     shard_width,
 )
+from rlk_jax.core.tokens import LinearLogp, Tokens
+from rlk_jax.ops.linear_logp.options import Forward, HeadFunctions, LinearLogpFunctions, WeightLayout
+from rlk_jax.ops.linear_logp.ranking import Gather, Ranking
 
 Array = jax.Array
 

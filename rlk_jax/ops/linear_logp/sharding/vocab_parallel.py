@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from rlk_jax.core.checks import require_positive_integer
 from rlk_jax.core.head import HeadConfig
 from rlk_jax.core.mesh import AxisName, axis_names, explicit_spec
+from rlk_jax.core.shard import shard_width
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 from rlk_jax.ops.linear_logp.call import on_device
 from rlk_jax.ops.linear_logp.checks import (
@@ -28,7 +29,6 @@ from rlk_jax.ops.linear_logp.checks import (
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, WeightLayout
 from rlk_jax.ops.linear_logp.sharding.agreement import agree, agreed_on_mesh, mesh_of_array
 from rlk_jax.ops.linear_logp.sharding.partition import HeadLayout, head_layout
-from rlk_jax.ops.linear_logp.sharding.shard import shard_width
 
 _OPTIONS = {field.name for field in fields(HeadOptions)} - {"axis_name", "reduce_hidden_grad", "label_smoothing"}
 """The options that a call of whole arrays has: the mesh says the rest, and linear_cross_entropy smooths labels."""

@@ -1,12 +1,12 @@
 """One device's shard of a head whose vocabulary is spread over mesh axes, inside shard_map.
 
-The op's own functions hold no collective: the functions here gather the partial softmaxes, give every rank the whole
-gradient of the values, and sum the gradient of hidden, right under check_vma=True and False alike.
+The functions here gather what ranks make of their groups of the vocabulary, give every rank the whole gradient of the
+values, and sum the gradient of hidden, right under check_vma=True and False alike.
 """
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,19 @@ from rlk_jax.core.mesh import AxisName, axis_names, is_checked
 from rlk_jax.core.reports import reported
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import equally_varying, varying_axes, varying_like
-from rlk_jax.ops.linear_logp.options import Reduction
-
-if TYPE_CHECKING:
-    from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 
 Array = jax.Array
+Reduction = Literal["sum", "canonical"]
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """The options of a call that say how a head is spread over mesh axes; `linear_logp` documents them."""
+
+    global_vocab_size: int | None = None
+    axis_name: AxisName | None = None
+    reduction: Reduction = "sum"
+    reduce_hidden_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,17 @@ def shard_width(vocab_size: int, n: int) -> int:
     return whole.width * (whole.count // n) if whole.count % n == 0 else -(-vocab_size // (64 * n)) * 64
 
 
-def check_edges(shards: "Shard | RankColumns") -> None:
+class CutHead(Protocol):
+    """A head that several ranks share."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def on_group_edges(self) -> bool: ...
+
+
+def check_edges(shards: CutHead) -> None:
     """Logs once where shards cut a group of the softmax and so keep no bits across TP degrees; strict mode raises."""
     if not shards.on_group_edges:
         refuse_if_strict(
