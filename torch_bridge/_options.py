@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_origin, get_type_hints
 
+from rlk_jax.core.shard import ShardOptions
 from torch_bridge._programs import Options
+
+OF_A_MESH = tuple(x.name for x in fields(ShardOptions))
+"""Options of a head inside shard_map, which tensors have none of."""
 
 
 class OptionFields:

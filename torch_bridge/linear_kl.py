@@ -145,7 +145,7 @@ def _run(
 
 # The teacher's head is among the tensors that are lent to a backward again, although it needs no gradient.
 _OP = Op("linear_kl", _run, differentiable=6)
-_OPTIONS = _options.OptionFields(KlOptions)
+_OPTIONS = _options.OptionFields(KlOptions, without=_options.OF_A_MESH)
 
 
 def _check_values(heads: Sequence[Tensor | None], tokens: Arrays, options: KlOptions) -> None:
@@ -164,7 +164,7 @@ def _check_values(heads: Sequence[Tensor | None], tokens: Arrays, options: KlOpt
     ids = None if ids is None or logps is None else _exchange.ids_of(ids, logps.shape)
     told = mask, temperature, teacher_temperature, ids, logps
     given = KlInputs(*arrays, whole(bias), whole(teacher_bias), *told)
-    tokens_of_call(*check_call(given, options), validate=True)
+    tokens_of_call(*check_call(given, options)[:2], validate=True)
 
 
 def _kernel(

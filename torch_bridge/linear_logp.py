@@ -323,7 +323,7 @@ def _skips_padding(
 
 
 _OP = Op("linear_logp", _run, differentiable=6)
-_OPTIONS = _options.OptionFields(HeadOptions, without=("axis_name", "reduction", "reduce_hidden_grad"))
+_OPTIONS = _options.OptionFields(HeadOptions, without=_options.OF_A_MESH)
 
 
 def _kernel(

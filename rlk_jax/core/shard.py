@@ -5,6 +5,7 @@ values, and sum the gradient of hidden, right under check_vma=True and False ali
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,13 +25,14 @@ from rlk_jax.core.transforms import equally_varying, varying_axes, varying_like
 
 Array = jax.Array
 Reduction = Literal["sum", "canonical"]
+Gather = Callable[[Any], Any]
+"""A function from the groups `[groups, ...]` of one shard to those of the whole vocabulary, in its order."""
 
 
 @dataclass(frozen=True)
 class ShardOptions:
     """The options of a call that say how a head is spread over mesh axes; `linear_logp` documents them."""
 
-    global_vocab_size: int | None = None
     axis_name: AxisName | None = None
     reduction: Reduction = "sum"
     reduce_hidden_grad: bool = True
@@ -210,13 +212,16 @@ def is_covered(shard: Shard, tokens: Tokens, columns: Array | None) -> Array:
     )
 
 
+def poisoned_unless_partition(position: ShardPosition, temperature: Array) -> Array:
+    """The temperatures; NaN, which poisons their rows, where the shards are no partition."""
+    return temperature if position.is_partition is None else jnp.where(position.is_partition, temperature, jnp.nan)
+
+
 def local_tokens(shard: Shard, tokens: Tokens, position: ShardPosition) -> Tokens:
     """Tokens whose ids, and what they may take, count from this shard's first column; where the shards are no
     partition, all are poisoned.
     """
-    temperature = tokens.temperature
-    if position.is_partition is not None:
-        temperature = jnp.where(position.is_partition, temperature, jnp.nan)
+    temperature = poisoned_unless_partition(position, tokens.temperature)
     allowed = None if tokens.allowed is None else words_from(tokens.allowed, position.start, shard.columns)
     return Tokens(tokens.target_ids - position.start, temperature, tokens.active, allowed)
 

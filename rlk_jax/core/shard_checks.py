@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlk_jax.core.checks import is_static, require, require_one_of
+from rlk_jax.core.dispatch import CallFacts
 from rlk_jax.core.mesh import axis_names
 from rlk_jax.core.shard import Reduction, Shard, ShardOptions
 
@@ -18,7 +19,9 @@ def _check_reduction(reduction: Reduction) -> None:
     require_one_of("reduction", reduction, get_args(Reduction))
 
 
-def checked_shard(options: ShardOptions, columns: int, vocab_start_index: Any) -> Shard | None:
+def checked_shard(
+    options: ShardOptions, columns: int, global_vocab_size: int | None, vocab_start_index: Any
+) -> Shard | None:
     """The shard of `columns` columns that this rank holds; None without an axis_name."""
     axis_name = options.axis_name
     if axis_name is None:
@@ -46,7 +49,7 @@ def checked_shard(options: ShardOptions, columns: int, vocab_start_index: Any) -
         f"vocab_start_index {vocab_start_index} is the same on all {count} ranks of {axis_name!r}: it must be 0 on one "
         "rank, and on several an array that differs from rank to rank.",
     )
-    vocab_size = columns * count if options.global_vocab_size is None else int(options.global_vocab_size)
+    vocab_size = columns * count if global_vocab_size is None else int(global_vocab_size)
     return Shard(axis_name, count, columns, vocab_size, options.reduction, bool(options.reduce_hidden_grad))
 
 
@@ -70,3 +73,13 @@ def check_axis_names(argument: str, names: Any) -> None:
         several and all(isinstance(name, str) for name in several) and len(set(several)) == len(several),
         f"{argument} must be the name of a mesh axis, or a tuple of different ones, got {names!r}.",
     )
+
+
+def order_obstacles(facts: CallFacts) -> list[str]:
+    """Why an implementation that promises no bits cannot run a call on a shard."""
+    return ["promises no bits, which reduction='canonical' asks for"] if facts.config.sums_by_group else []
+
+
+def shard_obstacles(facts: CallFacts) -> list[str]:
+    """Why an implementation for whole heads alone cannot run a call."""
+    return ["needs the whole head, not a shard of its vocabulary"] if facts.config.is_shard else []

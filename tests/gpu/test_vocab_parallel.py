@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rlk_jax import LinearLogp, dispatch, vocab_parallel
+from rlk_jax.core import shard as sharding
 from rlk_jax.core.fixed_order import ascending_sum
 from rlk_jax.core.head import Needs, Operands
 from rlk_jax.ops.linear_logp.call import facts_of_call, tokens_of
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
-from rlk_jax.ops.linear_logp.sharding import shard as sharding
 from tests.gpu.hopper import every_implementation
 from tests.support import helpers
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract, weighted

@@ -9,6 +9,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int
 from rlk_jax.core.checks import require_values
 from rlk_jax.core.dispatch import CallFacts, choose, facts_of
 from rlk_jax.core.gemm import WeightLayout
+from rlk_jax.core.mesh import AxisName
+from rlk_jax.core.shard import Reduction, check_edges
 from rlk_jax.ops.linear_kl.autodiff import divergences
 from rlk_jax.ops.linear_kl.checks import check_call, tokens_of_call
 from rlk_jax.ops.linear_kl.options import DivergenceKind, KlConfig, KlInputs, KlOptions, OneHead, Operands
@@ -35,6 +37,10 @@ def linear_kl(
     teacher_weight_layout: WeightLayout = "vd",
     global_vocab_size: int | None = None,
     teacher_global_vocab_size: int | None = None,
+    axis_name: AxisName | None = None,
+    vocab_start_index: int | Int[ArrayLike, ""] | None = None,
+    reduction: Reduction = "sum",
+    reduce_hidden_grad: bool = True,
     memory_budget: int | None = None,
     validate: bool | None = None,
     implementation: str | None = None,
@@ -71,7 +77,12 @@ def linear_kl(
       logit_softcap, teacher_logit_softcap: c > 0 (Gemma), or None. Not differentiated.
       weight_layout, teacher_weight_layout: "vd" (Hugging Face, tied embeddings) or "dv" (Flax Linear kernels).
       global_vocab_size, teacher_global_vocab_size: the true vocabulary size where a head's last rows are padding, which
-        is left out; None where the head has none. Both heads must come to the same number.
+        is left out; None where the head has none. Both heads must come to the same number. With `axis_name` they are
+        those of the whole heads.
+      axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over, as in `linear_logp`. Both
+        heads and biases are then this rank's shards, which hold the same tokens and are equally wide on all ranks;
+        hidden states, mask and temperatures are the same on every rank of the axis, and so is the divergence.
+      vocab_start_index, reduction, reduce_hidden_grad: as in `linear_logp`.
       memory_budget: bytes for the logits and gradients that are held at a time; None for the implementation's default.
         At least one block of them is always held. Implementations that promise bits give the same bits for every
         budget.
@@ -97,7 +108,8 @@ def linear_kl(
 
     Same bits: the implementations that promise bits (docs/linear_kl.md lists them) give a row the same raw bits in any
     batch, at any position and beside any neighbours, for every memory budget, and the gradients of head and bias the
-    same bits with masked rows anywhere; `xla` promises accuracy only.
+    same bits with masked rows anywhere, at 1, 2, 4 and 8 ranks too (that of hidden with reduction="canonical"); `xla`
+    promises accuracy only.
 
     Source: GKD (Agarwal et al., arXiv 2306.13649) as TRL's `generalized_jsd_loss` has it; MiniLLM (Gu et al.,
     arXiv 2306.08543) for the reverse KL.
@@ -113,19 +125,24 @@ def linear_kl(
         teacher_weight_layout=teacher_weight_layout,
         global_vocab_size=global_vocab_size,
         teacher_global_vocab_size=teacher_global_vocab_size,
+        axis_name=axis_name,
+        reduction=reduction,
+        reduce_hidden_grad=reduce_hidden_grad,
         memory_budget=memory_budget,
         validate=validate,
         implementation=implementation,
     )
-    inputs, config = check_call(given, options)
+    inputs, config, shard = check_call(given, options, vocab_start_index)
     require_values(inputs)
     chosen = choose(_facts_of_heads(inputs, config), implementation)
+    if shard is not None and chosen.promises_bits:
+        check_edges(shard)
     student = _rows_of(inputs.hidden, inputs.lm_head_weight, inputs.bias)
     teacher = None
     if config.teacher is not None:
         teacher = _rows_of(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)
     tokens = tokens_of_call(inputs, config, validate)
-    found = divergences(chosen.functions, config, Operands(student, teacher), tokens)
+    found = divergences(chosen.functions, config, shard, Operands(student, teacher), tokens, vocab_start_index)
     return found.reshape(inputs.hidden.shape[:-1])
 
 
@@ -145,5 +162,7 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
     given = dict(arguments)
     inputs = KlInputs(*(given.pop(name) for name in KlInputs._fields))
+    start = given.pop("vocab_start_index")
     options = KlOptions(**given)
-    return _facts_of_heads(*check_call(inputs, options)), options.implementation
+    inputs, config, _ = check_call(inputs, options, start)
+    return _facts_of_heads(inputs, config), options.implementation

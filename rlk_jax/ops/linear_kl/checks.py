@@ -28,7 +28,10 @@ from rlk_jax.core.checks import (
     require,
     require_one_of,
 )
+from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.gemm import WeightLayout
+from rlk_jax.core.shard import Shard
+from rlk_jax.core.shard_checks import checked_shard
 from rlk_jax.core.tokens import PADDED_IDS_OUT_OF_RANGE, active_mask, as_int32, checked, fit
 from rlk_jax.ops.linear_kl.options import (
     DivergenceKind,
@@ -50,8 +53,10 @@ _NO_PROBABILITIES = (
 )
 
 
-def check_call(inputs: KlInputs, options: KlOptions) -> tuple[KlInputs, KlConfig]:
-    """All static checks of a call: its inputs as arrays, and what an implementation is compiled for."""
+def check_call(
+    inputs: KlInputs, options: KlOptions, vocab_start_index: Any = None
+) -> tuple[KlInputs, KlConfig, Shard | None]:
+    """All static checks of a call: its inputs as arrays, what an implementation is compiled for, and the shard."""
     require_one_of("kind", options.kind, get_args(DivergenceKind))
     require(
         is_number(options.beta) and 0 <= options.beta <= 1, f"beta must be a number in [0, 1], got {options.beta!r}."
@@ -61,19 +66,23 @@ def check_call(inputs: KlInputs, options: KlOptions) -> tuple[KlInputs, KlConfig
     check_validate(options.validate)
     check_memory_budget(options.memory_budget)
     inputs = _as_arrays(inputs, _names_of_teacher(inputs, options))
-    student = _checked_head(
+    columns = _checked_columns(
         ("hidden", "lm_head_weight", "bias"),
         (inputs.hidden, inputs.lm_head_weight, inputs.bias),
         options.weight_layout,
-        (options.logit_softcap, options.global_vocab_size),
     )
-    teacher = _checked_teacher(inputs, options, student.real_vocab_size)
+    shard = checked_shard(options, columns, options.global_vocab_size, vocab_start_index)
+    ranks = 1 if shard is None else shard.count
+    student = _head_config(columns, ranks, options.weight_layout, (options.logit_softcap, options.global_vocab_size))
+    teacher = _checked_teacher(inputs, options, student, shard)
     _check_lead(inputs)
     check_dtypes(inputs, integers=("teacher_ids",), unchecked=("completion_mask",))
     no_explicit_axes("linear_kl", inputs)
     check_devices(inputs)
     budget = None if options.memory_budget is None else int(options.memory_budget)
-    return inputs, KlConfig(*_kind_and_share(options), student, teacher, budget)
+    groups = column_groups(student.real_vocab_size)
+    config = KlConfig(*_kind_and_share(options), student, teacher, budget, groups)
+    return inputs, config if shard is None else config.of_shard(shard), shard
 
 
 def _names_of_teacher(inputs: KlInputs, options: KlOptions) -> tuple[str, str]:
@@ -109,21 +118,26 @@ def _as_arrays(inputs: KlInputs, names_of_teacher: tuple[str, str]) -> KlInputs:
     return KlInputs(**given, temperature=temperature, teacher_temperature=teacher_temperature)
 
 
-def _checked_head(
-    names: tuple[str, str, str], arrays: tuple[Any, Any, Any], layout: WeightLayout, options: Any, whose: str = ""
-) -> OneHeadConfig:
-    """The shapes of hidden states, head and bias fit each other, and the softcap and the true vocabulary fit them."""
+def _checked_columns(
+    names: tuple[str, str, str], arrays: tuple[Any, Any, Any], layout: WeightLayout, whose: str = ""
+) -> int:
+    """The shapes of hidden states, head and bias fit each other. The columns of the head are returned."""
     hidden, weight, bias = arrays
     vocab_size = checked_vocab_size(names[:2], hidden, weight, layout, f"{whose}weight_layout")
     require(
         bias is None or bias.shape == (vocab_size,),
         f"{names[2]} must have V={vocab_size} elements, got shape {getattr(bias, 'shape', None)}.",
     )
+    return vocab_size
+
+
+def _head_config(columns: int, ranks: int, layout: WeightLayout, options: Any, whose: str = "") -> OneHeadConfig:
+    """The softcap and the true vocabulary fit the columns that so many ranks hold each."""
     softcap, real = options
-    check_vocabulary_options(vocab_size, softcap, None, real, whose)
+    check_vocabulary_options(columns * ranks, softcap, None, real, whose)
     return OneHeadConfig(
-        vocab_size=vocab_size,
-        real_vocab_size=vocab_size if real is None else int(real),
+        vocab_size=columns,
+        real_vocab_size=columns * ranks if real is None else int(real),
         logit_softcap=None if softcap is None else float(softcap),
         return_lse=False,
         return_entropy=False,
@@ -131,25 +145,38 @@ def _checked_head(
     )
 
 
-def _checked_teacher(inputs: KlInputs, options: KlOptions, real_vocab_size: int) -> OneHeadConfig | None:
-    """A teacher's head fits its hidden states and has the student's vocabulary. None is for one that lists tokens."""
+def _checked_teacher(
+    inputs: KlInputs, options: KlOptions, student: OneHeadConfig, shard: Shard | None
+) -> OneHeadConfig | None:
+    """A teacher's head fits its hidden states, has the student's vocabulary and is cut as the student's head is. None
+    is for one that lists tokens, beside a whole head.
+    """
     if inputs.teacher_ids is not None:
+        require(shard is None, "teacher_ids and teacher_logps need a whole head: they do not go with axis_name.")
         ids, logps = inputs.teacher_ids.shape, inputs.teacher_logps.shape
         require(
             ids == logps and len(ids) >= 1 and ids[-1] >= 1,
             f"teacher_ids and teacher_logps must both be [*lead, k], k >= 1, got shapes {ids} and {logps}.",
         )
         return None
-    teacher = _checked_head(
+    layout = options.teacher_weight_layout
+    columns = _checked_columns(
         ("teacher_hidden", "teacher_weight", "teacher_bias"),
         (inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias),
-        options.teacher_weight_layout,
-        (options.teacher_logit_softcap, options.teacher_global_vocab_size),
+        layout,
         whose="teacher_",
     )
     require(
-        real_vocab_size == teacher.real_vocab_size,
-        f"student and teacher must share one vocabulary, got {real_vocab_size} and {teacher.real_vocab_size} "
+        shard is None or columns == shard.columns,
+        f"student and teacher must be cut alike, got shards of {student.vocab_size} and {columns} tokens: "
+        "rlk_jax.vocab_parallel.pad_lm_head pads both heads.",
+    )
+    sizes = options.teacher_logit_softcap, options.teacher_global_vocab_size
+    teacher = _head_config(columns, 1 if shard is None else shard.count, layout, sizes, whose="teacher_")
+    real = student.real_vocab_size
+    require(
+        real == teacher.real_vocab_size,
+        f"student and teacher must share one vocabulary, got {real} and {teacher.real_vocab_size} "
         "tokens: where a head is padded, global_vocab_size and teacher_global_vocab_size say how many are real.",
     )
     return teacher

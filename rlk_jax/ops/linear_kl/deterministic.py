@@ -31,9 +31,18 @@ from rlk_jax.core.fixed_order import (
     pairwise_sum,
 )
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
-from rlk_jax.core.softmax import Partial, empty_partial, fixed_order_partial, fold, logits_of, merged
+from rlk_jax.core.shard import Gather
+from rlk_jax.core.softmax import Partial, empty_partial, fixed_order_partial, fold, logits_of
 from rlk_jax.core.transforms import varying_like
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Slopes, Terms, raw_gradients, slopes_of, terms_of
+from rlk_jax.ops.linear_kl.divergence import (
+    KlStatistics,
+    Slopes,
+    Terms,
+    normalizer_of_groups,
+    raw_gradients,
+    slopes_of,
+    terms_of,
+)
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -59,10 +68,13 @@ Array = jax.Array
 
 
 class _HeadRows(NamedTuple):
-    """A head beside a block's 64 rows of its hidden states, their columns padded, and the rows' temperatures."""
+    """A head of so many real columns beside a block's 64 rows of its hidden states, their columns padded, and the rows'
+    temperatures.
+    """
 
     config: OneHeadConfig
     head: OneHead
+    real_columns: Any
     hidden: Array
     temperature: Array
 
@@ -77,23 +89,24 @@ class _ChunkLogits(NamedTuple):
     logits: Array
 
 
-def _head_rows(config: OneHeadConfig, head: OneHead, block: Block, temperature: Array) -> _HeadRows:
-    return _HeadRows(config, head, padded_columns(block.take_hidden(head.hidden)), temperature)
+def _head_rows(config: OneHeadConfig, head: OneHead, real: Any, block: Block, temperature: Array) -> _HeadRows:
+    return _HeadRows(config, head, real, padded_columns(block.take_hidden(head.hidden)), temperature)
 
 
 def _rows_of_both(
     config: KlConfig, operands: Operands, block: Block, tokens: KlTokens
 ) -> tuple[_HeadRows, _HeadRows | None]:
     """Those of the student, and of a teacher that has a head."""
-    student = _head_rows(config.student, operands.student, block, tokens.temperature)
+    real = operands.count_real(config)
+    student = _head_rows(config.student, operands.student, real, block, tokens.temperature)
     if config.teacher is None or operands.teacher is None:
         return student, None
-    return student, _head_rows(config.teacher, operands.teacher, block, tokens.teacher_temperature)
+    return student, _head_rows(config.teacher, operands.teacher, real, block, tokens.teacher_temperature)
 
 
 def _chunk_logits(config: KlConfig, rows: _HeadRows, group: Array, index: Array) -> _ChunkLogits:
     """Those of chunk number `index` of a group."""
-    weight, bias, real = (rows.head.weight,), rows.head.bias, config.real_vocab_size
+    weight, bias, real = (rows.head.weight,), rows.head.bias, rows.real_columns
     chunk = column_chunk(weight, bias, rows.config.weight_layout, config.groups, real, group, index)
     products = chunk.products(rows.hidden)
     logits = logits_of(rows.config, products, chunk.bias, rows.temperature, chunk.columns, real)
@@ -104,19 +117,20 @@ def _partial_of_chunk(logits: Array) -> Partial:
     return fixed_order_partial(logits, jnp.zeros((1, BLOCK_COLUMNS), bool), with_gap=False)
 
 
-def _normalizer_in_order(config: KlConfig, rows: _HeadRows) -> Normalizer:
+def _partials_in_order(config: KlConfig, rows: _HeadRows) -> Partial:
+    """A partial for each group, `[groups, 64]`."""
+
     def add_chunk(group: Array, index: Array, so_far: Partial) -> Partial:
         return fold(so_far, _partial_of_chunk(_chunk_logits(config, rows, group, index).logits))
 
     empty = empty_partial(BLOCK_ROWS, rows.hidden, with_gap=False)
-    found = merged(folded_by_group(config.groups, add_chunk, empty))
-    return Normalizer(found.max, found.log_sum)
+    return folded_by_group(config.groups, add_chunk, empty)
 
 
-def _from_head(config: KlConfig, student: _HeadRows, teacher: _HeadRows) -> tuple[Array, KlStatistics]:
+def _from_head(config: KlConfig, student: _HeadRows, teacher: _HeadRows, gather: Gather) -> tuple[Array, KlStatistics]:
     """The divergence of a block from a teacher that has a head."""
-    normalizer = _normalizer_in_order(config, student)
-    teacher_normalizer = _normalizer_in_order(config, teacher)
+    partials = gather((_partials_in_order(config, student), _partials_in_order(config, teacher)))
+    normalizer, teacher_normalizer = map(normalizer_of_groups, partials)
 
     def add_chunk(group: Array, index: Array, so_far: Terms) -> Terms:
         own = _chunk_logits(config, student, group, index).logits
@@ -125,7 +139,7 @@ def _from_head(config: KlConfig, student: _HeadRows, teacher: _HeadRows) -> tupl
         return jax.tree.map(lambda total, x: total + halving_sum(x), so_far, terms)
 
     zeros = varying_like(jnp.zeros(BLOCK_ROWS, jnp.float32), student.hidden)
-    groups = folded_by_group(config.groups, add_chunk, Terms(zeros, zeros))
+    groups = gather(folded_by_group(config.groups, add_chunk, Terms(zeros, zeros)))
     value, slope = jax.tree.map(ascending_sum, groups)
     return value, KlStatistics(normalizer, teacher_normalizer, slope)
 
@@ -150,21 +164,22 @@ def _from_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> tupl
     nothing = varying_like(jnp.zeros(top_k.ids.shape, jnp.float32), student.hidden)
     empty = _ListedSums(empty_partial(BLOCK_ROWS, student.hidden, with_gap=False), nothing)
     found = folded_by_group(config.groups, add_chunk, empty)
-    rest = merged(found.rest)
-    normalizer = _normalizer_in_order(config, student)
-    of_rest = possibly_of_none(Normalizer(rest.max, rest.log_sum))
+    normalizer = normalizer_of_groups(_partials_in_order(config, student))
+    of_rest = possibly_of_none(normalizer_of_groups(found.rest))
     terms = terms_of_buckets(config, top_k, ascending_sum(found.logits), normalizer, of_rest)
     return pairwise_sum(terms.value), BucketStatistics(normalizer, of_rest, terms.slope)
 
 
-def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]:
+def _forward(
+    config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather
+) -> tuple[Array, KlStatistics | BucketStatistics]:
     def of_block(block: Block) -> tuple[Array, KlStatistics | BucketStatistics]:
         own = block.take(tokens)
         student, teacher = _rows_of_both(config, operands, block, own)
         if own.top_k is not None:
             return _from_list(config, student, own.top_k)
         assert teacher is not None
-        return _from_head(config, student, teacher)
+        return _from_head(config, student, teacher, gather)
 
     return store_by_block(tokens.active, BLOCK_ROWS, of_block, no_values(tokens))
 
@@ -226,22 +241,28 @@ def _gradients(
         done, of_groups = lax.scan(of_group, heads, jnp.arange(groups.count, dtype=jnp.int32))
         if of_groups is None or so_far.hidden is None:
             return done
-        return done._replace(hidden=block.store(so_far.hidden, ascending_sum(of_groups)[:, :dim]))
+        if not config.sums_by_group:
+            of_groups = ascending_sum(of_groups)[None]
+        return done._replace(hidden=block.store(so_far.hidden, jnp.swapaxes(of_groups[..., :dim], 0, 1)))
 
     # A chunk writes 256 rows, of which those outside its group are zero: the last chunk needs room for them.
     columns = max(groups.count * groups.width + BLOCK_COLUMNS, vocab_size)
+    parts, dtype = groups.count if config.sums_by_group else 1, jnp.float32 if config.is_shard else student.hidden.dtype
     start = Gradients(
-        jnp.zeros_like(student.hidden) if needs.hidden else None,
+        jnp.zeros((len(tokens.active), parts, dim), dtype) if needs.hidden else None,
         jnp.zeros((columns, padded(dim, DEPTH_MULTIPLE)), jnp.float32) if needs.weight else None,
         jnp.zeros((columns, 1), jnp.float32) if needs.bias else None,
     )
     done = fold_blocks(tokens.active, BLOCK_ROWS, step, start)
+    if done.hidden is not None:
+        d_hidden = jnp.swapaxes(done.hidden, 0, 1)
+        done = done._replace(hidden=d_hidden if config.is_shard else d_hidden[0])
     if done.weight is not None:
         d_weight = done.weight[:vocab_size, :dim]
         done = done._replace(weight=d_weight if config.student.vocab_axis == 0 else d_weight.T)
     if done.bias is not None:
         done = done._replace(bias=done.bias[:vocab_size, 0])
-    return done.like(student)
+    return done.like(config, student)
 
 
 def _add_to_rows(sums: Array, first: Array, gradient: Array, factors: Array) -> Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.fixed_order import rounded_product
-from rlk_jax.core.softmax import before_softcap, partial_of_rows
+from rlk_jax.core.softmax import Partial, before_softcap, merged, partial_of_rows
 from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens
 
 Array = jax.Array
@@ -35,6 +35,12 @@ def normalizer_of_rows(logits: Array) -> Normalizer:
     """That of rows of all logits, summed in whatever order XLA picks."""
     partial = partial_of_rows(logits, logits[:, 0], with_gap=False)
     return Normalizer(partial.max, jnp.log(partial.total))
+
+
+def normalizer_of_groups(groups: Partial) -> Normalizer:
+    """That of rows, from the partials `[groups, rows]` of the whole vocabulary."""
+    found = merged(groups)
+    return Normalizer(found.max, found.log_sum)
 
 
 class KlStatistics(NamedTuple):

@@ -25,6 +25,7 @@ from rlk_jax.core.hopper_forward import ForwardPass
 from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
 from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.rows import Compacted
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.hopper_backward import DivergenceStatistics, student_gradients
 from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
@@ -51,17 +52,29 @@ def mosaic(machine: Machine | None = None) -> KlFunctions:
 
 
 def _forward(
-    kernels: Callable[[], KlKernels], machine: Machine | None, config: KlConfig, operands: Operands, tokens: KlTokens
+    kernels: Callable[[], KlKernels],
+    machine: Machine | None,
+    config: KlConfig,
+    operands: Operands,
+    tokens: KlTokens,
+    gather: Gather,
 ) -> tuple[Array, DivergenceStatistics]:
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
     plans = forward_plans(config, dims_of(operands), typed.shape[0])
     both = both_rows(plans, operands, tokens)
-    found = (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both)
+
+    def gathered(groups: Any) -> Any:
+        """The groups of all devices, of which kernels see values that vary over no mesh axis."""
+        return as_replicated(gather(varying_like(groups, typed)))
+
+    found = (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both, gathered)
     return varying_like(jax.tree.map(both.rows.spread, found), typed)
 
 
-def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows) -> tuple[Array, DivergenceStatistics]:
+def _from_one(
+    use: KlKernels, machine: Machine, config: KlConfig, both: BothRows, gather: Gather
+) -> tuple[Array, DivergenceStatistics]:
     """The divergence of the teacher from the student or of the student from the teacher, by one pass."""
     plans, count = both.plans, both.rows.count
     shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
@@ -75,7 +88,7 @@ def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows
 
     over_slices(plans.student, step)
     groups = use.fold_divergence(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
-    whole = fusion_barrier(use.fold_divergence(groups, 1, count, machine))
+    whole = fusion_barrier(use.fold_divergence(gather(groups), 1, count, machine))
     value, a, b = _divergence_of(jax.tree.map(lambda x: x[0], whole))
     if config.kind == "forward":
         # The slopes p − q add up to 0.
@@ -84,13 +97,13 @@ def _from_one(use: KlKernels, machine: Machine, config: KlConfig, both: BothRows
 
 
 def _from_mixture(
-    use: KlKernels, machine: Machine, config: KlConfig, both: BothRows
+    use: KlKernels, machine: Machine, config: KlConfig, both: BothRows, gather: Gather
 ) -> tuple[Array, DivergenceStatistics]:
     """The divergence of both from their mixture: a first pass over each head gives its softmax, and a second one over
     both the terms.
     """
     plans, count = both.plans, both.rows.count
-    softmaxes = [_softmax_of(use, machine, head, both.rows) for head in (both.student, both.teacher)]
+    softmaxes = [_softmax_of(use, machine, head, both.rows, gather) for head in (both.student, both.teacher)]
     student, teacher = (RowNormalizer(x.shift, jnp.log2(x.total)) for x in softmaxes)
     student, teacher = fusion_barrier((student, teacher))
     shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
@@ -103,11 +116,11 @@ def _from_mixture(
 
     over_slices(plans.student, step)
     groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
-    value, slope = (x[0] for x in fusion_barrier(use.fold_mixture(groups, 1, count, machine)))
+    value, slope = (x[0] for x in fusion_barrier(use.fold_mixture(gather(groups), 1, count, machine)))
     return value, DivergenceStatistics(student, teacher, slope)
 
 
-def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted) -> Softmax:
+def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted, gather: Gather) -> Softmax:
     """The softmax of one head. No row has a target."""
     plan = softmax_plan(head.plan)
     targets = jnp.full(plan.rows, -1, jnp.int32)
@@ -117,7 +130,7 @@ def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compac
     out = one_pass.new_partials()
     one_pass.run(use, machine, out)
     groups = use.fold_chunks(jax.tree.map(jax.freeze, out), plan.config.groups.count, rows.count, machine)
-    return fusion_barrier(use.fold_groups(groups, rows.count, machine))
+    return fusion_barrier(use.fold_groups(gather(groups), rows.count, machine))
 
 
 def _divergence_of(whole: DivergencePartials) -> tuple[Array, RowNormalizer, RowNormalizer]:

@@ -18,7 +18,7 @@ from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.softmax import fp16_scale, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans
-from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, both_rows, operands_of
+from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, both_rows
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -62,7 +62,7 @@ def student_gradients(
     known, factors = fusion_barrier(taken)
     row_scaling = None if scale is None else scaling(both.rows, both.rows.take(scale, 1))
     hidden = (both.student.hidden, None)
-    written = new_head_gradients(plans.student, of_head, operands_of(operands.student), hidden, row_scaling)
+    written = new_head_gradients(plans.student, of_head, both.student.operands, hidden, row_scaling)
 
     def step(chunks: ChunkRange, index: Any) -> None:
         student, teacher = both.slices(chunks, index)
@@ -73,7 +73,7 @@ def student_gradients(
         written.add(use, machine, chunks, student.part, fusion_barrier(jax.freeze(out)))
 
     over_slices(plans.student, step)
-    found = written.complete(operands_of(operands.student), both.rows)
+    found = written.complete(both.student.operands, both.rows)
     return varying_like(Gradients(found.hidden, found.weight, found.bias), typed)
 
 

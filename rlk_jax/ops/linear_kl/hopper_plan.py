@@ -72,6 +72,8 @@ def head_configs(config: KlConfig, dims: tuple[int, int], tokens: int) -> tuple[
             return_lse=False,
             return_entropy=False,
             groups=config.groups,
+            is_shard=config.is_shard,
+            sums_by_group=config.sums_by_group,
             weight_layout=head.weight_layout,
             may_ignore=True,
             memory_budget=config.memory_budget,

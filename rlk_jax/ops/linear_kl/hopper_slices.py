@@ -114,18 +114,13 @@ class BothRows:
         return SliceOfHead(part, logits, HeadRows(head.hidden, part.weight, part.bias, head.temperature))
 
 
-def operands_of(head: OneHead | None) -> Operands:
-    """A head as its kernels take it."""
-    assert head is not None
-    return Operands(*head)
-
-
 def both_rows(plans: TwoPlans, operands: BothOperands, tokens: KlTokens) -> BothRows:
     """The rows of all active tokens."""
     rows = compact(tokens.active, plans.student.rows)
 
     def of_head(plan: HopperPlan, head: OneHead | None, temperature: Array) -> RowsOfHead:
-        own = operands_of(head)
+        assert head is not None
+        own = Operands(*head, real_columns=operands.real_columns)
         hidden = matrices(plan, rows, own.hidden)[0]
         return RowsOfHead(plan, own, hidden, fusion_barrier(rows.take(temperature, 1)))
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from rlk_jax.core.devices import hopper_obstacles, is_hopper
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
+from rlk_jax.core.shard_checks import order_obstacles, shard_obstacles
 from rlk_jax.ops.linear_kl import hopper
 from rlk_jax.ops.linear_kl.deterministic import DETERMINISTIC
 from rlk_jax.ops.linear_kl.reference import REFERENCE
@@ -29,9 +30,14 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 ROWS = (
     Implementation("mosaic", hopper.mosaic(), _mosaic_obstacles, meant_for=is_hopper, promises_bits=True),
-    Implementation("xla", XLA),
+    Implementation("xla", XLA, order_obstacles),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),
-    Implementation("reference", REFERENCE, by_name_only="holds [N, V] logits of both: the gold of the tests"),
+    Implementation(
+        "reference",
+        REFERENCE,
+        shard_obstacles,
+        by_name_only="holds [N, V] logits of both: the gold of the tests",
+    ),
 )
 """The implementations of linear_kl, fastest first."""
 

@@ -1,16 +1,18 @@
 """What a call of linear_kl carries: its options, its arrays, and what every implementation takes and gives.
 
-Implementations see flat tokens `[N]`, N >= 1, and two whole heads of one vocabulary, or one and what the teacher lists.
+Implementations see flat tokens `[N]`, N >= 1, and two heads of one vocabulary, whole or one device's shards of both, or
+one whole head and what the teacher lists.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from rlk_jax.core.fixed_order import ColumnGroups, column_groups
+from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.gemm import WeightLayout
+from rlk_jax.core.shard import Gather, Shard, ShardOptions
 from rlk_jax.core.softmax import SoftmaxConfig
 
 Array = jax.Array
@@ -37,7 +39,7 @@ class KlInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KlOptions:
+class KlOptions(ShardOptions):
     """The options of one call as the user gave them: every static keyword of `linear_kl`, which documents them."""
 
     kind: DivergenceKind = "forward"
@@ -79,16 +81,34 @@ class KlConfig:
     teacher: OneHeadConfig | None
     memory_budget: int | None
     """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
+    groups: ColumnGroups
+    """The groups of columns that sums in a fixed order go by."""
+    is_shard: bool = False
+    """Whether the heads are one rank's shards. dH is then float32 sums `[parts, N, D]`, for a reduction."""
+    sums_by_group: bool = False
+    """Whether a shard gives one sum of dH for each of its groups, as reduction="canonical" needs, not one for all."""
 
     @property
     def real_vocab_size(self) -> int:
-        """The columns of the vocabulary that both heads share; those behind them are padding."""
+        """The columns of the vocabulary that both heads share; those behind them are padding. In a shard, the least
+        number that any shard has.
+        """
         return self.student.real_vocab_size
 
-    @property
-    def groups(self) -> ColumnGroups:
-        """The groups of columns that sums in a fixed order go by."""
-        return column_groups(self.real_vocab_size)
+    def of_shard(self, shard: Shard) -> "KlConfig":
+        """What an implementation is compiled for on this shard of both heads."""
+
+        def cut(head: OneHeadConfig) -> OneHeadConfig:
+            return replace(head, vocab_size=shard.columns, real_vocab_size=shard.least_real_columns)
+
+        return replace(
+            self,
+            student=cut(self.student),
+            teacher=None if self.teacher is None else cut(self.teacher),
+            groups=shard.groups,
+            is_shard=True,
+            sums_by_group=shard.reduction == "canonical",
+        )
 
 
 class OneHead(NamedTuple):
@@ -104,6 +124,12 @@ class Operands(NamedTuple):
 
     student: OneHead
     teacher: OneHead | None
+    real_columns: Array | None = None
+    """int32 scalar: how many columns of both are no padding, where only the device knows (shards of padded heads)."""
+
+    def count_real(self, config: KlConfig) -> Any:
+        """How many columns are no padding."""
+        return config.real_vocab_size if self.real_columns is None else self.real_columns
 
 
 def dims_of(operands: Operands) -> tuple[int, int]:
@@ -149,16 +175,18 @@ class Gradients(NamedTuple):
     weight: Array | None
     bias: Array | None
 
-    def like(self, head: OneHead) -> "Gradients":
-        """The gradients in the dtypes of a head."""
-        return Gradients(*(None if g is None else g.astype(x.dtype) for g, x in zip(self, head, strict=True)))
+    def like(self, config: KlConfig, head: OneHead) -> "Gradients":
+        """The gradients in the dtypes of a head. A shard's dH stays float32."""
+        rounded = Gradients(*(None if g is None else g.astype(x.dtype) for g, x in zip(self, head, strict=True)))
+        return rounded._replace(hidden=self.hidden) if config.is_shard else rounded
 
 
 @dataclass(frozen=True)
 class KlFunctions:
     """One implementation. `forward` gives the divergence `[N]` in float32, and a tree of arrays `[N]` that `gradients`
-    is given along with the upstream gradient `[N]`.
+    is given along with the upstream gradient `[N]`. Its last argument brings the groups of other devices; it may gather
+    in loops over tokens, which are the same on every device.
     """
 
-    forward: Callable[[KlConfig, Operands, KlTokens], tuple[Array, Any]]
+    forward: Callable[[KlConfig, Operands, KlTokens, Gather], tuple[Array, Any]]
     gradients: Callable[[KlConfig, Needs, Operands, KlTokens, Any, Array], Gradients]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import isolated
 from rlk_jax.ops.linear_kl.divergence import Slopes, terms_of
 from rlk_jax.ops.linear_kl.options import (
@@ -51,8 +52,8 @@ def _divergence(config: KlConfig, student: Array, operands: Operands, tokens: Kl
     return terms.value.sum(axis=1), Slopes(terms.slope, jnp.exp(logprobs), terms.slope.sum(axis=1))
 
 
-def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, tuple[()]]:
-    """The sum of all terms."""
+def _forward(config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather) -> tuple[Array, tuple[()]]:
+    """The sum of all terms. Heads are whole, and nothing is gathered."""
     student = _logits_of_head(config.student, operands.student, tokens.temperature)
     return _divergence(config, student, operands, tokens)[0], ()
 

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlk_jax.core.fixed_order import ascending_sum
 from rlk_jax.core.gemm import common_dtype, wide_product
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
-from rlk_jax.core.softmax import fp16_scale, logits_of
+from rlk_jax.core.shard import Gather
+from rlk_jax.core.softmax import Partial, fp16_scale, logits_of, partial_of_rows
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
     Slopes,
-    normalizer_of_rows,
+    normalizer_of_groups,
     raw_gradients,
     slopes_of,
     terms_of,
@@ -45,50 +47,74 @@ def rows_of_block(config: KlConfig, operands: Operands) -> int:
     """Tokens of a block, as many as the budget holds. Every block reads both heads once and writes dW, so that the
     default budget is no less than their bytes.
     """
-    weights = [x.weight for x in operands if x is not None]
+    weights = [x.weight for x in (operands.student, operands.teacher) if x is not None]
     budget = config.memory_budget or max(MEMORY_BUDGET, sum(x.size * x.dtype.itemsize for x in weights))
     columns = max(x.vocab_size for x in (config.student, config.teacher) if x is not None)
     return rows_within(budget, _BYTES_PER_COLUMN * columns, operands.student.hidden.shape[0])
 
 
+def _columns_of_logits(config: KlConfig, operands: Operands) -> int:
+    """How many columns have logits: those of the true vocabulary, or all where only the device knows which are real."""
+    return config.real_vocab_size if operands.real_columns is None else config.student.vocab_size
+
+
+def _is_real(config: KlConfig, operands: Operands) -> Array:
+    """Which of the columns that have logits are no padding."""
+    return jnp.arange(_columns_of_logits(config, operands), dtype=jnp.int32) < operands.count_real(config)
+
+
 class _BlockLogits(NamedTuple):
-    """A block's logits over the true vocabulary, `raw` before softcap and temperature."""
+    """A block's logits, `raw` before softcap and temperature."""
 
     raw: Array
     logits: Array
 
 
-def _block_logits(config: OneHeadConfig, head: OneHead, block: Block, temperature: Array) -> _BlockLogits:
-    real = config.real_vocab_size
-    raw = wide_product(block.take_hidden(head.hidden), head.weight, (1, 1 - config.vocab_axis))[:, :real]
+def _block_logits(
+    config: OneHeadConfig, head: OneHead, block: Block, temperature: Array, count: int, real: Any
+) -> _BlockLogits:
+    """Those of the first `count` columns, of which so many are real."""
+    raw = wide_product(block.take_hidden(head.hidden), head.weight, (1, 1 - config.vocab_axis))[:, :count]
     if head.bias is not None:
-        raw += head.bias.astype(jnp.float32)[None, :real]
-    columns = jnp.arange(real, dtype=jnp.int32)[None]
+        raw += head.bias.astype(jnp.float32)[None, :count]
+    columns = jnp.arange(count, dtype=jnp.int32)[None]
     return _BlockLogits(raw, logits_of(config, raw, jnp.zeros((1, 1), jnp.float32), temperature, columns, real))
 
 
 def _student_logits(config: KlConfig, operands: Operands, block: Block, tokens: KlTokens) -> _BlockLogits:
-    return _block_logits(config.student, operands.student, block, tokens.temperature)
+    columns = _columns_of_logits(config, operands), operands.count_real(config)
+    return _block_logits(config.student, operands.student, block, tokens.temperature, *columns)
 
 
 def _teacher_logits(config: KlConfig, operands: Operands, block: Block, tokens: KlTokens) -> Array:
     """Those of a teacher that has a head."""
     assert config.teacher is not None and operands.teacher is not None
-    return _block_logits(config.teacher, operands.teacher, block, tokens.teacher_temperature).logits
+    columns = _columns_of_logits(config, operands), operands.count_real(config)
+    return _block_logits(config.teacher, operands.teacher, block, tokens.teacher_temperature, *columns).logits
 
 
 def _tokens_of(block: Block, tokens: KlTokens) -> KlTokens:
     return block.take(tokens)._replace(active=block.active)
 
 
-def _forward(config: KlConfig, operands: Operands, tokens: KlTokens) -> tuple[Array, KlStatistics | BucketStatistics]:
+def _partials_of(logits: Array) -> Partial:
+    """The softmax of rows of logits as one group, `[1, rows]`: no order of sums is promised."""
+    return jax.tree.map(lambda x: x[None], partial_of_rows(logits, jnp.zeros_like(logits[:, 0]), with_gap=False))
+
+
+def _forward(
+    config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather
+) -> tuple[Array, KlStatistics | BucketStatistics]:
     def of_head(block: Block) -> tuple[Array, KlStatistics]:
         own = _tokens_of(block, tokens)
         logits = _student_logits(config, operands, block, own).logits, _teacher_logits(config, operands, block, own)
         # Behind the barrier, XLA sums up the rows of both alike: equal ones then have equal sums.
-        student, teacher = lax.optimization_barrier(tuple(map(normalizer_of_rows, logits)))
+        partials = gather(tuple(map(_partials_of, logits)))
+        student, teacher = lax.optimization_barrier(tuple(map(normalizer_of_groups, partials)))
         terms = terms_of(config, student.logprobs(logits[0]), teacher.logprobs(logits[1]))
-        return terms.value.sum(axis=1), KlStatistics(student, teacher, terms.slope.sum(axis=1))
+        sums = gather(jax.tree.map(lambda x: x.sum(axis=1)[None], terms))
+        value, slope = map(ascending_sum, sums)
+        return value, KlStatistics(student, teacher, slope)
 
     def of_listed(block: Block) -> tuple[Array, BucketStatistics]:
         own = _tokens_of(block, tokens)
@@ -113,34 +139,39 @@ def _gradients(
 ) -> Gradients:
     """Gradients of logits are rounded once, to the dtype of the student's operands; dW and db are summed in float32."""
     head, student = config.student, operands.student
-    dtype, axis, real = common_dtype(student.hidden, student.weight), head.vocab_axis, head.real_vocab_size
-    padding = head.vocab_size - real
+    dtype, axis = common_dtype(student.hidden, student.weight), head.vocab_axis
+    columns, is_real = _columns_of_logits(config, operands), _is_real(config, operands)
+    padding = head.vocab_size - columns
 
     def step(block: Block, so_far: Gradients) -> Gradients:
         own, (own_statistics, own_upstream) = _tokens_of(block, tokens), block.take((statistics, upstream))
         raw, logits = _student_logits(config, operands, block, own)
         slopes = _slopes(config, operands, block, own, own_statistics, logits)
-        exact = raw_gradients(config, raw, slopes, own, own_upstream, jnp.ones((), bool))
+        exact = raw_gradients(config, raw, slopes, own, own_upstream, is_real[None])
         # float16 needs a power of two, so that gradients near 1e-9 survive.
         scale = fp16_scale(jnp.max(jnp.abs(exact))) if dtype == jnp.float16 else jnp.ones((), jnp.float32)
         rounded = (exact * scale).astype(dtype)
         d_hidden, d_weight, d_bias = so_far
         if d_hidden is not None:
-            weight = lax.slice_in_dim(student.weight, 0, real, axis=axis)
+            weight = lax.slice_in_dim(student.weight, 0, columns, axis=axis)
+            if operands.real_columns is not None:
+                # Padding may hold anything, and 0·NaN is NaN.
+                weight = jnp.where(jnp.expand_dims(is_real, 1 - axis), weight, 0)
             d_hidden = block.store(d_hidden, wide_product(rounded, weight, (1, axis)) / scale)
         if d_weight is not None:
-            rows, columns = block.take_hidden(student.hidden), jnp.pad(rounded, ((0, 0), (0, padding)))
-            d_weight += wide_product(*((columns, rows) if axis == 0 else (rows, columns)), (0, 0)) / scale
+            rows, padded = block.take_hidden(student.hidden), jnp.pad(rounded, ((0, 0), (0, padding)))
+            d_weight += wide_product(*((padded, rows) if axis == 0 else (rows, padded)), (0, 0)) / scale
         if d_bias is not None:
             d_bias += jnp.pad(exact.sum(axis=0), (0, padding))
         return Gradients(d_hidden, d_weight, d_bias)
 
     start = Gradients(
-        jnp.zeros_like(student.hidden) if needs.hidden else None,
+        jnp.zeros_like(student.hidden, jnp.float32 if config.is_shard else None) if needs.hidden else None,
         jnp.zeros_like(student.weight, jnp.float32) if needs.weight else None,
         jnp.zeros(head.vocab_size, jnp.float32) if needs.bias else None,
     )
-    return fold_blocks(tokens.active, rows_of_block(config, operands), step, start).like(student)
+    done = fold_blocks(tokens.active, rows_of_block(config, operands), step, start).like(config, student)
+    return done._replace(hidden=done.hidden[None]) if config.is_shard and done.hidden is not None else done
 
 
 XLA = KlFunctions(_forward, _gradients)

@@ -15,6 +15,7 @@ from jax import lax
 from rlk_jax.core import transforms
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.shard import (
+    Gather,
     Shard,
     hidden_for_gradient,
     hidden_gradient_carrier,
@@ -28,7 +29,7 @@ from rlk_jax.core.shard import (
 from rlk_jax.core.softmax import values_of_no_tokens
 from rlk_jax.core.tokens import LinearLogp, RankedLogp, Tokens, upstream_gradients
 from rlk_jax.ops.linear_logp.options import HeadFunctions
-from rlk_jax.ops.linear_logp.ranking import Gather, Ranking, finished, ranking_of_no_tokens, with_ranking
+from rlk_jax.ops.linear_logp.ranking import Ranking, finished, ranking_of_no_tokens, with_ranking
 
 Array = jax.Array
 _NO_SECOND_DERIVATIVE = "linear_logp has no second derivative: its gradient cannot be differentiated again."

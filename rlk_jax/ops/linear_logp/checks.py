@@ -84,7 +84,7 @@ def check_call(
     rank = _checked_rank(inputs, options.weight_layout)
     check_dtypes(inputs, integers=("target_ids", "allowed_ids", "allowed_mask"))
     vocab_size = inputs.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
-    shard = checked_shard(options, vocab_size, vocab_start_index)
+    shard = checked_shard(options, vocab_size, options.global_vocab_size, vocab_start_index)
     covered = vocab_size if shard is None else vocab_size * shard.count
     check_vocabulary_options(covered, options.logit_softcap, options.ignore_index, options.global_vocab_size)
     check_memory_budget(options.memory_budget)

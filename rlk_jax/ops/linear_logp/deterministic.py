@@ -32,6 +32,7 @@ from rlk_jax.core.fixed_order import (
 from rlk_jax.core.gemm import fixed_order_gemm
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, real_columns
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
@@ -46,7 +47,7 @@ from rlk_jax.core.softmax import (
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import varying_like
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Target, add_columns, logps_of_statistics, no_columns
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Target, add_columns, logps_of_statistics, no_columns
 
 Array = jax.Array
 

@@ -35,10 +35,11 @@ from rlk_jax.core.hopper_kernels import RankingKernels
 from rlk_jax.core.hopper_plan import softmax_vocabulary, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice
 from rlk_jax.core.rows import Compacted
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.options import RankingFunctions
-from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Gather, Target, add_columns
+from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Target, add_columns
 
 Array = jax.Array
 _BYTES_OF_ROW = 192

@@ -12,6 +12,7 @@ from rlk_jax.core.devices import (
 )
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.core.shard import check_edges
+from rlk_jax.core.shard_checks import order_obstacles, shard_obstacles
 from rlk_jax.ops.linear_logp import hopper
 from rlk_jax.ops.linear_logp.deterministic import DETERMINISTIC
 from rlk_jax.ops.linear_logp.options import HeadFunctions
@@ -61,14 +62,6 @@ def _triton_obstacles(facts: CallFacts) -> list[str]:
     return triton_obstacles(facts) + _operand_obstacles(facts)
 
 
-def _xla_obstacles(facts: CallFacts) -> list[str]:
-    return ["promises no bits, which reduction='canonical' asks for"] if facts.config.sums_by_group else []
-
-
-def _reference_obstacles(facts: CallFacts) -> list[str]:
-    return ["needs the whole head, not a shard of its vocabulary"] if facts.config.is_shard else []
-
-
 ROWS = (
     Implementation(
         "mosaic",
@@ -95,7 +88,7 @@ ROWS = (
         meant_for=is_meant_for_triton,
         promises_bits=True,
     ),
-    Implementation("xla", partitioned(XLA), _xla_obstacles),
+    Implementation("xla", partitioned(XLA), order_obstacles),
     Implementation(
         "deterministic",
         partitioned(DETERMINISTIC, check_edges),
@@ -106,7 +99,7 @@ ROWS = (
         "reference",
         # XLA lays it out as any other products.
         HeadFunctions(REFERENCE.forward, REFERENCE.gradients, REFERENCE),
-        _reference_obstacles,
+        shard_obstacles,
         by_name_only="holds [N, V] logits: the gold of the tests",
     ),
 )

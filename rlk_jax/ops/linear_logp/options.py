@@ -14,9 +14,9 @@ import jax
 from rlk_jax.core.exports import exportable
 from rlk_jax.core.gemm import Gemm, WeightLayout
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
-from rlk_jax.core.shard import ShardOptions
+from rlk_jax.core.shard import Gather, ShardOptions
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Gather, Ranking, best_of_shards
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Ranking, best_of_shards
 
 Array = jax.Array
 
@@ -29,6 +29,7 @@ class HeadOptions(ShardOptions):
 
     logit_softcap: float | None = None
     ignore_index: int | None = None
+    global_vocab_size: int | None = None
     weight_layout: WeightLayout = "vd"
     return_lse: bool = False
     return_entropy: bool = False

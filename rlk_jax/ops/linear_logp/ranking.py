@@ -3,7 +3,6 @@
 Columns are compared by their logits alone, equal ones by their places, so that no order of the parts changes a bit.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core.head import RankingConfig
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import Statistics
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 
@@ -20,9 +20,6 @@ NO_TOKEN = -1
 
 BYTES_PER_RANKED_LOGIT = 20
 """float32 products, and where XLA sorts for a top-k, the logits and their columns before and after it."""
-
-Gather = Callable[[Any], Any]
-"""A function from the groups `[groups, ...]` of one shard to those of the whole vocabulary, in its order."""
 
 
 class Ranking(NamedTuple):

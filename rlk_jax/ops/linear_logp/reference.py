@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from rlk_jax.core.gemm import plain_gemm
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.reference import scaled_logits, values_of_logits
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
-from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns, Gather
+from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns
 
 
 def _raw_logits(config: HeadConfig, operands: Operands) -> jax.Array:

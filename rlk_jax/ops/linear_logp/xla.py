@@ -13,6 +13,7 @@ from jax import lax
 from rlk_jax.core.gemm import GemmLayout, common_dtype, wide_product
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, real_columns
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
@@ -31,7 +32,6 @@ from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunction
 from rlk_jax.ops.linear_logp.ranking import (
     BYTES_PER_RANKED_LOGIT,
     BestColumns,
-    Gather,
     Target,
     add_columns,
     logps_of_statistics,

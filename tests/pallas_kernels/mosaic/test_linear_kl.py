@@ -1,5 +1,7 @@
 """linear_kl by Mosaic's kernels, in Pallas' interpreter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,16 +10,19 @@ from jax import lax
 
 from pallas_kernels.mosaic.divergence_gradients import _gradient
 from rlk_jax import dispatch
+from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.head import Needs
 from rlk_jax.ops.linear_kl import hopper
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans, forward_plans
 from rlk_jax.ops.linear_kl.options import KlConfig, OneHeadConfig
 from tests.ops.linear_kl.test_bits import rows_of
+from tests.ops.linear_kl.test_shards import CASE
 from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
 from tests.support import divergences
 from tests.support.divergences import KINDS, Case, assert_found
 from tests.support.helpers import assert_same_bits, assert_within_contract, cover
 from tests.support.interpreter import MACHINE
+from tests.support.kl_shards import one_rank_after_another
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 _REAL = {"global_vocab_size": 300, "teacher_global_vocab_size": 300}
@@ -101,6 +106,19 @@ def test_bits(kind):
     assert_same_bits(actual._replace(values=actual.values[real], hidden=actual.hidden[real]), expected)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "count"), [("reverse", 2), ("jsd", 2), ("forward", 8)])
+def test_shards_have_the_bits_of_whole_heads(kind, count):
+    """With NaN in padding and masked rows. In make test, test_linear_kl_lowers (test_shard_map.py) has the types, and
+    test_same_bits_at_every_degree (tests/ops/linear_kl/test_shards.py) what shards of all implementations share.
+    """
+    case = of_kind(dataclasses.replace(CASE, dim=64, teacher_dim=64), kind)
+    problem = divergences.make(case, BF16)
+    expected = divergences.found(case, problem, "mosaic")
+    spoilt = with_anything_where_nothing_counts(problem, case)
+    assert_same_bits(one_rank_after_another(case, spoilt, "mosaic", count), expected)
+
+
 @cover(
     "kind, who",
     [("forward", "bias"), ("reverse", "teacher_bias")],
@@ -136,7 +154,7 @@ def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
     """The plan of a pass, for budgets that hold one chunk and more. A forward that copies no head has one slice."""
     head, needs = OneHeadConfig(131072, 131072, None, False, False, "vd"), Needs(True, True, False)
     for budget in (2**20, 2**28, 2**29, 2**31):
-        config = KlConfig("forward", 0.5, head, head, budget)
+        config = KlConfig("forward", 0.5, head, head, budget, column_groups(131072))
         forward = forward_plans(config, (4096, 2048), 4096)
         copies = forward_plans(config, (4096, 2056), 4096)
         backward = backward_plans(config, (4096, 2048), 4096, needs, BF16)

@@ -10,7 +10,9 @@ from rlk_jax.core import dispatch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.steps import make_mesh
-from tests.support import shards
+from tests.support import kl_shards, shards
+from tests.support.divergences import KINDS
+from tests.support.helpers import cover
 
 LOWERED = [
     (vocab, check_vma, *rest)
@@ -63,6 +65,25 @@ def test_the_most_probable_tokens_lower(check_vma, for_h200):
     options = {"return_top_k": 20, "return_target_rank": True, "return_entropy": False}
     program = shards.lowered("mosaic", 16000, check_vma=check_vma, reduction="sum", tokens=300, **options)
     assert "linear_logp_of_logits" in program
+
+
+KL_LOWERED = [
+    (kind, vocab, check_vma, reduction)
+    for kind in KINDS
+    for vocab in (16384, 16000)
+    for check_vma in (True, False)
+    for reduction in ("sum", "canonical")
+]
+KL_LOWERED_IN_MAKE_TEST = (("reverse", 16384, False, "sum"), ("jsd", 16000, True, "canonical"))
+
+
+# In make test, each vocabulary, check and reduction occurs once; the forward divergence is that of exchanged heads.
+@cover("kind, vocab, check_vma, reduction", KL_LOWERED, lambda *x: x in KL_LOWERED_IN_MAKE_TEST)
+def test_linear_kl_lowers(kind, vocab, check_vma, reduction, for_h200):
+    """The types of what is gathered and of what kernels write have to agree."""
+    program = kl_shards.lowered(kind, vocab, check_vma=check_vma, reduction=reduction)
+    assert {"sum": "reduce_scatter", "canonical": "all_to_all"}[reduction] in program
+    assert ("linear_kl_mixture" if kind == "jsd" else "linear_kl_partials") in program
 
 
 @pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])

@@ -21,6 +21,7 @@ from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.mesh import axis_names, evenly_spread
 from rlk_jax.core.partitioning import named_dimensions, partitioned_by_xla, without_effects
 from rlk_jax.core.shard import (
+    Gather,
     Shard,
     local_tokens,
     real_columns_of_shard,
@@ -30,7 +31,7 @@ from rlk_jax.core.shard import (
 )
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import Forward, HeadFunctions, LinearLogpFunctions, WeightLayout
-from rlk_jax.ops.linear_logp.ranking import Gather, Ranking
+from rlk_jax.ops.linear_logp.ranking import Ranking
 
 Array = jax.Array
 

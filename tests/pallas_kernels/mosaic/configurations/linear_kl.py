@@ -41,9 +41,11 @@ class TwoHeads:
     bias: bool = False
     layouts: tuple[str, str] = ("vd", "vd")
     dtypes: tuple[Any, Any] = (jnp.bfloat16, jnp.bfloat16)
+    shard: bool = False
+    """Whether the heads are one of eight shards."""
 
     def options(self, kernel: str, **others: Any) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("rows", "vocab", "softcap", "bias")}
+        own = {name: getattr(self, name) for name in ("rows", "vocab", "softcap", "bias", "shard")}
         layouts = {f"layout {i}": x for i, x in enumerate(self.layouts)}
         dtypes = {f"dtype {i}": jnp.dtype(x).name for i, x in enumerate(self.dtypes)}
         return {"kernel": kernel, **others, **own, **layouts, **dtypes}
@@ -55,7 +57,7 @@ class TwoHeads:
         def head(dim: int, layout: Any, dtype: Any) -> Problem:
             is_copied = layout == _COPIED
             own: dict[str, Any] = {"layout": "vd" if is_copied else layout, "copied": is_copied, "dtype": dtype}
-            return Problem(rows=self.rows, dim=dim, vocab=self.vocab, bias=self.bias, **own)
+            return Problem(rows=self.rows, dim=dim, vocab=self.vocab, bias=self.bias, shard=self.shard, **own)
 
         first, second = map(head, (512, 1024), self.layouts, self.dtypes)
         return first, second
@@ -139,7 +141,9 @@ def _mixture_may_spill(two: TwoHeads) -> Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every way to make logits with whole and ragged chunks, and every tile with every way to read both heads."""
+    """Every way to make logits with whole and ragged chunks and on shards, and every tile with every way to read both
+    heads.
+    """
     b, h = jnp.bfloat16, jnp.float16
     options = itertools.product((512,), (131072, 151936), (None, 30.0, 100.0), (False, True))
     problems = (
@@ -147,6 +151,8 @@ def configurations() -> Iterator[Configuration]:
         TwoHeads(rows=64, layouts=("dv", _COPIED), dtypes=(b, h)),
         TwoHeads(rows=128, layouts=(_COPIED, "vd"), dtypes=(h, b)),
         TwoHeads(layouts=("vd", "dv"), dtypes=(h, h)),
+        TwoHeads(shard=True),
+        TwoHeads(shard=True, softcap=30.0, bias=True, layouts=("vd", _COPIED)),
     )
     kernels = (partials, _mixture_may_spill, *map(gradients, get_args(Kind)))
     for kernel, two in itertools.product(kernels, problems):
