@@ -9,11 +9,13 @@ import pytest
 
 import rlk_jax
 from rlk_jax import linear_kl
+from tests.ops.linear_kl import test_shards
 from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
 from tests.support import divergences
 from tests.support.divergences import KINDS, Case, assert_found
 from tests.support.helpers import assert_same_bits, assert_within_contract
+from tests.support.kl_shards import one_rank_after_another
 
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -135,6 +137,26 @@ def test_bits(kind, dtype):
             assert_same_bits(x[real], e[index[real]])
         if name.startswith("masked"):
             assert_same_bits((actual.weight, actual.bias), (expected.weight, expected.bias))
+
+
+_OF_SHARDS = {**test_shards.CASE.options, "global_vocab_size": 8180, "teacher_global_vocab_size": 8180}
+SHARDS = dataclasses.replace(
+    test_shards.CASE, lead=(300,), dim=192, teacher_dim=128, vocab=8192, teacher_vocab=8192, options=_OF_SHARDS
+)
+
+
+@DTYPES
+@every_kind
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_ranks_have_the_bits_of_whole_heads(kind, dtype, count):
+    """One after the other on one GPU; and at the same time, where there are as many."""
+    case = of_kind(SHARDS, kind)
+    problem = divergences.make(case, dtype)
+    expected = divergences.found(case, problem, "mosaic")
+    spoilt = with_anything_where_nothing_counts(problem, case)
+    assert_same_bits(one_rank_after_another(case, spoilt, "mosaic", count), expected)
+    if jax.device_count() >= count:
+        assert_same_bits(test_shards.found(case, spoilt, "mosaic", count, reduction="canonical"), expected)
 
 
 @every_kind

@@ -44,7 +44,7 @@ CASE = Case(
 
 
 def mesh_of(degree: int) -> Mesh:
-    return Mesh(np.asarray(jax.devices("cpu")[:degree]), ("tp",))
+    return Mesh(np.asarray(jax.devices()[:degree]), ("tp",))
 
 
 VOCABULARY = ("weight", "teacher_weight", "bias", "teacher_bias")
