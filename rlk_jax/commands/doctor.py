@@ -4,15 +4,18 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call as triton_call
+from rlk_jax.commands import import_model
 from rlk_jax.commands.advice import advice, this_machine
 from rlk_jax.core.dispatch import TypicalCall
-from rlk_jax.core.packages import installed_version
+from rlk_jax.core.packages import MODEL_PACKAGES, installed_version, missing_packages
+from rlk_jax.grpo.extras import TRAINER_PACKAGES
 from rlk_jax.ops import OPS, explain
 
 PACKAGES = (
@@ -21,6 +24,14 @@ PACKAGES = (
     *("jax-triton", "triton", "torch"),
 )
 """The packages whose versions are reported, apart from rlk-jax."""
+NEEDS: dict[str, tuple[str, Sequence[str]]] = {
+    "rlk check": ("", ()),
+    "rlk grpo, rlk sft": ("grpo", TRAINER_PACKAGES),
+    "rlk generate": ("grpo", MODEL_PACKAGES),
+    "rlk import-model": ("import", import_model.IMPORT_PACKAGES),
+    "torch_bridge": ("torch", ("torch", "flatbuffers")),
+}
+"""For each part of the project, the extra that it needs, and the packages that must be there."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,8 +42,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def report() -> dict[str, Any]:
-    """Everything that `rlk doctor` prints: versions, what the CUDA and Triton kernels are built with or lack, devices,
-    for each op the implementation that would run its typical call, with the reasons why no other would, and advice.
+    """Everything that `rlk doctor` prints: versions, what the CUDA and Triton kernels are built with or lack, what
+    installs the extra of each part that is not ready, devices, for each op the implementation that would run its
+    typical call, with the reasons why no other would, and advice.
 
     Where JAX has no backend, the report has an "error" instead of devices and ops.
     """
@@ -41,6 +53,7 @@ def report() -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in ("rlk-jax", *PACKAGES)},
         "cuda": build.why_missing() or build.state(),
         "triton": triton_call.why_missing() or triton_call.pair(),
+        "needs": {name: _missing_extra(*needs) for name, needs in NEEDS.items()},
     }
     try:
         found: dict[str, Any] = {**versions, "devices": _devices(), "ops": _decisions()}
@@ -57,6 +70,7 @@ def run(as_json: bool) -> int:
         json.dump(found, sys.stdout, indent=2)
         print()
         return 1 if "error" in found else 0
+    from rich.markup import escape
     from rich.table import Table
 
     from rlk_jax.core.terminal import OutputConsole
@@ -70,6 +84,17 @@ def run(as_json: bool) -> int:
     for device in found.get("devices", ()):
         machine.add_row(f"device {device['id']}", f"{device['platform']}: {device['kind']}")
     console = OutputConsole()
+    if found["advice"]:
+        faults = Table("what is wrong", "what mends it", title="what to do next")
+        for row in found["advice"]:
+            faults.add_row(row["fault"], row["mend"])
+        console.print(faults)
+    else:
+        console.print("No fault was found on this machine.")
+    ready = Table("what", "ready", title="what can be used")
+    for name, install in found["needs"].items():
+        ready.add_row(name, escape(f"no: {install}") if install else "yes")
+    console.print(ready)
     console.print(machine)
     if "error" in found:
         print(f"rlk doctor: {found['error']}", file=sys.stderr)
@@ -79,14 +104,12 @@ def run(as_json: bool) -> int:
         for name, reasons in decision["reasons"].items():
             table.add_row(name, "by name" if name in decision["by_name"] else "no", "; ".join(reasons))
         console.print(table)
-    if found["advice"]:
-        table = Table("what is wrong", "what mends it", title="what to do next")
-        for row in found["advice"]:
-            table.add_row(row["fault"], row["mend"])
-        console.print(table)
-    else:
-        console.print("Nothing is left to do on this machine.")
     return 1 if "error" in found else 0
+
+
+def _missing_extra(extra: str, packages: Sequence[str]) -> str | None:
+    """The command that installs an extra; None where all of these packages are there."""
+    return f'pip install "rlk-jax[{extra}]"' if missing_packages(packages) else None
 
 
 def _devices() -> list[dict[str, Any]]:

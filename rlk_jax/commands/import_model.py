@@ -54,6 +54,10 @@ class Gguf:
         return {**name, "local_files_only": True}
 
 
+IMPORT_PACKAGES = ("gguf", "transformers", "torch", *MODEL_PACKAGES)
+"""All of the extra `import` that the command imports."""
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `import-model`."""
     parser = subparsers.add_parser("import-model", help=_DESCRIPTION, description=_DESCRIPTION)
@@ -78,7 +82,7 @@ def import_model(path: Path, directory: Path, dtype: str) -> str:
     converted; the directory is then as it was.
     """
     _check_paths(path, directory)
-    require_packages(("gguf", "transformers", "torch", *MODEL_PACKAGES), extra="import")
+    require_packages(IMPORT_PACKAGES, extra="import")
     from rlk_jax.models import config_of
 
     try:

@@ -90,12 +90,12 @@ def test_this_machine_is_described(monkeypatch):
 
 
 @pytest.mark.parametrize("has_fault", [True, False])
-def test_doctor_prints_it_last(has_fault, capsys, monkeypatch):
+def test_doctor_prints_it_first(has_fault, capsys, monkeypatch):
     found = [module.Advice("The disk is full.", "rm x")] if has_fault else []
     monkeypatch.setattr("rlk_jax.commands.doctor.advice", lambda machine: found)
     assert cli.main(["doctor"]) == 0
-    last = capsys.readouterr().out.rsplit("\n\n", 1)[-1]
-    assert ("The disk is full." in last and "rm x" in last) if has_fault else "Nothing is left to do" in last
+    first = capsys.readouterr().out.partition("what can be used")[0]
+    assert ("The disk is full." in first and "rm x" in first) if has_fault else "No fault was found" in first
 
 
 def test_a_source_tree_that_is_not_installed(monkeypatch):

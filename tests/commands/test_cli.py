@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -41,6 +42,14 @@ def test_doctor_names_what_the_cuda_kernels_are_built_with(missing, capsys, monk
     monkeypatch.setattr(build, "state", lambda: "built with nvcc 13.0.88")
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cuda"] == (missing or "built with nvcc 13.0.88")
+
+
+def test_doctor_says_which_commands_are_ready(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r'rlk grpo, rlk sft +│ no: pip install "rlk-jax\[grpo\]"', printed)
+    assert re.search(r"rlk generate +│ yes", printed)
 
 
 def test_doctor_prints_tables(capsys):
