@@ -4,8 +4,7 @@ from typing import Any
 
 from rlk_jax.core.checks import check_memory_budget
 from rlk_jax.core.dispatch import log
-from rlk_jax.ops import explain
-from rlk_jax.ops.linear_logp.implementations import TYPICAL
+from rlk_jax.ops import OPS, explain
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._patch_point import PatchPoint
 
@@ -33,7 +32,8 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
     """
     patch_points = _patch_points_of(name)
     if implementation is not None:
-        explain("linear_logp", *TYPICAL.arguments, implementation=implementation)
+        typical: Any = OPS["linear_logp"].typical
+        explain("linear_logp", *typical.arguments, implementation=implementation)
     check_memory_budget(memory_budget)
     options = {"implementation": implementation, "memory_budget": memory_budget}
     version = patch_points[0].checked_version()
