@@ -14,8 +14,9 @@ def scaled_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -> j
     counts = columns < config.real_vocab_size
     if tokens.allowed is not None:
         counts &= is_allowed(tokens.allowed, columns)
-        # What a column that is not allowed holds must not reach the gradient.
-        logits = jnp.where(counts, logits, 0)
+        # What a column that is not allowed holds must not reach the gradient, nor what a row holds that is not active,
+        # which is allowed all columns.
+        logits = jnp.where(counts & tokens.active[:, None], logits, 0)
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
     logits = logits / tokens.temperature[:, None]

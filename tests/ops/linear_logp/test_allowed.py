@@ -127,15 +127,17 @@ def test_the_target_alone(implementation):
 
 @every_implementation
 def test_what_is_not_allowed_may_be_nan_or_infinite(implementation):
-    """The softcap's derivative is formed from the logit, and 0·NaN is NaN."""
+    """The softcap's derivative is formed from the logit, and 0·NaN is NaN. An ignored row is allowed every column."""
     problem = helpers.make(EVERYTHING, jnp.float32)
     allowed = allowed_of(EVERYTHING, problem)
     bad = np.setdiff1d(np.arange(0, 290, 3), np.asarray(problem.target_ids))
     allowed[:, bad] = False
+    problem = problem._replace(target_ids=problem.target_ids.at[3].set(-1))
+    given = {"allowed_mask": mask_of(allowed), "ignore_index": -1}
     broken = np.asarray(problem.bias).copy()
     broken[bad] = np.resize([np.nan, np.inf, -np.inf], len(bad))
     found, expected = (
-        outputs(EVERYTHING, problem._replace(bias=bias), implementation, allowed_mask=mask_of(allowed))
+        outputs(EVERYTHING, problem._replace(bias=bias), implementation, **given)
         for bias in (jnp.asarray(broken), problem.bias)
     )
     assert_same_bits(found, expected)
