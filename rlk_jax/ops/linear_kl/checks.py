@@ -94,13 +94,20 @@ def _names_of_teacher(inputs: KlInputs, options: KlOptions) -> tuple[str, str]:
             inputs.teacher_hidden is not None or inputs.teacher_weight is not None,
             "linear_kl needs a teacher: teacher_hidden and teacher_weight, or teacher_ids and teacher_logps.",
         )
-        return "teacher_hidden", "teacher_weight"
+        return _both(inputs, "teacher_hidden", "teacher_weight")
     listed, unset = ("teacher_ids", "teacher_logps"), asdict(KlOptions())
     given = [name for name, x in inputs._asdict().items() if x is not None and name not in listed]
     given += [name for name, x in asdict(options).items() if x != unset[name]]
     of_head = [name for name in given if name.startswith("teacher_")]
     require(not of_head, f"teacher_ids and teacher_logps replace a teacher's head: leave out {', '.join(of_head)}.")
-    return listed
+    return _both(inputs, *listed)
+
+
+def _both(inputs: KlInputs, *names: str) -> tuple[str, str]:
+    """Both names of arrays that make a teacher together."""
+    missing = [name for name in names if getattr(inputs, name) is None]
+    require(not missing, f"{' and '.join(names)} go together: {', '.join(missing)} is None.")
+    return names[0], names[1]
 
 
 def _as_arrays(inputs: KlInputs, names_of_teacher: tuple[str, str]) -> KlInputs:

@@ -34,7 +34,6 @@ BAD = {
     "budget": ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, such as 2**30, got 0."),
     "no array": ({"teacher_hidden": [1.0]}, "teacher_hidden must be a JAX or NumPy array, got builtins.list."),
     "a shape": ({"hidden": jax.ShapeDtypeStruct((2, 3, 8), jnp.float32)}, "hidden is a ShapeDtypeStruct: use"),
-    "no teacher": ({"teacher_weight": None}, "teacher_weight must be a JAX or NumPy array, got builtins.NoneType."),
     "scalar": ({"hidden": jnp.ones(())}, "hidden must be [*lead, D], got a scalar."),
     "teacher's scalar": ({"teacher_hidden": jnp.ones(())}, "teacher_hidden must be [*lead, D], got a scalar."),
     "one dim": ({"lm_head_weight": WEIGHT[0]}, "lm_head_weight must be 2-D, got shape (8,)."),
@@ -87,7 +86,11 @@ BAD = {
     ),
     "half a list": (
         LISTED | {"teacher_logps": None},
-        "teacher_logps must be a JAX or NumPy array, got builtins.NoneType.",
+        "teacher_ids and teacher_logps go together: teacher_logps is None.",
+    ),
+    "half a head": (
+        {"teacher_weight": None},
+        "teacher_hidden and teacher_weight go together: teacher_weight is None.",
     ),
     "list shapes": (
         LISTED | {"teacher_logps": jnp.zeros((2, 3))},
