@@ -333,7 +333,7 @@ def write(
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "timing": timing,
-        "packages": doctor.report()["packages"],
+        "packages": doctor.package_versions(),
         "rows": [asdict(r) for r in rows],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")

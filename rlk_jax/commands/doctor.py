@@ -50,7 +50,7 @@ def report() -> dict[str, Any]:
     """
     versions = {
         "python": platform.python_version(),
-        "packages": {name: installed_version(name) for name in ("rlk-jax", *PACKAGES)},
+        "packages": package_versions(),
         "cuda": build.why_missing() or build.state(),
         "triton": triton_call.why_missing() or triton_call.pair(),
         "needs": {name: _missing_extra(*needs) for name, needs in NEEDS.items()},
@@ -61,6 +61,11 @@ def report() -> dict[str, Any]:
         found = {**versions, "error": str(problem)}
     platforms = frozenset(x["platform"] for x in found.get("devices", ()))
     return {**found, "advice": [x._asdict() for x in advice(this_machine(platforms))]}
+
+
+def package_versions() -> dict[str, str | None]:
+    """The versions of rlk-jax and of `PACKAGES`, None for those that are not installed."""
+    return {name: installed_version(name) for name in ("rlk-jax", *PACKAGES)}
 
 
 def run(as_json: bool) -> int:
