@@ -14,7 +14,7 @@ from pallas_kernels.triton import call as triton_call
 from rlk_jax.commands import import_model
 from rlk_jax.commands.advice import advice, this_machine
 from rlk_jax.core.dispatch import TypicalCall
-from rlk_jax.core.packages import MODEL_PACKAGES, installed_version, missing_packages
+from rlk_jax.core.packages import MODEL_PACKAGES, install_command, installed_version, missing_packages
 from rlk_jax.grpo.extras import TRAINER_PACKAGES
 from rlk_jax.ops import OPS, explain
 
@@ -114,7 +114,7 @@ def run(as_json: bool) -> int:
 
 def _missing_extra(extra: str, packages: Sequence[str]) -> str | None:
     """The command that installs an extra; None where all of these packages are there."""
-    return f'pip install "rlk-jax[{extra}]"' if missing_packages(packages) else None
+    return install_command(extra) if missing_packages(packages) else None
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -27,8 +27,13 @@ def require_extra(module: str, packages: Iterable[str], *, extra: str) -> None:
     """Raise ImportError where packages that a module imports are not installed; an extra of rlk-jax brings them."""
     if missing := missing_packages(packages):
         raise ImportError(
-            f'{module} needs {", ".join(missing)}, of rlk-jax\'s extra `{extra}`: pip install "rlk-jax[{extra}]"'
+            f"{module} needs {', '.join(missing)}, of rlk-jax's extra `{extra}`: {install_command(extra)}"
         )
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of rlk-jax."""
+    return f'pip install "rlk-jax[{extra}]"'
 
 
 def _is_installed(package: str) -> bool:
