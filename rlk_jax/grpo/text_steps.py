@@ -3,9 +3,7 @@ the host between them.
 """
 
 import functools
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -262,10 +260,6 @@ def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarra
 
 def save_hf(config: RunConfig, policy: Policy, params: nnx.State, directory: Path | str) -> None:
     """Write the policy as a checkpoint, in the dtype that it computed in, with the tokenizer of the given model. The
-    directory, which may be there if it is empty, appears whole.
+    weights, which appear last and whole, replace those that an earlier end of the same run wrote.
     """
-    directory = Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as beside:
-        models.save(policy.model(params), written := Path(beside) / "model", like=config.model)
-        os.replace(written, directory)
+    models.save(policy.model(params), directory, like=config.model)

@@ -403,9 +403,12 @@ def audited():
 
 @pytest.fixture
 def signal_at(audited, monkeypatch):
-    """Call it with an event and a name. The trainer is imported again, so that its import is an event."""
+    """Call it with an event and a name. The trainer is imported again, so that its import is an event, and the first
+    one is put back everywhere.
+    """
 
     def arm(event: str, name: str) -> None:
+        monkeypatch.setattr("rlk_jax.grpo.trainer", trainer)
         monkeypatch.delitem(sys.modules, "rlk_jax.grpo.trainer")
         _signal_at.append((event, name))
 

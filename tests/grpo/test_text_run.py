@@ -149,11 +149,14 @@ def test_a_resumed_run_has_the_same_bits(finished, files, tmp_path, monkeypatch)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
 
 
-def test_a_finished_run_may_write_its_model_again(finished, files, tmp_path, capsys, monkeypatch):
-    """It is no other run's, nor another directory."""
+def test_a_finished_run_may_write_its_model_again(finished, files, tmp_path, capsys):
+    """Another run may not, nor may it write to another directory that holds something."""
     folder, saved = finished
-    monkeypatch.setattr("rlk_jax.grpo.trainer.train", lambda *given: 0)
+    weights = saved / "model.safetensors"
+    trained = weights.read_bytes()
+    weights.write_bytes(b"damaged")
     assert tiny.run_here(*command(files, folder.path, save_hf=saved), "--resume") == 0
+    assert weights.read_bytes() == trained
     assert tiny.run_here(*command(files, tmp_path / "out", save_hf=saved)) == 2
     assert tiny.run_here(*command(files, folder.path, save_hf=files[0]), "--resume") == 2
     assert capsys.readouterr().err.splitlines() == [
