@@ -96,10 +96,14 @@ def _terms_of_mixture(beta: float, p: Array, q: Array, difference: Array) -> Ter
 
 
 def _log_mixture(own: Array, other: Array, d: Array) -> Array:
-    """ln(own + other·eᵈ) for two shares whose sum is 1; exactly 0 for d = 0."""
+    """ln(own + other·eᵈ) for two shares whose sum is 1; exactly 0 for d = 0.
+
+    The sum of two positive terms keeps the digits of a result far from 0. A small share of the other leaves the result
+    near 0 however far apart the two are, and there only log1p keeps them.
+    """
     near = jnp.log1p(rounded_product(other, jnp.expm1(d)))
     far = jnp.log(own + rounded_product(other, jnp.exp(d)))
-    return jnp.where(d < -1, far, near)
+    return jnp.where((d < -1) & (other >= own), far, near)
 
 
 class Slopes(NamedTuple):
