@@ -6,21 +6,13 @@ Logits z are scaled to y = z·log2(e), so that exponentials are powers of two. a
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pallas_kernels.hopper.arrays import LogitsConfig
+from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
 from pallas_kernels.hopper.tiles import Machine, statistics_tile
 
 Kind = Literal["forward", "reverse", "jsd"]
 """D(teacher ‖ student), D(student ‖ teacher), or the divergence of both from their mixture."""
 EMPTY_SHIFT = -1e30
 """The shift of columns of which none is possible. It is finite, so that the difference of two is no NaN."""
-
-
-@dataclass(frozen=True)
-class TwoLogits:
-    """How the products with both heads become logits. Both have one vocabulary."""
-
-    a: LogitsConfig
-    b: LogitsConfig
 
 
 class HeadRows(NamedTuple):
@@ -34,6 +26,18 @@ class HeadRows(NamedTuple):
     weight: Any
     bias: Any
     temperature: Any
+
+
+@dataclass(frozen=True)
+class TwoSlices:
+    """One slice of two heads of one vocabulary, a and b: how the products with each become logits, what its logits are
+    made of, where the slice lies, and the machine that a kernel runs on.
+    """
+
+    logits: tuple[LogitsConfig, LogitsConfig]
+    heads: tuple[HeadRows, HeadRows]
+    where: VocabSlice
+    machine: Machine
 
 
 class DivergencePartials(NamedTuple):

@@ -14,14 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
+from pallas_kernels.hopper.arrays import LogitsConfig
 from pallas_kernels.hopper.divergence import (
     EMPTY_SHIFT,
     DivergencePartials,
     HeadRows,
     MixtureSums,
     RowNormalizer,
-    TwoLogits,
+    TwoSlices,
 )
 from pallas_kernels.hopper.tiles import THREADS, Machine
 from pallas_kernels.logits import LN_2, LOG2_E
@@ -76,10 +76,7 @@ def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
 
 def _over_chunks(
     name: str,
-    logits: TwoLogits,
-    machine: Machine,
-    where: VocabSlice,
-    heads: tuple[HeadRows, HeadRows],
+    two: TwoSlices,
     rows: Any,
     out: Any,
     sums_of: Callable[[tuple[HeadRows, HeadRows], Any, Array, Array], Callable[[Any, list[Array]], Any]],
@@ -90,7 +87,7 @@ def _over_chunks(
     `sums_of(heads, rows, row, width)` loads what it needs and returns what gives the sums of one strip, from its first
     column and the products with both heads.
     """
-    vocabulary = logits.a.head.vocabulary
+    vocabulary = two.logits[0].head.vocabulary
 
     def finish(refs: TwoHeadsArguments, block: Block, over_strips: Callable[[Step], Any], _: Ref) -> None:
         chunk, width = chunk_and_width(vocabulary, refs.where_gmem, block)
@@ -103,17 +100,10 @@ def _over_chunks(
         for ref, value in zip(refs.out_gmem, over_strips(step), strict=True):
             ref[chunk, pl.ds(block.row, WARPGROUP_ROWS)] = value
 
-    over_two_heads(name, logits, machine, where, heads, rows, out, out[0].shape[0], finish)
+    over_two_heads(name, two, rows, out, out[0].shape[0], finish)
 
 
-def divergence_partials(
-    logits: TwoLogits,
-    machine: Machine,
-    where: VocabSlice,
-    a: HeadRows,
-    b: HeadRows,
-    out: DivergencePartials,
-) -> None:
+def divergence_partials(two: TwoSlices, out: DivergencePartials) -> None:
     """Write the partials of D(a ‖ b) over one slice of chunks into the references `out [chunks, rows]`.
 
     Rows of `out` hold whole tiles. Those behind the last tile with a row that counts are not written.
@@ -138,7 +128,7 @@ def divergence_partials(
 
         def add(first: Any, products: list[Array]) -> DivergencePartials:
             (y_a, exp_a, shift_a, total_a), (y_b, exp_b, shift_b, total_b) = (
-                of_head(*x, first) for x in zip((logits.a, logits.b), products, scales, strict=True)
+                of_head(*x, first) for x in zip(two.logits, products, scales, strict=True)
             )
             difference = (y_b - y_a) + over_columns(shift_b - shift_a, FEW_COLUMNS)
             cross = jnp.where(exp_a == 0, 0.0, exp_a * difference).sum(axis=1)
@@ -149,7 +139,7 @@ def divergence_partials(
 
         return add
 
-    _over_chunks("linear_kl_partials", logits, machine, where, (a, b), (), out, sums_of, _joined)
+    _over_chunks("linear_kl_partials", two, (), out, sums_of, _joined)
 
 
 def _joined(x: DivergencePartials, y: DivergencePartials) -> DivergencePartials:
@@ -169,13 +159,7 @@ def _joined(x: DivergencePartials, y: DivergencePartials) -> DivergencePartials:
 
 
 def mixture_sums(
-    logits: TwoLogits,
-    share: float,
-    machine: Machine,
-    where: VocabSlice,
-    heads: tuple[HeadRows, HeadRows],
-    normalizers: tuple[RowNormalizer, RowNormalizer],
-    out: MixtureSums,
+    two: TwoSlices, share: float, normalizers: tuple[RowNormalizer, RowNormalizer], out: MixtureSums
 ) -> None:
     """Write the sums of the generalised Jensen-Shannon divergence over one slice of chunks into the references
     `out [chunks, rows]`. `share` is that of b, the teacher, in the mixture.
@@ -192,7 +176,7 @@ def mixture_sums(
         def add(first: Any, products: list[Array]) -> MixtureSums:
             log_a, log_b = (
                 masked(of_head[0], log_probability(*of_head), width - first, -jnp.inf)
-                for of_head in zip((logits.a, logits.b), products, scales, known, strict=True)
+                for of_head in zip(two.logits, products, scales, known, strict=True)
             )
             p, q = jnp.exp2(log_a), jnp.exp2(log_b)
             # Both may be −∞, whose difference is NaN.
@@ -204,7 +188,7 @@ def mixture_sums(
 
         return add
 
-    _over_chunks("linear_kl_mixture", logits, machine, where, heads, normalizers, out, sums_of, _added)
+    _over_chunks("linear_kl_mixture", two, normalizers, out, sums_of, _added)
 
 
 def log_probability(logits: LogitsConfig, values: Array, scale: Array, normalizer: RowNormalizer) -> Array:

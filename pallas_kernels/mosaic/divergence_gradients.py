@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.arrays import VocabSlice
-from pallas_kernels.hopper.divergence import GradientFactors, HeadRows, Kind, RowNormalizer, TwoLogits
-from pallas_kernels.hopper.tiles import COLUMNS, Machine
+from pallas_kernels.hopper.divergence import GradientFactors, Kind, RowNormalizer, TwoSlices
+from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.logits import LN_2, LOG2_E
 from pallas_kernels.mosaic.divergence import NEAR, SERIES, log_mixtures, log_probability, polynomial
 from pallas_kernels.mosaic.main_loop import ROW, STRIPS_IN_FLIGHT, WARPGROUP_ROWS, Block, over_columns, row_vector
@@ -29,12 +28,9 @@ Ref = Any
 
 
 def divergence_gradients(
-    logits: TwoLogits,
+    two: TwoSlices,
     kind: Kind,
     share: float,
-    machine: Machine,
-    where: VocabSlice,
-    heads: tuple[HeadRows, HeadRows],
     normalizers: tuple[RowNormalizer, RowNormalizer],
     factors: GradientFactors,
     out: Any,
@@ -44,7 +40,7 @@ def divergence_gradients(
 
     Student comes first, teacher second. `share` is the teacher's in the mixture.
     """
-    vocabulary = logits.a.head.vocabulary
+    vocabulary = two.logits[0].head.vocabulary
 
     def finish(refs: TwoHeadsArguments, block: Block, over_strips: Callable[[Step], Any], staging_smem: Ref) -> None:
         row, (known_gmem, factors_gmem) = block.row, refs.rows_gmem
@@ -56,15 +52,15 @@ def divergence_gradients(
 
         def gradient(first: Any, products: list[Array]) -> Array:
             log_p, log_q = (
-                log_probability(*of_head) for of_head in zip((logits.a, logits.b), products, scales, known, strict=True)
+                log_probability(*of_head) for of_head in zip(two.logits, products, scales, known, strict=True)
             )
             found = _gradient(kind, share, log_p, log_q, over_columns(slope, FEW_COLUMNS))
             # The weight is loaded here rather than before the products: with a softcap, registers would spill.
             found = found * over_columns(row_vector(factors_gmem.weight, row), FEW_COLUMNS)
-            derivative = softcapped(products[0], logits.a.softcap)[1]
+            derivative = softcapped(products[0], two.logits[0].softcap)[1]
             found = found if derivative is None else found * derivative
             found = jnp.where(over_columns(counts, FEW_COLUMNS), found, 0.0).astype(out.dtype)
-            return masked(logits.a, found, width - first, 0)
+            return masked(two.logits[0], found, width - first, 0)
 
         def step(strip: Strip, _: Any) -> tuple[()]:
             def store(strip_smem: Ref) -> None:
@@ -72,14 +68,14 @@ def divergence_gradients(
                 store_rows(strip_smem, refs.out_gmem, row, columns)
 
             values = gradient(strip.first, strip.products)
-            wait_for_place(machine)
+            wait_for_place(two.machine)
             store_strip(staging_smem.at[block.warpgroup, strip.number % STRIPS_IN_FLIGHT], values, store)
             return ()
 
         over_strips(step)
 
-    of_slice = where, heads, (normalizers, factors), out, out.shape[1] // COLUMNS
-    over_two_heads("linear_kl_gradients", logits, machine, *of_slice, finish, out.dtype)
+    rows, slice_chunks = (normalizers, factors), out.shape[1] // COLUMNS
+    over_two_heads("linear_kl_gradients", two, rows, out, slice_chunks, finish, out.dtype)
 
 
 def _gradient(kind: Kind, share: float, log_p: Array, log_q: Array, total: Array) -> Array:

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
-from pallas_kernels.hopper.divergence import STORED_COLUMNS, HeadRows, TwoLogits, stored_tiles
-from pallas_kernels.hopper.tiles import COLUMNS, Machine, Tile, statistics_tile
+from pallas_kernels.hopper.divergence import STORED_COLUMNS, HeadRows, TwoSlices, stored_tiles
+from pallas_kernels.hopper.tiles import COLUMNS, Tile, statistics_tile
 from pallas_kernels.mosaic.main_loop import Block, Product, multiply
 from pallas_kernels.mosaic.statistics import column_bias, product_with_head, with_bias
 
@@ -55,10 +55,7 @@ Step = Callable[[Strip, Any], Any]
 
 def over_two_heads(
     name: str,
-    logits: TwoLogits,
-    machine: Machine,
-    where: VocabSlice,
-    heads: tuple[HeadRows, HeadRows],
+    two: TwoSlices,
     rows: Any,
     out: Any,
     slice_chunks: int,
@@ -72,7 +69,7 @@ def over_two_heads(
     them, calls `step` for each strip and returns what the last one did. With a store_dtype it may store strips of 32
     columns through shared memory. rows is a tree of arrays, out one of references.
     """
-    row_count = heads[0].hidden.shape[0]
+    row_count = two.heads[0].hidden.shape[0]
     tile = statistics_tile(row_count)
 
     def finish_tile(refs: TwoHeadsArguments, block: Block, product: Callable[[], Array], staging_smem: Ref) -> None:
@@ -111,12 +108,13 @@ def over_two_heads(
         def operands_of(refs: TwoHeadsArguments) -> tuple[Ref, Ref]:
             return refs.heads_gmem[number].hidden, refs.heads_gmem[number].weight
 
-        of_product = heads[number].hidden, heads[number].weight, None, slice_chunks, finish_tile
+        own = two.heads[number]
+        of_product = own.hidden, own.weight, None, slice_chunks, finish_tile
         return product_with_head(name, config.head, tile, *of_product, store_dtype, FEW_COLUMNS, operands_of)
 
-    first, second = (product_of(*x) for x in enumerate((logits.a, logits.b)))
-    tiles = jax.new_ref(lax.empty(stored_tiles(row_count, machine), jnp.float32))
-    multiply(replace(first, second=second), machine, TwoHeadsArguments(where, heads, tiles, rows, out))
+    first, second = (product_of(*x) for x in enumerate(two.logits))
+    tiles = jax.new_ref(lax.empty(stored_tiles(row_count, two.machine), jnp.float32))
+    multiply(replace(first, second=second), two.machine, TwoHeadsArguments(two.where, two.heads, tiles, rows, out))
 
 
 def _place_of_tile(tile: Tile, block: Block) -> Array:

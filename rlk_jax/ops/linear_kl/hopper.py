@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.arrays import Softmax
-from pallas_kernels.hopper.divergence import DivergencePartials, MixtureSums, RowNormalizer, TwoLogits
+from pallas_kernels.hopper.divergence import DivergencePartials, MixtureSums, RowNormalizer
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.logits import LN_2
 from rlk_jax.core.devices import default_machine
@@ -29,7 +29,7 @@ from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.hopper_backward import DivergenceStatistics, student_gradients
 from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
-from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, RowsOfHead, both_rows
+from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, RowsOfHead, both_rows, two_slices
 from rlk_jax.ops.linear_kl.options import KlConfig, KlFunctions, KlTokens, Operands, dims_of
 
 Array = jax.Array
@@ -84,7 +84,7 @@ def _from_one(
         a, b = both.slices(chunks, index)
         if config.kind == "forward":
             a, b = b, a
-        use.divergence_partials(TwoLogits(a.logits, b.logits), machine, a.part.where, a.rows, b.rows, out)
+        use.divergence_partials(two_slices(a, b, machine), out)
 
     over_slices(plans.student, step)
     groups = use.fold_divergence(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
@@ -110,9 +110,8 @@ def _from_mixture(
     out = MixtureSums(*(jax.new_ref(lax.empty(shape, jnp.float32)) for _ in MixtureSums._fields))
 
     def step(chunks: ChunkRange, index: Any) -> None:
-        own, other = both.slices(chunks, index)
-        logits, heads = TwoLogits(own.logits, other.logits), (own.rows, other.rows)
-        use.mixture_sums(logits, config.beta, machine, own.part.where, heads, (student, teacher), out)
+        two = two_slices(*both.slices(chunks, index), machine)
+        use.mixture_sums(two, config.beta, (student, teacher), out)
 
     over_slices(plans.student, step)
     groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)

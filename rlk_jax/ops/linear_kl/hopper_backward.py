@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.divergence import GradientFactors, RowNormalizer, TwoLogits
+from pallas_kernels.hopper.divergence import GradientFactors, RowNormalizer
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core import head as one_head
 from rlk_jax.core.devices import default_machine
@@ -18,7 +18,7 @@ from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.softmax import fp16_scale, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans
-from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, both_rows
+from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, both_rows, two_slices
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -66,10 +66,9 @@ def student_gradients(
 
     def step(chunks: ChunkRange, index: Any) -> None:
         student, teacher = both.slices(chunks, index)
-        logits, heads = TwoLogits(student.logits, teacher.logits), (student.rows, teacher.rows)
         out = jax.new_ref(lax.empty((plans.student.matrix_rows, chunks.width * COLUMNS), dtype))
-        of_slice = (machine, student.part.where, heads, (known.student, known.teacher), factors)
-        use.divergence_gradients(logits, config.kind, config.beta, *of_slice, out)
+        two, normalizers = two_slices(student, teacher, machine), (known.student, known.teacher)
+        use.divergence_gradients(two, config.kind, config.beta, normalizers, factors, out)
         written.add(use, machine, chunks, student.part, fusion_barrier(jax.freeze(out)))
 
     over_slices(plans.student, step)

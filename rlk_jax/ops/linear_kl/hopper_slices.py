@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from pallas_kernels.hopper.arrays import LogitsConfig, VocabSlice
+from pallas_kernels.hopper.arrays import LogitsConfig
 from pallas_kernels.hopper.divergence import (
     DivergencePartials,
     GradientFactors,
@@ -13,7 +13,7 @@ from pallas_kernels.hopper.divergence import (
     Kind,
     MixtureSums,
     RowNormalizer,
-    TwoLogits,
+    TwoSlices,
 )
 from pallas_kernels.hopper.tiles import Machine
 from rlk_jax.core.head import Operands
@@ -32,16 +32,7 @@ Array = jax.Array
 class KlKernels(HeadKernels, Protocol):
     """The kernels that linear_kl needs beside those of a head; `pallas_kernels.mosaic.head_kernels` has them."""
 
-    def divergence_partials(
-        self,
-        logits: TwoLogits,
-        machine: Machine,
-        where: VocabSlice,
-        a: HeadRows,
-        b: HeadRows,
-        out: DivergencePartials,
-        /,
-    ) -> None: ...
+    def divergence_partials(self, two: TwoSlices, out: DivergencePartials, /) -> None: ...
 
     def fold_divergence(
         self, partials: DivergencePartials, groups: int, active: Array, machine: Machine, /
@@ -49,11 +40,8 @@ class KlKernels(HeadKernels, Protocol):
 
     def mixture_sums(
         self,
-        logits: TwoLogits,
+        two: TwoSlices,
         share: float,
-        machine: Machine,
-        where: VocabSlice,
-        heads: tuple[HeadRows, HeadRows],
         normalizers: tuple[RowNormalizer, RowNormalizer],
         out: MixtureSums,
         /,
@@ -61,12 +49,9 @@ class KlKernels(HeadKernels, Protocol):
 
     def divergence_gradients(
         self,
-        logits: TwoLogits,
+        two: TwoSlices,
         kind: Kind,
         share: float,
-        machine: Machine,
-        where: VocabSlice,
-        heads: tuple[HeadRows, HeadRows],
         normalizers: tuple[RowNormalizer, RowNormalizer],
         factors: GradientFactors,
         out: Any,
@@ -82,6 +67,11 @@ class SliceOfHead(NamedTuple):
     part: HeadSlice
     logits: LogitsConfig
     rows: HeadRows
+
+
+def two_slices(a: SliceOfHead, b: SliceOfHead, machine: Machine) -> TwoSlices:
+    """One slice of both, for a kernel."""
+    return TwoSlices((a.logits, b.logits), (a.rows, b.rows), a.part.where, machine)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pallas_kernels.hopper.divergence import (
     Kind,
     MixtureSums,
     RowNormalizer,
-    TwoLogits,
+    TwoSlices,
 )
 from pallas_kernels.mosaic import divergence
 from pallas_kernels.mosaic.divergence_gradients import divergence_gradients
@@ -62,9 +62,10 @@ class TwoHeads:
         first, second = map(head, (512, 1024), self.layouts, self.dtypes)
         return first, second
 
-    @property
-    def logits(self) -> TwoLogits:
-        return TwoLogits(*(LogitsConfig(head.head, self.softcap) for head in self.heads))
+    def slices(self, where: Any, heads: Any) -> TwoSlices:
+        """What a kernel is given, of these arguments."""
+        first, second = (LogitsConfig(head.head, self.softcap) for head in self.heads)
+        return TwoSlices((first, second), heads, where, MACHINE)
 
     def arguments(self) -> dict[str, Any]:
         """What all kernels take."""
@@ -88,7 +89,7 @@ def partials(two: TwoHeads) -> Configuration:
 
     def run(where: Any, heads: Any) -> DivergencePartials:
         out = two.new_sums(DivergencePartials)
-        divergence.divergence_partials(two.logits, MACHINE, where, *heads, out)
+        divergence.divergence_partials(two.slices(where, heads), out)
         return jax.tree.map(jax.freeze, out)
 
     return Configuration(two.options("partials of a divergence"), run, two.arguments())
@@ -99,7 +100,7 @@ def mixture(two: TwoHeads) -> Configuration:
 
     def run(where: Any, heads: Any, normalizers: Any) -> MixtureSums:
         out = two.new_sums(MixtureSums)
-        divergence.mixture_sums(two.logits, 0.5, MACHINE, where, heads, normalizers, out)
+        divergence.mixture_sums(two.slices(where, heads), 0.5, normalizers, out)
         return jax.tree.map(jax.freeze, out)
 
     return Configuration(two.options("sums of a mixture"), run, {**two.arguments(), "normalizers": two.normalizers()})
@@ -115,7 +116,7 @@ def gradients(kind: Any) -> Callable[[TwoHeads], Configuration]:
 
         def run(where: Any, heads: Any, normalizers: Any, factors: GradientFactors) -> Any:
             out = head.new_dlogits()
-            divergence_gradients(two.logits, kind, 0.5, MACHINE, where, heads, normalizers, factors, out)
+            divergence_gradients(two.slices(where, heads), kind, 0.5, normalizers, factors, out)
             return jax.freeze(out)
 
         factors = GradientFactors(head.vector(), head.vector())
