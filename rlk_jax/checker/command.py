@@ -163,6 +163,8 @@ def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckR
                 reports += _all_of(options, device, spec, dtype)
             except Unusable as error:
                 refused = error
+            # Thousands of programs of a CPU would take all memory mappings that a process may have.
+            jax.clear_caches()
     if not reports:
         raise refused
     return reports

@@ -717,6 +717,15 @@ def test_a_page_and_a_table_say_what_failed(tmp_path, capsys):
     assert 'class="bad">FAIL' in page.read_text() and "relative norm" in page.read_text()
 
 
+def test_a_run_of_many_checks_lets_go_of_its_programs(capsys):
+    """A process that kept the programs of all ops would crash for want of memory mappings."""
+    client = jax.devices("cpu")[0].client
+    jax.clear_caches()
+    before = len(client.live_executables())
+    assert cli.main(["check", "--all", "--op", "logp", "--dtype", "fp32", "--candidate", "reference"]) == 0
+    assert len(client.live_executables()) <= before
+
+
 def test_rl_kernels_contract_is_looser():
     """RL-Kernel's tolerances let log-probs pass that were rounded to bfloat16."""
     rounded = lambda logits, ids: planted.logp(logits, ids).astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
