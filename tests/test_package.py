@@ -9,6 +9,7 @@ import sys
 import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 import rlk_jax
 import rlk_jax.checker
@@ -16,6 +17,7 @@ import rlk_jax.grpo
 import torch_bridge
 from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo import extras
+from torch_bridge import clients
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -69,6 +71,14 @@ def test_packages_that_commands_ask_for_are_those_of_the_extra():
     assert imported_packages("nn", "models") - plain == set(MODEL_PACKAGES)
     assert imported_packages("grpo") - plain < {x.partition(".")[0] for x in extras.TRAINER_PACKAGES}
     assert set(extras.TRAINER_PACKAGES) == grpo
+
+
+def test_the_extra_brings_the_versions_of_trl_that_the_bridge_knows():
+    """Others would be refused by `torch_bridge.install`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (trl,) = [x for x in map(Requirement, project["optional-dependencies"]["clients"]) if x.name == "trl"]
+    taken = tuple(f"1.{minor}" for minor in range(100) if trl.specifier.contains(f"1.{minor}.0"))
+    assert not trl.specifier.contains("2.0") and {taken} == {point.versions for point in clients.trl.PATCH_POINTS}
 
 
 @pytest.mark.parametrize(("module", "missing"), [("rlk_jax.nn", "flax"), ("rlk_jax.models", "flax, tokenizers")])
