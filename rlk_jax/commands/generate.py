@@ -1,14 +1,17 @@
 """`rlk generate`: the text that a checkpoint writes behind a prompt, as it is drawn."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo.config import BadInput
@@ -17,7 +20,7 @@ from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.usage import Throughput
 
 if TYPE_CHECKING:
-    from rlk_jax.models import Tokenizer
+    from rlk_jax.models import RecordedToken, Tokenizer
 
 _DESCRIPTION = "Print the text that a model writes behind a prompt, token by token."
 
@@ -41,7 +44,49 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--kind", choices=("stock", "invariant"), default="stock", help="the model's layers (default: %(default)s)")
     help_text = "what weights are rounded to and layers compute in (default: %(default)s)"
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help=help_text)
+    help_text = "write tokens, log-probs and what each token was drawn among, as an .npz of NumPy"
+    add("--record", type=Path, metavar="FILE", help=help_text)
     parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What is known of a completion: what --record writes."""
+
+    prompt_ids: list[int]
+    temperature: float
+    """That of log-probs."""
+    tokens: "list[RecordedToken]" = field(default_factory=list)
+
+    def kept(self, drawn: "Iterable[RecordedToken]") -> Iterator[int]:
+        """The ids of tokens, which are added to the record as they are drawn."""
+        for token in drawn:
+            self.tokens.append(token)
+            yield token.id
+
+    def write(self, path: Path) -> None:
+        """Write the arrays that docs/models.md explains, by their names there."""
+        arrays: dict[str, Any] = {
+            "prompt_ids": np.array(self.prompt_ids, np.int32),
+            "ids": np.array([token.id for token in self.tokens], np.int32),
+            "logps": np.array([token.logp for token in self.tokens], np.float32),
+            "temperature": self.temperature,
+        }
+        if self.tokens:
+            allowed = jax.tree.map(lambda *x: np.stack(x), *(token.allowed for token in self.tokens))
+            arrays |= {name: x for name, x in allowed._asdict().items() if x is not None}
+        with path.open("wb") as file:
+            np.savez(file, **arrays)
+
+
+class _Begun(NamedTuple):
+    """A completion before its first token is drawn."""
+
+    tokenizer: "Tokenizer"
+    drawn: Iterator[int]
+    """The tokens, which are drawn as they are asked for."""
+    record: _Record | None
+    """Where they are recorded, if they are."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,21 +95,26 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         with shortage_is_bad_input("--max-new-tokens and --dtype decide how much it takes"):
-            _print_text(*_begun(options))
+            begun = _begun(options)
+            _print_text(begun.tokenizer, begun.drawn)
+        if begun.record is not None:
+            begun.record.write(options.record)
         return 0
     except KeyboardInterrupt:
         print(file=sys.stderr)  # The shell's own prompt begins a line.
         return 130
 
 
-def _begun(options: argparse.Namespace) -> tuple["Tokenizer", Iterator[int]]:
-    """The checkpoint's tokenizer, and the tokens that will be drawn. Raises BadInput for what cannot work."""
+def _begun(options: argparse.Namespace) -> _Begun:
+    """The completion that the options ask for. Raises BadInput for what cannot work."""
     if not options.prompt:
         raise BadInput("--prompt is empty")
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed must be at least 0 and less than {2**32}, got {options.seed}")
     if not options.model.is_dir():
         raise BadInput(f"--model {options.model} is no directory")
+    if options.record is not None:
+        _check_writable(options.record)
     # Imported here so that `rlk generate --help` does not wait for flax.
     require_packages(MODEL_PACKAGES, extra="grpo")
     from rlk_jax import models
@@ -72,12 +122,22 @@ def _begun(options: argparse.Namespace) -> tuple["Tokenizer", Iterator[int]]:
     try:
         sampling = models.Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         tokenizer = models.load_tokenizer(options.model)
-        prompt_ids = jnp.asarray(_prompt_ids(tokenizer, options), jnp.int32)
+        prompt_ids = _prompt_ids(tokenizer, options)
         model = models.load(options.model, dtype=options.dtype, kind=options.kind)
+        asked = model, jnp.asarray(prompt_ids, jnp.int32), jax.random.key(options.seed)
         limits = {"max_new_tokens": options.max_new_tokens, "stop_ids": tokenizer.stop_ids}
-        return tokenizer, models.stream(model, prompt_ids, jax.random.key(options.seed), sampling=sampling, **limits)
+        if options.record is None:
+            return _Begun(tokenizer, models.stream(*asked, sampling=sampling, **limits), None)
+        record = _Record(prompt_ids, sampling.scored_temperature)
+        return _Begun(tokenizer, record.kept(models.stream_recorded(*asked, sampling=sampling, **limits)), record)
     except ValueError as error:
         raise BadInput(str(error)) from error
+
+
+def _check_writable(path: Path) -> None:
+    """A file can be written there, over what it may hold. Raises BadInput."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadInput(f"--record: cannot write to {path}")
 
 
 def _prompt_ids(tokenizer: "Tokenizer", options: argparse.Namespace) -> list[int]:

@@ -13,7 +13,7 @@ from rlk_jax.models.checkpoint import load, save  # noqa: E402
 from rlk_jax.models.config import ModelConfig, UnsupportedModel, config_of, read_config  # noqa: E402
 from rlk_jax.models.decoder import CausalLM, LogitsHead  # noqa: E402
 from rlk_jax.models.drawing import Sampling  # noqa: E402
-from rlk_jax.models.sampling import Completions, sample, stream  # noqa: E402
+from rlk_jax.models.sampling import Completions, RecordedToken, sample, stream, stream_recorded  # noqa: E402
 from rlk_jax.models.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Completions",
     "LogitsHead",
     "ModelConfig",
+    "RecordedToken",
     "Sampling",
     "Tokenizer",
     "UnsupportedModel",
@@ -31,4 +32,5 @@ __all__ = [
     "sample",
     "save",
     "stream",
+    "stream_recorded",
 ]

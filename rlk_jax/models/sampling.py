@@ -50,6 +50,16 @@ class Completions[Logps](NamedTuple):
         return AllowedTokens(self.allowed_ids, self.allowed_mask)
 
 
+class RecordedToken(NamedTuple):
+    """A token, and what `sample` records of it."""
+
+    id: int
+    logp: Float32[np.ndarray, ""]
+    """The log-prob that it was drawn with."""
+    allowed: AllowedTokens
+    """What it was drawn among, as `[k]` ids or `[words]`; neither where this was every token."""
+
+
 class _Drawn(NamedTuple):
     """How far sampling has come: how many tokens each row may have, its last one, whether it has stopped, and all of
     them.
@@ -135,7 +145,7 @@ def _next_token(
     return *sampling.draw(own, model.lm_head.capped(products)), products
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "sampling"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("graph", "sampling", "is_recorded"), donate_argnames="cache")
 def _with_drawn(
     graph: nnx.GraphDef[CausalLM],
     state: nnx.State,
@@ -146,11 +156,17 @@ def _with_drawn(
     index: Int[Array, ""],
     *,
     sampling: Sampling,
-) -> tuple[Int[Array, "1"], Cache]:
-    """Token `index`, drawn behind these tokens, and the cache with these added."""
+    is_recorded: bool,
+) -> tuple[Int[Array, "1"], tuple[Float32[Array, "1"], AllowedTokens] | None, Cache]:
+    """Token `index`, drawn behind these tokens; its log-prob and what it was drawn among, if they are asked for; and
+    the cache with these tokens added.
+    """
     model = nnx.merge(graph, state)
     hidden, cache = model.extend(tokens, jnp.zeros(1, jnp.int32), cache, start)
-    return _next_token(model, sampling, hidden[:, -1], keys, index)[0], cache
+    hidden = hidden[:, -1]
+    token, allowed, products = _next_token(model, sampling, hidden, keys, index)
+    recorded = (logps_of(model, sampling)(hidden, products, token, allowed), allowed) if is_recorded else None
+    return token, recorded, cache
 
 
 def stream(
@@ -168,10 +184,33 @@ def stream(
     One program takes the prompt, another one each token. A model of stock layers may round in them otherwise than in
     `sample`; the tokens of an invariant one are the same.
     """
+    prompt = _checked_prompt(model, prompt_ids, key, max_new_tokens, stop_ids)
+    return (token for token, _ in _streamed(model, *prompt, max_new_tokens, sampling, stop_ids, is_recorded=False))
+
+
+def stream_recorded(
+    model: CausalLM,
+    prompt_ids: Int[Array, "P"],
+    key: PRNGKeyArray,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = _AT_ONE,
+    stop_ids: Sequence[int] = (),
+) -> Iterator[RecordedToken]:
+    """The tokens of `stream`, each with the log-prob and the allowed tokens that `sample` records of it."""
+    prompt = _checked_prompt(model, prompt_ids, key, max_new_tokens, stop_ids)
+    streamed = _streamed(model, *prompt, max_new_tokens, sampling, stop_ids, is_recorded=True)
+    return (RecordedToken(token, *jax.tree.map(lambda x: np.asarray(x)[0], recorded)) for token, recorded in streamed)
+
+
+def _checked_prompt(
+    model: CausalLM, prompt_ids: Int[Array, "P"], key: PRNGKeyArray, max_new_tokens: int, stop_ids: Sequence[int]
+) -> tuple[Int[Array, "1 P"], PRNGKeyArray]:
+    """The prompt and its key as a batch of one, after all that `stream` is given has been checked."""
     tokens, keys = jnp.asarray(prompt_ids)[None], key[None]
     _check_prompts(model, tokens, jnp.zeros(1, jnp.int32), keys)
     _check_tokens_asked_for(model, max_new_tokens, stop_ids)
-    return _streamed(model, tokens, keys, max_new_tokens, sampling, stop_ids)
+    return tokens, keys
 
 
 def _streamed(
@@ -181,17 +220,19 @@ def _streamed(
     max_new_tokens: int,
     sampling: Sampling,
     stop_ids: Sequence[int],
-) -> Iterator[int]:
-    """The tokens of `stream`, whose inputs have been checked."""
+    *,
+    is_recorded: bool,
+) -> Iterator[tuple[int, Any]]:
+    """The tokens of `stream`, whose inputs have been checked, and what `_with_drawn` gives beside each."""
     graph, state = nnx.split(model)
     # A program makes each of its results anew; to be donated, the arrays of a cache must be different ones.
     cache = jax.jit(model.empty_cache, static_argnums=(0, 1))(1, tokens.shape[1] + max_new_tokens)
-    start = 0
+    start, draw = 0, functools.partial(_with_drawn, graph, sampling=sampling, is_recorded=is_recorded)
     for index in range(max_new_tokens):
         place = jnp.int32(start), keys, jnp.int32(index)
         start += tokens.shape[1]
-        token, cache = _with_drawn(graph, state, tokens, cache, *place, sampling=sampling)
-        yield int(token[0])
+        token, recorded, cache = draw(state, tokens, cache, *place)
+        yield int(token[0]), recorded
         if int(token[0]) in stop_ids:
             return
         tokens = token[:, None]

@@ -9,10 +9,11 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-from rlk_jax import cli, models
+from rlk_jax import cli, linear_logp, models
 from tests.models.test_tokenizer import change
 from tests.models.tiny import CHATML, FAMILIES, SIZES, make_tokenizer
 
@@ -58,6 +59,43 @@ def test_the_text_is_that_of_sample(checkpoint, capsys, arguments, sampling, mes
     count = int(found.lengths[0])
     assert printed == "".join(tokenizer.stream(found.ids[0, :count].tolist())) + "\n" and len(printed) > 4
     assert re.fullmatch(rf"{count} tokens, \d+\.\d tokens/s\n", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed", "temperature"),
+    [
+        (["--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"], "allowed_ids", 0.8),
+        (["--temperature", "2", "--top-p", "0.5"], "allowed_mask", 2),
+        pytest.param([], None, 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_record_gives_its_log_probs_again(checkpoint, capsys, tmp_path, arguments, allowed, temperature):
+    """They have the bits of linear_logp on the hidden states of the whole sequence. In `make test`, the cases that
+    truncate and test_temperature_0_takes_the_largest_logit stand for a temperature of 0.
+    """
+    path = tmp_path / "record"
+    asked = ["--model", checkpoint, "--prompt", "17 + 26 =", "--max-new-tokens", 6, "--kind", "invariant"]
+    assert generate(*asked, *arguments, "--record", path) == 0
+    record, tokenizer = np.load(path), models.load_tokenizer(checkpoint)
+    ids = record["ids"]
+    assert capsys.readouterr().out == "".join(tokenizer.stream(ids.tolist())) + "\n" and len(ids) > 1
+    assert record["prompt_ids"].tolist() == tokenizer.chat([{"role": "user", "content": "17 + 26 ="}])
+    assert record["temperature"] == temperature
+    given = {name: record[name] for name in ("allowed_ids", "allowed_mask") if name in record}
+    assert list(given) == [x for x in [allowed] if x]
+    model = models.load(checkpoint, kind="invariant")
+    whole = jnp.concatenate([record["prompt_ids"], ids])[None]
+    hidden = nnx.jit(lambda model, whole: model(whole))(model, whole[:, :-1])[0, -len(ids) :]
+    how = {"temperature": temperature, "implementation": "deterministic", **given}
+    logps = linear_logp(hidden, model.lm_head.weight[...], ids, **how)
+    np.testing.assert_array_equal(logps, record["logps"])
+    assert np.all(record["logps"] < 0)
+
+
+def test_a_record_of_no_tokens_is_empty(checkpoint, tmp_path):
+    path = tmp_path / "record.npz"
+    assert generate("--model", checkpoint, "--prompt", "17", "--max-new-tokens", 0, "--record", path) == 0
+    assert np.load(path)["ids"].shape == np.load(path)["logps"].shape == (0,)
 
 
 INTERRUPTED = """
@@ -128,6 +166,8 @@ def assert_refused(capsys, directory, message, **changes):
         ({"model": "/nowhere"}, "--model /nowhere is no directory"),
         ({"seed": -1}, "--seed must be at least 0 and less than 4294967296, got -1"),
         ({"seed": 2**32}, "--seed must be at least 0 and less than 4294967296, got 4294967296"),
+        ({"record": "/nowhere/record"}, "--record: cannot write to /nowhere/record"),
+        ({"record": "/"}, "--record: cannot write to /"),
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer of at least 0, got -1."),
         ({"temperature": -0.5}, "temperature must be 0 or a positive finite number, got -0.5."),
         ({"temperature": "nan"}, "temperature must be 0 or a positive finite number, got nan."),
