@@ -116,7 +116,7 @@ def runnable(spec: OpSpec, problem: Problem) -> list[str]:
         return []
     decision = rlk_jax.explain(spec.function, *abstract(problem), **problem.options)
     names = [x for x in IMPLEMENTATIONS if x == decision.choice or x in decision.by_name]
-    return names + (["bridge"] if plugins.has_torch() and hasattr(plugins.bridge(), spec.function) else [])
+    return names + (["bridge"] if plugins.bridge_has(spec.function) else [])
 
 
 def abstract(problem: Problem) -> list[Any]:

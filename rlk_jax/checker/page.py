@@ -69,7 +69,7 @@ def _cells(row: Sequence[str]) -> list[str]:
 
 def _candidate_details(report: OperatorCheckReport, candidate: CandidateReport) -> str:
     """A section with every check of one candidate. It is open where one failed."""
-    head = ("check", "shape", "dtype", "max abs", "of its tolerance", "errors", "why", "verdict")
+    head = ("check", "shape", "dtype", "max abs", "of its tolerance", "errors", "compared", "verdict")
     checks = [(case.case_name, x) for case in candidate.cases for x in case.outputs]
     table = html_table(head, (_check_cells(name, x) for name, x in checks))
     title = f"{report.suite_name}, {candidate.candidate_name}, {candidate.cases[0].dtype}"

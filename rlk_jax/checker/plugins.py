@@ -6,6 +6,7 @@ so it looks torch_bridge up here, by name and when it is asked for. Nothing else
 
 import importlib
 import importlib.util
+import pkgutil
 from types import ModuleType
 
 from rlk_jax.checker.options import Unusable
@@ -14,6 +15,15 @@ from rlk_jax.checker.options import Unusable
 def has_torch() -> bool:
     """Whether PyTorch is installed, which torch_bridge needs."""
     return importlib.util.find_spec("torch") is not None
+
+
+def bridge_has(op: str) -> bool:
+    """Whether torch_bridge can give this op here. Each of its ops has a module of its own; none is imported, for torch
+    would be, which takes seconds.
+    """
+    found = importlib.util.find_spec("torch_bridge")
+    assert found is not None, "it comes in one package with rlk_jax"
+    return has_torch() and op in {x.name for x in pkgutil.iter_modules(found.submodule_search_locations)}
 
 
 def bridge(part: str = "") -> ModuleType:

@@ -4,7 +4,7 @@ The verdict is "passed" only where everything passed. Pass rates are for informa
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ class OutputCheck:
     """The output's name, "gradient:<input>", or a label before it such as "invariance:<arrangement>:<result>"."""
     passed: bool
     message: str = ""
+    """What was compared, and by what; or what went wrong in the place of it."""
     shape: tuple[int, ...] = ()
     candidate_dtype: str = "none"
     gold_dtype: str = "float64"
@@ -41,11 +42,14 @@ class OutputCheck:
     def __str__(self) -> str:
         label = f" {self.name}" if ":" in self.name else ""
         message = f" {self.message}" if self.message else ""
-        return (
-            f"output={self.output_index}{label}{message} shape={self.shape} dtype={self.candidate_dtype} "
-            f"max_abs={self.max_abs_error:.8e} mean_abs={self.mean_abs_error:.8e} max_rel={self.max_rel_error:.8e} "
-            f"tol=(atol={self.atol:.3e}, rtol={self.rtol:.3e}) passed={self.passed}"
+        measured = (
+            f" shape={self.shape} dtype={self.candidate_dtype} max_abs={self.max_abs_error:.8e} "
+            f"mean_abs={self.mean_abs_error:.8e} max_rel={self.max_rel_error:.8e} "
+            f"tol=(atol={self.atol:.3e}, rtol={self.rtol:.3e})"
         )
+        if self.measure == "none":  # Nothing could be compared.
+            measured = ""
+        return f"output={self.output_index}{label}{message}{measured} passed={self.passed}"
 
 
 def _json(x: Any) -> Any:
@@ -144,11 +148,11 @@ class OperatorCheckReport:
 
     def lines(self) -> Iterator[str]:
         """The report as text, with a line for each check."""
-        yield f"suite={self.suite_name} passed={self.passed} pass_rate={self.pass_rate:.4f}"
+        yield f"suite={self.suite_name} passed={self.passed} {_rate_text(self.candidates, 'candidates')}"
         for candidate in self.candidates:
             yield (
                 f"candidate={candidate.candidate_name} backend={candidate.backend} passed={candidate.passed} "
-                f"pass_rate={candidate.pass_rate:.4f}"
+                f"{_rate_text(candidate.outputs, 'checks')}"
             )
             if candidate.invariance not in ("checked", "not asked for"):
                 yield f"  invariance is not checked: {candidate.invariance}"
@@ -156,5 +160,10 @@ class OperatorCheckReport:
                 yield from (f"  case={case.case_name} {x}" for x in case.outputs)
 
 
-def _rate(checks: Any) -> float:
+def _rate(checks: Sequence[Any]) -> float:
     return sum(x.passed for x in checks) / max(len(checks), 1)
+
+
+def _rate_text(checks: Sequence[Any], what: str) -> str:
+    """The share that passed, and of what it is one."""
+    return f"pass_rate={_rate(checks):.4f} ({sum(x.passed for x in checks)} of {len(checks)} {what})"

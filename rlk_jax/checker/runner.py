@@ -270,7 +270,7 @@ def compare(index: int, name: str, actual: np.ndarray, gold: np.ndarray, bound: 
         index,
         name,
         passed=used <= 1,
-        message=_why(a, g, expected, norm_error, used, bound),
+        message=_compared(a, g, expected, norm_error, used, bound),
         shape=actual.shape,
         candidate_dtype=str(actual.dtype),
         gold_dtype=str(gold.dtype),
@@ -300,17 +300,19 @@ def _ratio(error: float, allowed: float) -> float:
     return float(error / allowed) if allowed else math.inf if error else 0.0
 
 
-def _why(a: np.ndarray, g: np.ndarray, expected: np.ndarray, norm_error: float, used: float, bound: Bound) -> str:
-    """Why a comparison failed, or no text where it passed."""
-    if used <= 1:
-        return ""
+def _compared(a: np.ndarray, g: np.ndarray, expected: np.ndarray, norm_error: float, used: float, bound: Bound) -> str:
+    """What was compared, in words: the number that the bound holds for, or the first number that is out of place."""
     strange = ~expected & (~(np.isfinite(a) & np.isfinite(g)) | (bound == _EXACT))
-    if strange.any():
+    if used > 1 and strange.any():
         i = tuple(map(int, np.argwhere(strange)[0]))
         return f"{a[i]} instead of {g[i]} at {i}"
+    if bound == _EXACT:
+        return "equal"
     if bound.measure == "norm":
         return f"relative norm {norm_error:.1e} of at most {bound.rtol:.1e}"
-    return "other bits" if bound.measure == "bits" else f"{used:.1f} times what is allowed"
+    if bound.measure == "bits":
+        return "same bits" if used <= 1 else "other bits"
+    return f"{used:.2g} times what is allowed"
 
 
 def _histogram(error: np.ndarray, size: np.ndarray) -> tuple[int, ...]:

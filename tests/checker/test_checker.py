@@ -19,7 +19,7 @@ import torch
 
 import torch_bridge
 from rlk_jax import cli
-from rlk_jax.checker import Sizes, assert_op, contract, gold
+from rlk_jax.checker import Sizes, assert_op, contract, gold, plugins
 from rlk_jax.checker.candidates import Candidate, of_function
 from rlk_jax.checker.inputs import MODES, Draw
 from rlk_jax.checker.op_spec import OpSpec, Output
@@ -30,8 +30,9 @@ from tests.support import helpers, planted
 
 ROOT = pathlib.Path(__file__).parents[2]
 LINE = re.compile(
-    r"  case=\S+ output=\d+( \S.*)? shape=\([\d, ]*\) dtype=\w+ max_abs=\d\.\d{8}e[+-]\d+ mean_abs=\d\.\d{8}e[+-]\d+ "
-    r"max_rel=\d\.\d{8}e[+-]\d+ tol=\(atol=\d\.\d{3}e[+-]\d+, rtol=\d\.\d{3}e[+-]\d+\) passed=True"
+    r"  case=\S+ output=\d+( \S+:\S+)? (relative norm \S+ of at most \S+|same bits) shape=\([\d, ]*\) dtype=\w+ "
+    r"max_abs=\d\.\d{8}e[+-]\d+ mean_abs=\d\.\d{8}e[+-]\d+ max_rel=\d\.\d{8}e[+-]\d+ "
+    r"tol=\(atol=\d\.\d{3}e[+-]\d+, rtol=\d\.\d{3}e[+-]\d+\) passed=True"
 )
 SMALL = ("--batch", "1", "--seq", "2", "--vocab", "17")
 PLANTED = {
@@ -460,10 +461,26 @@ def test_lines(candidate, backend, capsys):
     given = ["--op", "logp", "--candidate", candidate, "--device", "cpu", "--dtype", "fp32", *SMALL]
     assert cli.main(["check", *given]) == 0
     suite, named, *lines = capsys.readouterr().out.splitlines()
-    assert suite == "suite=logp passed=True pass_rate=1.0000"
-    assert named == f"candidate={candidate} backend={backend} passed=True pass_rate=1.0000"
-    assert lines and all(LINE.fullmatch(line) for line in lines)
-    assert lines[0].startswith("  case=logp-fp32-1x2x17 output=0 shape=(1, 2) dtype=float32 max_abs=")
+    assert suite == "suite=logp passed=True pass_rate=1.0000 (1 of 1 candidates)"
+    assert named == f"candidate={candidate} backend={backend} passed=True pass_rate=1.0000 (2 of 2 checks)"
+    assert all(LINE.fullmatch(line) for line in lines)
+    accuracy, bits = lines
+    assert re.match(r"  case=logp-fp32-1x2x17 output=0 relative norm \S+ of at most 4.0e-07 shape=\(1, 2\) ", accuracy)
+    assert bits.startswith("  case=logp-fp32-1x2x17 output=0 deterministic:logp same bits ")
+
+
+def test_a_line_says_what_was_compared(capsys):
+    """Where nothing could be compared, it holds no numbers. A rate says what it is a share of."""
+    given = ["check", "--op", "logp", "--candidate", "tests.checker.test_checker:_raises", *SMALL]
+    assert cli.main(given) == 1
+    suite, candidate, line = capsys.readouterr().out.splitlines()
+    assert suite.endswith("pass_rate=0.0000 (0 of 1 candidates)")
+    assert candidate.endswith("pass_rate=0.0000 (0 of 1 checks)")
+    said = r"raised RuntimeError: out of luck \(test_checker.py:\d+\)"
+    assert re.fullmatch(rf"  case=logp-fp32-1x2x17 output=0 fault:forward {said} passed=False", line)
+    x = np.float32([1.25])
+    assert compare(0, "x", x, x - 0.25, contract.Bound(0.5, 0.0, "element")).message == "0.5 times what is allowed"
+    assert compare(0, "x", x, x, contract.Bound(0.0, 0.0, "element")).message == "equal"
 
 
 def test_json_is_the_report(capsys):
@@ -656,6 +673,14 @@ def test_an_op_that_the_bridge_lacks(monkeypatch, capsys):
     monkeypatch.delattr(torch_bridge, "logp")
     assert cli.main(["check", "--op", "logp", "--candidate", "bridge"]) == 2
     assert "torch_bridge has no logp" in capsys.readouterr().err
+
+
+def test_a_list_needs_no_torch(monkeypatch, capsys):
+    """Its import takes seconds. The ops that the list gives to the bridge are those that it has."""
+    monkeypatch.setattr(plugins, "bridge", None)
+    assert cli.main(["check", "--list", "--json"]) == 0
+    for op, facts in json.loads(capsys.readouterr().out).items():
+        assert ("bridge" in facts["candidates"]) == hasattr(torch_bridge, SPECS[op].function)
 
 
 def test_list(capsys):
