@@ -22,6 +22,8 @@ class PromptRows(NamedTuple):
     """Every other key of the file, with one value per row: None where a row lacks it."""
     lines: list[int]
     """The line of the file that each row comes from, for messages."""
+    lacking: dict[str, list[int]]
+    """For each column, the lines of the file that lack it."""
 
 
 def read_rows(path: Path) -> PromptRows:
@@ -38,6 +40,7 @@ def read_rows(path: Path) -> PromptRows:
         prompts=[row["prompt"] for row in rows],
         columns={name: [row.get(name) for row in rows] for name in names},
         lines=[line for line, _ in found],
+        lacking={name: [line for line, row in found if name not in row] for name in names},
     )
 
 

@@ -62,11 +62,18 @@ class Rewards:
         return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
     def check_rows(self, rows: PromptRows, path: Path) -> None:
-        """Raise BadInput where a function needs a column that the file lacks, or where a built-in one cannot read an
-        answer. Call it before a run begins: `score` would say the same in the middle of it.
+        """Raise BadInput where a function needs a column that the file or one of its rows lacks, or where a built-in
+        one cannot read an answer. Call it before a run begins: a run would come to it later, or give the function None.
         """
         self._check_columns(rows.columns)
         for reward in self.functions:
+            for name in reward.needs:
+                if lines := rows.lacking[name]:
+                    others = f" (and in {len(lines) - 1} lines behind it)" if len(lines) > 1 else ""
+                    raise BadInput(
+                        f'{path}, line {lines[0]}: "{name}" is missing{others}; reward {reward.name} needs it, for its '
+                        f"argument {name} has no default"
+                    )
             if reward.read_answer is None:
                 continue
             for line, answer in zip(rows.lines, rows.columns["answer"], strict=True):

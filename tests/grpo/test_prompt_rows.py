@@ -37,6 +37,7 @@ def test_texts_and_chats_are_read_with_their_columns(tmp_path, bom, end):
         "hints": [None, [None, {"a": 0.5}], None],
     }
     assert rows.lines == [1, 4, 5]
+    assert rows.lacking == {"answer": [], "note": [4, 5], "hints": [1, 5]}
 
 
 @pytest.mark.parametrize(

@@ -249,10 +249,31 @@ def test_columns_that_are_missing_or_of_another_length(here):
         rewards.score(["?"], ["a"], {"answer": ["a"], "note": [1]})
     assert str(error.value) == "reward mine:level needs level; columns of the prompts: answer, note"
     with pytest.raises(BadInput) as error:
-        load_rewards("exact").check_rows(PromptRows(["?"], {}, [1]), here / "rows.jsonl")
+        load_rewards("exact").check_rows(PromptRows(["?"], {}, [1], {}), here / "rows.jsonl")
     assert str(error.value) == "reward exact needs answer; columns of the prompts: none"
     with pytest.raises(BadInput, match=r"must have one value for each completion, got {'prompts': 2, 'completions': 1"):
         rewards.score(["?", "!"], ["a"], {"answer": ["a"], "level": [1]})
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "where"),
+    [
+        ("mine:level", [{"level": 1}, {}], 'line 2: "level" is missing'),
+        ("mine:level", [{}, {"level": 1}, {}, {}], 'line 1: "level" is missing (and in 2 lines behind it)'),
+        ("exact", [{"answer": 1}, {}], 'line 2: "answer" is missing'),
+    ],
+)
+def test_a_column_that_rows_lack_is_named_before_a_run(here, name, rows, where):
+    """Functions that can do without it get None, and so do those to which a row says null."""
+    path = here / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "?", **row}) for row in rows))
+    with pytest.raises(BadInput) as error:
+        load_rewards(f"mine:length,{name}").check_rows(read_rows(path), path)
+    column = name.removeprefix("mine:").replace("exact", "answer")
+    assert str(error.value) == f"{path}, {where}; reward {name} needs it, for its argument {column} has no default"
+    load_rewards("mine:levelled,mine:seen").check_rows(read_rows(path), path)
+    path.write_text(json.dumps({"prompt": "?", "level": None}))
+    load_rewards("mine:level").check_rows(read_rows(path), path)
 
 
 @pytest.mark.parametrize(
