@@ -24,7 +24,7 @@ from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.plan import make_plan
 from rlk_jax.grpo.stopping import StopRequest
-from rlk_jax.grpo.usage import in_gib
+from rlk_jax.grpo.usage import GIB
 
 JOB: dict[str, Any] = {
     "reward": "last_number",
@@ -134,7 +134,7 @@ def _show(rows: Sequence[Row], device: str) -> None:
         if row.peak is None or row.states is None:
             table.add_row(row.model, row.options, row.status)
         else:
-            table.add_row(row.model, row.options, in_gib(row.states), in_gib(row.peak), row.program)
+            table.add_row(row.model, row.options, GIB.number(row.states), GIB.number(row.peak), row.program)
     common.show(f"memory of rlk grpo --model, {device}", table)
 
 

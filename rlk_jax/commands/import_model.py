@@ -18,7 +18,7 @@ from rlk_jax.core.named_functions import first_line
 from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.extras import require_packages
-from rlk_jax.grpo.usage import gib
+from rlk_jax.grpo.usage import size_text
 
 if TYPE_CHECKING:
     from rlk_jax.models import ModelConfig
@@ -138,7 +138,7 @@ def write_checkpoint(directory: Path, model: Any, tokenizer: Any, dtype: str, st
     count, size = (sum(getattr(x, name) for x in tensors.values()) for name in ("size", "nbytes"))
     return (
         f"{fields['model_type']}, {count / 1e6:.1f} million parameters in {dtype}, {len(config.layers)} layers, "
-        f"{config.vocab_size} tokens, {gib(size)}"
+        f"{config.vocab_size} tokens, {size_text(size)}"
     )
 
 

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.samples import gain_text
-from rlk_jax.grpo.usage import Throughput, gib, peak_memory
+from rlk_jax.grpo.usage import Throughput, peak_memory, size_text
 
 PLAIN_LINE_EVERY = 50
 _SHOWN = {
@@ -68,7 +68,7 @@ def _usage_texts(throughput: Throughput, phase: str) -> list[str]:
     if phase in throughput.per_second:
         texts.append(f"{throughput.per_second[phase]:.0f} tokens/s")
     if (memory := peak_memory(jax.local_devices())) is not None:
-        texts.append(f"peak {gib(memory)}")
+        texts.append(f"peak {size_text(memory)}")
     return texts
 
 
@@ -81,7 +81,7 @@ def print_usage(console: Console, throughput: Throughput) -> None:
         table.add_row(phase, f"{speed:.0f}")
     console.print(table)
     if (memory := peak_memory(jax.local_devices())) is not None:
-        console.print(f"peak memory of a device: {gib(memory)}", highlight=False)
+        console.print(f"peak memory of a device: {size_text(memory)}", highlight=False)
 
 
 def final_table(measured: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:

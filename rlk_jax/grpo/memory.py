@@ -12,7 +12,7 @@ from rlk_jax.core.kernel_compilation import compile_kernels, has_namesake
 from rlk_jax.grpo.run_config import RunConfig
 from rlk_jax.grpo.steps import Jitted, RunSteps, TrainState
 from rlk_jax.grpo.stopping import StopRequest
-from rlk_jax.grpo.usage import gib
+from rlk_jax.grpo.usage import size_text
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -112,7 +112,8 @@ def device_bytes(tree: Any) -> int:
 def check_fits(needed: ProgramMemory, free: int) -> None:
     """Raises MemoryError for a program that needs more than is free."""
     if needed.peak > free:
-        raise MemoryError(f"{needed.name} needs about {gib(needed.peak)} on a device, and {gib(free)} are free")
+        need, there = size_text(needed.peak), size_text(free)
+        raise MemoryError(f"{needed.name} needs about {need} on a device, and {there} are free")
 
 
 def warn_unknown(config: RunConfig) -> None:

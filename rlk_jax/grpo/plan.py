@@ -17,7 +17,7 @@ from rlk_jax.grpo.run_config import BadInput
 from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest
-from rlk_jax.grpo.usage import gib, in_gib
+from rlk_jax.grpo.usage import size_text, unit_of
 
 _STATES = {"params": "parameters", "reference": "reference", "opt_state": "optimizer", "teacher": "teacher"}
 """The states of a run as people call them."""
@@ -91,18 +91,20 @@ def _plan_for(
 
 def _show(made: Plan, console: Console) -> None:
     """Print the tables of a plan, and its peak in the words of a run that ends."""
-    states = Table("states on a device", "GiB")
+    unit = unit_of(max(sum(made.states.values()), *(x.peak for x in made.programs)))
+    states = Table("states on a device", unit.name)
     for name, size in made.states.items():
-        states.add_row(_STATES.get(name, name), in_gib(size))
-    states.add_row("all", in_gib(sum(made.states.values())))
+        states.add_row(_STATES.get(name, name), unit.number(size))
+    states.add_row("all", unit.number(sum(made.states.values())))
     console.print(states)
     if not made.programs:
         return
-    programs = Table("GiB on a device")
+    programs = Table(f"{unit.name} on a device")
     for heading in ("arguments", "results", "temporary", "other states", "peak"):
         programs.add_column(heading, justify="right", no_wrap=heading != "other states")
     for program in made.programs:
         sizes = program.arguments, program.results, program.temporaries, program.beside, program.peak
-        programs.add_row(program.name, *map(in_gib, sizes))
+        programs.add_row(program.name, *map(unit.number, sizes))
     console.print(programs)
-    console.print(f"peak memory of a device: {gib(made.largest.peak)}; {made.devices}", highlight=False, soft_wrap=True)
+    peak = f"peak memory of a device: {size_text(made.largest.peak)}"
+    console.print(f"{peak}; {made.devices}", highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 
@@ -26,14 +27,31 @@ class Throughput:
         self.per_second[phase] = self._tokens[phase] / (now - self._started[phase])
 
 
-def in_gib(size: int) -> str:
-    """Bytes as a number of GiB, for a table that names the unit."""
-    return f"{size / 2**30:.2f}"
+class Unit(NamedTuple):
+    """A unit of memory."""
+
+    name: str
+    size: int
+    """Its bytes."""
+
+    def number(self, size: int) -> str:
+        """Bytes as a number of this unit."""
+        return f"{size / self.size:.2f}"
 
 
-def gib(size: int) -> str:
-    """Bytes as text, in GiB."""
-    return f"{in_gib(size)} GiB"
+GIB = Unit("GiB", 2**30)
+_UNITS = (GIB, Unit("MiB", 2**20), Unit("KiB", 2**10))
+
+
+def unit_of(size: int) -> Unit:
+    """The largest unit of which so many bytes are at least one; KiB for less."""
+    return next((unit for unit in _UNITS if size >= unit.size), _UNITS[-1])
+
+
+def size_text(size: int) -> str:
+    """Bytes as text, in their own unit."""
+    unit = unit_of(size)
+    return f"{unit.number(size)} {unit.name}"
 
 
 def peak_memory(devices: Iterable[jax.Device]) -> int | None:

@@ -4,10 +4,11 @@ import io
 from types import SimpleNamespace
 
 import jax
+import pytest
 from rich.console import Console
 
 from rlk_jax.grpo.display import print_usage, progress
-from rlk_jax.grpo.usage import Throughput, peak_memory
+from rlk_jax.grpo.usage import Throughput, peak_memory, size_text
 
 GIB = 2**30
 
@@ -35,6 +36,14 @@ def test_peak_memory_is_the_largest_of_the_devices_that_count():
     assert peak_memory(devices(None, None)) is None
 
 
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0.00 KiB"), (2**20 - 1, "1024.00 KiB"), (2**20, "1.00 MiB"), (3 * 2**29, "1.50 GiB"), (2**41, "2048.00 GiB")],
+)
+def test_a_size_has_the_unit_that_fits_it(size, text):
+    assert size_text(size) == text
+
+
 def shown(steps: int) -> str:
     """What a run of so many steps prints."""
     console = Console(file=io.StringIO(), width=200)
@@ -49,9 +58,9 @@ def shown(steps: int) -> str:
 def test_speed_and_memory_are_shown_while_it_runs_and_in_the_end(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: devices(GIB // 2, None))
     first, last, *table = shown(2).splitlines()
-    assert first.endswith("mismatch 0 peak 0.50 GiB") and "tokens/s" not in first
-    assert last.endswith("tokens/s peak 0.50 GiB")
-    assert "tokens/s" in table[1] and table[-1] == "peak memory of a device: 0.50 GiB"
+    assert first.endswith("mismatch 0 peak 512.00 MiB") and "tokens/s" not in first
+    assert last.endswith("tokens/s peak 512.00 MiB")
+    assert "tokens/s" in table[1] and table[-1] == "peak memory of a device: 512.00 MiB"
 
 
 def test_nothing_is_said_that_is_not_known(monkeypatch):
