@@ -1,6 +1,7 @@
 """`rlk generate`: the text that a checkpoint writes behind a prompt, as it is drawn."""
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo.config import BadInput
@@ -95,8 +97,11 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         with shortage_is_bad_input("--max-new-tokens and --dtype decide how much it takes"):
-            begun = _begun(options)
-            _print_text(begun.tokenizer, begun.drawn)
+            # On a terminal something moves until there is text; stdout is left to the text.
+            with Console(stderr=True).status("loading and compiling"):
+                begun = _begun(options)
+                first = list(itertools.islice(begun.drawn, 1))
+            _print_text(begun.tokenizer, itertools.chain(first, begun.drawn))
         if begun.record is not None:
             begun.record.write(options.record)
         return 0

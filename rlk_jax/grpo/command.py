@@ -21,6 +21,9 @@ _DESCRIPTION = (
     "small built-in policy on sums, with a supervised warm start."
 )
 
+_LOADING = "loading"
+"""What a terminal shows until a run has all that it reads."""
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `grpo`."""
@@ -74,28 +77,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_plan(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     require_packages(TRAINER_PACKAGES, extra="grpo")
-    from rlk_jax.grpo.plan import plan
-
-    return plan(config, arguments.device, OutputConsole(), stop)
+    console = OutputConsole()
+    with console.status(_LOADING):
+        from rlk_jax.grpo.plan import plan
+    return plan(config, arguments.device, console, stop)
 
 
 def _train(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     require_packages(TRAINER_PACKAGES, extra="grpo")
-    from rlk_jax.grpo.job import load_job
-    from rlk_jax.grpo.run_folder import RunFolder
-    from rlk_jax.grpo.text_task import check_weights
-    from rlk_jax.grpo.trainer import say_stopped, train
-
     if arguments.out is None:
         raise BadInput("out is missing: the folder of checkpoints, metrics and report")
     if arguments.device is not None:
         raise BadInput("device is of plan: a run takes the devices that are here")
-    folder, console = RunFolder(arguments.out, arguments.kind), OutputConsole()
-    if config.save_hf is not None and not (arguments.resume and folder.has_saved(config.save_hf)):
-        _check_empty(Path(config.save_hf))
-    config, task, steps = load_job(config)
-    for directory in config.read_models:
-        check_weights(directory)
+    console = OutputConsole()
+    with console.status(_LOADING):
+        from rlk_jax.grpo.job import load_job
+        from rlk_jax.grpo.run_folder import RunFolder
+        from rlk_jax.grpo.text_task import check_weights
+        from rlk_jax.grpo.trainer import say_stopped, train
+
+        folder = RunFolder(arguments.out, arguments.kind)
+        if config.save_hf is not None and not (arguments.resume and folder.has_saved(config.save_hf)):
+            _check_empty(Path(config.save_hf))
+        config, task, steps = load_job(config)
+        for directory in config.read_models:
+            check_weights(directory)
     if task.dropped:
         console.print(f"left out {config.left_out}: {task.dropped}")
     if stop.signal is not None:  # Nothing has been deleted by --overwrite yet.

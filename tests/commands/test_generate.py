@@ -92,6 +92,16 @@ def test_a_record_gives_its_log_probs_again(checkpoint, capsys, tmp_path, argume
     assert np.all(record["logps"] < 0)
 
 
+def test_a_terminal_shows_what_is_waited_for(checkpoint, capsys, monkeypatch):
+    """It stands on stderr, in front of the number of tokens."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    asked = ["--model", checkpoint, "--prompt", "17 + 26 =", "--dtype", "float32", "--max-new-tokens", 2]
+    assert generate(*asked) == 0
+    printed, said = capsys.readouterr()
+    assert re.search(r"loading and compiling\n.*2 tokens", said, re.DOTALL)
+    assert printed.strip() and "\x1b" not in printed
+
+
 def test_a_record_of_no_tokens_is_empty(checkpoint, tmp_path):
     path = tmp_path / "record.npz"
     assert generate("--model", checkpoint, "--prompt", "17", "--max-new-tokens", 0, "--record", path) == 0

@@ -45,6 +45,16 @@ def finished(tmp_path_factory) -> RunFolder:
     return folder
 
 
+def test_a_terminal_shows_that_a_run_is_loading(tmp_path, capsys, monkeypatch):
+    """Before anything is read: the model is missing here."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    options = ["--model", str(tmp_path / "model"), "--prompts", "p.jsonl", "--reward", "exact"]
+    for way in (["--out", tmp_path / "out"], ["--plan"]):
+        assert tiny.run_here(*options, *way) == 2
+        said = capsys.readouterr()
+        assert "loading" in said.out and said.err.count("\n") == 1
+
+
 def test_a_run_writes_its_files(finished):
     lines = [json.loads(line) for line in finished.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(5))
