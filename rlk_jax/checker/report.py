@@ -23,7 +23,7 @@ class OutputCheck:
     candidate_dtype: str = "none"
     gold_dtype: str = "float64"
     measure: str = "none"
-    """What the tolerance holds for: every "element", the "norm" of all, or "bits"."""
+    """What the tolerance holds for: every "element", the "norm" of all, or "bits"; "none" without a comparison."""
     atol: float = 0.0
     rtol: float = 0.0
     max_abs_error: float = math.inf
@@ -42,14 +42,16 @@ class OutputCheck:
     def __str__(self) -> str:
         label = f" {self.name}" if ":" in self.name else ""
         message = f" {self.message}" if self.message else ""
-        measured = (
-            f" shape={self.shape} dtype={self.candidate_dtype} max_abs={self.max_abs_error:.8e} "
+        numbers = "" if self.measure == "none" else f" {self._numbers()}"
+        return f"output={self.output_index}{label}{message}{numbers} passed={self.passed}"
+
+    def _numbers(self) -> str:
+        """All that a comparison measured."""
+        return (
+            f"shape={self.shape} dtype={self.candidate_dtype} max_abs={self.max_abs_error:.8e} "
             f"mean_abs={self.mean_abs_error:.8e} max_rel={self.max_rel_error:.8e} "
             f"tol=(atol={self.atol:.3e}, rtol={self.rtol:.3e})"
         )
-        if self.measure == "none":  # Nothing could be compared.
-            measured = ""
-        return f"output={self.output_index}{label}{message}{measured} passed={self.passed}"
 
 
 def _json(x: Any) -> Any:
