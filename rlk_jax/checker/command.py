@@ -219,12 +219,17 @@ def _print(options: argparse.Namespace, reports: Sequence[OperatorCheckReport], 
         print("\n".join(reports[0].lines()))
 
 
+_ANY_WIDTH = 1000
+"""More columns than a table takes."""
+
+
 def _print_table(reports: Sequence[OperatorCheckReport], seconds: float) -> None:
     """Print a row for each op, candidate and dtype, a line for each failed check, and how long all checks took."""
     table = Table(*page.TABLE_HEADER)
     for row in page.table_rows(reports):
         table.add_row(*map(Text, row))
-    OutputConsole(width=None if sys.stdout.isatty() else 140).print(table)
+    # In a pipe no name is cut: what reads it looks for whole ones.
+    OutputConsole(width=None if sys.stdout.isatty() else _ANY_WIDTH).print(table)
     for report in reports:
         for line in report.lines():
             if line.startswith("  ") and line.endswith("passed=False"):
