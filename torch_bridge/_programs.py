@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.extend.core import Literal as Constant
-from jax.extend.core import jaxpr_as_fun
+from jax._src.core import Literal as Constant
+from jax._src.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from rlk_jax.core import overwriting, program_cache

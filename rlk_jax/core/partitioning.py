@@ -20,10 +20,10 @@ import numpy as np
 from jax._src import custom_partitioning as jax_partitioning
 from jax._src import dispatch as jax_dispatch
 from jax._src import sharding_impls
+from jax._src.core import Primitive, jaxpr_as_fun  # jax.extend, which is public, imports all of Pallas.
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rlk_jax.core.dispatch import log_once, traced_device

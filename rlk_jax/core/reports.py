@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import checkify as jax_checkify
-from jax.extend.core import Primitive
+from jax._src.core import Primitive  # jax.extend, which is public, imports all of Pallas.
 from jax.interpreters import batching, mlir
 
 Array = jax.Array

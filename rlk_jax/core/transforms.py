@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.core import Primitive  # jax.extend, which is public, imports all of Pallas.
 from jax.custom_derivatives import CustomVJPPrimal
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 

@@ -547,12 +547,12 @@ def test_flops_are_those_of_torch_s_own_ops(op, frozen):
 
 
 def test_flops_are_counted_by_a_module_that_is_imported_later():
-    """`import torch_bridge` does not wait for that module and for the Triton that it imports. Somebody may look for the
-    module first, and load it again.
+    """`import torch_bridge` waits neither for that module and the Triton that it imports, nor for Pallas, which
+    jax.extend imports. Somebody may look for the module first, and load it again.
     """
     code = """
 import importlib, importlib.util, sys, torch, torch_bridge
-assert not {"triton", "torch.utils.flop_counter"} & set(sys.modules)
+assert not {"triton", "torch.utils.flop_counter", "jax._src.pallas.core"} & set(sys.modules)
 assert importlib.util.find_spec("torch.utils.flop_counter")
 from torch.utils import flop_counter
 FlopCounterMode = importlib.reload(flop_counter).FlopCounterMode
