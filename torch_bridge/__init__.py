@@ -9,6 +9,7 @@ from torch_bridge._memory import share_gpu_memory as _share_gpu_memory
 
 _share_gpu_memory()
 
+from torch_bridge._allowed import padded_allowed_ids  # noqa: E402
 from torch_bridge._programs import CacheInfo, cache_info  # noqa: E402
 from torch_bridge.clients import install, uninstall  # noqa: E402
 from torch_bridge.det_gemm import det_gemm  # noqa: E402
@@ -35,6 +36,7 @@ __all__ = [
     "linear_kl",
     "linear_logp",
     "logp",
+    "padded_allowed_ids",
     "ratio_kl",
     "uninstall",
 ]

@@ -72,24 +72,38 @@ def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -
     offsets[r + 1]].
 
     Returns int32 `[N, K]` with −1 behind each row's ids, where K is the length of the longest row, and at least 1.
-    Raises ValueError for arrays that are traced, that hold no integers, or whose offsets do not ascend from 0 to the
-    number of ids. K depends on the values, so that a jitted step is compiled anew for each K: pad it with −1 to one of
-    a few widths there.
+    Raises ValueError for arrays that are traced, that hold no integers, for ids that an int32 does not hold, and for
+    offsets that do not ascend from 0 to the number of ids. K depends on the values, so that a jitted step is compiled
+    anew for each K: pad it with −1 to one of a few widths there.
     """
-    given = {"ids": as_array("ids", ids), "offsets": as_array("offsets", offsets)}
-    for name, x in given.items():
+    given = checked_lists(ids, offsets)
+    for name, x in zip(("ids", "offsets"), given, strict=True):
         require(is_concrete(x), f"{name} must be concrete: the width of the result depends on their values.")
+    return jnp.asarray(padded_lists(*map(np.asarray, given)))
+
+
+def checked_lists(ids: Any, offsets: Any) -> tuple[Any, Any]:
+    """Ids that stand one behind the other, and the offsets of rows, as arrays: integers in one dimension."""
+    given = as_array("ids", ids), as_array("offsets", offsets)
+    for name, x in zip(("ids", "offsets"), given, strict=True):
         require(x.ndim == 1, f"{name} must be 1-D, got shape {x.shape}.")
         require(jnp.issubdtype(x.dtype, jnp.integer), f"{name} must be integers, got {x.dtype}.")
-    flat, ends = np.asarray(as_int32(given["ids"])), np.asarray(given["offsets"]).astype(np.int64)
-    lengths = np.diff(ends)
+    return given
+
+
+def padded_lists(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """What `padded_allowed_ids` returns, for integers of NumPy that `checked_lists` has checked."""
+    low, high = (ids.min(), ids.max()) if ids.size else (0, 0)
+    require(INT32.min <= low and high <= INT32.max, f"ids must fit in int32, got values in [{low}, {high}].")
+    lengths: np.ndarray = np.diff(offsets.astype(np.int64))
+    ends = (*offsets[:1], *offsets[-1:])
     require(
-        len(ends) > 0 and ends[0] == 0 and ends[-1] == len(flat) and (lengths >= 0).all(),
-        f"offsets must ascend from 0 to the number of ids, {len(flat)}.",
+        ends == (0, len(ids)) and (lengths >= 0).all(), f"offsets must ascend from 0 to the number of ids, {len(ids)}."
     )
-    padded = np.full((len(lengths), max(lengths.max(initial=0), 1)), _NO_ID, np.int32)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = flat
-    return jnp.asarray(padded)
+    width = int(lengths.max(initial=1))
+    padded = np.full((len(lengths), width), _NO_ID, np.int32)
+    padded[np.arange(width) < lengths[:, None]] = ids
+    return padded
 
 
 def allowed_arrays(inputs: AllowedArrays) -> dict[str, Any]:

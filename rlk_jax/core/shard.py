@@ -20,7 +20,7 @@ from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, ascending_sum, column
 from rlk_jax.core.head import HeadConfig
 from rlk_jax.core.mesh import AxisName, axis_names, is_checked
 from rlk_jax.core.reports import reported
-from rlk_jax.core.tokens import Tokens
+from rlk_jax.core.tokens import Tokens, as_int32
 from rlk_jax.core.transforms import equally_varying, varying_axes, varying_like
 
 Array = jax.Array
@@ -137,7 +137,7 @@ def shard_position(shard: Shard, vocab_start_index: Any) -> ShardPosition:
     """
     if vocab_start_index is None:
         return ShardPosition(lax.axis_index(shard.axis).astype(jnp.int32) * shard.columns, None, None)
-    start = jnp.asarray(vocab_start_index).astype(jnp.int32)
+    start = as_int32(jnp.asarray(vocab_start_index))
     starts = lax.all_gather(start, shard.axis)
     order = jnp.argsort(starts)
     # Shards are equally wide, so only one set of starts covers the vocabulary; shards behind it hold padding only.

@@ -84,14 +84,32 @@ def upstream_gradients(cotangents: LinearLogp, tokens: Tokens) -> LinearLogp:
     return LinearLogp(jnp.zeros_like(tokens.temperature) if logp is None else logp, *others)
 
 
-def as_int32(ids: Any) -> Array:
-    """Integer ids as int32. Ids beyond int32 saturate: an id that is out of range must stay so, not wrap."""
-    if ids.dtype == np.int32:
-        return jnp.asarray(ids)
-    info = jnp.iinfo(ids.dtype)
-    low, high = max(info.min, INT32.min), min(info.max, INT32.max)
-    clip = np.clip if isinstance(ids, np.ndarray | np.generic) else jnp.clip
-    return jnp.asarray(clip(ids, low, high).astype(np.int32))
+def as_int32(ids: Any, ignore_index: int | None = None) -> Array:
+    """Integer ids as int32. Ids beyond int32 saturate: an id that is out of range must stay so. It must not wrap, and
+    must not become the ignored one.
+    """
+    return jnp.asarray(ids if ids.dtype == np.int32 else _saturated(ids, ignore_index))
+
+
+def as_int32_on_host[Ids](ids: Ids, ignore_index: int | None = None) -> Ids:
+    """Ids of NumPy in the 32 bits that `as_int32` gives them; anything else is returned as it is.
+
+    JAX itself cuts the 64 bits of a NumPy array that a program is given to 32, and wraps ids beyond them.
+    """
+    return _saturated(ids, ignore_index) if _is_numpy(ids) else ids
+
+
+def _saturated(ids: Any, ignore_index: int | None) -> Any:
+    info, library = jnp.iinfo(ids.dtype), np if _is_numpy(ids) else jnp
+    within = library.clip(ids, max(info.min, INT32.min), min(info.max, INT32.max))
+    found = within.astype(np.int32)
+    if ignore_index is None:
+        return found
+    return library.where((within != ids) & (found == ignore_index), found - library.sign(found), found)
+
+
+def _is_numpy(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic)
 
 
 def row_ids(ids: Any, count: int) -> Array:
@@ -102,13 +120,13 @@ def row_ids(ids: Any, count: int) -> Array:
 
 def active_mask(mask: Any) -> Array:
     """Where a mask is not 0, as bool. NumPy masks are converted by NumPy: JAX would cut 64 bits to 32 first."""
-    mask = mask if isinstance(mask, np.ndarray | np.generic) else jnp.asarray(mask)
+    mask = mask if _is_numpy(mask) else jnp.asarray(mask)
     return jnp.asarray(mask.astype(bool))
 
 
 def counted(ids: Any, ignore_index: int | None) -> Array:
     """Which tokens `[N]` are not ignored."""
-    ids = as_int32(ids).reshape(-1)
+    ids = as_int32(ids, ignore_index).reshape(-1)
     return jnp.ones(ids.shape, bool) if ignore_index is None else ids != ignore_index
 
 

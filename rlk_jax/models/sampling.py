@@ -207,10 +207,10 @@ def _checked_prompt(
     model: CausalLM, prompt_ids: Int[Array, "P"], key: PRNGKeyArray, max_new_tokens: int, stop_ids: Sequence[int]
 ) -> tuple[Int[Array, "1 P"], PRNGKeyArray]:
     """The prompt and its key as a batch of one, after all that `stream` is given has been checked."""
-    tokens, keys = jnp.asarray(prompt_ids)[None], key[None]
+    tokens, keys = np.asarray(prompt_ids)[None], key[None]
     _check_prompts(model, tokens, jnp.zeros(1, jnp.int32), keys)
     _check_tokens_asked_for(model, max_new_tokens, stop_ids)
-    return tokens, keys
+    return jnp.asarray(tokens), keys
 
 
 def _streamed(

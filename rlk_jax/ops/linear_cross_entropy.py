@@ -134,7 +134,7 @@ def _weighted_tokens(
     target_ids: Any, ignore_index: int | None, token_weights: Any, validate: bool | None
 ) -> _WeightedTokens:
     """Tokens of weight 0 have the id of ignored ones."""
-    ids = as_int32(as_array("target_ids", target_ids))
+    ids = as_int32(as_array("target_ids", target_ids), ignore_index)
     counts = jnp.ones_like(ids, bool) if ignore_index is None else ids != ignore_index
     if token_weights is None:
         return _WeightedTokens(target_ids, ignore_index, counts.astype(jnp.float32))

@@ -1,6 +1,7 @@
 """Sampling: what is recorded of tokens, where rows end, and that a row does not depend on the others."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +289,11 @@ def test_wrong_inputs(change, message):
     with pytest.raises(ValueError) as error:
         models.sample(made(), *(arrays.pop(name) for name in ("prompts", "padding", "keys")), **arrays)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("prompt", [np.asarray([5, 2**32 + 6]), np.asarray([5.0])])
+def test_a_prompt_to_stream_is_checked_as_it_was_given(prompt):
+    """An id of 64 bits does not wrap before it is checked."""
+    message = f"prompt_ids must be integers in [0, V=131), got {prompt[-1]}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        models.stream(made(), prompt, KEYS[0], max_new_tokens=1)

@@ -437,6 +437,9 @@ def test_rows_that_vllm_gives():
         (IDS[None], jnp.asarray([0, 3]), "ids must be 1-D, got shape (1, 3)."),
         (IDS, jnp.asarray([0.0, 3.0]), "offsets must be integers, got float32."),
         ([1], jnp.asarray([0, 1]), "ids must be a JAX or NumPy array, got builtins.list."),
+        (np.asarray([5, 2**32 + 3]), jnp.asarray([0, 2]), "ids must fit in int32, got values in [5, 4294967299]."),
+        (np.asarray([-(2**31) - 1]), IDS[:2], "ids must fit in int32, got values in [-2147483649, -2147483649]."),
+        (IDS, np.asarray([2**32, 3]), "offsets must ascend from 0 to the number of ids, 3."),
     ],
 )
 def test_messages_of_padded_allowed_ids(ids, offsets, message):

@@ -18,7 +18,7 @@ from rlk_jax.core.checks import require_positive_integer
 from rlk_jax.core.head import HeadConfig
 from rlk_jax.core.mesh import AxisName, axis_names, explicit_spec
 from rlk_jax.core.shard import shard_width
-from rlk_jax.core.tokens import LinearLogp, RankedLogp
+from rlk_jax.core.tokens import LinearLogp, RankedLogp, as_int32_on_host
 from rlk_jax.ops.linear_logp.call import on_device
 from rlk_jax.ops.linear_logp.checks import (
     check_head_or_bias,
@@ -183,7 +183,9 @@ def _over_mixed_axes(
     def bare(inputs: HeadInputs) -> Array | LinearLogp | RankedLogp:
         return on_device(inputs, static)
 
-    return jax.sharding.auto_axes(bare, axes=tuple(explicit), out_sharding=NamedSharding(mesh, given))(inputs)
+    return jax.sharding.auto_axes(bare, axes=tuple(explicit), out_sharding=NamedSharding(mesh, given))(
+        _with_ids_in_32_bits(inputs, options)
+    )
 
 
 def _logp_of_mesh(
@@ -204,7 +206,13 @@ def _logp_of_mesh(
         return found
 
     found, inputs = agreed_on_mesh(mesh, inputs, options, traced_layout)
-    return _on_mesh(found, static, inputs)
+    return _on_mesh(found, static, _with_ids_in_32_bits(inputs, options))
+
+
+def _with_ids_in_32_bits(inputs: HeadInputs, options: HeadOptions) -> HeadInputs:
+    """The inputs for a program, which would wrap ids of NumPy that 32 bits do not hold."""
+    ids = as_int32_on_host(inputs.target_ids, options.ignore_index)
+    return inputs._replace(target_ids=ids, allowed_ids=as_int32_on_host(inputs.allowed_ids))
 
 
 def _laid_out(x: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
