@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import pathlib
 import re
 import subprocess
@@ -14,6 +15,8 @@ from packaging.requirements import Requirement
 import rlk_jax
 import rlk_jax.checker
 import rlk_jax.grpo
+import rlk_jax.models
+import rlk_jax.nn
 import torch_bridge
 from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.grpo import extras
@@ -40,6 +43,24 @@ def imported() -> set[str]:
 @pytest.mark.parametrize("module", ["torch", "triton", "flax", "optax", "rich", "matplotlib"])
 def test_import_stays_light(module, imported):
     assert "rlk_jax.grpo" in imported and module not in imported
+
+
+def test_public_functions_have_no_private_parameters():
+    """What only this project may give stands in a function of its own."""
+    packages = (
+        rlk_jax,
+        rlk_jax.vocab_parallel,
+        rlk_jax.checker,
+        rlk_jax.grpo,
+        rlk_jax.nn,
+        rlk_jax.models,
+        torch_bridge,
+    )
+    public = [getattr(package, name) for package in packages for name in package.__all__]
+    assert torch_bridge.linear_logp in public and rlk_jax.vocab_parallel.linear_logp in public
+    for x in (x for x in public if callable(x) and not (isinstance(x, type) and issubclass(x, Exception))):
+        private = [name for name in inspect.signature(x).parameters if name.startswith("_")]
+        assert not private, f"{x.__module__}.{x.__qualname__} has {private}"
 
 
 def test_import_adds_little_to_jax_and_flax():

@@ -5,7 +5,7 @@ import math
 import numbers
 import sys
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
@@ -124,8 +124,53 @@ def _hashable(option: Any) -> Hashable:
     return tuple(option) if isinstance(option, list) else option
 
 
+class HeadArguments(NamedTuple):
+    """The arguments of `linear_logp` that are no options of a program, and not about a rank."""
+
+    hidden: Tensor
+    lm_head_weight: Tensor
+    target_ids: Tensor
+    bias: Tensor | None
+    temperature: float | Tensor
+    low_rank: tuple[Tensor | float | None, ...] | None
+    allowed_ids: Tensor | None
+    allowed_mask: Tensor | None
+
+
+class LowRankTerm(NamedTuple):
+    """The parts of `low_rank`; None without one."""
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    inputs: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The tensors that are given, by the names that checks know them by."""
+        if self.a is None and self.b is None:
+            return {}
+        given = {"low_rank_a": self.a, "low_rank_b": self.b}
+        return given if self.inputs is None else {**given, "low_rank_inputs": self.inputs}
+
+
+def low_rank_term(low_rank: Any) -> LowRankTerm:
+    """`low_rank` as a user gives it."""
+    if low_rank is None:
+        return LowRankTerm()
+    if not isinstance(low_rank, tuple) or not 2 <= len(low_rank) <= 4:
+        raise ValueError(f"low_rank must be (A, B, scale) or (A, B, scale, inputs), got {type(low_rank).__name__}.")
+    term = LowRankTerm(*low_rank)
+    if not isinstance(term.scale, numbers.Real):
+        raise ValueError(f"low_rank's scale must be a number, got {type(term.scale).__name__}.")
+    return term._replace(scale=float(term.scale))
+
+
 def check_head(
-    tensors: dict[str, Any], scale: Any, options: HeadOptions, low_rank_scale: float = 1.0
+    tensors: dict[str, Any],
+    scale: Any,
+    options: HeadOptions,
+    low_rank_scale: float = 1.0,
 ) -> tuple[Tensor | None, float]:
     """Run all checks of linear_logp that read no values, and return `temperature(scale)`."""
     per_token, number = temperature(scale)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlk_jax.core import overwriting
 from rlk_jax.core.allowed import with_allowed
+from rlk_jax.core.checks import check_flag
 from rlk_jax.core.dispatch import Implementation, choose
 from rlk_jax.core.head import Needs
 from rlk_jax.core.shard import check_edges
@@ -131,6 +132,7 @@ def _agreed_columns(tensors: Tensors, rank: Rank, options: HeadOptions) -> RankC
         # columns are.
         named |= {"allowed_ids": None, "allowed_mask": None}
         _inputs.check_head(named, scale, replace(options, ignore_index=None, global_vocab_size=None))
+        check_flag("reduce_hidden_grad", rank.reduce_hidden_grad)
         columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         start = _integer("vocab_start_index", rank.start)
         vocab_size = None if rank.vocab_size is None else _integer("global_vocab_size", rank.vocab_size)

@@ -20,7 +20,7 @@ from rlk_jax.ops.linear_cross_entropy import (
 )
 from torch_bridge import _calls, _exchange, _inputs, _padding
 from torch_bridge._programs import Arrays, Op
-from torch_bridge.linear_logp import linear_logp
+from torch_bridge.linear_logp import smoothed_linear_logp
 
 
 def linear_cross_entropy(
@@ -79,18 +79,18 @@ def linear_cross_entropy(
     weights = _weights(target_ids, ignore_index, token_weights)
     if token_weights is not None:
         target_ids, ignore_index = _left_out(target_ids, weights, ignore_index)
-    found = linear_logp(
+    found = smoothed_linear_logp(
         hidden,
         lm_head_weight,
         target_ids,
         bias,
         ignore_index=ignore_index,
-        return_lse=z_loss > 0,
+        return_lse=bool(z_loss > 0),
         return_entropy=False,
         validate=validate,
         tp_group=tp_group,
         vocab_start_index=vocab_start_index,
-        _label_smoothing=label_smoothing,
+        label_smoothing=label_smoothing,
         **head,
     )
     logp, lse = (found, None) if isinstance(found, torch.Tensor) else (found.logp, found.lse)

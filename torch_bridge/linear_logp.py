@@ -1,7 +1,6 @@
 """linear_logp for tensors: log-probabilities of the taken tokens from hidden states and the LM head."""
 
 import functools
-import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -11,14 +10,16 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor
 
+from rlk_jax.core.checks import check_flag
 from rlk_jax.core.dispatch import choose
-from rlk_jax.ops.linear_logp.api import smoothed_linear_logp
+from rlk_jax.ops.linear_logp import api
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
 from rlk_jax.ops.logits.options import LogitsOptions
 from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _padding
 from torch_bridge._calls import Output
+from torch_bridge._inputs import HeadArguments
 from torch_bridge._programs import Arrays, Op
 
 
@@ -69,7 +70,6 @@ def linear_logp(
     reduce_hidden_grad: bool = True,
     validate: bool | None = None,
     implementation: str | None = None,
-    _label_smoothing: float = 0.0,
 ) -> Tensor | LinearLogp | RankedLogp:
     """Log-probability of each target token under the LM head; `rlk_jax.linear_logp` for tensors.
 
@@ -150,10 +150,35 @@ def linear_logp(
         memory_budget=memory_budget,
         validate=validate,
         implementation=implementation,
-        # It comes from linear_cross_entropy, whose log-probabilities are means under smoothed targets.
-        label_smoothing=_label_smoothing,
     )
-    term = _low_rank_term(low_rank)
+    tensors = hidden, lm_head_weight, target_ids, bias, temperature, low_rank, allowed_ids, allowed_mask
+    return _values_of(HeadArguments(*tensors), (tp_group, vocab_start_index, reduce_hidden_grad), options)
+
+
+_KEYWORDS: Any = linear_logp.__kwdefaults__
+"""The keywords of `linear_logp`, and what each is by default."""
+_OF_A_RANK = ("tp_group", "vocab_start_index", "reduce_hidden_grad")
+
+
+def smoothed_linear_logp(*tensors: Any, label_smoothing: float, **options: Any) -> Any:
+    """What `linear_logp` returns for its other arguments, for `linear_cross_entropy`: with label_smoothing, logp is a
+    mean under the smoothed target, as in `rlk_jax`. The tensors are hidden, weight, ids and bias.
+    """
+    for name in options:
+        if name not in _KEYWORDS:
+            raise TypeError(f"linear_logp() got an unexpected keyword argument {name!r}")
+    given = {**_KEYWORDS, **options}
+    others, rank = [[given.pop(name) for name in names] for names in (HeadArguments._fields[4:], _OF_A_RANK)]
+    return _values_of(HeadArguments(*tensors, *others), rank, HeadOptions(**given, label_smoothing=label_smoothing))
+
+
+def _values_of(
+    arguments: HeadArguments, of_a_rank: Sequence[Any], options: HeadOptions
+) -> Tensor | LinearLogp | RankedLogp:
+    """What the user asked for. `of_a_rank` are the arguments that say how this process stands in a group."""
+    hidden, lm_head_weight, target_ids, bias, temperature, low_rank, allowed_ids, allowed_mask = arguments
+    tp_group, vocab_start_index, reduce_hidden_grad = of_a_rank
+    term = _inputs.low_rank_term(low_rank)
     if tp_group is not None or vocab_start_index != 0:
         from torch_bridge import _tensor_parallel  # It takes torch's compiler, whose import takes seconds.
 
@@ -164,7 +189,7 @@ def linear_logp(
                 raise ValueError(
                     "return_top_k and return_target_rank need the whole head, not a tp_group's shard of it."
                 )
-            rank = _tensor_parallel.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
+            rank = _tensor_parallel.Rank(tp_group, vocab_start_index, options.global_vocab_size, reduce_hidden_grad)
             shards = _tensor_parallel.Tensors(
                 hidden, lm_head_weight, bias, target_ids, temperature, allowed_ids, allowed_mask
             )
@@ -172,45 +197,18 @@ def linear_logp(
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
+    check_flag("reduce_hidden_grad", reduce_hidden_grad)
     hidden, lm_head_weight, bias, a, b, inputs = _inputs.autocast(
         hidden, lm_head_weight, bias, term.a, term.b, term.inputs
     )
-    lm_head_weight, layout = _inputs.without_transpose(lm_head_weight, weight_layout)
-    if a is not None and b is not None and layout != weight_layout:
+    lm_head_weight, layout = _inputs.without_transpose(lm_head_weight, options.weight_layout)
+    if a is not None and b is not None and layout != options.weight_layout:
         a, b = a.t(), b.t()
-    checked = replace(options, weight_layout=layout, validate=_inputs.should_validate(validate, hidden))
+    checked = replace(options, weight_layout=layout, validate=_inputs.should_validate(options.validate, hidden))
     floats = (hidden, lm_head_weight, bias, a, b, inputs)
     others = (target_ids, allowed_ids, allowed_mask, per_token, number, term.scale)
     *found, _ = _linear_logp(*floats, *others, checked, _inputs.needs(*floats))
     return _ranked(found, options) if _is_ranked(options) else values(found[:3], options)
-
-
-class _LowRankTerm(NamedTuple):
-    """The parts of `low_rank`; None without one."""
-
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 1.0
-    inputs: Tensor | None = None
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """The tensors that are given, by the names that checks know them by."""
-        if self.a is None and self.b is None:
-            return {}
-        given = {"low_rank_a": self.a, "low_rank_b": self.b}
-        return given if self.inputs is None else {**given, "low_rank_inputs": self.inputs}
-
-
-def _low_rank_term(low_rank: Any) -> _LowRankTerm:
-    if low_rank is None:
-        return _LowRankTerm()
-    if not isinstance(low_rank, tuple) or not 2 <= len(low_rank) <= 4:
-        raise ValueError(f"low_rank must be (A, B, scale) or (A, B, scale, inputs), got {type(low_rank).__name__}.")
-    term = _LowRankTerm(*low_rank)
-    if not isinstance(term.scale, numbers.Real):
-        raise ValueError(f"low_rank's scale must be a number, got {type(term.scale).__name__}.")
-    return term._replace(scale=float(term.scale))
 
 
 def values(found: Sequence[Any], options: HeadOptions | LogitsOptions) -> Tensor | LinearLogp:
@@ -288,7 +286,7 @@ def _run(
     token_options["allowed_ids"], token_options["allowed_mask"] = _padding.allowed_values(allowed_ids, allowed_mask)
     low_rank = None if a is None else (a, b, scale, inputs)
     call = {"low_rank": low_rank, "validate": False, **token_options, **options}
-    return as_outputs(smoothed_linear_logp(hidden, weight, ids, bias, **call), count=6)
+    return as_outputs(api.smoothed_linear_logp(hidden, weight, ids, bias, **call), count=6)
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,9 +3,10 @@
 The docstring of a check says what must hold. Where it does not, the check raises ValueError before anything runs.
 """
 
+import functools
 import numbers
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -195,9 +196,24 @@ def check_memory_budget(memory_budget: int | None) -> None:
     )
 
 
-def check_validate(validate: bool | None) -> None:
-    """`validate` is None, True or False."""
-    require(validate in (None, True, False), f"validate must be None, True or False, got {validate!r}.")
+def check_flag(name: str, x: Any, *, may_be_none: bool = False) -> None:
+    """The option is True or False, or None where it may be."""
+    values = "None, True or False" if may_be_none else "True or False"
+    require(isinstance(x, bool) or (may_be_none and x is None), f"{name} must be {values}, got {x!r}.")
+
+
+def check_flags(options: Any) -> None:
+    """Every field of a dataclass of options that is annotated as a bool, or as a bool or None, is one."""
+    kind: Any = type(options)
+    for name, may_be_none in _flags_of(kind):
+        check_flag(name, getattr(options, name), may_be_none=may_be_none)
+
+
+@functools.cache
+def _flags_of(kind: type) -> tuple[tuple[str, bool], ...]:
+    """The fields that are flags, and whether each may be None."""
+    hints = get_type_hints(kind).items()
+    return tuple((name, hint is not bool) for name, hint in hints if hint in (bool, bool | None))
 
 
 def check_mask_dtype(mask: Any) -> None:

@@ -50,7 +50,7 @@ def checked_shard(
         "rank, and on several an array that differs from rank to rank.",
     )
     vocab_size = columns * count if global_vocab_size is None else int(global_vocab_size)
-    return Shard(axis_name, count, columns, vocab_size, options.reduction, bool(options.reduce_hidden_grad))
+    return Shard(axis_name, count, columns, vocab_size, options.reduction, options.reduce_hidden_grad)
 
 
 def no_axis_options(options: ShardOptions, vocab_start_index: Any) -> None:

@@ -201,7 +201,7 @@ def build_steps(config: GrpoConfig, task: Task, mesh: Mesh) -> TrainingSteps:
         return jax.lax.with_sharding_constraint(jax.tree.map(lambda array: array[rows], examples), by_row)
 
     def values(params: nnx.State, sequences: Sequences) -> TargetValues:
-        found = target_values(nnx.merge(graph, params), sequences, head, entropy=config.entropy_coef > 0)
+        found = target_values(nnx.merge(graph, params), sequences, head, entropy=bool(config.entropy_coef > 0))
         return TargetValues(found.logp, found.entropy)
 
     def losses(params: nnx.State, sequences: Sequences) -> Array:

@@ -125,7 +125,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
         taught_by: Any = state.teacher
 
         def values(trained: nnx.State, sequences: Sequences) -> TargetValues:
-            params, how = nnx.merge_state(trained, frozen), {"entropy": config.entropy_coef > 0}
+            params, how = nnx.merge_state(trained, frozen), {"entropy": bool(config.entropy_coef > 0)}
             if teacher is None or sequences.teacher_hidden is None:
                 found, divergence = policy.values(params, sequences, **how), None
             else:

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from rlk_jax.core.checks import (
     as_array,
+    check_flag,
     check_ignore_index,
-    check_validate,
     holds_reals,
     require,
     require_not_negative,
@@ -172,7 +172,7 @@ def check_cross_entropy(
     ids = as_array("target_ids", target_ids)
     require(jnp.issubdtype(ids.dtype, jnp.integer), f"target_ids must be integers, got {ids.dtype}.")
     check_ignore_index(ignore_index)
-    check_validate(validate)
+    check_flag("validate", validate, may_be_none=True)
     require_one_of("reduction", reduction, get_args(LossReduction))
     require_not_negative("z_loss", z_loss)
     if token_weights is not None:
@@ -192,7 +192,7 @@ def _head_options(
     """The options of the call of `linear_logp` that are not the user's own `head`."""
     return {
         "ignore_index": ignore_index,
-        "return_lse": z_loss > 0,
+        "return_lse": bool(z_loss > 0),
         "return_entropy": False,
         "return_top_k": None,
         "return_target_rank": False,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from rlk_jax.core.checks import as_array, check_inner_dim, require
+from rlk_jax.core.checks import as_array, check_flag, check_inner_dim, require
 from rlk_jax.core.dispatch import CallFacts, bound_arguments, choose
 from rlk_jax.core.mesh import lies_over_a_mesh
 from rlk_jax.core.tokens import IGNORED, LinearLogp, active_mask, as_int32, left_out
@@ -95,6 +95,7 @@ def linear_grpo_loss(
         entropy_threshold=entropy_threshold,
         denominator=denominator,
         options=options,
+        return_entropy=return_entropy,
         head=head,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -185,11 +186,13 @@ def _check(
     entropy_threshold: Any,
     denominator: Any,
     options: Any,
+    return_entropy: Any,
     head: Any,
     **logps: Any,
 ) -> None:
     """All static checks that are not `linear_logp`'s; `logps` are per token."""
     check_loss_options(options)
+    check_flag("return_entropy", return_entropy)
     for name in ("return_lse", "return_top_k", "return_target_rank"):
         require(name not in head, f"linear_grpo_loss has no option {name}: it returns no log-probs.")
     layout = head.get("weight_layout", "vd")
@@ -202,7 +205,7 @@ def _check(
 
 
 def _needs_entropy(return_entropy: bool, entropy_threshold: Any, options: LossOptions) -> bool:
-    return return_entropy or entropy_threshold is not None or options.entropy_coef > 0
+    return return_entropy or entropy_threshold is not None or bool(options.entropy_coef > 0)
 
 
 def _check_targets(target_ids: Any, mask: Any, ignore_index: int | None) -> None:
@@ -243,7 +246,7 @@ def _check_reference(logps: Any, hidden: Any, weight: Any, *, bias: Any, mask: A
 def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments, which are checked, lead to."""
     given = dict(arguments)
-    del given["hidden"], given["return_entropy"]
+    del given["hidden"]
     _check(**given)
     return describe_linear_logp(_head_call(arguments))
 

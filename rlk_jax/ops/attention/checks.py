@@ -14,7 +14,7 @@ from rlk_jax.core.checks import (
     INT32,
     as_array,
     check_devices,
-    check_validate,
+    check_flags,
     is_integer,
     no_explicit_axes,
     require,
@@ -29,7 +29,7 @@ Array = jax.Array
 
 def check_call(inputs: AttentionInputs, options: AttentionOptions) -> tuple[AttentionInputs, AttentionConfig]:
     """All static checks of a call: its inputs as arrays, and what an implementation is compiled for."""
-    check_validate(options.validate)
+    check_flags(options)
     inputs = AttentionInputs(
         query=as_array("query", inputs.query),
         key=as_array("key", inputs.key),

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rlk_jax.core.checks import FLOAT_DTYPES, as_array, check_devices, no_explicit_axes, require
+from rlk_jax.core.checks import FLOAT_DTYPES, as_array, check_devices, check_flag, no_explicit_axes, require
 from rlk_jax.core.gemm import GemmLayout
 from rlk_jax.ops.det_gemm.options import GemmInputs
 
@@ -24,7 +24,7 @@ def _checked_out_dtype(x: Any) -> np.dtype:
 
 def check_call(inputs: GemmInputs, *, transpose_b: bool, out_dtype: Any) -> tuple[GemmInputs, GemmLayout]:
     """All static checks of a call: its inputs as arrays, and how they are stored."""
-    require(isinstance(transpose_b, bool), f"transpose_b must be True or False, got {transpose_b!r}.")
+    check_flag("transpose_b", transpose_b)
     start = None if inputs.accumulate_into is None else as_array("accumulate_into", inputs.accumulate_into)
     inputs = GemmInputs(as_array("a", inputs.a), as_array("b", inputs.b), start)
     a, b, start = inputs
@@ -46,7 +46,7 @@ def check_call(inputs: GemmInputs, *, transpose_b: bool, out_dtype: Any) -> tupl
         out_dtype = a.dtype if start is None else jnp.float32
     no_explicit_axes("det_gemm", inputs)
     check_devices(inputs)
-    return inputs, GemmLayout(False, bool(transpose_b), _checked_out_dtype(out_dtype))
+    return inputs, GemmLayout(False, transpose_b, _checked_out_dtype(out_dtype))
 
 
 def check_gemm_dtype(dtype: Any) -> None:

@@ -17,9 +17,9 @@ from rlk_jax.core.checks import (
     as_array,
     check_devices,
     check_dtypes,
+    check_flags,
     check_mask_dtype,
     check_memory_budget,
-    check_validate,
     check_vocabulary_options,
     checked_temperature,
     checked_vocab_size,
@@ -63,7 +63,7 @@ def check_call(
     )
     require_one_of("weight_layout", options.weight_layout, get_args(WeightLayout))
     require_one_of("teacher_weight_layout", options.teacher_weight_layout, get_args(WeightLayout))
-    check_validate(options.validate)
+    check_flags(options)
     check_memory_budget(options.memory_budget)
     inputs = _as_arrays(inputs, _names_of_teacher(inputs, options))
     columns = _checked_columns(

@@ -17,9 +17,9 @@ from rlk_jax.core.checks import (
     as_array,
     check_devices,
     check_dtypes,
+    check_flags,
     check_memory_budget,
     check_temperature_shape,
-    check_validate,
     check_vocabulary_options,
     checked_temperature,
     checked_vocab_size,
@@ -70,7 +70,7 @@ def check_call(
 ) -> tuple[HeadInputs, HeadConfig, Shard | None]:
     """All static checks of a call: its inputs as arrays, what an implementation is compiled for, and the shard."""
     _check_layout(options.weight_layout)
-    check_validate(options.validate)
+    check_flags(options)
     inputs = HeadInputs(
         hidden=as_array("hidden", inputs.hidden),
         lm_head_weight=as_array("lm_head_weight", inputs.lm_head_weight),
@@ -156,7 +156,7 @@ def _checked_ranking(options: HeadOptions, vocab_size: int) -> RankingConfig | N
     )
     if top_k is None and not options.return_target_rank:
         return None
-    return RankingConfig(None if top_k is None else int(top_k), bool(options.return_target_rank))
+    return RankingConfig(None if top_k is None else int(top_k), options.return_target_rank)
 
 
 def _checked_low_rank(inputs: HeadInputs) -> dict[str, Any]:

@@ -261,9 +261,13 @@ def _policies_of(arguments: Mapping[str, Any]) -> RatioKlInputs:
     return RatioKlInputs(*(arguments[name] for name in RatioKlInputs._fields))
 
 
+def _options_of(arguments: Mapping[str, Any]) -> LogitsOptions:
+    return LogitsOptions(donate_logits=arguments["donate_logits"], validate=arguments["validate"])
+
+
 def describe_ratio_kl(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
-    options = LogitsOptions(validate=arguments["validate"])
+    options = _options_of(arguments)
     check_log_ratio_bound(arguments["log_ratio_bound"])
     facts = _facts_of_policies("ratio_kl", *check_policies(_policies_of(arguments), options))
     return facts, arguments["implementation"]
@@ -359,7 +363,7 @@ def _loss_options(
 
 def describe_grpo_loss(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """Check a call's arguments, by name. Returns the facts that dispatch decides by, and the implementation named."""
-    inputs, config = check_policies(_policies_of(arguments), LogitsOptions(validate=arguments["validate"]))
+    inputs, config = check_policies(_policies_of(arguments), _options_of(arguments))
     chosen = ("rewards", "advantages", "samples_per_prompt", "group_boundaries")
     check_rewards_or_advantages(inputs.completion_mask, *(arguments[name] for name in chosen))
     _loss_options(*(arguments[name] for name in ("clip_eps", "clip_eps_high", "beta", "log_ratio_bound", "eps")))

@@ -14,9 +14,9 @@ from rlk_jax.core.checks import (
     as_array,
     check_devices,
     check_dtypes,
+    check_flags,
     check_mask_dtype,
     check_temperature_shape,
-    check_validate,
     check_vocabulary_options,
     checked_temperature,
     no_explicit_axes,
@@ -53,7 +53,7 @@ def _config(vocab_size: int, options: LogitsOptions) -> LogpConfig:
 
 def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, LogpConfig]:
     """All static checks of logp: its inputs as arrays, and what an implementation is compiled for."""
-    check_validate(options.validate)
+    check_flags(options)
     rows, initial = inputs.row_indices, inputs.initial
     inputs = LogpInputs(
         logits=as_array("logits", inputs.logits),
@@ -81,10 +81,9 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
     check_vocabulary_options(vocab_size, options.logit_softcap, options.ignore_index, options.global_vocab_size)
     config = _config(vocab_size, options)
     check_allowed(inputs, "token_ids", lead, (config.real_vocab_size, vocab_size))
-    as_linear_logp, dtype = options.as_linear_logp, inputs.logits.dtype
-    require(isinstance(as_linear_logp, bool), f"as_linear_logp must be True or False, got {as_linear_logp!r}.")
+    dtype = inputs.logits.dtype
     require(
-        not as_linear_logp or dtype == jnp.float32,
+        not options.as_linear_logp or dtype == jnp.float32,
         f"as_linear_logp needs float32 logits, the sums hidden·Wᵀ before they are rounded, got {dtype}.",
     )
     no_explicit_axes("logp", inputs)
@@ -94,7 +93,7 @@ def check_logp(inputs: LogpInputs, options: LogitsOptions) -> tuple[LogpInputs, 
 
 def check_policies(inputs: RatioKlInputs, options: LogitsOptions) -> tuple[RatioKlInputs, LogpConfig]:
     """All static checks of ratio_kl, which are also the first checks of grpo_loss."""
-    check_validate(options.validate)
+    check_flags(options)
     inputs = RatioKlInputs(
         policy_logits=as_array("policy_logits", inputs.policy_logits),
         ref_logits=as_array("ref_logits", inputs.ref_logits),
