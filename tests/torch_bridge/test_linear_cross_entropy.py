@@ -47,6 +47,17 @@ def test_a_drop_in_for_torchs_cross_entropy(reduction, dtype, smoothing):
         assert_close(x, y, "linear_cross_entropy", "gradient")
 
 
+def test_weights_of_classes_are_weights_of_their_tokens():
+    """As docs/linear_cross_entropy.md tells users of torch's `weight`."""
+    hidden, weight, ids, bias = batch()
+    of_classes = randn(300, seed=6).abs()
+    logits = (hidden.double() @ weight.double().t() + bias.double()).flatten(0, 1)
+    expected = functional.cross_entropy(logits, ids.flatten(), of_classes.double(), ignore_index=-100)
+    of_tokens = of_classes[ids.clamp(min=0)]
+    found = torch_bridge.linear_cross_entropy(hidden, weight, ids, bias, ignore_index=-100, token_weights=of_tokens)
+    assert_close(found, expected, "linear_cross_entropy", "forward")
+
+
 # In `make test`, the case of "none" catches an option that is lost, and test_a_drop_in_for_torchs_cross_entropy a mean.
 @pytest.mark.parametrize(
     ("reduction", "dtype", "ignore_index"),

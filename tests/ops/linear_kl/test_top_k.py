@@ -227,6 +227,38 @@ def test_a_teacher_that_is_sure_of_what_it_lists(kind):
         assert np.isfinite(x).all()
 
 
+# In make test, reverse, whose divergence is infinite, in every implementation; the terms of all kinds are formed by the
+# same functions.
+@helpers.cover(
+    "kind, implementation",
+    itertools.product(KINDS, helpers.IMPLEMENTATIONS),
+    lambda kind, implementation: kind == "reverse" or implementation == "xla",
+)
+def test_a_token_that_the_teacher_calls_impossible(kind, implementation):
+    """A listed log-prob of −∞ makes a reverse divergence infinite, and its gradients NaN; others stay finite, and so do
+    gradients where the row does not count.
+    """
+    case = Case("impossible")
+    problem, rows = make(case, jnp.float32), np.arange(case.tokens)
+    row = np.flatnonzero(problem.mask & (rows % case.count == case.count - 1))[0]  # It lists as many as a row may.
+    impossible = problem._replace(logps=problem.logps.at[row, 2].set(-jnp.inf))
+    actual = found(case, impossible, kind, implementation)
+    if kind != "reverse":
+        assert all(np.isfinite(x).all() for x in (actual.values, actual.hidden, actual.weight))
+        return
+    assert actual.values[row] == np.inf and np.isfinite(actual.values[rows != row]).all()
+    assert np.isnan(actual.hidden[row]).all() and np.isfinite(actual.hidden[rows != row]).all()
+    assert not np.isfinite(actual.weight).all(axis=1).any()
+    for left_out in (
+        impossible._replace(mask=problem.mask.at[row].set(False)),
+        impossible._replace(upstream=problem.upstream.at[row].set(0)),
+        # Among the rest the token has a probability of its own.
+        impossible._replace(ids=problem.ids.at[row, 2].set(-1)),
+    ):
+        without = found(case, left_out, kind, implementation)
+        assert all(np.isfinite(x).all() for x in (without.hidden, without.weight))
+
+
 @pytest.mark.parametrize("kind", ["reverse", pytest.param("forward", marks=pytest.mark.full)])
 def test_bits_of_a_row(kind):
     """A row has its bits alone and in another order; dW has them with masked rows anywhere.

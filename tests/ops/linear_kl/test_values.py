@@ -224,6 +224,9 @@ def test_impossible_tokens(kind, who, implementation):
     else:
         active = problem.completion_mask
         assert (actual.values[active] == np.inf).all() and (expected.values[active] == np.inf).all()
+        # The gradient of a forward divergence is that of p − q.
+        is_known = np.isfinite if kind == "forward" else np.isnan
+        assert is_known(actual.hidden[active]).all() and np.isfinite(actual.weight).all() == (kind == "forward")
 
 
 @pytest.mark.parametrize(("beta", "kind"), [(0, "forward"), (1.0, "reverse")])
