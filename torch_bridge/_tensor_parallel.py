@@ -2,12 +2,12 @@
 
 Before any rank computes, each tells all others, over the host, what it was called with. So one rank's mistake raises
 the same error on every rank, and no rank waits for one that has raised. Then each rank computes its partial softmax,
-one collective gathers these, and each rank merges all of them. The backward sums dH over the ranks in float32.
+one collective gathers these, and each rank merges all of them. For the most probable tokens a second collective gathers
+the best of each rank's columns. The backward sums dH over the ranks in float32.
 """
 
 import functools
 import json
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.distributed as dist
+from jax.flatten_util import ravel_pytree
 from torch import Tensor
 
 from rlk_jax.core import overwriting
@@ -28,10 +29,13 @@ from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call, checked_rank_columns
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
+from rlk_jax.ops.linear_logp.ranking import Ranking, as_integers, no_columns
 from rlk_jax.ops.linear_logp.sharding import agreement
 from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankState, RankSteps
 from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
+from torch_bridge._calls import Output
 from torch_bridge._padding import RowPadding
+from torch_bridge._process_groups import gather_texts, integer
 from torch_bridge._programs import Arrays
 
 
@@ -59,55 +63,13 @@ class Rank:
     reduce_hidden_grad: bool
 
 
-def has_other_ranks(tp_group: Any, vocab_start_index: int) -> bool:
-    """Whether the group has ranks besides this one; raises where this process cannot use the group."""
-    if tp_group is not None:
-        if not dist.is_available():
-            raise RuntimeError("tensor-parallel linear_logp requires torch.distributed.")
-        if not dist.is_initialized():
-            raise RuntimeError("tensor-parallel linear_logp requires an initialized process group.")
-        if not isinstance(tp_group, dist.ProcessGroup) and tp_group != dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                f"tp_group must be a process group, got {type(tp_group).__name__}: of a DeviceMesh, its get_group()."
-            )
-        if dist.get_rank(tp_group) < 0:
-            raise ValueError("this process is not in tp_group.")
-        if dist.get_world_size(tp_group) > 1:
-            return True
-    if vocab_start_index != 0:
-        raise ValueError("vocab_start_index requires a tensor-parallel group.")
-    return False
-
-
-@functools.cache
-def _host_group(group: Any) -> Any:
-    """A group of the same processes that can send memory of the host: the group itself, or a new one of gloo."""
-    if "gloo" in dist.get_backend(group):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-
-def _gather_texts(group: Any, text: str) -> list[str]:
-    """The texts of all ranks, in the order of the ranks."""
-    own_text = torch.frombuffer(bytearray(agreement.encoded(text)), dtype=torch.uint8)
-    texts = [torch.empty_like(own_text) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(texts, own_text, group=_host_group(group))
-    return [agreement.decoded(bytes(x.tolist())) for x in texts]
-
-
-@torch.compiler.disable
-def agree(group: Any, check: Callable[[], str]) -> None:
-    """Run a check on every rank, whose texts must be the same; one rank's mistake raises the same error on all."""
-    _, texts = agreement.agreed(lambda: (None, check()), functools.partial(_gather_texts, group))
-    agreement.require_same(texts)
-
-
 @torch.compiler.disable
 def tensor_parallel_logp(
-    tensors: Tensors, rank: Rank, options: HeadOptions
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """logp, and lse and entropy or None where they are not asked for; `options` are those of the whole head."""
+    tensors: Tensors, rank: Rank, options: HeadOptions, outputs: Callable[[Sequence[int]], Sequence[Output]]
+) -> tuple[Tensor, ...]:
+    """logp, lse, entropy, top_ids, top_logps and target_rank, as `outputs` has them for a lead shape; `options` are
+    those of the whole head.
+    """
     columns = _agreed_columns(tensors, rank, options)
     hidden, weight, bias = _inputs.autocast(*tensors[:3])
     weight, layout = _inputs.without_transpose(weight, options.weight_layout)
@@ -117,7 +79,7 @@ def tensor_parallel_logp(
     needs = _inputs.needs(hidden, weight, bias)
     with _exchange.launching([hidden]):
         steps, padding, tokens = _agreed_steps(columns, tensors, rank, options, keeps=any(needs))
-        call = _Call(steps, padding, rank, options.ignore_index, Needs(*needs))
+        call = _Call(steps, padding, rank, options.ignore_index, Needs(*needs), outputs(tensors.target_ids.shape))
         return _TensorParallel.apply(hidden, weight, bias, call, tokens)
 
 
@@ -128,30 +90,23 @@ def _agreed_columns(tensors: Tensors, rank: Rank, options: HeadOptions) -> RankC
         named = tensors._asdict()
         scale = named.pop("temperature")
         _inputs.check_tensors(**named)
-        # The masks and both options depend on the size of the whole vocabulary, which is known only after all ranks'
+        # The masks and these options depend on the size of the whole vocabulary, which is known only after all ranks'
         # columns are.
         named |= {"allowed_ids": None, "allowed_mask": None}
-        _inputs.check_head(named, scale, replace(options, ignore_index=None, global_vocab_size=None))
+        of_own = replace(options, ignore_index=None, global_vocab_size=None, return_top_k=None)
+        _inputs.check_head(named, scale, of_own)
         check_flag("reduce_hidden_grad", rank.reduce_hidden_grad)
         columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
-        start = _integer("vocab_start_index", rank.start)
-        vocab_size = None if rank.vocab_size is None else _integer("global_vocab_size", rank.vocab_size)
+        start = integer("vocab_start_index", rank.start)
+        vocab_size = None if rank.vocab_size is None else integer("global_vocab_size", rank.vocab_size)
         facts = {"range": (start, start + columns), "vocab_size": vocab_size}
         return None, json.dumps({**facts, "call": _call_text(tensors, rank, options)})
 
-    _, texts = agreement.agreed(check, functools.partial(_gather_texts, rank.group))
+    _, texts = agreement.agreed(check, functools.partial(gather_texts, rank.group))
     facts = [json.loads(text) for text in texts]
     agreement.require_same([x["call"] for x in facts])
     ranges = [tuple(x["range"]) for x in facts]
     return checked_rank_columns(ranges, [x["vocab_size"] for x in facts], options.ignore_index)
-
-
-def _integer(name: str, x: Any) -> int:
-    """x as a Python int, which JSON can write."""
-    try:
-        return operator.index(x)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, got {x!r}.") from None
 
 
 def _call_text(tensors: Tensors, rank: Rank, options: HeadOptions) -> str:
@@ -213,7 +168,7 @@ def _agreed_steps(
         tokens = padding.tokens(ids, scale, options.ignore_index, "target_ids", checked_against, allowed)
         return (steps, padding, tokens), chosen.name
 
-    found, names = agreement.agreed(check, functools.partial(_gather_texts, rank.group))
+    found, names = agreement.agreed(check, functools.partial(gather_texts, rank.group))
     agreement.require_same([f"implementation={name}" for name in names])
     return found
 
@@ -263,7 +218,7 @@ def _partials(
     """This rank's partial softmax packed for the collective, the softmax's groups, and the rank's state.
 
     The packed vector is float32: the groups, padded to the most that a rank has, then 1 for each token whose target
-    this rank holds and 0 for the others.
+    this rank holds and 0 for the others, then what a ranking must know of the targets.
     """
     ids = _padding.token_ids(ids, count, ignore_index=ignore_index)
     is_counted = counted(ids, _padding.ignored(ignore_index))
@@ -273,23 +228,53 @@ def _partials(
     tokens = with_allowed(tokens, allowed, name="target_ids", memory_budget=steps.config.memory_budget, **check)
     groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
     stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
-    most = max(steps.columns.groups(rank).count for rank in range(len(steps.columns.ranges)))
-    padded = jnp.pad(stacked, ((0, most - stacked.shape[0]), (0, 0), (0, 0)))
-    return jnp.concatenate([padded.reshape(-1), is_here.astype(jnp.float32)]), groups, state
+    padded = jnp.pad(stacked, ((0, _most_groups(steps) - stacked.shape[0]), (0, 0), (0, 0)))
+    targets = None if steps.config.ranking is None else steps.own_targets(state)
+    of_tokens = [is_here.astype(jnp.float32)] if targets is None else [is_here.astype(jnp.float32), targets]
+    return jnp.concatenate([padded.reshape(-1), *of_tokens]), groups, state
 
 
-def _merge(packed: Any, groups: Any, state: RankState, *, steps: RankSteps) -> tuple[LinearLogp, RankState]:
-    """The values and this rank's state, from what all ranks have packed `[ranks, ·]`.
+def _most_groups(steps: RankSteps) -> int:
+    """The most groups that a rank has."""
+    return max(steps.columns.groups(rank).count for rank in range(len(steps.columns.ranges)))
 
-    `groups` are this rank's own, which show how packed groups are unpacked.
+
+class _Merged(NamedTuple):
+    """What a merge gives: the values and this rank's state, and for a ranking the best of its columns, packed for the
+    collective, or None.
+    """
+
+    values: LinearLogp
+    state: RankState
+    best: jax.Array | None
+
+
+def _merge(packed: Any, groups: Any, operands: Any, state: RankState, *, steps: RankSteps) -> _Merged:
+    """The values and what follows, from what all ranks have packed `[ranks, ·]`.
+
+    `groups` are this rank's own, which show how packed groups are unpacked. A ranking needs the operands.
     """
     leaves, structure = jax.tree.flatten(groups)
-    size = packed.shape[1] - state.tokens.active.shape[0]
-    by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), leaves[0].shape[1])
+    rows, n = leaves[0].shape[1], state.tokens.active.shape[0]
+    size = _most_groups(steps) * len(leaves) * rows
+    by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), rows)
     in_order = [by_rank[rank, : steps.columns.groups(rank).count] for rank in steps.columns.order]
     whole = jnp.concatenate(in_order)
     merged = jax.tree.unflatten(structure, [whole[:, i] for i in range(len(leaves))])
-    return steps.merge(merged, packed[:, size:].sum(axis=0), state)
+    owners, *targets = packed[:, size:].reshape(len(packed), -1, n).sum(axis=0)
+    values, done = steps.merge(merged, owners, state)
+    if operands is None:
+        return _Merged(values, done, None)
+    best = steps.best(steps.operands(*operands), state, done, targets[0] if targets else None)
+    return _Merged(values, done, ravel_pytree(best)[0])
+
+
+def _ranking(packed: Any, logp: Any, state: RankState, *, steps: RankSteps) -> Ranking:
+    """The most probable tokens, from the best that all ranks have packed `[ranks, ·]`."""
+    wanted = steps.config.ranking
+    assert wanted is not None
+    _, unpacked = ravel_pytree(as_integers(no_columns(wanted, logp.shape[0])))
+    return steps.ranking(jax.vmap(unpacked)(packed[jnp.asarray(steps.columns.order)]), logp, state)
 
 
 def _gradients(
@@ -314,6 +299,8 @@ class _Call:
     rank: Rank
     ignore_index: int | None
     needs: Needs
+    outputs: Sequence[Output]
+    """logp, lse, entropy, top_ids, top_logps and target_rank."""
 
     def operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[jax.Array | None, ...]:
         """hidden with padded rows, weight and bias, lent to a program."""
@@ -328,6 +315,15 @@ class _Call:
         dist.all_gather_into_tensor(all_parts, own_part, group=self.rank.group)
         return _exchange.lend(all_parts.reshape(count, -1))
 
+    def exported(
+        self, results: Sequence[jax.Array | None], outputs: Sequence[Output], device: torch.device
+    ) -> list[Tensor]:
+        """Results as these outputs, of which those that were not asked for are empty."""
+        return [
+            torch.empty(shape, dtype=dtype, device=device) if x is None else self.padding.without_padding(x, shape)
+            for x, (shape, dtype) in zip(results, outputs, strict=True)
+        ]
+
     def summed(self, parts: jax.Array, like: Tensor) -> Tensor:
         """dH in the shape and dtype of `like`, from this rank's float32 part `[1, N, D]`.
 
@@ -341,7 +337,7 @@ class _Call:
 
 
 class _TensorParallel(torch.autograd.Function):
-    """The sharded head's forward and backward for autograd, with two programs and a collective in the forward."""
+    """The sharded head's forward and backward for autograd, with a collective between the programs of the forward."""
 
     @staticmethod
     def forward(
@@ -351,20 +347,27 @@ class _TensorParallel(torch.autograd.Function):
         bias: Tensor | None,
         call: _Call,
         tokens: Arrays,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        lead, config = call.padding.lead, call.steps.config
-        wanted = (True, config.return_lse, config.return_entropy)
+        steps, ignore_index = call.steps, call.ignore_index
         if call.padding.is_empty:
             ctx.save_for_backward(hidden, weight, bias, _calls.keep(None))
-            return tuple(hidden.new_zeros(lead, dtype=torch.float32) if wants else None for wants in wanted)
-        steps, ignore_index = call.steps, call.ignore_index
+            return tuple(hidden.new_zeros(x.shape, dtype=x.dtype) for x in call.outputs)
         arrays = (*call.operands(hidden, weight, bias), *tokens)
         packed, groups, state = _programs.run("forward", _partials, arrays, steps=steps, ignore_index=ignore_index)
-        values, state = _programs.run("forward", _merge, (call.gathered(packed), groups), (state,), steps=steps)
+        # What was lent ends with the first export of a result: a ranking is lent the operands once more.
+        gathered = call.gathered(packed)
+        operands = None if steps.config.ranking is None else call.operands(hidden, weight, bias)
+        values, state, best = _programs.run("forward", _merge, (gathered, groups, operands), (state,), steps=steps)
+        ranking: Any = (None, None, None)
+        if best is not None:
+            ranking = _programs.run("forward", _ranking, (call.gathered(best), values.logp, state), steps=steps)
         ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
-        return tuple(None if x is None else call.padding.without_padding(x, lead) for x in values)
+        # What the last program was lent ends with the first export, too, and so that is one of its own results.
+        of_ranking = call.exported(ranking, call.outputs[3:], hidden.device)
+        ctx.mark_non_differentiable(*of_ranking)
+        return *call.exported(values, call.outputs[:3], hidden.device), *of_ranking
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -372,7 +375,7 @@ class _TensorParallel(torch.autograd.Function):
             return (None,) * 5
         *tensors, handle = ctx.saved_tensors
         with torch.no_grad():
-            gradients = _linear_logp_bwd(ctx.call, tuple(tensors), handle, upstream)
+            gradients = _linear_logp_bwd(ctx.call, tuple(tensors), handle, upstream[:3])
         return *_calls.differentiable_once(gradients, *tensors, *upstream), None, None
 
 

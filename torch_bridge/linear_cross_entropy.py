@@ -102,10 +102,10 @@ def linear_cross_entropy(
 def _check_on_all_ranks(check: Callable[[], str], tp_group: Any, vocab_start_index: int) -> None:
     """Run `check`; where a head lies over ranks, all of them raise what it raises on one."""
     if tp_group is not None:
-        from torch_bridge import _tensor_parallel  # It takes torch's compiler, whose import takes seconds.
+        from torch_bridge import _process_groups  # It takes torch's compiler, whose import takes seconds.
 
-        if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
-            return _tensor_parallel.agree(tp_group, check)
+        if _process_groups.has_other_ranks(tp_group, vocab_start_index):
+            return _process_groups.agree(tp_group, check)
     check()
     return None
 

@@ -106,7 +106,7 @@ def linear_logp(
         probable first and equal ones in ascending order of their ids. Where there are fewer, or the row is ignored or
         NaN, the id is −1 and the log-prob −inf, 0 or NaN. They have no gradient.
       return_target_rank: also return how many tokens stand before the target in that order, −1 for rows that are
-        ignored or NaN. Neither can be asked for beside other ranks of a tp_group.
+        ignored or NaN.
       memory_budget: bytes for the logits and their gradients that are held at a time; None for the default. `mosaic`
         and `cuda` hold this memory from the forward to the backward, and once more in a backward that retains the graph
         or that torch.compile has taken.
@@ -180,20 +180,18 @@ def _values_of(
     tp_group, vocab_start_index, reduce_hidden_grad = of_a_rank
     term = _inputs.low_rank_term(low_rank)
     if tp_group is not None or vocab_start_index != 0:
-        from torch_bridge import _tensor_parallel  # It takes torch's compiler, whose import takes seconds.
+        # torch's compiler, which they take, needs seconds to be imported.
+        from torch_bridge import _process_groups, _tensor_parallel
 
-        if _tensor_parallel.has_other_ranks(tp_group, vocab_start_index):
+        if _process_groups.has_other_ranks(tp_group, vocab_start_index):
             if low_rank is not None:
                 raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
-            if _is_ranked(options):
-                raise ValueError(
-                    "return_top_k and return_target_rank need the whole head, not a tp_group's shard of it."
-                )
             rank = _tensor_parallel.Rank(tp_group, vocab_start_index, options.global_vocab_size, reduce_hidden_grad)
             shards = _tensor_parallel.Tensors(
                 hidden, lm_head_weight, bias, target_ids, temperature, allowed_ids, allowed_mask
             )
-            return values(_tensor_parallel.tensor_parallel_logp(shards, rank, options), options)
+            outputs_of = functools.partial(_all_outputs, options=options)
+            return _returned(_tensor_parallel.tensor_parallel_logp(shards, rank, options, outputs_of), options)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "target_ids": target_ids, "bias": bias}
     tensors |= {"allowed_ids": allowed_ids, "allowed_mask": allowed_mask}
     per_token, number = _inputs.check_head(tensors | term.tensors, temperature, options, term.scale)
@@ -208,7 +206,7 @@ def _values_of(
     floats = (hidden, lm_head_weight, bias, a, b, inputs)
     others = (target_ids, allowed_ids, allowed_mask, per_token, number, term.scale)
     *found, _ = _linear_logp(*floats, *others, checked, _inputs.needs(*floats))
-    return _ranked(found, options) if _is_ranked(options) else values(found[:3], options)
+    return _returned(found, options)
 
 
 def values(found: Sequence[Any], options: HeadOptions | LogitsOptions) -> Tensor | LinearLogp:
@@ -228,12 +226,10 @@ def _asked_for(found: Sequence[Any], options: HeadOptions | LogitsOptions) -> li
     return [x if wanted else None for x, wanted in zip(found, _wanted(options), strict=True)]
 
 
-def _is_ranked(options: HeadOptions) -> bool:
-    return options.return_top_k is not None or options.return_target_rank
-
-
-def _ranked(found: Sequence[Tensor], options: HeadOptions) -> RankedLogp:
+def _returned(found: Sequence[Any], options: HeadOptions) -> Tensor | LinearLogp | RankedLogp:
     """What the user asked for, from all outputs of the custom op; torch's own functions take ids as int64."""
+    if options.return_top_k is None and not options.return_target_rank:
+        return values(found[:3], options)
     logp, lse, entropy = _asked_for(found[:3], options)
     top_ids, top_logps, target_rank = found[3:]
     return RankedLogp(

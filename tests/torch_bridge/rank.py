@@ -25,7 +25,7 @@ from rlk_jax import cli
 from rlk_jax.checker.processes import free_port
 from rlk_jax.core import overwriting
 from rlk_jax.vocab_parallel import shard_bounds
-from tests.torch_bridge.tensors import assert_close, head, randn, same_bits
+from tests.torch_bridge.tensors import assert_close, head, randint, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
 from torch_bridge import _calls, _exchange
 
@@ -161,6 +161,77 @@ def takes_allowed_tokens(rank: int, count: int) -> None:
             print(f"{name}: {error}", flush=True)
         else:
             raise AssertionError(f"{name} raised nothing")
+
+
+def ranks_what_is_equal(rank: int, count: int) -> None:
+    """Logits of small integers, equal in several shards, of which some are narrower than the list, and one of four
+    holds nothing but padding. Then no token at all, and more than there are.
+    """
+    hidden, weight, ids, _ = (x.detach() for x in head((9,), dim=8, vocab=16))
+    hidden, weight = (x.sign() for x in (hidden, weight))
+    padded = torch.cat([weight, weight[:4] * torch.nan])
+    start, end = {2: [0, 7, 20], 4: [0, 3, 7, 16, 20]}[count][rank:][:2]
+    of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 16}
+    wanted = {"return_top_k": 13, "return_target_rank": True}
+    found = torch_bridge.linear_logp(hidden, padded[start:end], ids, **wanted, **of_rank)
+    logits = hidden @ weight.t()
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    assert torch.equal(found.top_ids, order[:, :13])
+    assert torch.equal(found.target_rank, (order == ids[:, None]).int().argmax(dim=1))
+    assert_close(found.top_logps, logits.double().log_softmax(dim=1).gather(1, order[:, :13]), head_class(), "forward")
+    none = torch_bridge.linear_logp(hidden[:0], padded[start:end], ids[:0], **wanted, **of_rank)
+    assert none.top_ids.shape == none.top_logps.shape == (0, 13) and none.target_rank.shape == (0,)
+    try:
+        torch_bridge.linear_logp(hidden, padded[start:end], ids, return_top_k=17, **of_rank)
+    except ValueError as error:
+        print(f"long list: {error}", flush=True)
+    else:
+        raise AssertionError("more tokens than there are raised nothing")
+
+
+def ranks_as_one_rank(rank: int, count: int) -> None:
+    """With the bits of one, on the edges of groups, beside padding and lists of allowed tokens: tokens of equal logits
+    in two shards, rows that allow fewer than are wanted, that are ignored and that hold NaN. Gradients keep their bits.
+    The last rank has the first shard.
+    """
+    place, bounds = count - 1 - rank, [*cut(990, count)[:-1], 1000]
+    here = slice(*bounds[place : place + 2])
+    of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": here.start}
+    wanted = {"return_top_k": 7, "return_target_rank": True}
+    for implementation, dtype in PROMISES[torch.get_default_device().type].items():
+        call = functools.partial(ranked, implementation, dtype)
+        found, gradients = call(here, **wanted, **of_rank)
+        expected, whole_gradients = of_rank_0(rank, functools.partial(call, slice(0, 1000), **wanted))
+        assert_same_bits_here((found, (None, *gradients)), (expected, (None, *whole_gradients)), here)
+        assert found.top_ids.dtype == found.target_rank.dtype == torch.int64 and not found.top_logps.requires_grad
+        assert (found.top_ids[3] == -1).sum() == 3 and (found.top_logps[3] == -torch.inf).sum() == 3
+        assert (found.top_ids[[1, 5]] == -1).all() and found.target_rank[[1, 5]].tolist() == [-1, -1]
+        assert (found.top_logps[1] == 0).all() and found.top_logps[5].isnan().all()
+        for one in () if is_make_test(count) else ({"return_top_k": 7}, {"return_target_rank": True}):
+            alone, of_alone = call(here, **one, **of_rank)
+            kept = [(x, y) for x, y in zip(alone, found, strict=True) if x is not None]
+            assert len(kept) == 4 + ("return_top_k" in one) and all(same_bits(x, y) for x, y in kept)
+            assert all(map(same_bits, of_alone, gradients))
+
+
+def ranked(implementation: str, dtype: torch.dtype, here: slice, **options: Any) -> tuple[Any, Any]:
+    """Values and gradients of weight and bias for these columns of the problem of `ranks_as_one_rank`."""
+    hidden, weight, ids, bias = (x.detach() for x in head((33,), dim=24, vocab=1000, dtype=dtype))
+    weight[500:], bias[500:], weight[990:], hidden[5] = weight[:500].clone(), bias[:500].clone(), torch.nan, torch.nan
+    ids = ids.where(ids < 990, 0)
+    ids[1] = -100
+    allowed = torch.stack([ids, *(randint(495, 33, seed=i) + 495 * (i % 2) for i in range(20))], dim=-1)
+    allowed[3, 4:] = -1
+    options |= {
+        "allowed_ids": allowed,
+        "ignore_index": -100,
+        "global_vocab_size": 990,
+        "implementation": implementation,
+    }
+    own = [x[here].clone().requires_grad_() for x in (weight, bias)]
+    found = torch_bridge.linear_logp(hidden, own[0], ids, own[1], **EVERYTHING, **options)
+    upstream = (torch.arange(33) != 5).float()
+    return found, torch.autograd.grad(found[:3], own, [upstream, upstream, upstream])
 
 
 def ignores_padding(rank: int, count: int) -> None:
@@ -324,6 +395,7 @@ def mistakes(rank: int, count: int) -> None:
         "other tokens": {"target_ids": ids[:3], "hidden": hidden[:3]},
         "other options": {"temperature": 2.0},
         "other mask": {"allowed_ids": ids[:, None]},
+        "other ranking": {"return_top_k": 2},
         "other validate": {"validate": False},
         "other reduction": {"reduce_hidden_grad": False},
         "other dtype": {"lm_head_weight": weight[start:end].bfloat16()},
@@ -385,6 +457,8 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     agrees_with_float64(rank, count)
     keeps_the_bits_of_one_rank(rank, count)
     takes_allowed_tokens(rank, count)
+    ranks_what_is_equal(rank, count)
+    ranks_as_one_rank(rank, count)
     ignores_padding(rank, count)
     trains_as_one_rank(rank, count)
     reads_a_transposed_head_in_place(rank, count)

@@ -35,6 +35,8 @@ def messages(count: int, device: str) -> dict[str, str]:
         "other tokens": differently,
         "other options": differently,
         "other mask": differently,
+        "other ranking": differently,
+        "long list": "return_top_k must be at most the vocabulary size 16, got 17.",
         "other validate": differently,
         "other reduction": differently,
         "other dtype": differently,

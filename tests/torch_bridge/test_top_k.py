@@ -8,7 +8,7 @@ import rlk_jax
 import torch_bridge
 from tests.support import helpers
 from tests.torch_bridge.tensors import array, assert_close, head, same_bits
-from torch_bridge import _tensor_parallel
+from torch_bridge import _process_groups
 
 EVERYTHING = {"return_top_k": 7, "return_target_rank": True, "return_entropy": True}
 
@@ -62,19 +62,13 @@ def test_a_graph_of_torch_compile_and_no_rows():
     assert none.top_ids.dtype == none.target_rank.dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"return_top_k": 3}, "return_top_k and return_target_rank need the whole head"),
-        ({"return_target_rank": True}, "return_top_k and return_target_rank need the whole head"),
-        ({"low_rank": (torch.ones(3, 16), torch.ones(70, 3), 1.0)}, "low_rank cannot be given beside other ranks"),
-    ],
-)
-def test_a_shard_of_a_head_refuses_what_needs_all_of_it(options, message, monkeypatch):
-    monkeypatch.setattr(_tensor_parallel, "has_other_ranks", lambda *_: True)
+def test_a_shard_of_a_head_takes_no_adapter(monkeypatch):
+    monkeypatch.setattr(_process_groups, "has_other_ranks", lambda *_: True)
     hidden, weight, ids, _ = head((5,))
-    with pytest.raises(ValueError, match=message):
-        torch_bridge.linear_logp(hidden, weight, ids, tp_group=object(), **options)
+    with pytest.raises(ValueError, match="low_rank cannot be given beside other ranks"):
+        torch_bridge.linear_logp(
+            hidden, weight, ids, low_rank=(torch.ones(3, 16), torch.ones(70, 3), 1.0), tp_group=object()
+        )
 
 
 def test_more_tokens_than_there_are():

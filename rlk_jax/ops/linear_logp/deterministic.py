@@ -32,7 +32,6 @@ from rlk_jax.core.fixed_order import (
 from rlk_jax.core.gemm import fixed_order_gemm
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, real_columns
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
-from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
@@ -205,7 +204,7 @@ def _gradients(
 
 
 def _best(
-    config: HeadConfig, operands: Operands, tokens: Tokens, active: Array, statistics: Statistics, gather: Gather
+    config: HeadConfig, operands: Operands, tokens: Tokens, active: Array, statistics: Statistics, targets: Array | None
 ) -> BestColumns:
     """The logits are made once more, because the target's may be that of another shard."""
     wanted, chunks = config.ranking, chunks_in_group(config.groups)

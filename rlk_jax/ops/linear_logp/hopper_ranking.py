@@ -35,7 +35,6 @@ from rlk_jax.core.hopper_kernels import RankingKernels
 from rlk_jax.core.hopper_plan import softmax_vocabulary, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice
 from rlk_jax.core.rows import Compacted
-from rlk_jax.core.shard import Gather
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_logp.options import RankingFunctions
@@ -78,7 +77,9 @@ class Search:
 def ranking_functions(kernels: Callable[[], RankingKernels], machine: Machine | None) -> RankingFunctions:
     """What finds the most probable tokens on one machine; None for the GPU that JAX sees."""
     return RankingFunctions(
-        functools.partial(_best, kernels, machine), functools.partial(_logps_of_products, kernels, machine)
+        functools.partial(_best, kernels, machine),
+        functools.partial(_logps_of_products, kernels, machine),
+        own_targets=lambda state: state.found.target,
     )
 
 
@@ -135,17 +136,16 @@ def _best(
     tokens: Tokens,
     state: Any,
     softmax: Softmax,
-    gather: Gather,
+    targets: Array | None,
 ) -> BestColumns:
-    """Where a rank is wanted, a second pass counts: all shards know the targets' products then."""
+    """Where a rank is wanted, a second pass counts: the targets' products are known then."""
     found: FoundProducts = state.found
     products, before = found.products, None
     if products is not None:
         # Zeros of both signs are equal.
         products = jnp.where(products == 0, 0, products)
-    if found.target is not None:
-        target = gather((found.target[None],))[0].sum(axis=0)
-        before = _count_before(kernels(), machine or default_machine(), config, operands, tokens, target)
+    if targets is not None:
+        before = _count_before(kernels(), machine or default_machine(), config, operands, tokens, targets)
     return BestColumns(products, found.columns, before)
 
 

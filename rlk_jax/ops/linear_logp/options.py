@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from rlk_jax.core.exports import exportable
 from rlk_jax.core.gemm import Gemm, WeightLayout
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.shard import Gather, ShardOptions
 from rlk_jax.core.tokens import LinearLogp, Tokens
-from rlk_jax.ops.linear_logp.ranking import BestColumns, Ranking, best_of_shards
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Ranking, as_integers, best_of_shards, counted_from
 
 Array = jax.Array
 
@@ -118,12 +119,17 @@ class RankingFunctions:
     """What an implementation has beside `LinearLogpFunctions` to find the most probable tokens.
 
     Both take the residual that `merge` gave, and `best` the state that `partials` gave before it. `best` finds the best
-    of this weight's columns, and may gather what it must know of other shards. `logps` makes log-probs of the logits
-    `[N, k]` that `best` compared, with the bits that `merge` gives a target of that logit, where bits are promised.
+    of this weight's columns, and is given the targets' logits, too, where `own_targets` gives any. `logps` makes
+    log-probs of the logits `[N, k]` that `best` compared, with the bits that `merge` gives a target of that logit,
+    where bits are promised.
     """
 
-    best: Callable[[HeadConfig, Operands, Tokens, Any, Any, Gather], BestColumns]
+    best: Callable[[HeadConfig, Operands, Tokens, Any, Any, Array | None], BestColumns]
     logps: Callable[[HeadConfig, Tokens, Any, Array], Array]
+    own_targets: Callable[[Any], Array | None] = lambda state: None
+    """The targets' logits `[N]` as `best` compares them, of the state that `partials` gave: 0 for a target that is no
+    column of this weight, so that those of all shards add up to the whole. None where the residual has them.
+    """
 
 
 class Forward(NamedTuple):
@@ -170,10 +176,29 @@ class LinearLogpFunctions:
     ) -> Ranking:
         """Which tokens of the whole vocabulary are the most probable."""
         assert self.of_ranking is not None
-        own = self.of_ranking.best(config, operands, tokens, state, residual, gather)
-        whole = best_of_shards(own, config.vocab_size, gather)
+        targets = self.of_ranking.own_targets(state)
+        if targets is not None:
+            targets = gather((targets[None],))[0].sum(axis=0)
+        own = self.of_ranking.best(config, operands, tokens, state, residual, targets)
+        return self.ranking_of(config, tokens, residual, _of_all_shards(as_integers(own), config.vocab_size, gather))
+
+    def ranking_of(self, config: HeadConfig, tokens: Tokens, residual: Any, shards: BestColumns) -> Ranking:
+        """The ranking that the best columns of all shards make, as `best_of_shards` takes them."""
+        assert self.of_ranking is not None
+        whole = best_of_shards(shards)
         logps = None if whole.logits is None else self.of_ranking.logps(config, tokens, residual, whole.logits)
         return Ranking(whole.ids, logps, whole.before)
+
+
+def _of_all_shards(own: BestColumns, columns: int, gather: Gather) -> BestColumns:
+    """The best `[shards, ...]` of shards of so many columns each, from those of one of them, whose ids count from its
+    first column.
+    """
+    before = None if own.before is None else gather((own.before[None],))[0]
+    if own.logits is None or own.ids is None:
+        return BestColumns(None, None, before)
+    bits, ids = gather((own.logits[None], own.ids[None]))
+    return counted_from(BestColumns(bits, ids, before), columns * jnp.arange(len(ids), dtype=jnp.int32)[:, None, None])
 
 
 @dataclass(frozen=True)

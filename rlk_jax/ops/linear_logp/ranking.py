@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core.head import RankingConfig
-from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import Statistics
 from rlk_jax.core.tokens import LinearLogp, RankedLogp
 
@@ -90,21 +89,33 @@ def _first(logits: Array, ids: Array, count: int) -> tuple[Array, Array]:
     return largest, jnp.take_along_axis(ids, place, axis=1)
 
 
-def best_of_shards(own: BestColumns, columns: int, gather: Gather) -> BestColumns:
-    """The best of the whole vocabulary, from those of one shard of so many columns, which count from its first one."""
-    logits, ids, before = own
+def counted_from(best: BestColumns, first: Any) -> BestColumns:
+    """The best columns of a shard, counted from the first one of the vocabulary; `first` is that of the shard."""
+    if best.ids is None:
+        return best
+    return best._replace(ids=jnp.where(best.ids == NO_TOKEN, NO_TOKEN, best.ids + first))
+
+
+def as_integers(best: BestColumns) -> BestColumns:
+    """The best columns with the bits of their logits in int32: so they pass through any collective as they are, and
+    through one alone.
+    """
+    bits = None if best.logits is None else lax.bitcast_convert_type(best.logits, jnp.int32)
+    return best._replace(logits=bits)
+
+
+def best_of_shards(shards: BestColumns) -> BestColumns:
+    """The best of the whole vocabulary, from those of its shards `[shards, ...]` in ascending order, `as_integers`."""
+    bits, ids, before = shards
     if before is not None:
-        before = gather((before[None],))[0].sum(axis=0)
-    if logits is None or ids is None:
+        before = before.sum(axis=0)
+    if bits is None or ids is None:
         return BestColumns(None, None, before)
-    # As integers they pass through any collective as they are, and through one alone.
-    bits, ids = gather((lax.bitcast_convert_type(logits, jnp.int32)[None], ids[None]))
+    logits = lax.bitcast_convert_type(bits, jnp.float32)
     if len(ids) == 1:
-        return own._replace(before=before)
-    first = columns * jnp.arange(len(ids), dtype=jnp.int32)[:, None, None]
-    ids = jnp.where(ids == NO_TOKEN, NO_TOKEN, ids + first)
-    all_bits, all_ids = (jnp.swapaxes(x, 0, 1).reshape(logits.shape[0], -1) for x in (bits, ids))
-    return BestColumns(*_first(lax.bitcast_convert_type(all_bits, jnp.float32), all_ids, logits.shape[1]), before)
+        return BestColumns(logits[0], ids[0], before)
+    all_logits, all_ids = (jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (logits, ids))
+    return BestColumns(*_first(all_logits, all_ids, ids.shape[2]), before)
 
 
 def logps_of_statistics(config: Any, tokens: Any, statistics: Statistics, logits: Array) -> Array:

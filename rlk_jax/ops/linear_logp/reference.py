@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from rlk_jax.core.gemm import plain_gemm
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.reference import scaled_logits, values_of_logits
-from rlk_jax.core.shard import Gather
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
 from rlk_jax.ops.linear_logp.ranking import NO_TOKEN, BestColumns
@@ -73,7 +72,7 @@ def _gradients(
 
 
 def _best(
-    config: HeadConfig, operands: Operands, tokens: Tokens, state: None, lse: jax.Array, gather: Gather
+    config: HeadConfig, operands: Operands, tokens: Tokens, state: None, lse: jax.Array, targets: jax.Array | None
 ) -> BestColumns:
     """The first of all columns in descending order; logits of −inf stand behind all others, and are no token's."""
     wanted = config.ranking

@@ -45,7 +45,6 @@ from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunction
 from rlk_jax.ops.linear_logp.ranking import (
     BYTES_PER_RANKED_LOGIT,
     BestColumns,
-    Gather,
     Target,
     add_columns,
     logps_of_statistics,
@@ -232,7 +231,12 @@ def _ends_of_group(config: HeadConfig, columns: int, group: Array) -> tuple[Arra
 
 
 def _best(
-    config: HeadConfig, operands: Operands, tokens: Tokens, rows: Compacted, statistics: Statistics, gather: Gather
+    config: HeadConfig,
+    operands: Operands,
+    tokens: Tokens,
+    rows: Compacted,
+    statistics: Statistics,
+    targets: Array | None,
 ) -> BestColumns:
     """The logits are made once more, slice by slice, because the target's may be that of another shard."""
     wanted, typed, dim = config.ranking, operands.hidden, head_dim(config, operands)

@@ -13,7 +13,6 @@ from jax import lax
 from rlk_jax.core.gemm import GemmLayout, common_dtype, wide_product
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, real_columns
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
-from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import (
     Partial,
     Statistics,
@@ -192,7 +191,7 @@ def _gradients(
 
 
 def _best(
-    config: HeadConfig, operands: Operands, tokens: Tokens, state: None, statistics: Statistics, gather: Gather
+    config: HeadConfig, operands: Operands, tokens: Tokens, state: None, statistics: Statistics, targets: Array | None
 ) -> BestColumns:
     """The logits are made once more, because the target's may be that of another shard."""
     n, columns = tokens.active.shape[0], _columns(config)

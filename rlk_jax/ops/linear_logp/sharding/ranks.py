@@ -15,6 +15,7 @@ from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, column_groups
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
+from rlk_jax.ops.linear_logp.ranking import BestColumns, Ranking, as_integers, counted_from, finished
 
 Array = jax.Array
 
@@ -68,7 +69,7 @@ class RankColumns:
 
 
 class RankState(NamedTuple):
-    """What one rank's steps hand on: `partials` to `merge`, and `merge` to `gradients`."""
+    """What one rank's steps hand on: `partials` to `merge`, and `merge` to those behind it."""
 
     tokens: Tokens
     own: Any
@@ -115,6 +116,28 @@ class RankSteps:
         values = jax.tree.map(lambda x: jnp.where(tokens.active, jnp.where(covered, x, jnp.nan), 0), values)
         tokens = tokens._replace(temperature=jnp.where(covered, tokens.temperature, jnp.nan))
         return values, RankState(tokens, (residual, kept))
+
+    def own_targets(self, state: RankState) -> Array | None:
+        """What `best` must know the sum of over all ranks: the targets' logits `[N]` that this rank has, or None."""
+        assert self.functions.of_ranking is not None
+        return self.functions.of_ranking.own_targets(state.own)
+
+    def best(self, operands: Operands, state: RankState, merged: RankState, targets: Array | None) -> BestColumns:
+        """The best of this rank's columns, counted from the first one of the vocabulary, `as_integers`.
+
+        `state` is what `merge` was given, and `merged` what it gave.
+        """
+        assert self.functions.of_ranking is not None
+        residual, _ = merged.own
+        best = self.functions.of_ranking.best(self.config, operands, state.tokens, state.own, residual, targets)
+        return as_integers(counted_from(best, self.columns.ranges[self.rank][0]))
+
+    def ranking(self, ranks: BestColumns, logp: Array, state: RankState) -> Ranking:
+        """The ranking, from the best of all ranks `[ranks, ...]` in the order of the vocabulary, and from the log-probs
+        of the targets and the state that `merge` gave.
+        """
+        tokens, (residual, _) = state
+        return finished(self.functions.ranking_of(self.config, tokens, residual, ranks), logp, tokens.active)
 
     def gradients(self, needs: Needs, operands: Operands, state: RankState, upstream: LinearLogp) -> Gradients:
         """The rank's float32 part of dH `[1, N, D]`, and dW and db of its own columns."""
