@@ -228,15 +228,10 @@ def _partials(
     tokens = with_allowed(tokens, allowed, name="target_ids", memory_budget=steps.config.memory_budget, **check)
     groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
     stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
-    padded = jnp.pad(stacked, ((0, _most_groups(steps) - stacked.shape[0]), (0, 0), (0, 0)))
+    padded = jnp.pad(stacked, ((0, max(steps.group_counts) - stacked.shape[0]), (0, 0), (0, 0)))
     targets = None if steps.config.ranking is None else steps.own_targets(state)
     of_tokens = [is_here.astype(jnp.float32)] if targets is None else [is_here.astype(jnp.float32), targets]
     return jnp.concatenate([padded.reshape(-1), *of_tokens]), groups, state
-
-
-def _most_groups(steps: RankSteps) -> int:
-    """The most groups that a rank has."""
-    return max(steps.columns.groups(rank).count for rank in range(len(steps.columns.ranges)))
 
 
 class _Merged(NamedTuple):
@@ -256,9 +251,10 @@ def _merge(packed: Any, groups: Any, operands: Any, state: RankState, *, steps: 
     """
     leaves, structure = jax.tree.flatten(groups)
     rows, n = leaves[0].shape[1], state.tokens.active.shape[0]
-    size = _most_groups(steps) * len(leaves) * rows
+    counts = steps.group_counts
+    size = max(counts) * len(leaves) * rows
     by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), rows)
-    in_order = [by_rank[rank, : steps.columns.groups(rank).count] for rank in steps.columns.order]
+    in_order = [by_rank[rank, : counts[rank]] for rank in steps.columns.order]
     whole = jnp.concatenate(in_order)
     merged = jax.tree.unflatten(structure, [whole[:, i] for i in range(len(leaves))])
     owners, *targets = packed[:, size:].reshape(len(packed), -1, n).sum(axis=0)

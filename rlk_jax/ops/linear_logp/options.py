@@ -161,6 +161,8 @@ class LinearLogpFunctions:
     """What works on blocks of tokens; None where nothing does."""
     of_ranking: RankingFunctions | None = None
     """What finds the most probable tokens; None where nothing does."""
+    by_group: bool = True
+    """Whether `partials` gives one partial softmax for each group of the config; else it gives one for all columns."""
 
     def forward(self, config: HeadConfig, operands: Operands, tokens: Tokens, gather: Gather) -> Forward:
         """What `merge` gives, once `gather` has brought the groups of other devices, and the ranking that is wanted."""

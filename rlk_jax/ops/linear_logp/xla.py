@@ -210,4 +210,11 @@ def _best(
     return store_by_block(tokens.active, rows, of_block, no_columns(wanted, n))
 
 
-XLA = LinearLogpFunctions(_partials, _merge, _gradients, _gemm, of_ranking=RankingFunctions(_best, logps_of_statistics))
+XLA = LinearLogpFunctions(
+    _partials,
+    _merge,
+    _gradients,
+    _gemm,
+    of_ranking=RankingFunctions(_best, logps_of_statistics),
+    by_group=False,
+)
