@@ -302,3 +302,13 @@ def test_deepspeed_on_two_gpus():
             assert (found["elements_left"] == 0) == name.endswith(" 3")
             for error in ("error", "off_rollout"):
                 helpers.assert_error(found[error], "sharded_training", "float32", "forward")
+
+
+def test_lists_of_ids_stay_on_their_device():
+    """What `padded_allowed_ids` makes of tensors on a GPU is there, and an op reads it."""
+    ids, offsets = torch.tensor([7, 3, 9, 4]), torch.tensor([0, 2, 3, 4])
+    found = torch_bridge.padded_allowed_ids(ids.cuda(), offsets.cuda())
+    assert found.is_cuda and torch.equal(found.cpu(), torch_bridge.padded_allowed_ids(ids, offsets))
+    hidden, weight, _, bias = head(3)
+    logp = torch_bridge.linear_logp(hidden, weight, torch.tensor([3, 9, 4]).cuda(), bias, allowed_ids=found)
+    assert (logp[0] < 0).item() and logp[1:].tolist() == [0, 0]

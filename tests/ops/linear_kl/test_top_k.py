@@ -83,29 +83,54 @@ def make(case: Case, dtype: Any) -> Problem:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("case", "kind", "implementation"))
-def _call(problem: Problem, *, case: Case, kind: str, implementation: str) -> Found:
-    def of_student(hidden: Any, weight: Any, bias: Any) -> Any:
-        return linear_kl(
-            hidden,
-            weight.T if case.options.get("weight_layout") == "dv" else weight,
-            bias=bias,
-            teacher_ids=problem.ids,
-            teacher_logps=problem.logps,
-            completion_mask=problem.mask,
-            temperature=problem.temperature,
-            kind=kind,
-            beta=BETA,
-            implementation=implementation,
-            **case.options,
-        )
+def _values(problem: Problem, case: Case, kind: str, implementation: str) -> jax.Array:
+    return linear_kl(
+        problem.hidden,
+        problem.weight.T if case.options.get("weight_layout") == "dv" else problem.weight,
+        bias=problem.bias,
+        teacher_ids=problem.ids,
+        teacher_logps=problem.logps,
+        completion_mask=problem.mask,
+        temperature=problem.temperature,
+        kind=kind,
+        beta=BETA,
+        implementation=implementation,
+        **case.options,
+    )
 
-    values, pull_back = jax.vjp(of_student, *problem[:3])
+
+def _scanned(op: Any) -> Any:
+    """The op on four parts of the tokens, one after the other."""
+
+    def run(problem: Problem) -> jax.Array:
+        rows = problem._replace(weight=None, bias=None)
+        parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), rows)
+        head = {"weight": problem.weight, "bias": problem.bias}
+        return jax.lax.scan(lambda _, own: (None, op(own._replace(**head))), None, parts)[1].reshape(-1)
+
+    return run
+
+
+def _over_devices(op: Any) -> Any:
+    """The op on tokens that lie over four devices."""
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:4], ("data",))
+    specs = Problem(*[jax.P("data")] * len(Problem._fields))._replace(weight=jax.P(), bias=jax.P())
+    return jax.shard_map(op, mesh=mesh, in_specs=(specs,), out_specs=jax.P("data"))
+
+
+TRANSFORMS = {"none": lambda op: op, "remat": jax.checkpoint, "scan": _scanned, "shard_map": _over_devices}
+
+
+@functools.partial(jax.jit, static_argnames=("case", "kind", "implementation", "transform"))
+def _call(problem: Problem, *, case: Case, kind: str, implementation: str, transform: str) -> Found:
+    op = TRANSFORMS[transform](functools.partial(_values, case=case, kind=kind, implementation=implementation))
+    values, pull_back = jax.vjp(lambda *student: op(Problem(*student, *problem[3:])), *problem[:3])
     return Found(values, *pull_back(problem.upstream))
 
 
-def found(case: Case, problem: Problem, kind: str, implementation: str) -> Found:
-    return jax.device_get(_call(problem, case=case, kind=kind, implementation=implementation))
+def found(case: Case, problem: Problem, kind: str, implementation: str, transform: str = "none") -> Found:
+    call = {"case": case, "kind": kind, "implementation": implementation, "transform": transform}
+    return jax.device_get(_call(problem, **call))
 
 
 def gold(case: Case, problem: Problem, kind: str) -> Found:
@@ -306,3 +331,25 @@ def test_vmap_over_tokens():
     rows = problem.hidden, problem.ids, problem.logps, problem.mask
     batches = [x.reshape(4, 10, *x.shape[1:]) for x in rows]
     assert_same_bits(jax.vmap(call)(*batches).reshape(-1), call(*rows))
+
+
+# In make test, the implementation that promises bits, which a transformation may not change. There tokens over devices
+# catch what is wrong with parts of them; test_gradients_through_transformations (test_transforms.py) has a scan.
+@helpers.cover(
+    "transform, implementation",
+    itertools.product(("remat", "scan", "shard_map"), ("deterministic", "xla")),
+    lambda transform, implementation: implementation == "deterministic" and transform != "scan",
+)
+def test_transformations(transform, implementation):
+    """Tokens in parts and over devices have the bits of the plain call; sums over them are in another order then."""
+    problem = make(EVERYTHING, jnp.float32)
+    actual, expected = (found(EVERYTHING, problem, "jsd", implementation, x) for x in (transform, "none"))
+    if implementation == "deterministic":
+        assert_same_bits(actual[:2], expected[:2])
+    else:
+        assert_within_contract(actual.values, expected.values, "linear_kl", jnp.float32, "forward")
+        assert_within_contract(actual.hidden, expected.hidden, "linear_kl", jnp.float32, "gradient")
+    for x, y in zip(actual[2:], expected[2:], strict=True):
+        assert_within_contract(x, y, "linear_kl", jnp.float32, "gradient")
+    if (transform, implementation) == ("remat", "deterministic"):
+        assert_same_bits(actual[2:], expected[2:])

@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 import rlk_jax
 from rlk_jax import LowRank, linear_logp, vocab_parallel
 from tests.support import helpers, low_rank
+from tests.support.allowed import allowed_of, ids_of, mask_of
 from tests.support.helpers import assert_same_bits, assert_within_contract
 from tests.support.low_rank import Arrays, Case
+from tests.support.rankings import BOTH, assert_ranks_gold
 
 CASES = (
     Case(37, 40, 300, 5),
@@ -232,6 +234,71 @@ def test_bare_calls_over_explicit_axes():
         found = low_rank.outputs(case, laid, "xla")
         assert_within_contract(low_rank.call(case, laid, "xla"), found[0], "linear_logp", jnp.float32, "forward")
     low_rank.assert_is_definition(case, x, found)
+
+
+def with_allowed(case: Case, x: Arrays, form: str) -> tuple[Arrays, np.ndarray]:
+    """The arrays of a call whose rows may take some tokens alone, and which. No row may take some of the first ten."""
+    allowed = allowed_of(case, x)
+    allowed[:, np.setdiff1d(np.arange(10), x.target_ids)] = False
+    given = {"allowed_ids": ids_of(allowed)} if form == "ids" else {"allowed_mask": mask_of(allowed)}
+    return x._replace(**given), allowed
+
+
+# Ids and a mask become the same words before an implementation is called. In make test, test_against_float64 has a term
+# in deterministic, and the test of that name in test_allowed.py a mask.
+@helpers.cover(
+    "number, implementation, form",
+    [(i, x, y) for i in range(len(CASES)) for x in helpers.IMPLEMENTATIONS for y in ("ids", "mask")],
+    lambda *x: x == (1, "xla", "mask"),
+)
+def test_beside_allowed_tokens(number, implementation, form):
+    """What B gives to tokens that no row allows has no gradient."""
+    case = CASES[number]
+    x, allowed = with_allowed(case, problem(number, jnp.float32), form)
+    found = low_rank.outputs(case, x, implementation)
+    low_rank.assert_is_definition(case, x, found, allowed)
+    is_possible = allowed.any(axis=0)
+    assert not is_possible.all() and not np.asarray(found[1]["b"])[~is_possible].any()
+
+
+# In make test, test_beside_allowed_tokens has what a mask does to a term, and
+# test_a_mask_that_allows_everything_gives_the_bits_of_no_mask (test_allowed.py) the bits of one.
+@pytest.mark.full
+@helpers.implementations(PROMISING, "xla")
+def test_a_mask_that_allows_everything_changes_no_bit(implementation):
+    case, x = CASES[1], problem(1, jnp.bfloat16)
+    masked = x._replace(allowed_mask=mask_of(np.ones((case.tokens, case.vocab), bool)))
+    assert_same_bits(low_rank.outputs(case, masked, implementation), low_rank.outputs(case, x, implementation))
+
+
+# A mask changes logits, of which a ranking is made. In make test, test_against_float64 has a term in deterministic, and
+# the test of that name in test_top_k.py a ranking.
+@helpers.cover(
+    "implementation, masked",
+    [(x, y) for x in helpers.IMPLEMENTATIONS for y in (False, True)],
+    lambda x, masked: (x, masked) == ("xla", True),
+)
+def test_beside_a_ranking(implementation, masked):
+    """The ranking is that of logits with the term; log-probs and gradients are those of a call without one."""
+    case, x, allowed = CASES[1], problem(1, jnp.float32), None
+    if masked:
+        x, allowed = with_allowed(case, x, "mask")
+    found, gradients = low_rank.outputs(case, x, implementation, **BOTH)
+    assert_ranks_gold(found, low_rank.definition(case, x, allowed).logits, x.target_ids, jnp.float32)
+    expected, of_plain = low_rank.outputs(case, x, implementation)
+    assert_same_bits((found.logp, gradients), (expected, of_plain))
+
+
+# In make test, test_a_head_cut_along_the_vocabulary_has_the_same_bits_at_every_degree has a term; test_allowed.py and
+# test_top_k.py have masks and rankings of a head that is cut.
+@pytest.mark.full
+@pytest.mark.parametrize("degree", [2, 8])
+def test_a_mask_and_a_ranking_of_a_head_cut_along_the_vocabulary(degree):
+    case = Case(24, 40, 512, 5)
+    x, _ = with_allowed(case, low_rank.make(case, jnp.bfloat16), "ids")
+    mesh = jax.make_mesh((degree,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:degree])
+    found = sharded(mesh, case, x, PROMISING, None, reduction="canonical", **BOTH)
+    assert_same_bits(found, low_rank.outputs(case, x, PROMISING, **BOTH))
 
 
 def test_linear_grpo_loss_takes_it_for_the_policy_alone():
