@@ -127,3 +127,17 @@ def test_ids_saturate(dtype, ignored):
     assert as_int32_on_host(given, ignored).dtype == np.int32
     with jax.enable_x64():
         assert as_int32(jnp.asarray(given), ignored).tolist() == expected
+
+
+def test_a_shard_beyond_int32_does_not_begin_at_another_column():
+    """Its shards do not cover the vocabulary, so that every row is NaN."""
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:1], ("tp",))
+
+    def on_rank(hidden, head, ids, start):
+        return rlk_jax.linear_logp(hidden, head, ids, axis_name="tp", vocab_start_index=start)
+
+    by_rank = jax.P(), jax.P("tp"), jax.P(), jax.P()
+    sharded = jax.shard_map(on_rank, mesh=mesh, in_specs=by_rank, out_specs=jax.P(), check_vma=False)
+    with jax.enable_x64():
+        found = [sharded(HIDDEN, HEAD, jnp.asarray(IDS), jnp.asarray(start, jnp.int64)) for start in (0, WRAPS)]
+    assert np.isfinite(np.asarray(found[0])).all() and np.isnan(np.asarray(found[1])).all()
