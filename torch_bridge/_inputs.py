@@ -167,10 +167,7 @@ def low_rank_term(low_rank: Any) -> LowRankTerm:
 
 
 def check_head(
-    tensors: dict[str, Any],
-    scale: Any,
-    options: HeadOptions,
-    low_rank_scale: float = 1.0,
+    tensors: dict[str, Any], scale: Any, options: HeadOptions, low_rank_scale: float = 1.0
 ) -> tuple[Tensor | None, float]:
     """Run all checks of linear_logp that read no values, and return `temperature(scale)`."""
     per_token, number = temperature(scale)

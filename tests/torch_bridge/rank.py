@@ -400,6 +400,7 @@ def mistakes(rank: int, count: int) -> None:
         "other ranking": {"return_top_k": 2},
         "other validate": {"validate": False},
         "other reduction": {"reduce_hidden_grad": False},
+        "no flag": {"reduce_hidden_grad": 1},
         "other dtype": {"lm_head_weight": weight[start:end].bfloat16()},
         "no tensor": {"hidden": hidden.cpu().numpy()},
         "other implementation": {"implementation": "deterministic"},
