@@ -78,6 +78,7 @@ ROLES = {
     "_merge",
     "_mosaic_obstacles",
     "_partials",
+    "_triton_obstacles",
     "_values",
     "_values_bwd",
     "_values_fwd",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlk_jax.core.allowed import is_allowed
-from rlk_jax.core.fixed_order import halving_sum, rounded_product
+from rlk_jax.core.fixed_order import halving_sum, pairwise_sum, rounded_product
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import varying_like
@@ -160,6 +160,13 @@ def fixed_order_partial(logits: Array, is_target: Array, *, with_gap: bool, summ
         gap=None if gaps is None else halving_sum(gaps),
         logit_sum=None if summed is None else halving_sum(jnp.where(summed, logits, 0)),
     )
+
+
+def partial_of_chunks(chunks: Partial) -> Partial:
+    """The softmax of rows over all their chunks `[..., chunks]`, of which it has maxima and totals, summed by pairs."""
+    maximum = chunks.max.max(axis=-1)
+    factor = jnp.exp(chunks.max - zero_if_neg_inf(maximum)[..., None])
+    return Partial(maximum, pairwise_sum(rounded_product(chunks.total, factor)), jnp.zeros_like(maximum), None)
 
 
 def values_of(config: SoftmaxConfig, statistics: Statistics) -> LinearLogp:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.fixed_order import rounded_product
-from rlk_jax.core.softmax import Partial, before_softcap, merged, partial_of_rows
+from rlk_jax.core.softmax import Partial, before_softcap, fp16_scale, merged, partial_of_rows
 from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens
 
 Array = jax.Array
@@ -131,3 +131,10 @@ def raw_gradients(
     gradient = rounded_product(upstream[:, None], centred)
     counts = tokens.active[:, None] & is_real
     return before_softcap(config.student, gradient, raw, tokens.temperature, counts)
+
+
+def row_scale(tokens: KlTokens, slope: Array, upstream: Array) -> Array:
+    """The power of two that float16 needs in each row `[N]`, from the sums of all slopes. A slope is at most 1, or as
+    large as the divergence where that is the sum of all.
+    """
+    return fp16_scale((2 + 2 * jnp.abs(slope)) * jnp.abs(upstream) / tokens.temperature)

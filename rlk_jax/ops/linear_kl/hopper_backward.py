@@ -15,8 +15,9 @@ from rlk_jax.core.fixed_order import rounded_product
 from rlk_jax.core.hopper_gradients import new_head_gradients
 from rlk_jax.core.hopper_plan import ChunkRange
 from rlk_jax.core.hopper_slices import over_slices
-from rlk_jax.core.softmax import fp16_scale, scaling
+from rlk_jax.core.softmax import scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
+from rlk_jax.ops.linear_kl.divergence import row_scale
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans
 from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, both_rows, two_slices
 from rlk_jax.ops.linear_kl.options import (
@@ -55,7 +56,7 @@ def student_gradients(
     of_head, dtype = one_head.Needs(needs.hidden, needs.weight, needs.bias), typed.dtype
     plans = backward_plans(config, dims_of(operands), typed.shape[0], of_head, dtype)
     both = both_rows(plans, operands, tokens)
-    scale = _scale(tokens, statistics, upstream) if dtype == jnp.float16 else None
+    scale = row_scale(tokens, statistics.slope, upstream) if dtype == jnp.float16 else None
     weight = rounded_product(upstream, lax.optimization_barrier(1 / tokens.temperature))
     weight = weight if scale is None else weight * scale
     taken = jax.tree.map(both.rows.take, (statistics, GradientFactors(statistics.slope, weight)))
@@ -74,10 +75,3 @@ def student_gradients(
     over_slices(plans.student, step)
     found = written.complete(both.student.operands, both.rows)
     return varying_like(Gradients(found.hidden, found.weight, found.bias), typed)
-
-
-def _scale(tokens: KlTokens, statistics: DivergenceStatistics, upstream: Array) -> Array:
-    """The power of two that float16 needs in each row. A slope is at most 1, or as large as the divergence where that
-    is the sum of all.
-    """
-    return fp16_scale((2 + 2 * jnp.abs(statistics.slope)) * jnp.abs(upstream) / tokens.temperature)

@@ -23,7 +23,7 @@ from rlk_jax.core.hopper_plan import (
     sliced_plan,
     vocabulary_of,
 )
-from rlk_jax.ops.linear_kl.options import KlConfig, OneHeadConfig
+from rlk_jax.ops.linear_kl.options import KlConfig
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,8 @@ def backward_plans(config: KlConfig, dims: tuple[int, int], tokens: int, needs: 
 
 def head_configs(config: KlConfig, dims: tuple[int, int], tokens: int) -> tuple[HeadConfig, HeadConfig]:
     """What the kernels of each head are compiled for. Both have the budget of the call."""
-
-    def of_head(head: OneHeadConfig) -> HeadConfig:
-        return HeadConfig(
-            head.vocab_size,
-            head.real_vocab_size,
-            head.logit_softcap,
-            return_lse=False,
-            return_entropy=False,
-            groups=config.groups,
-            is_shard=config.is_shard,
-            sums_by_group=config.sums_by_group,
-            weight_layout=head.weight_layout,
-            may_ignore=True,
-            memory_budget=config.memory_budget,
-        )
-
     assert config.teacher is not None
-    student, teacher = of_head(config.student), of_head(config.teacher)
+    student, teacher = map(config.of_kernels, (config.student, config.teacher))
     budget = kernel_memory_budget(student, sum(dims), tokens)
     return replace(student, memory_budget=budget), replace(teacher, memory_budget=budget)
 

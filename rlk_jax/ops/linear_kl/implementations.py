@@ -3,22 +3,21 @@
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.devices import hopper_obstacles, is_hopper
+from rlk_jax.core.devices import hopper_obstacles, is_hopper, is_meant_for_triton, triton_obstacles
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.core.shard_checks import order_obstacles, shard_obstacles
 from rlk_jax.ops.linear_kl import hopper
 from rlk_jax.ops.linear_kl.deterministic import DETERMINISTIC
 from rlk_jax.ops.linear_kl.reference import REFERENCE
+from rlk_jax.ops.linear_kl.triton import TRITON
 from rlk_jax.ops.linear_kl.xla import XLA
 
 
-def _mosaic_obstacles(facts: CallFacts) -> list[str]:
-    """Why Mosaic's kernels cannot run."""
-    reasons = hopper_obstacles(facts)
+def _pair_obstacles(facts: CallFacts) -> list[str]:
+    """Why tensor cores or 16-byte loads cannot take the operands."""
+    reasons = []
     heads = [("hidden and lm_head_weight", facts.dtypes[:2])]
-    if facts.config.teacher is None:
-        reasons.append("takes no teacher_ids and teacher_logps yet")
-    else:
+    if facts.config.teacher is not None:
         heads.append(("teacher_hidden and teacher_weight", facts.dtypes[2:4]))
     for names, (hidden, weight) in heads:
         if hidden != weight or hidden not in ("bfloat16", "float16"):
@@ -28,8 +27,19 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     return reasons
 
 
+def _mosaic_obstacles(facts: CallFacts) -> list[str]:
+    """Why Mosaic's kernels cannot run."""
+    reasons = [] if facts.config.teacher is not None else ["takes no teacher_ids and teacher_logps yet"]
+    return hopper_obstacles(facts) + reasons + _pair_obstacles(facts)
+
+
+def _triton_obstacles(facts: CallFacts) -> list[str]:
+    return triton_obstacles(facts) + _pair_obstacles(facts)
+
+
 ROWS = (
     Implementation("mosaic", hopper.mosaic(), _mosaic_obstacles, meant_for=is_hopper, promises_bits=True),
+    Implementation("triton", TRITON, _triton_obstacles, meant_for=is_meant_for_triton, promises_bits=True),
     Implementation("xla", XLA, order_obstacles),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),
     Implementation(

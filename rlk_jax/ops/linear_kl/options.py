@@ -12,6 +12,7 @@ import jax
 
 from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.gemm import WeightLayout
+from rlk_jax.core.head import HeadConfig
 from rlk_jax.core.shard import Gather, Shard, ShardOptions
 from rlk_jax.core.softmax import SoftmaxConfig
 
@@ -94,6 +95,22 @@ class KlConfig:
         number that any shard has.
         """
         return self.student.real_vocab_size
+
+    def of_kernels(self, head: OneHeadConfig) -> HeadConfig:
+        """What kernels that know one head are compiled for. The budget is that of the call."""
+        return HeadConfig(
+            head.vocab_size,
+            head.real_vocab_size,
+            head.logit_softcap,
+            return_lse=False,
+            return_entropy=False,
+            groups=self.groups,
+            is_shard=self.is_shard,
+            sums_by_group=self.sums_by_group,
+            weight_layout=head.weight_layout,
+            may_ignore=True,
+            memory_budget=self.memory_budget,
+        )
 
     def of_shard(self, shard: Shard) -> "KlConfig":
         """What an implementation is compiled for on this shard of both heads."""

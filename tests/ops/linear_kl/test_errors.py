@@ -118,8 +118,8 @@ BAD = {
     "dtype": ({"hidden": jnp.ones((2, 3, 8), int)}, "hidden must be bfloat16, float16 or float32, got int32."),
     "implementation": ({"implementation": "torch"}, "implementation must be one of"),
     "no such implementation": (
-        {"implementation": "triton"},
-        "linear_kl cannot run 'triton' here: linear_kl has no such implementation in this release.",
+        {"implementation": "cuda"},
+        "linear_kl cannot run 'cuda' here: linear_kl has no such implementation in this release.",
     ),
 }
 

@@ -1,13 +1,20 @@
 """Stands in for `pallas_kernels.triton.call.launch` on a CPU: Triton's interpreter runs kernels on torch tensors."""
 
+import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
+
+from rlk_jax import dispatch
 
 _ONE_AT_A_TIME = threading.Lock()
 """Held while a kernel runs: the interpreter changes Triton's language then, and XLA may run two callbacks at once."""
@@ -71,3 +78,29 @@ def launch(
         return tuple(_to_numpy(given[in_place[i]] if x is None else x) for i, x in enumerate(new))
 
     return jax.pure_callback(run, tuple(outputs), *arguments)
+
+
+@contextlib.contextmanager
+def runs(op: str, *modules: ModuleType) -> Iterator[None]:
+    """Make `triton` run an op on this CPU, whose kernels these modules launch. New memory holds NaN."""
+    rows = [dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "triton" else x for x in dispatch.TABLE[op]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(dispatch.TABLE, op, tuple(rows))
+        for module in modules:
+            patch.setattr(module, "launch", launch)
+        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+        yield
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Make a tile's products the same wherever its rows stand. NumPy's own depend on the place in their last bits."""
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, start: Any, *precision: Any) -> Any:
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(start.data.dtype)
+        return interpreter.TensorHandle(product + start.data, start.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from pallas_kernels.triton import gemm as gemm_module
 from pallas_kernels.triton import linear_logp as kernels
-from rlk_jax import dispatch, linear_logp, vocab_parallel
+from rlk_jax import linear_logp, vocab_parallel
 from tests.pallas_kernels.triton import interpreted
 from tests.support import helpers, low_rank, shards
 from tests.support.allowed import allowed_of, ids_of, mask_of
@@ -37,15 +36,8 @@ CASES = (
 
 @pytest.fixture(autouse=True, scope="module")
 def on_this_cpu():
-    before = dispatch.TABLE["linear_logp"]
-    runs = [dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "triton" else x for x in before]
-    dispatch.TABLE["linear_logp"] = tuple(runs)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (kernels, gemm_module):
-            patch.setattr(module, "launch", interpreted.launch)
-        patch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    with interpreted.runs("linear_logp", kernels, gemm_module):
         yield
-    dispatch.TABLE["linear_logp"] = before
 
 
 @pytest.mark.parametrize(
