@@ -260,7 +260,8 @@ def test_how_far_a_new_option_reaches():
     named_in = {str(path.relative_to(ROOT)) for path in paths if "reduce_hidden_grad" in path.read_text()}
     naming = {name for name in named_in if not name.startswith(homes)}
     # How a rank stands in its group is the bridge's own matter, and verl's seam is a caller.
-    callers = {"torch_bridge/_tensor_parallel.py", "torch_bridge/clients/verl.py"}
+    callers = {f"torch_bridge/{x}.py" for x in ("_process_groups", "_tensor_parallel", "_tensor_parallel_kl")}
+    callers |= {"torch_bridge/linear_kl.py", "torch_bridge/clients/verl.py"}
     assert naming - callers <= may_name, naming
     names = {x.name for x in dataclasses.fields(HeadOptions)}
     assert "reduce_hidden_grad" in names

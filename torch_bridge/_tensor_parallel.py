@@ -24,18 +24,19 @@ from rlk_jax.core.allowed import with_allowed
 from rlk_jax.core.checks import check_flag
 from rlk_jax.core.dispatch import Implementation, choose
 from rlk_jax.core.head import Needs
+from rlk_jax.core.rank_columns import RankColumns, checked_rank_columns
 from rlk_jax.core.shard import check_edges
 from rlk_jax.core.tokens import LinearLogp, checked_tokens, counted
 from rlk_jax.ops.linear_logp.call import facts_of_call
-from rlk_jax.ops.linear_logp.checks import check_call, checked_rank_columns
-from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
+from rlk_jax.ops.linear_logp.checks import check_call
+from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, WeightLayout
 from rlk_jax.ops.linear_logp.ranking import Ranking, as_integers, no_columns
 from rlk_jax.ops.linear_logp.sharding import agreement
-from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankState, RankSteps
+from rlk_jax.ops.linear_logp.sharding.ranks import RankState, RankSteps
 from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
 from torch_bridge._calls import Output
 from torch_bridge._padding import RowPadding
-from torch_bridge._process_groups import gather_texts, integer
+from torch_bridge._process_groups import GroupPacking, Rank, gather_texts, integer
 from torch_bridge._programs import Arrays
 
 
@@ -49,18 +50,6 @@ class Tensors(NamedTuple):
     temperature: Tensor | float
     allowed_ids: Tensor | None
     allowed_mask: Tensor | None
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process' part of the vocabulary, and how it shares in the group's work."""
-
-    group: Any
-    start: int
-    """This rank's first column of the whole vocabulary."""
-    vocab_size: int | None
-    """global_vocab_size as this rank was called with it."""
-    reduce_hidden_grad: bool
 
 
 @torch.compiler.disable
@@ -180,7 +169,7 @@ def _chosen_steps(
     """The rank's steps, and the implementation that they are of."""
     structs = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
     for name in ("lm_head_weight", "bias"):
-        structs[name] = _of_whole_head(structs[name], columns, options)
+        structs[name] = of_whole_head(structs[name], columns, options.weight_layout)
     options = replace(options, global_vocab_size=columns.vocab_size)
     with jax.default_device(_exchange.jax_device(device)):
         inputs, config, _ = check_call(HeadInputs(**structs, temperature=1.0), options)
@@ -191,14 +180,14 @@ def _chosen_steps(
     return RankSteps(chosen.functions.on_device, shard_config, columns, rank), chosen
 
 
-def _of_whole_head(
-    struct: jax.ShapeDtypeStruct | None, columns: RankColumns, options: HeadOptions
+def of_whole_head(
+    struct: jax.ShapeDtypeStruct | None, columns: RankColumns, layout: WeightLayout
 ) -> jax.ShapeDtypeStruct | None:
     """The struct of the whole head or bias, whose checks know all columns, in the place of a rank's own."""
     if struct is None:
         return None
     shape = list(struct.shape)
-    shape[0 if options.weight_layout == "vd" else -1] = max(end for _, end in columns.ranges)
+    shape[0 if layout == "vd" else -1] = max(end for _, end in columns.ranges)
     return jax.ShapeDtypeStruct(shape, struct.dtype)
 
 
@@ -227,11 +216,13 @@ def _partials(
     allowed = _padding.allowed_values(allowed_ids, allowed_mask)
     tokens = with_allowed(tokens, allowed, name="target_ids", memory_budget=steps.config.memory_budget, **check)
     groups, is_here, state = steps.partials(steps.operands(hidden, weight, bias), tokens)
-    stacked = jnp.stack(jax.tree.leaves(groups), axis=1)
-    padded = jnp.pad(stacked, ((0, max(steps.group_counts) - stacked.shape[0]), (0, 0), (0, 0)))
     targets = None if steps.config.ranking is None else steps.own_targets(state)
     of_tokens = [is_here.astype(jnp.float32)] if targets is None else [is_here.astype(jnp.float32), targets]
-    return jnp.concatenate([padded.reshape(-1), *of_tokens]), groups, state
+    return jnp.concatenate([_packing(steps).packed(groups), *of_tokens]), groups, state
+
+
+def _packing(steps: RankSteps) -> GroupPacking:
+    return GroupPacking(tuple(steps.group_counts), tuple(steps.columns.order))
 
 
 class _Merged(NamedTuple):
@@ -249,16 +240,10 @@ def _merge(packed: Any, groups: Any, operands: Any, state: RankState, *, steps: 
 
     `groups` are this rank's own, which show how packed groups are unpacked. A ranking needs the operands.
     """
-    leaves, structure = jax.tree.flatten(groups)
-    rows, n = leaves[0].shape[1], state.tokens.active.shape[0]
-    counts = steps.group_counts
-    size = max(counts) * len(leaves) * rows
-    by_rank = packed[:, :size].reshape(len(packed), -1, len(leaves), rows)
-    in_order = [by_rank[rank, : counts[rank]] for rank in steps.columns.order]
-    whole = jnp.concatenate(in_order)
-    merged = jax.tree.unflatten(structure, [whole[:, i] for i in range(len(leaves))])
+    packing, n = _packing(steps), state.tokens.active.shape[0]
+    size = packing.size(groups)
     owners, *targets = packed[:, size:].reshape(len(packed), -1, n).sum(axis=0)
-    values, done = steps.merge(merged, owners, state)
+    values, done = steps.merge(packing.whole(packed[:, :size], groups), owners, state)
     if operands is None:
         return _Merged(values, done, None)
     best = steps.best(steps.operands(*operands), state, done, targets[0] if targets else None)
@@ -303,14 +288,6 @@ class _Call:
         lent_bias = None if bias is None else _exchange.lend(bias)
         return self.padding.rows(hidden, columns=1), _exchange.lend(weight), lent_bias
 
-    def gathered(self, packed: jax.Array) -> jax.Array:
-        """What all ranks have packed `[ranks, ·]`, gathered by a collective."""
-        own_part = _exchange.to_torch(packed)
-        count = len(self.steps.columns.ranges)
-        all_parts = own_part.new_empty(count * own_part.shape[0])
-        dist.all_gather_into_tensor(all_parts, own_part, group=self.rank.group)
-        return _exchange.lend(all_parts.reshape(count, -1))
-
     def exported(
         self, results: Sequence[jax.Array | None], outputs: Sequence[Output], device: torch.device
     ) -> list[Tensor]:
@@ -319,17 +296,6 @@ class _Call:
             torch.empty(shape, dtype=dtype, device=device) if x is None else self.padding.without_padding(x, shape)
             for x, (shape, dtype) in zip(results, outputs, strict=True)
         ]
-
-    def summed(self, parts: jax.Array, like: Tensor) -> Tensor:
-        """dH in the shape and dtype of `like`, from this rank's float32 part `[1, N, D]`.
-
-        The ranks' parts are summed unless the caller does that (reduce_hidden_grad=False).
-        """
-        # The clone is torch's own memory, which a collective may write into.
-        whole = self.padding.without_padding(parts[0], like.shape).clone()
-        if self.rank.reduce_hidden_grad:
-            dist.all_reduce(whole, group=self.rank.group)
-        return whole.to(like.dtype)
 
 
 class _TensorParallel(torch.autograd.Function):
@@ -353,12 +319,14 @@ class _TensorParallel(torch.autograd.Function):
         arrays = (*call.operands(hidden, weight, bias), *tokens)
         packed, groups, state = _programs.run("forward", _partials, arrays, steps=steps, ignore_index=ignore_index)
         # What was lent ends with the first export of a result: a ranking is lent the operands once more.
-        gathered = call.gathered(packed)
+        gathered = _exchange.lend(call.rank.gathered(packed))
         operands = None if steps.config.ranking is None else call.operands(hidden, weight, bias)
         values, state, best = _programs.run("forward", _merge, (gathered, groups, operands), (state,), steps=steps)
         ranking: Any = (None, None, None)
         if best is not None:
-            ranking = _programs.run("forward", _ranking, (call.gathered(best), values.logp, state), steps=steps)
+            ranking = _programs.run(
+                "forward", _ranking, (_exchange.lend(call.rank.gathered(best)), values.logp, state), steps=steps
+            )
         ctx.save_for_backward(hidden, weight, bias, _calls.keep(state))
         # What the last program was lent ends with the first export, too, and so that is one of its own results.
         of_ranking = call.exported(ranking, call.outputs[3:], hidden.device)
@@ -391,7 +359,7 @@ def _linear_logp_bwd(
         _, gradients = _programs.run("backward", _gradients, arrays, (donated,), steps=call.steps, needs=call.needs)
         d_hidden, d_weight, d_bias, _ = gradients
         return [
-            None if d_hidden is None else call.summed(d_hidden, hidden),
+            None if d_hidden is None else call.rank.summed(d_hidden, call.padding, hidden),
             None if d_weight is None else _exchange.to_torch(d_weight),
             None if d_bias is None else _exchange.to_torch(d_bias),
         ]

@@ -5,14 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import torch
 from torch import Tensor
 
 import rlk_jax
-from rlk_jax.ops.linear_kl.checks import check_call, tokens_of_call
-from rlk_jax.ops.linear_kl.options import DivergenceKind, KlInputs, KlOptions
+from rlk_jax.ops.linear_kl.options import DivergenceKind, KlOptions
 from rlk_jax.ops.linear_logp.options import WeightLayout
 from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _padding
+from torch_bridge._kl_tokens import TokenTensors, check_kl, lent_tokens
 from torch_bridge._programs import Arrays, Op
 
 
@@ -38,6 +37,9 @@ def linear_kl(
     global_vocab_size: int | None = None,
     teacher_global_vocab_size: int | None = None,
     memory_budget: int | None = None,
+    tp_group: Any = None,
+    vocab_start_index: int = 0,
+    reduce_hidden_grad: bool = True,
     validate: bool | None = None,
     implementation: str | None = None,
 ) -> Tensor:
@@ -59,6 +61,9 @@ def linear_kl(
       logit_softcap, weight_layout, global_vocab_size and the teacher's: as in `linear_logp`. Both heads must come to
         one number of tokens.
       memory_budget: bytes for the logits and gradients that are held at a time; None for the default.
+      tp_group, vocab_start_index, reduce_hidden_grad: as in `linear_logp`. Both heads and biases are then this rank's
+        parts, which hold the same tokens; all else, the divergence too, is the same on every rank. A teacher that lists
+        tokens needs the whole head.
       validate: True checks temperatures and what the teacher lists before launch (one small read-back); False never
         waits for the device; None means True for CPU tensors and False for CUDA ones. A row with a bad value that is
         not checked gives NaN in its divergence and in every gradient it reaches.
@@ -91,19 +96,22 @@ def linear_kl(
         validate=validate,
         implementation=implementation,
     )
-    scale = _inputs.temperature(temperature)
-    teacher_scale: tuple[Tensor | None, float | None] = (None, None)
-    if teacher_temperature is not None:
-        teacher_scale = _inputs.temperature(teacher_temperature, "teacher_")
-    frozen = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
-    frozen |= {"teacher_logps": teacher_logps, "temperature": scale[0], "teacher_temperature": teacher_scale[0]}
-    tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "bias": bias, **frozen}
+    if tp_group is not None or vocab_start_index != 0:
+        from torch_bridge import _process_groups, _tensor_parallel_kl  # They take torch's compiler, as linear_logp's.
+
+        if _process_groups.has_other_ranks(tp_group, vocab_start_index):
+            if teacher_ids is not None or teacher_logps is not None:
+                raise ValueError("teacher_ids and teacher_logps need a whole head: they do not go with a tp_group.")
+            rank = _process_groups.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
+            shards = _tensor_parallel_kl.Tensors(
+                *(hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias),
+                *(completion_mask, temperature, teacher_temperature),
+            )
+            return _tensor_parallel_kl.tensor_parallel_kl(shards, rank, options)
+    tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "bias": bias, "teacher_hidden": teacher_hidden}
+    tensors |= {"teacher_weight": teacher_weight, "teacher_bias": teacher_bias, "teacher_logps": teacher_logps}
     tensors |= {"completion_mask": completion_mask, "teacher_ids": teacher_ids}
-    needed = ("hidden", "lm_head_weight")
-    _inputs.check_tensors(**{name: x for name, x in tensors.items() if x is not None or name in needed})
-    _inputs.check_constants("linear_kl", **frozen)
-    numbers: dict[str, Any] = {"temperature": scale[1], "teacher_temperature": teacher_scale[1]}
-    _inputs.check_options("linear_kl", tensors, options, **numbers)
+    scale, teacher_scale = check_kl(tensors, temperature, teacher_temperature, options)
     hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias = _inputs.autocast(
         hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias
     )
@@ -148,25 +156,6 @@ _OP = Op("linear_kl", _run, differentiable=6)
 _OPTIONS = _options.OptionFields(KlOptions, without=_options.OF_A_MESH)
 
 
-def _check_values(heads: Sequence[Tensor | None], tokens: Arrays, options: KlOptions) -> None:
-    """Raise for bad temperatures, and for bad values that a teacher lists, in the arrays of a program."""
-    mask, ids, logps, temperature, teacher_temperature = tokens
-    rows = () if mask is None else mask.shape
-
-    def of_rows(x: Tensor | None) -> Any:
-        return None if x is None else jax.ShapeDtypeStruct((*rows, x.shape[-1]), _exchange.DTYPES[x.dtype])
-
-    def whole(x: Tensor | None) -> Any:
-        return None if x is None else jax.ShapeDtypeStruct(*_inputs.spec(x))
-
-    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = heads
-    arrays = of_rows(hidden), whole(weight), of_rows(teacher_hidden), whole(teacher_weight)
-    ids = None if ids is None or logps is None else _exchange.ids_of(ids, logps.shape)
-    told = mask, temperature, teacher_temperature, ids, logps
-    given = KlInputs(*arrays, whole(bias), whole(teacher_bias), *told)
-    tokens_of_call(*check_call(given, options)[:2], validate=True)
-
-
 def _kernel(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -186,20 +175,13 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     """The divergence, and the handle for the backward."""
     heads = [hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias]
-    lead, device = hidden.shape[:-1], hidden.device
+    lead = hidden.shape[:-1]
     padding = _padding.flat(lead)
+    scales = (per_token, temperature), (teacher_per_token, teacher_temperature)
+    told = TokenTensors(completion_mask, teacher_ids, teacher_logps, *scales)
 
     def tokens() -> Arrays:
-        counts = torch.ones(lead, dtype=torch.bool, device=device) if completion_mask is None else completion_mask != 0
-        scale, teacher_scale = padding.temperature(per_token, temperature, device), None
-        if teacher_per_token is not None or teacher_temperature is not None:
-            teacher_scale = padding.temperature(teacher_per_token, teacher_temperature or 0.0, device)
-        listed = padding.listed(teacher_ids, teacher_logps)
-        found = padding.rows(counts, False), *listed, scale, teacher_scale
-        if options.validate:
-            _exchange.wait(scale.device)
-            _check_values(heads, found, options)
-        return found
+        return lent_tokens(padding, heads, told, options, validate=bool(options.validate))
 
     def rows(x: Tensor) -> jax.Array:
         return padding.rows(x, columns=1)

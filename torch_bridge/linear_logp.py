@@ -186,7 +186,7 @@ def _values_of(
         if _process_groups.has_other_ranks(tp_group, vocab_start_index):
             if low_rank is not None:
                 raise ValueError("low_rank cannot be given beside other ranks of a tp_group: merge the adapter.")
-            rank = _tensor_parallel.Rank(tp_group, vocab_start_index, options.global_vocab_size, reduce_hidden_grad)
+            rank = _process_groups.Rank(tp_group, vocab_start_index, options.global_vocab_size, reduce_hidden_grad)
             shards = _tensor_parallel.Tensors(
                 hidden, lm_head_weight, bias, target_ids, temperature, allowed_ids, allowed_mask
             )

@@ -80,3 +80,8 @@ def folded_by_group[Tree](groups: ColumnGroups, step: Callable[[Array, Array, Tr
         return lax.fori_loop(0, chunks_in_group(groups), lambda chunk, so_far: step(group, chunk, so_far), start)
 
     return lax.map(of_group, jnp.arange(groups.count, dtype=jnp.int32))
+
+
+def rows_first(x: Any) -> Any:
+    """`[rows, groups]` arrays from `[groups, rows]` ones, or back."""
+    return jax.tree.map(jnp.transpose, x)

@@ -76,10 +76,10 @@ def gathered(part: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def head_class() -> str:
-    """The contract's class of linear_logp on the default device."""
+def head_class(op: str = "linear_logp") -> str:
+    """The contract's class of an op with a head on the default device."""
     on_hopper = torch.get_default_device().type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    return "linear_logp_wgmma" if on_hopper else "linear_logp"
+    return f"{op}_wgmma" if on_hopper else op
 
 
 def is_make_test(count: int) -> bool:
@@ -363,6 +363,94 @@ def gives_the_loss_of_one_rank(rank: int, count: int) -> None:
             raise AssertionError(f"{name} raised nothing")
 
 
+def divergence(here: slice, implementation: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """linear_kl and its gradients for these columns of a problem with padding, a masked token and a row of NaN."""
+    hidden, weight, _, bias = (x.detach() for x in head((33,), dim=24, vocab=1000, dtype=dtype))
+    teacher_weight, teacher_hidden = (
+        randn(1000, 16, dtype=dtype, seed=5, scale=0.25),
+        randn(33, 16, dtype=dtype, seed=6),
+    )
+    for x in (weight[990:], teacher_weight[990:], bias[990:], hidden[5], hidden[7]):
+        x.fill_(torch.nan)
+    mask, upstream = torch.arange(33) != 7, randn(33, seed=3) * (torch.arange(33) != 5)
+    own = [x.clone().requires_grad_() for x in (hidden, weight[here], bias[here])]
+    found = torch_bridge.linear_kl(
+        *(own[0], own[1], teacher_hidden, teacher_weight[here], own[2]),
+        completion_mask=mask,
+        temperature=randn(33, seed=4).abs() + 0.5,
+        teacher_temperature=0.7,
+        global_vocab_size=990,
+        teacher_global_vocab_size=990,
+        implementation=implementation,
+        **options,
+    )
+    return [found.detach(), *torch.autograd.grad(found, own, upstream)]
+
+
+def diverges_as_one_rank(rank: int, count: int) -> None:
+    """linear_kl: its bits on edges of groups, in another order of the ranks; the values of a float64 definition have
+    its own tests. In `make test`, jsd has the gathers of the other kinds.
+    """
+    place, bounds = count - 1 - rank, [*cut(990, count)[:-1], 1000]
+    here = slice(*bounds[place : place + 2])
+    of_rank: dict[str, Any] = {"tp_group": dist.group.WORLD, "vocab_start_index": here.start}
+    for implementation, dtype in PROMISES[torch.get_default_device().type].items():
+        for kind in ("jsd",) if is_make_test(count) else ("reverse", "jsd"):
+            options = {"implementation": implementation, "dtype": dtype, "kind": kind}
+            found = divergence(here, **options, **of_rank)
+            expected = of_rank_0(rank, functools.partial(divergence, slice(0, 1000), **options))
+            assert same_bits(found[0], expected[0]) and found[0][7] == 0 and found[0][5].isnan()
+            assert all(same_bits(x, y[here]) for x, y in zip(found[2:], expected[2:], strict=True))
+            assert_close(found[1], expected[1].double(), head_class("linear_kl"), "gradient")
+
+
+def diverges_on_any_edges(rank: int, count: int) -> None:
+    """linear_kl by xla, whose shards send one softmax each, and one message for what rank 1 alone gets wrong."""
+    start, end = UNEVEN[count][rank : rank + 2]
+    hidden, weight, *_ = (x.detach().sign() for x in head((6,), dim=8, vocab=16))
+    teacher, teacher_weight = randn(6, 4, seed=5).sign(), randn(16, 4, seed=6).sign()
+    # Logits far below 0, which are exact here, show a partial softmax that is none of theirs.
+    bias = torch.full((16,), -512.0)
+    own = [x.clone().requires_grad_() for x in (hidden, weight[start:end], bias[start:end])]
+    given: dict[str, Any] = {"teacher_hidden": teacher, "teacher_weight": teacher_weight[start:end]}
+    given |= {
+        "temperature": torch.ones(6),
+        "bias": own[2],
+        "teacher_bias": bias[start:end],
+        "kind": "reverse",
+        "implementation": "xla",
+    }
+    of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "validate": True}
+    found = torch_bridge.linear_kl(*own[:2], **given, **of_rank)
+    double = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    log_p = (double[0] @ double[1].t() + double[2]).log_softmax(-1)
+    expected = (log_p.exp() * (log_p - (teacher.double() @ teacher_weight.double().t()).log_softmax(-1))).sum(-1)
+    assert_close(found, expected, "linear_kl", "forward")
+    gradients = torch.autograd.grad(found.sum(), own)
+    for x, y in zip(
+        (gradients[0], *map(gathered, gradients[1:])), torch.autograd.grad(expected.sum(), double), strict=True
+    ):
+        assert_close(x, y, "linear_kl", "gradient")
+    none = torch_bridge.linear_kl(
+        own[0][:0], own[1], **given | {"teacher_hidden": teacher[:0], "temperature": 1.0}, **of_rank
+    )
+    none.sum().backward()
+    assert none.shape == (0,) and not own[0].grad.any() and not own[1].grad.any()
+    wrong: dict[str, dict[str, Any]] = {
+        "other kind": {"kind": "forward"},
+        "bad temperature": {"temperature": torch.zeros(6)},
+        "other teacher": {"teacher_weight": teacher_weight, "teacher_bias": None},
+        "other teacher vocabulary": {"teacher_global_vocab_size": 15},
+    }
+    for name, changes in wrong.items():
+        try:
+            torch_bridge.linear_kl(*own[:2], **given | (changes if rank == 1 else {}), **of_rank)
+        except ValueError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            raise AssertionError(f"{name} raised nothing")
+
+
 def refuses_second_derivatives(rank: int, count: int) -> None:
     """With the programs of `spread`, which differentiates the same operands and outputs."""
     hidden, weight, ids, bias = head((6,), dim=8, vocab=1000)
@@ -468,6 +556,8 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     sums_what_it_is_asked_to(rank, count)
     waits_for_collectives(rank, count)
     gives_the_loss_of_one_rank(rank, count)
+    diverges_as_one_rank(rank, count)
+    diverges_on_any_edges(rank, count)
     refuses_second_derivatives(rank, count)
     ports = agreed_ports()
     dist.destroy_process_group()

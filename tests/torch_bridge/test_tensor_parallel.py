@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,9 +13,10 @@ import torch_bridge
 from rlk_jax.checker.processes import free_port, run_together
 from rlk_jax.cli import main
 from rlk_jax.core.fixed_order import ColumnGroups
-from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
+from rlk_jax.core.rank_columns import RankColumns
 from tests.torch_bridge.rank import UNEVEN
 from tests.torch_bridge.tensors import head
+from torch_bridge import _process_groups
 
 LIMIT_S = 300
 
@@ -50,6 +52,10 @@ def messages(count: int, device: str) -> dict[str, str]:
         "other z-loss": differently,
         "other smoothing": differently,
         "no reduction": "reduction must be one of ('mean', 'sum', 'none'), got 'average'.",
+        "other kind": "the processes call linear_kl differently",
+        "bad temperature": "temperature must be positive and finite, got values in [0.0, 0.0]",
+        "other teacher": f"student and teacher must share one vocabulary, got {width} and 16 tokens",
+        "other teacher vocabulary": "global_vocab_size must match the TP vocab partition size: got 15, 16, covered 16",
         "second derivative": "torch_bridge has no second derivatives",
     }
     return said | ({"other device": differently} if device == "cuda" else {})
@@ -91,6 +97,14 @@ def test_a_group_needs_torch_distributed():
     hidden, weight, ids, bias = head((3,))
     with pytest.raises(RuntimeError, match="requires an initialized process group"):
         torch_bridge.linear_logp(hidden, weight, ids, bias, tp_group=object())
+
+
+def test_a_teachers_list_needs_the_whole_head(monkeypatch):
+    monkeypatch.setattr(_process_groups, "has_other_ranks", lambda *_: True)
+    hidden, weight, ids, bias = head((3,))
+    listed = {"teacher_ids": ids[:, None], "teacher_logps": torch.zeros(3, 1)}
+    with pytest.raises(ValueError, match="teacher_ids and teacher_logps need a whole head: they do not go with a tp"):
+        torch_bridge.linear_kl(hidden, weight, bias=bias, **listed, tp_group=object())
 
 
 def test_a_mesh_is_no_group():

@@ -20,6 +20,7 @@ from rlk_jax.core.column_chunks import (
     column_chunk,
     folded_by_group,
     padded_columns,
+    rows_first,
 )
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
@@ -36,6 +37,7 @@ from rlk_jax.core.softmax import Partial, empty_partial, fixed_order_partial, fo
 from rlk_jax.core.transforms import varying_like
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
+    Normalizer,
     Slopes,
     Terms,
     normalizer_of_groups,
@@ -127,21 +129,50 @@ def _partials_in_order(config: KlConfig, rows: _HeadRows) -> Partial:
     return folded_by_group(config.groups, add_chunk, empty)
 
 
-def _from_head(config: KlConfig, student: _HeadRows, teacher: _HeadRows, gather: Gather) -> tuple[Array, KlStatistics]:
-    """The divergence of a block from a teacher that has a head."""
-    partials = gather((_partials_in_order(config, student), _partials_in_order(config, teacher)))
-    normalizer, teacher_normalizer = map(normalizer_of_groups, partials)
+def _both_partials(config: KlConfig, operands: Operands, tokens: KlTokens, block: Block) -> tuple[Partial, Partial]:
+    """Those of student and teacher for each group, `[groups, 64]`."""
+    student, teacher = _rows_of_both(config, operands, block, block.take(tokens))
+    assert teacher is not None
+    return _partials_in_order(config, student), _partials_in_order(config, teacher)
+
+
+def _block_terms(
+    config: KlConfig, operands: Operands, tokens: KlTokens, block: Block, normalizers: tuple[Normalizer, Normalizer]
+) -> Terms:
+    """The terms of a block, summed up over each group, `[groups, 64]`."""
+    student, teacher = _rows_of_both(config, operands, block, block.take(tokens))
+    assert teacher is not None
 
     def add_chunk(group: Array, index: Array, so_far: Terms) -> Terms:
-        own = _chunk_logits(config, student, group, index).logits
-        other = _chunk_logits(config, teacher, group, index).logits
-        terms = terms_of(config, normalizer.logprobs(own), teacher_normalizer.logprobs(other))
+        logits = (_chunk_logits(config, x, group, index).logits for x in (student, teacher))
+        terms = terms_of(config, *(x.logprobs(own) for x, own in zip(normalizers, logits, strict=True)))
         return jax.tree.map(lambda total, x: total + halving_sum(x), so_far, terms)
 
     zeros = varying_like(jnp.zeros(BLOCK_ROWS, jnp.float32), student.hidden)
-    groups = gather(folded_by_group(config.groups, add_chunk, Terms(zeros, zeros)))
-    value, slope = jax.tree.map(ascending_sum, groups)
-    return value, KlStatistics(normalizer, teacher_normalizer, slope)
+    return folded_by_group(config.groups, add_chunk, Terms(zeros, zeros))
+
+
+def _from_head(config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather) -> tuple[Array, KlStatistics]:
+    """The divergence from a teacher that has a head: all tokens' softmaxes first, and then their terms."""
+    many = jnp.zeros((tokens.active.shape[0], config.groups.count), jnp.float32)
+    by_block = functools.partial(store_by_block, tokens.active, BLOCK_ROWS)
+
+    def normalizers(block: Block) -> tuple[Normalizer, Normalizer]:
+        student, teacher = map(normalizer_of_groups, rows_first(block.take(partials)))
+        return student, teacher
+
+    def terms(block: Block) -> Terms:
+        return rows_first(_block_terms(config, operands, tokens, block, normalizers(block)))
+
+    def values(block: Block) -> tuple[Array, KlStatistics]:
+        value, slope = jax.tree.map(ascending_sum, rows_first(block.take(sums)))
+        return value, KlStatistics(*normalizers(block), slope)
+
+    empty = Partial(many, many + 1, many, None)
+    own = by_block(lambda block: rows_first(_both_partials(config, operands, tokens, block)), (empty, empty))
+    partials = rows_first(gather(rows_first(own)))
+    sums = rows_first(gather(rows_first(by_block(terms, Terms(many, many)))))
+    return by_block(values, no_values(tokens))
 
 
 class _ListedSums(NamedTuple):
@@ -173,13 +204,13 @@ def _from_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> tupl
 def _forward(
     config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather
 ) -> tuple[Array, KlStatistics | BucketStatistics]:
-    def of_block(block: Block) -> tuple[Array, KlStatistics | BucketStatistics]:
+    if tokens.top_k is None:
+        return _from_head(config, operands, tokens, gather)
+
+    def of_block(block: Block) -> tuple[Array, BucketStatistics]:
         own = block.take(tokens)
-        student, teacher = _rows_of_both(config, operands, block, own)
-        if own.top_k is not None:
-            return _from_list(config, student, own.top_k)
-        assert teacher is not None
-        return _from_head(config, student, teacher, gather)
+        assert own.top_k is not None
+        return _from_list(config, _rows_of_both(config, operands, block, own)[0], own.top_k)
 
     return store_by_block(tokens.active, BLOCK_ROWS, of_block, no_values(tokens))
 

@@ -13,6 +13,7 @@ import jax
 from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.gemm import WeightLayout
 from rlk_jax.core.head import HeadConfig
+from rlk_jax.core.rank_columns import RankColumns
 from rlk_jax.core.shard import Gather, Shard, ShardOptions
 from rlk_jax.core.softmax import SoftmaxConfig
 
@@ -88,6 +89,8 @@ class KlConfig:
     """Whether the heads are one rank's shards. dH is then float32 sums `[parts, N, D]`, for a reduction."""
     sums_by_group: bool = False
     """Whether a shard gives one sum of dH for each of its groups, as reduction="canonical" needs, not one for all."""
+    gathers_outside_loops: bool = False
+    """Whether the forward may gather for all tokens at once only, as callers need whose programs end at a gather."""
 
     @property
     def real_vocab_size(self) -> int:
@@ -114,18 +117,23 @@ class KlConfig:
 
     def of_shard(self, shard: Shard) -> "KlConfig":
         """What an implementation is compiled for on this shard of both heads."""
+        cut = self._cut(shard.columns, shard.least_real_columns, shard.groups)
+        return replace(cut, sums_by_group=shard.reduction == "canonical")
+
+    def of_rank(self, columns: RankColumns, rank: int) -> "KlConfig":
+        """What an implementation is compiled for on the shards of both heads that one process holds."""
+        start, end = columns.ranges[rank]
+        cut = self._cut(end - start, columns.real_columns(rank), columns.groups(rank))
+        return replace(cut, gathers_outside_loops=True)
+
+    def _cut(self, columns: int, real_columns: int, groups: ColumnGroups) -> "KlConfig":
+        """The config of shards of so many columns of both heads."""
 
         def cut(head: OneHeadConfig) -> OneHeadConfig:
-            return replace(head, vocab_size=shard.columns, real_vocab_size=shard.least_real_columns)
+            return replace(head, vocab_size=columns, real_vocab_size=real_columns)
 
-        return replace(
-            self,
-            student=cut(self.student),
-            teacher=None if self.teacher is None else cut(self.teacher),
-            groups=shard.groups,
-            is_shard=True,
-            sums_by_group=shard.reduction == "canonical",
-        )
+        teacher = None if self.teacher is None else cut(self.teacher)
+        return replace(self, student=cut(self.student), teacher=teacher, groups=groups, is_shard=True)
 
 
 class OneHead(NamedTuple):
@@ -202,8 +210,10 @@ class Gradients(NamedTuple):
 class KlFunctions:
     """One implementation. `forward` gives the divergence `[N]` in float32, and a tree of arrays `[N]` that `gradients`
     is given along with the upstream gradient `[N]`. Its last argument brings the groups of other devices; it may gather
-    in loops over tokens, which are the same on every device.
+    in loops over tokens, which are the same on every device, unless the config says otherwise.
     """
 
     forward: Callable[[KlConfig, Operands, KlTokens, Gather], tuple[Array, Any]]
     gradients: Callable[[KlConfig, Needs, Operands, KlTokens, Any, Array], Gradients]
+    by_group: bool = True
+    """Whether it gathers one row for each group of the config; else one for all columns."""

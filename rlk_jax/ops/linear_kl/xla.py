@@ -18,7 +18,9 @@ from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import Partial, fp16_scale, logits_of, partial_of_rows
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
+    Normalizer,
     Slopes,
+    Terms,
     normalizer_of_groups,
     raw_gradients,
     slopes_of,
@@ -102,19 +104,64 @@ def _partials_of(logits: Array) -> Partial:
     return jax.tree.map(lambda x: x[None], partial_of_rows(logits, jnp.zeros_like(logits[:, 0]), with_gap=False))
 
 
+def _both_logits(config: KlConfig, operands: Operands, tokens: KlTokens, block: Block) -> tuple[Array, Array]:
+    """Those of a block, of student and teacher."""
+    own = _tokens_of(block, tokens)
+    return _student_logits(config, operands, block, own).logits, _teacher_logits(config, operands, block, own)
+
+
+def _normalizers(partials: tuple[Partial, Partial]) -> tuple[Normalizer, Normalizer]:
+    """Those of both. Behind the barrier, XLA sums up the rows of both alike: equal ones then have equal sums."""
+    student, teacher = lax.optimization_barrier(tuple(map(normalizer_of_groups, partials)))
+    return student, teacher
+
+
+def _sums_of_terms(config: KlConfig, logits: tuple[Array, Array], normalizers: tuple[Normalizer, Normalizer]) -> Terms:
+    """The terms of a block's columns, summed up."""
+    (own, other), (student, teacher) = logits, normalizers
+    return jax.tree.map(lambda x: x.sum(axis=1), terms_of(config, student.logprobs(own), teacher.logprobs(other)))
+
+
+def _as_group(tree: Any) -> Any:
+    """Arrays `[N]` as those of one group, `[1, N]`."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def _in_two_passes(
+    config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather
+) -> tuple[Array, KlStatistics]:
+    """What `_forward` gives, by one pass over the tokens for both softmaxes and one for the terms: products are made
+    twice, and both gathers are for all tokens at once.
+    """
+    rows, zeros = rows_of_block(config, operands), jnp.zeros(tokens.active.shape, jnp.float32)
+
+    def partials(block: Block) -> tuple[Partial, Partial]:
+        own, other = (
+            jax.tree.map(lambda x: x[0], _partials_of(x)) for x in _both_logits(config, operands, tokens, block)
+        )
+        return own, other
+
+    def terms(block: Block) -> Terms:
+        return _sums_of_terms(config, _both_logits(config, operands, tokens, block), block.take(normalizers))
+
+    empty = Partial(zeros, zeros + 1, zeros, None)
+    normalizers = _normalizers(gather(_as_group(store_by_block(tokens.active, rows, partials, (empty, empty)))))
+    sums = gather(_as_group(store_by_block(tokens.active, rows, terms, Terms(zeros, zeros))))
+    value, slope = map(ascending_sum, sums)
+    return value, KlStatistics(*normalizers, slope)
+
+
 def _forward(
     config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather
 ) -> tuple[Array, KlStatistics | BucketStatistics]:
+    if config.gathers_outside_loops:
+        return _in_two_passes(config, operands, tokens, gather)
+
     def of_head(block: Block) -> tuple[Array, KlStatistics]:
-        own = _tokens_of(block, tokens)
-        logits = _student_logits(config, operands, block, own).logits, _teacher_logits(config, operands, block, own)
-        # Behind the barrier, XLA sums up the rows of both alike: equal ones then have equal sums.
-        partials = gather(tuple(map(_partials_of, logits)))
-        student, teacher = lax.optimization_barrier(tuple(map(normalizer_of_groups, partials)))
-        terms = terms_of(config, student.logprobs(logits[0]), teacher.logprobs(logits[1]))
-        sums = gather(jax.tree.map(lambda x: x.sum(axis=1)[None], terms))
-        value, slope = map(ascending_sum, sums)
-        return value, KlStatistics(student, teacher, slope)
+        logits = _both_logits(config, operands, tokens, block)
+        normalizers = _normalizers(gather(tuple(map(_partials_of, logits))))
+        value, slope = map(ascending_sum, gather(_as_group(_sums_of_terms(config, logits, normalizers))))
+        return value, KlStatistics(*normalizers, slope)
 
     def of_listed(block: Block) -> tuple[Array, BucketStatistics]:
         own = _tokens_of(block, tokens)
@@ -174,4 +221,4 @@ def _gradients(
     return done._replace(hidden=done.hidden[None]) if config.is_shard and done.hidden is not None else done
 
 
-XLA = KlFunctions(_forward, _gradients)
+XLA = KlFunctions(_forward, _gradients, by_group=False)

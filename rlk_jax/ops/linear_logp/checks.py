@@ -4,7 +4,6 @@ The docstring of a check says what must hold. Where it does not, the check raise
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
@@ -36,7 +35,6 @@ from rlk_jax.core.shard import Shard
 from rlk_jax.core.shard_checks import check_axis_names, checked_shard
 from rlk_jax.core.softmax import Smoothing
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions, LowRank, WeightLayout
-from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns
 
 _MOST_TOP_K = 128
 
@@ -196,32 +194,6 @@ def _checked_rank(inputs: HeadInputs, layout: WeightLayout) -> int:
         f"low_rank's inputs must have hidden's shape {inputs.hidden.shape}, got {getattr(own, 'shape', None)}.",
     )
     return rank
-
-
-def checked_rank_columns(
-    ranges: Sequence[tuple[int, int]], given: Sequence[int | None], ignore_index: int | None
-) -> RankColumns:
-    """How ranks that hold columns `[start, end)`, in any order, share a vocabulary.
-
-    `given` is each rank's global_vocab_size. Every rank sees the same arguments, so that all of them raise together.
-    """
-    for start, end in ranges:
-        require(0 <= start < end, f"invalid TP vocab shard range [{start}, {end}).")
-    covered, in_order = max(end for _, end in ranges), sorted(ranges)
-    starts = [0, *(end for _, end in in_order)]
-    require(
-        [start for start, _ in in_order] == starts[:-1],
-        f"TP vocab shards must form a contiguous [0, {covered}) partition; got ranges={in_order}.",
-    )
-    sizes = {covered if size is None else size for size in given}
-    require(
-        len(sizes) == 1 and max(sizes) <= covered,
-        f"global_vocab_size must match the TP vocab partition size: got {', '.join(map(str, sorted(sizes)))}, "
-        f"covered {covered}.",
-    )
-    vocab_size = sizes.pop()
-    check_vocabulary_options(covered, None, ignore_index, vocab_size)
-    return RankColumns(tuple(ranges), vocab_size)
 
 
 def check_mesh_axes(

@@ -8,8 +8,6 @@ neither the number of tokens nor a token's place can reach a bit:
     vocabulary: padding rows of the head are never read.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +19,7 @@ from rlk_jax.core.column_chunks import (
     column_chunk,
     folded_by_group,
     padded_columns,
+    rows_first,
 )
 from rlk_jax.core.fixed_order import (
     BLOCK_COLUMNS,
@@ -98,28 +97,23 @@ def _optional(config: HeadConfig) -> tuple[bool, bool]:
     return config.return_entropy, config.smoothing is not None
 
 
-def _rows_first(x: Any) -> Any:
-    """`[rows, groups]` arrays from `[groups, rows]` ones, or back."""
-    return jax.tree.map(jnp.transpose, x)
-
-
 def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, Array]:
     """The partials of every group, `[groups, N]`, and which tokens are active."""
 
     def partials(block: Block) -> Partial:
         hidden = _padded_hidden(config, operands, block)
-        return _rows_first(_block_partials(config, operands, hidden, block.take_tokens(tokens)))
+        return rows_first(_block_partials(config, operands, hidden, block.take_tokens(tokens)))
 
     many = jnp.zeros((tokens.active.shape[0], config.groups.count), jnp.float32)
     start = Partial(many, many + 1, many, *(many if wanted else None for wanted in _optional(config)))
-    return _rows_first(store_by_block(tokens.active, BLOCK_ROWS, partials, start)), tokens.active
+    return rows_first(store_by_block(tokens.active, BLOCK_ROWS, partials, start)), tokens.active
 
 
 def _merge(config: HeadConfig, groups: Partial, active: Array) -> tuple[LinearLogp, Statistics, None]:
     """The values and statistics of active tokens, whose groups are folded block by block."""
-    zeros, rows = jnp.zeros_like(active, jnp.float32), _rows_first(groups)
+    zeros, rows = jnp.zeros_like(active, jnp.float32), rows_first(groups)
     start = Statistics(zeros, zeros, zeros, *(zeros if wanted else None for wanted in _optional(config)))
-    statistics = store_by_block(active, BLOCK_ROWS, lambda block: merged(_rows_first(block.take(rows))), start)
+    statistics = store_by_block(active, BLOCK_ROWS, lambda block: merged(rows_first(block.take(rows))), start)
     return values_of(config, statistics), statistics, None
 
 

@@ -34,12 +34,13 @@ from rlk_jax.core import dispatch, overwriting
 from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.core.dispatch import choose
 from rlk_jax.core.kernel_compilation import compile_kernels
+from rlk_jax.core.rank_columns import RankColumns
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.losses import LossOptions
 from rlk_jax.ops.linear_logp.call import facts_of_call
 from rlk_jax.ops.linear_logp.checks import check_call
 from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
-from rlk_jax.ops.linear_logp.sharding.ranks import RankColumns, RankSteps
+from rlk_jax.ops.linear_logp.sharding.ranks import RankSteps
 from tests.pallas_kernels.mosaic import configurations
 from tests.support import verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict

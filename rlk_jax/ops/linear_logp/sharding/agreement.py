@@ -65,10 +65,10 @@ def agreed[T](check: Callable[[], tuple[T, str]], everyone: Callable[[str], Sequ
     return found[0], texts
 
 
-def require_same(texts: Sequence[str]) -> None:
-    """Raises ValueError where the processes' descriptions of their calls differ."""
+def require_same(texts: Sequence[str], op: str = "linear_logp") -> None:
+    """Raises ValueError where the processes' descriptions of their calls of an op differ."""
     if len(set(texts)) > 1:
-        raise ValueError("the processes call linear_logp differently: " + " | ".join(sorted(set(texts))))
+        raise ValueError(f"the processes call {op} differently: " + " | ".join(sorted(set(texts))))
 
 
 def agree(mesh: Mesh | AbstractMesh, inputs: HeadInputs, options: HeadOptions) -> None:

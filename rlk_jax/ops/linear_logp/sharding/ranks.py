@@ -1,71 +1,23 @@
-"""A head whose vocabulary is shared by processes, cut at any columns, and one rank's steps of linear_logp.
+"""One rank's steps of linear_logp on a head whose vocabulary is shared by processes.
 
-It serves callers that gather by other means than a mesh axis (`torch_bridge`): each step is a function of arrays, and
+They serve callers that gather by other means than a mesh axis (`torch_bridge`): each step is a function of arrays, and
 between steps the caller gathers. Partial softmaxes of all ranks are merged by the same tree as on a mesh.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlk_jax.core.allowed import words_from
-from rlk_jax.core.fixed_order import GROUPS, ColumnGroups, column_groups
 from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands
+from rlk_jax.core.rank_columns import RankColumns
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions
 from rlk_jax.ops.linear_logp.ranking import BestColumns, Ranking, as_integers, counted_from, finished
 
 Array = jax.Array
-
-
-@dataclass(frozen=True)
-class RankColumns:
-    """Which columns `[start, end)` each rank holds, by rank. Columns from `vocab_size` on are padding."""
-
-    ranges: tuple[tuple[int, int], ...]
-    vocab_size: int
-
-    def __str__(self) -> str:
-        return f"shards of {', '.join(str(end - start) for start, end in self.ranges)} columns"
-
-    @property
-    def order(self) -> list[int]:
-        """The ranks in the order of their columns."""
-        return sorted(range(len(self.ranges)), key=lambda rank: self.ranges[rank])
-
-    @property
-    def on_group_edges(self) -> bool:
-        """Whether every rank owns whole groups of the unsharded head's softmax: then the cut changes no bits."""
-        width = column_groups(self.vocab_size).width
-        ends = [0, *(self.ranges[rank][1] for rank in self.order)]
-        return all(end % width == 0 for end in ends[:-1]) and ends[-2] < GROUPS * width
-
-    def groups(self, rank: int) -> ColumnGroups:
-        """The groups that a rank owns; where the cut is not on group edges, eight groups of its own columns."""
-        start, end = self.ranges[rank]
-        if not self.on_group_edges:
-            return column_groups(end - start)
-        width = column_groups(self.vocab_size).width
-        last = GROUPS if rank == self.order[-1] else end // width
-        return ColumnGroups(last - start // width, width)
-
-    def real_columns(self, rank: int) -> int:
-        """How many columns of a rank are no padding."""
-        start, end = self.ranges[rank]
-        return min(max(self.vocab_size - start, 0), end - start)
-
-    def config(self, whole: HeadConfig, rank: int) -> HeadConfig:
-        """What an implementation is compiled for on a rank's shard, from the config of the whole head."""
-        start, end = self.ranges[rank]
-        return replace(
-            whole,
-            vocab_size=end - start,
-            real_vocab_size=self.real_columns(rank),
-            groups=self.groups(rank),
-            is_shard=True,
-        )
 
 
 class RankState(NamedTuple):
