@@ -100,10 +100,14 @@ def one_rank_after_another(case: Case, problem: Problem, implementation: str, co
     )
 
 
-def lowered(kind: str, vocab: int, *, check_vma: bool, reduction: Any, tokens: int = 300) -> str:
-    """The program of gradients on two ranks by Mosaic's kernels, for CUDA, in several slices of padded heads."""
+def lowered(
+    kind: str, vocab: int, *, check_vma: bool, reduction: Any, tokens: int = 300, implementation: str = "mosaic"
+) -> str:
+    """The program of gradients on two ranks by an implementation's kernels, for CUDA, in several slices of padded
+    heads.
+    """
     real = {"global_vocab_size": vocab - 3, "teacher_global_vocab_size": vocab - 3}
-    options = {"kind": kind, "reduction": reduction, "implementation": "mosaic", "memory_budget": 2**20, **real}
+    options = {"kind": kind, "reduction": reduction, "implementation": implementation, "memory_budget": 2**20, **real}
     on_rank = functools.partial(linear_kl, axis_name="tp", **options)
     specs = (P(), P("tp"), P(), P("tp"), P("tp"))
     mesh = Mesh(jax.devices()[:2], ("tp",))

@@ -5,8 +5,9 @@ With --all it compiles all of them for both; without, as few as have every pair 
 the GPU is an option too. The programs are those that users run, lowered with the compute capability of the GPU; what
 Triton makes of their kernels goes through ptxas. It prints a line per program; the exit status is 1 where one fails to
 compile, spills registers or takes more shared memory than an A100 has. Then XLA compiles whole programs for H200s;
-without --all only the one that needs most memory. It needs jax-triton and jax's CUDA plugins but no torch. With --all
-it takes a process per core, and without it one process, because `make test` keeps the other cores busy.
+without --all only the one of linear_logp that needs most memory. It needs jax-triton and jax's CUDA plugins but no
+torch. With --all it takes a process per core, and without it one process, because `make test` keeps the other cores
+busy.
 """
 
 import contextlib
@@ -34,11 +35,12 @@ from jax_triton import triton_lib
 
 from pallas_kernels.logits import RowCoefficients, RowConfig
 from pallas_kernels.triton import call, linear_logp, rows
+from rlk_jax import linear_kl
 from rlk_jax import linear_logp as linear_logp_op
 from rlk_jax.core import dispatch
 from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.ops.linear_logp.api import smoothed_linear_logp
-from tests.support import shards, verdicts
+from tests.support import kl_shards, shards, verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
 
 TARGETS = (80, 90)
@@ -101,6 +103,30 @@ def head_program(
     )
 
 
+def kl_program(
+    target: int, layout: str, dtype: Any, options: dict[str, Any], bias: bool, vocab: int, dim: int, listed: int = 0
+) -> Program:
+    """linear_kl's forward and backward, from a teacher of another width and layout, or from so many listed tokens."""
+    other = "dv" if layout == "vd" else "vd"
+
+    def loss(student: dict[str, Any], teacher: dict[str, Any]) -> Any:
+        layouts = {"weight_layout": layout} | ({} if listed else {"teacher_weight_layout": other})
+        return linear_kl(**student, **teacher, **layouts, **options, implementation="triton").sum()
+
+    def head(columns: int, stored: str) -> tuple[Any, Any]:
+        return shape((300, columns), dtype), shape((vocab, columns) if stored == "vd" else (columns, vocab), dtype)
+
+    student = dict(zip(("hidden", "lm_head_weight"), head(dim, layout), strict=True))
+    student |= {"bias": shape((vocab,), dtype)} if bias else {}
+    if listed:
+        teacher = {"teacher_ids": shape((300, listed), jnp.int32), "teacher_logps": shape((300, listed), jnp.float32)}
+    else:
+        teacher = dict(zip(("teacher_hidden", "teacher_weight"), head(dim // 2 + 1, other), strict=True))
+    shown = {"target": target, "program": "linear_kl", "layout": layout, "dtype": jnp.dtype(dtype).name}
+    shown |= {"dim": dim, "vocab": vocab, "bias": bias, "listed": listed, "logit_softcap": None} | options
+    return Program(shown, jax.value_and_grad(loss), (student, teacher))
+
+
 def row_programs(target: int, config: RowConfig, row_length: int, dtype: Any, mask: bool = False) -> Iterator[Program]:
     logits, row, ids = shape((64, row_length), dtype), shape((64,), jnp.float32), shape((64,), jnp.int32)
     options = {"row_length": row_length, "dtype": jnp.dtype(dtype).name, "mask": mask, **asdict(config)}
@@ -139,6 +165,9 @@ def programs() -> Iterator[Program]:
         yield program(jnp.float16, softcap | ranked, True, 50257, rank=16)
         yield program(jnp.bfloat16, {}, False, 151936, smoothing=0.1)
         yield program(jnp.float16, softcap | {"return_lse": True}, True, 50257, rank=16, smoothing=0.1)
+        for kl_options, listed in (({"kind": "jsd"}, 0), ({"kind": "forward"}, 20)):
+            yield kl_program(target, layout, jnp.bfloat16, kl_options, False, 151936, 512, listed)
+        yield kl_program(target, layout, jnp.float16, softcap | {"kind": "reverse"}, True, 50257, 72)
     for dtype, row_length, cap, gap, target in itertools.product(
         (jnp.bfloat16, jnp.float16, jnp.float32), (131072, 50257), (None, 30.0), both, TARGETS
     ):
@@ -237,12 +266,28 @@ def bare(layouts: Sequence[HeadLayout]) -> Iterator[Verdict]:
         yield verdicts.named(name, not holds_head and temporary <= allowed)
 
 
+def two_heads() -> Iterator[Verdict]:
+    """Compile linear_kl for an H200: temporary memory is bounded by the default budget and the float32 sum of dH."""
+    tokens, dim, vocab = 4096, 2048, 131072
+    loss = jax.value_and_grad(lambda *x: linear_kl(*x, kind="jsd", implementation="triton").sum(), (0, 1))
+    on_device = jax.sharding.SingleDeviceSharding(GPUS["h200"].devices(1)[0])
+    operands = [shape((n, dim), jnp.bfloat16, sharding=on_device) for n in (tokens, vocab) * 2]
+    with programs_for(90):
+        compiled = jax.jit(loss).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+    temporary, allowed = compiled.memory_analysis().temp_size_in_bytes, 512 * 2**20 + 4 * tokens * dim
+    name = f"linear_kl: {temporary / 2**20:.0f} MiB of {allowed / 2**20:.0f}"
+    yield verdicts.named(name, temporary <= allowed)
+
+
 def sharded() -> Iterator[Verdict]:
     """Lower programs inside shard_map, where the types of what kernels write have to agree."""
     for check_vma, reduction in itertools.product((True, False), ("sum", "canonical")):
         with programs_for(90):
             program = shards.lowered("triton", 16384, check_vma=check_vma, reduction=reduction, tokens=300)
         yield verdicts.named(f"shard_map check_vma={check_vma} reduction={reduction}", "triton_kernel_call" in program)
+    with programs_for(90):
+        program = kl_shards.lowered("jsd", 16384, check_vma=True, reduction="canonical", implementation="triton")
+    yield verdicts.named("linear_kl in shard_map", "triton_kernel_call" in program)
 
 
 def exported() -> Iterator[Verdict]:
@@ -264,7 +309,8 @@ def main() -> int:
     # Without --all, the last layout alone is compiled, whose memory is nearest to what is allowed. In `make test`,
     # Mosaic's sm90 compiles a head that lies as the second says.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[2:]
-    failed = verdicts.count_failed(itertools.chain(compiled, sharded(), bare(layouts), exported()))
+    whole = itertools.chain(sharded(), bare(layouts), two_heads() if every else (), exported())
+    failed = verdicts.count_failed(itertools.chain(compiled, whole))
     verdict = f"{failed} failed" if failed else "no spills, at most 163 KiB of shared memory"
     count = f"{len(numbers)} of {len(options)} programs"
     print(f"{count} for sm_80 or sm_90 in {time.monotonic() - began:.0f} s: {verdict}")
