@@ -9,7 +9,9 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType
 
+from pallas_kernels.triton import call
 from rlk_jax import explain, linear_kl
+from rlk_jax.core import dispatch
 from tests.support import helpers
 
 HIDDEN, WEIGHT, TEACHER_HIDDEN, TEACHER_WEIGHT = (jnp.ones(x) for x in ((2, 3, 8), (10, 8), (2, 3, 4), (12, 4)))
@@ -122,6 +124,31 @@ BAD = {
         "linear_kl cannot run 'cuda' here: linear_kl has no such implementation in this release.",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "choice", "of_list"), [("8.0", "triton", "triton"), ("9.0", "mosaic", "triton"), ("7.5", "xla", "xla")]
+)
+def test_what_gpus_choose(kind, choice, of_list, monkeypatch):
+    monkeypatch.setattr(call, "why_missing", lambda: None)
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "some GPU", kind))
+    bfloat16 = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 8), (10, 8), (3, 5), (10, 5))]
+    assert explain("linear_kl", *bfloat16).choice == choice
+    listed = {"teacher_ids": jnp.zeros((3, 1), int), "teacher_logps": jnp.zeros((3, 1))}
+    assert explain("linear_kl", *bfloat16[:2], **listed).choice == of_list
+
+
+def test_triton_says_everything_that_it_lacks(monkeypatch):
+    monkeypatch.setattr(call, "why_missing", lambda: "needs a pair")
+    operands = [jnp.ones(shape, dtype) for shape, dtype in (((3, 7), jnp.float16), ((10, 7), jnp.float32))] * 2
+    dtypes = "both bfloat16 or both float16, not float16 and float32"
+    reasons = (
+        "needs an NVIDIA GPU of compute capability 8.0 or later, not cpu; needs a pair; "
+        f"needs hidden and lm_head_weight {dtypes}; needs teacher_hidden and teacher_weight {dtypes}; "
+        "needs a hidden dim that is a multiple of 8, not 7."
+    )
+    with pytest.raises(ValueError, match=re.escape(f"linear_kl cannot run 'triton' here: {reasons}")):
+        linear_kl(*operands, implementation="triton")
 
 
 @pytest.mark.parametrize("name", BAD)
