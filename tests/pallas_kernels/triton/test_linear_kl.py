@@ -90,7 +90,7 @@ def test_impossible_tokens(kind, who):
 
 
 LEAD = 130
-BITS = Case("bits", (LEAD,), 72, 40, 1100, 1060, bias=True, options={"global_vocab_size": 1060, "logit_softcap": 3.0})
+BITS = Case("bits", (LEAD,), 64, 40, 1100, 1060, bias=True, options={"global_vocab_size": 1060, "logit_softcap": 3.0})
 MASKED = np.concatenate([[-1] * 57, np.insert(np.arange(LEAD), [5, 5, 40], -1)])
 
 
