@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.devices import hopper_obstacles, is_hopper, is_meant_for_triton, triton_obstacles
+from rlk_jax.core.devices import hopper_obstacles, is_hopper, triton_obstacles
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.core.shard_checks import order_obstacles, shard_obstacles
 from rlk_jax.ops.linear_kl import hopper
@@ -39,7 +39,7 @@ def _triton_obstacles(facts: CallFacts) -> list[str]:
 
 ROWS = (
     Implementation("mosaic", hopper.mosaic(), _mosaic_obstacles, meant_for=is_hopper, promises_bits=True),
-    Implementation("triton", TRITON, _triton_obstacles, meant_for=is_meant_for_triton, promises_bits=True),
+    Implementation("triton", TRITON, _triton_obstacles, by_name_only="has not run on a GPU yet"),
     Implementation("xla", XLA, order_obstacles),
     Implementation("deterministic", DETERMINISTIC, by_name_only="slow: promises bits, not speed", promises_bits=True),
     Implementation(
