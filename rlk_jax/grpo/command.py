@@ -120,7 +120,7 @@ def _check_empty(directory: Path) -> None:
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise BadInput(f"save_hf: cannot write to {there}")
     if directory.exists() and any(directory.iterdir()):
-        raise BadInput(f"save_hf: {directory} is not empty")
+        raise BadInput(f"save_hf: {directory} is not empty: name a new directory")
 
 
 def _plain_type(annotation: typing.Any) -> type:

@@ -176,7 +176,8 @@ class RunFolder:
 
     def has_saved(self, directory: str) -> bool:
         """Whether the folder's run is finished, and this is the directory that it wrote its model to."""
-        return self.summary.exists() and self._read_config().get("save_hf") == directory
+        saved = self._read_config().get("save_hf") if self.summary.exists() else None
+        return saved is not None and Path(saved).resolve() == Path(directory).resolve()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -155,12 +155,12 @@ def test_a_finished_run_may_write_its_model_again(finished, files, tmp_path, cap
     weights = saved / "model.safetensors"
     trained = weights.read_bytes()
     weights.write_bytes(b"damaged")
-    assert tiny.run_here(*command(files, folder.path, save_hf=saved), "--resume") == 0
+    assert tiny.run_here(*command(files, folder.path, save_hf=f"{saved}/"), "--resume") == 0
     assert weights.read_bytes() == trained
     assert tiny.run_here(*command(files, tmp_path / "out", save_hf=saved)) == 2
     assert tiny.run_here(*command(files, folder.path, save_hf=files[0]), "--resume") == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"rlk grpo: error: save_hf: {directory} is not empty" for directory in (saved, files[0])
+        f"rlk grpo: error: save_hf: {directory} is not empty: name a new directory" for directory in (saved, files[0])
     ]
 
 
