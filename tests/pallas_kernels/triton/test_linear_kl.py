@@ -100,9 +100,12 @@ def exact_products():
         yield
 
 
-@one_kind_in_make_test
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_bits(kind, exact_products):
-    """Masked rows and a budget for one chunk at a time, and a row alone."""
+    """Masked rows and a budget for one chunk at a time, and a row alone. In `make test`, test_bits_of_lists has rows
+    and test_shards slices of both heads.
+    """
     temperature = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2.0, LEAD), jnp.float32)
     made = divergences.make(BITS, jnp.float16)
     problem = made._replace(completion_mask=jnp.ones(LEAD, bool), temperature=temperature)
