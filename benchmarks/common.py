@@ -22,11 +22,11 @@ from typing import Any
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from rlk_jax.commands import doctor
 from rlk_jax.core.gpu_memory import PREALLOCATE
+from rlk_jax.core.terminal import OutputConsole
 
 
 def share_gpu_with_torch() -> None:
@@ -314,7 +314,7 @@ def beside(figure: float | None, stock: float | None, unit: str) -> tuple[str, s
 
 def show(title: str, table: Table, *, width: int = 120) -> None:
     """Print a table at least `width` columns wide: a log file counts as 80 columns, which would cut the figures."""
-    console = Console()
+    console = OutputConsole()
     console.width = max(console.width, width)
     console.print(title, table)
 

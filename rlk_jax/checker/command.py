@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.table import Table
-from rich.text import Text
 
 from rlk_jax.checker import candidates, contract, page
 from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
@@ -227,7 +226,7 @@ def _print_table(reports: Sequence[OperatorCheckReport], seconds: float) -> None
     """Print a row for each op, candidate and dtype, a line for each failed check, and how long all checks took."""
     table = Table(*page.TABLE_HEADER)
     for row in page.table_rows(reports):
-        table.add_row(*map(Text, row))
+        table.add_row(*row)
     # In a pipe no name is cut: what reads it looks for whole ones.
     OutputConsole(width=None if sys.stdout.isatty() else _ANY_WIDTH).print(table)
     for report in reports:

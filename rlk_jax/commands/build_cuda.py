@@ -21,7 +21,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run() -> int:
     """Build the library and print its kernels. The exit status is 1 where the library cannot be built."""
-    from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
@@ -29,7 +28,7 @@ def run() -> int:
 
     start = time.perf_counter()
     try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with Progress(console=OutputConsole(stderr=True), transient=True) as progress:
             task = progress.add_task("waiting for another build", total=None)
             library = build.library(
                 lambda step, done, total: progress.update(task, description=step, completed=done, total=total)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from rlk_jax.core.packages import MODEL_PACKAGES
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.extras import require_packages
 from rlk_jax.grpo.shortage import shortage_is_bad_input
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with shortage_is_bad_input("--max-new-tokens and --dtype decide how much it takes"):
             # On a terminal something moves until there is text; stdout is left to the text.
-            with Console(stderr=True).status("loading and compiling"):
+            with OutputConsole(stderr=True).status("loading and compiling"):
                 begun = _begun(options)
                 first = list(itertools.islice(begun.drawn, 1))
             _print_text(begun.tokenizer, itertools.chain(first, begun.drawn))

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import jax
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.grpo.samples import gain_text
 from rlk_jax.grpo.usage import Throughput, peak_memory, size_text
@@ -39,7 +39,7 @@ class ShowStep(Protocol):
 
 
 @contextmanager
-def progress(console: Console, start: int, total: int, throughput: Throughput) -> Iterator[ShowStep]:
+def progress(console: OutputConsole, start: int, total: int, throughput: Throughput) -> Iterator[ShowStep]:
     """Yields a function to call after every step: it shows the step and adds its tokens to the throughput."""
     numbers_wrap = TextColumn("{task.description}", table_column=Column())
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), numbers_wrap)
@@ -72,7 +72,7 @@ def _usage_texts(throughput: Throughput, phase: str) -> list[str]:
     return texts
 
 
-def print_usage(console: Console, throughput: Throughput) -> None:
+def print_usage(console: OutputConsole, throughput: Throughput) -> None:
     """Print a table of the phases' speeds, and the peak memory so far; nothing where no phase had a second step."""
     if not throughput.per_second:
         return
@@ -92,7 +92,7 @@ def final_table(measured: str, before: Mapping[str, float], after: Mapping[str, 
     return table
 
 
-def print_files(console: Console, folder: RunFolder) -> None:
+def print_files(console: OutputConsole, folder: RunFolder) -> None:
     """Print where the files of the run are."""
     for name in ("report", "page", "metrics", "completions", "summary", "checkpoints"):
         if (path := getattr(folder, name)).exists():

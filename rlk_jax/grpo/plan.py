@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.core.dispatch import compiling_for
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.job import Job, load_job
 from rlk_jax.grpo.memory import ProgramMemory, check_fits, device_bytes, free_memory, program_memories, warn_unknown
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
         return max(self.programs, key=lambda program: program.peak)
 
 
-def plan(config: GrpoConfig | SftConfig, device: str | None, console: Console, stop: StopRequest) -> int:
+def plan(config: GrpoConfig | SftConfig, device: str | None, console: OutputConsole, stop: StopRequest) -> int:
     """Print what a run needs on each of the devices here, or of GPUs of this name, and compare it with what they have.
 
     Returns the exit status: 0, or 128 + signal if interrupted. Raises BadInput for a run that does not fit.
@@ -89,7 +89,7 @@ def _plan_for(
     return job, Plan(kind, free, states, programs)
 
 
-def _show(made: Plan, console: Console) -> None:
+def _show(made: Plan, console: OutputConsole) -> None:
     """Print the tables of a plan, and its peak in the words of a run that ends."""
     unit = unit_of(max(sum(made.states.values()), *(x.peak for x in made.programs)))
     states = Table("states on a device", unit.name)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.table import Column, Table
-from rich.text import Text
 
 from rlk_jax.grpo.config import BadInput
 
@@ -89,7 +88,7 @@ def samples_table(samples: Sequence[Sample], width: int) -> Table:
     for sample in samples:
         prompt, completion = _cut(_visible(sample.prompt), width), _cut(_visible(sample.completion), 3 * width)
         measured = "\n".join([*map(_visible, rewards_texts(sample)), *length_texts(sample), f"step {sample.step}"])
-        table.add_row(*map(Text, (prompt, completion, measured)))  # A str would be read as rich's markup.
+        table.add_row(prompt, completion, measured)
     return table
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
-from rich.console import Console
 
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo import faults
 from rlk_jax.grpo.display import final_table, print_files, print_usage, progress
 from rlk_jax.grpo.memory import check_memory
@@ -28,7 +28,7 @@ SHOWN_SAMPLES = 3
 """So many completions of a step are printed."""
 
 
-def train(config: RunConfig, steps: RunSteps, folder: RunFolder, console: Console, stop: StopRequest) -> int:
+def train(config: RunConfig, steps: RunSteps, folder: RunFolder, console: OutputConsole, stop: StopRequest) -> int:
     """Run what is left of the job and write its report. Returns the exit status: 0, or 128 + signal if interrupted."""
     throughput = Throughput()
     state, done = run_steps(config, steps, folder, console, stop, throughput)
@@ -55,7 +55,7 @@ def run_steps(
     config: RunConfig,
     steps: RunSteps,
     folder: RunFolder,
-    console: Console,
+    console: OutputConsole,
     stop: StopRequest,
     throughput: Throughput,
 ) -> tuple[TrainState, int]:
@@ -160,7 +160,7 @@ def save_finite(checkpoints: ocp.CheckpointManager, done: int, state: TrainState
     save_checkpoint(checkpoints, done, state.saved)
 
 
-def say_stopped(console: Console, number: int, *, is_saved: bool) -> int:
+def say_stopped(console: OutputConsole, number: int, *, is_saved: bool) -> int:
     """Print how to continue, or that nothing was saved. Returns the exit status of a process stopped by this signal."""
     if is_saved:
         console.print("stopped; the same command with --resume, not --overwrite, continues", soft_wrap=True)

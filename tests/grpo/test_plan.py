@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import topologies
-from rich.console import Console
 
 from rlk_jax import models
 from rlk_jax.core.absent_gpus import GPUS
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo import plan, text_steps
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.job import Job
@@ -198,7 +198,7 @@ def test_what_is_free_may_be_unknown(files, capsys, monkeypatch):
 
 
 def test_a_plan_that_is_interrupted_compiles_no_more_and_says_nothing(files):
-    config, console = GrpoConfig(**files, **OPTIONS), Console(file=io.StringIO())
+    config, console = GrpoConfig(**files, **OPTIONS), OutputConsole(file=io.StringIO())
     assert plan.plan(config, None, console, StopRequest(signal=2)) == 130 and not console.file.getvalue()
     assert len(plan.make_plan(config, None, StopRequest(signal=2))[1].programs) == 1
 

@@ -6,8 +6,8 @@ import re
 import unicodedata
 
 import pytest
-from rich.console import Console
 
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.samples import Sample, append_samples, cut_after, read_samples, samples_table
 
@@ -17,7 +17,7 @@ TEXTS = ("two\nlines\r\n\u2028", "日本語 😀", "\x00\x1b[31mred", "half \udc
 
 def printed(samples: list[Sample], width: int) -> str:
     """What a terminal with colours gets."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor")
+    console = OutputConsole(file=io.StringIO(), width=width, force_terminal=True, color_system="truecolor")
     console.print(samples_table(samples, width))
     return console.file.getvalue()
 

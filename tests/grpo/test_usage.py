@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from rich.console import Console
 
+from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.display import print_usage, progress
 from rlk_jax.grpo.usage import Throughput, peak_memory, size_text
 
@@ -46,7 +46,7 @@ def test_a_size_has_the_unit_that_fits_it(size, text):
 
 def shown(steps: int) -> str:
     """What a run of so many steps prints."""
-    console = Console(file=io.StringIO(), width=200)
+    console = OutputConsole(file=io.StringIO(), width=200)
     throughput = Throughput()
     with progress(console, 0, steps, throughput) as show:
         for done in range(1, steps + 1):
@@ -70,7 +70,7 @@ def test_nothing_is_said_that_is_not_known(monkeypatch):
 
 def test_a_line_shows_what_was_measured_in_one_order(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: devices(None))
-    console = Console(file=io.StringIO(), width=200)
+    console = OutputConsole(file=io.StringIO(), width=200)
     metrics = {"mismatch": 0.0, "ratio_max": 1.25, "clip_fraction": 0.1, "kl": 0.5, "entropy": 1.5, "truncated": 0.124}
     with progress(console, 0, 1, Throughput()) as show:
         show(1, "grpo", {"tokens": 8.0, **metrics, "completion_length": 12.34, "reward": 0.75, "loss": -0.5})
@@ -79,7 +79,7 @@ def test_a_line_shows_what_was_measured_in_one_order(monkeypatch):
 
 
 def test_a_narrow_terminal_loses_no_number():
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    console = OutputConsole(file=io.StringIO(), width=80, force_terminal=True)
     metrics = {"tokens": 8.0, "loss": -0.008, "reward": 0.5, "kl": 0.577, "clip_fraction": 0.1, "ratio_max": 1.25}
     with progress(console, 0, 2, Throughput()) as show:
         show(1, "grpo", {**metrics, "mismatch": 5e-6})
