@@ -1,6 +1,7 @@
 """The output folder of a run: its files, its lock, and what may be done to a folder that exists already."""
 
 import fcntl
+import glob
 import json
 import logging
 import os
@@ -58,11 +59,20 @@ last.
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where one run keeps its files. It holds paths only; nothing is touched before `start` or `resume`."""
+    """Where one run keeps its files. It holds paths only; nothing is touched before `start` or `resume`.
+
+    Raises BadInput for a path that Orbax would take for a pattern: it would not find the parts of a checkpoint there,
+    and leave one that cannot be read, without an error.
+    """
 
     path: Path
     kind: type[RunConfig] = GrpoConfig
     """The configuration of the command whose run it is: a folder of another command is none of its own."""
+
+    def __post_init__(self) -> None:
+        whole = str(self.path.absolute())
+        if glob.escape(whole) != whole:
+            raise BadInput(f"out: Orbax writes no checkpoints below a folder with *, ? or [ in its name, got {whole}")
 
     @property
     def command(self) -> str:

@@ -233,6 +233,15 @@ def test_strange_folder_is_left_alone(tmp_path, capsys, kind, flag, message):
     assert sorted(tmp_path.rglob("*.*")) == files
 
 
+@pytest.mark.parametrize("name", ["out[a]", "a*/out", "what?"])
+def test_a_folder_whose_checkpoints_could_not_be_read_is_refused(tmp_path, capsys, name):
+    """What Orbax would take for a pattern. Nothing is made."""
+    assert tiny.run_here(*rich_options(), "--out", tmp_path / name) == 2
+    said = "out: Orbax writes no checkpoints below a folder with *, ? or [ in its name, got"
+    assert capsys.readouterr().err == f"rlk grpo: error: {said} {tmp_path / name}\n"
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("flag", [[], ["--overwrite"], ["--resume"]])
 def test_a_folder_is_of_one_process_at_a_time(tmp_path, capsys, flag):
     folder = tmp_path / "out"
