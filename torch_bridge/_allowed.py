@@ -21,7 +21,8 @@ def padded_allowed_ids(ids: Tensor, offsets: Tensor) -> Tensor:
       at least 1. Lists of any K have few programs: the ops pad them to one of a few widths.
 
     Raises:
-      ValueError: for every argument that does not fit, in rlk_jax's words; for ids that an int32 does not hold.
+      ValueError: for every argument that does not fit, in rlk_jax's words; for ids below −1, which is padding, and
+        for those beyond int32.
 
     K depends on the values, which are read on the host: of CUDA tensors, this waits for the device.
     """

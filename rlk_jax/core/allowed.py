@@ -72,9 +72,9 @@ def padded_allowed_ids(ids: Int[Array, " total"], offsets: Int[Array, " N+1"]) -
     offsets[r + 1]].
 
     Returns int32 `[N, K]` with −1 behind each row's ids, where K is the length of the longest row, and at least 1.
-    Raises ValueError for arrays that are traced, that hold no integers, for ids that an int32 does not hold, and for
-    offsets that do not ascend from 0 to the number of ids. K depends on the values, so that a jitted step is compiled
-    anew for each K: pad it with −1 to one of a few widths there.
+    Raises ValueError for arrays that are traced, that hold no integers, for ids below −1, which is padding, or beyond
+    int32, and for offsets that do not ascend from 0 to the number of ids. K depends on the values, so that a jitted
+    step is compiled anew for each K: pad it with −1 to one of a few widths there.
     """
     given = checked_lists(ids, offsets)
     for name, x in zip(("ids", "offsets"), given, strict=True):
@@ -94,7 +94,8 @@ def checked_lists(ids: Any, offsets: Any) -> tuple[Any, Any]:
 def padded_lists(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """What `padded_allowed_ids` returns, for integers of NumPy that `checked_lists` has checked."""
     low, high = (ids.min(), ids.max()) if ids.size else (0, 0)
-    require(INT32.min <= low and high <= INT32.max, f"ids must fit in int32, got values in [{low}, {high}].")
+    say = PADDED_IDS_OUT_OF_RANGE.format(name="ids", last=INT32.max, low=low, high=high)
+    require(low >= _NO_ID and high <= INT32.max, say)
     lengths: np.ndarray = np.diff(offsets.astype(np.int64))
     ends = (*offsets[:1], *offsets[-1:])
     require(

@@ -27,6 +27,9 @@ def test_rows_that_vllm_gives(dtype):
     assert logp.isnan().tolist() == [False, True, False, False] and logp[2] == logp[3] == 0
 
 
+OUT_OF_RANGE = "ids out of range: expected [0, 2147483647], or -1 as padding, got values in"
+
+
 def test_rows_without_ids():
     assert padded_allowed_ids(IDS[:0], torch.zeros(3, dtype=torch.int64)).tolist() == [[-1], [-1]]
 
@@ -39,7 +42,8 @@ def test_rows_without_ids():
         (IDS[None], OFFSETS, "ids must be 1-D, got shape (1, 4)."),
         (IDS.bfloat16(), OFFSETS, "ids must be integers, got bfloat16."),
         (IDS, OFFSETS.bool(), "offsets must be integers, got bool."),
-        (IDS + 2**32, OFFSETS, "ids must fit in int32, got values in [4294967299, 4294967305]."),
+        (IDS + 2**32, OFFSETS, f"{OUT_OF_RANGE} [4294967299, 4294967305]."),
+        (IDS - 5, OFFSETS, f"{OUT_OF_RANGE} [-2, 4]."),
         (IDS.numpy(), OFFSETS, "ids must be a torch.Tensor, got numpy.ndarray."),
         (IDS, OFFSETS.to("meta"), "offsets must be on a CPU or a CUDA device, got meta."),
     ],

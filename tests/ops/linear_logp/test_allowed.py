@@ -420,10 +420,15 @@ def test_ignored_rows_may_hold_anything():
     assert not np.asarray(found.logp)[1:].any() and np.isfinite(found.logp[0])
 
 
+OUT_OF_RANGE = "ids out of range: expected [0, 2147483647], or -1 as padding, got values in"
+
+
 def test_rows_that_vllm_gives():
     found = rlk_jax.padded_allowed_ids(np.asarray([7, 3, 9, 4]), jnp.asarray([0, 2, 2, 3, 4]))
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, [[7, 3], [-1, -1], [9, -1], [4, -1]])
+    padded = rlk_jax.padded_allowed_ids(np.asarray([7, -1, 9]), jnp.asarray([0, 2, 3]))
+    np.testing.assert_array_equal(padded, [[7, -1], [9, -1]])
     np.testing.assert_array_equal(rlk_jax.padded_allowed_ids(IDS[:0], jnp.zeros(3, int)), [[-1], [-1]])
 
 
@@ -437,8 +442,9 @@ def test_rows_that_vllm_gives():
         (IDS[None], jnp.asarray([0, 3]), "ids must be 1-D, got shape (1, 3)."),
         (IDS, jnp.asarray([0.0, 3.0]), "offsets must be integers, got float32."),
         ([1], jnp.asarray([0, 1]), "ids must be a JAX or NumPy array, got builtins.list."),
-        (np.asarray([5, 2**32 + 3]), jnp.asarray([0, 2]), "ids must fit in int32, got values in [5, 4294967299]."),
-        (np.asarray([-(2**31) - 1]), IDS[:2], "ids must fit in int32, got values in [-2147483649, -2147483649]."),
+        (np.asarray([5, 2**32 + 3]), jnp.asarray([0, 2]), f"{OUT_OF_RANGE} [5, 4294967299]."),
+        (np.asarray([-(2**31) - 1]), IDS[:2], f"{OUT_OF_RANGE} [-2147483649, -2147483649]."),
+        (jnp.asarray([3, -2]), jnp.asarray([0, 2]), f"{OUT_OF_RANGE} [-2, 3]."),
         (IDS, np.asarray([2**32, 3]), "offsets must ascend from 0 to the number of ids, 3."),
     ],
 )
