@@ -67,7 +67,7 @@ class _Record:
             yield token.id
 
     def write(self, path: Path) -> None:
-        """Write the arrays that docs/models.md explains, by their names there."""
+        """Write the arrays that docs/models.md explains, by their names there, over an old file whole or not at all."""
         arrays: dict[str, Any] = {
             "prompt_ids": np.array(self.prompt_ids, np.int32),
             "ids": np.array([token.id for token in self.tokens], np.int32),
@@ -77,8 +77,13 @@ class _Record:
         if self.tokens:
             allowed = jax.tree.map(lambda *x: np.stack(x), *(token.allowed for token in self.tokens))
             arrays |= {name: x for name, x in allowed._asdict().items() if x is not None}
-        with path.open("wb") as file:
-            np.savez(file, **arrays)
+        new = path.with_name(path.name + ".new")
+        try:
+            with new.open("wb") as file:
+                np.savez(file, **arrays)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 class _Begun(NamedTuple):
@@ -140,8 +145,9 @@ def _begun(options: argparse.Namespace) -> _Begun:
 
 
 def _check_writable(path: Path) -> None:
-    """A file can be written there, over what it may hold. Raises BadInput."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    """A file can be written there, in the place of one that may be there. Raises BadInput."""
+    is_file_or_free = path.is_file() if path.exists() else path.parent.is_dir()
+    if not (is_file_or_free and os.access(path.parent, os.W_OK | os.X_OK)):
         raise BadInput(f"--record: cannot write to {path}")
 
 

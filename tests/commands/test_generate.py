@@ -14,8 +14,10 @@ import pytest
 from flax import nnx
 
 from rlk_jax import cli, linear_logp, models
+from rlk_jax.commands import generate as command
 from tests.models.test_tokenizer import change
 from tests.models.tiny import CHATML, FAMILIES, SIZES, make_tokenizer
+from tests.test_architecture import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,15 @@ def test_the_text_is_that_of_sample(checkpoint, capsys, arguments, sampling, mes
     assert re.fullmatch(rf"{count} tokens, \d+\.\d tokens/s\n", said)
 
 
+def read_again(path, checkpoint):
+    """Run what docs/models.md does with a record; the last line there asserts that its log-probs are equal."""
+    (snippet,) = re.findall(r"```text\n(record = .*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
+    snippet = snippet.replace("path/to/SmolLM2-135M-Instruct", str(checkpoint)).replace("FILE", str(path))
+    names = {"np": np, "jnp": jnp, "models": models, "linear_logp": linear_logp}
+    exec(snippet, names)
+    assert names["logps"].shape == names["record"]["ids"].shape
+
+
 @pytest.mark.parametrize(
     ("arguments", "allowed", "temperature"),
     [
@@ -83,13 +94,8 @@ def test_a_record_gives_its_log_probs_again(checkpoint, capsys, tmp_path, argume
     assert record["temperature"] == temperature
     given = {name: record[name] for name in ("allowed_ids", "allowed_mask") if name in record}
     assert list(given) == [x for x in [allowed] if x]
-    model = models.load(checkpoint, kind="invariant")
-    whole = jnp.concatenate([record["prompt_ids"], ids])[None]
-    hidden = nnx.jit(lambda model, whole: model(whole))(model, whole[:, :-1])[0, -len(ids) :]
-    how = {"temperature": temperature, "implementation": "deterministic", **given}
-    logps = linear_logp(hidden, model.lm_head.weight[...], ids, **how)
-    np.testing.assert_array_equal(logps, record["logps"])
     assert np.all(record["logps"] < 0)
+    read_again(path, checkpoint)
 
 
 def test_a_terminal_shows_what_is_waited_for(checkpoint, capsys, monkeypatch):
@@ -104,8 +110,23 @@ def test_a_terminal_shows_what_is_waited_for(checkpoint, capsys, monkeypatch):
 
 def test_a_record_of_no_tokens_is_empty(checkpoint, tmp_path):
     path = tmp_path / "record.npz"
-    assert generate("--model", checkpoint, "--prompt", "17", "--max-new-tokens", 0, "--record", path) == 0
+    asked = ["--model", checkpoint, "--prompt", "17", "--max-new-tokens", 0, "--kind", "invariant"]
+    assert generate(*asked, "--record", path) == 0
     assert np.load(path)["ids"].shape == np.load(path)["logps"].shape == (0,)
+    read_again(path, checkpoint)
+
+
+def test_a_record_that_is_cut_off_leaves_the_old_one(tmp_path, monkeypatch):
+    def write_half(file, **arrays):
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    path = tmp_path / "record"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(np, "savez", write_half)
+    with pytest.raises(OSError, match="No space"):
+        command._Record([1], 1.0).write(path)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 INTERRUPTED = """
@@ -178,6 +199,8 @@ def assert_refused(capsys, directory, message, **changes):
         ({"seed": 2**32}, "--seed must be at least 0 and less than 4294967296, got 4294967296"),
         ({"record": "/nowhere/record"}, "--record: cannot write to /nowhere/record"),
         ({"record": "/"}, "--record: cannot write to /"),
+        ({"record": "/dev/null"}, "--record: cannot write to /dev/null"),
+        ({"record": f"{__file__}/record"}, f"--record: cannot write to {__file__}/record"),
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer of at least 0, got -1."),
         ({"temperature": -0.5}, "temperature must be 0 or a positive finite number, got -0.5."),
         ({"temperature": "nan"}, "temperature must be 0 or a positive finite number, got nan."),
