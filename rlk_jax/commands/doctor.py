@@ -75,7 +75,6 @@ def run(as_json: bool) -> int:
         json.dump(found, sys.stdout, indent=2)
         print()
         return 1 if "error" in found else 0
-    from rich.markup import escape
     from rich.table import Table
 
     from rlk_jax.core.terminal import OutputConsole
@@ -98,7 +97,7 @@ def run(as_json: bool) -> int:
         console.print("No fault was found on this machine.")
     ready = Table("what", "ready", title="what can be used")
     for name, install in found["needs"].items():
-        ready.add_row(name, escape(f"no: {install}") if install else "yes")
+        ready.add_row(name, f"no: {install}" if install else "yes")
     console.print(ready)
     console.print(machine)
     if "error" in found:

@@ -98,6 +98,17 @@ def test_doctor_prints_it_first(has_fault, capsys, monkeypatch):
     assert ("The disk is full." in first and "rm x" in first) if has_fault else "No fault was found" in first
 
 
+def test_doctor_prints_text_as_it_is(capsys, monkeypatch):
+    """rich would drop what it reads as markup, and draw what it reads as an emoji."""
+    fault, mend, missing = "The driver is [N/A] :x:.", 'pip install "jax[cuda13]==0.11.2"', "there is no [red]nvcc[/]"
+    monkeypatch.setenv("COLUMNS", "200")  # No cell is wrapped.
+    monkeypatch.setattr("rlk_jax.commands.doctor.advice", lambda machine: [module.Advice(fault, mend)])
+    monkeypatch.setattr("pallas_kernels.cuda.build.why_missing", lambda: missing)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert fault in printed and mend in printed and f"│ {missing} " in printed
+
+
 def test_a_source_tree_that_is_not_installed(monkeypatch):
     """Whoever sets PYTHONPATH to the tree has advice too, but on the versions of packages."""
 
