@@ -67,6 +67,10 @@ def make_plan(config: GrpoConfig | SftConfig, device: str | None, stop: StopRequ
         return _plan_for(config, here, free_memory(here[:count]), stop)
     if config.model is None:
         raise BadInput("device is of a given model: it has no meaning without model")
+    try:
+        memory = GPUS[device].usable_memory
+    except ValueError as error:
+        raise BadInput(str(error)) from error
     jax.config.update("jax_platforms", "cpu")  # JAX then asks for no driver, and takes no memory of a GPU.
     jax.config.update("jax_enable_compilation_cache", False)  # It cannot read programs of GPUs that are not here.
     try:
@@ -74,7 +78,7 @@ def make_plan(config: GrpoConfig | SftConfig, device: str | None, stop: StopRequ
     except ValueError as error:
         raise BadInput(f"device {device} {error}") from error
     with compiling_for(named[0]):
-        return _plan_for(config, named, GPUS[device].usable_memory, stop)
+        return _plan_for(config, named, memory, stop)
 
 
 def _plan_for(

@@ -257,8 +257,15 @@ def test_jax_takes_a_share_of_a_gpus_memory(monkeypatch):
     assert GPUS["h100"].usable_memory == GPUS["h100"].memory * 3 // 4
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert GPUS["h100"].usable_memory == GPUS["h100"].memory // 2
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1")
     assert GPUS["h100"].usable_memory == GPUS["h100"].memory
+
+
+def test_a_share_that_jax_refuses_is_one_line(files, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "half")
+    assert tiny.run_here(*command(files, "--device=h100")) == 2
+    assert capsys.readouterr().err == "rlk grpo: error: XLA_CLIENT_MEM_FRACTION=half is not a number\n"
 
 
 @pytest.mark.full
