@@ -143,10 +143,23 @@ def _place() -> tuple[Path, Nvcc | None]:
     return cache_folder() / _folder_name(nvcc.version), nvcc
 
 
+def why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to a folder, which need not exist yet; None where it can.
+
+    A file is written to it, or to the nearest folder above that exists, and is gone afterwards.
+    """
+    there = next(x for x in (folder, *folder.absolute().parents) if os.path.lexists(x))
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"1")
+    except OSError as problem:
+        return problem.strerror or str(problem)
+    return None
+
+
 def _check_writable(folder: Path) -> None:
-    there = next(x for x in (folder, *folder.absolute().parents) if x.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise RuntimeError(f"cannot write the CUDA kernels to {folder} (RLK_CACHE names another folder)")
+    if why := why_unwritable(folder):
+        raise RuntimeError(f"cannot write the CUDA kernels to {folder}: {why} (RLK_CACHE names another folder)")
 
 
 @functools.cache

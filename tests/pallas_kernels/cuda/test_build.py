@@ -216,8 +216,17 @@ def test_a_cache_that_cannot_be_written(toolkit, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLK_CACHE", str(tmp_path / "file/cache"))
     assert build.why_missing() == (
-        f"cannot write the CUDA kernels to {tmp_path}/file/cache (RLK_CACHE names another folder)"
+        f"cannot write the CUDA kernels to {tmp_path}/file/cache: Not a directory (RLK_CACHE names another folder)"
     )
+
+
+def test_whether_a_folder_can_be_written(tmp_path):
+    """/proc says that its owner may write to it, and takes no file. Nothing is left where a folder was tried."""
+    assert build.why_unwritable(tmp_path) is None and build.why_unwritable(tmp_path / "a" / "b") is None
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for folder in (tmp_path / "link", pathlib.Path("/proc/nothing")):
+        assert build.why_unwritable(folder) == "No such file or directory"
 
 
 def test_a_cache_that_cannot_be_searched(toolkit, monkeypatch):
