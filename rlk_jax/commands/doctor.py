@@ -60,7 +60,7 @@ def report() -> dict[str, Any]:
     except RuntimeError as problem:
         found = {**versions, "error": str(problem)}
     platforms = frozenset(x["platform"] for x in found.get("devices", ()))
-    return {**found, "advice": [x._asdict() for x in advice(this_machine(platforms))]}
+    return {**found, "advice": [x._asdict() for x in advice(this_machine(platforms, found.get("error")))]}
 
 
 def package_versions() -> dict[str, str | None]:
@@ -122,7 +122,7 @@ def _devices() -> list[dict[str, Any]]:
         return [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
     except Exception as problem:
         # Each plugin of JAX fails in its own way; some raise an AssertionError without a message.
-        raise RuntimeError(f"JAX cannot start a backend here: {problem or type(problem).__name__}") from problem
+        raise RuntimeError(f"JAX cannot start a backend here: {str(problem) or type(problem).__name__}") from problem
 
 
 def typical_calls() -> dict[str, TypicalCall]:
