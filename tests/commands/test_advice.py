@@ -178,6 +178,7 @@ def test_a_cache_that_cannot_be_written(variable, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("folder", "is_fault"), [("/proc/nothing", True), ("gs://bucket", False), (None, False)])
 def test_a_cache_of_jax_that_cannot_be_written(folder, is_fault, tmp_path, monkeypatch):
     monkeypatch.setenv("RLK_CACHE", str(tmp_path))
+    monkeypatch.chdir("/proc")  # Nothing can be written here, where a URL taken for a path would lie.
     monkeypatch.setattr(module, "jax", SimpleNamespace(config=SimpleNamespace(jax_compilation_cache_dir=folder)))
     fault = {"JAX_COMPILATION_CACHE_DIR": "/proc/nothing cannot be written: No such file or directory"}
     assert module.this_machine(frozenset({"cpu"})).unwritable == (fault if is_fault else {})
