@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+_SHAPE = "4096,2048,131072"
 _TIMING = "wall time of one call each"
 
 
@@ -149,7 +150,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="4096,2048,131072", help="N,D,V")
+    parser.add_argument("--shape", help=f"N,D,V (default: {_SHAPE})")
     parser.add_argument("--what", default=",".join(CASES), help="comma-separated: " + ", ".join(CASES))
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
@@ -159,7 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from benchmarks import common  # It imports JAX, which a child measures.
 
-    shape = tuple(map(common.positive, options.shape.split(",")))
+    if options.shape is None:
+        common.require_gpu("--shape names a smaller one")
+    shape = tuple(map(common.positive, (options.shape or _SHAPE).split(",")))
     rows = [row for what in options.what.split(",") for row in measure(what, shape)]
     common.show("", table(rows))
     if options.json:

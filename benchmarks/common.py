@@ -24,6 +24,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import jax
 from rich.table import Table
 
+from benchmarks import processes
 from rlk_jax.commands import doctor
 from rlk_jax.core.gpu_memory import PREALLOCATE
 from rlk_jax.core.terminal import OutputConsole
@@ -81,9 +82,12 @@ def parser(
     sizes: str = "N,D,V",
     dtypes: Sequence[str] = DTYPES,
 ) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark takes. `sizes` names the numbers of a shape."""
+    """A parser with the options that every benchmark takes. `sizes` names the numbers of a shape; `shapes` are those
+    that a GPU measures unless others are asked for.
+    """
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
-    options.add_argument("--shapes", type=shapes_of(sizes), default=shapes, help=f'"{sizes};{sizes};…"')
+    options.add_argument("--shapes", type=shapes_of(sizes), help=f'"{sizes};{sizes};…" (default: {shapes})')
+    options.set_defaults(shapes_of_gpu=shapes)
     options.add_argument("--dtype", default=dtypes[0], choices=dtypes)
     options.add_argument("--implementations", default=implementations, help="comma-separated names")
     options.add_argument("--rounds", type=positive, default=5, help="interleaved rounds; figures are their medians")
@@ -100,6 +104,24 @@ def shapes_of(sizes: str) -> Callable[[str], str]:
         return text
 
     return checked
+
+
+def asked_shapes(options: argparse.Namespace, smoke_shapes: str) -> list[str]:
+    """The shapes of a run with the options of `parser`: those of --smoke, those named, or else those of a GPU."""
+    if not (options.smoke or options.shapes):
+        require_gpu("--smoke has small ones, and --shapes names others")
+    return (smoke_shapes if options.smoke else options.shapes or options.shapes_of_gpu).split(";")
+
+
+def require_gpu(ways: str) -> None:
+    """End with status 2 where there is no GPU for what a benchmark measures unless it is asked for something else.
+    `ways` says what that may be.
+
+    A process of its own looks, because JAX in this one would take memory of the GPU from the processes of candidates.
+    """
+    if processes.in_own_process(jax.default_backend) == "cpu":
+        print(f"no GPU here: these sizes take hours on a CPU; {ways}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def positive(text: str) -> int:
@@ -297,7 +319,7 @@ def measure_shapes[Row](
     """
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 0.5)
     rows: list[Row] = []
-    for shape in (smoke_shapes if options.smoke else options.shapes).split(";"):
+    for shape in asked_shapes(options, smoke_shapes):
         print(f"measuring {shape} …", file=sys.stderr)
         rows += measure(shape, options.implementations.split(","), rounds, seconds)
         if options.json:

@@ -127,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.few_rows", description=__doc__)
     parser.add_argument("--rounds", type=common.positive, default=3, help="programs that are traced")
     options = common.add_outputs(parser).parse_args(argv)
+    if not options.smoke:
+        common.require_gpu("--smoke has small ones")
     sizes = {_SMOKE: SMOKE_CASE.sizes} if options.smoke else {name: case.sizes for name, case in CASES.items()}
     rows: list[Row] = []
     for name, m in itertools.product(sizes, ROWS[:2] if options.smoke else ROWS):

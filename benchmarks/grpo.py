@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     what = STEP if options.rollout else UPDATE
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
-    shapes = SMOKE_SHAPES if options.smoke else options.shapes
-    cases = itertools.product(shapes.split(";"), options.meshes.split(";"), options.implementations.split(","))
+    shapes = common.asked_shapes(options, SMOKE_SHAPES)
+    cases = itertools.product(shapes, options.meshes.split(";"), options.implementations.split(","))
     rows: list[Row] = []
     for shape, mesh, candidate in cases:
         rows.append(measure(shape, mesh, what, candidate, rounds, seconds))

@@ -141,7 +141,7 @@ def _show(rows: Sequence[Row], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo_plan", description=__doc__)
     parser.add_argument("--device", choices=GPUS, help="GPU to compile for (default: what is here)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[1:], help="(default: all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="(default: all but tiny)")
     parser.add_argument(
         "--options",
         nargs="+",
@@ -152,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     common.add_outputs(parser)
     options = parser.parse_args(argv)
-    models, sizes = (["tiny"], SMOKE) if options.smoke else (options.models, {})
+    if not (options.smoke or options.models or options.device):
+        common.require_gpu("--device names one to compile for, and --smoke has a small model")
+    models, sizes = (["tiny"], SMOKE) if options.smoke else (options.models or list(MODELS)[1:], {})
     rows = [measure(name, how, options.device, sizes) for name in models for how in options.options]
     _show(rows, options.device or jax.devices()[0].device_kind)
     if options.json:

@@ -315,13 +315,15 @@ def _some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.invariance", description=__doc__)
     phases = list(dict.fromkeys(x for case in CASES.values() for x in case.phases))
-    parser.add_argument("--decoders", type=_some_of(CASES), default=[*CASES], help="comma-separated names")
+    parser.add_argument("--decoders", type=_some_of(CASES), help="comma-separated names (default: all)")
     parser.add_argument("--phases", type=_some_of(phases), default=phases, help="comma-separated names")
     parser.add_argument("--layers", type=_some_of(OPERATIONS), default=[*OPERATIONS], help="comma-separated names")
     parser.add_argument("--rounds", type=common.positive, default=3, help="interleaved rounds; figures are medians")
     options = common.add_outputs(parser).parse_args(argv)
+    if not (options.smoke or options.decoders):
+        common.require_gpu("--smoke has small ones, and --decoders names one")
     timing = (1, 0.0) if options.smoke else (options.rounds, 1.0)
-    cases = {SMOKE: SMOKE_CASE} if options.smoke else {name: CASES[name] for name in options.decoders}
+    cases = {SMOKE: SMOKE_CASE} if options.smoke else {name: CASES[name] for name in options.decoders or CASES}
     rows: list[Row] = []
     for name, case in cases.items():
         for phase in case.phases if options.smoke else options.phases:

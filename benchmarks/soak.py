@@ -186,11 +186,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--what", default=",".join(names), help=f"comma-separated: {', '.join(names)}")
+    options.add_argument("--what", help=f"comma-separated: {', '.join(names)} (default: all)")
     parsed = common.add_outputs(options).parse_args(argv)
     common.share_gpu_with_torch()
+    if not (parsed.smoke or parsed.what):
+        common.require_gpu("--smoke has short runs, and --what command is one for a CPU")
     rows = []
-    for what in parsed.what.split(","):
+    for what in parsed.what.split(",") if parsed.what else names:
         rows.append(measure(what, smoke=parsed.smoke))
         if parsed.json:
             common.write(parsed.json, "soak", argv, rows, "a figure per step; a process per run")

@@ -41,6 +41,7 @@ from benchmarks.trl_steps import (
 )
 
 CANDIDATES = (STOCK, BRIDGE, LIGER)
+_COMPLETIONS = "8x512,32x512"
 _WARM_STEPS, _HEAD_STEPS = 2, 3
 
 
@@ -145,10 +146,10 @@ def _show(rows: Sequence[Row]) -> None:
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks.trl", description=__doc__)
     options.add_argument("--trainers", default=",".join(TRAINERS), help="comma-separated names")
-    options.add_argument(
-        "--models", default=QWEN, help=f"comma-separated: {QWEN}, {SMOLLM2}, {TINY}, or a checkpoint's folder"
-    )
-    options.add_argument("--completions", default="8x512,32x512", help="sequences x tokens of a batch, comma-separated")
+    help_text = f"comma-separated: {QWEN}, {SMOLLM2}, {TINY}, or a checkpoint's folder (default: {QWEN})"
+    options.add_argument("--models", help=help_text)
+    help_text = f"sequences x tokens of a batch, comma-separated (default: {_COMPLETIONS})"
+    options.add_argument("--completions", help=help_text)
     options.add_argument("--candidates", default=",".join(CANDIDATES), help="comma-separated names")
     options.add_argument("--steps", type=common.positive, default=10, help="timed steps, whose median is printed")
     options.add_argument("--largest", action="store_true", help="search the largest batch that fits, too")
@@ -159,7 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark. Its exit status is 1 where no candidate could run or one failed in an unexpected way."""
     options = _options().parse_args(argv)
     common.share_gpu_with_torch()
-    models, batches, steps = options.models, options.completions, options.steps
+    if not (options.smoke or options.models or options.completions):
+        common.require_gpu(f"--smoke has small ones, and --models {TINY} --completions 4x8 names some")
+    models, batches, steps = options.models or QWEN, options.completions or _COMPLETIONS, options.steps
     if options.smoke:
         models, batches, steps = TINY, "4x8", 2
     rows: list[Row] = []

@@ -107,13 +107,16 @@ def candidates_of(name: str, degree: int, inputs: Inputs) -> dict[str, Candidate
 def measure(
     degrees: Sequence[int], dtype: str, density: float, shape: str, names: Sequence[str], rounds: int, seconds: float
 ) -> list[Row]:
-    """The rows of all candidates at all degrees on one shape; one that cannot run has a status that says why."""
+    """The rows of all candidates on one shape, at those degrees that there are devices for. One that cannot run has a
+    status that says why.
+    """
     inputs = make_inputs(shape, dtype, density)
 
     def by_pass(name: str, degree: int) -> dict[tuple[str, str, int], Candidate]:
         return {(name, what, degree): x for what, x in candidates_of(name, degree, inputs).items()}
 
-    builders = {(name, "", degree): functools.partial(by_pass, name, degree) for name in names for degree in degrees}
+    possible = [degree for degree in degrees if degree <= jax.device_count()]
+    builders = {(name, "", degree): functools.partial(by_pass, name, degree) for name in names for degree in possible}
     found, failed = common.measure_candidates(builders, rounds, seconds)
     rows = [Row(shape, dtype, density, *key, status) for key, status in failed.items()]
     for (name, what, degree), x in found.items():
@@ -137,8 +140,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=",".join(CANDIDATES))
     options = common.add_mask_density(parser).parse_args(argv)
-    degrees = [n for n in (DEGREES[:2] if options.smoke else DEGREES) if n <= jax.device_count()]
-    fixed = degrees, options.dtype, options.mask_density
+    fixed = DEGREES[:2] if options.smoke else DEGREES, options.dtype, options.mask_density
     rows = common.measure_shapes("vocab_parallel", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _print(rows, f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     bars = ((f"{r.shape}: {r.what}", f"{r.implementation} on {r.degree}", r.efficiency) for r in rows)

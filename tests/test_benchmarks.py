@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import pathlib
 import re
 import sys
 import threading
@@ -30,6 +31,7 @@ from benchmarks import (
     few_rows,
     few_tokens,
     grpo,
+    grpo_model,
     grpo_plan,
     invariance,
     linear_cross_entropy,
@@ -38,8 +40,11 @@ from benchmarks import (
     linear_logp,
     logits_ops,
     mismatch,
+    processes,
     soak,
     torch_bridge,
+    trl,
+    tunix,
     vocab_parallel,
 )
 from benchmarks import programs as benchmark_programs
@@ -809,11 +814,50 @@ def test_only_a_long_soak_is_judged(monkeypatch, tmp_path, capsys, smoke, status
     monkeypatch.setattr(soak, "runs", lambda smoke: {"command": lambda: (curves, {})})
     monkeypatch.setattr(soak.processes, "in_own_process", lambda function, *arguments: function(*arguments))
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    arguments = ["--json", str(out), "--plot", str(picture), *["--smoke"] * smoke]
+    arguments = ["--what", "command", "--json", str(out), "--plot", str(picture), *["--smoke"] * smoke]
     assert soak.main(arguments) == int(not smoke)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["status"] == status and row["curves"] == curves and picture.stat().st_size > 1000
     assert "last of middle" in capsys.readouterr().out
+
+
+FOR_A_GPU = [attention, cold, det_gemm, few_rows, few_tokens, grpo, grpo_plan, invariance, linear_cross_entropy]
+FOR_A_GPU += [linear_grpo_loss, linear_kl, linear_logp, logits_ops, soak, torch_bridge, trl, vocab_parallel]
+FOR_A_CPU = [attention_accuracy, grpo_model, mismatch, tunix]
+
+
+def test_every_benchmark_says_what_its_sizes_are_for():
+    folder = pathlib.Path(common.__file__).parent
+    named = {path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text()}
+    assert named == {module.__name__.removeprefix("benchmarks.") for module in FOR_A_GPU + FOR_A_CPU}
+
+
+@pytest.mark.parametrize("benchmark", FOR_A_GPU)
+def test_sizes_of_a_gpu_are_not_measured_on_a_cpu(capsys, monkeypatch, benchmark):
+    """Unless they are asked for, which test_a_cpu_measures_what_it_is_asked_for has."""
+    monkeypatch.setattr(processes, "in_own_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setenv(common.PREALLOCATE, "")  # which restores the variable after the test
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main([])
+    printed, said = capsys.readouterr()
+    assert not printed and re.fullmatch(r"no GPU here: these sizes take hours on a CPU; --[^\n]+\n", said)
+
+
+def test_the_process_that_looks_for_a_gpu_finds_none(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        common.require_gpu("--smoke has small ones")
+    assert capsys.readouterr().err.endswith("; --smoke has small ones\n")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_cpu_measures_what_it_is_asked_for(monkeypatch, backend):
+    """A GPU has sizes of its own, too."""
+    monkeypatch.setattr(processes, "in_own_process", lambda function: backend)
+    parser = common.parser("some", None, shapes="4096,64,70000;1,2,3", implementations="xla")
+    cases = {("--shapes", "4096,64,70000"): ["4096,64,70000"], ("--smoke",): ["1,1,1"]}
+    cases |= {(): ["4096,64,70000", "1,2,3"]} if backend == "gpu" else {}
+    for arguments, expected in cases.items():
+        assert common.asked_shapes(parser.parse_args(arguments), "1,1,1") == expected
 
 
 class LoggingProcess:
