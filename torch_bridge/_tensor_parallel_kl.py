@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlk_jax.core.checks import check_flag
 from rlk_jax.core.dispatch import choose, facts_of
 from rlk_jax.core.rank_columns import RankColumns, checked_rank_columns
 from rlk_jax.core.shard import check_edges
@@ -77,6 +78,7 @@ def _agreed_columns(tensors: Tensors, rank: Rank, options: KlOptions) -> tuple[R
         named = tensors._asdict()
         scales = named.pop("temperature"), named.pop("teacher_temperature")
         check_kl({**named, "teacher_ids": None, "teacher_logps": None}, *scales, _of_own_shards(options))
+        check_flag("reduce_hidden_grad", rank.reduce_hidden_grad)
         columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         start = integer("vocab_start_index", rank.start)
         given = {name: getattr(options, name) for name in ("global_vocab_size", "teacher_global_vocab_size")}

@@ -8,6 +8,7 @@ import jax
 from torch import Tensor
 
 import rlk_jax
+from rlk_jax.core.checks import check_flag
 from rlk_jax.ops.linear_kl.options import DivergenceKind, KlOptions
 from rlk_jax.ops.linear_logp.options import WeightLayout
 from torch_bridge import _calls, _exchange, _flops, _inputs, _options, _padding
@@ -112,6 +113,7 @@ def linear_kl(
     tensors |= {"teacher_weight": teacher_weight, "teacher_bias": teacher_bias, "teacher_logps": teacher_logps}
     tensors |= {"completion_mask": completion_mask, "teacher_ids": teacher_ids}
     scale, teacher_scale = check_kl(tensors, temperature, teacher_temperature, options)
+    check_flag("reduce_hidden_grad", reduce_hidden_grad)
     hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias = _inputs.autocast(
         hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias
     )
