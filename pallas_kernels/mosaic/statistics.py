@@ -155,12 +155,12 @@ def only_allowed(values: Array, bits: Callable[[], Array] | None, first: int, fi
     return jnp.concatenate([eight(column) for column in range(0, values.shape[1], BIT_COLUMNS)], axis=1)
 
 
-def masked(logits: LogitsConfig, values: Array, width: Array, fill: float) -> Array:
+def masked(logits: LogitsConfig, values: Array, width: Array, fill: float, *, branches: bool = False) -> Array:
     """The values with `fill` in the columns from `width` on, which a chunk of fewer than 256 columns does not have.
 
-    Rows of several chunks have a width each.
+    Rows of several chunks have a width each. With `branches` the kernel branches on the width in any case.
     """
-    if not may_be_masked(logits):
+    if not (branches or may_be_masked(logits)):
         return values
     columns = values.shape[1]
     other = jnp.asarray(fill, values.dtype)
@@ -259,7 +259,9 @@ def store_partial(
         return zeros, None if logits.softcap is None else zeros
 
     picked, picked_derivative = pick() if holds is None else lax.cond(holds, pick, no_target)
-    products = only_allowed(masked(logits, products, tile.width, -jnp.inf), tile.bits, 0, -jnp.inf)
+    # Where exponentials are kept beside an entropy the branch stays, too: without it ptxas spills a register.
+    products = masked(logits, products, tile.width, -jnp.inf, branches=kept_dtype is not None and out.gap is not None)
+    products = only_allowed(products, tile.bits, 0, -jnp.inf)
     largest = products.max(axis=1)
 
     def store_picked() -> None:
