@@ -26,5 +26,5 @@ def fraction(environment: Mapping[str, str] = os.environ) -> float:
 
 def is_taken_at_start(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether JAX takes this share when its backend starts, from whoever uses the GPU beside it."""
-    allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     return environment.get(PREALLOCATE, "true") not in _OFF and allocator in ("default", "bfc")

@@ -303,7 +303,7 @@ def test_import_order_does_not_matter(first):
         (None, None, None, "false", False),
         (None, "true", None, "true", False),
         ("gpu", None, None, None, True),
-        ("gpu", "true", "bfc", "true", True),
+        ("gpu", "true", "BFC", "true", True),
         ("gpu", "false", None, "false", False),
         ("gpu", None, "platform", None, False),
         ("cpu", None, None, None, False),
