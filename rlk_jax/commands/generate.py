@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlk_jax.core.files import written_whole
 from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import BadInput
@@ -77,13 +78,8 @@ class _Record:
         if self.tokens:
             allowed = jax.tree.map(lambda *x: np.stack(x), *(token.allowed for token in self.tokens))
             arrays |= {name: x for name, x in allowed._asdict().items() if x is not None}
-        new = path.with_name(path.name + ".new")
-        try:
-            with new.open("wb") as file:
-                np.savez(file, **arrays)
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        with written_whole(path) as new, new.open("wb") as file:
+            np.savez(file, **arrays)
 
 
 class _Begun(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import jax
 import orbax.checkpoint as ocp
 
+from rlk_jax.core.files import written_whole
 from rlk_jax.core.program_cache import XlaCache, is_users, use_xla_cache, xla_cache
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_config import BadInput, RunConfig
@@ -230,12 +231,8 @@ class RunFolder:
 
     def _write_config(self, values: dict[str, Any]) -> None:
         """Write the whole file or nothing: a folder with half a configuration would not count as a run any more."""
-        new = self.path / "config.json.new"
-        try:
+        with written_whole(self.config) as new:
             write_json(new, values)
-            new.replace(self.config)
-        finally:
-            new.unlink(missing_ok=True)
 
     def _delete_results(self) -> None:
         """Delete all but the configuration. Raises BadInput when something is left, which the new run would read."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Column, Table
 
+from rlk_jax.core.files import written_whole
 from rlk_jax.grpo.config import BadInput
 
 
@@ -53,13 +54,8 @@ def cut_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    new = path.with_name(path.name + ".new")
-    try:
-        with new.open("wb") as file:
-            file.writelines(line for line, sample in _lines(path) if sample.step < step)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    with written_whole(path) as new, new.open("wb") as file:
+        file.writelines(line for line, sample in _lines(path) if sample.step < step)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Sample]]:
