@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlk_jax.core.rank_columns import RankColumns
 from rlk_jax.ops.linear_logp.sharding import agreement
 from torch_bridge import _exchange
 from torch_bridge._padding import RowPadding
@@ -45,6 +46,13 @@ class Rank:
         if self.reduce_hidden_grad:
             dist.all_reduce(whole, group=self.group)
         return whole.to(like.dtype)
+
+
+def packing_of(columns: RankColumns, *, by_group: bool) -> "GroupPacking":
+    """How the groups of these ranks travel; without by_group, each rank has one for all of its columns."""
+    ranks = range(len(columns.ranges))
+    counts = tuple(columns.groups(rank).count if by_group else 1 for rank in ranks)
+    return GroupPacking(counts, tuple(columns.order))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from rlk_jax.ops.linear_logp.sharding.ranks import RankState, RankSteps
 from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
 from torch_bridge._calls import Output
 from torch_bridge._padding import RowPadding
-from torch_bridge._process_groups import GroupPacking, Rank, gather_texts, integer
+from torch_bridge._process_groups import GroupPacking, Rank, gather_texts, integer, packing_of
 from torch_bridge._programs import Arrays
 
 
@@ -222,7 +222,7 @@ def _partials(
 
 
 def _packing(steps: RankSteps) -> GroupPacking:
-    return GroupPacking(tuple(steps.group_counts), tuple(steps.columns.order))
+    return packing_of(steps.columns, by_group=steps.functions.by_group)
 
 
 class _Merged(NamedTuple):

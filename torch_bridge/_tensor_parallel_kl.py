@@ -27,7 +27,7 @@ from rlk_jax.ops.linear_logp.sharding import agreement
 from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
 from torch_bridge._kl_tokens import TokenTensors, check_kl, lent_tokens, scales
 from torch_bridge._padding import RowPadding
-from torch_bridge._process_groups import GroupPacking, Rank, gather_texts, integer
+from torch_bridge._process_groups import GroupPacking, Rank, gather_texts, integer, packing_of
 from torch_bridge._programs import Arrays
 from torch_bridge._tensor_parallel import of_whole_head
 
@@ -126,9 +126,7 @@ class _Steps:
     @property
     def packing(self) -> GroupPacking:
         """How groups travel between ranks."""
-        ranks = range(len(self.columns.ranges))
-        counts = (self.columns.groups(rank).count if self.functions.by_group else 1 for rank in ranks)
-        return GroupPacking(tuple(counts), tuple(self.columns.order))
+        return packing_of(self.columns, by_group=self.functions.by_group)
 
     def operands(self, heads: Arrays) -> Operands:
         """The operands of this rank's shards."""

@@ -37,12 +37,6 @@ class RankSteps:
     columns: RankColumns
     rank: int
 
-    @property
-    def group_counts(self) -> list[int]:
-        """How many partial softmaxes each rank gives, by rank."""
-        ranks = range(len(self.columns.ranges))
-        return [self.columns.groups(rank).count if self.functions.by_group else 1 for rank in ranks]
-
     def operands(self, hidden: Array, weight: Array, bias: Array | None) -> Operands:
         """The operands of this rank's shard."""
         real = self.columns.real_columns(self.rank)
