@@ -16,9 +16,11 @@ from rlk_jax.core.softmax import SoftmaxConfig
 Array = jax.Array
 
 KERNEL_MEMORY_BUDGET = 512 * 2**20
-"""Default bytes that kernels take for a slice's gradients of logits and the copies beside them; three times
-the bytes of hidden where those are more.
-"""
+"""Default bytes that kernels take for a slice's gradients of logits and what they hold beside them, or more for many
+rows: see `kernel_memory_budget`."""
+_LEAST_COLUMNS = 4096
+"""Columns of a slice that a default budget holds, however many rows there are. Every slice reads and writes a float32
+sum of dH, which costs about 1/16 of the products with so many columns, and more with fewer."""
 
 
 @dataclass(frozen=True)
@@ -130,5 +132,10 @@ def real_columns(config: HeadConfig, operands: Operands) -> Any:
 
 
 def kernel_memory_budget(config: HeadConfig, dim: int, tokens: int) -> int:
-    """The bytes that kernels may take: the call's own budget, or the default for this many tokens."""
-    return config.memory_budget or max(KERNEL_MEMORY_BUDGET, 3 * 2 * config.hidden_parts * dim * tokens)
+    """The bytes that kernels may take: the call's own budget, or the default for this many tokens.
+
+    The default holds 8 bytes for each number of hidden, which are two copies in 16 bits, or one in two parts, and a
+    float32 sum of dH. Beside them it has room for slices that are not too narrow.
+    """
+    least = (8 * dim + 2 * config.logit_parts * _LEAST_COLUMNS) * tokens
+    return config.memory_budget or max(KERNEL_MEMORY_BUDGET, least)

@@ -27,6 +27,7 @@ from rlk_jax.core import hopper_plan
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.head import Needs
 from rlk_jax.core.rows import compact
+from rlk_jax.ops.linear_logp import triton
 from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
 from tests.support.head_configs import head_config
 from tests.support.policy_losses import BUDGETS, DIM, TOKENS, VOCAB
@@ -197,6 +198,27 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps, pa
     for part in forward.ranges:
         copies = part.width * 2 * 2 * COLUMNS * padded(dim, 64) if part.copied else 0
         assert copies + kept_bytes <= budget or (part.width == 1 and not kept)
+
+
+@given(
+    tokens=st.integers(1, 1 << 20),
+    dim=st.integers(1, 128).map(lambda x: 64 * x),
+    hidden_parts=st.sampled_from([1, 2]),
+    dtype=st.sampled_from([jnp.bfloat16, jnp.float16]),
+    keeps=st.booleans(),
+)
+@example(32768, 4096, 1, jnp.bfloat16, True)
+@example(1 << 19, 896, 1, jnp.bfloat16, True)
+@example(65536, 2048, 1, jnp.float16, False)
+def test_the_default_budget_holds_wide_slices_for_any_number_of_tokens(tokens, dim, hidden_parts, dtype, keeps):
+    """Every slice reads and writes a sum of dH: in slices of 256 columns that takes as long as the products."""
+    config, needs = head_config(151936, hidden_parts=hidden_parts, keeps=keeps), Needs(True, True, True)
+    dtype = hopper_plan.logits_dtype(config, dtype)
+    kept = hopper_plan.kept_chunks(config, dim, tokens, dtype)
+    plan = hopper_plan.backward_plan(config, dim, tokens, needs=needs, dtype=dtype, kept=kept)
+    assert all(part.width >= min(12, part.end - part.first) for part in plan.ranges if not part.is_kept)
+    width = triton.slice_width(config, dim, tokens, needs=needs, dtype=dtype)
+    assert width >= 2048
 
 
 def test_what_is_kept():
