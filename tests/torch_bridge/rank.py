@@ -173,8 +173,8 @@ def ranks_what_is_equal(rank: int, count: int) -> None:
     start, end = {2: [0, 7, 20], 4: [0, 3, 7, 16, 20]}[count][rank:][:2]
     of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "global_vocab_size": 16}
     wanted = {"return_top_k": 13, "return_target_rank": True}
-    # Logits far below 0 show a partial softmax that is none of theirs: e^-120 is 0 in float32, whose log-sum-exp of them
-    # has digits enough for the contract still.
+    # Logits far below 0 show a partial softmax that is none of theirs: e^-120 is 0 in float32. Farther below, their
+    # log-sum-exp would have too few digits for the contract.
     below = torch.full((20,), -128.0)[start:end]
     found = torch_bridge.linear_logp(hidden, padded[start:end], ids, below, **wanted, **of_rank)
     logits = hidden @ weight.t()
