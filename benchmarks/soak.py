@@ -2,7 +2,7 @@
 
 "bridge" is 300 steps of TRL's GRPOTrainer with torch_bridge in it, on a model of two layers with Qwen2.5-0.5B's width
 and head, and completions of 16 to 512 tokens. "stock" is the same without torch_bridge, for what rises in torch and TRL
-themselves: in the first third, most batches have a shape that none has had. "limits" is 30 steps of "bridge" with
+themselves: in the first third, most batches have a shape that none has had. "limits" is 90 steps of "bridge" with
 caches, in memory and on disk, that have room for the programs of one or two capacities of rows. "command" is 2000 GRPO
 steps of `rlk grpo` on a CPU, on a tiny model. Each runs in a process of its own, with empty caches on disk.
 

@@ -47,7 +47,7 @@ class Job:
 
 
 SOAK = Job(TWO_LAYERS, 8, 16, 512, 300)
-LIMITED = Job(TWO_LAYERS, 8, 16, 512, 30)
+LIMITED = Job(TWO_LAYERS, 8, 16, 512, 90)
 SMOKE = Job(TINY, 4, 1, 60, 9)
 
 
