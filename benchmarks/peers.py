@@ -52,10 +52,23 @@ def _trl() -> Callable[..., Any]:
     return lambda h, w, t: trl.ChunkedLogProbFunction.apply(h, w, None, t, 1.0, columns, None, 1.0, ())[0]
 
 
+def _verl_torch() -> Callable[..., Any]:
+    verl: Any = importlib.import_module("verl.utils.experimental.torch_functional")
+    fused = verl.FusedLinearForPPO()
+    return lambda h, w, t: fused(h, w, t)[0]
+
+
+def _verl_triton() -> Callable[..., Any]:
+    verl: Any = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    return lambda h, w, t: verl.linear_cross_entropy(h, w, t, 1.0, "none")[0]
+
+
 PEERS = {
     "torch eager": _torch_eager,
     "torch.compile": _torch_compile,
     "trl": _trl,
+    "verl torch (and entropy)": _verl_torch,
+    "verl triton (and entropy)": _verl_triton,
     "cce": _cce,
     "liger sm90": _liger_sm90,
     "liger triton (mean loss)": _liger_triton,
