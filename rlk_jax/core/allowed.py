@@ -215,7 +215,7 @@ def _inspect_allowed(
         ids = lax.optimization_barrier(ids.reshape(n, ids.shape[-1]))
         is_in_range = (ids >= _NO_ID) & (ids < vocab_size)
         ids_fit, ids_are_good = fit(ids, is_in_range, counted[:, None], limits), jnp.all(is_in_range, axis=1)
-        words = _words_of_ids(ids, vocab_size, memory_budget or MEMORY_BUDGET)
+        words = words_of_ids(ids, vocab_size, memory_budget or MEMORY_BUDGET)
     else:
         assert mask is not None
         words = _within(lax.bitcast_convert_type(mask, jnp.uint32).reshape(n, mask.shape[-1]), vocab_size)
@@ -246,7 +246,7 @@ def _within(mask: Array, vocab_size: int) -> Array:
     return mask[:, : len(in_vocabulary)] & in_vocabulary
 
 
-def _words_of_ids(ids: Array, vocab_size: int, memory_budget: int) -> Array:
+def words_of_ids(ids: Array, vocab_size: int, memory_budget: int) -> Array:
     """The words `[N, W]` of int32 ids `[N, K]`; ids out of range are left out."""
     n, count = ids.shape
     none = varying_like(jnp.zeros(words_of(vocab_size), jnp.uint32), ids)

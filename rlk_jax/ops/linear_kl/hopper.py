@@ -4,33 +4,32 @@ One kernel makes the products with both heads, tile by tile, and sums up what a 
 chunk of 256 columns. Chunks are folded to the eight groups of the vocabulary, and these in ascending order. The
 divergence from a mixture needs both softmaxes first, which a pass over each head takes. The backward makes the products
 once more, slice by slice of the vocabulary, turns them into gradients of the student's logits in 16 bits, and sums
-these up as that of linear_logp does.
+these up as that of linear_logp does. A teacher that lists tokens needs no product of its own (hopper_list.py).
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper.arrays import Softmax
 from pallas_kernels.hopper.divergence import DivergencePartials, MixtureSums, RowNormalizer
 from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.logits import LN_2
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import rounded_product
-from rlk_jax.core.hopper_forward import ForwardPass
 from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
 from rlk_jax.core.hopper_slices import over_slices
-from rlk_jax.core.rows import Compacted
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.hopper_backward import DivergenceStatistics, student_gradients
+from rlk_jax.ops.linear_kl.hopper_list import ListStatistics, list_divergence, list_gradients
 from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
-from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, RowsOfHead, both_rows, two_slices
-from rlk_jax.ops.linear_kl.options import KlConfig, KlFunctions, KlTokens, Operands, dims_of
+from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, both_rows, softmax_of, two_slices
+from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlFunctions, KlTokens, Needs, Operands, dims_of
 
 Array = jax.Array
 
@@ -46,9 +45,22 @@ def mosaic(machine: Machine | None = None) -> KlFunctions:
 
     The kernels are imported when one of them is traced.
     """
-    return KlFunctions(
-        functools.partial(_forward, _kernels, machine), functools.partial(student_gradients, _kernels, machine)
-    )
+    return KlFunctions(functools.partial(_forward, _kernels, machine), functools.partial(_gradients, _kernels, machine))
+
+
+def _gradients(
+    kernels: Callable[[], KlKernels],
+    machine: Machine | None,
+    config: KlConfig,
+    needs: Needs,
+    operands: Operands,
+    tokens: KlTokens,
+    statistics: Any,
+    upstream: Array,
+) -> Gradients:
+    """The gradients of the student's operands, for a teacher of either kind."""
+    found = student_gradients if tokens.top_k is None else list_gradients
+    return found(kernels, machine, config, needs, operands, tokens, statistics, upstream)
 
 
 def _forward(
@@ -58,7 +70,9 @@ def _forward(
     operands: Operands,
     tokens: KlTokens,
     gather: Gather,
-) -> tuple[Array, DivergenceStatistics]:
+) -> tuple[Array, DivergenceStatistics | ListStatistics]:
+    if tokens.top_k is not None:
+        return list_divergence(kernels, machine, config, operands, tokens)
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
     plans = forward_plans(config, dims_of(operands), typed.shape[0])
@@ -103,7 +117,8 @@ def _from_mixture(
     both the terms.
     """
     plans, count = both.plans, both.rows.count
-    softmaxes = [_softmax_of(use, machine, head, both.rows, gather) for head in (both.student, both.teacher)]
+    heads = (replace(head, plan=softmax_plan(head.plan)) for head in (both.student, both.teacher))
+    softmaxes = [softmax_of(use, machine, head, both.rows, gather) for head in heads]
     student, teacher = (RowNormalizer(x.shift, jnp.log2(x.total)) for x in softmaxes)
     student, teacher = fusion_barrier((student, teacher))
     shape = vocabulary_of(plans.student.config).chunks, plans.student.rows
@@ -117,19 +132,6 @@ def _from_mixture(
     groups = use.fold_mixture(jax.tree.map(jax.freeze, out), config.groups.count, count, machine)
     value, slope = (x[0] for x in fusion_barrier(use.fold_mixture(gather(groups), 1, count, machine)))
     return value, DivergenceStatistics(student, teacher, slope)
-
-
-def _softmax_of(use: KlKernels, machine: Machine, head: RowsOfHead, rows: Compacted, gather: Gather) -> Softmax:
-    """The softmax of one head. No row has a target."""
-    plan = softmax_plan(head.plan)
-    targets = jnp.full(plan.rows, -1, jnp.int32)
-    holds_target = jnp.zeros((plan.rows // 64, vocabulary_of(plan.config).chunks), jnp.int32)
-    of_rows = head.hidden, None, targets, holds_target, head.temperature, None
-    one_pass = ForwardPass(plan, rows, head.operands, *of_rows)
-    out = one_pass.new_partials()
-    one_pass.run(use, machine, out)
-    groups = use.fold_chunks(jax.tree.map(jax.freeze, out), plan.config.groups.count, rows.count, machine)
-    return fusion_barrier(use.fold_groups(gather(groups), rows.count, machine))
 
 
 def _divergence_of(whole: DivergencePartials) -> tuple[Array, RowNormalizer, RowNormalizer]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pallas_kernels.hopper.divergence import DivergencePartials, stored_tiles
-from pallas_kernels.hopper.tiles import DEPTH, THREADS, Machine
+from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, Machine
 from pallas_kernels.products import padded
 from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
 from rlk_jax.core.hopper_plan import (
@@ -41,6 +41,12 @@ class TwoPlans:
 def softmax_plan(head: HopperPlan) -> HopperPlan:
     """The plan of a pass over one head of a pair: one slice where it is read in place."""
     return _pass_over(head.config, head.dim, head.tokens, BufferSizes(0, copied_chunk_bytes(head.dim)))
+
+
+def products_plan(head: HeadConfig, dim: int, tokens: int) -> HopperPlan:
+    """The plan of a pass over one head whose float32 products of a slice the budget holds."""
+    products = 4 * COLUMNS * matrix_rows(tokens)
+    return _pass_over(head, dim, tokens, BufferSizes(products, copied_chunk_bytes(dim), _hidden_bytes(dim, tokens)))
 
 
 def forward_plans(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPlans:

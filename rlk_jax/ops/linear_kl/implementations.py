@@ -28,9 +28,7 @@ def _pair_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
-    """Why Mosaic's kernels cannot run."""
-    reasons = [] if facts.config.teacher is not None else ["takes no teacher_ids and teacher_logps yet"]
-    return hopper_obstacles(facts) + reasons + _pair_obstacles(facts)
+    return hopper_obstacles(facts) + _pair_obstacles(facts)
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:

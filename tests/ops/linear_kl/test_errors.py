@@ -127,7 +127,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "choice", "of_list"), [("8.0", "xla", "xla"), ("9.0", "mosaic", "xla"), ("7.5", "xla", "xla")]
+    ("kind", "choice", "of_list"), [("8.0", "xla", "xla"), ("9.0", "mosaic", "mosaic"), ("7.5", "xla", "xla")]
 )
 def test_what_gpus_choose(kind, choice, of_list, monkeypatch):
     monkeypatch.setattr(call, "why_missing", lambda: None)

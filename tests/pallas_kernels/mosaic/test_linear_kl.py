@@ -15,6 +15,7 @@ from rlk_jax.core.head import Needs
 from rlk_jax.ops.linear_kl import hopper
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans, forward_plans
 from rlk_jax.ops.linear_kl.options import KlConfig, OneHeadConfig
+from tests.ops.linear_kl import test_top_k as listed
 from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_shards import CASE
 from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
@@ -66,6 +67,40 @@ def test_against_float64(case, kind, dtype):
     if problem.completion_mask is not None:
         assert not actual.values[~problem.completion_mask].any() and not actual.hidden[~problem.completion_mask].any()
     assert not actual.weight[case.real :].any()
+
+
+@cover(
+    "case, kind, dtype",
+    [(case, kind, dtype) for case in listed.CASES for kind in KINDS for dtype in (BF16, F16)],
+    lambda case, kind, dtype: (
+        (case is listed.EVERYTHING and kind == "jsd")
+        or (case.name == "all tokens" and (kind, dtype) == ("reverse", BF16))
+    ),
+)
+def test_lists_against_float64(case, kind, dtype):
+    """In make test, a list beside all options in both dtypes, and one of all tokens."""
+    problem = listed.make(case, dtype)
+    actual, expected = listed.found(case, problem, kind, "mosaic"), listed.gold(case, problem, kind)
+    op_class = f"{case.op_class}_wgmma"
+    assert_within_contract(actual.values, expected.values, op_class, dtype, "forward")
+    for name in ("hidden", "weight", "bias"):
+        if getattr(expected, name) is not None:
+            assert_within_contract(getattr(actual, name), getattr(expected, name), op_class, dtype, "gradient")
+    left_out = ~np.asarray(problem.mask)
+    assert not actual.values[left_out].any() and not actual.hidden[left_out].any()
+
+
+def test_a_row_of_a_list_has_its_bits_alone():
+    """Whichever budget it has: `listed.EVERYTHING` has one chunk at a time."""
+    case, row = dataclasses.replace(listed.EVERYTHING, name="cut"), 10
+    problem = listed.make(case, BF16)
+    whole = dataclasses.replace(case, name="whole", options=case.options | {"memory_budget": None})
+    assert problem.mask[row]
+    names = set(problem._fields) - {"weight", "bias"}
+    alone = problem._replace(**{x: getattr(problem, x)[row : row + 1] for x in names})
+    expected = listed.found(whole, problem, "jsd", "mosaic")
+    actual = listed.found(case, alone, "jsd", "mosaic")
+    assert_same_bits(actual[:2], (expected.values[row : row + 1], expected.hidden[row : row + 1]))
 
 
 @cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "forward")
