@@ -20,7 +20,8 @@ IGNORED = -100
 _OUT_OF_RANGE = -1
 _IDS_OUT_OF_RANGE = (
     "{name} out of range: expected [0, {last}], got [{low}, {high}]. "
-    "Mask or filter padding / ignore-index values (e.g. -100) before this op."
+    "Mask or filter padding / ignore-index values (e.g. -100) before this op. "
+    "Where the op takes ignore_index or completion_mask, that says which tokens do not count."
 )
 PADDED_IDS_OUT_OF_RANGE = "{name} out of range: expected [0, {last}], or -1 as padding, got values in [{low}, {high}]."
 _ACTIONS_OUT_OF_RANGE = (

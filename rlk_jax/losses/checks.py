@@ -104,14 +104,21 @@ def checked_boundaries(rewards: Any, samples_per_prompt: Any, group_boundaries: 
         f"samples_per_prompt must be an integer, got {type(samples_per_prompt).__name__}.",
     )
     require(samples_per_prompt >= 2, "samples_per_prompt must be at least 2 for group normalization.")
-    require(count % samples_per_prompt == 0, "num_sequences (B) must be divisible by samples_per_prompt (n).")
+    require(
+        count % samples_per_prompt == 0,
+        "num_sequences (B) must be divisible by samples_per_prompt (n). "
+        f"There are {count} sequences, and samples_per_prompt is {samples_per_prompt}.",
+    )
     return tuple(range(0, count + 1, int(samples_per_prompt)))
 
 
 def check_completion_mask(mask: Any) -> tuple[int, int]:
     """The mask is `[B, T]` of bools or real numbers; returns its shape."""
     mask = as_array("completion_mask", mask)
-    require(mask.ndim == 2, "completion_mask must be 2D [num_sequences, completion_len].")
+    require(
+        mask.ndim == 2,
+        f"completion_mask must be 2D [num_sequences, completion_len]. The one given has shape {mask.shape}.",
+    )
     check_mask_dtype(mask)
     return mask.shape
 
@@ -141,7 +148,10 @@ def check_policy_loss(
     for name, x in per_token.items():
         if x is not None or name in ("logp", "old_logps"):
             check_per_token(name, x, shape)
-    require(options.beta == 0 or has_reference, f"beta={options.beta} requires ref_logps.")
+    require(
+        options.beta == 0 or has_reference,
+        f"beta={options.beta} requires ref_logps. In linear_grpo_loss ref_hidden and ref_weight may take their place.",
+    )
     require(
         (per_token["rollout_logps"] is None) == (options.importance_cap is None),
         "rollout_logps and importance_cap must be given together.",

@@ -3,6 +3,7 @@
 It is composed of `linear_logp` and `policy_loss`, and runs on the implementations of `linear_logp`.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from rlk_jax.core.checks import as_array, check_flag, check_inner_dim, require
+from rlk_jax.core.checks import INT32, as_array, check_flag, check_inner_dim, require
 from rlk_jax.core.dispatch import CallFacts, bound_arguments, choose
 from rlk_jax.core.mesh import lies_over_a_mesh
-from rlk_jax.core.tokens import IGNORED, LinearLogp, active_mask, as_int32, left_out
+from rlk_jax.core.tokens import LinearLogp, active_mask, as_int32, left_out
 from rlk_jax.losses import LossOptions, PolicyLoss, policy_loss
 from rlk_jax.losses.checks import check_advantages, check_completion_mask, check_policy_loss
 from rlk_jax.losses.options import check_loss_options
@@ -22,6 +23,9 @@ from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
 from rlk_jax.ops.linear_logp.api import inputs_and_options, linear_logp
 from rlk_jax.ops.linear_logp.block_loss import loss_by_blocks, on_one_device
 from rlk_jax.ops.linear_logp.options import TokenBlocks
+
+_MASKED = INT32.min
+"""The id of masked tokens in the call of `linear_logp`: no id that a token which counts is likely to have."""
 
 
 def linear_grpo_loss(
@@ -102,8 +106,8 @@ def linear_grpo_loss(
         rollout_logps=rollout_logps,
     )
     mask = active_mask(completion_mask)
-    ids = left_out(as_int32(target_ids), mask)
-    head["ignore_index"] = IGNORED
+    ids = left_out(as_int32(target_ids), mask, _MASKED)
+    head["ignore_index"] = _MASKED
     if ref_hidden is not None and ref_weight is not None:
         # As constants they get no backward, for which their forward would keep exponentials.
         frozen = jax.lax.stop_gradient((ref_hidden, ref_weight))
@@ -192,6 +196,7 @@ def _check(
 ) -> None:
     """All static checks that are not `linear_logp`'s; `logps` are per token."""
     check_loss_options(options)
+    _check_names(head)
     check_flag("return_entropy", return_entropy)
     for name in ("return_lse", "return_top_k", "return_target_rank"):
         require(name not in head, f"linear_grpo_loss has no option {name}: it returns no log-probs.")
@@ -202,6 +207,15 @@ def _check(
     has_reference = logps["ref_logps"] is not None or ref_hidden is not None
     check_policy_loss(logps, completion_mask, denominator, entropy_threshold, options, has_reference=has_reference)
     check_advantages(advantages, completion_mask)
+
+
+def _check_names(head: Mapping[str, Any]) -> None:
+    """Every further option is one of `linear_logp`'s."""
+    unknown = sorted(head.keys() - inspect.signature(linear_logp).parameters.keys())
+    if unknown:
+        is_of_loss = unknown[0] in LossOptions.__dataclass_fields__
+        hint = f": it is a field of options=LossOptions({unknown[0]}=…)" if is_of_loss else ""
+        raise TypeError(f"linear_grpo_loss() got an unexpected keyword argument {unknown[0]!r}{hint}")
 
 
 def _needs_entropy(return_entropy: bool, entropy_threshold: Any, options: LossOptions) -> bool:
@@ -263,5 +277,5 @@ def _head_call(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the call of `linear_logp` that a call with these arguments leads to."""
     return_entropy = (arguments[name] for name in ("return_entropy", "entropy_threshold", "options"))
     operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
-    asked = {"ignore_index": IGNORED, "return_entropy": _needs_entropy(*return_entropy), **arguments["head"]}
+    asked = {"ignore_index": _MASKED, "return_entropy": _needs_entropy(*return_entropy), **arguments["head"]}
     return bound_arguments(linear_logp, **operands, **asked)

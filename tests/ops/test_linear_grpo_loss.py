@@ -308,15 +308,32 @@ def test_targets_of_any_integer_dtype(dtype):
     assert_same_bits(b._replace(target_ids=b.target_ids.astype(dtype)).loss(), b.loss())
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("clip_eps", ": it is a field of options=LossOptions(clip_eps=…)"), ("cliping", "")]
+)
+def test_an_option_that_does_not_exist(name, hint):
+    message = f"linear_grpo_loss() got an unexpected keyword argument {name!r}{hint}"
+    with pytest.raises(TypeError, match=f"{re.escape(message)}$"):
+        batch().loss(**{name: 0.2})
+
+
 OK: Any = object()
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "mask": ({"mask": jnp.ones(6)}, {}, "completion_mask must be 2D"),
+    "mask": (
+        {"mask": jnp.ones(6)},
+        {},
+        "completion_mask must be 2D [num_sequences, completion_len]. The one given has shape (6,).",
+    ),
     "ids": ({"target_ids": jnp.zeros((4, 5), jnp.int32)}, {}, "target_ids shape (4, 5) does not match completion_mask"),
     "float ids": ({"target_ids": jnp.zeros(LEAD)}, {}, "target_ids must be integers, got float32."),
-    "the id of masked tokens": ({"target_ids": jnp.full(LEAD, -100)}, {}, "target_ids out of range"),
+    "the id of masked tokens": (
+        {"target_ids": jnp.full(LEAD, -100)},
+        {},
+        "target_ids out of range: expected [0, 299], got [-100, -100].",
+    ),
     "old": ({"old_logps": jnp.zeros(4)}, {}, "old_logps shape (4,) does not match completion_mask shape (4, 6)."),
     "advantages": ({"advantages": jnp.zeros(5)}, {}, "advantages must be [B] or [B, T]"),
-    "no reference": ({"ref_logps": None}, {"options": LossOptions(beta=0.1)}, "beta=0.1 requires ref_logps."),
+    "no reference": ({"ref_logps": None}, {"options": LossOptions(beta=0.1)}, "beta=0.1 requires ref_logps. In linear"),
     "half a reference": ({"ref_logps": None}, {"ref_hidden": OK}, "ref_hidden and ref_weight must be given together."),
     "a reference of other tokens": (
         {"ref_logps": None},
