@@ -19,7 +19,7 @@ __device__ __forceinline__ float rounded_to<__nv_bfloat16>(float x) {
   return __bfloat162float(__float2bfloat16_rn(x));
 }
 
-template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
+template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy, bool kSmoothed>
 struct DlogitsOp : ProductWithHead<T, kIsDv> {
   using Arguments = Dlogits;
   using Base = ProductWithHead<T, kIsDv>;
@@ -32,7 +32,7 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
 
   struct Row {
     int target;
-    float temperature, shift, constant, slope, at_target;
+    float temperature, shift, constant, slope, at_target, uniform;
   };
   struct Loaded {
     Row rows[2];
@@ -46,18 +46,19 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + 8 * r;
       loaded.rows[r] = {d.rows.target_ids[row], d.rows.temperature[row], d.rows.shift[row],
-                        d.rows.constant[row],   kEntropy ? d.rows.slope[row] : 0, d.rows.at_target[row]};
+                        d.rows.constant[row],   kEntropy ? d.rows.slope[row] : 0, d.rows.at_target[row],
+                        kSmoothed ? d.rows.uniform[row] : 0};
     }
     loaded.columns = columns_of(d.logits.head.vocabulary, d.logits.where, this->chunk(place.column_block));
     return loaded;
   }
 
-  // A row's coefficients in this chunk with its own k: a logit's gradient is E·(constant + slope·(y − k)), where E is the
-  // rounded exponential. The target's column counts from the thread's first column, so that the compiler knows what it
-  // is compared with.
+  // A row's coefficients in this chunk with its own k: a logit's gradient is E·(constant + slope·(y − k)) + uniform·d,
+  // where E is the rounded exponential and d the softcap's derivative. The target's column counts from the thread's first
+  // column, so that the compiler knows what it is compared with.
   struct Within {
     ExponentScaling scaling;
-    float constant, slope, at_target;
+    float constant, slope, at_target, uniform;
     int target;
   };
 
@@ -70,7 +71,7 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
     const float power = __fmul_rn(exp2_approx(below), 1 / kExponentialScale<T>);
     // The power is 0 long before −1e3 is reached, and 0·∞ must be 0.
     const float constant = kEntropy ? fmaf(row.slope, max_nan(below, -1e3f), row.constant) : row.constant;
-    return {scaling, __fmul_rn(power, constant), __fmul_rn(power, row.slope), row.at_target, target};
+    return {scaling, __fmul_rn(power, constant), __fmul_rn(power, row.slope), row.at_target, row.uniform, target};
   }
 
   __device__ __forceinline__ float gradient(const Within& row, int column, float product) const {
@@ -81,7 +82,10 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
       factor = fmaf(row.slope, y, factor);
     }
     const float power = kSoftcap ? __fmul_rn(exp2_approx(y), exponent.derivative) : exp2_approx(y);
-    const float found = __fmul_rn(rounded_to<T>(__fmul_rn(power, kExponentialScale<T>)), factor);
+    float found = __fmul_rn(rounded_to<T>(__fmul_rn(power, kExponentialScale<T>)), factor);
+    if constexpr (kSmoothed) {
+      found = kSoftcap ? fmaf(row.uniform, exponent.derivative, found) : __fadd_rn(found, row.uniform);
+    }
     return column == row.target ? row.at_target : found;
   }
 
@@ -127,11 +131,15 @@ cudaError_t launch_dlogits(cudaStream_t stream, const Dlogits& d) {
   const Logits& logits = d.logits;
   const int64_t blocks = int64_t{d.chunks} * blocks_of(logits.hidden.rows, cluster_rows(logits.tile));
   return with_flags(
-      [&](auto is_bfloat16, auto is_dv, auto entropy) {
-        return launch_product<DlogitsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy>>(
-            stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, d);
+      [&](auto is_bfloat16, auto is_dv, auto entropy, auto smoothed) -> cudaError_t {
+        if constexpr (entropy && smoothed) {
+          return cudaErrorInvalidValue;  // no op has both
+        } else {
+          return launch_product<DlogitsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy, smoothed>>(
+              stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, d);
+        }
       },
-      logits.type == Dtype::kBfloat16, logits.head.is_dv, d.rows.slope != nullptr);
+      logits.type == Dtype::kBfloat16, logits.head.is_dv, d.rows.slope != nullptr, d.rows.uniform != nullptr);
 }
 
 }  // namespace

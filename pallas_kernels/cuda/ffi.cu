@@ -135,12 +135,12 @@ Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuff
 }
 
 // Optional: columns, bias, allowed, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap,
-// target_derivative and kept where they are asked for.
+// target_derivative, logit_sum and kept where they are asked for.
 ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                       AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature,
                       ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
                       ffi::Result<AnyBuffer> target, ffi::RemainingRets more, int64_t given, Numbers of_head,
-                      Numbers of_tile, double softcap, bool has_gap, int64_t kept_chunks) {
+                      Numbers of_tile, double softcap, bool has_gap, bool has_sum, int64_t kept_chunks) {
   Optional optional(rest, given);
   Statistics s = {};
   s.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
@@ -156,6 +156,7 @@ ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBu
   MoreResults results(more);
   s.gap = results.next<float>(has_gap);
   s.target_derivative = results.next<float>(softcap > 0);
+  s.logit_sum = results.next<float>(has_sum);
   s.kept_chunks = static_cast<int>(kept_chunks);
   s.kept = results.next<void>(kept_chunks > 0);
   return run("rlk_statistics", stream, device, s);
@@ -165,10 +166,11 @@ Partials partials(const AnyBuffer& shift, const AnyBuffer& total, const AnyBuffe
   Partials partials = {data<const float>(shift), data<const float>(total), data<const float>(target)};
   partials.gap = optional.next<const float>();
   partials.target_derivative = optional.next<const float>();
+  partials.logit_sum = optional.next<const float>();
   return partials;
 }
 
-// Optional: gap, target_derivative, and with each its result.
+// Optional: gap, target_derivative, logit_sum, and with each its result.
 ffi::Error fold_chunks(cudaStream_t stream, int32_t device, AnyBuffer active, AnyBuffer shift, AnyBuffer total,
                        AnyBuffer target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift_out,
                        ffi::Result<AnyBuffer> total_out, ffi::Result<AnyBuffer> target_out, ffi::RemainingRets more,
@@ -184,10 +186,11 @@ ffi::Error fold_chunks(cudaStream_t stream, int32_t device, AnyBuffer active, An
   MoreResults results(more);
   f.gap = results.next<float>(f.of_chunks.gap);
   f.target_derivative = results.next<float>(f.of_chunks.target_derivative);
+  f.logit_sum = results.next<float>(f.of_chunks.logit_sum);
   return run("rlk_fold_chunks", stream, device, f);
 }
 
-// Optional: gap, and with it the results entropy and gap; target_derivative, and with it its result.
+// Optional: gap, and with it the results entropy and gap; target_derivative, logit_sum, and with each its result.
 ffi::Error fold_groups(cudaStream_t stream, int32_t device, AnyBuffer active, AnyBuffer shift, AnyBuffer total,
                        AnyBuffer target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> logp,
                        ffi::Result<AnyBuffer> lse, ffi::Result<AnyBuffer> shift_out, ffi::Result<AnyBuffer> total_out,
@@ -204,10 +207,12 @@ ffi::Error fold_groups(cudaStream_t stream, int32_t device, AnyBuffer active, An
   f.entropy = results.next<float>(f.of_groups.gap);
   f.gap = results.next<float>(f.of_groups.gap);
   f.target_derivative = results.next<float>(f.of_groups.target_derivative);
+  f.logit_sum = results.next<float>(f.of_groups.logit_sum);
   return run("rlk_fold_groups", stream, device, f);
 }
 
-// Optional: gap, target_derivative, g_lse, g_entropy, scale. Results: constant, at_target, then slope beside g_entropy.
+// Optional: gap, target_derivative, g_lse, g_entropy, scale, g_uniform, g_spread. Results: constant, at_target, then slope
+// beside g_entropy and uniform beside g_uniform.
 ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperature, AnyBuffer logp, AnyBuffer total,
                         AnyBuffer g_logp, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> constant,
                         ffi::Result<AnyBuffer> at_target, ffi::RemainingRets more, int64_t given) {
@@ -222,20 +227,27 @@ ffi::Error coefficients(cudaStream_t stream, int32_t device, AnyBuffer temperatu
   c.rows.g_lse = optional.next<const float>();
   c.rows.g_entropy = optional.next<const float>();
   c.rows.scale = optional.next<const float>();
+  c.rows.g_uniform = optional.next<const float>();
+  c.rows.g_spread = optional.next<const float>();
   c.count = size(logp, 0);
   c.constant = data<float>(constant);
   c.at_target = data<float>(at_target);
-  c.slope = MoreResults(more).next<float>(c.rows.g_entropy);
+  MoreResults results(more);
+  c.slope = results.next<float>(c.rows.g_entropy);
+  c.uniform = results.next<float>(c.rows.g_uniform);
   return run("rlk_coefficients", stream, device, c);
 }
 
+// Without a slope and what is uniform, which are optional operands.
 Coefficients coefficients_of(const AnyBuffer& target_ids, const AnyBuffer& temperature, const AnyBuffer& shift,
-                                 const AnyBuffer& constant, const AnyBuffer& at_target, const float* slope) {
-  return {data<const int>(target_ids), data<const float>(temperature), data<const float>(shift),
-          data<const float>(constant), slope, data<const float>(at_target)};
+                             const AnyBuffer& constant, const AnyBuffer& at_target) {
+  Coefficients rows = {data<const int>(target_ids), data<const float>(temperature), data<const float>(shift),
+                       data<const float>(constant)};
+  rows.at_target = data<const float>(at_target);
+  return rows;
 }
 
-// Optional: columns, bias, allowed, slope, the operands of a low-rank term.
+// Optional: columns, bias, allowed, slope, uniform, the operands of a low-rank term.
 ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
                    AnyBuffer hidden, AnyBuffer weight, AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
                    AnyBuffer constant, AnyBuffer at_target, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> out,
@@ -243,14 +255,16 @@ ffi::Error dlogits(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffe
   Optional optional(rest, given);
   Dlogits d = {};
   d.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
-  d.rows = coefficients_of(target_ids, temperature, shift, constant, at_target, optional.next<const float>());
+  d.rows = coefficients_of(target_ids, temperature, shift, constant, at_target);
+  d.rows.slope = optional.next<const float>();
+  d.rows.uniform = optional.next<const float>();
   d.logits.low_rank = optional.next_operands();
   d.out = data<void>(out);
   d.chunks = size(*out, 1) / kChunk;
   return run("rlk_dlogits", stream, device, d);
 }
 
-// Optional: columns; exponentials, which are in the result where they are not given; moved.
+// Optional: columns; uniform; exponentials, which are in the result where they are not given; moved.
 ffi::Error dlogits_from_kept_exponentials(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk,
                                           AnyBuffer chunks, AnyBuffer kept_shift, AnyBuffer row_map,
                                           AnyBuffer target_ids, AnyBuffer temperature, AnyBuffer shift,
@@ -261,7 +275,8 @@ ffi::Error dlogits_from_kept_exponentials(cudaStream_t stream, int32_t device, A
   DlogitsFromKept f = {};
   f.where = slice(rows, first_chunk, chunks, optional);
   f.vocabulary = vocabulary(of_vocabulary);
-  f.rows = coefficients_of(target_ids, temperature, shift, constant, at_target, nullptr);
+  f.rows = coefficients_of(target_ids, temperature, shift, constant, at_target);
+  f.rows.uniform = optional.next<const float>();
   f.out = data<void>(out);
   f.exponentials = optional.next<const void>();
   if (f.exponentials == nullptr) f.exponentials = f.out;
@@ -379,7 +394,7 @@ extern "C" int rlk_ffi_api_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI
 RLK_HANDLER(statistics, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
                             .RLK_RET.RLK_RET.RLK_RET.RemainingRets()
                             .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile").Attr<double>("softcap")
-                            .Attr<bool>("has_gap").Attr<int64_t>("kept_chunks"));
+                            .Attr<bool>("has_gap").Attr<bool>("has_sum").Attr<int64_t>("kept_chunks"));
 RLK_HANDLER(fold_chunks, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
                              .RLK_RET.RLK_RET.RLK_RET.RemainingRets().Attr<int64_t>("given"));
 RLK_HANDLER(fold_groups, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()

@@ -97,54 +97,58 @@ struct Statistics {
   const float* temperature;  // [rows]
   int rows;                  // rows of the results
   int chunks;                // chunks of the whole vocabulary
-  float* shift;              // [chunks, rows] each; gap may be null
+  float* shift;              // [chunks, rows] each; gap and logit_sum may be null
   float* total;
   float* target;
   float* gap;
   float* target_derivative;  // null without a softcap
+  float* logit_sum;
   void* kept;                // [rows of hidden, kept_chunks · 256] in hidden's type, or null
   int kept_chunks;
 };
 
-// [rows] each; gap is null where no entropy is asked for, target_derivative without a softcap.
+// [rows] each; gap is null where no entropy is asked for, target_derivative without a softcap, and logit_sum where
+// targets are not smoothed.
 struct Partials {
   const float* shift;
   const float* total;
   const float* target;
   const float* gap;
   const float* target_derivative;
+  const float* logit_sum;
 };
 
 struct FoldChunks {
   const int* active;   // [1]: how many rows count
   Partials of_chunks;  // [chunks, rows]
   int chunks, groups, rows;
-  float *shift, *total, *target, *gap, *target_derivative;  // [groups, rows]
+  float *shift, *total, *target, *gap, *target_derivative, *logit_sum;  // [groups, rows]
 };
 
 struct FoldGroups {
   const int* active;   // [1]: how many rows count
   Partials of_groups;  // [groups, rows]
   int groups, rows;
-  float *logp, *lse, *entropy, *shift, *total, *gap, *target_derivative;  // [rows]
+  float *logp, *lse, *entropy, *shift, *total, *gap, *target_derivative, *logit_sum;  // [rows]
 };
 
 // The facts about each row that its gradients depend on; [rows], those not asked for are null.
 struct RowFacts {
-  const float *temperature, *logp, *total, *gap, *target_derivative, *g_logp, *g_lse, *g_entropy, *scale;
+  const float *temperature, *logp, *total, *gap, *target_derivative, *g_logp, *g_lse, *g_entropy, *scale, *g_uniform,
+      *g_spread;
 };
 
 struct CoefficientsArguments {
   RowFacts rows;
   int count;
-  float *constant, *slope, *at_target;  // [rows]; slope may be null
+  float *constant, *slope, *at_target, *uniform;  // [rows]; slope and uniform may be null
 };
 
-// What the gradients of a row's logits are computed from: 2^(y − shift)·(constant + slope·(y − shift)), and at_target
-// for the target; [rows], slope may be null.
+// What the gradients of a row's logits are computed from: 2^(y − shift)·(constant + slope·(y − shift)) + uniform, and
+// at_target for the target; [rows], slope and uniform may be null.
 struct Coefficients {
   const int* target_ids;
-  const float *temperature, *shift, *constant, *slope, *at_target;
+  const float *temperature, *shift, *constant, *slope, *at_target, *uniform;
 };
 
 struct Dlogits {

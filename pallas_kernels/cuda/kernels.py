@@ -102,6 +102,7 @@ def partials(
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
         has_gap=out.gap is not None,
+        has_sum=out.logit_sum is not None,
         kept_chunks=np.int64(0 if kept is None else kept.shape[1] // COLUMNS),
     )
     for reference, array in zip(references, found, strict=True):
@@ -112,33 +113,33 @@ def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine
     """The partials of groups `[groups, rows]` from those of chunks `[chunks, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct((groups, partials.shift.shape[1]), jnp.float32)
     wanted = [x is not None for x in partials]
-    found = iter(_call("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:5]))
+    found = iter(_call("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
     return Partials(*(next(found) if x else None for x in wanted))
 
 
 def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     """The softmax of each row from the partials of groups `[groups, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct(partials.shift.shape[1:], jnp.float32)
-    wanted = [True] * 4 + [partials.gap is not None] * 2 + [partials.target_derivative is not None]
-    found = iter(_call("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:5]))
-    logp, lse, shift, total, entropy, gap, target_derivative = (next(found) if x else None for x in wanted)
-    return Softmax(logp, lse, entropy, shift, total, gap, target_derivative)
+    with_gap, *others = (x is not None for x in partials[3:])
+    wanted = (True, True, True, True, with_gap, with_gap, *others)
+    found = iter(_call("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    logp, lse, shift, total, entropy, *rest = (next(found) if x else None for x in wanted)
+    return Softmax(logp, lse, entropy, shift, total, *rest)
 
 
 def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
     """The coefficients that the gradients of each row's logits are computed from."""
     row = jax.ShapeDtypeStruct(rows.logp.shape, jnp.float32)
-    constant, at_target, *slope = _call(
-        "rlk_coefficients",
-        [row] * (2 + (rows.g_entropy is not None)),
-        (rows.temperature, rows.logp, rows.total, rows.g_logp),
-        (rows.gap, rows.target_derivative, rows.g_lse, rows.g_entropy, rows.scale),
-    )
-    return Coefficients(rows.target_ids, rows.temperature, rows.shift, constant, slope[0] if slope else None, at_target)
+    wanted = (True, True, rows.g_entropy is not None, rows.g_uniform is not None)
+    of_logp = rows.temperature, rows.logp, rows.total, rows.g_logp
+    others = (rows.gap, rows.target_derivative, rows.g_lse, rows.g_entropy, rows.scale, rows.g_uniform, rows.g_spread)
+    found = iter(_call("rlk_coefficients", [row] * sum(wanted), of_logp, others))
+    constant, at_target, slope, uniform = (next(found) if x else None for x in wanted)
+    return Coefficients(rows.target_ids, rows.temperature, rows.shift, constant, slope, at_target, uniform)
 
 
 def _coefficient_operands(rows: Coefficients) -> tuple[Array, ...]:
-    """The coefficients that every kernel of logits' gradients takes; the slope is optional."""
+    """The coefficients that every kernel of logits' gradients takes; the slope and what is uniform are optional."""
     return rows.target_ids, rows.temperature, rows.shift, rows.constant, rows.at_target
 
 
@@ -162,7 +163,7 @@ def dlogits(
         "rlk_dlogits",
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], hidden, weight, *_coefficient_operands(rows)),
-        (where.columns, bias, where.allowed, rows.slope, *(low_rank or _NO_TERM)),
+        (where.columns, bias, where.allowed, rows.slope, rows.uniform, *(low_rank or _NO_TERM)),
         head=_head(logits.head),
         tile=_tile(statistics_tile(hidden.shape[0]), machine),
         softcap=_softcap(logits),
@@ -188,7 +189,7 @@ def dlogits_from_kept_exponentials(
         "rlk_dlogits_from_kept_exponentials",
         [out[...] if in_place else jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], kept.shift, row_map.row, *_coefficient_operands(rows)),
-        (where.columns, kept.exponentials, row_map.moved if in_place else None),
+        (where.columns, rows.uniform, kept.exponentials, row_map.moved if in_place else None),
         vocabulary=_numbers(*_vocabulary(vocabulary)),
         rows_at_once=np.int64(statistics_tile(out.shape[0]).cluster_rows),
     )

@@ -1,5 +1,6 @@
 // The kernels without a product: the fold of partial softmaxes, the coefficients of logits' gradients, these gradients
 // from kept exponentials, and sums over rows. A block has 128 threads.
+#include "launch.cuh"
 #include "logits.cuh"
 
 namespace rlk {
@@ -9,17 +10,20 @@ constexpr int kThreads = 128;
 constexpr int kAtOnce = 8;  // loads of a thread that are in flight together
 
 struct Partial {
-  float shift, total, target, gap, target_derivative;
+  float shift, total, target, gap, target_derivative, logit_sum;
 };
 
+template <bool kSmoothed>
 __device__ __forceinline__ Partial load(const Partials& from, int64_t there) {
   return {from.shift[there], from.total[there], from.target[there], from.gap == nullptr ? 0 : from.gap[there],
-          from.target_derivative == nullptr ? 0 : from.target_derivative[there]};
+          from.target_derivative == nullptr ? 0 : from.target_derivative[there],
+          kSmoothed ? from.logit_sum[there] : 0};
 }
 
 // The fold of `so_far` and of the first `count` parts, in this order.
+template <bool kSmoothed>
 __device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&parts)[kAtOnce], int count) {
-  Partial whole = {so_far.shift, 0, so_far.target, 0, so_far.target_derivative};
+  Partial whole = {so_far.shift, 0, so_far.target, 0, so_far.target_derivative, so_far.logit_sum};
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     // A partial without columns has no maximum.
@@ -35,43 +39,48 @@ __device__ __forceinline__ Partial fold(const Partial& so_far, const Partial (&p
   for (int i = 0; i < kAtOnce; ++i) {
     if (i >= count) break;
     add(parts[i]);
-    // All partials but the one that holds the target have zeros here.
+    // All partials but the one that holds the target have zeros for it and its derivative.
     whole.target = __fadd_rn(whole.target, parts[i].target);
     whole.target_derivative = __fadd_rn(whole.target_derivative, parts[i].target_derivative);
+    if constexpr (kSmoothed) whole.logit_sum = __fadd_rn(whole.logit_sum, parts[i].logit_sum);
   }
   return whole;
 }
 
 // The fold of partials first … first + count − 1 of one row, in ascending order, eight at a time.
+template <bool kSmoothed>
 __device__ __forceinline__ Partial fold_all(const Partials& from, int first, int count, int rows, int row) {
-  Partial whole = {-INFINITY, 0, 0, 0, 0};
+  Partial whole = {-INFINITY, 0, 0, 0, 0, 0};
   for (int i = 0; i < count; i += kAtOnce) {
     Partial parts[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (i + j < count) parts[j] = load(from, static_cast<int64_t>(first + i + j) * rows + row);
+      if (i + j < count) parts[j] = load<kSmoothed>(from, static_cast<int64_t>(first + i + j) * rows + row);
     }
-    whole = fold(whole, parts, count - i);
+    whole = fold<kSmoothed>(whole, parts, count - i);
   }
   return whole;
 }
 
+template <bool kSmoothed>
 __global__ void fold_chunks_kernel(const FoldChunks f) {
   const int row = blockIdx.x * kThreads + threadIdx.x, each = f.chunks / f.groups;
   if (blockIdx.x * kThreads >= *f.active || row >= f.rows) return;
-  const Partial whole = fold_all(f.of_chunks, blockIdx.y * each, each, f.rows, row);
+  const Partial whole = fold_all<kSmoothed>(f.of_chunks, blockIdx.y * each, each, f.rows, row);
   const int64_t there = static_cast<int64_t>(blockIdx.y) * f.rows + row;
   f.shift[there] = whole.shift;
   f.total[there] = whole.total;
   f.target[there] = whole.target;
   if (f.gap != nullptr) f.gap[there] = whole.gap;
   if (f.target_derivative != nullptr) f.target_derivative[there] = whole.target_derivative;
+  if constexpr (kSmoothed) f.logit_sum[there] = whole.logit_sum;
 }
 
+template <bool kSmoothed>
 __global__ void fold_groups_kernel(const FoldGroups f) {
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (blockIdx.x * kThreads >= *f.active || row >= f.rows) return;
-  const Partial whole = fold_all(f.of_groups, 0, f.groups, f.rows, row);
+  const Partial whole = fold_all<kSmoothed>(f.of_groups, 0, f.groups, f.rows, row);
   // A row without a finite logit has no softmax, and its values are NaN.
   const float shift = whole.shift == -INFINITY ? NAN : whole.shift, log_total = log2f(whole.total);
   // Rounding must not make a probability larger than 1, or an entropy negative.
@@ -85,6 +94,7 @@ __global__ void fold_groups_kernel(const FoldGroups f) {
     f.gap[row] = gap;
   }
   if (f.target_derivative != nullptr) f.target_derivative[row] = whole.target_derivative;
+  if constexpr (kSmoothed) f.logit_sum[row] = __fmul_rn(whole.logit_sum, kLn2);
 }
 
 // 1 − exp(x) for x <= 0, without the cancellation near 0; `power` is exp(x).
@@ -103,7 +113,8 @@ __global__ void coefficients_kernel(const CoefficientsArguments c) {
   const float logp = facts.logp[row], total = facts.total[row], g_logp = facts.g_logp[row];
   const float per_logit = divide(facts.scale == nullptr ? 1.0f : facts.scale[row], facts.temperature[row]);
   const float probability = exp2_full(__fmul_rn(logp, kLog2E));
-  float others = -g_logp, at_target = __fmul_rn(g_logp, minus_expm1(logp, probability)), slope = 0;
+  const float of_others = minus_expm1(logp, probability);
+  float others = -g_logp, at_target = __fmul_rn(g_logp, of_others), slope = 0;
   if (facts.g_lse != nullptr) {
     others = __fsub_rn(facts.g_lse[row], g_logp);
     at_target = fmaf(facts.g_lse[row], probability, at_target);
@@ -114,6 +125,12 @@ __global__ void coefficients_kernel(const CoefficientsArguments c) {
     const float target = max_nan(fmaf(logp, kLog2E, log2f(total)), -1e30f), gap = facts.gap[row];
     at_target = fmaf(probability, __fmul_rn(slope, __fadd_rn(gap, target)), at_target);
     others = fmaf(gap, slope, others);
+  }
+  if (facts.g_uniform != nullptr) {
+    const float smoothed = __fsub_rn(facts.g_uniform[row], facts.g_spread[row]);
+    const bool is_alone = facts.g_lse == nullptr && facts.g_entropy == nullptr;
+    at_target = is_alone ? fmaf(g_logp, of_others, smoothed) : __fadd_rn(at_target, smoothed);
+    c.uniform[row] = __fmul_rn(facts.g_uniform[row], per_logit);
   }
   const float weight = divide(per_logit, total);
   c.constant[row] = __fmul_rn(weight, others);
@@ -130,7 +147,7 @@ using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloa
 
 // A block computes 64 rows of one chunk; a warp takes one row at a time, with eight columns in each lane. Where rows
 // moved, one block for each chunk takes them all in ascending order, so that none is overwritten before it is read.
-template <typename T>
+template <typename T, bool kSmoothed>
 __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const DlogitsFromKept f) {
   constexpr int kRows = kAtOnce * kThreads / 32;  // eight rows for each warp
   const int block = blockIdx.x, place = blockIdx.y;
@@ -172,6 +189,10 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
         const int here = column + 2 * j;
         const float2 both = floats_of(reinterpret_cast<const PairOf<T>&>(pairs[j]));
         float even = __fmul_rn(factor, both.x), odd = __fmul_rn(factor, both.y);
+        if constexpr (kSmoothed) {
+          even = __fadd_rn(even, f.rows.uniform[row]);
+          odd = __fadd_rn(odd, f.rows.uniform[row]);
+        }
         if (here == target) even = f.rows.at_target[row];
         if (here + 1 == target) odd = f.rows.at_target[row];
         gradients[j] = pair_of<T>(here < holds ? even : 0, here + 1 < holds ? odd : 0);
@@ -221,11 +242,13 @@ cudaError_t launch_blocks(void (*kernel)(Arguments), int x, int y, cudaStream_t 
 }  // namespace
 
 cudaError_t launch(cudaStream_t stream, const FoldChunks& f) {
-  return launch_blocks(fold_chunks_kernel, blocks_of(f.rows, kThreads), f.groups, stream, f);
+  const auto kernel = f.logit_sum == nullptr ? fold_chunks_kernel<false> : fold_chunks_kernel<true>;
+  return launch_blocks(kernel, blocks_of(f.rows, kThreads), f.groups, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const FoldGroups& f) {
-  return launch_blocks(fold_groups_kernel, blocks_of(f.rows, kThreads), 1, stream, f);
+  const auto kernel = f.logit_sum == nullptr ? fold_groups_kernel<false> : fold_groups_kernel<true>;
+  return launch_blocks(kernel, blocks_of(f.rows, kThreads), 1, stream, f);
 }
 
 cudaError_t launch(cudaStream_t stream, const CoefficientsArguments& c) {
@@ -233,9 +256,12 @@ cudaError_t launch(cudaStream_t stream, const CoefficientsArguments& c) {
 }
 
 cudaError_t launch(cudaStream_t stream, const DlogitsFromKept& f) {
-  const auto kernel =
-      f.type == Dtype::kBfloat16 ? dlogits_from_kept_kernel<__nv_bfloat16> : dlogits_from_kept_kernel<__half>;
-  return launch_blocks(kernel, blocks_of(f.rows_out, 64), f.chunks, stream, f);
+  return with_flags(
+      [&](auto is_bfloat16, auto smoothed) {
+        return launch_blocks(dlogits_from_kept_kernel<Narrow<decltype(is_bfloat16)>, smoothed>,
+                             blocks_of(f.rows_out, 64), f.chunks, stream, f);
+      },
+      f.type == Dtype::kBfloat16, f.rows.uniform != nullptr);
 }
 
 cudaError_t launch(cudaStream_t stream, const ColumnSums& s) {

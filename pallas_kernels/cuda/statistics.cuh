@@ -1,5 +1,5 @@
 // The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns.
-// pallas_kernels/mosaic/statistics.py defines a partial (k, s, t, u).
+// pallas_kernels/mosaic/statistics.py defines a partial (k, s, t, u), and the sum of logits beside it.
 #pragma once
 
 #include "launch.cuh"
@@ -8,7 +8,7 @@
 namespace rlk {
 namespace {
 
-template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy>
+template <typename T, bool kIsDv, bool kSoftcap, bool kEntropy, bool kSmoothed>
 struct StatisticsOp : ProductWithHead<T, kIsDv> {
   using Arguments = Statistics;
   using Base = ProductWithHead<T, kIsDv>;
@@ -53,11 +53,11 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
     // The columns of a softcap are summed strip by strip.
     constexpr int kEights = (kSoftcap ? 64 : kChunk) / 8;
     const int width = loaded.columns.width - place.column();
-    float sum[2] = {0, 0}, spread[2] = {0, 0};
+    float sum[2] = {0, 0}, spread[2] = {0, 0}, y_sum[2] = {0, 0};
     uint32_t kept[kChunk / 64][16];
 #pragma unroll
     for (int first = 0; first < kChunk / 8; first += kEights) {
-      RowSum total[2], gap[2];
+      RowSum total[2], gap[2], ys[2];
 #pragma unroll
       for (int i = first; i < first + kEights; ++i) {
 #pragma unroll
@@ -68,6 +68,7 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
             LogitExponent exponent = logit_exponent<kSoftcap>(s.logits, scaling[r], pair[c]);
             // The softcap of −∞ is finite.
             if (kSoftcap && (8 * i + c >= width || !allowed.has(i, r, c))) exponent.y = -INFINITY;
+            if constexpr (kSmoothed) ys[r].add(i, c, 8 * i + c < width ? exponent.y : 0);
             const float weight = exp2_approx(exponent.y);
             total[r].add(i, c, weight);
             // The exponential of a logit of −∞ is 0, and 0·∞ must be 0.
@@ -82,6 +83,7 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
       for (int r = 0; r < 2; ++r) {
         sum[r] = __fadd_rn(sum[r], total[r].total());
         if constexpr (kEntropy) spread[r] = __fadd_rn(spread[r], gap[r].total());
+        if constexpr (kSmoothed) y_sum[r] = __fadd_rn(y_sum[r], ys[r].total());
       }
     }
 #pragma unroll
@@ -93,6 +95,10 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
         s.target[there] = picked[r];
         if constexpr (kEntropy) s.gap[there] = spread[r];
         if constexpr (kSoftcap) s.target_derivative[there] = picked_derivative[r];
+        if constexpr (kSmoothed) {
+          const float of_shift = __fmul_rn(scaling[r].shift, static_cast<float>(loaded.columns.width));
+          s.logit_sum[there] = __fadd_rn(y_sum[r], of_shift);
+        }
       }
     }
     if (chunk >= s.kept_chunks) return;
@@ -130,11 +136,15 @@ cudaError_t launch_statistics(cudaStream_t stream, const Statistics& s) {
   const Logits& logits = s.logits;
   const int64_t blocks = int64_t{s.chunks} * blocks_of(logits.hidden.rows, cluster_rows(logits.tile));
   return with_flags(
-      [&](auto is_bfloat16, auto is_dv, auto entropy) {
-        return launch_product<StatisticsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy>>(
-            stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, s);
+      [&](auto is_bfloat16, auto is_dv, auto entropy, auto smoothed) -> cudaError_t {
+        if constexpr (entropy && smoothed) {
+          return cudaErrorInvalidValue;  // no op has both
+        } else {
+          return launch_product<StatisticsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy, smoothed>>(
+              stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, s);
+        }
       },
-      logits.type == Dtype::kBfloat16, logits.head.is_dv, s.gap != nullptr);
+      logits.type == Dtype::kBfloat16, logits.head.is_dv, s.gap != nullptr, s.logit_sum != nullptr);
 }
 
 }  // namespace

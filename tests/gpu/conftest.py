@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
 
 
@@ -17,7 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def implementation(request: pytest.FixtureRequest) -> str:
-    """The implementation of a test that is given it indirectly; tests of Triton's need jax-triton."""
-    if request.param == "triton" and call.why_missing():
-        pytest.skip(call.why_missing())
+    """The implementation of a test that is given it indirectly: Triton's need jax-triton, and CUDA's nvcc."""
+    needs = {"triton": call.why_missing, "cuda": build.why_missing}.get(request.param)
+    if needs and (missing := needs()):
+        pytest.skip(missing)
     return request.param

@@ -18,10 +18,12 @@ from pallas_kernels.hopper.arrays import Coefficients, KeptExponentials, KeptRow
 from pallas_kernels.hopper.tiles import THREADS, Machine, Tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
-from rlk_jax import det_gemm, explain, linear_logp
+from rlk_jax import det_gemm, explain, linear_cross_entropy, linear_logp
 from tests.gpu.hopper import needs_cuda
 from tests.gpu.test_allowed import SHAPES as MASKED
 from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
+from tests.gpu.test_label_smoothing import SHAPES as SMOOTHED
+from tests.gpu.test_label_smoothing import SMOOTHING
 from tests.support import helpers
 from tests.support.allowed import allowed_of, mask_of
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
@@ -50,11 +52,31 @@ def test_the_bits_of_mosaic(case, dtype):
 def test_the_bits_of_mosaic_over_allowed_tokens(case, dtype):
     """Kept exponentials, and gradients of logits that are computed again."""
     case, problem = helpers.without_entropy(case, helpers.make(case, dtype))
-    mask = mask_of(allowed_of(case, problem))
+    assert_bits_of_mosaic(case, problem, allowed_mask=mask_of(allowed_of(case, problem)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", SMOOTHED, ids=str)
+def test_the_bits_of_mosaic_for_smoothed_targets(case, dtype):
+    """Kept exponentials, and gradients of logits that are computed again; beside an lse, and of a loss without one."""
+    case, problem = helpers.without_entropy(helpers.with_options(case, **SMOOTHING), helpers.make(case, dtype))
+    assert_bits_of_mosaic(case, problem)
+
+    def gradients(implementation):
+        def loss(hidden, weight):
+            options = {"logit_softcap": case.options.get("logit_softcap"), "implementation": implementation}
+            return linear_cross_entropy(hidden, weight, problem.target_ids, problem.bias, **SMOOTHING, **options)
+
+        return jax.value_and_grad(loss, (0, 1))(problem.hidden, problem.weight)
+
+    assert_same_bits(gradients("cuda"), gradients("mosaic"))
+
+
+def assert_bits_of_mosaic(case, problem, **options):
+    """In two memory budgets."""
     for budget in (None, 2**21):
-        options = {"allowed_mask": mask, "memory_budget": budget}
-        ours, theirs = (helpers.outputs(case, problem, name, **options) for name in ("cuda", "mosaic"))
-        assert_same_bits(ours, theirs)
+        both = (helpers.outputs(case, problem, name, memory_budget=budget, **options) for name in ("cuda", "mosaic"))
+        assert_same_bits(*both)
 
 
 @pytest.mark.parametrize(

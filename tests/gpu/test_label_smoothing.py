@@ -1,4 +1,4 @@
-"""Smoothed targets by Mosaic's and Triton's kernels: values and gradients, and raw bits."""
+"""Smoothed targets by Mosaic's, Triton's and CUDA's kernels: values and gradients, and raw bits."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ SHAPES = (
 )
 every_dtype = pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [*(("mosaic", x) for x in DTYPES), *(("triton", x) for x in DTYPES[:2])],
+    [*(("mosaic", x) for x in DTYPES), *(("triton", x) for x in DTYPES[:2]), *(("cuda", x) for x in DTYPES[:2])],
     ids=lambda x: x if isinstance(x, str) else np.dtype(x).name,
     indirect=["implementation"],
 )

@@ -436,9 +436,6 @@ def test_strict_jax_modes():
 
 def test_explain_says_what_linear_logp_runs():
     b, options = problem("everything")
-    smoothed = rlk_jax.explain("linear_cross_entropy", *b, **options)
-    assert "takes no label_smoothing yet" in smoothed.reasons["cuda"]
-    del options["label_smoothing"]
     decision = rlk_jax.explain("linear_cross_entropy", *b, **options)
     head = {name: options[name] for name in ("temperature", "logit_softcap", "global_vocab_size", "ignore_index")}
     expected = rlk_jax.explain("linear_logp", *b, return_lse=True, **head)

@@ -39,10 +39,6 @@ def _ranking_obstacles(facts: CallFacts) -> list[str]:
     return ["gives no return_top_k or return_target_rank yet"] if facts.config.ranking else []
 
 
-def _smoothing_obstacles(facts: CallFacts) -> list[str]:
-    return ["takes no label_smoothing yet"] if facts.config.smoothing else []
-
-
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     """Why Mosaic's kernels cannot run: they take float32 operands too, in two bfloat16 parts each."""
     if "float32" not in facts.dtypes[:2]:
@@ -54,8 +50,7 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    reasons = _smoothing_obstacles(facts) + _ranking_obstacles(facts)
-    return hopper_obstacles(facts) + _operand_obstacles(facts) + reasons
+    return hopper_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:

@@ -15,7 +15,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from rlk_jax import det_gemm, dispatch, linear_logp
+from rlk_jax import det_gemm, dispatch, linear_cross_entropy, linear_logp
 from tests.pallas_kernels.mosaic import sm90
 from tests.support import verdicts
 
@@ -56,6 +56,14 @@ def recomputed(*operands):
     return head(*operands, return_entropy=True)
 
 
+def smoothed(hidden, weight, target_ids, bias):
+    def op(hidden, weight, bias):
+        options = {"label_smoothing": 0.1, "reduction": "none", "implementation": "cuda"}
+        return linear_cross_entropy(hidden, weight, target_ids, bias, **options)
+
+    return with_gradients(op, hidden, weight, bias)
+
+
 def low_rank(*operands):
     return head(*operands, return_entropy=True)
 
@@ -78,6 +86,7 @@ PROGRAMS = (
     (kept, HEAD),
     (masked, (spec((512, 256), jnp.uint32), *HEAD)),
     (recomputed, HEAD),
+    (smoothed, HEAD),
     (low_rank, (*HEAD, spec((16, 256)), spec((8192, 16)))),
     (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))),
 )

@@ -36,6 +36,7 @@ HEAD = set(build.TARGETS) - {"rlk_gemm"}
         ("kept", HEAD - {"rlk_dlogits"}),
         ("masked", HEAD - {"rlk_dlogits"}),
         ("recomputed", HEAD - {"rlk_dlogits_from_kept_exponentials"}),
+        ("smoothed", HEAD - {"rlk_dlogits"}),
         ("low_rank", (HEAD | {"rlk_gemm"}) - {"rlk_dlogits_from_kept_exponentials"}),
         ("products", {"rlk_gemm"}),
     ],
