@@ -29,6 +29,7 @@ TARGETS = (
     *("rlk_statistics", "rlk_fold_chunks", "rlk_fold_groups"),
     *("rlk_coefficients", "rlk_dlogits", "rlk_dlogits_from_kept_exponentials"),
     *("rlk_hidden_gradient", "rlk_weight_gradient", "rlk_column_sums"),
+    *("rlk_products", "rlk_statistics_of_products", "rlk_add_largest"),
     "rlk_gemm",
 )
 """The names of the library's FFI handlers, which are also the names of their targets."""

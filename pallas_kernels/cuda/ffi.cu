@@ -126,12 +126,43 @@ VocabSlice slice(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyB
   return {data<const int>(rows), data<const int>(first_chunk), data<const int>(chunks), optional.next<const int>()};
 }
 
+// Logits of products that are in memory: without hidden, its type and a tile. The weight gives its sizes alone.
+Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, const AnyBuffer& weight,
+              Optional& optional, Numbers of_head, double softcap) {
+  Logits logits = {head(of_head, weight), slice(rows, first_chunk, chunks, optional)};
+  logits.bias = optional.next<const float>();
+  logits.softcap = static_cast<float>(softcap);
+  logits.inverse_softcap = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
+  logits.allowed = optional.next<const int>();
+  return logits;
+}
+
 Logits logits(const AnyBuffer& rows, const AnyBuffer& first_chunk, const AnyBuffer& chunks, const AnyBuffer& hidden,
               const AnyBuffer& weight, Optional& optional, Numbers of_head, Numbers of_tile, double softcap) {
-  const VocabSlice where = slice(rows, first_chunk, chunks, optional);
-  const float inverse = softcap > 0 ? static_cast<float>(1 / softcap) : 0;
-  return {head(of_head, weight), where, matrix(hidden), optional.next<const float>(), static_cast<float>(softcap),
-          inverse, dtype(hidden), tile(of_tile), optional.next<const int>()};
+  Logits of_product = logits(rows, first_chunk, chunks, weight, optional, of_head, softcap);
+  of_product.hidden = matrix(hidden);
+  of_product.type = dtype(hidden);
+  of_product.tile = tile(of_tile);
+  return of_product;
+}
+
+// Statistics without logits: the facts about each row, and results, of which those behind the first three follow where
+// they are asked for.
+Statistics statistics_of(const AnyBuffer& target_ids, const AnyBuffer& temperature, ffi::Result<AnyBuffer>& shift,
+                         ffi::Result<AnyBuffer>& total, ffi::Result<AnyBuffer>& target, MoreResults& more, bool has_gap,
+                         bool has_derivative, bool has_sum) {
+  Statistics s = {};
+  s.target_ids = data<const int>(target_ids);
+  s.temperature = data<const float>(temperature);
+  s.chunks = size(*shift, 0);
+  s.rows = size(*shift, 1);
+  s.shift = data<float>(shift);
+  s.total = data<float>(total);
+  s.target = data<float>(target);
+  s.gap = more.next<float>(has_gap);
+  s.target_derivative = more.next<float>(has_derivative);
+  s.logit_sum = more.next<float>(has_sum);
+  return s;
 }
 
 // Optional: columns, bias, allowed, holds_target, the operands of a low-rank term. Results: shift, total, target, then gap,
@@ -142,24 +173,63 @@ ffi::Error statistics(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBu
                       ffi::Result<AnyBuffer> target, ffi::RemainingRets more, int64_t given, Numbers of_head,
                       Numbers of_tile, double softcap, bool has_gap, bool has_sum, int64_t kept_chunks) {
   Optional optional(rest, given);
-  Statistics s = {};
+  MoreResults results(more);
+  Statistics s = statistics_of(target_ids, temperature, shift, total, target, results, has_gap, softcap > 0, has_sum);
   s.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, softcap);
-  s.target_ids = data<const int>(target_ids);
   s.holds_target = optional.next<const int>();
   s.logits.low_rank = optional.next_operands();
-  s.temperature = data<const float>(temperature);
-  s.chunks = size(*shift, 0);
-  s.rows = size(*shift, 1);
-  s.shift = data<float>(shift);
-  s.total = data<float>(total);
-  s.target = data<float>(target);
-  MoreResults results(more);
-  s.gap = results.next<float>(has_gap);
-  s.target_derivative = results.next<float>(softcap > 0);
-  s.logit_sum = results.next<float>(has_sum);
   s.kept_chunks = static_cast<int>(kept_chunks);
   s.kept = results.next<void>(kept_chunks > 0);
   return run("rlk_statistics", stream, device, s);
+}
+
+// Optional: columns, bias, allowed, holds_target. Results: those of `statistics` without kept.
+ffi::Error statistics_of_products(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk,
+                                  AnyBuffer chunks, AnyBuffer products, AnyBuffer target_ids, AnyBuffer temperature,
+                                  ffi::RemainingArgs rest, ffi::Result<AnyBuffer> shift, ffi::Result<AnyBuffer> total,
+                                  ffi::Result<AnyBuffer> target, ffi::RemainingRets more, int64_t given,
+                                  Numbers of_head, double softcap, bool has_gap, bool has_sum) {
+  Optional optional(rest, given);
+  MoreResults results(more);
+  StatisticsOfProducts s = {};
+  s.statistics = statistics_of(target_ids, temperature, shift, total, target, results, has_gap, softcap > 0, has_sum);
+  s.statistics.logits = logits(rows, first_chunk, chunks, products, optional, of_head, softcap);
+  s.statistics.holds_target = optional.next<const int>();
+  s.products = data<const float>(products);
+  s.product_rows = size(products, 0);
+  s.product_columns = size(products, 1);
+  return run("rlk_statistics_of_products", stream, device, s);
+}
+
+// Optional: columns, bias, allowed, the operands of a low-rank term.
+ffi::Error products(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                    AnyBuffer hidden, AnyBuffer weight, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> values,
+                    ffi::Result<AnyBuffer> largest, int64_t given, Numbers of_head, Numbers of_tile) {
+  Optional optional(rest, given);
+  Products p = {};
+  p.logits = logits(rows, first_chunk, chunks, hidden, weight, optional, of_head, of_tile, 0);
+  p.logits.low_rank = optional.next_operands();
+  p.values = data<float>(values);
+  p.largest = data<float>(largest);
+  p.chunks = size(*largest, 0);
+  p.rows = size(*largest, 1);
+  return run("rlk_products", stream, device, p);
+}
+
+ffi::Error add_largest(cudaStream_t stream, int32_t device, AnyBuffer rows, AnyBuffer first_chunk, AnyBuffer chunks,
+                       AnyBuffer values, AnyBuffer largest, ffi::RemainingArgs rest, ffi::Result<AnyBuffer> list,
+                       ffi::Result<AnyBuffer> list_columns, int64_t given, Numbers of_vocabulary, int64_t count) {
+  Optional optional(rest, given);
+  AddLargest a = {slice(rows, first_chunk, chunks, optional), vocabulary(of_vocabulary)};
+  a.values = data<const float>(values);
+  a.largest = data<const float>(largest);
+  a.value_rows = size(values, 0);
+  a.chunks = size(largest, 0);
+  a.rows = size(largest, 1);
+  a.list = data<float>(list);
+  a.list_columns = data<int>(list_columns);
+  a.count = static_cast<int>(count);
+  return run("rlk_add_largest", stream, device, a);
 }
 
 Partials partials(const AnyBuffer& shift, const AnyBuffer& total, const AnyBuffer& target, Optional& optional) {
@@ -395,6 +465,14 @@ RLK_HANDLER(statistics, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.Remaini
                             .RLK_RET.RLK_RET.RLK_RET.RemainingRets()
                             .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile").Attr<double>("softcap")
                             .Attr<bool>("has_gap").Attr<bool>("has_sum").Attr<int64_t>("kept_chunks"));
+RLK_HANDLER(statistics_of_products, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
+                                        .RLK_RET.RLK_RET.RLK_RET.RemainingRets()
+                                        .Attr<int64_t>("given").RLK_NUMBERS("head").Attr<double>("softcap")
+                                        .Attr<bool>("has_gap").Attr<bool>("has_sum"));
+RLK_HANDLER(products, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.RLK_RET
+                          .Attr<int64_t>("given").RLK_NUMBERS("head").RLK_NUMBERS("tile"));
+RLK_HANDLER(add_largest, bind().RLK_SLICE.RLK_ARG.RLK_ARG.RemainingArgs().RLK_RET.RLK_RET
+                             .Attr<int64_t>("given").RLK_NUMBERS("vocabulary").Attr<int64_t>("count"));
 RLK_HANDLER(fold_chunks, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()
                              .RLK_RET.RLK_RET.RLK_RET.RemainingRets().Attr<int64_t>("given"));
 RLK_HANDLER(fold_groups, bind().RLK_ARG.RLK_ARG.RLK_ARG.RLK_ARG.RemainingArgs()

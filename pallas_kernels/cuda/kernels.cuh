@@ -107,6 +107,35 @@ struct Statistics {
   int kept_chunks;
 };
 
+// The statistics of products that are in memory already, with their bias where `bias` is null.
+struct StatisticsOfProducts {
+  Statistics statistics;  // without hidden and a weight; the head says where in a row of products a chunk begins
+  const float* products;  // [product_rows, product_columns]
+  int64_t product_rows, product_columns;
+};
+
+// One slice's products with their bias, −∞ where a place holds no column or one that the row is not allowed.
+struct Products {
+  Logits logits;
+  float* values;   // [rows of hidden, chunks · 256]
+  float* largest;  // [chunks, rows]: the largest of each chunk
+  int chunks, rows;
+};
+
+constexpr int kList = 128;  // products that a list of the largest ones holds
+
+// Adds one slice's products to the list of the `count` largest of each row.
+struct AddLargest {
+  VocabSlice where;
+  Vocabulary vocabulary;
+  const float* values;   // [value_rows, chunks · 256]
+  const float* largest;  // [chunks, rows]
+  int value_rows, chunks, rows;
+  float* list;        // [rows, kList], in descending order
+  int* list_columns;  // their columns; those of equal products ascend
+  int count;
+};
+
 // [rows] each; gap is null where no entropy is asked for, target_derivative without a softcap, and logit_sum where
 // targets are not smoothed.
 struct Partials {
@@ -229,6 +258,10 @@ struct Gemm {
 
 cudaError_t launch(cudaStream_t, const Statistics&);
 cudaError_t launch_softcapped(cudaStream_t, const Statistics&);
+cudaError_t launch(cudaStream_t, const StatisticsOfProducts&);
+cudaError_t launch_softcapped(cudaStream_t, const StatisticsOfProducts&);
+cudaError_t launch(cudaStream_t, const Products&);
+cudaError_t launch(cudaStream_t, const AddLargest&);
 cudaError_t launch(cudaStream_t, const FoldChunks&);
 cudaError_t launch(cudaStream_t, const FoldGroups&);
 cudaError_t launch(cudaStream_t, const CoefficientsArguments&);

@@ -1,17 +1,23 @@
 """The CUDA kernels as functions of arrays, with the names and the signatures of `pallas_kernels.mosaic.head_kernels`.
 
-The results of an FFI call alias the arrays that the kernel writes into. Operands that a call may leave out follow the
-others, and the attribute `given` has a bit for each of them that says whether it is there.
+call.py beside it launches them.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cuda import build
+from pallas_kernels.cuda.call import (
+    call_kernel,
+    head_numbers,
+    numbers,
+    softcap_number,
+    tile_numbers,
+    vocabulary_numbers,
+)
 from pallas_kernels.hopper.arrays import (
     Coefficients,
     GradientRows,
@@ -19,54 +25,20 @@ from pallas_kernels.hopper.arrays import (
     HiddenGradient,
     KeptExponentials,
     KeptRowMap,
+    LargestProducts,
     LogitsConfig,
     Partials,
+    SliceProducts,
     Softmax,
     VocabSlice,
 )
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, Machine, Tile, gemm_plan, gemm_tile, statistics_tile
+from pallas_kernels.hopper.tiles import COLUMNS, Machine, gemm_plan, gemm_tile, statistics_tile
 from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.products import LowRankTerm, padded
 
 Array = jax.Array
 Ref = Any
 _NO_TERM = LowRankTerm(None, None)
-
-
-def _call(
-    name: str, results: Sequence[Any], operands: Sequence[Any], optional: Sequence[Any] = (), **attributes: Any
-) -> list[Array]:
-    """Launch one kernel by its FFI target's name. A result is a shape, or an array that is written in place."""
-    build.register()
-    written = [x for x in results if isinstance(x, jax.Array)]
-    there = [x for x in optional if x is not None]
-    given = sum(1 << i for i, x in enumerate(optional) if x is not None)
-    first = len(operands) + len(there)
-    places = [i for i, x in enumerate(results) if isinstance(x, jax.Array)]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    call = jax.ffi.ffi_call(name, shapes, input_output_aliases={first + i: place for i, place in enumerate(places)})
-    return list(call(*operands, *there, *written, given=np.int64(given), **attributes))
-
-
-def _numbers(*values: int) -> np.ndarray:
-    return np.asarray(values, np.int64)
-
-
-def _tile(tile: Tile, machine: Machine) -> np.ndarray:
-    # A step of these kernels is DEPTH deep, whatever the tile's is.
-    return _numbers(tile.rows, tile.stages * tile.depth // DEPTH, tile.cluster, tile.band, machine.sm_count)
-
-
-def _vocabulary(vocabulary: Vocabulary) -> tuple[int, int, int]:
-    return vocabulary.size, vocabulary.groups, vocabulary.group_width
-
-
-def _head(head: HeadAccess) -> np.ndarray:
-    return _numbers(*_vocabulary(head.vocabulary), head.layout == "dv", head.copied)
-
-
-def _softcap(logits: LogitsConfig) -> np.float64:
-    return np.float64(logits.softcap or 0)
 
 
 def partials(
@@ -82,25 +54,33 @@ def partials(
     out: Partials,
     kept: Ref | None = None,
     low_rank: LowRankTerm | None = None,
+    products: SliceProducts | None = None,
 ) -> None:
-    """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`.
+    """Write the partials of one slice of chunks into the references `out`, and the exponentials of chunks into `kept`,
+    or the products of the slice into `products`.
 
     hidden `[rows, D]` holds whole tiles of rows, or a multiple of 8 below 64; weight is stored as `logits.head` says;
     bias is float32 `[slice's chunks · 256]`; target_ids int32 and temperature float32 have a value for each row of
     whole tiles. holds_target, int32 `[rows / 64, all chunks]`, is not 0 where one of 64 rows has its target in a chunk;
     with None every chunk is searched. kept, a reference `[hidden's rows, first chunks · 256]` in hidden's dtype, takes
-    the rounded exponentials of the chunks it has room for. low_rank is a term of the head, or None: the chain of a
-    product goes on over its r columns.
+    the rounded exponentials of the chunks it has room for; there is none beside `products`. low_rank is a term of the
+    head, or None: the chain of a product goes on over its r columns.
     """
+    if products is not None:
+        _write_products(logits, machine, where, hidden, weight, bias, low_rank, products)
+        # Their columns stand as those of a slice that is copied.
+        of_slice = replace(logits, head=replace(logits.head, copied=True))
+        _partials_of(of_slice, where, products.values[...], None, target_ids, holds_target, temperature, out)
+        return
     references = [x for x in (*out, kept) if x is not None]
-    found = _call(
+    found = call_kernel(
         "rlk_statistics",
         [x[...] for x in references],
         (*where[:3], hidden, weight, target_ids, temperature),
         (where.columns, bias, where.allowed, holds_target, *(low_rank or _NO_TERM)),
-        head=_head(logits.head),
-        tile=_tile(statistics_tile(hidden.shape[0]), machine),
-        softcap=_softcap(logits),
+        head=head_numbers(logits.head),
+        tile=tile_numbers(statistics_tile(hidden.shape[0]), machine),
+        softcap=softcap_number(logits),
         has_gap=out.gap is not None,
         has_sum=out.logit_sum is not None,
         kept_chunks=np.int64(0 if kept is None else kept.shape[1] // COLUMNS),
@@ -109,11 +89,98 @@ def partials(
         reference[...] = array
 
 
+def _write_products(
+    logits: LogitsConfig,
+    machine: Machine,
+    where: VocabSlice,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    low_rank: LowRankTerm | None,
+    out: SliceProducts,
+) -> None:
+    out.values[...], out.largest[...] = call_kernel(
+        "rlk_products",
+        [x[...] for x in out],
+        (*where[:3], hidden, weight),
+        (where.columns, bias, where.allowed, *(low_rank or _NO_TERM)),
+        head=head_numbers(logits.head),
+        tile=tile_numbers(statistics_tile(hidden.shape[0]), machine),
+    )
+
+
+def partials_of_logits(
+    logits: LogitsConfig,
+    machine: Machine,
+    where: VocabSlice,
+    products: Array,
+    bias: Array | None,
+    target_ids: Array,
+    temperature: Array,
+    out: Partials,
+) -> None:
+    """Write the partials of products `[N, columns]`, which are float32, into the references `out [chunks, rows]`.
+
+    `where` is the whole vocabulary. Rows are a multiple of THREADS; those behind the last 64 of N are not written, and
+    those behind N hold anything. bias is float32 `[chunks · 256]`, or None; target_ids int32 and temperature float32
+    are `[rows]`.
+    """
+    _partials_of(logits, where, products, bias, target_ids, None, temperature, out)
+
+
+def _partials_of(
+    logits: LogitsConfig,
+    where: VocabSlice,
+    products: Array,
+    bias: Array | None,
+    target_ids: Array,
+    holds_target: Array | None,
+    temperature: Array,
+    out: Partials,
+) -> None:
+    """Write the partials of products that are in memory, whose columns are found as those of a head are."""
+    references = [x for x in out if x is not None]
+    found = call_kernel(
+        "rlk_statistics_of_products",
+        [x[...] for x in references],
+        (*where[:3], products, target_ids, temperature),
+        (where.columns, bias, where.allowed, holds_target),
+        head=head_numbers(logits.head),
+        softcap=softcap_number(logits),
+        has_gap=out.gap is not None,
+        has_sum=out.logit_sum is not None,
+    )
+    for reference, array in zip(references, found, strict=True):
+        reference[...] = array
+
+
+def add_largest(
+    vocabulary: Vocabulary,
+    machine: Machine,
+    where: VocabSlice,
+    products: SliceProducts,
+    count: int,
+    best: LargestProducts,
+) -> None:
+    """Add the products of a slice to the `count` largest products of each row, in `best`.
+
+    Slices are given in ascending order. Rows behind those that count are left as they are. What a row with NaN gets is
+    undefined.
+    """
+    best.values[...], best.columns[...] = call_kernel(
+        "rlk_add_largest",
+        [x[...] for x in best],
+        (*where[:3], *(x[...] for x in products)),
+        vocabulary=numbers(*vocabulary_numbers(vocabulary)),
+        count=np.int64(count),
+    )
+
+
 def fold_chunks(partials: Partials, groups: int, active: Array, machine: Machine) -> Partials:
     """The partials of groups `[groups, rows]` from those of chunks `[chunks, rows]`, for rows before `active [1]`."""
     row = jax.ShapeDtypeStruct((groups, partials.shift.shape[1]), jnp.float32)
     wanted = [x is not None for x in partials]
-    found = iter(_call("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    found = iter(call_kernel("rlk_fold_chunks", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
     return Partials(*(next(found) if x else None for x in wanted))
 
 
@@ -122,7 +189,7 @@ def fold_groups(partials: Partials, active: Array, machine: Machine) -> Softmax:
     row = jax.ShapeDtypeStruct(partials.shift.shape[1:], jnp.float32)
     with_gap, *others = (x is not None for x in partials[3:])
     wanted = (True, True, True, True, with_gap, with_gap, *others)
-    found = iter(_call("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
+    found = iter(call_kernel("rlk_fold_groups", [row] * sum(wanted), (active, *partials[:3]), partials[3:]))
     logp, lse, shift, total, entropy, *rest = (next(found) if x else None for x in wanted)
     return Softmax(logp, lse, entropy, shift, total, *rest)
 
@@ -133,7 +200,7 @@ def coefficients(rows: GradientRows, machine: Machine) -> Coefficients:
     wanted = (True, True, rows.g_entropy is not None, rows.g_uniform is not None)
     of_logp = rows.temperature, rows.logp, rows.total, rows.g_logp
     others = (rows.gap, rows.target_derivative, rows.g_lse, rows.g_entropy, rows.scale, rows.g_uniform, rows.g_spread)
-    found = iter(_call("rlk_coefficients", [row] * sum(wanted), of_logp, others))
+    found = iter(call_kernel("rlk_coefficients", [row] * sum(wanted), of_logp, others))
     constant, at_target, slope, uniform = (next(found) if x else None for x in wanted)
     return Coefficients(rows.target_ids, rows.temperature, rows.shift, constant, slope, at_target, uniform)
 
@@ -159,14 +226,14 @@ def dlogits(
     Places that hold no column become 0. hidden is `[rows, D]`; weight, bias and low_rank are those that `partials`
     takes.
     """
-    (out[...],) = _call(
+    (out[...],) = call_kernel(
         "rlk_dlogits",
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], hidden, weight, *_coefficient_operands(rows)),
         (where.columns, bias, where.allowed, rows.slope, rows.uniform, *(low_rank or _NO_TERM)),
-        head=_head(logits.head),
-        tile=_tile(statistics_tile(hidden.shape[0]), machine),
-        softcap=_softcap(logits),
+        head=head_numbers(logits.head),
+        tile=tile_numbers(statistics_tile(hidden.shape[0]), machine),
+        softcap=softcap_number(logits),
     )
 
 
@@ -185,12 +252,12 @@ def dlogits_from_kept_exponentials(
     of the first chunks and the gradients take their place.
     """
     in_place = kept.exponentials is None
-    (out[...],) = _call(
+    (out[...],) = call_kernel(
         "rlk_dlogits_from_kept_exponentials",
         [out[...] if in_place else jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (*where[:3], kept.shift, row_map.row, *_coefficient_operands(rows)),
         (where.columns, rows.uniform, kept.exponentials, row_map.moved if in_place else None),
-        vocabulary=_numbers(*_vocabulary(vocabulary)),
+        vocabulary=numbers(*vocabulary_numbers(vocabulary)),
         rows_at_once=np.int64(statistics_tile(out.shape[0]).cluster_rows),
     )
 
@@ -225,13 +292,13 @@ def add_hidden_gradient(
     `rounded` is None. Rows of the sums behind the last row of dlogits hold anything.
     """
     references = [x for x in out if x is not None]
-    found = _call(
+    found = call_kernel(
         "rlk_hidden_gradient",
         [x[...] for x in references],
         (*where[:3], dlogits, weight, *groups),
         (unscale,),
-        head=_head(head),
-        tile=_tile(gemm_tile(dlogits.shape[0]), machine),
+        head=head_numbers(head),
+        tile=tile_numbers(gemm_tile(dlogits.shape[0]), machine),
         has_chains=out.chains is not None,
         has_total=out.total is not None,
     )
@@ -254,13 +321,13 @@ def store_weight_gradient(
     unscale, float32 `[1]` or None, and rounded once to out's dtype.
     """
     rows = dlogits.shape[1] if head.layout == "vd" else hidden.shape[1]
-    (out[...],) = _call(
+    (out[...],) = call_kernel(
         "rlk_weight_gradient",
         [out[...]],
         (*where[:3], dlogits, hidden),
         (where.columns, unscale),
-        head=_head(head),
-        tile=_tile(gemm_tile(rows), machine),
+        head=head_numbers(head),
+        tile=tile_numbers(gemm_tile(rows), machine),
     )
 
 
@@ -270,7 +337,7 @@ def column_sums(where: VocabSlice, dlogits: Array, row_unscale: Array | None, ma
     row_unscale, float32 `[rows]` or None, multiplies each row.
     """
     out = jax.ShapeDtypeStruct(dlogits.shape[1:], jnp.float32)
-    return _call("rlk_column_sums", [out], (where.rows, dlogits), (row_unscale,))[0]
+    return call_kernel("rlk_column_sums", [out], (where.rows, dlogits), (row_unscale,))[0]
 
 
 def gemm(
@@ -294,12 +361,12 @@ def gemm(
     # To the kernel an operand is transposed where K does not run along its rows in memory.
     operands = [(a, a_transposed), (b, not b_transposed)]
     (along_rows, rows_transposed), (along_columns, columns_transposed) = operands[:: -1 if plan.swapped else 1]
-    return _call(
+    return call_kernel(
         "rlk_gemm",
         [jax.ShapeDtypeStruct((m, n), out_dtype)],
         (_readable(along_rows), _readable(along_columns)),
         (start,),
-        tile=_tile(plan.tile, machine),
+        tile=tile_numbers(plan.tile, machine),
         tile_columns=np.int64(plan.tile.columns),
         a_transposed=rows_transposed,
         b_transposed=columns_transposed,

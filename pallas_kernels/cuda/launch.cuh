@@ -1,4 +1,4 @@
-// Launches a product with its tensor maps, its cluster and its shared memory.
+// Launches a product with its tensor maps, its cluster and its shared memory, or a kernel without a product.
 #pragma once
 
 #include <algorithm>
@@ -81,6 +81,21 @@ cudaError_t launch_product(cudaStream_t stream, const Operands (&operands)[Op::k
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, product_kernel<Op>, maps, tile, arguments);
+}
+
+constexpr int kThreads = 128;  // of a block of a kernel without a product
+
+// Launches a kernel without a product and returns this launch's own error. <<<>>> would leave it in the last error, which
+// may be another call's.
+template <class Arguments>
+cudaError_t launch_blocks(void (*kernel)(Arguments), int x, int y, cudaStream_t stream, const Arguments& arguments,
+                          int threads = kThreads, size_t shared_bytes = 0) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(x, y);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
 }
 
 // Calls launch(…) with each flag as a type, so that a kernel is compiled for either value of the flag.

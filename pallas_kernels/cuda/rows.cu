@@ -1,12 +1,11 @@
 // The kernels without a product: the fold of partial softmaxes, the coefficients of logits' gradients, these gradients
-// from kept exponentials, and sums over rows. A block has 128 threads.
+// from kept exponentials, and sums over rows.
 #include "launch.cuh"
 #include "logits.cuh"
 
 namespace rlk {
 namespace {
 
-constexpr int kThreads = 128;
 constexpr int kAtOnce = 8;  // loads of a thread that are in flight together
 
 struct Partial {
@@ -226,17 +225,6 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(const ColumnSums 
     sum.y = __fadd_rn(sum.y, of_block.y);
   }
   *reinterpret_cast<float2*>(s.out + column) = sum;
-}
-
-// Launches a kernel and returns this launch's own error. <<<>>> would leave it in the last error, which may be another
-// call's.
-template <class Arguments>
-cudaError_t launch_blocks(void (*kernel)(Arguments), int x, int y, cudaStream_t stream, const Arguments& arguments) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(x, y);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns.
+// The forward kernel of linear_logp: a partial softmax for each row and chunk of 256 columns, of a product with the head
+// or of products that are in memory.
 // pallas_kernels/mosaic/statistics.py defines a partial (k, s, t, u), and the sum of logits beside it.
 #pragma once
 
@@ -131,20 +132,61 @@ struct StatisticsOp : ProductWithHead<T, kIsDv> {
   }
 };
 
+// Calls launch(entropy, smoothed) for a kernel with what the statistics ask for.
+template <class Launch>
+cudaError_t with_sums(const Statistics& s, Launch launch) {
+  return with_flags(
+      [&](auto entropy, auto smoothed) -> cudaError_t {
+        if constexpr (entropy && smoothed) {
+          return cudaErrorInvalidValue;  // no op has both
+        } else {
+          return launch(entropy, smoothed);
+        }
+      },
+      s.gap != nullptr, s.logit_sum != nullptr);
+}
+
 template <bool kSoftcap>
 cudaError_t launch_statistics(cudaStream_t stream, const Statistics& s) {
   const Logits& logits = s.logits;
   const int64_t blocks = int64_t{s.chunks} * blocks_of(logits.hidden.rows, cluster_rows(logits.tile));
-  return with_flags(
-      [&](auto is_bfloat16, auto is_dv, auto entropy, auto smoothed) -> cudaError_t {
-        if constexpr (entropy && smoothed) {
-          return cudaErrorInvalidValue;  // no op has both
-        } else {
+  return with_sums(s, [&](auto entropy, auto smoothed) {
+    return with_flags(
+        [&](auto is_bfloat16, auto is_dv) {
           return launch_product<StatisticsOp<Narrow<decltype(is_bfloat16)>, is_dv, kSoftcap, entropy, smoothed>>(
               stream, {{logits.hidden, logits.head.weight}, logits.low_rank}, logits.tile, blocks, s);
-        }
-      },
-      logits.type == Dtype::kBfloat16, logits.head.is_dv, s.gap != nullptr, s.logit_sum != nullptr);
+        },
+        logits.type == Dtype::kBfloat16, logits.head.is_dv);
+  });
+}
+
+// The epilogue of the product, a block for 64 rows of a chunk: products are where a product would leave them.
+template <class Op>
+__global__ void __launch_bounds__(kThreads) statistics_of_products_kernel(const StatisticsOfProducts s) {
+  const Logits& logits = s.statistics.logits;
+  const Place place = {static_cast<int>(blockIdx.x) * 64 + warp_index() * 16, static_cast<int>(blockIdx.y)};
+  if (blockIdx.x * 64 >= *logits.where.rows || place.column_block >= *logits.where.chunks) return;
+  const Op op(s.statistics);
+  const typename Op::Loaded loaded = op.load(place);
+  const int first_column = head_row(logits.head, *logits.where.first_chunk, place.column_block);
+  float values[kChunk / 2];
+  for_pairs(place.column(), values, [&](int r, int column, float& first, float& second) {
+    const int64_t row = place.row() + 8 * r;
+    const float* there = s.products + row * s.product_columns + first_column + column;
+    first = load_or_zero(there, row < s.product_rows && column < loaded.columns.width);
+    second = load_or_zero(there + 1, row < s.product_rows && column + 1 < loaded.columns.width);
+  });
+  op.finish(place, loaded, values, Stores{});
+}
+
+template <bool kSoftcap>
+cudaError_t launch_statistics(cudaStream_t stream, const StatisticsOfProducts& s) {
+  return with_sums(s.statistics, [&](auto entropy, auto smoothed) {
+    // The type is that of kept exponentials, of which there are none.
+    using Op = StatisticsOp<__nv_bfloat16, false, kSoftcap, entropy, smoothed>;
+    return launch_blocks(statistics_of_products_kernel<Op>, blocks_of(static_cast<int>(s.product_rows), 64),
+                         s.statistics.chunks, stream, s);
+  });
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 """The kernels of linear_logp and det_gemm in Mosaic, under the names and with the signatures of `cuda/kernels.py`.
 
-`add_weight_gradient`, `add_largest`, `partials_of_logits`, what takes the products of a slice, and the kernels of
-linear_kl (those of `divergence.py` and `divergence_gradients.py`) are Mosaic's alone.
+`add_weight_gradient` and the kernels of linear_kl (those of `divergence.py` and `divergence_gradients.py`) are Mosaic's
+alone.
 """
 
 import jax

@@ -13,7 +13,7 @@ from pallas_kernels.hopper.arrays import LogitsConfig, Partials, SliceProducts, 
 from pallas_kernels.hopper.parts import Matrix
 from pallas_kernels.hopper.tiles import Machine
 from rlk_jax.core.head import HeadConfig, Operands, head_dim
-from rlk_jax.core.hopper_kernels import HeadKernels, RankingKernels
+from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, forward_plan, softmax_vocabulary
 from rlk_jax.core.hopper_slices import HeadSlice, bits_of_rows, matrices, over_slices, slice_of
 from rlk_jax.core.rows import Compacted, compact
@@ -27,7 +27,6 @@ Array = jax.Array
 class Listener:
     """Who looks at the products of every slice: `see(slice)` is called when `products` hold those of a slice."""
 
-    kernels: RankingKernels
     products: SliceProducts
     see: Callable[[HeadSlice], None]
 
@@ -69,10 +68,9 @@ class ForwardPass:
             head = part.where._replace(allowed=self.allowed), self.hidden, part.weight, part.bias
             per_token = self.target_ids, self.holds_target, self.temperature
             term = part.term(self.low_rank_hidden)
-            if listener is None:
-                kernels.partials(logits, machine, *head, *per_token, out, kept, term)
-            else:
-                listener.kernels.partials(logits, machine, *head, *per_token, out, kept, term, listener.products)
+            products = None if listener is None else listener.products
+            kernels.partials(logits, machine, *head, *per_token, out, kept, term, products)
+            if listener is not None:
                 listener.see(part)
 
         over_slices(self.plan, step)

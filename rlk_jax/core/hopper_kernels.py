@@ -50,6 +50,31 @@ class HeadKernels(Protocol):
         out: Partials,
         kept: Any = None,
         low_rank: LowRankTerm | None = None,
+        products: SliceProducts | None = None,
+        /,
+    ) -> None: ...
+
+    def add_largest(
+        self,
+        vocabulary: Vocabulary,
+        machine: Machine,
+        where: VocabSlice,
+        products: SliceProducts,
+        count: int,
+        best: LargestProducts,
+        /,
+    ) -> None: ...
+
+    def partials_of_logits(
+        self,
+        logits: LogitsConfig,
+        machine: Machine,
+        where: VocabSlice,
+        products: Array,
+        bias: Array | None,
+        target_ids: Array,
+        temperature: Array,
+        out: Partials,
         /,
     ) -> None: ...
 
@@ -114,52 +139,6 @@ class HeadKernels(Protocol):
     def column_sums(
         self, where: VocabSlice, dlogits: Matrix, row_unscale: Array | None, machine: Machine, /
     ) -> Array: ...
-
-
-class RankingKernels(HeadKernels, Protocol):
-    """The kernels that a ranking needs too; `pallas_kernels.mosaic.head_kernels` has them."""
-
-    def partials(
-        self,
-        logits: LogitsConfig,
-        machine: Machine,
-        where: VocabSlice,
-        hidden: Matrix,
-        weight: Matrix,
-        bias: Array | None,
-        target_ids: Array,
-        holds_target: Array | None,
-        temperature: Array,
-        out: Partials,
-        kept: Any = None,
-        low_rank: LowRankTerm | None = None,
-        products: SliceProducts | None = None,
-        /,
-    ) -> None: ...
-
-    def add_largest(
-        self,
-        vocabulary: Vocabulary,
-        machine: Machine,
-        where: VocabSlice,
-        products: SliceProducts,
-        count: int,
-        best: LargestProducts,
-        /,
-    ) -> None: ...
-
-    def partials_of_logits(
-        self,
-        logits: LogitsConfig,
-        machine: Machine,
-        where: VocabSlice,
-        products: Array,
-        bias: Array | None,
-        target_ids: Array,
-        temperature: Array,
-        out: Partials,
-        /,
-    ) -> None: ...
 
 
 class BlockKernels(HeadKernels, Protocol):

@@ -1,6 +1,7 @@
 """Small calls of every CUDA C++ kernel: compute-sanitizer --tool memcheck python -m tests.gpu.sanitize, or racecheck.
 
-Forward and backward of linear_logp with its options, and products that are padded, swapped and stored either way.
+Forward and backward of linear_logp with its options, rankings, smoothed labels, and products that are padded, swapped
+and stored either way.
 Prints a line for each; compute-sanitizer prints what it finds.
 """
 
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlk_jax import det_gemm, linear_logp
+from rlk_jax import det_gemm, linear_cross_entropy, linear_logp
 
 HEADS: tuple[tuple[int, int, int, str, dict[str, Any]], ...] = (
     (300, 128, 4097, "bfloat16", {}),
@@ -39,7 +40,15 @@ def main() -> None:
         def head(hidden, weight, bias, target_ids=target_ids, options=options):
             return linear_logp(hidden, weight, target_ids, bias, implementation="cuda", **options)
 
-        with_gradients(head, normal(0, (n, dim), dtype), normal(1, shape, dtype), jnp.ones(vocab))
+        def smoothed(hidden, weight, bias, target_ids=target_ids, options=options):
+            given = {name: value for name, value in options.items() if name != "return_entropy"}
+            how = {"label_smoothing": 0.1, "implementation": "cuda", **given}
+            return linear_cross_entropy(hidden, weight, target_ids, bias, **how)
+
+        operands = normal(0, (n, dim), dtype), normal(1, shape, dtype), jnp.ones(vocab)
+        with_gradients(head, *operands)
+        with_gradients(smoothed, *operands)
+        jax.block_until_ready(head(*operands, options=options | {"return_top_k": 20, "return_target_rank": True}))
         print("linear_logp", n, dim, vocab, dtype, options, flush=True)
     for m, k, n, transpose_b in PRODUCTS:
         product = functools.partial(det_gemm, transpose_b=transpose_b, implementation="cuda")

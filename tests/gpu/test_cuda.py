@@ -24,9 +24,11 @@ from tests.gpu.test_allowed import SHAPES as MASKED
 from tests.gpu.test_head_kernels import BITS, SHAPES, every_dtype
 from tests.gpu.test_label_smoothing import SHAPES as SMOOTHED
 from tests.gpu.test_label_smoothing import SMOOTHING
+from tests.gpu.test_top_k import SHAPES as RANKED
 from tests.support import helpers
 from tests.support.allowed import allowed_of, mask_of
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract
+from tests.support.rankings import ranking_of
 
 pytestmark = needs_cuda
 LEAST_LEAK = 4096
@@ -70,6 +72,21 @@ def test_the_bits_of_mosaic_for_smoothed_targets(case, dtype):
         return jax.value_and_grad(loss, (0, 1))(problem.hidden, problem.weight)
 
     assert_same_bits(gradients("cuda"), gradients("mosaic"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("case", RANKED, ids=str)
+def test_the_ranking_of_mosaic(case, masked, dtype):
+    """Its ids, its ranks and the bits of its log-probs, from one slice of the head and from several."""
+    problem = helpers.make(case, dtype)
+    mask = {"allowed_mask": mask_of(allowed_of(case, problem))} if masked else {}
+    for budget, top_k in ((None, 20), (2**21, 128)):
+        options = {"return_top_k": top_k, "return_target_rank": True, "memory_budget": budget, **mask}
+        ours, theirs = (problem.call(case, name, **options) for name in ("cuda", "mosaic"))
+        assert_same_bits((ours.logp, ours.lse), (theirs.logp, theirs.lse))
+        for x, y in zip(ranking_of(ours), ranking_of(theirs), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def assert_bits_of_mosaic(case, problem, **options):

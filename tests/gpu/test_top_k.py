@@ -22,7 +22,7 @@ SHAPES = (
 )
 every_dtype = pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [*(("mosaic", x) for x in DTYPES), *(("triton", x) for x in DTYPES[:2])],
+    [*(("mosaic", x) for x in DTYPES), *(("triton", x) for x in DTYPES[:2]), *(("cuda", x) for x in DTYPES[:2])],
     ids=lambda x: x if isinstance(x, str) else np.dtype(x).name,
     indirect=["implementation"],
 )
@@ -86,15 +86,16 @@ def test_bits(softcap, top_k, implementation, dtype):
 
 
 @every_k
-def test_rows_of_nan_and_ignored_rows(top_k):
+@pytest.mark.parametrize("implementation", ["mosaic", "cuda"], indirect=True)
+def test_rows_of_nan_and_ignored_rows(implementation, top_k):
     case = Case("nan", (300,), 64, 5000, options={"ignore_index": -1})
     problem = helpers.make(case, jnp.bfloat16)
     ignored = jnp.arange(300) % 3 == 1
     hidden = jnp.where(ignored[:, None], jnp.nan, problem.hidden).at[7, 3].set(jnp.nan)
     target_ids = jnp.where(ignored, -1, problem.target_ids)
     given = problem._replace(hidden=hidden.at[7].set(jnp.nan), target_ids=target_ids.at[7].set(5))
-    found = given.call(case, "mosaic", **wanted(top_k))
-    whole = problem.call(case, "mosaic", **wanted(top_k))
+    found = given.call(case, implementation, **wanted(top_k))
+    whole = problem.call(case, implementation, **wanted(top_k))
     is_left = ~np.asarray(ignored)
     is_left[7] = False
     for x, y, nothing, unknown in zip(ranking_of(found), ranking_of(whole), (-1, 0, -1), (-1, np.nan, -1), strict=True):

@@ -68,7 +68,7 @@ def list_divergence(
     head = rows_of_head(plan, rows, operands.student, tokens.temperature)
     listed = rows.take(top_k.ids)
     products = jax.new_ref(jnp.zeros(listed.shape, jnp.float32))
-    listener = _listener(use, plan, listed, products)
+    listener = _listener(plan, listed, products)
     student = softmax_of(use, machine, head, rows, listener=listener)
     rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, allowed=_rest_bits(plan, rows, top_k))
     found = fusion_barrier((student, rest, jax.freeze(products)))
@@ -76,7 +76,7 @@ def list_divergence(
     return varying_like(jax.tree.map(rows.spread, _divergence_of_rows(config, plan, own, *found)), typed)
 
 
-def _listener(use: KlKernels, plan: HopperPlan, ids: Array, out: Any) -> Listener:
+def _listener(plan: HopperPlan, ids: Array, out: Any) -> Listener:
     """What notes in `out` the products of these tokens `[rows, k]`."""
     (chunks,), rows = plan.ranges, plan.matrix_rows
     values = jax.new_ref(lax.empty((rows, chunks.width * COLUMNS), jnp.float32))
@@ -87,7 +87,7 @@ def _listener(use: KlKernels, plan: HopperPlan, ids: Array, out: Any) -> Listene
         found = jnp.take_along_axis(values[...], places, axis=1, mode="clip")
         out[:rows] = jnp.where(places == _NOWHERE, out[:rows], found)
 
-    return Listener(use, products, see)
+    return Listener(products, see)
 
 
 def _rest_bits(plan: HopperPlan, rows: Compacted, top_k: TeacherTopK) -> Array:

@@ -19,7 +19,7 @@ from pallas_kernels.hopper.divergence import (
 from pallas_kernels.hopper.tiles import Machine
 from rlk_jax.core.head import Operands
 from rlk_jax.core.hopper_forward import ForwardPass, Listener
-from rlk_jax.core.hopper_kernels import RankingKernels
+from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice, matrices, slice_of
 from rlk_jax.core.rows import Compacted, compact
@@ -32,10 +32,8 @@ from rlk_jax.ops.linear_kl.options import Operands as BothOperands
 Array = jax.Array
 
 
-class KlKernels(RankingKernels, Protocol):
-    """The kernels that linear_kl needs beside those of a head and of a ranking; `pallas_kernels.mosaic.head_kernels`
-    has them.
-    """
+class KlKernels(HeadKernels, Protocol):
+    """The kernels that linear_kl needs beside those of a head; `pallas_kernels.mosaic.head_kernels` has them."""
 
     def divergence_partials(self, two: TwoSlices, out: DivergencePartials, /) -> None: ...
 

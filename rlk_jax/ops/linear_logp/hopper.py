@@ -26,7 +26,7 @@ from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.head import HeadConfig, Operands, head_dim
 from rlk_jax.core.hopper_forward import forward_pass
-from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels, RankingKernels
+from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels
 from rlk_jax.core.hopper_plan import kept_chunks, logits_dtype, softmax_vocabulary
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -45,12 +45,6 @@ def _mosaic_kernels() -> BlockKernels:
     return head_kernels
 
 
-def _ranking_kernels() -> RankingKernels:
-    from pallas_kernels.mosaic import head_kernels
-
-    return head_kernels
-
-
 def _cuda_kernels() -> HeadKernels:
     from pallas_kernels.cuda import kernels
 
@@ -62,10 +56,7 @@ def mosaic(machine: Machine | None = None) -> LinearLogpFunctions:
 
     The kernels are imported when one of them is traced.
     """
-    of_blocks = block_functions(_mosaic_kernels, machine)
-    of_ranking = ranking_functions(_ranking_kernels, machine)
-    functions = _functions(_mosaic_kernels, machine, _ranking_kernels)
-    return replace(functions, of_blocks=of_blocks, of_ranking=of_ranking)
+    return replace(_functions(_mosaic_kernels, machine), of_blocks=block_functions(_mosaic_kernels, machine))
 
 
 def cuda(machine: Machine | None = None) -> LinearLogpFunctions:
@@ -73,16 +64,13 @@ def cuda(machine: Machine | None = None) -> LinearLogpFunctions:
     return _functions(_cuda_kernels, machine)
 
 
-def _functions(
-    kernels: Callable[[], HeadKernels],
-    machine: Machine | None,
-    ranking_kernels: Callable[[], RankingKernels] | None = None,
-) -> LinearLogpFunctions:
+def _functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> LinearLogpFunctions:
     return LinearLogpFunctions(
-        functools.partial(_partials, kernels, ranking_kernels, machine),
+        functools.partial(_partials, kernels, machine),
         functools.partial(_merge, kernels, machine),
         functools.partial(gradients, kernels, machine),
         functools.partial(by_kernel, lambda: kernels().gemm, machine),
+        of_ranking=ranking_functions(kernels, machine),
     )
 
 
@@ -98,7 +86,6 @@ class _State(NamedTuple):
 
 def _partials(
     kernels: Callable[[], HeadKernels],
-    ranking_kernels: Callable[[], RankingKernels] | None,
     machine: Machine | None,
     config: HeadConfig,
     operands: Operands,
@@ -115,8 +102,7 @@ def _partials(
     if keeping:
         exponentials = jax.tree.map(jax.new_ref, new_matrix((plan.matrix_rows, keeping * COLUMNS), dtype))
     if config.ranking is not None:
-        assert ranking_kernels is not None
-        search = new_search(ranking_kernels(), machine, forward)
+        search = new_search(use, machine, forward)
     forward.run(use, machine, out, exponentials, None if search is None else search.listener)
     of_chunks = jax.tree.map(jax.freeze, out)
     groups = use.fold_chunks(of_chunks, config.groups.count, rows.count, machine)

@@ -31,7 +31,7 @@ from pallas_kernels.products import padded
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.head import HeadConfig, Operands, RankingConfig, kernel_memory_budget
 from rlk_jax.core.hopper_forward import ForwardPass, Listener, forward_pass
-from rlk_jax.core.hopper_kernels import RankingKernels
+from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import softmax_vocabulary, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice
 from rlk_jax.core.rows import Compacted
@@ -74,7 +74,7 @@ class Search:
         return FoundProducts(products, columns, None if self.target is None else rows.spread(jax.freeze(self.target)))
 
 
-def ranking_functions(kernels: Callable[[], RankingKernels], machine: Machine | None) -> RankingFunctions:
+def ranking_functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> RankingFunctions:
     """What finds the most probable tokens on one machine; None for the GPU that JAX sees."""
     return RankingFunctions(
         functools.partial(_best, kernels, machine),
@@ -83,7 +83,7 @@ def ranking_functions(kernels: Callable[[], RankingKernels], machine: Machine | 
     )
 
 
-def new_search(kernels: RankingKernels, machine: Machine, forward: ForwardPass) -> Search:
+def new_search(kernels: HeadKernels, machine: Machine, forward: ForwardPass) -> Search:
     """The search that a forward with a ranking runs."""
     plan, products = forward.plan, _new_products(forward)
     wanted = plan.config.ranking
@@ -103,7 +103,7 @@ def new_search(kernels: RankingKernels, machine: Machine, forward: ForwardPass) 
         if target is not None:
             target[...] = _with_targets(forward, part, products, target[...])
 
-    return Search(Listener(kernels, products, see), wanted, best, target)
+    return Search(Listener(products, see), wanted, best, target)
 
 
 def _new_products(forward: ForwardPass) -> SliceProducts:
@@ -129,7 +129,7 @@ def _with_targets(forward: ForwardPass, part: HeadSlice, products: SliceProducts
 
 
 def _best(
-    kernels: Callable[[], RankingKernels],
+    kernels: Callable[[], HeadKernels],
     machine: Machine | None,
     config: HeadConfig,
     operands: Operands,
@@ -150,7 +150,7 @@ def _best(
 
 
 def _count_before(
-    kernels: RankingKernels, machine: Machine, config: HeadConfig, operands: Operands, tokens: Tokens, target: Array
+    kernels: HeadKernels, machine: Machine, config: HeadConfig, operands: Operands, tokens: Tokens, target: Array
 ) -> Array:
     """How many columns stand before each target, whose product is given."""
     forward = forward_pass(config, operands, tokens)
@@ -168,12 +168,12 @@ def _count_before(
         assert added is not None
         before[:rows] = added
 
-    forward.run(kernels, machine, forward.new_partials(), listener=Listener(kernels, products, see))
+    forward.run(kernels, machine, forward.new_partials(), listener=Listener(products, see))
     return varying_like(forward.rows.spread(jax.freeze(before)), operands.hidden)
 
 
 def _logps_of_products(
-    kernels: Callable[[], RankingKernels],
+    kernels: Callable[[], HeadKernels],
     machine: Machine | None,
     config: HeadConfig,
     tokens: Tokens,
@@ -197,7 +197,7 @@ def _logps_of_products(
 
 
 def _logps_of_some(
-    kernels: RankingKernels, machine: Machine, config: HeadConfig, tokens: Tokens, softmax: Softmax, products: Array
+    kernels: HeadKernels, machine: Machine, config: HeadConfig, tokens: Tokens, softmax: Softmax, products: Array
 ) -> Array:
     """The log-probs of products `[places, N]`."""
     count, n = products.shape

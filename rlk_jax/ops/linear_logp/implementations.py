@@ -35,10 +35,6 @@ def _dim_obstacles(facts: CallFacts) -> list[str]:
     return [f"needs a hidden dim that is a multiple of 8, not {facts.dim}"] if facts.dim % 8 else []
 
 
-def _ranking_obstacles(facts: CallFacts) -> list[str]:
-    return ["gives no return_top_k or return_target_rank yet"] if facts.config.ranking else []
-
-
 def _mosaic_obstacles(facts: CallFacts) -> list[str]:
     """Why Mosaic's kernels cannot run: they take float32 operands too, in two bfloat16 parts each."""
     if "float32" not in facts.dtypes[:2]:
@@ -50,7 +46,7 @@ def _mosaic_obstacles(facts: CallFacts) -> list[str]:
 
 
 def _cuda_obstacles(facts: CallFacts) -> list[str]:
-    return hopper_obstacles(facts) + _operand_obstacles(facts) + _ranking_obstacles(facts)
+    return hopper_obstacles(facts) + _operand_obstacles(facts)
 
 
 def _triton_obstacles(facts: CallFacts) -> list[str]:

@@ -64,6 +64,10 @@ def smoothed(hidden, weight, target_ids, bias):
     return with_gradients(op, hidden, weight, bias)
 
 
+def ranked(*operands):
+    return linear_logp(*operands, return_top_k=20, return_target_rank=True, implementation="cuda")
+
+
 def low_rank(*operands):
     return head(*operands, return_entropy=True)
 
@@ -87,6 +91,7 @@ PROGRAMS = (
     (masked, (spec((512, 256), jnp.uint32), *HEAD)),
     (recomputed, HEAD),
     (smoothed, HEAD),
+    (ranked, HEAD),
     (low_rank, (*HEAD, spec((16, 256)), spec((8192, 16)))),
     (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))),
 )
