@@ -150,17 +150,16 @@ class LinearLogpFunctions:
     `partials` gives partial softmaxes `[groups, rows]` and a state. `merge` is given the groups of all devices and that
     state; it gives values, a residual with a row `[N]` per token, and what else is kept for `gradients` of the same
     tokens, or None. `gradients` is given both the residual and what was kept. `gemm` multiplies the matrices of a
-    low-rank term, and keeps the bits of its rows as the others do.
+    low-rank term, and keeps the bits of its rows as the others do. `of_ranking` finds the most probable tokens.
     """
 
     partials: Callable[[HeadConfig, Operands, Tokens], tuple[Any, Any]]
     merge: Callable[[HeadConfig, Any, Any], tuple[LinearLogp, Any, Any]]
     gradients: Callable[[HeadConfig, Needs, Operands, Tokens, Any, Any, LinearLogp], Gradients]
     gemm: Gemm
+    of_ranking: RankingFunctions
     of_blocks: BlockFunctions | None = None
     """What works on blocks of tokens; None where nothing does."""
-    of_ranking: RankingFunctions | None = None
-    """What finds the most probable tokens; None where nothing does."""
     by_group: bool = True
     """Whether `partials` gives one partial softmax for each group of the config; else it gives one for all columns."""
 
@@ -177,7 +176,6 @@ class LinearLogpFunctions:
         self, config: HeadConfig, operands: Operands, tokens: Tokens, state: Any, residual: Any, gather: Gather
     ) -> Ranking:
         """Which tokens of the whole vocabulary are the most probable."""
-        assert self.of_ranking is not None
         targets = self.of_ranking.own_targets(state)
         if targets is not None:
             targets = gather((targets[None],))[0].sum(axis=0)
@@ -186,7 +184,6 @@ class LinearLogpFunctions:
 
     def ranking_of(self, config: HeadConfig, tokens: Tokens, residual: Any, shards: BestColumns) -> Ranking:
         """The ranking that the best columns of all shards make, as `best_of_shards` takes them."""
-        assert self.of_ranking is not None
         whole = best_of_shards(shards)
         logps = None if whole.logits is None else self.of_ranking.logps(config, tokens, residual, whole.logits)
         return Ranking(whole.ids, logps, whole.before)

@@ -71,7 +71,6 @@ class RankSteps:
 
     def own_targets(self, state: RankState) -> Array | None:
         """What `best` must know the sum of over all ranks: the targets' logits `[N]` that this rank has, or None."""
-        assert self.functions.of_ranking is not None
         return self.functions.of_ranking.own_targets(state.own)
 
     def best(self, operands: Operands, state: RankState, merged: RankState, targets: Array | None) -> BestColumns:
@@ -79,7 +78,6 @@ class RankSteps:
 
         `state` is what `merge` was given, and `merged` what it gave.
         """
-        assert self.functions.of_ranking is not None
         residual, _ = merged.own
         best = self.functions.of_ranking.best(self.config, operands, state.tokens, state.own, residual, targets)
         return as_integers(counted_from(best, self.columns.ranges[self.rank][0]))
