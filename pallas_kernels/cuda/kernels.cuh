@@ -97,7 +97,7 @@ struct Statistics {
   const float* temperature;  // [rows]
   int rows;                  // rows of the results
   int chunks;                // chunks of the whole vocabulary
-  float* shift;              // [chunks, rows] each; gap and logit_sum may be null
+  float* shift;              // [chunks, rows] each; gap and logit_sum may be null, and one of them is
   float* total;
   float* target;
   float* gap;

@@ -127,6 +127,7 @@ __global__ void coefficients_kernel(const CoefficientsArguments c) {
   }
   if (facts.g_uniform != nullptr) {
     const float smoothed = __fsub_rn(facts.g_uniform[row], facts.g_spread[row]);
+    // Mosaic's compiler fuses the product where this is all that is added to it.
     const bool is_alone = facts.g_lse == nullptr && facts.g_entropy == nullptr;
     at_target = is_alone ? fmaf(g_logp, of_others, smoothed) : __fadd_rn(at_target, smoothed);
     c.uniform[row] = __fmul_rn(facts.g_uniform[row], per_logit);
