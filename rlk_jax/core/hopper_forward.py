@@ -8,14 +8,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.hopper.arrays import LogitsConfig, Partials, SliceProducts, new_partials
 from pallas_kernels.hopper.parts import Matrix
-from pallas_kernels.hopper.tiles import Machine
+from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core.head import HeadConfig, Operands, head_dim
 from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, forward_plan, softmax_vocabulary
-from rlk_jax.core.hopper_slices import HeadSlice, bits_of_rows, matrices, over_slices, slice_of
+from rlk_jax.core.hopper_slices import (
+    NOWHERE,
+    HeadSlice,
+    bits_of_rows,
+    matrices,
+    over_slices,
+    places_in_slice,
+    slice_of,
+)
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier
@@ -29,6 +38,22 @@ class Listener:
 
     products: SliceProducts
     see: Callable[[HeadSlice], None]
+
+
+def new_products(plan: HopperPlan) -> SliceProducts:
+    """References to the memory for the products of a slice, of a plan of one range."""
+    (chunks,) = plan.ranges
+    parts = softmax_vocabulary(plan.config).chunks_in(chunks.width)
+    values = lax.empty((plan.matrix_rows, chunks.width * COLUMNS), jnp.float32)
+    return SliceProducts(jax.new_ref(values), jax.new_ref(lax.empty((parts, plan.rows), jnp.float32)))
+
+
+def products_so_far(plan: HopperPlan, part: HeadSlice, products: SliceProducts, ids: Array, so_far: Array) -> Array:
+    """The products of the tokens `[rows, k]` so far, and those of the tokens in this slice."""
+    values = products.values[...]
+    places = places_in_slice(plan, part, ids)
+    own = jnp.take_along_axis(values, places[: len(values)], axis=1, mode="clip")
+    return jnp.where(places == NOWHERE, so_far, jnp.pad(own, ((0, len(ids) - len(own)), (0, 0))))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pallas_kernels.hopper.parts import Matrix, split
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH
 from pallas_kernels.hopper.vocabulary import HeadAccess
 from pallas_kernels.products import LowRankTerm
+from rlk_jax.core.checks import INT32
 from rlk_jax.core.fixed_order import zeros_behind
 from rlk_jax.core.head import Operands, rank_axis, real_columns
 from rlk_jax.core.hopper_plan import (
@@ -28,6 +29,8 @@ from rlk_jax.core.tokens import Tokens
 from rlk_jax.core.transforms import fusion_barrier
 
 Array = jax.Array
+NOWHERE = INT32.max
+"""The place of a token that a slice does not hold: it is beyond the slice."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ def slice_of(plan: HopperPlan, chunks: ChunkRange, index: Any, operands: Operand
     if config.weight_parts > 1:
         weight = fusion_barrier(split(weight.astype(jnp.float32)))
     return HeadSlice(where, head, stored, weight, bias, low_rank, columns)
+
+
+def places_in_slice(plan: HopperPlan, part: HeadSlice, ids: Array) -> Array:
+    """The place in a slice of each of the tokens `[rows, k]`, or NOWHERE."""
+    vocabulary = vocabulary_of(plan.config)
+    is_column = (ids >= 0) & (ids < plan.config.vocab_size)
+    chunk = vocabulary.chunk_of(jnp.where(is_column, ids, 0))
+    behind = chunk - part.where.first_chunk
+    is_here = is_column & (behind >= 0) & (behind < part.where.chunks)
+    return jnp.where(is_here, behind * COLUMNS + ids - vocabulary.start(chunk), NOWHERE)
 
 
 def bits_of_rows(plan: HopperPlan, rows: Compacted, tokens: Tokens) -> Array | None:

@@ -14,18 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.allowed import allowed_bits
-from pallas_kernels.hopper.arrays import GradientRows, LogitsConfig, SliceProducts, Softmax
+from pallas_kernels.hopper.arrays import GradientRows, LogitsConfig, Softmax
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from pallas_kernels.logits import LN_2
 from rlk_jax.core import head as one_head
 from rlk_jax.core.allowed import words_of_ids
-from rlk_jax.core.checks import INT32
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
-from rlk_jax.core.hopper_forward import Listener
+from rlk_jax.core.hopper_forward import Listener, new_products, products_so_far
 from rlk_jax.core.hopper_gradients import new_head_gradients
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, backward_plan, vocabulary_of
-from rlk_jax.core.hopper_slices import HeadSlice, over_slices, slice_of
+from rlk_jax.core.hopper_slices import HeadSlice, over_slices, places_in_slice, slice_of
 from rlk_jax.core.rows import MEMORY_BUDGET, Compacted, compact
 from rlk_jax.core.softmax import logits_of, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
@@ -36,7 +35,6 @@ from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlTokens, Needs, 
 from rlk_jax.ops.linear_kl.top_k import terms_of_buckets
 
 Array = jax.Array
-_NOWHERE = INT32.max
 
 
 class ListStatistics(NamedTuple):
@@ -66,43 +64,23 @@ def list_divergence(
     plan = products_plan(config.of_kernels(config.student), *reversed(typed.shape))
     rows = compact(tokens.active, plan.rows)
     head = rows_of_head(plan, rows, operands.student, tokens.temperature)
-    listed = rows.take(top_k.ids)
-    products = jax.new_ref(jnp.zeros(listed.shape, jnp.float32))
-    listener = _listener(plan, listed, products)
-    student = softmax_of(use, machine, head, rows, listener=listener)
-    rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, allowed=_rest_bits(plan, rows, top_k))
-    found = fusion_barrier((student, rest, jax.freeze(products)))
-    own = jax.tree.map(rows.take, tokens)._replace(temperature=head.temperature)
-    return varying_like(jax.tree.map(rows.spread, _divergence_of_rows(config, plan, own, *found)), typed)
-
-
-def _listener(plan: HopperPlan, ids: Array, out: Any) -> Listener:
-    """What notes in `out` the products of these tokens `[rows, k]`."""
-    (chunks,), rows = plan.ranges, plan.matrix_rows
-    values = jax.new_ref(lax.empty((rows, chunks.width * COLUMNS), jnp.float32))
-    products = SliceProducts(values, jax.new_ref(lax.empty((chunks.width, plan.rows), jnp.float32)))
+    ids, products = rows.take(top_k.ids), new_products(plan)
+    listed = jax.new_ref(jnp.zeros(ids.shape, jnp.float32))
 
     def see(part: HeadSlice) -> None:
-        places = _places_in_slice(plan, part, ids[:rows])
-        found = jnp.take_along_axis(values[...], places, axis=1, mode="clip")
-        out[:rows] = jnp.where(places == _NOWHERE, out[:rows], found)
+        listed[...] = products_so_far(plan, part, products, ids, listed[...])
 
-    return Listener(products, see)
+    student = softmax_of(use, machine, head, rows, listener=Listener(products, see))
+    rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, allowed=_rest_bits(plan, rows, top_k))
+    found = fusion_barrier((student, rest, jax.freeze(listed)))
+    own = jax.tree.map(rows.take, tokens)._replace(temperature=head.temperature)
+    return varying_like(jax.tree.map(rows.spread, _divergence_of_rows(config, plan, own, *found)), typed)
 
 
 def _rest_bits(plan: HopperPlan, rows: Compacted, top_k: TeacherTopK) -> Array:
     """Which columns are of the rest, as kernels with a softmax read it."""
     words = ~words_of_ids(top_k.ids, plan.config.real_vocab_size, plan.config.memory_budget or MEMORY_BUDGET)
     return fusion_barrier(allowed_bits(vocabulary_of(plan.config), rows.take(words)))
-
-
-def _places_in_slice(plan: HopperPlan, part: HeadSlice, ids: Array) -> Array:
-    """The place in a slice of each of the tokens `[rows, k]`, or _NOWHERE."""
-    vocabulary = vocabulary_of(plan.config)
-    chunk = vocabulary.chunk_of(jnp.maximum(ids, 0))
-    behind = chunk - part.where.first_chunk
-    is_here = (ids >= 0) & (behind >= 0) & (behind < part.where.chunks)
-    return jnp.where(is_here, behind * COLUMNS + ids - vocabulary.start(chunk), _NOWHERE)
 
 
 def _divergence_of_rows(
@@ -165,7 +143,7 @@ def list_gradients(
         logits = LogitsConfig(part.head, plan.config.logit_softcap)
         where = part.where._replace(allowed=is_rest)
         use.dlogits(logits, machine, where, head.hidden, part.weight, part.bias, coefficients, out)
-        dlogits = jax.freeze(out).at[row, _places_in_slice(plan, part, ids)].set(listed, mode="drop")
+        dlogits = jax.freeze(out).at[row, places_in_slice(plan, part, ids)].set(listed, mode="drop")
         written.add(use, machine, chunks, part, fusion_barrier(dlogits))
 
     over_slices(plan, step)

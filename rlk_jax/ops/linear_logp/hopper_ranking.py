@@ -20,7 +20,6 @@ from pallas_kernels.hopper.arrays import (
     LargestProducts,
     LogitsConfig,
     Partials,
-    SliceProducts,
     Softmax,
     VocabSlice,
     new_partials,
@@ -30,9 +29,9 @@ from pallas_kernels.hopper.vocabulary import HeadAccess, Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.head import HeadConfig, Operands, RankingConfig, kernel_memory_budget
-from rlk_jax.core.hopper_forward import ForwardPass, Listener, forward_pass
+from rlk_jax.core.hopper_forward import ForwardPass, Listener, forward_pass, new_products, products_so_far
 from rlk_jax.core.hopper_kernels import HeadKernels
-from rlk_jax.core.hopper_plan import softmax_vocabulary, vocabulary_of
+from rlk_jax.core.hopper_plan import softmax_vocabulary
 from rlk_jax.core.hopper_slices import HeadSlice
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import Tokens
@@ -71,7 +70,9 @@ class Search:
             return rows.spread(jax.freeze(ref))[:, : self.wanted.top_k]
 
         products, columns = (None, None) if self.best is None else map(first, self.best)
-        return FoundProducts(products, columns, None if self.target is None else rows.spread(jax.freeze(self.target)))
+        return FoundProducts(
+            products, columns, None if self.target is None else rows.spread(jax.freeze(self.target))[:, 0]
+        )
 
 
 def ranking_functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> RankingFunctions:
@@ -85,7 +86,7 @@ def ranking_functions(kernels: Callable[[], HeadKernels], machine: Machine | Non
 
 def new_search(kernels: HeadKernels, machine: Machine, forward: ForwardPass) -> Search:
     """The search that a forward with a ranking runs."""
-    plan, products = forward.plan, _new_products(forward)
+    plan, products = forward.plan, new_products(forward.plan)
     wanted = plan.config.ranking
     assert wanted is not None
     best = target = None
@@ -94,38 +95,16 @@ def new_search(kernels: HeadKernels, machine: Machine, forward: ForwardPass) -> 
         nothing = LargestProducts(jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, NO_TOKEN, jnp.int32))
         best = jax.tree.map(jax.new_ref, nothing)
     if wanted.has_target_rank:
-        target = jax.new_ref(jnp.zeros(plan.rows, jnp.float32))
+        target = jax.new_ref(jnp.zeros((plan.rows, 1), jnp.float32))
 
     def see(part: HeadSlice) -> None:
         if best is not None:
             vocabulary = softmax_vocabulary(plan.config)
             kernels.add_largest(vocabulary, machine, part.where, products, wanted.top_k or 0, best)
         if target is not None:
-            target[...] = _with_targets(forward, part, products, target[...])
+            target[...] = products_so_far(plan, part, products, forward.target_ids[:, None], target[...])
 
     return Search(Listener(products, see), wanted, best, target)
-
-
-def _new_products(forward: ForwardPass) -> SliceProducts:
-    """References to the memory for the products of a slice."""
-    plan = forward.plan
-    (chunks,) = plan.ranges
-    parts = softmax_vocabulary(plan.config).chunks_in(chunks.width)
-    values = lax.empty((plan.matrix_rows, chunks.width * COLUMNS), jnp.float32)
-    return SliceProducts(jax.new_ref(values), jax.new_ref(lax.empty((parts, plan.rows), jnp.float32)))
-
-
-def _with_targets(forward: ForwardPass, part: HeadSlice, products: SliceProducts, so_far: Array) -> Array:
-    """The targets' products so far, and those of the targets in this slice."""
-    vocabulary, ids = vocabulary_of(forward.plan.config), forward.target_ids
-    is_column = (ids >= 0) & (ids < forward.plan.config.vocab_size)
-    chunk = vocabulary.chunk_of(jnp.where(is_column, ids, 0))
-    behind = chunk - part.where.first_chunk
-    is_here = is_column & (behind >= 0) & (behind < part.where.chunks)
-    place = jnp.where(is_here, behind * COLUMNS + ids - vocabulary.start(chunk), 0)
-    values = products.values[...]
-    own = jnp.take_along_axis(values, place[: len(values), None], axis=1)[:, 0]
-    return jnp.where(is_here, jnp.pad(own, (0, len(ids) - len(own))), so_far)
 
 
 def _best(
@@ -155,7 +134,7 @@ def _count_before(
     """How many columns stand before each target, whose product is given."""
     forward = forward_pass(config, operands, tokens)
     target = forward.rows.take(as_replicated(fusion_barrier(target)))
-    products, rows = _new_products(forward), forward.plan.matrix_rows
+    products, rows = new_products(forward.plan), forward.plan.matrix_rows
     before = jax.new_ref(jnp.zeros(forward.plan.rows, jnp.int32))
 
     def see(part: HeadSlice) -> None:
