@@ -131,6 +131,19 @@ def held_out(texts: Sequence[str], items: Sequence[int]) -> tuple[list[int], lis
     return sorted(train), sorted(heldout)
 
 
+def require_rows(
+    parts: Sequence[tuple[Path, Sequence[Any]]], what: str, *, most_tokens: int | None, eval_option: str
+) -> None:
+    """Raise BadInput where the rows to train on, or those held out, are none. Each part stands behind its file."""
+    (file, train), (eval_file, heldout) = parts
+    at_most = "" if most_tokens is None else f" of at most {most_tokens} tokens"
+    if not train and heldout and file == eval_file:
+        raise BadInput(f"{file} has one prompt alone{at_most}, which is held out: give other prompts, or {eval_option}")
+    for path, part, use in ((file, train, "to train on"), (eval_file, heldout, "held out")):
+        if not part:
+            raise BadInput(f"{path} has no {what} {use}{at_most}")
+
+
 def _by_text[Item](texts: Sequence[str], items: Sequence[Item]) -> list[list[Item]]:
     """The items of equal texts together, in the order in which texts come first."""
     groups: dict[str, list[Item]] = {}

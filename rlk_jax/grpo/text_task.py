@@ -14,7 +14,7 @@ from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.prompt_rows import Messages, PromptRows, read_rows
 from rlk_jax.grpo.rewards import Rewards, load_rewards
 from rlk_jax.grpo.shortage import GIVEN_MODEL_REMEDY, Longest
-from rlk_jax.grpo.tasks import held_out
+from rlk_jax.grpo.tasks import held_out, require_rows
 from rlk_jax.models import Tokenizer, load_tokenizer
 from rlk_jax.models.checkpoint import check, weight_files
 
@@ -72,9 +72,8 @@ def load_text_task(config: GrpoConfig) -> TextTask:
         parts = [(0, own) for own in held_out([str(read[0].prompts[i]) for i in kept[0]], kept[0])]
     else:
         parts = [(0, kept[0]), (1, kept[1])]
-    for (file, own), what in zip(parts, ("to train on", "held out"), strict=True):
-        if not own:
-            raise BadInput(f"{files[file]} has no prompt {what}{_at_most(config.max_prompt_tokens)}")
+    given = [(files[file], own) for file, own in parts]
+    require_rows(given, "prompt", most_tokens=config.max_prompt_tokens, eval_option="--eval-prompts")
     width, file, row = max((len(ids[file][i]), file, i) for file, own in parts for i in own)
     longest = Longest(shown_prompt(read[file].prompts[row]), width, config.max_new_tokens, GIVEN_MODEL_REMEDY)
     train, heldout = (_padded_rows(read[file], ids[file], own, width, tokenizer.pad_id) for file, own in parts)
@@ -143,10 +142,6 @@ def _encoded(tokenizer: Tokenizer, prompt: str | Messages, path: Path) -> list[i
 def _short_enough(ids: Sequence[Sequence[int]], most: int | None) -> list[int]:
     """The numbers of the rows that are kept."""
     return [i for i, own in enumerate(ids) if most is None or len(own) <= most]
-
-
-def _at_most(most: int | None) -> str:
-    return "" if most is None else f" of at most {most} tokens"
 
 
 def _padded_rows(

@@ -338,7 +338,8 @@ def test_a_mistake_is_one_line(files, tmp_path, capsys, changes, message):
 def test_one_row_cannot_be_trained_on_and_held_out(files, tmp_path, capsys):
     data = write_rows(tmp_path / "one.jsonl", ROWS[:1])
     assert cli.main(command((files[0], data), tmp_path / "out")) == 2
-    assert capsys.readouterr().err == f"rlk sft: error: {data} has no row to train on\n"
+    said = f"rlk sft: error: {data} has one prompt alone, which is held out: give other prompts, or --eval-data\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_row_longer_than_the_model_was_made_for_is_named_with_its_line(files, tmp_path, capsys):

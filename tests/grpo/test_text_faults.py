@@ -109,6 +109,17 @@ def test_a_template_that_writes_another_date(files, tmp_path, capsys, monkeypatc
     chat_template._compiled.cache_clear()
 
 
+@pytest.mark.parametrize("lengths", [(2,), (2, 60)])
+def test_one_prompt_cannot_be_trained_on_and_held_out(files, tmp_path, capsys, lengths):
+    """Whether it is the only one of its file, or the only one that is short enough."""
+    prompts, most = tmp_path / "one.jsonl", None if len(lengths) == 1 else 50
+    prompts.write_text("".join(json.dumps({"prompt": "a" * n, "answer": "b"}) + "\n" for n in lengths))
+    assert tiny.run_here(*command((files[0], prompts), tmp_path / "out", max_prompt_tokens=most)) == 2
+    one = "one prompt alone" if most is None else "one prompt alone of at most 50 tokens"
+    said = f"rlk grpo: error: {prompts} has {one}, which is held out: give other prompts, or --eval-prompts\n"
+    assert capsys.readouterr().err == said
+
+
 def test_where_a_trained_model_cannot_be_written(files, tmp_path, capsys):
     """It is said before the run, and nothing is left behind."""
     (tmp_path / "file").touch()

@@ -16,7 +16,7 @@ from rlk_jax.grpo.run_config import BadInput
 from rlk_jax.grpo.sequences import Sequences
 from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import Longest
-from rlk_jax.grpo.tasks import held_out
+from rlk_jax.grpo.tasks import held_out, require_rows
 from rlk_jax.grpo.text_task import (
     digest_of_files,
     digest_of_model,
@@ -95,11 +95,9 @@ def load_sft_task(config: SftConfig) -> SftTask:
     if len(parts) == 1:
         numbers = held_out([str(row.prompt) for row in parts[0]], range(len(parts[0])))
         parts = [[parts[0][i] for i in which] for which in numbers]
-    for path, part, what in zip((files[0], files[-1]), parts, ("to train on", "held out"), strict=True):
-        if not part:
-            at_most = "" if config.max_tokens is None else f" of at most {config.max_tokens} tokens"
-            raise BadInput(f"{path} has no row {what}{at_most}")
     train, heldout = parts
+    given = [(files[0], train), (files[-1], heldout)]
+    require_rows(given, "row", most_tokens=config.max_tokens, eval_option="--eval-data")
     every = [*train, *heldout]
     widths = Widths(max(row.tokens for row in every), max(len(row.completion_ids) for row in every))
     first = max(every, key=lambda row: len(row.prompt_ids))
