@@ -19,6 +19,7 @@ from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.extras import require_packages
+from rlk_jax.grpo.run_config import flag_of
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.usage import Throughput
 
@@ -137,7 +138,8 @@ def _begun(options: argparse.Namespace) -> _Begun:
         record = _Record(prompt_ids, sampling.scored_temperature)
         return _Begun(tokenizer, record.kept(models.stream_recorded(*asked, sampling=sampling, **limits)), record)
     except ValueError as error:
-        raise BadInput(str(error)) from error
+        name, must, rest = str(error).partition(" must ")
+        raise BadInput((flag_of(name) if name in vars(options) else name) + must + rest) from error
 
 
 def _check_writable(path: Path) -> None:

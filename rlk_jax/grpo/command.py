@@ -11,7 +11,7 @@ from rlk_jax.core.absent_gpus import GPUS
 from rlk_jax.core.terminal import OutputConsole
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.extras import TRAINER_PACKAGES, require_packages
-from rlk_jax.grpo.run_config import BadInput, Diverged, RunConfig
+from rlk_jax.grpo.run_config import BadField, BadInput, Diverged, RunConfig, flag_of
 from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.stopping import StopRequest, stop_on_signal
@@ -43,7 +43,7 @@ def add_trainer(
     parser.add_argument("--device", choices=GPUS, help="GPU that --plan is for, which need not be here")
     types_of = typing.get_type_hints(kind)
     for option in fields(kind):
-        flag, help_text = "--" + option.name.replace("_", "-"), option.metadata["help"]
+        flag, help_text = flag_of(option.name), option.metadata["help"]
         if types_of[option.name] is bool:
             parser.add_argument(flag, action="store_true", help=help_text)
             continue
@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         except BrokenPipeError:  # Nobody is there who reads what went wrong.
             raise
         except (BadInput, Diverged, OSError) as error:
-            print(f"rlk {arguments.kind.name}: error: {error}", file=sys.stderr)
+            said = error.of_options if isinstance(error, BadField) else str(error)
+            print(f"rlk {arguments.kind.name}: error: {said}", file=sys.stderr)
             return 1 if isinstance(error, Diverged) else 2
 
 
@@ -86,9 +87,9 @@ def _print_plan(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, s
 def _train(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
     require_packages(TRAINER_PACKAGES, extra="grpo")
     if arguments.out is None:
-        raise BadInput("out is missing: the folder of checkpoints, metrics and report")
+        raise BadInput("--out is missing: the folder of checkpoints, metrics and report")
     if arguments.device is not None:
-        raise BadInput("device is of plan: a run takes the devices that are here")
+        raise BadInput("--device is of --plan: a run takes the devices that are here")
     console = OutputConsole()
     with console.status(_LOADING):
         from rlk_jax.grpo.job import load_job
@@ -118,9 +119,9 @@ def _check_empty(directory: Path) -> None:
     """A directory that is written at the end of a run can be, and nothing is in it."""
     there = next(x for x in (directory.absolute(), *directory.absolute().parents) if x.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise BadInput(f"save_hf: cannot write to {there}")
+        raise BadInput(f"--save-hf: cannot write to {there}")
     if directory.exists() and any(directory.iterdir()):
-        raise BadInput(f"save_hf: {directory} is not empty: name a new directory")
+        raise BadInput(f"--save-hf: {directory} is not empty: name a new directory")
 
 
 def _plain_type(annotation: typing.Any) -> type:

@@ -4,7 +4,8 @@ import typing
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from rlk_jax.grpo.run_config import BadInput, RunConfig
+from rlk_jax.grpo.run_config import BadField, RunConfig, with_marks
+from rlk_jax.grpo.run_config import BadInput as BadInput
 from rlk_jax.grpo.run_config import option as _option
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from rlk_jax.losses import LossOptions
@@ -146,15 +147,15 @@ class GrpoConfig(RunConfig):
         changed = {option.name for option in fields(self) if getattr(self, option.name) != option.default}
         for name in _ARITHMETIC_FIELDS:
             if self.prompts is not None and name in changed:
-                raise BadInput(f"{name} is of the arithmetic prompts: it has no meaning beside prompts")
+                raise BadField(f"`{name}` is of the arithmetic prompts: it has no meaning beside `prompts`")
         if self.max_prompt_tokens is not None and self.prompts is None:
-            raise BadInput("max_prompt_tokens is of a prompts file: it has no meaning without prompts")
+            raise BadField("`max_prompt_tokens` is of a prompts file: it has no meaning without `prompts`")
         self._check_teacher(changed)
         self._check_model(changed)
         self._check_loss()
         self._check_schedule_warmup("grpo_steps")
         if self.width % self.heads or self.width // self.heads % 2:
-            raise BadInput(f"width must be an even multiple of heads, got width {self.width} and {self.heads} heads")
+            raise BadField(f"`width` must be an even multiple of `heads`, got {self.width} and {self.heads}")
         self._check_batch("prompts_per_step", self.samples_per_prompt, ("micro_batches", "rollout_buckets"))
 
     def _check_model(self, changed: set[str]) -> None:
@@ -162,37 +163,37 @@ class GrpoConfig(RunConfig):
         if self.model is None:
             for name in _MODEL_FIELDS:
                 if name in changed:
-                    raise BadInput(f"{name} is of a given model: it has no meaning without model")
+                    raise BadField(f"`{name}` is of a given model: it has no meaning without `model`")
             return
         for name in _BUILT_IN_FIELDS:
             if name in changed and (name, self.warmup_steps) != ("warmup_steps", 0):
-                raise BadInput(f"{name} is of the built-in policy: it has no meaning beside model")
+                raise BadField(f"`{name}` is of the built-in policy: it has no meaning beside `model`")
         # A given model has no warm start.
         object.__setattr__(self, "warmup_steps", 0)
         if self.prompts is None:
-            raise BadInput("model needs prompts, a JSONL file (rlk prompts arithmetic writes one)")
+            raise BadField("`model` needs `prompts`, a JSONL file (rlk prompts arithmetic writes one)")
 
     def _check_teacher(self, changed: set[str]) -> None:
         """Options of a teacher need one, and one that replaces GRPO's loss leaves no meaning to options of this."""
         if self.teacher is None:
             for name in _TEACHER_FIELDS:
                 if name in changed:
-                    raise BadInput(f"{name} is of a teacher: it has no meaning without teacher")
+                    raise BadField(f"`{name}` is of a teacher: it has no meaning without `teacher`")
             return
         if self.teacher_kind not in typing.get_args(DivergenceKind):
-            raise BadInput(f"teacher_kind must be reverse, forward or jsd, got {self.teacher_kind!r}")
+            raise BadField(f"`teacher_kind` must be reverse, forward or jsd, got {self.teacher_kind!r}")
         if "teacher_beta" in changed and self.teacher_kind != "jsd":
-            raise BadInput(f"teacher_beta is of jsd: it has no meaning beside teacher_kind {self.teacher_kind}")
+            raise BadField(f"`teacher_beta` is of jsd: it has no meaning beside `teacher_kind` {self.teacher_kind}")
         if self.mesh_shape[1] > 1:
-            raise BadInput(f"teacher needs a whole head, as in mesh data=N,tensor=1, got {self.mesh}")
+            raise BadField(f"`teacher` needs a whole head, as in `mesh` data=N,tensor=1, got {self.mesh}")
         if self.lora_rank is not None:
-            raise BadInput("teacher does not go with lora_rank: linear_kl takes no low-rank term of a head")
+            raise BadField("`teacher` does not go with `lora_rank`: linear_kl takes no low-rank term of a head")
         if self.teacher_only:
             for option in fields(LossOptions):
                 if option.name in changed and (option.name, self.beta) != ("beta", 0):
-                    raise BadInput(f"{option.name} is of GRPO's loss: it has no meaning beside teacher_only")
+                    raise BadField(f"`{option.name}` is of GRPO's loss: it has no meaning beside `teacher_only`")
             if self.shuffle_advantages:
-                raise BadInput("shuffle_advantages is of GRPO's loss: it has no meaning beside teacher_only")
+                raise BadField("`shuffle_advantages` is of GRPO's loss: it has no meaning beside `teacher_only`")
             # The loss that is dropped has no reference.
             object.__setattr__(self, "beta", 0.0)
 
@@ -200,7 +201,8 @@ class GrpoConfig(RunConfig):
         """The loss, and what it does not go with."""
         normalised_by = self.loss_options().normalised_by
         if self.packing and normalised_by.startswith("sequence"):
-            raise BadInput(f"packing does not go with normaliser {normalised_by}: a row would count as one sequence")
+            why = "a row would count as one sequence"
+            raise BadField(f"`packing` does not go with `normaliser` {normalised_by}: {why}")
 
     def loss_options(self) -> LossOptions:
         """The options of the loss of GRPO's updates. Raises BadInput for numbers that it does not take."""
@@ -212,7 +214,7 @@ class GrpoConfig(RunConfig):
         try:
             return LossOptions(**given)
         except ValueError as error:
-            raise BadInput(str(error)) from error
+            raise BadField(with_marks(str(error), [x.name for x in fields(LossOptions)])) from error
 
     @property
     def total_steps(self) -> int:

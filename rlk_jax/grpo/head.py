@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from rlk_jax import dispatch, explain, linear_cross_entropy, linear_kl, linear_logp, logp, vocab_parallel
 from rlk_jax.core.allowed import EVERY_TOKEN, AllowedTokens, words_of
 from rlk_jax.core.tokens import IGNORED, LinearLogp
-from rlk_jax.grpo.config import BadInput
+from rlk_jax.grpo.run_config import BadField, with_marks
 from rlk_jax.ops.linear_logp.options import WeightLayout
 
 
@@ -232,7 +232,7 @@ class MeshHead:
             if self.smooths:
                 explain("linear_cross_entropy", *self._one_token(width), **self._smoothed, **self._options)
         except ValueError as error:
-            raise BadInput(str(error)) from error
+            raise BadField(with_marks(str(error), ["implementation"])) from error
 
     def with_promised_bits(self, width: int) -> "MeshHead":
         """The same head with an implementation that promises bits. Raises BadInput when the named one does not."""
@@ -242,7 +242,7 @@ class MeshHead:
         try:
             name = dispatch.promising(op, *call, implementation=self.implementation, **options)
         except ValueError as error:
-            raise BadInput(f"invariant: {error}") from error
+            raise BadField(with_marks(f"`invariant`: {error}", ["implementation"])) from error
         return replace(self, implementation=name)
 
     def _one_token(self, width: int) -> tuple[jax.ShapeDtypeStruct, ...]:

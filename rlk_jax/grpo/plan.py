@@ -66,7 +66,7 @@ def make_plan(config: GrpoConfig | SftConfig, device: str | None, stop: StopRequ
         here = jax.devices()
         return _plan_for(config, here, free_memory(here[:count]), stop)
     if config.model is None:
-        raise BadInput("device is of a given model: it has no meaning without model")
+        raise BadInput("--device is of a given model: it has no meaning without --model")
     try:
         memory = GPUS[device].usable_memory
     except ValueError as error:
@@ -76,7 +76,7 @@ def make_plan(config: GrpoConfig | SftConfig, device: str | None, stop: StopRequ
     try:
         named = GPUS[device].devices(count)
     except ValueError as error:
-        raise BadInput(f"device {device} {error}") from error
+        raise BadInput(f"--device {device} {error}") from error
     with compiling_for(named[0]):
         return _plan_for(config, named, memory, stop)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rlk_jax import models
 from rlk_jax.core.allowed import AllowedTokens
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.head import MeshHead
-from rlk_jax.grpo.run_config import BadInput, RunConfig
+from rlk_jax.grpo.run_config import BadField, BadInput, RunConfig, with_marks
 from rlk_jax.grpo.sequences import Sequences
 from rlk_jax.models import placement
 from rlk_jax.models.sampling import Completions, Sampling
@@ -222,8 +222,11 @@ def make_policy(config: RunConfig, mesh: Mesh, tokenizer: Any) -> Policy:
     dtype = jnp.dtype(config.compute_dtype)
     kind = "invariant" if config.invariant else "stock"
     try:
-        described = models.read_config(config.model or "")
         sampling = Sampling(*config.sampled_with)
+    except ValueError as error:
+        raise BadField(with_marks(str(error), [x.name for x in fields(Sampling)])) from error
+    try:
+        described = models.read_config(config.model or "")
 
         def new() -> models.CausalLM:
             rngs = nnx.Rngs(config.seed)
@@ -277,7 +280,8 @@ def _check_cuts(policy: Policy, mesh: Mesh) -> None:
     for (path, shape), spec in zip(leaves, jax.tree.leaves(policy.specs(policy.shapes)), strict=True):
         if "data" not in spec:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-            raise BadInput(f"mesh: {name} {list(shape.shape)} cannot be cut into data={mesh.shape['data']} equal parts")
+            parts = f"data={mesh.shape['data']} equal parts"
+            raise BadField(f"`mesh`: {name} {list(shape.shape)} cannot be cut into {parts}")
 
 
 def load_parameters(directory: Path | str, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32) -> nnx.State:

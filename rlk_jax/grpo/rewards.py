@@ -17,6 +17,7 @@ from rlk_jax.core.packages import installed_version
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.exact_answers import BUILT_INS
 from rlk_jax.grpo.prompt_rows import ARGUMENTS, Messages, PromptRows
+from rlk_jax.grpo.run_config import BadField
 from rlk_jax.grpo.shortage import start_of
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -135,7 +136,7 @@ def _reward(part: str) -> RewardFunction:
     try:
         found = named_function(name)
     except ValueError as error:
-        raise BadInput(f"reward: {error}") from error
+        raise BadField(f"`reward`: {error}") from error
     digest = f"{name.rpartition(':')[2]} {_source_digest(name, found)}"
     return RewardFunction(name, weight, found.function, *_arguments_of(name, found.function), digest)
 

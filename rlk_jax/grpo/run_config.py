@@ -3,13 +3,35 @@
 import math
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
+
+_MARKED = re.compile("`([a-z_]+)`")
 
 
 class BadInput(ValueError):
     """An input of the user that cannot work; the command line shows it as one line."""
+
+
+class BadField(BadInput):
+    """Fields of a configuration that cannot work. The message has their names in backquotes. Python shows them as they
+    are, and the command line, by `of_options`, as its options.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_MARKED.sub(r"\1", message))
+        self.of_options = _MARKED.sub(lambda found: flag_of(found[1]), message)
+
+
+def flag_of(name: str) -> str:
+    """The option of the command line that gives a field its value."""
+    return "--" + name.replace("_", "-")
+
+
+def with_marks(message: str, names: Iterable[str]) -> str:
+    """A message of other code for `BadField`: the names of fields in it get their backquotes, but not in a value."""
+    return re.sub(rf"(?<!['\w])({'|'.join(names)})(?!['\w(])", r"`\1`", message)
 
 
 class Diverged(ArithmeticError):
@@ -92,20 +114,21 @@ class RunConfig:
         for option in fields(self):
             _check_bounds(option.name, getattr(self, option.name), option.metadata["bounds"])
         if self.compute_dtype not in ("float32", "bfloat16"):
-            raise BadInput(f"compute_dtype must be float32 or bfloat16, got {self.compute_dtype!r}")
+            raise BadField(f"`compute_dtype` must be float32 or bfloat16, got {self.compute_dtype!r}")
         if self.invariant and self.compute_dtype != "bfloat16":
-            raise BadInput(f"invariant needs compute_dtype bfloat16, got {self.compute_dtype}")
+            raise BadField(f"`invariant` needs `compute_dtype` bfloat16, got {self.compute_dtype}")
         if self.schedule not in ("constant", "linear", "cosine"):
-            raise BadInput(f"schedule must be constant, linear or cosine, got {self.schedule!r}")
+            raise BadField(f"`schedule` must be constant, linear or cosine, got {self.schedule!r}")
         if self.lora_rank is not None and self.mesh_shape[1] > 1:
-            raise BadInput(f"lora_rank needs a whole head, as in mesh data=N,tensor=1, got {self.mesh}")
+            raise BadField(f"`lora_rank` needs a whole head, as in `mesh` data=N,tensor=1, got {self.mesh}")
         if self.packing and self.micro_batches == 1:
-            raise BadInput("packing needs micro_batches of at least 2: what it saves is whole parts of a batch")
+            raise BadField("`packing` needs `micro_batches` of at least 2: what it saves is whole parts of a batch")
 
     def _check_schedule_warmup(self, steps: str) -> None:
         """`steps` names the field that counts the steps of the schedule."""
-        if self.schedule_warmup > getattr(self, steps):
-            raise BadInput(f"schedule_warmup ({self.schedule_warmup}) must be at most {steps} ({getattr(self, steps)})")
+        warmup, most = self.schedule_warmup, getattr(self, steps)
+        if warmup > most:
+            raise BadField(f"`schedule_warmup` ({warmup}) must be at most `{steps}` ({most})")
 
     def _check_batch(self, taken: str, rows_for_each: int, parts: Sequence[str]) -> None:
         """`taken` names the field that counts what a step takes, for each of which it has so many rows; `parts` names
@@ -113,18 +136,18 @@ class RunConfig:
         """
         count, data = getattr(self, taken), self.mesh_shape[0]
         if count % data:
-            raise BadInput(f"{taken} ({count}) must be a multiple of the data axis ({data})")
+            raise BadField(f"`{taken}` ({count}) must be a multiple of the data axis ({data})")
         rows = count * rows_for_each // data
         for name in parts:
             if rows % getattr(self, name):
-                raise BadInput(f"{name} ({getattr(self, name)}) must divide a device's {rows} samples of a step")
+                raise BadField(f"`{name}` ({getattr(self, name)}) must divide a device's {rows} samples of a step")
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """Devices along ("data", "tensor"). Raises BadInput when `mesh` does not read `data=N,tensor=M`."""
         names, _, sizes = zip(*(part.partition("=") for part in self.mesh.split(",")), strict=True)
         if names != ("data", "tensor") or not all(re.fullmatch("[1-9][0-9]{0,8}", size) for size in sizes):
-            raise BadInput(f"mesh must read data=N,tensor=M with N, M at least 1, got {self.mesh!r}")
+            raise BadField(f"`mesh` must read data=N,tensor=M with N, M at least 1, got {self.mesh!r}")
         return int(sizes[0]), int(sizes[1])
 
     @property
@@ -171,10 +194,10 @@ def _check_bounds(name: str, value: Any, bounds: Bounds) -> None:
         return
     minimum, above, below = bounds
     if isinstance(value, numbers.Real) and not math.isfinite(value):
-        raise BadInput(f"{name} must be finite, got {value}")
+        raise BadField(f"`{name}` must be finite, got {value}")
     if minimum is not None and value < minimum:
-        raise BadInput(f"{name} must be at least {minimum}, got {value}")
+        raise BadField(f"`{name}` must be at least {minimum}, got {value}")
     if above is not None and value <= above:
-        raise BadInput(f"{name} must be greater than {above}, got {value}")
+        raise BadField(f"`{name}` must be greater than {above}, got {value}")
     if below is not None and value >= below:
-        raise BadInput(f"{name} must be less than {below}, got {value}")
+        raise BadField(f"`{name}` must be less than {below}, got {value}")

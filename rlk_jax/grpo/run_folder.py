@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from rlk_jax.core.files import written_whole
 from rlk_jax.core.program_cache import XlaCache, is_users, use_xla_cache, xla_cache
 from rlk_jax.grpo.config import GrpoConfig
-from rlk_jax.grpo.run_config import BadInput, RunConfig
+from rlk_jax.grpo.run_config import BadField, BadInput, RunConfig
 from rlk_jax.grpo.steps import Jitted, TrainState
 
 KEPT_CHECKPOINTS = 2
@@ -73,7 +73,7 @@ class RunFolder:
     def __post_init__(self) -> None:
         whole = str(self.path.absolute())
         if glob.escape(whole) != whole:
-            raise BadInput(f"out: Orbax writes no checkpoints below a folder with *, ? or [ in its name, got {whole}")
+            raise BadInput(f"--out: Orbax writes no checkpoints below a folder with *, ? or [ in its name, got {whole}")
 
     @property
     def command(self) -> str:
@@ -164,7 +164,7 @@ class RunFolder:
         if is_released:
             before[_REWARD] = now.get(_REWARD)
         if changes := _changes(before, now):
-            raise BadInput(f"cannot resume {self.path}: {'; '.join(changes)}")
+            raise BadField(f"cannot resume {self.path}: {'; '.join(changes)}")
         if not self._has_checkpoint():
             raise BadInput(f"cannot resume {self.path}: it has no checkpoint; --overwrite starts again")
         if is_released:
@@ -274,7 +274,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     A digest says nothing where an option of what it hashes has changed, nor one of tokens where anything else has.
     """
     changed = [x for x in {**now, **before} if x not in _MAY_CHANGE and before.get(x) != now.get(x)]
-    found = [f"{x} was {before.get(x)!r}, now {now.get(x)!r}" for x in changed if x not in _READ]
+    found = [f"`{x}` was {before.get(x)!r}, now {now.get(x)!r}" for x in changed if x not in _READ]
     for digest, (what, options) in _READ.items():
         is_said = any(x in changed for x in options) or (found and digest in _OF_TOKENS)
         if digest in changed and not is_said:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from rlk_jax.core.tokens import LinearLogp
-from rlk_jax.grpo.config import BadInput, GrpoConfig
+from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.faults import Metrics
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import INVARIANT, STOCK, Layers
@@ -24,7 +24,7 @@ from rlk_jax.grpo.rollout import (
     sample_completions,
     sample_in_length_buckets,
 )
-from rlk_jax.grpo.run_config import RunConfig
+from rlk_jax.grpo.run_config import BadField, RunConfig
 from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.supervised import supervised_update
@@ -139,7 +139,7 @@ def make_mesh(config: RunConfig, devices: Sequence[jax.Device] | None = None) ->
     data, tensor = config.mesh_shape
     devices = jax.devices() if devices is None else devices
     if data * tensor > len(devices):
-        raise BadInput(f"mesh {config.mesh} needs {data * tensor} devices and there are {len(devices)}")
+        raise BadField(f"`mesh` {config.mesh} needs {data * tensor} devices and there are {len(devices)}")
     return Mesh(np.array(devices[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.json_lines import read_json_lines, text_of
+from rlk_jax.grpo.run_config import BadField
 from rlk_jax.grpo.shortage import BUILT_IN_POLICY_REMEDY, Longest, shortage_is_bad_input
 from rlk_jax.grpo.vocabulary import EOS, PAD, Characters
 
@@ -76,7 +77,7 @@ def load_task(config: GrpoConfig) -> Task:
         return task
     if config.vocab_size < task.vocab_size:
         needed = f"{task.vocab_size} for the characters of {config.prompts}"
-        raise BadInput(f"vocab_size must be at least {needed}, got {config.vocab_size}")
+        raise BadField(f"`vocab_size` must be at least {needed}, got {config.vocab_size}")
     return replace(task, vocab_size=config.vocab_size)
 
 

@@ -14,7 +14,7 @@ from rlk_jax import dispatch
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.policy import Policy, load_parameters, make_policy
-from rlk_jax.grpo.run_config import BadInput
+from rlk_jax.grpo.run_config import BadField
 from rlk_jax.grpo.sequences import Sequences
 from rlk_jax.grpo.text_task import given_tokenizer
 from rlk_jax.models import Tokenizer
@@ -93,7 +93,7 @@ def make_teacher(config: GrpoConfig, policy: Policy, tokenizer: Tokenizer, mesh:
     model = make_policy(replace(config, model=config.teacher, remat=False), mesh, theirs)
     sizes = model.head.vocab_size, policy.head.vocab_size
     if sizes[0] < sizes[1]:
-        raise BadInput(f"teacher has {sizes[0]} tokens, and the policy may draw any of its {sizes[1]}")
+        raise BadField(f"`teacher` has {sizes[0]} tokens, and the policy may draw any of its {sizes[1]}")
     implementation = _promising(policy, model) if config.invariant else None
     kind: Any = config.teacher_kind
     return Teacher(config.teacher, policy, model, kind, config.teacher_beta, implementation)
@@ -107,7 +107,7 @@ def _check_tokenizers(theirs: Tokenizer, ours: Tokenizer) -> None:
     for number in range(max(theirs.vocab_size, ours.vocab_size)):
         found, wanted = (x.get(number) for x in texts)
         if found != wanted:
-            raise BadInput(f"teacher has another tokenizer: token {number} is {found!r}, not {wanted!r}")
+            raise BadField(f"`teacher` has another tokenizer: token {number} is {found!r}, not {wanted!r}")
 
 
 def _promising(policy: Policy, model: Policy) -> str:

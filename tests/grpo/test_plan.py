@@ -221,9 +221,9 @@ def test_a_mistake_in_the_options_is_bad_usage(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plan", "--device", "h100"], "device is of a given model: it has no meaning without model"),
-        (["--device", "h100", "--out", "out"], "device is of plan: a run takes the devices that are here"),
-        ([], "out is missing: the folder of checkpoints, metrics and report"),
+        (["--plan", "--device", "h100"], "--device is of a given model: it has no meaning without --model"),
+        (["--device", "h100", "--out", "out"], "--device is of --plan: a run takes the devices that are here"),
+        ([], "--out is missing: the folder of checkpoints, metrics and report"),
     ],
     ids=str,
 )
@@ -247,7 +247,7 @@ def test_a_plugin_that_is_missing_is_one_line(files, capsys, monkeypatch, settin
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     assert tiny.run_here(*command(files, "--device=h100")) == 2
-    needed = "device h100 needs JAX's CUDA plugin, which is not installed: pip install 'rlk-jax[cuda13]'"
+    needed = "--device h100 needs JAX's CUDA plugin, which is not installed: pip install 'rlk-jax[cuda13]'"
     assert capsys.readouterr().err == f"rlk grpo: error: {needed}\n"
 
 

@@ -248,14 +248,14 @@ def test_a_finished_run_resumes_to_the_same_summary(finished, prompts):
 def test_resume_with_another_configuration_names_the_field(finished, prompts, capsys, field, value):
     before = json.loads(finished.config.read_text())[field]
     assert tiny.run_here(*rich_options(prompts, **{field: value}), "--out", finished.path, "--resume") == 2
-    expected = f"rlk grpo: error: cannot resume {finished.path}: {field} was {before!r}, now {value!r}\n"
+    expected = f"rlk grpo: error: cannot resume {finished.path}: --{field} was {before!r}, now {value!r}\n"
     assert capsys.readouterr().err == expected
 
 
 def test_everything_that_has_changed_is_named(finished, prompts, capsys):
     given = rich_options(prompts, seed=5, beta=0.5)
     assert tiny.run_here(*given, "--out", finished.path, "--resume") == 2
-    assert capsys.readouterr().err.endswith(": seed was 0, now 5; beta was 0.01, now 0.5\n")
+    assert capsys.readouterr().err.endswith(": --seed was 0, now 5; --beta was 0.01, now 0.5\n")
 
 
 def test_the_same_prompts_may_lie_elsewhere(finished, prompts, tmp_path):

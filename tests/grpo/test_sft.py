@@ -303,28 +303,28 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": None}, "model is missing: a Hugging Face checkpoint's directory"),
-        ({"data": None}, "data is missing: a JSONL file of completions"),
+        ({"model": None}, "--model is missing: a Hugging Face checkpoint's directory"),
+        ({"data": None}, "--data is missing: a JSONL file of completions"),
         ({"model": "absent"}, "absent is no directory: that of a checkpoint is wanted."),
         ({"data": "absent.jsonl"}, "cannot read file absent.jsonl: "),
         ({"eval_data": "absent.jsonl"}, "cannot read file absent.jsonl: "),
         ({"max_tokens": 3}, "rows.jsonl has no row to train on of at most 3 tokens"),
-        ({"max_tokens": 2}, "max_tokens must be at least 3, got 2"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"rows_per_step": 0}, "rows_per_step must be at least 1, got 0"),
-        ({"weight_decay": -1}, "weight_decay must be at least 0, got -1.0"),
-        ({"eval_every": 0}, "eval_every must be at least 1, got 0"),
-        ({"z_loss": -1}, "z_loss must be at least 0, got -1.0"),
-        ({"z_loss": "nan"}, "z_loss must be finite, got nan"),
-        ({"z_loss": 1e39}, "z_loss must be 0 or a positive finite number, got 1e+39."),
-        ({"label_smoothing": 1}, "label_smoothing must be less than 1, got 1.0"),
-        ({"learning_rate": 0}, "learning_rate must be greater than 0, got 0.0"),
-        ({"schedule_warmup": 9}, "schedule_warmup (9) must be at most steps (4)"),
-        ({"micro_batches": 3}, "micro_batches (3) must divide a device's 4 samples of a step"),
-        ({"mesh": "data=3,tensor=1"}, "rows_per_step (4) must be a multiple of the data axis (3)"),
-        ({"compute_dtype": "float32"}, "invariant needs compute_dtype bfloat16, got float32"),
+        ({"max_tokens": 2}, "--max-tokens must be at least 3, got 2"),
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"rows_per_step": 0}, "--rows-per-step must be at least 1, got 0"),
+        ({"weight_decay": -1}, "--weight-decay must be at least 0, got -1.0"),
+        ({"eval_every": 0}, "--eval-every must be at least 1, got 0"),
+        ({"z_loss": -1}, "--z-loss must be at least 0, got -1.0"),
+        ({"z_loss": "nan"}, "--z-loss must be finite, got nan"),
+        ({"z_loss": 1e39}, "--z-loss must be 0 or a positive finite number, got 1e+39."),
+        ({"label_smoothing": 1}, "--label-smoothing must be less than 1, got 1.0"),
+        ({"learning_rate": 0}, "--learning-rate must be greater than 0, got 0.0"),
+        ({"schedule_warmup": 9}, "--schedule-warmup (9) must be at most --steps (4)"),
+        ({"micro_batches": 3}, "--micro-batches (3) must divide a device's 4 samples of a step"),
+        ({"mesh": "data=3,tensor=1"}, "--rows-per-step (4) must be a multiple of the data axis (3)"),
+        ({"compute_dtype": "float32"}, "--invariant needs --compute-dtype bfloat16, got float32"),
         ({"implementation": "magic"}, "implementation"),
-        ({"save_hf": "."}, "save_hf: . is not empty"),
+        ({"save_hf": "."}, "--save-hf: . is not empty"),
     ],
     ids=str,
 )
@@ -379,7 +379,7 @@ def test_a_run_resumes_as_itself_only(finished, files, tmp_path, capsys):
         "cannot resume" in (error := capsys.readouterr().err) and f": the run began with other rows of {other}" in error
     )
     assert cli.main([*command(files, out, z_loss=0.1), "--resume"]) == 2
-    assert f"cannot resume {folder}: z_loss was 0.02, now 0.1" in capsys.readouterr().err
+    assert f"cannot resume {folder}: --z-loss was 0.02, now 0.1" in capsys.readouterr().err
     assert cli.main(["grpo", "--warmup-steps=1", f"--out={out}", "--overwrite"]) == 2
     assert f"{folder} holds no run of rlk grpo: " in capsys.readouterr().err
     assert cli.main(command(files, out)) == 2

@@ -240,26 +240,26 @@ def test_a_plan_counts_the_teacher(files, monkeypatch):
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no teacher": ({"teacher": None, "teacher_coef": 2.0}, "teacher_coef is of a teacher: it has no meaning without"),
+    "no teacher": ({"teacher": None, "teacher_coef": 2.0}, "--teacher-coef is of a teacher: it has no meaning without"),
     "no model": (
         dict.fromkeys(("model", "reward", "max_new_tokens")),
-        "teacher is of a given model: it has no meaning without model",
+        "--teacher is of a given model: it has no meaning without --model",
     ),
-    "kind": ({"teacher_kind": "tv"}, "teacher_kind must be reverse, forward or jsd, got 'tv'"),
-    "beta": ({"teacher_beta": 0.1}, "teacher_beta is of jsd: it has no meaning beside teacher_kind reverse"),
-    "coef": ({"teacher_coef": 0.0}, "teacher_coef must be greater than 0, got 0.0"),
+    "kind": ({"teacher_kind": "tv"}, "--teacher-kind must be reverse, forward or jsd, got 'tv'"),
+    "beta": ({"teacher_beta": 0.1}, "--teacher-beta is of jsd: it has no meaning beside --teacher-kind reverse"),
+    "coef": ({"teacher_coef": 0.0}, "--teacher-coef must be greater than 0, got 0.0"),
     "tensor": (
         {"mesh": "data=1,tensor=2"},
-        "teacher needs a whole head, as in mesh data=N,tensor=1, got data=1,tensor",
+        "--teacher needs a whole head, as in --mesh data=N,tensor=1, got data=1,tensor",
     ),
-    "lora": ({"lora_rank": 2}, "teacher does not go with lora_rank: linear_kl takes no low-rank term of a head"),
+    "lora": ({"lora_rank": 2}, "--teacher does not go with --lora-rank: linear_kl takes no low-rank term of a head"),
     "loss": (
         {"teacher_only": True, "clip_eps": 0.1},
-        "clip_eps is of GRPO's loss: it has no meaning beside teacher_only",
+        "--clip-eps is of GRPO's loss: it has no meaning beside --teacher-only",
     ),
     "shuffled": (
         {"teacher_only": True, "shuffle_advantages": True},
-        "shuffle_advantages is of GRPO's loss: it has no meaning beside teacher_only",
+        "--shuffle-advantages is of GRPO's loss: it has no meaning beside --teacher-only",
     ),
     "missing": ({"teacher": "/nowhere"}, "cannot read /nowhere/config.json: No such file or directory"),
 }

@@ -125,7 +125,7 @@ def test_where_a_trained_model_cannot_be_written(files, tmp_path, capsys):
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "hf"
     assert tiny.run_here(*command(files, tmp_path / "out", save_hf=place)) == 2
-    assert capsys.readouterr().err == f"rlk grpo: error: save_hf: cannot write to {tmp_path / 'file'}\n"
+    assert capsys.readouterr().err == f"rlk grpo: error: --save-hf: cannot write to {tmp_path / 'file'}\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -163,39 +163,39 @@ def test_a_finished_run_may_write_its_model_again(finished, files, tmp_path, cap
     printed, said = capsys.readouterr()
     assert f"\ntrained model: {saved}/\n" in printed
     full = "is not empty: name a new directory"
-    assert said.splitlines() == [f"rlk grpo: error: save_hf: {path} {full}" for path in (saved, files[0])]
+    assert said.splitlines() == [f"rlk grpo: error: --save-hf: {path} {full}" for path in (saved, files[0])]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompts": None}, "model needs prompts, a JSONL file (rlk prompts arithmetic writes one)"),
-        ({"width": 8}, "width is of the built-in policy: it has no meaning beside model"),
-        ({"warmup_steps": 3}, "warmup_steps is of the built-in policy: it has no meaning beside model"),
-        ({"rollout_buckets": 2}, "rollout_buckets is of the built-in policy: it has no meaning beside model"),
+        ({"prompts": None}, "--model needs --prompts, a JSONL file (rlk prompts arithmetic writes one)"),
+        ({"width": 8}, "--width is of the built-in policy: it has no meaning beside --model"),
+        ({"warmup_steps": 3}, "--warmup-steps is of the built-in policy: it has no meaning beside --model"),
+        ({"rollout_buckets": 2}, "--rollout-buckets is of the built-in policy: it has no meaning beside --model"),
         ({"model": "absent"}, "absent"),
-        ({"model": None}, "is of a given model: it has no meaning without model"),
+        ({"model": None}, "is of a given model: it has no meaning without --model"),
         ({"max_prompt_tokens": 3}, "has no prompt to train on of at most 3 tokens"),
         ({"eval_prompts": "absent.jsonl"}, "absent.jsonl"),
-        ({"top_p": 1.5}, "top_p must be greater than 0 and at most 1, got 1.5."),
-        ({"temperature": 0}, "temperature must be greater than 0, got 0.0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"schedule": "steep"}, "schedule must be constant, linear or cosine, got 'steep'"),
-        ({"schedule_warmup": 9}, "schedule_warmup (9) must be at most grpo_steps (4)"),
-        ({"loss_type": "ppo"}, "loss_type"),
+        ({"top_p": 1.5}, "--top-p must be greater than 0 and at most 1, got 1.5."),
+        ({"temperature": 0}, "--temperature must be greater than 0, got 0.0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1, got 0"),
+        ({"schedule": "steep"}, "--schedule must be constant, linear or cosine, got 'steep'"),
+        ({"schedule_warmup": 9}, "--schedule-warmup (9) must be at most --grpo-steps (4)"),
+        ({"loss_type": "ppo"}, "--loss-type must be one of ('dapo', "),
         (
             {"loss_type": "grpo", "packing": True, "micro_batches": 2},
-            "packing does not go with normaliser sequence_mean",
+            "--packing does not go with --normaliser sequence_mean",
         ),
         ({"reward": "absent_module:f"}, "absent_module"),
         ({"reward": "tests.grpo.test_text_run:absent"}, "absent"),
-        ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
+        ({"lora_rank": 0}, "--lora-rank must be at least 1, got 0"),
         (
             {"lora_rank": 2, "mesh": "data=1,tensor=2"},
-            "lora_rank needs a whole head, as in mesh data=N,tensor=1, got data=1,tensor=2",
+            "--lora-rank needs a whole head, as in --mesh data=N,tensor=1, got data=1,tensor=2",
         ),
-        ({"save_hf": "."}, "save_hf: . is not empty"),
-        ({"invariant": True, "compute_dtype": "float32"}, "invariant needs compute_dtype bfloat16, got float32"),
+        ({"save_hf": "."}, "--save-hf: . is not empty"),
+        ({"invariant": True, "compute_dtype": "float32"}, "--invariant needs --compute-dtype bfloat16, got float32"),
     ],
     ids=str,
 )
@@ -261,7 +261,7 @@ def test_what_a_resumed_run_reads_may_not_change(finished, files, tmp_path, caps
         "prompts": f"the run began with other rows of {tmp_path / 'other.jsonl'}",
         "tokenizer": f"the run began with another tokenizer of {model}",
         "model": f"the run began with other weights of {model}",
-        "reward": f"reward was '{LETTERS}', now '{LETTERS}=2'",
+        "reward": f"--reward was '{LETTERS}', now '{LETTERS}=2'",
     }
     if what == "prompts":
         prompts = tiny_text.write_prompts(tmp_path / "other.jsonl", count=12)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlk_jax.core.checks import require_not_negative
-from rlk_jax.grpo.run_config import BadInput, RunConfig, option
+from rlk_jax.grpo.run_config import BadField, RunConfig, option
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class SftConfig(RunConfig):
         super().__post_init__()
         for name, what in (("model", "a Hugging Face checkpoint's directory"), ("data", "a JSONL file of completions")):
             if getattr(self, name) is None:
-                raise BadInput(f"{name} is missing: {what}")
+                raise BadField(f"`{name}` is missing: {what}")
         try:
-            require_not_negative("z_loss", self.z_loss)
+            require_not_negative("`z_loss`", self.z_loss)
         except ValueError as error:
-            raise BadInput(str(error)) from error
+            raise BadField(str(error)) from error
         self._check_schedule_warmup("steps")
         self._check_batch("rows_per_step", 1, ("micro_batches",))
 
