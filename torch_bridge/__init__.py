@@ -3,7 +3,9 @@
 try:
     import torch as _torch  # noqa: F401
 except ImportError as missing:
-    raise ImportError("torch_bridge needs PyTorch, which comes with rlk-jax's extra `torch`.") from missing
+    from rlk_jax.core.packages import need_of as _need_of
+
+    raise ImportError(f"torch_bridge {_need_of(['PyTorch'], extra='torch')}") from missing
 
 from torch_bridge._memory import share_gpu_memory as _share_gpu_memory
 

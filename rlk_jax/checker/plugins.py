@@ -10,6 +10,7 @@ import pkgutil
 from types import ModuleType
 
 from rlk_jax.checker.options import Unusable
+from rlk_jax.core.packages import need_of
 
 
 def has_torch() -> bool:
@@ -29,5 +30,5 @@ def bridge_has(op: str) -> bool:
 def bridge(part: str = "") -> ModuleType:
     """The package torch_bridge, or the module of this name in it. Raises `Unusable` where PyTorch is missing."""
     if not has_torch():
-        raise Unusable("PyTorch is not installed: it comes with rlk-jax's extra `torch`")
+        raise Unusable(f"torch_bridge {need_of(['PyTorch'], extra='torch')}")
     return importlib.import_module(f"torch_bridge.{part}" if part else "torch_bridge")

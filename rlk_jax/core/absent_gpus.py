@@ -7,6 +7,7 @@ import jax
 from jax.experimental import topologies
 
 from rlk_jax.core import gpu_memory
+from rlk_jax.core.packages import need_of
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ class Gpu:
         try:
             return topologies.get_topology_desc(platform="cuda", **description).devices
         except NotImplementedError as error:
-            raise ValueError(
-                "needs JAX's CUDA plugin, which is not installed: pip install 'rlk-jax[cuda13]'"
-            ) from error
+            raise ValueError(need_of(["JAX's CUDA plugin"], extra="cuda13")) from error
 
     def _description(self) -> str:
         """The text of XLA's GpuTargetConfigProto."""

@@ -26,9 +26,12 @@ def missing_packages(packages: Iterable[str]) -> list[str]:
 def require_extra(module: str, packages: Iterable[str], *, extra: str) -> None:
     """Raise ImportError where packages that a module imports are not installed; an extra of rlk-jax brings them."""
     if missing := missing_packages(packages):
-        raise ImportError(
-            f"{module} needs {', '.join(missing)}, of rlk-jax's extra `{extra}`: {install_command(extra)}"
-        )
+        raise ImportError(f"{module} {need_of(missing, extra=extra)}")
+
+
+def need_of(missing: Iterable[str], *, extra: str) -> str:
+    """What somebody is told who lacks these parts of an extra of rlk-jax, behind the name of what needs them."""
+    return f"needs {', '.join(missing)}, of rlk-jax's extra `{extra}`: {install_command(extra)}"
 
 
 def install_command(extra: str) -> str:

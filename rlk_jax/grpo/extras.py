@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rlk_jax.core.packages import MODEL_PACKAGES, missing_packages
+from rlk_jax.core.packages import MODEL_PACKAGES, missing_packages, need_of
 from rlk_jax.grpo.config import BadInput
 
 TRAINER_PACKAGES = (*MODEL_PACKAGES, "optax", "orbax.checkpoint", "matplotlib", "flatbuffers")
@@ -12,4 +12,4 @@ TRAINER_PACKAGES = (*MODEL_PACKAGES, "optax", "orbax.checkpoint", "matplotlib", 
 def require_packages(packages: Iterable[str], *, extra: str) -> None:
     """Raise BadInput where packages are not installed."""
     if missing := missing_packages(packages):
-        raise BadInput(f"not installed, of rlk-jax's extra `{extra}`: {', '.join(missing)}")
+        raise BadInput(f"the command {need_of(missing, extra=extra)}")

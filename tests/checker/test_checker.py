@@ -669,6 +669,13 @@ def test_adding_an_op_as_the_docs_say(monkeypatch, capsys):
     assert cli.main(["check", "--list"]) == 0 and "square_sum" in capsys.readouterr().out
 
 
+def test_the_bridge_without_pytorch_names_its_extra(monkeypatch, capsys):
+    monkeypatch.setattr(plugins, "has_torch", lambda: False)
+    assert cli.main(["check", "--op", "logp", "--candidate", "bridge"]) == 2
+    needed = 'torch_bridge needs PyTorch, of rlk-jax\'s extra `torch`: pip install "rlk-jax[torch]"'
+    assert needed in capsys.readouterr().err
+
+
 def test_an_op_that_the_bridge_lacks(monkeypatch, capsys):
     monkeypatch.delattr(torch_bridge, "logp")
     assert cli.main(["check", "--op", "logp", "--candidate", "bridge"]) == 2

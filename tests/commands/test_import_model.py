@@ -58,7 +58,7 @@ def test_a_package_that_is_missing_names_the_extra(tmp_path, capsys, monkeypatch
     (tmp_path / "magic.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("gguf", "torch") else name)
     assert run(tmp_path / "magic.gguf", tmp_path / "new") == 2
-    said = "not installed, of rlk-jax's extra `import`: gguf, torch"
+    said = 'the command needs gguf, torch, of rlk-jax\'s extra `import`: pip install "rlk-jax[import]"'
     assert capsys.readouterr().err == f"rlk import-model: error: {said}\n"
 
 

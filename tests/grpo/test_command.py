@@ -383,7 +383,8 @@ def test_missing_package_says_what_to_install(tmp_path, capsys, monkeypatch, pac
     monkeypatch.setitem(sys.modules, package, None)
     assert tiny.run_here(*tiny.options(), "--out", tmp_path / "out") == 2
     missing = "orbax.checkpoint" if package == "orbax" else package
-    assert capsys.readouterr().err == f"rlk grpo: error: not installed, of rlk-jax's extra `grpo`: {missing}\n"
+    needs = f'needs {missing}, of rlk-jax\'s extra `grpo`: pip install "rlk-jax[grpo]"'
+    assert capsys.readouterr().err == f"rlk grpo: error: the command {needs}\n"
 
 
 def test_losses_and_help_need_no_flax():

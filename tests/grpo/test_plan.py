@@ -247,7 +247,7 @@ def test_a_plugin_that_is_missing_is_one_line(files, capsys, monkeypatch, settin
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     assert tiny.run_here(*command(files, "--device=h100")) == 2
-    needed = "--device h100 needs JAX's CUDA plugin, which is not installed: pip install 'rlk-jax[cuda13]'"
+    needed = "--device h100 needs JAX's CUDA plugin, of rlk-jax's extra `cuda13`: pip install \"rlk-jax[cuda13]\""
     assert capsys.readouterr().err == f"rlk grpo: error: {needed}\n"
 
 

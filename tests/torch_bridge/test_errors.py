@@ -257,7 +257,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess:
 def test_without_torch():
     found = run("import sys; sys.modules['torch'] = None; import torch_bridge")
     assert found.stderr.strip().endswith(
-        "ImportError: torch_bridge needs PyTorch, which comes with rlk-jax's extra `torch`."
+        'ImportError: torch_bridge needs PyTorch, of rlk-jax\'s extra `torch`: pip install "rlk-jax[torch]"'
     )
 
 
