@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _begun(options: argparse.Namespace) -> _Begun:
     """The completion that the options ask for. Raises BadInput for what cannot work."""
+    require_packages(MODEL_PACKAGES, extra="grpo")
     if not options.prompt:
         raise BadInput("--prompt is empty")
     if not 0 <= options.seed < 2**32:
@@ -122,9 +123,7 @@ def _begun(options: argparse.Namespace) -> _Begun:
         raise BadInput(f"--model {options.model} is no directory")
     if options.record is not None:
         _check_writable(options.record)
-    # Imported here so that `rlk generate --help` does not wait for flax.
-    require_packages(MODEL_PACKAGES, extra="grpo")
-    from rlk_jax import models
+    from rlk_jax import models  # Imported here so that `rlk generate --help` does not wait for flax.
 
     try:
         sampling = models.Sampling(options.temperature, options.top_k, options.top_p, options.min_p)

@@ -81,8 +81,8 @@ def import_model(path: Path, directory: Path, dtype: str) -> str:
     """Convert a GGUF, and say in words what was written. Raises ValueError or OSError, in one line, for what cannot be
     converted; the directory is then as it was.
     """
-    _check_paths(path, directory)
     require_packages(IMPORT_PACKAGES, extra="import")
+    _check_paths(path, directory)
     from rlk_jax.models import config_of
 
     try:

@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     with stop_on_signal() as stop:
         try:
+            require_packages(TRAINER_PACKAGES, extra="grpo")
             values = {option.name: getattr(arguments, option.name) for option in fields(arguments.kind)}
             config = arguments.kind(**values)
             return _print_plan(config, arguments, stop) if arguments.plan else _train(config, arguments, stop)
@@ -77,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_plan(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
-    require_packages(TRAINER_PACKAGES, extra="grpo")
     console = OutputConsole()
     with console.status(_LOADING):
         from rlk_jax.grpo.plan import plan
@@ -85,7 +85,6 @@ def _print_plan(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, s
 
 
 def _train(config: GrpoConfig | SftConfig, arguments: argparse.Namespace, stop: StopRequest) -> int:
-    require_packages(TRAINER_PACKAGES, extra="grpo")
     if arguments.out is None:
         raise BadInput("--out is missing: the folder of checkpoints, metrics and report")
     if arguments.device is not None:

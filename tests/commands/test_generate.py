@@ -286,7 +286,7 @@ def test_too_little_memory(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("package", ["flax", "safetensors", "tokenizers", "jinja2"])
-def test_missing_package_says_what_to_install(checkpoint, capsys, monkeypatch, package):
+def test_missing_package_says_what_to_install(capsys, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     message = f'the command needs {package}, of rlk-jax\'s extra `grpo`: pip install "rlk-jax[grpo]"'
-    assert_refused(capsys, checkpoint, message)
+    assert_refused(capsys, "/nowhere", message)

@@ -55,9 +55,9 @@ def test_paths_that_cannot_be(what, tmp_path, capsys, monkeypatch):
 
 
 def test_a_package_that_is_missing_names_the_extra(tmp_path, capsys, monkeypatch):
-    (tmp_path / "magic.gguf").write_bytes(b"GGUF")
+    """Before anything else is asked for."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("gguf", "torch") else name)
-    assert run(tmp_path / "magic.gguf", tmp_path / "new") == 2
+    assert run(tmp_path / "none.gguf", tmp_path / "new") == 2
     said = 'the command needs gguf, torch, of rlk-jax\'s extra `import`: pip install "rlk-jax[import]"'
     assert capsys.readouterr().err == f"rlk import-model: error: {said}\n"
 
