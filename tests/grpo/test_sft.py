@@ -90,7 +90,7 @@ def test_a_run_learns_and_writes_its_files(finished):
         assert lines[-1][f"heldout_{name}"] == value != lines[1][f"heldout_{name}"]
     for measured in summary.values():
         assert measured["perplexity"] == pytest.approx(np.exp(measured["loss"]))
-    assert folder.report.exists() and not folder.completions.exists() and not folder.page.exists()
+    assert tiny.documented_files("sft.md") == {x.name for x in folder.path.iterdir()} | {"programs"}
 
 
 def test_the_trained_model_is_a_checkpoint_like_those_of_rlk_grpo(finished, files):

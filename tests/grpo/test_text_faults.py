@@ -54,6 +54,11 @@ def short(files, tmp_path_factory) -> Path:
     return out
 
 
+def test_the_documentation_names_all_files_of_a_run(short):
+    """A CPU keeps no programs."""
+    assert tiny.documented_files("grpo.md") == {x.name for x in short.iterdir()} | {"programs"}
+
+
 def run(files: tuple[Path, Path], out: Path, reward: Path, *more: str, **changes) -> int:
     options = {"checkpoint_every": 100, "reward": f"{reward}:late", **changes}
     return tiny.run_here(*command(files, out, **options), *more)

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from rlk_jax.grpo.steps import Metrics, TrainingSteps, TrainState, build_steps, 
 from rlk_jax.grpo.tasks import Task, load_task
 from rlk_jax.grpo.vocabulary import VOCAB_SIZE
 from tests.support import helpers
+from tests.support.snippets import ROOT
 
 COMMAND = [sys.executable, "-m", "rlk_jax.cli", "grpo"]
 SIZES: dict[str, Any] = {
@@ -134,6 +136,13 @@ def forget_programs() -> None:
     """Have all programs built again."""
     _shared.clear()
     _kept.clear()
+
+
+def documented_files(page: str) -> set[str]:
+    """The names that a page of docs/ gives to what a run writes: those in the first column of its table of files."""
+    _, table = re.split(r"^\| file.*\n.*\n", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
+    rows = table.partition("\n\n")[0].splitlines()
+    return {name for row in rows for name in re.findall(r"`([\w.]+)/?`", row.split("|")[1])}
 
 
 def run_here(*arguments: str | Path, build: Callable[..., TrainingSteps] = shared_steps) -> int:
