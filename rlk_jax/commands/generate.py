@@ -123,11 +123,13 @@ def _begun(options: argparse.Namespace) -> _Begun:
         raise BadInput(f"--model {options.model} is no directory")
     if options.record is not None:
         _check_writable(options.record)
-    from rlk_jax import models  # Imported here so that `rlk generate --help` does not wait for flax.
+    # Imported here so that `rlk generate --help` does not wait for flax.
+    from rlk_jax import models
+    from rlk_jax.grpo.text_task import given_tokenizer
 
     try:
         sampling = models.Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
-        tokenizer = models.load_tokenizer(options.model)
+        tokenizer = given_tokenizer(options.model)
         prompt_ids = _prompt_ids(tokenizer, options)
         model = models.load(options.model, dtype=options.dtype, kind=options.kind)
         asked = model, jnp.asarray(prompt_ids, jnp.int32), jax.random.key(options.seed)

@@ -1,6 +1,7 @@
 """Prompts of a given model: rows of a file as tokens, split into train and held-out ones, and the reward of texts."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from jaxtyping import Float32, Int
 from rlk_jax.grpo.config import BadInput, GrpoConfig
 from rlk_jax.grpo.prompt_rows import Messages, PromptRows, read_rows
 from rlk_jax.grpo.rewards import Rewards, load_rewards
+from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import GIVEN_MODEL_REMEDY, Longest
 from rlk_jax.grpo.tasks import held_out, require_rows
 from rlk_jax.models import Tokenizer, load_tokenizer
@@ -109,8 +111,23 @@ def shown_prompt(prompt: str | Messages) -> str:
 
 def given_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises BadInput for one that is missing or not supported."""
+    _check_no_run(directory)
     with unsupported_is_bad_input():
         return load_tokenizer(directory)
+
+
+def _check_no_run(directory: Path) -> None:
+    """Raise BadInput for the folder of a run, whose checkpoints are no models, and say how to get its model."""
+    try:
+        fields = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return
+    if not (isinstance(fields, dict) and {GrpoConfig.files_digest, SftConfig.files_digest} & fields.keys()):
+        return
+    if fields.get("model") is None:
+        raise BadInput(f"{directory} is the folder of a run of the built-in policy, which is no checkpoint's model")
+    way = "that run's command with --resume --save-hf DIR writes its model to DIR"
+    raise BadInput(f"{directory} is the folder of a run and no checkpoint: {way}")
 
 
 def digest_of_model(directory: Path) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rlk_jax import cli
 from rlk_jax.grpo.run_folder import RunFolder
 from rlk_jax.models import chat_template
 from tests.grpo import tiny, tiny_text
@@ -57,6 +58,23 @@ def short(files, tmp_path_factory) -> Path:
 def test_the_documentation_names_all_files_of_a_run(short):
     """A CPU keeps no programs."""
     assert tiny.documented_files("grpo.md") == {x.name for x in short.iterdir()} | {"programs"}
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(files, short, tmp_path, capsys):
+    """Whoever names it is told what writes the run's model, which does."""
+    way = "that run's command with --resume --save-hf DIR writes its model to DIR"
+    said = f"error: {short} is the folder of a run and no checkpoint: {way}\n"
+    assert cli.main(["generate", f"--model={short}", "--prompt=a"]) == 2
+    assert capsys.readouterr().err == f"rlk generate: {said}"
+    assert tiny.run_here(*command((short, files[1]), tmp_path / "out", **SHORT)) == 2
+    assert capsys.readouterr().err == f"rlk grpo: {said}"
+    out = shutil.copytree(short, tmp_path / "copy")
+    assert tiny.run_here(*command(files, out, save_hf=tmp_path / "hf", **SHORT), "--resume") == 0
+    assert cli.main(["generate", f"--model={tmp_path / 'hf'}", "--prompt=a", "--max-new-tokens=1"]) == 0
+    change(out / "config.json", model=None)
+    capsys.readouterr()
+    assert cli.main(["generate", f"--model={out}", "--prompt=a"]) == 2
+    assert "is the folder of a run of the built-in policy, which is no" in capsys.readouterr().err
 
 
 def run(files: tuple[Path, Path], out: Path, reward: Path, *more: str, **changes) -> int:
