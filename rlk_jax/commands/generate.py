@@ -125,13 +125,14 @@ def _begun(options: argparse.Namespace) -> _Begun:
         _check_writable(options.record)
     # Imported here so that `rlk generate --help` does not wait for flax.
     from rlk_jax import models
-    from rlk_jax.grpo.text_task import given_tokenizer
+    from rlk_jax.grpo.text_task import given_tokenizer, warn_beyond
 
     try:
         sampling = models.Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
         tokenizer = given_tokenizer(options.model)
         prompt_ids = _prompt_ids(tokenizer, options)
         model = models.load(options.model, dtype=options.dtype, kind=options.kind)
+        warn_beyond(model.config, len(prompt_ids) + options.max_new_tokens, "rlk generate")
         asked = model, jnp.asarray(prompt_ids, jnp.int32), jax.random.key(options.seed)
         limits = {"max_new_tokens": options.max_new_tokens, "stop_ids": tokenizer.stop_ids}
         if options.record is None:

@@ -3,8 +3,7 @@ the host between them.
 """
 
 import functools
-import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from rlk_jax.grpo.samples import Sample
 from rlk_jax.grpo.sequences import Sequences, join_completions
 from rlk_jax.grpo.steps import EVALUATION_SAMPLES, EVALUATION_STEP, TrainingSteps, TrainState
 from rlk_jax.grpo.teacher import Teacher, make_teacher
-from rlk_jax.grpo.text_task import TextRows, TextTask, shown_prompt
+from rlk_jax.grpo.text_task import TextRows, TextTask, shown_prompt, warn_beyond
 from rlk_jax.grpo.updates import Learner, TargetValues, Updates, adam, learning_rate_of
 from rlk_jax.losses import group_advantages
 from rlk_jax.models.sampling import Completions
@@ -98,8 +97,7 @@ def build_text_steps(config: GrpoConfig, task: TextTask, mesh: Mesh) -> Training
     policy = make_policy(config, mesh, task.tokenizer)
     teacher = make_teacher(config, policy, task.tokenizer, mesh)
     head = policy.head
-    for warning in _warnings(config, policy, task):
-        print(f"rlk grpo: warning: {warning}", file=sys.stderr)
+    warn_beyond(policy.described, task.train.prompt_ids.shape[1] + config.max_new_tokens, "rlk grpo")
     replicated, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     run_key, group = jax.random.key(config.seed), config.samples_per_prompt
     rows_per_step = config.prompts_per_step * group
@@ -240,14 +238,6 @@ def program_key(config: RunConfig, policy: Policy) -> Hashable:
     """What the programs of a run are made from."""
     fields = {name: x for name, x in asdict(config).items() if name not in _NOT_OF_PROGRAMS}
     return tuple(fields.items()), policy.described, policy.head.implementation, policy.stop_ids, policy.pad_id
-
-
-def _warnings(config: GrpoConfig, policy: Policy, task: TextTask) -> Iterator[str]:
-    """What a run can do and its user may not want."""
-    length = task.train.prompt_ids.shape[1] + config.max_new_tokens
-    positions = policy.described.fields.get("max_position_embeddings")
-    if positions is not None and length > positions:
-        yield f"prompt and completion have up to {length} tokens, and the model was made for {positions}"
 
 
 def rows_of_step(seed: int, step: int, count: int, wanted: int) -> Int[np.ndarray, "wanted"]:

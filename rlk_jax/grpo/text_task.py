@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rlk_jax.grpo.rewards import Rewards, load_rewards
 from rlk_jax.grpo.sft.config import SftConfig
 from rlk_jax.grpo.shortage import GIVEN_MODEL_REMEDY, Longest
 from rlk_jax.grpo.tasks import held_out, require_rows
-from rlk_jax.models import Tokenizer, load_tokenizer
+from rlk_jax.models import ModelConfig, Tokenizer, load_tokenizer
 from rlk_jax.models.checkpoint import check, weight_files
 
 
@@ -107,6 +108,13 @@ def check_weights(directory: str) -> None:
 def shown_prompt(prompt: str | Messages) -> str:
     """A prompt as people read it: a chat is its messages, one to a line."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{x['role']}: {x['content']}" for x in prompt)
+
+
+def warn_beyond(described: ModelConfig, tokens: int, command: str) -> None:
+    """Say on stderr, in the name of a command, that a model may read more tokens than it was made for."""
+    if described.positions is not None and tokens > described.positions:
+        made = f"prompt and completion have up to {tokens} tokens, and the model was made for {described.positions}"
+        print(f"{command}: warning: {made}", file=sys.stderr)
 
 
 def given_tokenizer(directory: Path) -> Tokenizer:

@@ -65,6 +65,12 @@ class ModelConfig:
     fields: Mapping[str, Any] = field(compare=False, hash=False, repr=False)
     """The file itself, which `save` writes again."""
 
+    @property
+    def positions(self) -> int | None:
+        """How many tokens the model was made for, where its config.json says it."""
+        found = self.fields.get("max_position_embeddings")
+        return found if isinstance(found, int) else None
+
 
 @dataclass(frozen=True)
 class _Family:

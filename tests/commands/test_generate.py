@@ -141,7 +141,7 @@ sys.exit(main(sys.argv[1:]))
 def endless(checkpoint, tmp_path_factory):
     """Like the checkpoint, but its completions end at a token that is never drawn."""
     directory = shutil.copytree(checkpoint, tmp_path_factory.mktemp("endless"), dirs_exist_ok=True)
-    change(directory / "config.json", eos_token_id=0)
+    change(directory / "config.json", eos_token_id=0, max_position_embeddings=10**7)
     change(directory / "generation_config.json", eos_token_id=0)
     return directory
 
@@ -279,8 +279,20 @@ def test_a_stop_token_that_the_model_does_not_have(damaged, capsys):
     assert_refused(capsys, damaged, message)
 
 
-def test_too_little_memory(checkpoint, capsys):
-    assert generate("--model", checkpoint, "--prompt", "17", "--max-new-tokens", 10**12) == 2
+def test_more_tokens_than_the_model_was_made_for_are_a_warning(damaged, capsys):
+    """As for `rlk grpo`. As many as it was made for are none."""
+    asked = ["--model", damaged, "--prompt", "17", "--no-chat", "--dtype", "float32", "--max-new-tokens"]
+    tokens = len(models.load_tokenizer(damaged).encode("17")) + 2
+    change(damaged / "config.json", max_position_embeddings=tokens)
+    made = f"prompt and completion have up to {tokens + 1} tokens, and the model was made for {tokens}"
+    for count, lines in ((2, []), (3, [f"rlk generate: warning: {made}"])):
+        assert generate(*asked, count) == 0
+        assert capsys.readouterr().err.splitlines()[:-1] == lines
+
+
+def test_too_little_memory(damaged, capsys):
+    change(damaged / "config.json", max_position_embeddings=10**13)
+    assert generate("--model", damaged, "--prompt", "17", "--max-new-tokens", 10**12) == 2
     said = capsys.readouterr().err
     assert said.startswith("rlk generate: error: out of memory: ") and said.count("\n") == 1
 

@@ -85,7 +85,8 @@ def load_sft_task(config: SftConfig) -> SftTask:
     """The task that a configuration names. Raises BadInput naming the file, and the line where one is wrong."""
     directory = Path(config.model or "")
     tokenizer = given_tokenizer(directory)
-    positions = _positions(directory)
+    with unsupported_is_bad_input():
+        positions = models.read_config(directory).positions
     files = [Path(config.data or ""), *([Path(config.eval_data)] if config.eval_data else [])]
     read = [_demonstrations(path, tokenizer) for path in files]
     kept = [_no_longer_than(own, config.max_tokens) for own in read]
@@ -147,13 +148,6 @@ def _check_lengths(path: Path, rows: Sequence[tuple[int, Demonstration]], positi
                 f"{path}, line {line}: the row has {row.tokens} tokens, and the model was made for {positions}; "
                 f"--max-tokens {positions} leaves such rows out"
             )
-
-
-def _positions(directory: Path) -> int | None:
-    """How many tokens a checkpoint was made for, where its config.json says it."""
-    with unsupported_is_bad_input():
-        found = models.read_config(directory).fields.get("max_position_embeddings")
-    return found if isinstance(found, int) else None
 
 
 def _digest_of_tokens(*parts: Sequence[Demonstration]) -> str:
