@@ -16,7 +16,7 @@ import numpy as np
 
 from rlk_jax.core.files import written_whole
 from rlk_jax.core.packages import MODEL_PACKAGES
-from rlk_jax.core.terminal import OutputConsole
+from rlk_jax.core.terminal import OutputConsole, escaped
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.extras import require_packages
 from rlk_jax.grpo.run_config import flag_of
@@ -163,7 +163,10 @@ def _prompt_ids(tokenizer: "Tokenizer", options: argparse.Namespace) -> list[int
 
 
 def _print_text(tokenizer: "Tokenizer", drawn: Iterable[int]) -> None:
-    """Print text as soon as its tokens are drawn, and behind it how many they were and how fast they came."""
+    """Print text as soon as its tokens are drawn, and behind it how many they were and how fast they came.
+
+    On a terminal, control characters other than line ends and tabs are escaped; a file or a pipe has the text itself.
+    """
     speed, count = Throughput(), 0
 
     def counted() -> Iterator[int]:
@@ -175,7 +178,7 @@ def _print_text(tokenizer: "Tokenizer", drawn: Iterable[int]) -> None:
             yield token
 
     for text in tokenizer.stream(counted()):
-        print(text, end="", flush=True)
+        print(escaped(text, kept="\n\t") if sys.stdout.isatty() else text, end="", flush=True)
     print(flush=True)
     rate = speed.per_second.get("decoding")
     print(f"{count} tokens" + ("" if rate is None else f", {rate:.1f} tokens/s"), file=sys.stderr)

@@ -1,5 +1,6 @@
 """What commands print with."""
 
+import unicodedata
 from typing import Any
 
 from rich.console import Console
@@ -18,3 +19,15 @@ class OutputConsole(Console):
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError again that rich has caught."""
         raise
+
+
+def escaped(text: str, *, kept: str = "") -> str:
+    """A text of which every character can be seen, and none does anything to a terminal but those of `kept`: others are
+    escaped as in Python.
+    """
+    return "".join(x if x in kept or _is_shown_as_is(x) else ascii(x)[1:-1] for x in text)
+
+
+def _is_shown_as_is(character: str) -> bool:
+    # Python counts no space but the plain one as printable.
+    return character.isprintable() or unicodedata.category(character) == "Zs"

@@ -1,7 +1,6 @@
 """Completions of a run with their rewards: as JSON lines in a file, and as a table on the terminal."""
 
 import json
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from typing import NamedTuple
 from rich.table import Column, Table
 
 from rlk_jax.core.files import written_whole
+from rlk_jax.core.terminal import escaped
 from rlk_jax.grpo.config import BadInput
 
 
@@ -106,12 +106,7 @@ def length_texts(sample: Sample) -> list[str]:
 
 def _visible(text: str) -> str:
     """A text on one line, in which every character can be seen and none does anything to a terminal."""
-    return "".join(x if _is_shown_as_is(x) else ascii(x)[1:-1] for x in text.replace("\n", "⏎"))
-
-
-def _is_shown_as_is(character: str) -> bool:
-    # Python counts no space but the plain one as printable.
-    return character.isprintable() or unicodedata.category(character) == "Zs"
+    return escaped(text.replace("\n", "⏎"))
 
 
 def _cut(text: str, length: int) -> str:

@@ -108,6 +108,14 @@ def test_a_terminal_shows_what_is_waited_for(checkpoint, capsys, monkeypatch):
     assert printed.strip() and "\x1b" not in printed
 
 
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "a\tb\n\\x1b[31m\\r"), (False, "a\tb\n\x1b[31m\r")])
+def test_a_terminal_gets_no_control_characters(checkpoint, capsys, monkeypatch, is_terminal, shown):
+    tokenizer = models.load_tokenizer(checkpoint)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    command._print_text(tokenizer, tokenizer.encode("a\tb\n\x1b[31m\r"))
+    assert capsys.readouterr().out == shown + "\n"
+
+
 def test_a_record_of_no_tokens_is_empty(checkpoint, tmp_path):
     path = tmp_path / "record.npz"
     asked = ["--model", checkpoint, "--prompt", "17", "--max-new-tokens", 0, "--kind", "invariant"]
