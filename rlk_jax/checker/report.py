@@ -40,10 +40,9 @@ class OutputCheck:
         return {name: _json(x) for name, x in vars(self).items()}
 
     def __str__(self) -> str:
-        label = f" {self.name}" if ":" in self.name else ""
         message = f" {self.message}" if self.message else ""
         numbers = "" if self.measure == "none" else f" {self._numbers()}"
-        return f"output={self.output_index}{label}{message}{numbers} passed={self.passed}"
+        return f"output={self.output_index} {self.name}{message}{numbers} passed={self.passed}"
 
     def _numbers(self) -> str:
         """All that a comparison measured."""
