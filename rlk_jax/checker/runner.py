@@ -228,7 +228,9 @@ def _take_gradients(spec: OpSpec, problem: Problem, found: dict[str, np.ndarray 
     for name, x in found.items():
         if name in spec.no_gradients:
             if x is not None and x.any():
-                outcome.faults[f"gradient:{name}"] = f"{name} has no gradient, and this one is not 0"
+                outcome.faults[f"gradient:{name}"] = (
+                    f"the candidate gives {name} a gradient, and it must have none: detach it (stop_gradient in JAX)"
+                )
         elif x is None:
             outcome.faults[f"gradient:{name}"] = "the gradient is None"
         else:
