@@ -230,8 +230,7 @@ def _print_table(reports: Sequence[OperatorCheckReport], seconds: float) -> None
     # In a pipe no name is cut: what reads it looks for whole ones.
     OutputConsole(width=None if sys.stdout.isatty() else _ANY_WIDTH).print(table)
     for report in reports:
-        for line in report.lines():
-            if line.startswith("  ") and line.endswith("passed=False"):
-                print(line.strip())
+        for line in report.failed_lines():
+            print(line)
     checks = [check for report in reports for candidate in report.candidates for check in candidate.outputs]
     print(f"{sum(check.passed for check in checks)}/{len(checks)} checks passed in {seconds:.0f} s")

@@ -73,6 +73,10 @@ class CaseCheck:
     def passed(self) -> bool:
         return all(x.passed for x in self.outputs)
 
+    @property
+    def failed(self) -> list[OutputCheck]:
+        return [x for x in self.outputs if not x.passed]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "case_name": self.case_name,
@@ -148,7 +152,7 @@ class OperatorCheckReport:
         }
 
     def lines(self) -> Iterator[str]:
-        """The report as text, with a line for each check."""
+        """The report as text, with a line for each check, and at the end one that names those that failed in a case."""
         yield f"suite={self.suite_name} passed={self.passed} {_rate_text(self.candidates, 'candidates')}"
         for candidate in self.candidates:
             yield (
@@ -159,6 +163,16 @@ class OperatorCheckReport:
                 yield f"  invariance is not checked: {candidate.invariance}"
             for case in candidate.cases:
                 yield from (f"  case={case.case_name} {x}" for x in case.outputs)
+            for case in candidate.cases:
+                if case.failed:
+                    names = ", ".join(x.name for x in case.failed)
+                    yield f"failed {len(case.failed)} of {len(case.outputs)} checks of case={case.case_name}: {names}"
+
+    def failed_lines(self) -> Iterator[str]:
+        """A line for each failed check."""
+        for candidate in self.candidates:
+            for case in candidate.cases:
+                yield from (f"candidate={candidate.candidate_name} case={case.case_name} {x}" for x in case.failed)
 
 
 def _rate(checks: Sequence[Any]) -> float:

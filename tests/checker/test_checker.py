@@ -30,8 +30,8 @@ from tests.support import helpers, planted
 
 ROOT = pathlib.Path(__file__).parents[2]
 LINE = re.compile(
-    r"  case=\S+ output=\d+ \S+ (relative norm \S+ of at most \S+|same bits) shape=\([\d, ]*\) dtype=\w+ "
-    r"max_abs=\d\.\d{8}e[+-]\d+ mean_abs=\d\.\d{8}e[+-]\d+ max_rel=\d\.\d{8}e[+-]\d+ "
+    r"  case=\S+ output=\d+ \S+ (relative norm \S+ of at most \S+|same bits as in the first call) "
+    r"shape=\([\d, ]*\) dtype=\w+ max_abs=\d\.\d{8}e[+-]\d+ mean_abs=\d\.\d{8}e[+-]\d+ max_rel=\d\.\d{8}e[+-]\d+ "
     r"tol=\(atol=\d\.\d{3}e[+-]\d+, rtol=\d\.\d{3}e[+-]\d+\) passed=True"
 )
 SMALL = ("--batch", "1", "--seq", "2", "--vocab", "17")
@@ -414,7 +414,9 @@ def test_assert_op_works_where_assert_does_not():
         "assert_op(planted.off_by_one_target, op='logp', modes=['random'], check_grad=False, sizes=Sizes())"
     )
     found = subprocess.run([sys.executable, "-O", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.returncode == 1 and "AssertionError:   case=logp-fp32-2x16x257" in found.stderr
+    assert (
+        found.returncode == 1 and "AssertionError: candidate=off_by_one_target case=logp-fp32-2x16x257" in found.stderr
+    )
 
 
 def test_a_module_that_imports_torch_alone_gets_tensors(tmp_path, monkeypatch, capsys):
@@ -466,14 +468,15 @@ def test_lines(candidate, backend, capsys):
     assert all(LINE.fullmatch(line) for line in lines)
     accuracy, bits = lines
     assert re.match(r"  case=logp-fp32-1x2x17 output=0 logp relative norm \S+ of at most 4.0e-07 shape=\(1", accuracy)
-    assert bits.startswith("  case=logp-fp32-1x2x17 output=0 deterministic:logp same bits ")
+    assert bits.startswith("  case=logp-fp32-1x2x17 output=0 deterministic:logp same bits as in the first call ")
 
 
 def test_a_line_says_what_was_compared(capsys):
     """Where nothing could be compared, it holds no numbers. A rate says what it is a share of."""
     given = ["check", "--op", "logp", "--candidate", "tests.checker.test_checker:_raises", *SMALL]
     assert cli.main(given) == 1
-    suite, candidate, line = capsys.readouterr().out.splitlines()
+    suite, candidate, line, failures = capsys.readouterr().out.splitlines()
+    assert failures == "failed 1 of 1 checks of case=logp-fp32-1x2x17: fault:forward"
     assert suite.endswith("pass_rate=0.0000 (0 of 1 candidates)")
     assert candidate.endswith("pass_rate=0.0000 (0 of 1 checks)")
     said = r"raised RuntimeError: out of luck \(test_checker.py:\d+\)"

@@ -20,3 +20,22 @@ def test_a_gradient_that_must_not_be_is_to_be_detached(capsys):
         "fault:gradient:ref_logits the candidate gives ref_logits a gradient, and it must have none: detach it "
         "(stop_gradient in JAX) passed=False"
     ) in said
+
+
+def test_bits_are_those_of_the_first_call(capsys):
+    """Wrong results may have the same bits in every call."""
+    wrong = ("--candidate", f"{PLANTED}off_by_one_target", "--check-grad", "--check-invariance")
+    said = [line for line in printed(capsys, *wrong, *SMALL).splitlines() if " bits " in line]
+    assert len(said) == 6 and all("same bits as in the first call" in line for line in said)
+    said = printed(capsys, "--op", "det_gemm", "--candidate", f"{PLANTED}doubled_without_gradients", *wrong[2:])
+    assert "forward:c other bits than in the first call" in said
+
+
+def test_failed_checks_are_named_at_the_end(capsys):
+    """A line for each case names them. Where there are many candidates, the line of a failed check names its own."""
+    wrong = ("--candidate", f"{PLANTED}off_by_one_target", *SMALL)
+    *lines, last = printed(capsys, *wrong, "--check-grad").splitlines()
+    assert last == "failed 3 of 4 checks of case=logp-fp32-1x2x17: logp, gradient:logits, forward:logp"
+    assert not any(line.startswith("failed ") for line in lines)
+    line = printed(capsys, *wrong, "--all", "--op", "logp", "--dtype", "fp32", "--input-mode", "peaked").splitlines()[-2]
+    assert line.startswith(f"candidate={PLANTED}off_by_one_target case=logp-fp32-1x2x17-peaked output=0 logp ")
