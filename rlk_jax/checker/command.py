@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from rlk_jax.checker import candidates, contract, page
 from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
@@ -224,7 +224,7 @@ _ANY_WIDTH = 1000
 
 def _print_table(reports: Sequence[OperatorCheckReport], seconds: float) -> None:
     """Print a row for each op, candidate and dtype, a line for each failed check, and how long all checks took."""
-    table = Table(*page.TABLE_HEADER)
+    table = Table(*(Column(title, overflow="fold") for title in page.TABLE_HEADER))
     for row in page.table_rows(reports):
         table.add_row(*row)
     # In a pipe no name is cut: what reads it looks for whole ones.

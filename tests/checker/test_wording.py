@@ -1,6 +1,11 @@
 """What `rlk check` prints says what failed, and what to do about it."""
 
+import re
+
+import pytest
+
 from rlk_jax import cli
+from rlk_jax.checker import command
 
 SMALL = ("--batch", "1", "--seq", "2", "--vocab", "17")
 PLANTED = "tests.support.planted:"
@@ -37,5 +42,27 @@ def test_failed_checks_are_named_at_the_end(capsys):
     *lines, last = printed(capsys, *wrong, "--check-grad").splitlines()
     assert last == "failed 3 of 4 checks of case=logp-fp32-1x2x17: logp, gradient:logits, forward:logp"
     assert not any(line.startswith("failed ") for line in lines)
-    line = printed(capsys, *wrong, "--all", "--op", "logp", "--dtype", "fp32", "--input-mode", "peaked").splitlines()[-2]
+    line = printed(capsys, *wrong, "--all", "--op", "logp", "--dtype", "fp32", "--input-mode", "peaked").splitlines()[
+        -2
+    ]
     assert line.startswith(f"candidate={PLANTED}off_by_one_target case=logp-fp32-1x2x17-peaked output=0 logp ")
+
+
+@pytest.mark.parametrize(
+    ("op", "bug", "check", "row"),
+    [
+        ("logp", "wrong_beyond_64_rows", "--check-invariance", r"\d\d? % +│ differ"),
+        ("ratio_kl", "gradient_of_the_reference", "--check-grad", "– +│ not asked for"),
+    ],
+    ids=["bits", "values"],
+)
+def test_a_row_of_the_table_says_whether_bits_or_values_failed(op, bug, check, row, capsys):
+    given = ("--all", "--op", op, "--dtype", "fp32", "--input-mode", "random", "--candidate", PLANTED + bug)
+    assert re.search(rf"│ {row} +│ FAIL +│$", printed(capsys, *given, check, *SMALL), re.MULTILINE)
+
+
+def test_a_narrow_table_cuts_no_cell(capsys, monkeypatch):
+    monkeypatch.setattr(command, "_ANY_WIDTH", 80)
+    said = printed(capsys, "--all", "--op", "logp", "--dtype", "fp32", "--candidate", f"{PLANTED}off_by_one_target")
+    table = [line.split("│") for line in said.splitlines() if line.startswith("│")]
+    assert "".join(cells[2].strip() for cells in table) == f"{PLANTED}off_by_one_target"
