@@ -4,7 +4,6 @@ import-model` converts a GGUF, `rlk generate` prints what a model writes, `rlk b
 """
 
 import argparse
-import difflib
 import os
 import re
 import signal
@@ -16,7 +15,9 @@ from typing import NoReturn, TextIO
 import rlk_jax
 from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check
+from rlk_jax.checker.candidates import NAMES
 from rlk_jax.commands import build_cuda, doctor, generate, import_model, prompts
+from rlk_jax.core.terminal import did_you_mean
 from rlk_jax.grpo import command as grpo
 from rlk_jax.grpo.run_config import BadInput
 from rlk_jax.grpo.sft import command as sft
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status 2, as argparse does it. Where nobody reads the output any more, as behind head, nothing is said, and the
     status is the one that SIGPIPE would give.
     """
-    parser = argparse.ArgumentParser(prog="rlk", description=__doc__)
+    parser = _Parser(prog="rlk", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rlk {rlk_jax.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in (doctor, check, check_tp, grpo, sft, prompts, import_model, generate, build_cuda):
@@ -49,10 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """The parser of the command line, and of each command. It says which choice is most like a word that is none."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        super().error(message + (did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""))
+
+
 def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """End the process with the usage of the command and its option that is most like the first unknown one."""
-    like = difflib.get_close_matches(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", command.format_usage()), n=1)
-    hint = f" (did you mean {like[0]}?)" if like else ""
+    """End the process with the usage of the command and what the first unknown argument may have been meant as."""
+    word, options = unknown[0].partition("=")[0], command._option_string_actions
+    takers = [name for name, action in options.items() if word in (action.choices or ())]
+    if "--candidate" in options and (":" in word or word in NAMES):
+        takers.append("--candidate")
+    hint = f" (did you mean {takers[0]} {word}?)" if takers else did_you_mean(word, options)
     command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 

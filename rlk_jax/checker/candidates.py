@@ -17,6 +17,7 @@ from rlk_jax.checker import plugins
 from rlk_jax.checker.op_spec import OpSpec, Problem
 from rlk_jax.checker.options import Unusable
 from rlk_jax.core.named_functions import named_function
+from rlk_jax.core.terminal import did_you_mean
 from rlk_jax.dispatch import IMPLEMENTATIONS
 
 ALIASES = {"pytorch": "reference", "native": "reference", "cuda-sm90": "cuda", "torch_bridge": "bridge"}
@@ -107,7 +108,8 @@ def resolve(name: str, spec: OpSpec, problem: Problem, arrays: str | None = None
         return Candidate(name, fn, f"torch_bridge:{choice}", library, no_bits=_no_bits(spec, choice))
     if ":" in name:
         return of_function(_function_named(name), name, arrays)
-    raise Unusable(f"unknown candidate {name!r}; the candidates are {', '.join(NAMES)} and module:function")
+    hint = did_you_mean(name, NAMES)
+    raise Unusable(f"unknown candidate {name!r}{hint}; the candidates are {', '.join(NAMES)} and module:function")
 
 
 def runnable(spec: OpSpec, problem: Problem) -> list[str]:

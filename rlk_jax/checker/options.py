@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlk_jax.core.terminal import did_you_mean
+
 DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 """The dtypes of the options and reports, by their short names."""
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -20,7 +22,8 @@ class Unusable(ValueError):
 def chosen(what: str, value: Any, known: Iterable[Any]) -> None:
     """Raise `Unusable` where the value of the argument `what` is none of the known ones."""
     if value not in (known := list(known)):
-        raise Unusable(f"{what}: invalid choice: {value!r} (choose from {', '.join(map(str, known))})")
+        hint = did_you_mean(str(value), map(str, known))
+        raise Unusable(f"{what}: invalid choice: {value!r} (choose from {', '.join(map(str, known))}){hint}")
 
 
 def positive(text: str) -> int:

@@ -1,6 +1,8 @@
 """What commands print with."""
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
@@ -31,3 +33,9 @@ def escaped(text: str, *, kept: str = "") -> str:
 def _is_shown_as_is(character: str) -> bool:
     # Python counts no space but the plain one as printable.
     return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint at the known word that is most like this one, to stand behind an error; empty where none is like it."""
+    like = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {like[0]}?)" if like else ""

@@ -384,6 +384,7 @@ def test_arrays_of_a_module_that_imports_otherwise(imports, tmp_path, monkeypatc
 
 
 WRONG_ARGUMENTS = {
+    "(did you mean attention?)": {"op": "atention"},
     "op: invalid choice: 'logpp' (choose from logp, ": {"op": "logpp"},
     "logp has no input mode 'masked_nan'; it has random, ": {"modes": ["masked_nan"]},
     "logp takes fp32, bf16, fp16, not int8": {"dtype": "int8"},
@@ -519,6 +520,7 @@ BAD = {
     ("--candidate", "cuda-sm90", "--device", "cpu"): "logp cannot run 'cuda' here: ",
     ("--candidate", "mosaic", "--device", "cpu"): "logp cannot run 'mosaic' here: needs compute capability 9.0",
     ("--candidate", "fastest"): "unknown candidate 'fastest'; the candidates are registry, mosaic, ",
+    ("--candidate", "determinstic"): "unknown candidate 'determinstic' (did you mean deterministic?); the ",
     ("--candidate", "nowhere:logp"): "cannot load 'nowhere:logp': No module named 'nowhere'",
     ("--candidate", "tests.support.planted:nothing"): "cannot load 'tests.support.planted:nothing': ",
     ("--candidate", "tests.support.planted:__name__"): "'tests.support.planted:__name__' is not callable",

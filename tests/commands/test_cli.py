@@ -91,6 +91,10 @@ def test_a_source_tree_that_is_not_installed_says_so(monkeypatch):
     [
         ("grpo", "--steps 3", " (did you mean --grpo-steps?)"),
         ("sft", "--grpo-steps=3", " (did you mean --steps?)"),
+        ("check", "--chek-grad", " (did you mean --check-grad?)"),
+        ("check", "mine:good", " (did you mean --candidate mine:good?)"),
+        ("check", "reference", " (did you mean --candidate reference?)"),
+        ("check", "logp", " (did you mean --op logp?)"),
         ("doctor", "x", ""),
     ],
 )
@@ -100,6 +104,16 @@ def test_an_unknown_option_is_refused_by_its_command(command, unknown, hint, cap
     error = capsys.readouterr().err
     assert error.startswith(f"usage: rlk {command} ")
     assert error.endswith(f"rlk {command}: error: unrecognized arguments: {unknown}{hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("gernerate", "generate"), ("check --op linear_lopg", "linear_logp"), ("check --input-mode hugh", "huge")],
+)
+def test_a_word_that_is_no_choice_is_refused_with_the_one_most_like_it(given, hint, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(given.split())
+    assert capsys.readouterr().err.endswith(f") (did you mean {hint}?)\n")
 
 
 @pytest.mark.parametrize("command", ["doctor", "doctor --json", "check --list", "prompts arithmetic", "--help"])
