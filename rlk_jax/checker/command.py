@@ -43,19 +43,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     for size in _SIZES:
         flag = f"--{size.name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive, default=size.default, help="(default: %(default)s)")
+        help_text = f"{size.metadata['help']} (default: %(default)s)"
+        parser.add_argument(flag, type=positive, default=size.default, metavar="N", help=help_text)
     parser.add_argument("--input-mode", choices=[*MODES, "all"], metavar="MODE", help=_MODE_HELP)
     parser.add_argument(
         "--constant-value", type=float, default=0.25, help="the number that --input-mode constant draws"
     )
     parser.add_argument("--token-value", type=int, default=0, help="the id that --input-mode constant draws")
-    parser.add_argument("--seed", type=natural, default=123, help="seed of the inputs")
+    parser.add_argument("--seed", type=natural, default=123, metavar="N", help="seed of the inputs")
     parser.add_argument(
         "--arch-key", choices=contract.arch_keys(), help="architecture whose tolerances apply (default: the device's)"
     )
     parser.add_argument("--check-grad", action="store_true", help="check gradients too")
     parser.add_argument("--grad-mode", choices=["ones", "random"], default="random", help="upstream gradients")
-    parser.add_argument("--grad-seed", type=natural, default=123)
+    parser.add_argument("--grad-seed", type=natural, default=123, metavar="N", help="seed of random upstream gradients")
     parser.add_argument(
         "--check-invariance",
         action="store_true",

@@ -25,16 +25,21 @@ MODES = {
 """The input modes and what they draw, as `rlk check --list` prints them."""
 
 
+def _size(default: int, meaning: str) -> Any:
+    """A field of `Sizes`. Its meaning is the help of the option that sets it."""
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a problem. Each op uses those that it has. Raises `Unusable` for a size out of range."""
 
-    batch: int = 2
-    seq: int = 16
-    vocab: int = 257
-    hidden: int = 64
-    k_dim: int = 4096
-    n_dim: int = 64
+    batch: int = _size(2, "sequences; of ops with groups, rounded up to whole groups")
+    seq: int = _size(16, "tokens of each sequence; of attention, 128 more")
+    vocab: int = _size(257, "tokens of the vocabulary")
+    hidden: int = _size(64, "numbers of a hidden state; of attention, those of a head")
+    k_dim: int = _size(4096, "columns of a, which are the rows of b, of det_gemm")
+    n_dim: int = _size(64, "columns of b, of det_gemm")
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():

@@ -107,6 +107,18 @@ def test_an_unknown_option_is_refused_by_its_command(command, unknown, hint, cap
 
 
 @pytest.mark.parametrize(
+    "command", ["doctor", "check", "check-tp", "grpo", "sft", "prompts", "import-model", "generate"]
+)
+def test_every_option_says_what_it_does(command, capsys, monkeypatch):
+    """An option of whose help nothing but its default is left has none."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    options = re.findall(r"^  (-[^\n]*)", re.sub(r"\n {3,}(?=\S)", "  ", capsys.readouterr().out), re.MULTILINE)
+    assert options and not [x for x in options if not re.search(r" {2}(?!\(default)\S", x)]
+
+
+@pytest.mark.parametrize(
     ("given", "hint"),
     [("gernerate", "generate"), ("check --op linear_lopg", "linear_logp"), ("check --input-mode hugh", "huge")],
 )
