@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from rich.table import Column, Table
 
-from rlk_jax.checker import candidates, contract, page
+from rlk_jax.checker import candidates, contract, listing, page
 from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
 from rlk_jax.checker.op_spec import OpSpec
 from rlk_jax.checker.options import DTYPES, Unusable, arch_key_of, dtype_name, natural, positive
@@ -69,7 +69,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--all", action="store_true", help="check every op, candidate, dtype and input mode that runs here"
     )
     parser.add_argument(
-        "--list", action="store_true", help="print the ops, what they take, and the candidates that run here"
+        "--list",
+        action="store_true",
+        help="print the ops or that of --op, what they take, and the candidates that run here",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--report", type=Path, metavar="FILE", help="also write a page of HTML")
@@ -157,7 +159,7 @@ def _draw(options: argparse.Namespace, dtype: str) -> Draw:
 def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckReport]:
     """Check all that --op, --candidate, --dtype and --input-mode leave. Raises `Unusable` where nothing is left."""
     reports, refused = [], Unusable("nothing runs here")
-    for spec in [SPECS[options.op]] if options.op else SPECS.values():
+    for spec in _specs(options):
         for dtype in [options.dtype] if options.dtype else spec.dtypes:
             try:
                 reports += _all_of(options, device, spec, dtype)
@@ -180,20 +182,14 @@ def _all_of(options: argparse.Namespace, device: jax.Device, spec: OpSpec, dtype
     return [_suite(options, spec, device, name, cases) for name in names]
 
 
+def _specs(options: argparse.Namespace) -> list[OpSpec]:
+    """The op that --op names, or all."""
+    return [SPECS[options.op]] if options.op else list(SPECS.values())
+
+
 def _list(options: argparse.Namespace) -> int:
     """Print what can be checked here."""
-    found = {}
-    for spec in SPECS.values():
-        problem = spec.problem(_draw(options, spec.dtypes[-1]))
-        found[spec.op] = {
-            "inputs": list(problem.inputs),
-            "options": list(problem.options),
-            "outputs": [x.name for x in spec.outputs],
-            "gradients": list(spec.gradients),
-            "dtypes": list(spec.dtypes),
-            "input_modes": list(spec.modes),
-            "candidates": candidates.runnable(spec, problem),
-        }
+    found = {spec.op: listing.facts(spec, _draw(options, spec.dtypes[-1])) for spec in _specs(options)}
     if options.json:
         print(json.dumps(found, indent=2))
         return 0

@@ -1,11 +1,15 @@
 """What `rlk check` prints says what failed, and what to do about it."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 
 from rlk_jax import cli
-from rlk_jax.checker import command
+from rlk_jax.checker import Sizes, command, listing
+from rlk_jax.checker.inputs import Draw
+from rlk_jax.checker.specs import SPECS
 
 SMALL = ("--batch", "1", "--seq", "2", "--vocab", "17")
 PLANTED = "tests.support.planted:"
@@ -66,3 +70,31 @@ def test_a_narrow_table_cuts_no_cell(capsys, monkeypatch):
     said = printed(capsys, "--all", "--op", "logp", "--dtype", "fp32", "--candidate", f"{PLANTED}off_by_one_target")
     table = [line.split("│") for line in said.splitlines() if line.startswith("│")]
     assert "".join(cells[2].strip() for cells in table) == f"{PLANTED}off_by_one_target"
+
+
+@pytest.mark.parametrize("op", SPECS)
+def test_a_list_gives_the_shapes_of_all_arrays(op, capsys):
+    """Dimensions that are named hold at other sizes, too."""
+    assert cli.main(["check", "--list", "--op", op, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out).values()
+    spec, draw = SPECS[op], Draw(sizes=Sizes(batch=12, seq=19, vocab=101, hidden=40, k_dim=51, n_dim=52))
+    problem, known = spec.problem(draw), listing.dimensions(spec.sizes(draw.sizes))
+    arrays = [*problem.inputs.items(), *problem.options.items(), *problem.upstream.items()]
+    for name, x in ((name, x) for name, x in arrays if isinstance(x, np.ndarray)):
+        (text,) = {
+            found[1]
+            for line in (*said["shapes"], *said["option_values"], *said["output_shapes"])
+            if (found := re.fullmatch(rf"{name} \[(.*)\]( \w+)?", line))
+        }
+        assert tuple(known.get(size) or int(size) for size in text.split(", ") if size) == x.shape
+
+
+def test_a_list_gives_the_values_of_options_in_all_modes(capsys):
+    values = {}
+    for given in (["attention"], ["ranked_linear_logp", "--vocab", "17"]):
+        assert cli.main(["check", "--list", "--op", *given]) == 0
+        op, *lines = capsys.readouterr().out.splitlines()
+        assert op == given[0] and [line for line in lines if not line.startswith(" ")] == ["input modes"]
+        (values[op],) = (line for line in lines if line.startswith("  option values: "))
+    assert values["attention"].endswith("sliding_window None or 70, logit_softcap None or 1.5")
+    assert "return_top_k 17, " in values["ranked_linear_logp"]
