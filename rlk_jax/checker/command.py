@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rlk_jax.checker import candidates, contract, listing, page
 from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
 from rlk_jax.checker.op_spec import OpSpec
-from rlk_jax.checker.options import DTYPES, Unusable, arch_key_of, dtype_name, natural, positive
+from rlk_jax.checker.options import DTYPES, SHORT, Unusable, arch_key_of, dtype_name, natural, positive
 from rlk_jax.checker.report import OperatorCheckReport
 from rlk_jax.checker.runner import Checks, run_operator_suite
 from rlk_jax.checker.specs import SPECS
@@ -148,7 +148,9 @@ def _suite(
         grad_seed=options.grad_seed,
         invariance=options.check_invariance,
     )
-    return run_operator_suite(spec.op, candidates=[found], cases=cases, checks=checks)
+    # A terminal shows that something happens. Other outputs of this console get nothing.
+    with OutputConsole(stderr=True).status(f"checking {spec.op}, {candidate}, {SHORT[cases[0].dtype]}"):
+        return run_operator_suite(spec.op, candidates=[found], cases=cases, checks=checks)
 
 
 def _draw(options: argparse.Namespace, dtype: str) -> Draw:

@@ -1,6 +1,8 @@
 """What `rlk check` prints says what failed, and what to do about it."""
 
+import functools
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -10,7 +12,9 @@ from rlk_jax import cli
 from rlk_jax.checker import Sizes, command, listing
 from rlk_jax.checker.inputs import Draw
 from rlk_jax.checker.specs import SPECS
+from rlk_jax.core.terminal import OutputConsole
 
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "checker.md"
 SMALL = ("--batch", "1", "--seq", "2", "--vocab", "17")
 PLANTED = "tests.support.planted:"
 
@@ -98,3 +102,20 @@ def test_a_list_gives_the_values_of_options_in_all_modes(capsys):
         (values[op],) = (line for line in lines if line.startswith("  option values: "))
     assert values["attention"].endswith("sliding_window None or 70, logit_softcap None or 1.5")
     assert "return_top_k 17, " in values["ranked_linear_logp"]
+
+
+def test_a_terminal_shows_what_is_checked(capsys, monkeypatch):
+    """A pipe shows nothing of it."""
+    given = ("check", "--all", "--op", "logp", "--dtype", "fp32", "--candidate", "xla", "--input-mode", "random")
+    assert cli.main([*given, *SMALL]) == 0 and capsys.readouterr().err == ""
+    terminal = functools.partial(OutputConsole, force_terminal=True)
+    monkeypatch.setattr(command, "OutputConsole", terminal)
+    assert cli.main([*given, *SMALL]) == 0
+    said = capsys.readouterr()
+    assert "checking logp, xla, fp32" in said.err and "checking" not in said.out
+
+
+def test_the_docs_show_what_a_list_says(capsys):
+    assert cli.main(["check", "--list", "--op", "linear_logp"]) == 0
+    listed = capsys.readouterr().out.splitlines()[:7]
+    assert "\n".join(f"    {line}" for line in listed) in DOCS.read_text()
