@@ -9,7 +9,7 @@ from rlk_jax.checker.specs import SPECS
 from rlk_jax.cli import main
 
 LINE = (
-    r"  case=\S+ output=0 relative norm \S+ of at most \S+ shape=\(1, 1\) dtype=float32 max_abs=\S+ .* "
+    r"  case=\S+ output=0 logp relative norm \S+ of at most \S+ shape=\(1, 1\) dtype=float32 max_abs=\S+ .* "
     r"tol=\(atol=\S+, rtol=\S+\) passed=True"
 )
 
