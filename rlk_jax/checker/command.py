@@ -148,7 +148,7 @@ def _suite(
         grad_seed=options.grad_seed,
         invariance=options.check_invariance,
     )
-    # A terminal shows that something happens. Other outputs of this console get nothing.
+    # Only a terminal shows this: thousands of programs may be compiled before the report.
     with OutputConsole(stderr=True).status(f"checking {spec.op}, {candidate}, {SHORT[cases[0].dtype]}"):
         return run_operator_suite(spec.op, candidates=[found], cases=cases, checks=checks)
 

@@ -662,7 +662,9 @@ def test_adding_an_op_as_the_docs_say(monkeypatch, capsys):
     monkeypatch.setitem(SPECS, "square_sum", SQUARE_SUM)
     given = ["check", "--op", "square_sum", "--all", "--check-grad", "--dtype", "fp32"]
     assert cli.main([*given, "--candidate", "tests.checker.test_checker:square_sum"]) == 1
-    assert re.search(r"output=0 y no tolerance in the contract; measured \d\.\de-\d\d ", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"output=0 y no tolerance in the contract; measured \d\.\de-\d\d ", said)
+    assert re.search(r"│ – +│ not asked for +│ FAIL +│", said)  # no share of a tolerance that is not there
     ours, published = contract._contract(), contract._contract("rl-kernel")
     monkeypatch.setitem(ours["accuracy"], "square_sum", {"float32": {"forward": 4e-7, "gradient": 4e-7}})
     monkeypatch.setitem(published["classes"], "square_sum", "reduction")
