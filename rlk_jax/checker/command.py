@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.table import Column, Table
+from rich.text import Text
 
 from rlk_jax.checker import candidates, contract, listing, page
 from rlk_jax.checker.inputs import MODES, Draw, Sizes, draws
@@ -149,7 +150,7 @@ def _suite(
         invariance=options.check_invariance,
     )
     # Only a terminal shows this: thousands of programs may be compiled before the report.
-    with OutputConsole(stderr=True).status(f"checking {spec.op}, {candidate}, {SHORT[cases[0].dtype]}"):
+    with OutputConsole(stderr=True).status(Text(f"checking {spec.op}, {candidate}, {SHORT[cases[0].dtype]}")):
         return run_operator_suite(spec.op, candidates=[found], cases=cases, checks=checks)
 
 
