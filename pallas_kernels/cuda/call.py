@@ -4,7 +4,7 @@ The results of a call alias the arrays that the kernel writes into. Operands tha
 others, and the attribute `given` has a bit for each of them that says whether it is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,16 @@ def call_kernel(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
     call = jax.ffi.ffi_call(name, shapes, input_output_aliases={first + i: place for i, place in enumerate(places)})
     return list(call(*operands, *there, *written, given=np.int64(given), **attributes))
+
+
+def write_into(
+    references: Iterable[Any], name: str, operands: Sequence[Any], optional: Sequence[Any] = (), **attributes: Any
+) -> None:
+    """Launch a kernel that writes into what these references stand for, in place; None stands for nothing."""
+    there = [x for x in references if x is not None]
+    found = call_kernel(name, [x[...] for x in there], operands, optional, **attributes)
+    for reference, array in zip(there, found, strict=True):
+        reference[...] = array
 
 
 def numbers(*values: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from pallas_kernels.cuda.call import (
     softcap_number,
     tile_numbers,
     vocabulary_numbers,
+    write_into,
 )
 from pallas_kernels.hopper.arrays import (
     Coefficients,
@@ -72,10 +73,9 @@ def partials(
         of_slice = replace(logits, head=replace(logits.head, copied=True))
         _partials_of(of_slice, where, products.values[...], None, target_ids, holds_target, temperature, out)
         return
-    references = [x for x in (*out, kept) if x is not None]
-    found = call_kernel(
+    write_into(
+        (*out, kept),
         "rlk_statistics",
-        [x[...] for x in references],
         (*where[:3], hidden, weight, target_ids, temperature),
         (where.columns, bias, where.allowed, holds_target, *(low_rank or _NO_TERM)),
         head=head_numbers(logits.head),
@@ -85,8 +85,6 @@ def partials(
         has_sum=out.logit_sum is not None,
         kept_chunks=np.int64(0 if kept is None else kept.shape[1] // COLUMNS),
     )
-    for reference, array in zip(references, found, strict=True):
-        reference[...] = array
 
 
 def _write_products(
@@ -99,9 +97,9 @@ def _write_products(
     low_rank: LowRankTerm | None,
     out: SliceProducts,
 ) -> None:
-    out.values[...], out.largest[...] = call_kernel(
+    write_into(
+        out,
         "rlk_products",
-        [x[...] for x in out],
         (*where[:3], hidden, weight),
         (where.columns, bias, where.allowed, *(low_rank or _NO_TERM)),
         head=head_numbers(logits.head),
@@ -139,10 +137,9 @@ def _partials_of(
     out: Partials,
 ) -> None:
     """Write the partials of products that are in memory, whose columns are found as those of a head are."""
-    references = [x for x in out if x is not None]
-    found = call_kernel(
+    write_into(
+        out,
         "rlk_statistics_of_products",
-        [x[...] for x in references],
         (*where[:3], products, target_ids, temperature),
         (where.columns, bias, where.allowed, holds_target),
         head=head_numbers(logits.head),
@@ -150,8 +147,6 @@ def _partials_of(
         has_gap=out.gap is not None,
         has_sum=out.logit_sum is not None,
     )
-    for reference, array in zip(references, found, strict=True):
-        reference[...] = array
 
 
 def add_largest(
@@ -167,9 +162,9 @@ def add_largest(
     Slices are given in ascending order. Rows behind those that count are left as they are. What a row with NaN gets is
     undefined.
     """
-    best.values[...], best.columns[...] = call_kernel(
+    write_into(
+        best,
         "rlk_add_largest",
-        [x[...] for x in best],
         (*where[:3], *(x[...] for x in products)),
         vocabulary=numbers(*vocabulary_numbers(vocabulary)),
         count=np.int64(count),
@@ -291,10 +286,9 @@ def add_hidden_gradient(
     fold by unscale, float32 `[rows]` or None, and writes it to `out.rounded` in that dtype, or to `out.total` where
     `rounded` is None. Rows of the sums behind the last row of dlogits hold anything.
     """
-    references = [x for x in out if x is not None]
-    found = call_kernel(
+    write_into(
+        out,
         "rlk_hidden_gradient",
-        [x[...] for x in references],
         (*where[:3], dlogits, weight, *groups),
         (unscale,),
         head=head_numbers(head),
@@ -302,8 +296,6 @@ def add_hidden_gradient(
         has_chains=out.chains is not None,
         has_total=out.total is not None,
     )
-    for reference, array in zip(references, found, strict=True):
-        reference[...] = array
 
 
 def store_weight_gradient(

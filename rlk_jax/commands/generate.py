@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from rlk_jax.core.packages import MODEL_PACKAGES
 from rlk_jax.core.terminal import OutputConsole, escaped
 from rlk_jax.grpo.config import BadInput
 from rlk_jax.grpo.extras import require_packages
-from rlk_jax.grpo.run_config import flag_of
+from rlk_jax.grpo.run_config import BadField, with_marks
 from rlk_jax.grpo.shortage import shortage_is_bad_input
 from rlk_jax.grpo.usage import Throughput
 
@@ -140,8 +140,8 @@ def _begun(options: argparse.Namespace) -> _Begun:
         record = _Record(prompt_ids, sampling.scored_temperature)
         return _Begun(tokenizer, record.kept(models.stream_recorded(*asked, sampling=sampling, **limits)), record)
     except ValueError as error:
-        name, must, rest = str(error).partition(" must ")
-        raise BadInput((flag_of(name) if name in vars(options) else name) + must + rest) from error
+        marked = with_marks(str(error), [*(x.name for x in fields(models.Sampling)), "max_new_tokens", "dtype", "kind"])
+        raise BadInput(BadField(marked).of_options) from error
 
 
 def _check_writable(path: Path) -> None:

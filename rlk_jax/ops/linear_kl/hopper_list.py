@@ -25,13 +25,13 @@ from rlk_jax.core.hopper_forward import Listener, new_products, products_so_far
 from rlk_jax.core.hopper_gradients import new_head_gradients
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, backward_plan, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice, over_slices, places_in_slice, slice_of
-from rlk_jax.core.rows import MEMORY_BUDGET, Compacted, compact
+from rlk_jax.core.rows import MEMORY_BUDGET, compact
 from rlk_jax.core.softmax import logits_of, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.divergence import Normalizer, Slopes, raw_gradients, row_scale
 from rlk_jax.ops.linear_kl.hopper_plan import products_plan, softmax_plan
 from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, RowsOfHead, rows_of_head, softmax_of
-from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlTokens, Needs, Operands, TeacherTopK
+from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlTokens, Needs, Operands
 from rlk_jax.ops.linear_kl.top_k import terms_of_buckets
 
 Array = jax.Array
@@ -59,28 +59,27 @@ def list_divergence(
     """The divergence of each token, and what its gradients need. Heads beside a list are whole."""
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
-    top_k = tokens.top_k
-    assert top_k is not None
     plan = products_plan(config.of_kernels(config.student), *reversed(typed.shape))
     rows = compact(tokens.active, plan.rows)
     head = rows_of_head(plan, rows, operands.student, tokens.temperature)
-    ids, products = rows.take(top_k.ids), new_products(plan)
+    own = jax.tree.map(rows.take, tokens)._replace(temperature=head.temperature)
+    assert own.top_k is not None
+    ids, products = own.top_k.ids, new_products(plan)
     listed = jax.new_ref(jnp.zeros(ids.shape, jnp.float32))
 
     def see(part: HeadSlice) -> None:
         listed[...] = products_so_far(plan, part, products, ids, listed[...])
 
     student = softmax_of(use, machine, head, rows, listener=Listener(products, see))
-    rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, allowed=_rest_bits(plan, rows, top_k))
+    rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, allowed=_rest_bits(plan, ids))
     found = fusion_barrier((student, rest, jax.freeze(listed)))
-    own = jax.tree.map(rows.take, tokens)._replace(temperature=head.temperature)
     return varying_like(jax.tree.map(rows.spread, _divergence_of_rows(config, plan, own, *found)), typed)
 
 
-def _rest_bits(plan: HopperPlan, rows: Compacted, top_k: TeacherTopK) -> Array:
-    """Which columns are of the rest, as kernels with a softmax read it."""
-    words = ~words_of_ids(top_k.ids, plan.config.real_vocab_size, plan.config.memory_budget or MEMORY_BUDGET)
-    return fusion_barrier(allowed_bits(vocabulary_of(plan.config), rows.take(words)))
+def _rest_bits(plan: HopperPlan, ids: Array) -> Array:
+    """Which columns are of the rest, as kernels with a softmax read it, beside these tokens of each row."""
+    words = ~words_of_ids(ids, plan.config.real_vocab_size, plan.config.memory_budget or MEMORY_BUDGET)
+    return fusion_barrier(allowed_bits(vocabulary_of(plan.config), words))
 
 
 def _divergence_of_rows(
@@ -131,10 +130,10 @@ def list_gradients(
     given = rows.take(upstream if scale is None else upstream * scale)
     row_scaling = None if scale is None else scaling(rows, rows.take(scale, 1))
     known = jax.tree.map(rows.take, statistics)
-    coefficients = use.coefficients(_rest_rows(plan, rows, statistics, head, given), machine)
+    coefficients = use.coefficients(_rest_rows(plan, known, head, given), machine)
     listed = fusion_barrier(rounded_product(known.of_listed, given[:, None]).astype(dtype))[: plan.matrix_rows]
-    ids, row = rows.take(top_k.ids)[: plan.matrix_rows], jnp.arange(plan.matrix_rows, dtype=jnp.int32)[:, None]
-    is_rest = _rest_bits(plan, rows, top_k)
+    ids, row = rows.take(top_k.ids), jnp.arange(plan.matrix_rows, dtype=jnp.int32)[:, None]
+    is_rest, ids = _rest_bits(plan, ids), ids[: plan.matrix_rows]
     written = new_head_gradients(plan, of_head, head.operands, (head.hidden, None), row_scaling)
 
     def step(chunks: ChunkRange, index: Any) -> None:
@@ -151,24 +150,22 @@ def list_gradients(
     return varying_like(Gradients(found.hidden, found.weight, found.bias), typed)
 
 
-def _rest_rows(
-    plan: HopperPlan, rows: Compacted, statistics: ListStatistics, head: RowsOfHead, given: Array
-) -> GradientRows:
+def _rest_rows(plan: HopperPlan, known: ListStatistics, head: RowsOfHead, given: Array) -> GradientRows:
     """What gives each token of the rest its share of the rest's derivative: that of a log-sum-exp. No row has a target.
 
     Rows that hold no token, and those without a rest, have values for which exponentials are 0.
     """
-    has_rest, nothing = rows.take(statistics.total) != 0, jnp.zeros_like(given)
+    has_rest, nothing = known.total != 0, jnp.zeros_like(given)
     return GradientRows(
         target_ids=jnp.full(plan.rows, -1, jnp.int32),
         temperature=head.temperature,
         logp=nothing,
-        shift=jnp.where(has_rest, rows.take(statistics.shift, jnp.inf), jnp.inf),
-        total=jnp.where(has_rest, rows.take(statistics.total, 1), 1),
+        shift=jnp.where(has_rest, known.shift, jnp.inf),
+        total=jnp.where(has_rest, known.total, 1),
         gap=None,
         target_derivative=None if plan.config.logit_softcap is None else nothing,
         g_logp=nothing,
-        g_lse=rounded_product(rows.take(statistics.of_rest), given),
+        g_lse=rounded_product(known.of_rest, given),
         g_entropy=None,
         scale=None,
     )
