@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from pallas_kernels.mosaic.divergence_gradients import _gradient
-from rlk_jax import dispatch
+from rlk_jax import dispatch, linear_kl
 from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.head import Needs
 from rlk_jax.ops.linear_kl import hopper
@@ -88,6 +88,29 @@ def test_lists_against_float64(case, kind, dtype):
             assert_within_contract(getattr(actual, name), getattr(expected, name), op_class, dtype, "gradient")
     left_out = ~np.asarray(problem.mask)
     assert not actual.values[left_out].any() and not actual.hidden[left_out].any()
+
+
+def test_a_bad_temperature_beside_a_list_and_a_rest_that_is_impossible():
+    """The first poisons its row alone; without a rest the gradient is that of what is listed, as by `xla`."""
+    case = listed.Case("bad", count=4)
+    problem = listed.make(case, BF16)
+    row = int(np.flatnonzero(problem.mask)[5])
+    options = {"teacher_ids": problem.ids, "teacher_logps": problem.logps, "completion_mask": problem.mask}
+    temperature = jnp.ones(case.tokens).at[row].set(-1)
+    # The rest of this row is impossible for the student; other rows list some of its tokens, or none.
+    impossible = jnp.full(case.vocab, -jnp.inf, BF16).at[problem.ids[row]].set(0)
+
+    def gradient(implementation, hidden, own, **changes):
+        given = options | changes | {"implementation": implementation, "kind": "reverse", "validate": False}
+        return jax.value_and_grad(lambda h: linear_kl(h, problem.weight, **given)[own].sum())(hidden)
+
+    value, found = gradient("mosaic", problem.hidden, slice(None), temperature=temperature)
+    is_nan = np.isnan(np.asarray(found, np.float32))
+    assert np.isnan(value) and is_nan[row].all() and not np.delete(is_nan, row, axis=0).any()
+    ours, xlas = (gradient(x, problem.hidden, row, bias=impossible) for x in ("mosaic", "xla"))
+    assert_within_contract(ours[0], xlas[0], "linear_kl_wgmma", BF16, "forward")
+    assert np.isfinite(xlas[0]) and np.abs(np.asarray(xlas[1], np.float32)).max() > 0
+    assert_within_contract(ours[1][row], xlas[1][row], "linear_kl_wgmma", BF16, "gradient")
 
 
 def test_a_row_of_a_list_has_its_bits_alone():
