@@ -82,9 +82,13 @@ struct DlogitsOp : ProductWithHead<T, kIsDv> {
       factor = fmaf(row.slope, y, factor);
     }
     const float power = kSoftcap ? __fmul_rn(exp2_approx(y), exponent.derivative) : exp2_approx(y);
-    float found = __fmul_rn(rounded_to<T>(__fmul_rn(power, kExponentialScale<T>)), factor);
-    if constexpr (kSmoothed) {
-      found = kSoftcap ? fmaf(row.uniform, exponent.derivative, found) : __fadd_rn(found, row.uniform);
+    const float exponential = rounded_to<T>(__fmul_rn(power, kExponentialScale<T>));
+    float found;
+    if constexpr (kSmoothed && !kSoftcap) {
+      found = fmaf(exponential, factor, row.uniform);  // as Mosaic's compiler fuses it
+    } else {
+      found = __fmul_rn(exponential, factor);
+      if constexpr (kSmoothed) found = fmaf(row.uniform, exponent.derivative, found);
     }
     return column == row.target ? row.at_target : found;
   }

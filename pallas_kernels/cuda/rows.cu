@@ -188,10 +188,13 @@ __global__ void __launch_bounds__(kThreads) dlogits_from_kept_kernel(const Dlogi
       for (int j = 0; j < 4; ++j) {
         const int here = column + 2 * j;
         const float2 both = floats_of(reinterpret_cast<const PairOf<T>&>(pairs[j]));
-        float even = __fmul_rn(factor, both.x), odd = __fmul_rn(factor, both.y);
-        if constexpr (kSmoothed) {
-          even = __fadd_rn(even, f.rows.uniform[row]);
-          odd = __fadd_rn(odd, f.rows.uniform[row]);
+        float even, odd;
+        if constexpr (kSmoothed) {  // as Mosaic's compiler fuses them
+          even = fmaf(factor, both.x, f.rows.uniform[row]);
+          odd = fmaf(factor, both.y, f.rows.uniform[row]);
+        } else {
+          even = __fmul_rn(factor, both.x);
+          odd = __fmul_rn(factor, both.y);
         }
         if (here == target) even = f.rows.at_target[row];
         if (here + 1 == target) odd = f.rows.at_target[row];

@@ -542,6 +542,25 @@ def checks_itself(rank: int, count: int, ports: list[Any]) -> None:
         assert rank or sections[-1] == f"[result] {result}"
 
 
+CHECKS = (
+    mistakes,
+    agrees_with_float64,
+    keeps_the_bits_of_one_rank,
+    takes_allowed_tokens,
+    ranks_what_is_equal,
+    ranks_as_one_rank,
+    ignores_padding,
+    trains_as_one_rank,
+    reads_a_transposed_head_in_place,
+    sums_what_it_is_asked_to,
+    waits_for_collectives,
+    gives_the_loss_of_one_rank,
+    diverges_as_one_rank,
+    diverges_on_any_edges,
+    refuses_second_derivatives,
+)
+
+
 def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
     limit = timedelta(seconds=50)
     overwriting.LEAST_BYTES = 1  # A rank's backward overwrites whatever it is given here.
@@ -549,21 +568,9 @@ def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count, timeout=limit)
-    mistakes(rank, count)
-    agrees_with_float64(rank, count)
-    keeps_the_bits_of_one_rank(rank, count)
-    takes_allowed_tokens(rank, count)
-    ranks_what_is_equal(rank, count)
-    ranks_as_one_rank(rank, count)
-    ignores_padding(rank, count)
-    trains_as_one_rank(rank, count)
-    reads_a_transposed_head_in_place(rank, count)
-    sums_what_it_is_asked_to(rank, count)
-    waits_for_collectives(rank, count)
-    gives_the_loss_of_one_rank(rank, count)
-    diverges_as_one_rank(rank, count)
-    diverges_on_any_edges(rank, count)
-    refuses_second_derivatives(rank, count)
+    for check in CHECKS:
+        print(check.__name__, file=sys.stderr, flush=True)  # a process that is ended shows where it was
+        check(rank, count)
     ports = agreed_ports()
     dist.destroy_process_group()
     if device == "cpu" and not torch.cuda.is_available():  # The command would take a GPU.
