@@ -31,6 +31,7 @@ NEWEST := $(addprefix tests/,core/test_dispatch.py ops/linear_logp/test_bits.py:
 	strict_jax_modes x64 eager_calls_compile_once frozen_sides_cost_no_gemm) \
 	$(addprefix commands/test_cli.py::test_doctor_,prints_tables survives_a_backend_that_does_not_start)) \
 	$(addprefix pallas_kernels/mosaic/,test_interpreter.py::test_a_missing_wait_is_seen test_logits.py::test_two_policies \
+	test_kernel_text.py \
 	$(if $(FULL),test_interpreter.py::test_kept_exponentials test_gemm.py::test_sums_in_parts test_shard_map.py, \
 	test_gemm.py::test_swapped_operands test_shard_map.py::test_lowers_in_several_slices[16384-False-300-sum])))
 # -p no:cacheprovider keeps a shared checkout clean; loadfile keeps a file's compiled programs in one process.

@@ -6,3 +6,7 @@ those that give its gradients, gemm.py for det_gemm, two_heads.py for those that
 launch.py launches kernels without a product: fold.py folds partial softmaxes, and logits.py holds the kernels over
 materialised logits. head_kernels.py lists the kernels of linear_logp and det_gemm.
 """
+
+from pallas_kernels.mosaic.kernel_text import take_out_dump_names
+
+take_out_dump_names()

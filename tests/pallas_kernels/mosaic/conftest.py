@@ -8,13 +8,19 @@ import pytest
 from jax import lax
 
 from pallas_kernels.mosaic import head_kernels
-from rlk_jax import dispatch
+from rlk_jax.core import dispatch
 from rlk_jax.ops.linear_logp import hopper
 from tests.support.interpreter import MACHINE
 
 # With fused multiply-adds the CPU's compiler would skip the rounding of a product in one kernel and not in another, so
 # that comparisons of raw bits would depend on the CPU. AVX has none.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+
+
+@pytest.fixture
+def for_h200(monkeypatch):
+    """Make ops choose their implementations for an H200, for programs that are lowered and never run."""
+    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
 
 
 @pytest.fixture(scope="module")

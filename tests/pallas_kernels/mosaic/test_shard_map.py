@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rlk_jax import attention
-from rlk_jax.core import dispatch
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.steps import make_mesh
@@ -21,11 +20,6 @@ LOWERED = [
     for rest in ((0, "sum"), (300, "sum"), (300, "canonical"))
 ]
 LOWERED_IN_MAKE_TEST = ((16384, False, 300, "sum"), (16000, True, 300, "canonical"), (16384, False, 0, "sum"))
-
-
-@pytest.fixture
-def for_h200(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_of", lambda arrays: dispatch.Device("gpu", "H200", "9.0"))
 
 
 @pytest.mark.parametrize(
