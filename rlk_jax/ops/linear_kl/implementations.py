@@ -41,7 +41,7 @@ ROWS = (
         "triton",
         TRITON,
         _triton_obstacles,
-        by_name_only="has not been timed beside xla yet",
+        by_name_only="was slower than xla where both were timed",
         promises_bits=True,
     ),
     Implementation("xla", XLA, order_obstacles),
