@@ -1,4 +1,4 @@
-"""linear_kl on two heads whose vocabulary is sharded over the ranks of a process group.
+"""linear_kl on heads whose vocabulary is sharded over the ranks of a process group.
 
 The ranks agree on a call as those of linear_logp do. The forward of an implementation asks for the groups of all ranks
 up to three times. It runs as one program up to each of these gathers: a program is traced from the start, is given what
@@ -19,10 +19,20 @@ from torch import Tensor
 
 from rlk_jax.core.checks import check_flag
 from rlk_jax.core.dispatch import choose, facts_of
+from rlk_jax.core.gemm import WeightLayout
 from rlk_jax.core.rank_columns import RankColumns, checked_rank_columns
 from rlk_jax.core.shard import check_edges
 from rlk_jax.ops.linear_kl.checks import check_call, tokens_of_call
-from rlk_jax.ops.linear_kl.options import KlConfig, KlFunctions, KlInputs, KlOptions, Needs, OneHead, Operands
+from rlk_jax.ops.linear_kl.options import (
+    KlConfig,
+    KlFunctions,
+    KlInputs,
+    KlOptions,
+    KlTokens,
+    Needs,
+    OneHead,
+    Operands,
+)
 from rlk_jax.ops.linear_logp.sharding import agreement
 from torch_bridge import _calls, _exchange, _inputs, _padding, _programs
 from torch_bridge._kl_tokens import TokenTensors, check_kl, lent_tokens, scales
@@ -42,19 +52,27 @@ class Tensors(NamedTuple):
     teacher_weight: Tensor | None
     teacher_bias: Tensor | None
     completion_mask: Tensor | None
+    teacher_ids: Tensor | None
+    teacher_logps: Tensor | None
     temperature: Tensor | float
     teacher_temperature: Tensor | float | None
+
+    @property
+    def told(self) -> TokenTensors:
+        """What each token is told, which is the same on every rank."""
+        return TokenTensors(*self[6:9], *scales(*self[9:]))
 
 
 @torch.compiler.disable
 def tensor_parallel_kl(tensors: Tensors, rank: Rank, options: KlOptions) -> Tensor:
     """The divergence of each token; `options` are those of the whole heads."""
     columns, sizes = _agreed_columns(tensors, rank, options)
-    told = TokenTensors(tensors.completion_mask, None, None, *scales(*tensors[7:]))
+    told = tensors.told
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = _inputs.autocast(*tensors[:6])
-    assert teacher_weight is not None
     weight, layout = _inputs.without_transpose(weight, options.weight_layout)
-    teacher_weight, teacher_layout = _inputs.without_transpose(teacher_weight, options.teacher_weight_layout)
+    teacher_layout = options.teacher_weight_layout
+    if teacher_weight is not None:
+        teacher_weight, teacher_layout = _inputs.without_transpose(teacher_weight, teacher_layout)
     options = replace(options, weight_layout=layout, teacher_weight_layout=teacher_layout)
     heads = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
     needs = Needs(*_inputs.needs(hidden, weight, bias))
@@ -77,7 +95,7 @@ def _agreed_columns(tensors: Tensors, rank: Rank, options: KlOptions) -> tuple[R
     def check() -> tuple[None, str]:
         named = tensors._asdict()
         scales = named.pop("temperature"), named.pop("teacher_temperature")
-        check_kl({**named, "teacher_ids": None, "teacher_logps": None}, *scales, _of_own_shards(options))
+        check_kl(named, *scales, _of_own_shards(options))
         check_flag("reduce_hidden_grad", rank.reduce_hidden_grad)
         columns = tensors.lm_head_weight.shape[0 if options.weight_layout == "vd" else 1]
         start = integer("vocab_start_index", rank.start)
@@ -133,7 +151,14 @@ class _Steps:
         real = self.columns.real_columns(self.rank)
         is_padded = real < self.config.student.vocab_size
         given: Any = heads
-        return Operands(OneHead(*given[:3]), OneHead(*given[3:]), jnp.int32(real) if is_padded else None)
+        teacher = None if given[4] is None else OneHead(*given[3:])
+        return Operands(OneHead(*given[:3]), teacher, jnp.int32(real) if is_padded else None)
+
+    def tokens(self, inputs: KlInputs) -> KlTokens:
+        """The tokens of a call, in whose lists stand this rank's columns."""
+        tokens, (start, end) = tokens_of_call(inputs, self.config, validate=False), self.columns.ranges[self.rank]
+        top_k = None if tokens.top_k is None else tokens.top_k.of_shard(start, end - start)
+        return tokens._replace(top_k=top_k)
 
 
 def _agreed_steps(
@@ -147,9 +172,11 @@ def _agreed_steps(
     """This rank's steps by the implementation that all ranks run, after every rank has checked its own values."""
     hidden = heads[0]
     assert hidden is not None
-    named = zip(Tensors._fields[:6], heads, strict=True)
-    specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in named)
-    static = replace(options, global_vocab_size=sizes[0], teacher_global_vocab_size=sizes[1], validate=None)
+    listed = {"teacher_ids": told.teacher_ids, "teacher_logps": told.teacher_logps}
+    named = dict(zip(Tensors._fields[:6], heads, strict=True)) | listed
+    specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in named.items())
+    teacher_size = sizes[1] if told.teacher_ids is None else None
+    static = replace(options, global_vocab_size=sizes[0], teacher_global_vocab_size=teacher_size, validate=None)
 
     def check() -> tuple[_Steps, str]:
         for x in heads:
@@ -158,12 +185,25 @@ def _agreed_steps(
         steps, name = _chosen_steps(columns, dist.get_rank(rank.group), hidden.device, specs, static)
         if _inputs.should_validate(options.validate, hidden):
             padding = _padding.flat(hidden.shape[:-1])
-            lent_tokens(padding, heads, told, _of_own_shards(options), validate=True)
+            lent_tokens(padding, _whole_heads(columns, heads, options), told, static, validate=True)
         return steps, name
 
     steps, names = agreement.agreed(check, functools.partial(gather_texts, rank.group))
     agreement.require_same([f"implementation={name}" for name in names], "linear_kl")
     return steps
+
+
+def _whole_heads(columns: RankColumns, heads: Sequence[Tensor | None], options: KlOptions) -> tuple[Tensor | None, ...]:
+    """Hidden states beside whole heads and biases, which hold nothing, for checks that know all columns."""
+
+    def whole(x: Tensor | None, layout: WeightLayout) -> Tensor | None:
+        struct = of_whole_head(None if x is None else jax.ShapeDtypeStruct(*_inputs.spec(x)), columns, layout)
+        return None if x is None or struct is None else torch.empty(struct.shape, dtype=x.dtype, device="meta")
+
+    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = heads
+    student = hidden, whole(weight, options.weight_layout), whole(bias, options.weight_layout)
+    layout = options.teacher_weight_layout
+    return *student, teacher_hidden, whole(teacher_weight, layout), whole(teacher_bias, layout)
 
 
 @functools.lru_cache(maxsize=256)
@@ -206,11 +246,12 @@ class _AsksForGroups(Exception):
 def _forward(heads: Arrays, told: Arrays, given: Arrays, *, steps: _Steps) -> _Asked | _Found:
     """The forward up to the first gather whose result is not `given`: what all ranks have packed `[ranks, ·]`."""
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = heads
-    mask, _, _, temperature, own_temperature = told
+    mask, ids, logps, temperature, own_temperature = told
+    ids = None if ids is None or logps is None else _exchange.ids_of(ids, logps.shape)
     teacher_temperature = temperature if own_temperature is None else own_temperature
     arrays = hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias
-    inputs = KlInputs(*arrays, mask, temperature, teacher_temperature, None, None)
-    tokens, vectors = tokens_of_call(inputs, steps.config, validate=False), iter(given)
+    tokens = steps.tokens(KlInputs(*arrays, mask, temperature, teacher_temperature, ids, logps))
+    vectors = iter(given)
 
     def gather(groups: Any) -> Any:
         vector = next(vectors, None)

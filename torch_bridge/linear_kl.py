@@ -63,8 +63,7 @@ def linear_kl(
         one number of tokens.
       memory_budget: bytes for the logits and gradients that are held at a time; None for the default.
       tp_group, vocab_start_index, reduce_hidden_grad: as in `linear_logp`. Both heads and biases are then this rank's
-        parts, which hold the same tokens; all else, the divergence too, is the same on every rank. A teacher that lists
-        tokens needs the whole head.
+        parts, which hold the same tokens; all else, the divergence too, is the same on every rank.
       validate: True checks temperatures and what the teacher lists before launch (one small read-back); False never
         waits for the device; None means True for CPU tensors and False for CUDA ones. A row with a bad value that is
         not checked gives NaN in its divergence and in every gradient it reaches.
@@ -101,12 +100,10 @@ def linear_kl(
         from torch_bridge import _process_groups, _tensor_parallel_kl  # They take torch's compiler, as linear_logp's.
 
         if _process_groups.has_other_ranks(tp_group, vocab_start_index):
-            if teacher_ids is not None or teacher_logps is not None:
-                raise ValueError("teacher_ids and teacher_logps need a whole head: they do not go with a tp_group.")
             rank = _process_groups.Rank(tp_group, vocab_start_index, global_vocab_size, reduce_hidden_grad)
             shards = _tensor_parallel_kl.Tensors(
                 *(hidden, lm_head_weight, bias, teacher_hidden, teacher_weight, teacher_bias),
-                *(completion_mask, temperature, teacher_temperature),
+                *(completion_mask, teacher_ids, teacher_logps, temperature, teacher_temperature),
             )
             return _tensor_parallel_kl.tensor_parallel_kl(shards, rank, options)
     tensors = {"hidden": hidden, "lm_head_weight": lm_head_weight, "bias": bias, "teacher_hidden": teacher_hidden}

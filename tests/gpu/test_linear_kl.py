@@ -11,15 +11,16 @@ import pytest
 
 import rlk_jax
 from rlk_jax import linear_kl
+from rlk_jax.ops.linear_kl.options import KlOptions
 from tests.gpu.hopper import HEAD_KERNELS
-from tests.ops.linear_kl import test_shards
+from tests.ops.linear_kl import test_list_shards, test_shards
 from tests.ops.linear_kl import test_top_k as listed
 from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_values import of_kind, with_anything_where_nothing_counts
 from tests.support import divergences
 from tests.support.divergences import KINDS, Case, assert_found
 from tests.support.helpers import assert_same_bits, assert_within_contract
-from tests.support.kl_shards import one_rank_after_another
+from tests.support.kl_shards import list_one_rank_after_another, one_rank_after_another
 
 LISTS = (dataclasses.replace(listed.EVERYTHING, tokens=300), dataclasses.replace(listed.CASES[-1], tokens=300))
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: jnp.dtype(x).name)
@@ -169,6 +170,18 @@ def test_ranks_have_the_bits_of_whole_heads(kernels, kind, dtype, count):
     assert_same_bits(one_rank_after_another(case, spoilt, kernels, count), expected)
     if jax.device_count() >= count:
         assert_same_bits(test_shards.found(case, spoilt, kernels, count, reduction="canonical"), expected)
+
+
+@DTYPES
+@every_kind
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_ranks_have_the_bits_of_a_whole_head_beside_a_list(kernels, kind, dtype, count):
+    """One after the other on one GPU."""
+    case = dataclasses.replace(test_list_shards.CASE, tokens=300)
+    problem = listed.make(case, dtype)
+    options = KlOptions(kind=kind, beta=listed.BETA, **case.options)
+    expected = listed.found(case, problem, kind, kernels)
+    assert_same_bits(list_one_rank_after_another(options, problem, kernels, count), expected)
 
 
 @every_kind

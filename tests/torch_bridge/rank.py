@@ -368,8 +368,12 @@ def gives_the_loss_of_one_rank(rank: int, count: int) -> None:
             raise AssertionError(f"{name} raised nothing")
 
 
-def divergence(here: slice, implementation: str, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
-    """linear_kl and its gradients for these columns of a problem with padding, a masked token and a row of NaN."""
+def divergence(
+    here: slice, implementation: str, dtype: torch.dtype, *, listed: bool = False, **options: Any
+) -> list[torch.Tensor]:
+    """linear_kl and its gradients for these columns of a problem with padding, a masked token and a row of NaN; from
+    what a teacher lists, or from its head.
+    """
     hidden, weight, _, bias = (x.detach() for x in head((33,), dim=24, vocab=1000, dtype=dtype))
     teacher_weight, teacher_hidden = (
         randn(1000, 16, dtype=dtype, seed=5, scale=0.25),
@@ -378,15 +382,24 @@ def divergence(here: slice, implementation: str, dtype: torch.dtype, **options: 
     for x in (weight[990:], teacher_weight[990:], bias[990:], hidden[5], hidden[7]):
         x.fill_(torch.nan)
     mask, upstream = torch.arange(33) != 7, randn(33, seed=3) * (torch.arange(33) != 5)
+    teacher: dict[str, Any] = {
+        "teacher_hidden": teacher_hidden,
+        "teacher_weight": teacher_weight[here],
+        "teacher_temperature": 0.7,
+        "teacher_global_vocab_size": 990,
+    }
+    if listed:
+        ids = (torch.arange(33)[:, None] * 31 + torch.arange(8) * 123) % 990
+        teacher = {"teacher_ids": ids, "teacher_logps": (randn(33, 8, seed=7) - 2).log_softmax(-1) - 0.5}
     own = [x.clone().requires_grad_() for x in (hidden, weight[here], bias[here])]
     found = torch_bridge.linear_kl(
-        *(own[0], own[1], teacher_hidden, teacher_weight[here], own[2]),
+        *own[:2],
+        bias=own[2],
         completion_mask=mask,
         temperature=randn(33, seed=4).abs() + 0.5,
-        teacher_temperature=0.7,
         global_vocab_size=990,
-        teacher_global_vocab_size=990,
         implementation=implementation,
+        **teacher,
         **options,
     )
     return [found.detach(), *torch.autograd.grad(found, own, upstream)]
@@ -394,14 +407,14 @@ def divergence(here: slice, implementation: str, dtype: torch.dtype, **options: 
 
 def diverges_as_one_rank(rank: int, count: int) -> None:
     """linear_kl: its bits on edges of groups, in another order of the ranks; the values of a float64 definition have
-    its own tests. For `deterministic`, jsd has the gathers of the other kinds.
+    its own tests. For `deterministic`, jsd has the gathers of the other kinds; a list has the same for all kinds.
     """
     place, bounds = count - 1 - rank, [*cut(990, count)[:-1], 1000]
     here = slice(*bounds[place : place + 2])
     of_rank: dict[str, Any] = {"tp_group": dist.group.WORLD, "vocab_start_index": here.start}
     for implementation, dtype in PROMISES[torch.get_default_device().type].items():
-        for kind in ("jsd",) if implementation == "deterministic" else ("forward", "jsd"):
-            options = {"implementation": implementation, "dtype": dtype, "kind": kind}
+        for kind, listed in (("forward", False), ("jsd", False), ("jsd", True))[implementation == "deterministic" :]:
+            options = {"implementation": implementation, "dtype": dtype, "kind": kind, "listed": listed}
             found = divergence(here, **options, **of_rank)
             expected = of_rank_0(rank, functools.partial(divergence, slice(0, 1000), **options))
             assert same_bits(found[0], expected[0]) and found[0][7] == 0 and found[0][5].isnan()
@@ -450,6 +463,34 @@ def diverges_on_any_edges(rank: int, count: int) -> None:
     for name, changes in wrong.items():
         try:
             torch_bridge.linear_kl(*own[:2], **given | (changes if rank == 1 else {}), **of_rank)
+        except ValueError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            raise AssertionError(f"{name} raised nothing")
+
+
+def diverges_from_a_list(rank: int, count: int) -> None:
+    """linear_kl by xla from what a teacher lists, on any edges, and one message for what rank 1 alone gets wrong."""
+    start, end = UNEVEN[count][rank : rank + 2]
+    hidden, weight, _, bias = (x.detach() for x in head((6,), dim=8, vocab=16))
+    ids = torch.tensor([[3, 15, -1], [0, 7, 8]]).repeat(3, 1)
+    listed = {"teacher_ids": ids, "teacher_logps": (randn(6, 3, seed=5) - 2).log_softmax(-1) - 0.5}
+
+    def gradients(here: slice, **of_call: Any) -> list[torch.Tensor]:
+        own = [x.clone().requires_grad_() for x in (hidden, weight[here], bias[here])]
+        found = torch_bridge.linear_kl(*own[:2], bias=own[2], implementation="xla", **listed | of_call)
+        return [found.detach(), *torch.autograd.grad(found.sum(), own)]
+
+    of_rank = {"tp_group": dist.group.WORLD, "vocab_start_index": start, "validate": True}
+    found, expected = gradients(slice(start, end), **of_rank), of_rank_0(rank, lambda: gradients(slice(0, 16)))
+    assert_close(found[0], expected[0].double(), head_class("linear_kl"), "forward")
+    for x, y in zip(found[1:], (expected[1], *(x[start:end] for x in expected[2:])), strict=True):
+        assert_close(x, y.double(), head_class("linear_kl"), "gradient")
+    wrong = {"other list": {"teacher_ids": ids[:, :2], "teacher_logps": listed["teacher_logps"][:, :2]}}
+    wrong["bad list"] = {"teacher_ids": ids + 1}
+    for name, changes in wrong.items():
+        try:
+            gradients(slice(start, end), **of_rank | (changes if rank == 1 else {}))
         except ValueError as error:
             print(f"{name}: {error}", flush=True)
         else:
@@ -557,6 +598,7 @@ CHECKS = (
     gives_the_loss_of_one_rank,
     diverges_as_one_rank,
     diverges_on_any_edges,
+    diverges_from_a_list,
     refuses_second_derivatives,
 )
 

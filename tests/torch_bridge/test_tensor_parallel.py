@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,7 +15,6 @@ from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.rank_columns import RankColumns
 from tests.torch_bridge.rank import UNEVEN
 from tests.torch_bridge.tensors import head
-from torch_bridge import _process_groups
 
 LIMIT_S = 300
 GPU_LIMIT_S = 900
@@ -57,6 +55,8 @@ def messages(count: int, device: str) -> dict[str, str]:
         "other kind": "the processes call linear_kl differently",
         "bad temperature": "temperature must be positive and finite, got values in [0.0, 0.0]",
         "other teacher": f"student and teacher must share one vocabulary, got {width} and 16 tokens",
+        "other list": "the processes call linear_kl differently",
+        "bad list": "teacher_ids out of range: expected [0, 15], or -1 as padding, got values in [0, 16].",
         "other teacher vocabulary": "global_vocab_size must match the TP vocab partition size: got 15, 16, covered 16",
         "second derivative": "torch_bridge has no second derivatives",
     }
@@ -99,14 +99,6 @@ def test_a_group_needs_torch_distributed():
     hidden, weight, ids, bias = head((3,))
     with pytest.raises(RuntimeError, match="requires an initialized process group"):
         torch_bridge.linear_logp(hidden, weight, ids, bias, tp_group=object())
-
-
-def test_a_teachers_list_needs_the_whole_head(monkeypatch):
-    monkeypatch.setattr(_process_groups, "has_other_ranks", lambda *_: True)
-    hidden, weight, ids, bias = head((3,))
-    listed = {"teacher_ids": ids[:, None], "teacher_logps": torch.zeros(3, 1)}
-    with pytest.raises(ValueError, match="teacher_ids and teacher_logps need a whole head: they do not go with a tp"):
-        torch_bridge.linear_kl(hidden, weight, bias=bias, **listed, tp_group=object())
 
 
 def test_a_mesh_is_no_group():

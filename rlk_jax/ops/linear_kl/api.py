@@ -81,7 +81,8 @@ def linear_kl(
         those of the whole heads.
       axis_name: inside shard_map, the mesh axis (or axes) that the vocabulary is spread over, as in `linear_logp`. Both
         heads and biases are then this rank's shards, which hold the same tokens and are equally wide on all ranks;
-        hidden states, mask and temperatures are the same on every rank of the axis, and so is the divergence.
+        hidden states, mask, temperatures and what a teacher lists, by its ids in the whole vocabulary, are the same on
+        every rank of the axis, and so is the divergence.
       vocab_start_index, reduction, reduce_hidden_grad: as in `linear_logp`.
       memory_budget: bytes for the logits and gradients that are held at a time; None for the implementation's default.
         At least one block of them is always held. Implementations that promise bits give the same bits for every

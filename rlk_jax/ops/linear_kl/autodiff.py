@@ -59,7 +59,7 @@ def divergences(
 
 def _tokens_of_ranks(shard: Shard, tokens: KlTokens, position: ShardPosition) -> KlTokens:
     """Tokens of which the same are active on all ranks, so that ranks meet in every gather: those that are active on
-    any rank. One that is not active on all of them is poisoned.
+    any rank. One that is not active on all of them is poisoned. What a teacher lists stands in this rank's columns.
     """
     active = transforms.varying_like(tokens.active.astype(jnp.int32), lax.axis_index(shard.axis))
     count = lax.psum(active, shard.axis)
@@ -67,7 +67,8 @@ def _tokens_of_ranks(shard: Shard, tokens: KlTokens, position: ShardPosition) ->
     message = f"completion_mask must be the same on every rank of {shard.axis!r}."
     is_same = reported(is_same, jnp.all(is_same), message)
     temperature = jnp.where(is_same, poisoned_unless_partition(position, tokens.temperature), jnp.nan)
-    return tokens._replace(active=count > 0, temperature=temperature)
+    top_k = None if tokens.top_k is None else tokens.top_k.of_shard(position.start, shard.columns)
+    return tokens._replace(active=count > 0, temperature=temperature, top_k=top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -80,8 +80,8 @@ def check_call(
     no_explicit_axes("linear_kl", inputs)
     check_devices(inputs)
     budget = None if options.memory_budget is None else int(options.memory_budget)
-    groups = column_groups(student.real_vocab_size)
-    config = KlConfig(*_kind_and_share(options), student, teacher, budget, groups)
+    vocabulary = student.real_vocab_size
+    config = KlConfig(*_kind_and_share(options), student, teacher, budget, column_groups(vocabulary), vocabulary)
     return inputs, config if shard is None else config.of_shard(shard), shard
 
 
@@ -156,10 +156,9 @@ def _checked_teacher(
     inputs: KlInputs, options: KlOptions, student: OneHeadConfig, shard: Shard | None
 ) -> OneHeadConfig | None:
     """A teacher's head fits its hidden states, has the student's vocabulary and is cut as the student's head is. None
-    is for one that lists tokens, beside a whole head.
+    is for one that lists tokens.
     """
     if inputs.teacher_ids is not None:
-        require(shard is None, "teacher_ids and teacher_logps need a whole head: they do not go with axis_name.")
         ids, logps = inputs.teacher_ids.shape, inputs.teacher_logps.shape
         require(
             ids == logps and len(ids) >= 1 and ids[-1] >= 1,
@@ -256,7 +255,7 @@ def _find_list(active: Array, ids: Array, logps: Array, *, vocab_size: int) -> _
     is_good = jnp.all(is_in_range, axis=1) & is_distinct & is_probability
     keeps = (active & is_good)[:, None]
     return _FoundList(
-        TeacherTopK(jnp.where(keeps, ids, -1), jnp.where(keeps, logps, -jnp.inf)),
+        TeacherTopK(jnp.where(keeps, ids, -1), jnp.where(keeps, logps, -jnp.inf), keeps & is_listed),
         is_good,
         (
             fit(ids, is_in_range, active[:, None], limits),
@@ -283,8 +282,8 @@ def tokens_of_call(inputs: KlInputs, config: KlConfig, validate: bool | None) ->
         temperature = checked(found.tokens.temperature, checks, validate, "temperature and teacher_temperature")
         return found.tokens._replace(temperature=temperature)
     ids, logps = as_int32(inputs.teacher_ids), jax.lax.stop_gradient(inputs.teacher_logps)
-    listed = _find_list(active, ids, logps, vocab_size=config.real_vocab_size)
-    messages = (_LISTED_OUT_OF_RANGE.replace("{last}", str(config.real_vocab_size - 1)), _TWICE, _NO_PROBABILITIES)
+    listed = _find_list(active, ids, logps, vocab_size=config.vocabulary)
+    messages = (_LISTED_OUT_OF_RANGE.replace("{last}", str(config.vocabulary - 1)), _TWICE, _NO_PROBABILITIES)
     checks = [checks[0], *zip(listed.fits, messages, strict=True)]
     temperature = checked(found.tokens.temperature, checks, validate, "temperature, teacher_ids and teacher_logps")
     poisoned = jnp.where(active & ~listed.is_good, jnp.nan, temperature)

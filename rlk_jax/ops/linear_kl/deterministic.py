@@ -59,6 +59,7 @@ from rlk_jax.ops.linear_kl.options import (
 from rlk_jax.ops.linear_kl.top_k import (
     BucketStatistics,
     listed_logits,
+    logits_of_all,
     no_values,
     possibly_of_none,
     slopes_with_rest,
@@ -182,8 +183,8 @@ class _ListedSums(NamedTuple):
     logits: Array
 
 
-def _from_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> tuple[Array, BucketStatistics]:
-    """The divergence of a block from a teacher that lists tokens."""
+def _sums_beside_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> _ListedSums:
+    """Those of a block for each group, `[groups, 64]` and `[groups, 64, k]`."""
 
     def add_chunk(group: Array, index: Array, so_far: _ListedSums) -> _ListedSums:
         (chunk, _, logits) = _chunk_logits(config, student, group, index)
@@ -194,11 +195,33 @@ def _from_list(config: KlConfig, student: _HeadRows, top_k: TeacherTopK) -> tupl
 
     nothing = varying_like(jnp.zeros(top_k.ids.shape, jnp.float32), student.hidden)
     empty = _ListedSums(empty_partial(BLOCK_ROWS, student.hidden, with_gap=False), nothing)
-    found = folded_by_group(config.groups, add_chunk, empty)
-    normalizer = normalizer_of_groups(_partials_in_order(config, student))
-    of_rest = possibly_of_none(normalizer_of_groups(found.rest))
-    terms = terms_of_buckets(config, top_k, ascending_sum(found.logits), normalizer, of_rest)
-    return pairwise_sum(terms.value), BucketStatistics(normalizer, of_rest, terms.slope)
+    return folded_by_group(config.groups, add_chunk, empty)
+
+
+def _from_list(
+    config: KlConfig, operands: Operands, tokens: KlTokens, top_k: TeacherTopK, gather: Gather
+) -> tuple[Array, BucketStatistics]:
+    """The divergence from a teacher that lists tokens: all tokens' softmaxes first, and then their terms."""
+    many = jnp.zeros((tokens.active.shape[0], config.groups.count), jnp.float32)
+    by_block = functools.partial(store_by_block, tokens.active, BLOCK_ROWS)
+
+    def sums(block: Block) -> tuple[Partial, Partial, Array]:
+        student, _ = _rows_of_both(config, operands, block, block.take(tokens))
+        found = _sums_beside_list(config, student, block.take(top_k))
+        partials, rest = rows_first((_partials_in_order(config, student), found.rest))
+        return partials, rest, ascending_sum(found.logits)
+
+    def values(block: Block) -> tuple[Array, BucketStatistics]:
+        student, rest = map(normalizer_of_groups, rows_first(block.take(partials)))
+        rest = possibly_of_none(rest)
+        terms = terms_of_buckets(config, block.take(top_k), block.take(logits), student, rest)
+        return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
+
+    empty = Partial(many, many + 1, many, None)
+    *own, own_logits = by_block(sums, (empty, empty, jnp.zeros(top_k.ids.shape, jnp.float32)))
+    partials = rows_first(gather(rows_first(tuple(own))))
+    logits = logits_of_all(own_logits, config.groups.count, gather)
+    return by_block(values, no_values(tokens))
 
 
 def _forward(
@@ -206,13 +229,7 @@ def _forward(
 ) -> tuple[Array, KlStatistics | BucketStatistics]:
     if tokens.top_k is None:
         return _from_head(config, operands, tokens, gather)
-
-    def of_block(block: Block) -> tuple[Array, BucketStatistics]:
-        own = block.take(tokens)
-        assert own.top_k is not None
-        return _from_list(config, _rows_of_both(config, operands, block, own)[0], own.top_k)
-
-    return store_by_block(tokens.active, BLOCK_ROWS, of_block, no_values(tokens))
+    return _from_list(config, operands, tokens, tokens.top_k, gather)
 
 
 class _BlockRows(NamedTuple):

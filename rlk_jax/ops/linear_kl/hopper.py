@@ -71,17 +71,17 @@ def _forward(
     tokens: KlTokens,
     gather: Gather,
 ) -> tuple[Array, DivergenceStatistics | ListStatistics]:
-    if tokens.top_k is not None:
-        return list_divergence(kernels, machine, config, operands, tokens)
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
-    operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
-    plans = forward_plans(config, dims_of(operands), typed.shape[0])
-    both = both_rows(plans, operands, tokens)
 
     def gathered(groups: Any) -> Any:
         """The groups of all devices, of which kernels see values that vary over no mesh axis."""
         return as_replicated(gather(varying_like(groups, typed)))
 
+    if tokens.top_k is not None:
+        return list_divergence(kernels, machine, config, operands, tokens, gathered)
+    operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
+    plans = forward_plans(config, dims_of(operands), typed.shape[0])
+    both = both_rows(plans, operands, tokens)
     found = (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both, gathered)
     return varying_like(jax.tree.map(both.rows.spread, found), typed)
 

@@ -26,13 +26,14 @@ from rlk_jax.core.hopper_gradients import new_head_gradients
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, backward_plan, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice, over_slices, places_in_slice, slice_of
 from rlk_jax.core.rows import MEMORY_BUDGET, compact
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import logits_of, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
 from rlk_jax.ops.linear_kl.divergence import Normalizer, Slopes, raw_gradients, row_scale
 from rlk_jax.ops.linear_kl.hopper_plan import products_plan, softmax_plan
 from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, RowsOfHead, rows_of_head, softmax_of
 from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlTokens, Needs, Operands
-from rlk_jax.ops.linear_kl.top_k import terms_of_buckets
+from rlk_jax.ops.linear_kl.top_k import logits_of_all, terms_of_buckets
 
 Array = jax.Array
 
@@ -55,13 +56,14 @@ def list_divergence(
     config: KlConfig,
     operands: Operands,
     tokens: KlTokens,
+    gather: Gather,
 ) -> tuple[Array, ListStatistics]:
-    """The divergence of each token, and what its gradients need. Heads beside a list are whole."""
+    """The divergence of each token, and what its gradients need. `gather` brings the groups of all devices."""
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
     plan = products_plan(config.of_kernels(config.student), *reversed(typed.shape))
     rows = compact(tokens.active, plan.rows)
-    head = rows_of_head(plan, rows, operands.student, tokens.temperature)
+    head = rows_of_head(plan, rows, operands.student, tokens.temperature, operands.real_columns)
     own = jax.tree.map(rows.take, tokens)._replace(temperature=head.temperature)
     assert own.top_k is not None
     ids, products = own.top_k.ids, new_products(plan)
@@ -70,15 +72,16 @@ def list_divergence(
     def see(part: HeadSlice) -> None:
         listed[...] = products_so_far(plan, part, products, ids, listed[...])
 
-    student = softmax_of(use, machine, head, rows, listener=Listener(products, see))
-    rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, allowed=_rest_bits(plan, ids))
-    found = fusion_barrier((student, rest, jax.freeze(listed)))
+    student = softmax_of(use, machine, head, rows, gather, listener=Listener(products, see))
+    rest = softmax_of(use, machine, replace(head, plan=softmax_plan(plan)), rows, gather, allowed=_rest_bits(plan, ids))
+    of_all = logits_of_all(jax.freeze(listed), plan.config.groups.count, gather)
+    found = fusion_barrier((student, rest, of_all))
     return varying_like(jax.tree.map(rows.spread, _divergence_of_rows(config, plan, own, *found)), typed)
 
 
 def _rest_bits(plan: HopperPlan, ids: Array) -> Array:
     """Which columns are of the rest, as kernels with a softmax read it, beside these tokens of each row."""
-    words = ~words_of_ids(ids, plan.config.real_vocab_size, plan.config.memory_budget or MEMORY_BUDGET)
+    words = ~words_of_ids(ids, plan.config.vocab_size, plan.config.memory_budget or MEMORY_BUDGET)
     return fusion_barrier(allowed_bits(vocabulary_of(plan.config), words))
 
 
@@ -97,7 +100,7 @@ def _divergence_of_rows(
     slope = pairwise_sum(terms.slope)
     of_listed = Slopes(terms.slope[:, 1:], jnp.exp(whole.logprobs(logits)), slope)
     probability = jnp.exp((others.max - whole.max) + (others.log_sum - whole.log_sum))
-    by_product = raw_gradients(config, products, of_listed, tokens, jnp.ones_like(slope), top_k.ids >= 0)
+    by_product = raw_gradients(config, products, of_listed, tokens, jnp.ones_like(slope), top_k.is_listed)
     of_rest = terms.slope[:, 0] - rounded_product(probability, slope)
     return pairwise_sum(terms.value), ListStatistics(rest.shift, rest.total, of_rest, by_product, slope)
 
@@ -125,7 +128,7 @@ def list_gradients(
     assert top_k is not None
     plan = backward_plan(config.of_kernels(config.student), dim, n, needs=of_head, dtype=dtype)
     rows = compact(tokens.active, plan.rows)
-    head = rows_of_head(plan, rows, operands.student, tokens.temperature)
+    head = rows_of_head(plan, rows, operands.student, tokens.temperature, operands.real_columns)
     scale = row_scale(tokens, statistics.slope, upstream) if dtype == jnp.float16 else None
     given = rows.take(upstream if scale is None else upstream * scale)
     row_scaling = None if scale is None else scaling(rows, rows.take(scale, 1))

@@ -1,7 +1,7 @@
 """What a call of linear_kl carries: its options, its arrays, and what every implementation takes and gives.
 
 Implementations see flat tokens `[N]`, N >= 1, and two heads of one vocabulary, whole or one device's shards of both, or
-one whole head and what the teacher lists.
+one head or a shard of it and what the teacher lists.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.gemm import WeightLayout
@@ -85,6 +86,8 @@ class KlConfig:
     """Bytes for the logits and gradients that an implementation holds at a time; None for its own default."""
     groups: ColumnGroups
     """The groups of columns that sums in a fixed order go by."""
+    vocabulary: int
+    """How many tokens both heads share, of which a shard holds some."""
     is_shard: bool = False
     """Whether the heads are one rank's shards. dH is then float32 sums `[parts, N, D]`, for a reduction."""
     sums_by_group: bool = False
@@ -166,11 +169,19 @@ def dims_of(operands: Operands) -> tuple[int, int]:
 class TeacherTopK(NamedTuple):
     """Tokens that a teacher lists, and their log-probs under it: int32 and float32 `[N, k]`.
 
-    An id of −1, whose log-prob is −inf, is none. The ids of a row are in range and distinct.
+    `ids` are columns of the student's head, or of the shard of it that this device holds; −1 is none of these. The
+    columns of a row are in range and distinct. What is not listed has the log-prob −inf.
     """
 
     ids: Array
     logps: Array
+    is_listed: Array
+    """Whether the token stands on any device."""
+
+    def of_shard(self, start: Array | int, columns: int) -> "TeacherTopK":
+        """The list of whole heads beside a shard that has so many columns from `start` on."""
+        ids = self.ids - start
+        return self._replace(ids=jnp.where(self.is_listed & (ids >= 0) & (ids < columns), ids, -1))
 
 
 class KlTokens(NamedTuple):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
+from rlk_jax.core.fixed_order import ascending_sum, pairwise_sum, rounded_product
+from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import zero_if_neg_inf
 from rlk_jax.ops.linear_kl.divergence import KlStatistics, Normalizer, Slopes, Terms, normalizer_of_rows, terms_of
 from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens, TeacherTopK
@@ -65,16 +66,24 @@ def listed_logits(logits: Array, top_k: TeacherTopK, start: Array | int = 0) -> 
     return jnp.where(places < logits.shape[1], found, 0)
 
 
+def logits_of_all(logits: Array, groups: int, gather: Gather) -> Array:
+    """The logits `[N, k]` of listed tokens, each of which one device has, beside 0 on the others. They travel as one of
+    the groups that each device has.
+    """
+    own = jnp.pad(logits.reshape(1, -1), ((0, groups - 1), (0, 0)))
+    return ascending_sum(gather(own)).reshape(logits.shape)
+
+
 def terms_of_buckets(
     config: KlConfig, top_k: TeacherTopK, logits: Array, student: Normalizer, rest: Normalizer
 ) -> Terms:
     """The terms of each bucket `[N, 1 + k]`, from the student's logits `[N, k]` of the listed tokens."""
-    is_listed = top_k.ids >= 0
+    is_listed = top_k.is_listed
     of_rest = (rest.max - student.max) + (rest.log_sum - student.log_sum)
     own = jnp.where(is_listed, student.logprobs(logits), -jnp.inf)
     listed = jnp.log(pairwise_sum(jnp.where(is_listed, jnp.exp(top_k.logps), 0)))
     teacher_rest = jnp.log(-jnp.expm1(jnp.minimum(listed, _LEAST_REST)))
-    has_rest = is_listed.sum(axis=1) < config.real_vocab_size
+    has_rest = is_listed.sum(axis=1) < config.vocabulary
     return terms_of(
         config,
         jnp.concatenate([of_rest[:, None], own], axis=1),

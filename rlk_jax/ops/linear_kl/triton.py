@@ -49,6 +49,7 @@ from rlk_jax.ops.linear_kl.options import (
 from rlk_jax.ops.linear_kl.top_k import (
     BucketStatistics,
     listed_logits,
+    logits_of_all,
     possibly_of_none,
     slopes_with_rest,
     terms_of_buckets,
@@ -179,7 +180,7 @@ def _divergence_from_head(both: _RowsOfBoth, teacher: _RowsOfOne, gather: Gather
     return value, KlStatistics(student, other, slope)
 
 
-def _divergence_from_list(both: _RowsOfBoth, top_k: TeacherTopK) -> tuple[Array, BucketStatistics]:
+def _divergence_from_list(both: _RowsOfBoth, top_k: TeacherTopK, gather: Gather) -> tuple[Array, BucketStatistics]:
     """The divergence of all rows from a teacher that lists tokens: one pass gives the softmaxes over all tokens and
     over the rest.
     """
@@ -196,8 +197,8 @@ def _divergence_from_list(both: _RowsOfBoth, top_k: TeacherTopK) -> tuple[Array,
         return so_far + own, (partial_of_slice(found.logits), partial_of_slice(rest))
 
     logits, chunks = _over_slices(both, step, jnp.zeros(top_k.ids.shape, jnp.float32))
-    student, rest = (normalizer_of_groups(partial_of_chunks(x)) for x in chunks)
-    rest = possibly_of_none(rest)
+    student, rest = map(normalizer_of_groups, gather(tuple(map(partial_of_chunks, chunks))))
+    rest, logits = possibly_of_none(rest), logits_of_all(logits, both.config.groups.count, gather)
     terms = terms_of_buckets(both.config, top_k, logits, student, rest)
     return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
 
@@ -215,7 +216,7 @@ def _forward(
 
     found: Any
     if both.tokens.top_k is not None:
-        found = _divergence_from_list(both, both.tokens.top_k)
+        found = _divergence_from_list(both, both.tokens.top_k, gathered)
     else:
         assert both.teacher is not None
         found = _divergence_from_head(both, both.teacher, gathered)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlk_jax.core.fixed_order import ascending_sum
+from rlk_jax.core.fixed_order import ascending_sum, pairwise_sum
 from rlk_jax.core.gemm import common_dtype, wide_product
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
 from rlk_jax.core.shard import Gather
@@ -35,8 +35,18 @@ from rlk_jax.ops.linear_kl.options import (
     OneHead,
     OneHeadConfig,
     Operands,
+    TeacherTopK,
 )
-from rlk_jax.ops.linear_kl.top_k import BucketStatistics, divergence_of_logits, no_values, slopes_with_rest
+from rlk_jax.ops.linear_kl.top_k import (
+    BucketStatistics,
+    listed_logits,
+    logits_of_all,
+    no_values,
+    possibly_of_none,
+    slopes_with_rest,
+    terms_of_buckets,
+    without_listed,
+)
 
 Array = jax.Array
 _BYTES_PER_COLUMN = 18
@@ -151,9 +161,36 @@ def _in_two_passes(
     return value, KlStatistics(*normalizers, slope)
 
 
+def _list_in_one_pass(
+    config: KlConfig, operands: Operands, tokens: KlTokens, top_k: TeacherTopK, gather: Gather
+) -> tuple[Array, BucketStatistics]:
+    """The divergence from a teacher that lists tokens: one pass over the tokens gives the softmaxes over all columns
+    and over the rest.
+    """
+    zeros = jnp.zeros(tokens.active.shape, jnp.float32)
+
+    def sums(block: Block) -> tuple[Partial, Partial, Array]:
+        own = _tokens_of(block, tokens)
+        assert own.top_k is not None
+        logits = _student_logits(config, operands, block, own).logits
+        both = (_partials_of(x) for x in (logits, without_listed(logits, own.top_k)))
+        student, rest = (jax.tree.map(lambda x: x[0], of_rows) for of_rows in both)
+        return student, rest, listed_logits(logits, own.top_k)
+
+    empty = Partial(zeros, zeros + 1, zeros, None)
+    start = empty, empty, jnp.zeros(top_k.ids.shape, jnp.float32)
+    *partials, logits = store_by_block(tokens.active, rows_of_block(config, operands), sums, start)
+    student, rest = map(normalizer_of_groups, gather(_as_group(tuple(partials))))
+    rest = possibly_of_none(rest)
+    terms = terms_of_buckets(config, top_k, logits_of_all(logits, 1, gather), student, rest)
+    return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
+
+
 def _forward(
     config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather
 ) -> tuple[Array, KlStatistics | BucketStatistics]:
+    if tokens.top_k is not None:
+        return _list_in_one_pass(config, operands, tokens, tokens.top_k, gather)
     if config.gathers_outside_loops:
         return _in_two_passes(config, operands, tokens, gather)
 
@@ -163,13 +200,7 @@ def _forward(
         value, slope = map(ascending_sum, gather(_as_group(_sums_of_terms(config, logits, normalizers))))
         return value, KlStatistics(*normalizers, slope)
 
-    def of_listed(block: Block) -> tuple[Array, BucketStatistics]:
-        own = _tokens_of(block, tokens)
-        assert own.top_k is not None
-        return divergence_of_logits(config, own.top_k, _student_logits(config, operands, block, own).logits)
-
-    of_block = of_head if tokens.top_k is None else of_listed
-    return store_by_block(tokens.active, rows_of_block(config, operands), of_block, no_values(tokens))
+    return store_by_block(tokens.active, rows_of_block(config, operands), of_head, no_values(tokens))
 
 
 def _slopes(

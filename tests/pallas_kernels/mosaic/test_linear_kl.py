@@ -14,7 +14,8 @@ from rlk_jax.core.fixed_order import column_groups
 from rlk_jax.core.head import Needs
 from rlk_jax.ops.linear_kl import hopper
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans, forward_plans
-from rlk_jax.ops.linear_kl.options import KlConfig, OneHeadConfig
+from rlk_jax.ops.linear_kl.options import KlConfig, KlOptions, OneHeadConfig
+from tests.ops.linear_kl import test_list_shards
 from tests.ops.linear_kl import test_top_k as listed
 from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_shards import CASE
@@ -23,7 +24,7 @@ from tests.support import divergences
 from tests.support.divergences import KINDS, Case, assert_found
 from tests.support.helpers import assert_same_bits, assert_within_contract, cover
 from tests.support.interpreter import MACHINE
-from tests.support.kl_shards import one_rank_after_another
+from tests.support.kl_shards import list_one_rank_after_another, one_rank_after_another
 
 BF16, F16 = jnp.bfloat16, jnp.float16
 _REAL = {"global_vocab_size": 300, "teacher_global_vocab_size": 300}
@@ -177,6 +178,19 @@ def test_shards_have_the_bits_of_whole_heads(kind, count):
     assert_same_bits(one_rank_after_another(case, spoilt, "mosaic", count), expected)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "dtype", "count"), [("jsd", BF16, 8), ("reverse", F16, 2)])
+def test_shards_beside_a_list_have_the_bits_of_whole_heads(kind, dtype, count):
+    """In make test, test_linear_kl_of_a_list_lowers (test_shard_map.py) has the types, and
+    test_same_bits_at_every_degree (tests/ops/linear_kl/test_list_shards.py) what all implementations share.
+    """
+    case = test_list_shards.CASE
+    problem = listed.make(case, dtype)
+    options = KlOptions(kind=kind, beta=listed.BETA, **case.options)
+    actual = list_one_rank_after_another(options, problem, "mosaic", count)
+    assert_same_bits(actual, listed.found(case, problem, kind, "mosaic"))
+
+
 @cover(
     "kind, who",
     [("forward", "bias"), ("reverse", "teacher_bias")],
@@ -212,7 +226,7 @@ def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
     """The plan of a pass, for budgets that hold one chunk and more. A forward that copies no head has one slice."""
     head, needs = OneHeadConfig(131072, 131072, None, False, False, "vd"), Needs(True, True, False)
     for budget in (2**20, 2**28, 2**29, 2**31):
-        config = KlConfig("forward", 0.5, head, head, budget, column_groups(131072))
+        config = KlConfig("forward", 0.5, head, head, budget, column_groups(131072), 131072)
         forward = forward_plans(config, (4096, 2048), 4096)
         copies = forward_plans(config, (4096, 2056), 4096)
         backward = backward_plans(config, (4096, 2048), 4096, needs, BF16)

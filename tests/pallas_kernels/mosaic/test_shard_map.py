@@ -80,6 +80,16 @@ def test_linear_kl_lowers(kind, vocab, check_vma, reduction, for_h200):
     assert ("linear_kl_mixture" if kind == "jsd" else "linear_kl_partials") in program
 
 
+LISTS_LOWERED = [x[1:] for x in KL_LOWERED if x[0] == "jsd"]
+
+
+@cover("vocab, check_vma, reduction", LISTS_LOWERED, lambda *x: x == (16000, True, "sum"))
+def test_linear_kl_of_a_list_lowers(vocab, check_vma, reduction, for_h200):
+    """In make test the types are checked, of heads that are copied; test_linear_kl_lowers has both orders of sums."""
+    program = kl_shards.list_lowered(vocab, check_vma=check_vma, reduction=reduction)
+    assert {"sum": "reduce_scatter", "canonical": "all_to_all"}[reduction] in program and "mosaic_gpu" in program
+
+
 @pytest.mark.parametrize("mesh", ["data=1,tensor=1", "data=2,tensor=2"])
 def test_logits_that_are_sampled_from_are_scored_on_a_mesh(mesh, for_h200):
     head = MeshHead(make_mesh(GrpoConfig(mesh=mesh)), 1000, "mosaic", jnp.bfloat16)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.triton import linear_logp as kernels
+from rlk_jax.ops.linear_kl.options import KlOptions
+from tests.ops.linear_kl import test_list_shards
 from tests.ops.linear_kl import test_top_k as listed
 from tests.ops.linear_kl.test_bits import rows_of
 from tests.ops.linear_kl.test_values import EVERYTHING, SAME, of_kind, with_anything_where_nothing_counts
@@ -15,7 +17,7 @@ from tests.pallas_kernels.triton import interpreted
 from tests.support import divergences, helpers
 from tests.support.divergences import KINDS, Case, Found, Problem, assert_found
 from tests.support.helpers import assert_same_bits, assert_within_contract
-from tests.support.kl_shards import one_rank_after_another
+from tests.support.kl_shards import list_one_rank_after_another, one_rank_after_another
 
 # The terms of all kinds are those of divergence.py, and jsd has the products of the others.
 one_kind_in_make_test = helpers.cover("kind", [(x,) for x in KINDS], lambda kind: kind == "jsd")
@@ -130,6 +132,15 @@ def test_shards(kind):
     problem = divergences.make(case, jnp.float16)
     whole = divergences.found(case, problem, "triton")
     assert_same_bits(one_rank_after_another(case, problem, "triton", 2), whole)
+
+
+@one_kind_in_make_test
+def test_shards_beside_a_list(kind):
+    case = test_list_shards.CASE
+    problem = listed.make(case, jnp.float16)
+    options = KlOptions(kind=kind, beta=listed.BETA, **case.options)
+    actual = list_one_rank_after_another(options, problem, "triton", 2)
+    assert_same_bits(actual, listed.found(case, problem, kind, "triton"))
 
 
 def test_a_bad_temperature_is_nan_and_nothing_else_is():
