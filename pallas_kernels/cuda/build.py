@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,10 +115,15 @@ def cache_folder() -> Path:
     """The folder that holds a folder for each library; it need not exist. RLK_CACHE=off, which turns other caches off,
     means the user's own folder here: a library has to lie somewhere.
     """
-    chosen = os.environ.get("RLK_CACHE", "off")
-    if chosen.lower() not in ("", "off"):
+    chosen = os.environ.get("RLK_CACHE", "").strip()
+    if chosen and not is_cache_off():
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlk_jax"
+
+
+def is_cache_off(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether RLK_CACHE turns caches off: by "off", or by another word that can mean no folder."""
+    return environment.get("RLK_CACHE", "").strip().lower() in ("off", "0", "false", "no")
 
 
 def _folder_name(nvcc_version: str) -> str:

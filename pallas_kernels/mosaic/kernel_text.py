@@ -15,7 +15,7 @@ _DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
 def take_out_dump_names() -> None:
-    """Make JAX lower the kernels of this process, whoever wrote them, without their names for dumps.
+    """Make Pallas lower the kernels of this process, whoever wrote them, without their names for dumps.
 
     The compiler gives a kernel without one another when it dumps it. A JAX that lowers them elsewhere is left as it is;
     tests/pallas_kernels/mosaic/test_kernel_text.py says so.

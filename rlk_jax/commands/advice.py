@@ -243,7 +243,7 @@ def _of_caches(machine: Machine) -> Iterator[Advice]:
     for name, fault in machine.unwritable.items():
         yield Advice(f"{fault}.", f"export {name}=/a/folder")
     if not machine.keeps_programs:
-        is_off = machine.environment.get("RLK_CACHE", "").lower() == "off"
+        is_off = build.is_cache_off(machine.environment)
         mend = "unset RLK_CACHE" if is_off else "export RLK_CACHE=/a/folder JAX_ENABLE_COMPILATION_CACHE=1"
         yield Advice("torch_bridge and rlk grpo compile anew in each process: their programs are not kept.", mend)
     if "gpu" in machine.platforms and machine.xla_cache is None:

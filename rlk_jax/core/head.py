@@ -19,8 +19,9 @@ KERNEL_MEMORY_BUDGET = 512 * 2**20
 """Default bytes that kernels take for a slice's gradients of logits and what they hold beside them, or more for many
 rows: see `kernel_memory_budget`."""
 _LEAST_COLUMNS = 4096
-"""Columns of a slice that a default budget holds, however many rows there are. Every slice reads and writes a float32
-sum of dH, which costs about 1/16 of the products with so many columns, and more with fewer."""
+"""Columns of a slice that a default budget has room for, however many rows there are. Padding of sums and a second copy
+in float16 take a quarter of it at most. Every slice reads and writes a float32 sum of dH, which costs about 1/16 of the
+products with so many columns, and more with fewer."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ kernels may begin as soon as they are lowered, while Python lowers the rest of t
 """
 
 import functools
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import config as jax_config
 
 from rlk_jax.core.dispatch import log
 
@@ -87,8 +89,13 @@ def _value(attribute: Any) -> Any:
 
 
 def _compile_alone(kernel: dict[str, Any], device: jax.Device) -> None:
-    """Compile a program that would call the kernel with a number. It never runs."""
+    """Compile a program that would call the kernel with a number. It never runs, and no cache on disk has it."""
     call = jax.ffi.ffi_call(_TARGET, (), has_side_effect=True)
+
+    def rlk_jax_kernel(x: jax.Array) -> Any:
+        return call(x, **kernel)
+
     given = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.SingleDeviceSharding(device))
-    traced = jax.jit(lambda x: call(x, **kernel)).trace(given)
-    traced.lower(lowering_platforms=("cuda",)).compile()
+    lowered = jax.jit(rlk_jax_kernel).trace(given).lower(lowering_platforms=("cuda",))
+    with jax_config.persistent_cache_min_compile_time_secs(math.inf):
+        lowered.compile()

@@ -13,17 +13,18 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
+from jax._src import config as jax_config
 from jax.experimental.compilation_cache import compilation_cache
 
-from pallas_kernels.cuda.build import cache_folder
+from pallas_kernels.cuda.build import cache_folder, is_cache_off, why_unwritable
 from rlk_jax.core import overwriting
 from rlk_jax.core.dispatch import log
 from rlk_jax.core.kernel_compilation import compile_kernels
@@ -31,7 +32,7 @@ from rlk_jax.core.kernel_compilation import compile_kernels
 MOST_BYTES = 256 * 2**20
 """All programs together; those that were not used for the longest time are deleted."""
 MOST_XLA_BYTES = 2 * 2**30
-"""All that XLA compiled from them."""
+"""All that XLA compiled from them, when a process begins to use it."""
 _FIRST_LINE = b"rlk_jax program 2\n"
 _PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
 _NOT_KEPT = "programs are not kept on disk"
@@ -64,7 +65,8 @@ def compiled(
         lowered = overwriting.lowered(found.function, donated, specs)
         if is_new:  # XLA's own cache has what was compiled for a program on disk.
             compile_kernels(lowered, device)
-        return lowered.compile(), found.facts
+        with _keeping_what_is_quick():
+            return lowered.compile(), found.facts
 
 
 def kept(
@@ -89,7 +91,7 @@ def kept(
 
 def folder() -> Path | None:
     """Where programs are kept; None where they are not, or JAX keeps none either."""
-    if os.environ.get("RLK_CACHE", "").lower() == "off" or not jax.config.jax_enable_compilation_cache:
+    if is_cache_off() or not jax.config.jax_enable_compilation_cache:
         return None
     try:
         return cache_folder() / "programs"
@@ -99,14 +101,19 @@ def folder() -> Path | None:
 
 
 def share_xla_cache(device: jax.Device) -> None:
-    """Keep what XLA compiles for a GPU in the same folder, unless a cache has been set or there was one before."""
-    if device.platform != "gpu" or jax.config.jax_compilation_cache_dir is not None or folder() is None:
+    """Keep what XLA compiles for a GPU in the same folder, unless a cache has been set or there was one before.
+
+    The folder is bounded here, and not by JAX: its bound would stay for a cache that the user sets later.
+    """
+    shared = _shared_xla_folder()
+    if device.platform != "gpu" or jax.config.jax_compilation_cache_dir is not None or shared is None:
         return
-    if importlib.util.find_spec("filelock") is None:  # JAX bounds no cache without it.
-        _warn_once("what XLA compiles is not kept on disk", "pip install filelock")
-        return
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    use_xla_cache(XlaCache(_shared_xla_folder(), seconds, MOST_XLA_BYTES))
+    with _never_an_error("what XLA compiles is not kept on disk"):
+        if (why := why_unwritable(Path(shared))) is not None:
+            raise OSError(f"{shared} cannot be written: {why}")
+        Path(shared).mkdir(parents=True, exist_ok=True)
+        _make_room(Path(shared), MOST_XLA_BYTES)
+        use_xla_cache(xla_cache()._replace(folder=shared, of_xla=None))
 
 
 class XlaCache(NamedTuple):
@@ -115,6 +122,8 @@ class XlaCache(NamedTuple):
     folder: str | None
     least_seconds: float
     most_bytes: int
+    of_xla: str | None
+    """What XLA itself writes there, by its name in JAX's settings. Where a disk is full, that ends the compilation."""
 
 
 def xla_cache() -> XlaCache:
@@ -124,6 +133,7 @@ def xla_cache() -> XlaCache:
         values["jax_compilation_cache_dir"],
         values["jax_persistent_cache_min_compile_time_secs"],
         values["jax_compilation_cache_max_size"],
+        values["jax_persistent_cache_enable_xla_caches"],
     )
 
 
@@ -142,7 +152,18 @@ def use_xla_cache(cache: XlaCache) -> None:
     jax.config.update("jax_compilation_cache_dir", cache.folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", cache.least_seconds)
     jax.config.update("jax_compilation_cache_max_size", cache.most_bytes)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", cache.of_xla)
     compilation_cache.reset_cache()  # JAX would otherwise keep using the folder that it used first.
+
+
+@contextmanager
+def _keeping_what_is_quick() -> Iterator[None]:
+    """A context in which JAX keeps all that it compiles, unless the cache is the user's. With its kernels compiled
+    before, a program takes less time than JAX asks for by itself.
+    """
+    least = jax_config.persistent_cache_min_compile_time_secs
+    with nullcontext() if is_users(xla_cache()) else least(0):
+        yield
 
 
 def _exported(function: Any, specs: Sequence[Any], device: jax.Device) -> jax.export.Exported | None:
@@ -220,11 +241,13 @@ def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps(facts).encode() + b"\n" + bytes(exported.serialize())
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".new", delete_on_close=False) as file:
-            file.write(_FIRST_LINE + _checksum(name, data) + data)
-            file.close()
-            os.replace(file.name, path)
-            _make_room(path.parent)
+        new = path.with_name(f"{uuid.uuid4().hex}.new")
+        try:  # Others may read it as the process's umask says.
+            new.write_bytes(_FIRST_LINE + _checksum(name, data) + data)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
+        _make_room(path.parent, MOST_BYTES)
 
 
 def _checksum(name: str, data: bytes) -> bytes:
@@ -237,8 +260,8 @@ def _path(name: str) -> Path | None:
     return None if where is None else where / name
 
 
-def _make_room(where: Path) -> None:
-    """Delete programs, those used last at the end, until the others are no more than `MOST_BYTES`."""
+def _make_room(where: Path, most_bytes: int) -> None:
+    """Delete files, those used last at the end, until the others have no more bytes than that."""
     sizes = {}
     for path in filter(Path.is_file, where.iterdir()):
         try:
@@ -246,8 +269,8 @@ def _make_room(where: Path) -> None:
         except FileNotFoundError:  # Another process was here.
             continue
     total = sum(x.st_size for x in sizes.values())
-    for path, stat in sorted(sizes.items(), key=lambda item: item[1].st_mtime):
-        if total <= MOST_BYTES:
+    for path, stat in sorted(sizes.items(), key=lambda item: max(item[1].st_atime, item[1].st_mtime)):
+        if total <= most_bytes:
             return
         path.unlink(missing_ok=True)
         total -= stat.st_size

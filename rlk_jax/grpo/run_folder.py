@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from rlk_jax.core.files import written_whole
-from rlk_jax.core.program_cache import XlaCache, is_users, use_xla_cache, xla_cache
+from rlk_jax.core.program_cache import is_users, use_xla_cache, xla_cache
 from rlk_jax.grpo.config import GrpoConfig
 from rlk_jax.grpo.run_config import BadField, BadInput, RunConfig
 from rlk_jax.grpo.steps import Jitted, TrainState
@@ -223,7 +223,7 @@ class RunFolder:
         if self.checkpoints.exists() and not self.programs.exists():
             warning = f"no {self.programs}: what is compiled anew may have other bits"
             print(f"{self.command}: warning: {warning}", file=sys.stderr)
-        use_xla_cache(XlaCache(str(self.programs.absolute()), least_seconds=0, most_bytes=-1))
+        use_xla_cache(before._replace(folder=str(self.programs.absolute()), least_seconds=0, most_bytes=-1))
         try:
             yield
         finally:

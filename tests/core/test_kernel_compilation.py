@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlk_jax.core import kernel_compilation, partitioning
+from rlk_jax.core import kernel_compilation, partitioning, program_cache
 from rlk_jax.core.dispatch import Device
 from rlk_jax.core.kernel_compilation import compile_kernels
 
@@ -89,6 +89,20 @@ def test_a_program_is_lowered_where_no_thread_starts_any_more(monkeypatch, caplo
     module = lowered(b"a").compiler_ir()
     kernel_compilation.begin_while_lowering(module, module, DEVICE)
     assert not compiled and "after shutdown" in caplog.text
+
+
+def test_no_cache_has_a_kernel_that_was_compiled_alone(monkeypatch, tmp_path):
+    """It would pass for a program of that name, whose kernels then begin late."""
+    before = program_cache.xla_cache()
+    monkeypatch.setattr(jax.ffi, "ffi_call", lambda *_, **__: lambda x, **kernel: x)
+    program_cache.use_xla_cache(before._replace(folder=str(tmp_path), least_seconds=0))
+    try:
+        kernel_compilation._compile_alone({}, DEVICE)
+        assert not list(tmp_path.iterdir())
+        jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.float32)).compile()
+        assert len(list(tmp_path.glob("*-cache"))) == 1
+    finally:
+        program_cache.use_xla_cache(before)
 
 
 def test_a_kernel_that_cannot_be_compiled_alone_is_logged(monkeypatch, caplog, compiled):

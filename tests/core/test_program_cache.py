@@ -235,7 +235,66 @@ def test_what_xla_compiles_for_a_gpu_is_kept_beside_and_bounded(folder, xla_cach
     assert jax.config.jax_compilation_cache_dir is None
     program_cache.share_xla_cache(GPU)
     assert jax.config.jax_compilation_cache_dir == str(folder.parent / "xla")
-    assert jax.config.jax_compilation_cache_max_size == program_cache.MOST_XLA_BYTES
+
+
+def test_what_xla_compiled_is_bounded_when_a_process_begins(folder, xla_cache, monkeypatch):
+    """JAX's own bound stays as it was: it would delete what is in a cache that the user sets later."""
+    before, where = jax.config.jax_compilation_cache_max_size, folder.parent / "xla"
+    where.mkdir()
+    for i, name in enumerate(("oldest", "older", "newest")):
+        (where / name).write_bytes(b"0" * 100)
+        os.utime(where / name, (i + 1, i + 1))
+    monkeypatch.setattr(program_cache, "MOST_XLA_BYTES", 200)
+    program_cache.share_xla_cache(GPU)
+    assert {x.name for x in where.iterdir()} == {"older", "newest"}
+    assert jax.config.jax_compilation_cache_max_size == before
+
+
+def test_a_cache_that_cannot_be_written_is_not_shared(folder, xla_cache, monkeypatch, caplog):
+    """XLA would end the compilation of programs that it tunes there, of this project or not."""
+    (folder.parent / "file").write_text("no folder")
+    monkeypatch.setenv("RLK_CACHE", str(folder.parent / "file"))
+    for _ in range(2):
+        program_cache.share_xla_cache(GPU)
+    assert jax.config.jax_compilation_cache_dir is None
+    assert [x.getMessage() for x in caplog.records if "cannot be written: Not a directory" in x.getMessage()]
+    assert len(caplog.records) == 1
+
+
+def test_xla_writes_nothing_of_its_own_there(folder, xla_cache):
+    """A full disk would end the compilation."""
+    program_cache.share_xla_cache(GPU)
+    assert jax.config.values["jax_persistent_cache_enable_xla_caches"] is None
+
+
+def test_a_program_that_compiles_quickly_is_kept(folder, xla_cache):
+    """With its kernels compiled before, a program takes less than the second that JAX asks for; the user's own cache
+    has what the user asks for.
+    """
+    for where, count in ((folder.parent / "xla", 1), (folder.parent / "users", 0)):
+        program_cache.use_xla_cache(program_cache.xla_cache()._replace(folder=str(where), least_seconds=1000.0))
+        Maker().run(key=str(where))
+        assert len(list(where.glob("*-cache"))) == count
+
+
+def test_others_may_read_a_program(folder):
+    """As the umask of the process says."""
+    before = os.umask(0o022)
+    try:
+        Maker().run()
+    finally:
+        os.umask(before)
+    assert [x.stat().st_mode & 0o777 for x in folder.iterdir()] == [0o644]
+
+
+@pytest.mark.parametrize("value", ["off", " OFF ", "0", "false", "no"])
+def test_words_that_mean_no_cache(value, tmp_path, monkeypatch):
+    """None of them is a folder in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLK_CACHE", value)
+    assert program_cache.folder() is None
+    Maker().run()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_was_set_stays(folder, xla_cache):
@@ -255,7 +314,7 @@ def test_whether_a_program_of_this_name_was_compiled(xla_cache, tmp_path):
 
     lowered = jax.jit(namesake).lower(spec(3))
     assert not has_namesake(lowered.compiler_ir()), "no cache is set"
-    program_cache.use_xla_cache(program_cache.XlaCache(str(tmp_path / "xla"), 0, -1))
+    program_cache.use_xla_cache(program_cache.xla_cache()._replace(folder=str(tmp_path / "xla"), least_seconds=0))
     jax.jit(other).lower(spec(3)).compile()
     assert not has_namesake(lowered.compiler_ir())
     lowered.compile()

@@ -59,6 +59,8 @@ def _plan_of_tokens(config: HeadConfig, dim: int, tokens: int, length: int, dtyp
         return "products of float32 matrices take all tokens at once"
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name} scales gradients by what all tokens need"
+    if not chunks_in_place(config, dim):
+        return "a head that cannot be read in place is copied for every block"
     chunks, budget = vocabulary_of(config).chunks, kernel_memory_budget(config, dim, tokens)
     missing, sums = chunks * kept_bytes(config, tokens) - budget, 4 * math.prod(_shape_of_sums(config, dim))
     if missing <= sums:
@@ -88,8 +90,7 @@ def _keeps_all(config: HeadConfig, dim: int, tokens: int, rows: int) -> bool:
     """Whether every exponential of a block of so many rows is kept, but for those of columns beside padding, which are
     always computed again.
     """
-    in_place = chunks_in_place(config, dim)
-    return 0 < in_place <= kept_chunks(_config_of_block(config, dim, tokens), dim, rows, jnp.bfloat16)
+    return chunks_in_place(config, dim) <= kept_chunks(_config_of_block(config, dim, tokens), dim, rows, jnp.bfloat16)
 
 
 def _config_of_block(config: HeadConfig, dim: int, tokens: int) -> HeadConfig:

@@ -321,6 +321,7 @@ def test_blocks_are_taken_where_they_pay():
     assert isinstance(plan_of(8192 + 3072, 4096, 151936, 2**30), str)
     assert isinstance(plan_of(8192 + 3584, 4096, 151936, 2**30), TokenBlocks)
     assert "keeps no 1024 tokens' exponentials" in plan_of(65536, 2048, 131072, 2**26)
+    assert "cannot be read in place" in plan_of(131072, 2056, 131072, 2**33)
     assert "float16 scales" in plan_of(65536, 2048, 131072, 2**30, jnp.float16)
 
 
