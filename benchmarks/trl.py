@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks import common, processes
 from benchmarks.trl_steps import (
+    BOTH,
     BRIDGE,
     LIGER,
     QWEN,
@@ -40,7 +41,7 @@ from benchmarks.trl_steps import (
     timed_head,
 )
 
-CANDIDATES = (STOCK, BRIDGE, LIGER)
+CANDIDATES = (STOCK, BRIDGE, LIGER, BOTH)
 _COMPLETIONS = "8x512,32x512"
 _WARM_STEPS, _HEAD_STEPS = 2, 3
 

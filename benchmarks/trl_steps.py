@@ -12,7 +12,9 @@ from typing import Any
 # Nothing is looked for on the Hub.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
-STOCK, BRIDGE, LIGER = "stock", "bridge", "liger"
+STOCK, BRIDGE, LIGER, BOTH = "stock", "bridge", "liger", "bridge and liger"
+WITH_BRIDGE, WITH_LIGER = (BRIDGE, BOTH), (LIGER, BOTH)
+"""Candidates whose head is the bridge's, and those whose other layers are Liger's: TRL leaves the head out of these."""
 QWEN = "qwen2.5-0.5b"
 SMOLLM2 = "smollm2-135m"
 TWO_LAYERS = f"{QWEN}, 2 layers"
@@ -64,7 +66,7 @@ class Case:
 @contextmanager
 def installed(candidate: str) -> Iterator[None]:
     """TRL with the bridge in it for the candidate of this name."""
-    if candidate != BRIDGE:
+    if candidate not in WITH_BRIDGE:
         yield
         return
     bridge: Any = importlib.import_module("torch_bridge")
@@ -165,7 +167,7 @@ def options(case: Case, candidate: str, folder: str, steps: int) -> dict[str, An
         "logging_steps": 1,
         "learning_rate": 1e-6,
         "per_device_train_batch_size": case.sequences,
-        "use_liger_kernel": candidate == LIGER,
+        "use_liger_kernel": candidate in WITH_LIGER,
     }
 
 
@@ -315,7 +317,7 @@ def peaks(torch: Any, candidate: str, before: int) -> tuple[float | None, float 
     if not torch.cuda.is_available():
         return None, None, None
     of_jax = 0
-    if candidate == BRIDGE:
+    if candidate in WITH_BRIDGE:
         jax: Any = importlib.import_module("jax")
         of_jax = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     held = torch.cuda.max_memory_allocated(), of_jax, device_bytes(torch) - before
