@@ -4,24 +4,32 @@ With --all it compiles all of them; without, as few as have every kernel with ev
 that add most of them first. It prints a line per configuration; the exit status is 1 where one fails to
 compile, spills more than it may, or has its wgmma serialised (ptxas has several warnings for that, C7510 and C7515
 among them). Then it compiles whole programs: ops in a scan, bare calls over one and two H200s, an exported one, those
-that are given what a forward kept, one whose kernels come first, and a loss by blocks of tokens; without --all, only
-gradients in a scan and one bare call of the first two, and not the last one. It needs ptxas, and jax's CUDA plugins of
-its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core, and without it one process,
-because `make test` keeps the other cores busy.
+that are given what a forward kept, one whose kernels come first, passes over few tokens, and a loss by blocks of
+tokens; without --all, only gradients in a scan and one bare call of the first two, and not the last one. It needs
+ptxas, and jax's CUDA plugins of its version in the folder of $RLK_SM90_PLUGINS. With --all it takes a process per core,
+and without it one process, because `make test` keeps the other cores busy.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+# XLA writes what it runs of the programs of `few_tokens`.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_few_tokens.* "
+    f"--xla_dump_to={tempfile.gettempdir()}/rlk_few_tokens_{os.getpid()}"
+)
 sys.path.insert(0, os.environ["RLK_SM90_PLUGINS"])
 
 import jax
@@ -259,6 +267,30 @@ def side_by_side() -> Iterator[Verdict]:
     yield verdicts.named(f"{alone} of 8 kernels side by side", alone == 8 and not any(others))
 
 
+def few_tokens() -> Iterator[Verdict]:
+    """Whether each pass over few tokens is one CUDA graph: its small kernels cost the host one launch."""
+    trace_for_h200()
+    dump = Path(tempfile.gettempdir(), f"rlk_few_tokens_{os.getpid()}")
+    atexit.register(shutil.rmtree, dump, ignore_errors=True)
+    shapes = ((8, 448), jnp.bfloat16), ((8192, 448), jnp.bfloat16), ((8,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*x, sharding=h200()) for x in shapes]
+
+    def few_tokens_forward(*operands: Any) -> Any:
+        return linear_logp(*operands, implementation="mosaic")
+
+    def few_tokens_frozen(*operands: Any) -> Any:
+        return jax.grad(lambda *x: few_tokens_forward(*x).sum())(*operands)
+
+    def few_tokens_gradients(*operands: Any) -> Any:
+        return head_gradients(*operands)
+
+    for one_pass in (few_tokens_forward, few_tokens_frozen, few_tokens_gradients):
+        jax.jit(one_pass).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+        (written,) = dump.glob(f"*.jit_{one_pass.__name__}.thunk_sequence_after_thunk_passes.txt")
+        outermost = re.findall(r"^\d+: (\w+)", written.read_text(), re.MULTILINE)
+        yield verdicts.named(f"{one_pass.__name__}: {', '.join(outermost)}", outermost == ["kCommandBuffer"])
+
+
 def by_blocks() -> Iterator[Verdict]:
     """Whether a loss by blocks of whole sequences holds no more than its budget and the sums of dW and dH."""
     trace_for_h200()
@@ -282,8 +314,8 @@ def main() -> int:
     numbers, compiled = verdicts.of_configurations(options, compile_one, every=every, name="kernel")
     # Without --all, one H200 is left to `scanned`, whose gradients are on one too, and the last layout to Triton's aot.
     layouts = HEAD_LAYOUTS if every else HEAD_LAYOUTS[1:2]
-    programs = scanned(every), bare(layouts), exported(), overwritten(), side_by_side(), by_blocks() if every else ()
-    failed = verdicts.count_failed(itertools.chain(compiled, *programs))
+    programs = scanned(every), bare(layouts), exported(), overwritten(), side_by_side(), few_tokens()
+    failed = verdicts.count_failed(itertools.chain(compiled, *programs, by_blocks() if every else ()))
     count = f"{len(numbers)} of {len(options)} configurations"
     print(f"{count}: {f'{failed} failed' if failed else 'no spills but those allowed, no serialised wgmma'}")
     return 1 if failed else 0
