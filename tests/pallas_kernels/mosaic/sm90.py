@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-# XLA writes what it runs of the programs of `few_tokens`.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_few_tokens.* "
-    f"--xla_dump_to={tempfile.gettempdir()}/rlk_few_tokens_{os.getpid()}"
-)
+if __name__ == "__main__":  # XLA writes what it runs of the programs of `few_tokens`; processes of --all have none.
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_few_tokens.* "
+        f"--xla_dump_to={tempfile.gettempdir()}/rlk_few_tokens_{os.getpid()}"
+    )
 sys.path.insert(0, os.environ["RLK_SM90_PLUGINS"])
 
 import jax
