@@ -44,7 +44,7 @@ def _call(
         if order is not None:
             start = jnp.asarray(order)[jax.lax.axis_index("tp")] * own.weight.shape[0]
         options = {**case.options, "axis_name": "tp", "vocab_start_index": start}
-        return listed._values(own, replace(case, options=options), kind, implementation)
+        return listed.values_of(own, replace(case, options=options), kind, implementation)
 
     call = jax.shard_map(on_rank, mesh=mesh_of(degree), in_specs=(SPECS,), out_specs=jax.P(), check_vma=degree != 8)
     values, pull_back = jax.vjp(lambda *student: call(Problem(*student, *problem[3:])), *problem[:3])

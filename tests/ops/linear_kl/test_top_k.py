@@ -83,7 +83,7 @@ def make(case: Case, dtype: Any) -> Problem:
     )
 
 
-def _values(problem: Problem, case: Case, kind: str, implementation: str) -> jax.Array:
+def values_of(problem: Problem, case: Case, kind: str, implementation: str) -> jax.Array:
     return linear_kl(
         problem.hidden,
         problem.weight.T if case.options.get("weight_layout") == "dv" else problem.weight,
@@ -123,7 +123,7 @@ TRANSFORMS = {"none": lambda op: op, "remat": jax.checkpoint, "scan": _scanned, 
 
 @functools.partial(jax.jit, static_argnames=("case", "kind", "implementation", "transform"))
 def _call(problem: Problem, *, case: Case, kind: str, implementation: str, transform: str) -> Found:
-    op = TRANSFORMS[transform](functools.partial(_values, case=case, kind=kind, implementation=implementation))
+    op = TRANSFORMS[transform](functools.partial(values_of, case=case, kind=kind, implementation=implementation))
     values, pull_back = jax.vjp(lambda *student: op(Problem(*student, *problem[3:])), *problem[:3])
     return Found(values, *pull_back(problem.upstream))
 
