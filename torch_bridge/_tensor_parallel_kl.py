@@ -173,7 +173,8 @@ def _agreed_steps(
     hidden = heads[0]
     assert hidden is not None
     listed = {"teacher_ids": told.teacher_ids, "teacher_logps": told.teacher_logps}
-    named = dict(zip(Tensors._fields[:6], heads, strict=True)) | listed
+    whole = _whole_heads(columns, heads, options)
+    named = dict(zip(Tensors._fields[:6], whole, strict=True)) | listed
     specs = tuple((name, None if x is None else _inputs.spec(x)) for name, x in named.items())
     teacher_size = sizes[1] if told.teacher_ids is None else None
     static = replace(options, global_vocab_size=sizes[0], teacher_global_vocab_size=teacher_size, validate=None)
@@ -185,7 +186,7 @@ def _agreed_steps(
         steps, name = _chosen_steps(columns, dist.get_rank(rank.group), hidden.device, specs, static)
         if _inputs.should_validate(options.validate, hidden):
             padding = _padding.flat(hidden.shape[:-1])
-            lent_tokens(padding, _whole_heads(columns, heads, options), told, static, validate=True)
+            lent_tokens(padding, whole, told, static, validate=True)
         return steps, name
 
     steps, names = agreement.agreed(check, functools.partial(gather_texts, rank.group))
@@ -210,12 +211,8 @@ def _whole_heads(columns: RankColumns, heads: Sequence[Tensor | None], options: 
 def _chosen_steps(
     columns: RankColumns, rank: int, device: torch.device, specs: Any, options: KlOptions
 ) -> tuple[_Steps, str]:
-    """The rank's steps, and the name of the implementation that they are of."""
+    """The rank's steps by the specs of whole heads, and the name of the implementation that they are of."""
     structs = {name: None if spec is None else jax.ShapeDtypeStruct(*spec) for name, spec in specs}
-    for name in ("lm_head_weight", "bias"):
-        structs[name] = of_whole_head(structs[name], columns, options.weight_layout)
-    for name in ("teacher_weight", "teacher_bias"):
-        structs[name] = of_whole_head(structs[name], columns, options.teacher_weight_layout)
     given = dict.fromkeys(KlInputs._fields) | structs | {"temperature": 1.0}
     with jax.default_device(_exchange.jax_device(device)):
         inputs, whole, _ = check_call(KlInputs(**given), options)

@@ -222,7 +222,7 @@ def test_a_run_keeps_its_programs_after_torch_bridge_has_shared_a_cache(tmp_path
     try:
         assert shared.folder == str(tmp_path / "shared" / "xla")
         with folder.keep_programs():
-            assert program_cache.xla_cache()[:3] == (str(folder.programs), 0, -1)
+            assert program_cache.xla_cache() == (str(folder.programs), 0, -1, shared.of_xla)
         assert program_cache.xla_cache() == shared
     finally:
         program_cache.use_xla_cache(before)

@@ -270,7 +270,7 @@ def side_by_side() -> Iterator[Verdict]:
 def few_tokens() -> Iterator[Verdict]:
     """Whether each pass over few tokens is one CUDA graph: its small kernels cost the host one launch."""
     trace_for_h200()
-    dump = Path(tempfile.gettempdir(), f"rlk_few_tokens_{os.getpid()}")
+    *_, dump = re.findall(r"--xla_dump_to=(\S+)", os.environ["XLA_FLAGS"])
     atexit.register(shutil.rmtree, dump, ignore_errors=True)
     shapes = ((8, 448), jnp.bfloat16), ((8192, 448), jnp.bfloat16), ((8,), jnp.int32)
     operands = [jax.ShapeDtypeStruct(*x, sharding=h200()) for x in shapes]
@@ -286,7 +286,7 @@ def few_tokens() -> Iterator[Verdict]:
 
     for one_pass in (few_tokens_forward, few_tokens_frozen, few_tokens_gradients):
         jax.jit(one_pass).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
-        (written,) = dump.glob(f"*.jit_{one_pass.__name__}.thunk_sequence_after_thunk_passes.txt")
+        (written,) = Path(dump).glob(f"*.jit_{one_pass.__name__}.thunk_sequence_after_thunk_passes.txt")
         outermost = re.findall(r"^\d+: (\w+)", written.read_text(), re.MULTILINE)
         yield verdicts.named(f"{one_pass.__name__}: {', '.join(outermost)}", outermost == ["kCommandBuffer"])
 
