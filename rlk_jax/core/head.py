@@ -19,9 +19,9 @@ KERNEL_MEMORY_BUDGET = 512 * 2**20
 """Default bytes that kernels take for a slice's gradients of logits and what they hold beside them, or more for many
 rows: see `kernel_memory_budget`."""
 _LEAST_COLUMNS = 4096
-"""Columns of a slice that a default budget has room for, however many rows there are. Padding of sums and a second copy
-in float16 take a quarter of it at most. Every slice reads and writes a float32 sum of dH, which costs about 1/16 of the
-products with so many columns, and more with fewer."""
+"""Columns of a slice that a default budget has room for, however many rows there are, and for which a smaller budget is
+exceeded: see `room_for_slices`. Padding of sums and a second copy in float16 take a quarter of it at most. Every slice
+reads and writes a float32 sum of dH. With so many columns that costs about 1/16 of the products, with fewer more."""
 
 
 @dataclass(frozen=True)
@@ -140,3 +140,12 @@ def kernel_memory_budget(config: HeadConfig, dim: int, tokens: int) -> int:
     """
     least = (8 * dim + 2 * config.logit_parts * _LEAST_COLUMNS) * tokens
     return config.memory_budget or max(KERNEL_MEMORY_BUDGET, least)
+
+
+def room_for_slices(room: int, chain: int, bytes_of_column: int) -> int:
+    """Bytes for slices of gradients, of `room` bytes that the budget has beside hidden.
+
+    Slices leave room for one group's chain of dH. Where that leaves less than 4096 columns, the chain comes on top of
+    the budget as far as these need it: each slice reads and writes the chain, and narrow ones do little else.
+    """
+    return max(room - chain, min(room, _LEAST_COLUMNS * bytes_of_column))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
-from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
+from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget, room_for_slices
 
 _FEW_TILES = 96
 """Tiles of dH, of 128 rows and 256 columns, below which the multiprocessors of a Hopper GPU have too little to do."""
@@ -139,6 +139,8 @@ class BufferSizes:
     """Bytes for the whole pass, whatever its slices."""
     exponentials: int = 0
     """Bytes of kept exponentials, which are held while slices of kept chunks are worked on."""
+    chain: int = 0
+    """Bytes of the chain of dH of a group that slices end inside."""
 
 
 def kept_bytes(config: HeadConfig, tokens: int) -> int:
@@ -211,8 +213,8 @@ def sliced_plan(
     """
     budget = kernel_memory_budget(config, dim, tokens)
 
-    def width(count: int, fixed: int, per_chunk: int) -> int:
-        affordable = max(1, (budget - fixed) // per_chunk) if per_chunk else count
+    def width(count: int, room: int, per_chunk: int) -> int:
+        affordable = max(1, room // per_chunk) if per_chunk else count
         multiple = unit if affordable >= unit else 1
         units = -(-count // multiple)
         return min(count, multiple * -(-units // -(-units // (affordable // multiple))))
@@ -222,8 +224,12 @@ def sliced_plan(
         if is_kept and replaces_kept(config, dim):
             return ChunkRange(first, end, end - first, copied, is_kept)
         per_chunk = sizes.chunk + (sizes.copy if copied else 0)
-        fixed = sizes.fixed + (sizes.exponentials if is_kept else 0)
-        return ChunkRange(first, end, width(end - first, fixed, per_chunk), copied, is_kept)
+        room = budget - sizes.fixed
+        if is_kept:
+            room -= sizes.chain + sizes.exponentials
+        else:
+            room = room_for_slices(room, sizes.chain, per_chunk // COLUMNS)
+        return ChunkRange(first, end, width(end - first, room, per_chunk), copied, is_kept)
 
     bounds = sorted({0, vocabulary_of(config).chunks, in_place, kept})
     ranges = tuple(chunk_range(*ends) for ends in itertools.pairwise(bounds))
@@ -263,7 +269,7 @@ def plan_of_sums(
     plan = sliced_plan(*of_call, sizes, vocabulary_of(config).group_chunks)
     if not plan.cuts_groups:
         return plan
-    return sliced_plan(*of_call, replace(sizes, fixed=sizes.fixed + chain_bytes(dim, tokens)), 1)
+    return sliced_plan(*of_call, replace(sizes, chain=chain_bytes(dim, tokens)), 1)
 
 
 def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtype: Any) -> BufferSizes:

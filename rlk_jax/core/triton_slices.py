@@ -18,7 +18,16 @@ from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.gemm import ALIGNED
 from pallas_kernels.triton.linear_logp import TILE_COLUMNS, ColumnRange, HeadShape, KernelOperands
 from rlk_jax.core.fixed_order import zeros_behind
-from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, rank_axis, real_columns
+from rlk_jax.core.head import (
+    Gradients,
+    HeadConfig,
+    Needs,
+    Operands,
+    head_dim,
+    rank_axis,
+    real_columns,
+    room_for_slices,
+)
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.softmax import scaling
 from rlk_jax.core.transforms import fusion_barrier
@@ -75,17 +84,24 @@ def triton_head(config: HeadConfig, operands: Operands, rows: Compacted, allowed
     return TritonHead(config, operands, rows, shape, of_kernels)
 
 
-def width_within(config: HeadConfig, budget: int, bytes_of_column: int) -> int:
-    """Columns of a slice of one group that fit the budget; slices of a group are equally wide but for rounding."""
-    affordable = max(1, budget // (bytes_of_column * TILE_COLUMNS))
+def width_within(config: HeadConfig, budget: int, bytes_of_column: int, chain: int = 0) -> int:
+    """Columns of a slice of one group that fit the budget beside the group's chain of dH, as `room_for_slices` has it;
+    slices of a group are equally wide but for rounding.
+    """
+    room = room_for_slices(budget, chain, bytes_of_column)
+    affordable = max(1, room // (bytes_of_column * TILE_COLUMNS))
     tiles = -(-config.groups.width // TILE_COLUMNS)
     return TILE_COLUMNS * -(-tiles // -(-tiles // affordable))
 
 
 def bytes_of_rows(needs: Needs, rows: int, dim: int, dtype: Any) -> int:
-    """Bytes that a backward holds beside a slice: the copies of hidden and a group's chain of dH."""
-    copies = 2 if dtype == jnp.float16 and needs.weight else 1
-    return (2 * copies + (4 if needs.hidden else 0)) * rows * dim
+    """Bytes of the copies of hidden that a backward holds beside a slice."""
+    return (4 if dtype == jnp.float16 and needs.weight else 2) * rows * dim
+
+
+def bytes_of_chain(needs: Needs, rows: int, dim: int) -> int:
+    """Bytes of a group's chain of dH; 0 where none is needed."""
+    return 4 * rows * dim if needs.hidden else 0
 
 
 class _SoFar(NamedTuple):

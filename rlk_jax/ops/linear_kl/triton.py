@@ -25,7 +25,14 @@ from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import Partial, fixed_order_partial, logits_of, partial_of_chunks
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.core.triton_slices import TritonHead, bytes_of_rows, gradients_by_slice, triton_head, width_within
+from rlk_jax.core.triton_slices import (
+    TritonHead,
+    bytes_of_chain,
+    bytes_of_rows,
+    gradients_by_slice,
+    triton_head,
+    width_within,
+)
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
     Slopes,
@@ -115,7 +122,8 @@ class _RowsOfBoth:
         config, dim = self.student.head.config, self.student.head.shape.dim
         budget = kernel_memory_budget(config, dim + teacher_dim, len(self.rows.active))
         beside = bytes_of_rows(needs, self.rows.size, dim, dtype) + (2 * teacher_dim + bytes_of_sums) * self.rows.size
-        return width_within(config, budget - beside, _BYTES_PER_PAIR * self.rows.size)
+        chain = bytes_of_chain(needs, self.rows.size, dim)
+        return width_within(config, budget - beside, _BYTES_PER_PAIR * self.rows.size, chain)
 
     def forward_width(self) -> int:
         """Columns of a slice of the forward, which holds as many sums of each chunk of columns as a list needs."""

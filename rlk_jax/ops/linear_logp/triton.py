@@ -22,7 +22,7 @@ from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.core.triton_slices import bytes_of_rows, gradients_by_slice, triton_head, width_within
+from rlk_jax.core.triton_slices import bytes_of_chain, bytes_of_rows, gradients_by_slice, triton_head, width_within
 from rlk_jax.ops.linear_logp.options import LinearLogpFunctions, RankingFunctions
 from rlk_jax.ops.linear_logp.ranking import (
     BYTES_PER_RANKED_LOGIT,
@@ -39,8 +39,8 @@ Array = jax.Array
 def slice_width(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> int:
     """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies and a group's chain of dH."""
     rows = padded(tokens, TILE_ROWS)
-    budget = kernel_memory_budget(config, dim, tokens)
-    return width_within(config, budget - bytes_of_rows(needs, rows, dim, dtype), 2 * rows)
+    room = kernel_memory_budget(config, dim, tokens) - bytes_of_rows(needs, rows, dim, dtype)
+    return width_within(config, room, 2 * rows, bytes_of_chain(needs, rows, dim))
 
 
 def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, Compacted]:

@@ -174,9 +174,10 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps, pa
     kept_bytes = kept * max(parts) * (2 * COLUMNS * plan.matrix_rows + 4 * plan.rows)
     rows_bytes = 2 * parts[0] * plan.matrix_rows * padded(dim, 64)
     sum_bytes = 4 * plan.rows * padded(dim, COLUMNS)
-    rows_bytes += sum_bytes * (given_options.groups.count - 1 if plan.groups_at_once else plan.cuts_groups)
+    rows_bytes += sum_bytes * (given_options.groups.count - 1) * plan.groups_at_once
+    chain_bytes = sum_bytes * (plan.cuts_groups and not plan.groups_at_once)
     in_place = hopper_plan.replaces_kept(given_options, dim)
-    assert not kept or kept_bytes + rows_bytes <= budget
+    assert not kept or kept_bytes + rows_bytes + chain_bytes <= budget
     for part in plan.ranges:
         assert 1 <= part.width <= part.end - part.first <= part.width * part.slices
         if part.is_kept and in_place:
@@ -186,8 +187,12 @@ def test_slices_respect_the_budget(size, padding, tokens, dim, budget, keeps, pa
         is_stored = parts[1] == 2 and hopper_plan.stores_in_place(given_options, dim)
         copies = 1 if is_stored else 1 + parts[1]
         head = 2 * 2 * copies * COLUMNS * padded(dim, 64) if part.copied else 0
-        used = part.width * (2 * max(parts) * COLUMNS * plan.matrix_rows + head) + rows_bytes
-        assert used + kept_bytes * part.is_kept <= budget or (part.width == 1 and not kept)
+        per_chunk = 2 * max(parts) * COLUMNS * plan.matrix_rows + head
+        beside = rows_bytes + kept_bytes * part.is_kept
+        assert part.width * per_chunk + beside <= budget or (part.width == 1 and not kept)
+        # The chain of a cut group comes on top of a budget that would else hold no 4096 columns.
+        is_exceeded = part.width * per_chunk + beside + chain_bytes > budget
+        assert not is_exceeded or part.width == 1 or (part.width <= 16 and not part.is_kept)
     assert plan.cuts_groups == any(
         (part.first + i * part.width) % vocabulary(size).group_chunks
         for part in plan.ranges
@@ -219,6 +224,17 @@ def test_the_default_budget_holds_wide_slices_for_any_number_of_tokens(tokens, d
     assert all(part.width >= min(12, part.end - part.first) for part in plan.ranges if not part.is_kept)
     width = triton.slice_width(config, dim, tokens, needs=needs, dtype=dtype)
     assert width >= 2048
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("dim", [2048, 4096])
+def test_a_small_budget_holds_wide_slices_beside_hidden(dim, keeps):
+    """The chain of dH comes on top of 64 MiB, or it would leave slices of 8 chunks and of 1."""
+    config, tokens, needs = head_config(131072, keeps=keeps, memory_budget=2**26), 4096, Needs(True, True, True)
+    kept = hopper_plan.kept_chunks(config, dim, tokens, jnp.bfloat16)
+    plan = hopper_plan.backward_plan(config, dim, tokens, needs=needs, dtype=jnp.bfloat16, kept=kept)
+    assert {part.width for part in plan.ranges if not part.is_kept} == {16}
+    assert triton.slice_width(config, dim, tokens, needs=needs, dtype=jnp.bfloat16) == 4096
 
 
 def test_what_is_kept():
