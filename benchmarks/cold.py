@@ -1,6 +1,7 @@
 """The first call of a process, and of the next one: python -m benchmarks.cold --help.
 
 Each row is a process of its own, in pairs: the first finds empty caches, the second what the first has left on disk.
+Both find Python's bytecode of all modules.
 `linear_logp` and naive log-probs are one jitted program of values and gradients, by its stages; JAX's compilation cache
 is on. Of `torch_bridge`, the seconds are of a first forward and backward, of those at a second capacity of rows, and of
 one more call. Packages are imported one after the other.
@@ -120,21 +121,34 @@ def child(what: str, shape: Sequence[int]) -> None:
 
 
 def measure(what: str, shape: Sequence[int]) -> list[Row]:
-    """Two processes, one after the other, with caches of their own."""
-    rows = []
+    """Two processes, one after the other, with caches of their own.
+
+    A process before them leaves Python's bytecode of all modules, which installed packages have.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"RLK_CACHE": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        if what != "torch_bridge":
-            caches["JAX_COMPILATION_CACHE_DIR"] = str(Path(folder) / "jax")
+        bytecode, unread, read = (Path(folder) / name for name in ("bytecode", "unread", "read"))
+        in_process(what, shape, bytecode, unread)
+        rows = []
         for state in ("empty", "full"):
             print(f"measuring {what}, {state} caches …", file=sys.stderr)
-            command = [sys.executable, "-m", "benchmarks.cold", "--child", what, "--shape", ",".join(map(str, shape))]
-            inherited = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-            run = subprocess.run(command, env={**inherited, **caches}, capture_output=True, text=True)
-            if run.returncode:
-                raise SystemExit(f"{what}: {run.stderr}")
-            rows.append(Row(what, state, json.loads(run.stdout.splitlines()[-1])))
+            rows.append(Row(what, state, in_process(what, shape, bytecode, read)))
     return rows
+
+
+def in_process(what: str, shape: Sequence[int], bytecode: Path, caches: Path) -> dict[str, float]:
+    """The seconds of a process that keeps bytecode, and what it compiles, in these folders."""
+    chosen = ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: x for name, x in os.environ.items() if name not in chosen}
+    environment |= {"PYTHONPYCACHEPREFIX": str(bytecode), "RLK_CACHE": str(caches)}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    if what != "torch_bridge":
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(caches / "jax")
+    command = [sys.executable, "-m", "benchmarks.cold", "--child", what, "--shape", ",".join(map(str, shape))]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"{what}: {run.stderr}")
+    seconds: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return seconds
 
 
 def table(rows: Sequence[Row]) -> Table:

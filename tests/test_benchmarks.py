@@ -783,10 +783,18 @@ def test_what_logits_ops_are_measured_against_is_the_same(compiled_quickly, op):
     assert_within_contract(naive, found["reference"], op.split()[0], jnp.float32, "forward")
 
 
-def test_cold(tmp_path, capsys, compiled_quickly):
-    """Every stage of every case has a figure."""
-    path = tmp_path / "cold.json"
+def test_cold(tmp_path, capsys, monkeypatch, compiled_quickly):
+    """Every stage of every case has a figure, and processes that are timed find bytecode and empty caches."""
+    path, found, in_process = tmp_path / "cold.json", [], cold.in_process
+
+    def noted(what, shape, bytecode, caches):
+        found.append((bool([*bytecode.rglob("cold*.pyc")]), caches.exists()))
+        return in_process(what, shape, bytecode, caches)
+
+    monkeypatch.setattr(cold, "in_process", noted)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert cold.main(["--shape", "8,64,256", "--what", "linear_logp", "--json", str(path)]) == 0
+    assert found == [(False, False), (True, False), (True, True)]
     rows = json.loads(path.read_text())["rows"]
     assert [(row["what"], row["caches"]) for row in rows] == [("linear_logp", "empty"), ("linear_logp", "full")]
     for row in rows:
