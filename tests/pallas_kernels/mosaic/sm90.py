@@ -53,6 +53,10 @@ from tests.pallas_kernels.mosaic import configurations
 from tests.support import verdicts
 from tests.support.verdicts import HEAD_LAYOUTS, HeadLayout, Verdict
 
+_KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+_reports: dict[tuple[str, ...], str] = {}
+"""What ptxas said of the kernels of a program, by their hashes."""
+
 
 @contextlib.contextmanager
 def _captured_output(into: list[str]) -> Iterator[None]:
@@ -75,17 +79,24 @@ def _captured_output(into: list[str]) -> Iterator[None]:
 def verdict(
     run: Callable[..., Any], arguments: dict[str, Any], sharding: Any, most_spills: int = 0
 ) -> tuple[bool, str]:
-    """Whether a program compiles without more spills and serialised wgmma, and what ptxas says of it."""
+    """Whether a program compiles without more spills and serialised wgmma, and what ptxas says of it.
+
+    A process compiles a kernel once, so that ptxas says nothing of one that an earlier program had: what it said then
+    is remembered.
+    """
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     log: list[str] = []
     try:
         with _captured_output(log):
-            jax.jit(run).lower(**specs).compile()
+            lowered = jax.jit(run).lower(**specs)
+            lowered.compile()
     except Exception as problem:
         return False, f"{type(problem).__name__}: {str(problem)[:400]}"
-    spills = [int(x) for x in re.findall(r"(\d+) bytes spill stores", log[0])]
-    registers = [int(x) for x in re.findall(r"Used (\d+) registers", log[0])]
-    serialised = "wgmma.mma_async instructions are serialized" in log[0]
+    kernels = tuple(_KERNEL_HASH.findall(lowered.as_text()))
+    report = _reports.setdefault(kernels, log[0])
+    spills = [int(x) for x in re.findall(r"(\d+) bytes spill stores", report)]
+    registers = [int(x) for x in re.findall(r"Used (\d+) registers", report)]
+    serialised = "wgmma.mma_async instructions are serialized" in report
     if not registers:
         return False, "ptxas printed no report"
     text = f"registers {registers} spills {spills}" + (" serialised wgmma" if serialised else "")
