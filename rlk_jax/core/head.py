@@ -133,19 +133,29 @@ def real_columns(config: HeadConfig, operands: Operands) -> Any:
 
 
 def kernel_memory_budget(config: HeadConfig, dim: int, tokens: int) -> int:
-    """The bytes that kernels may take: the call's own budget, or the default for this many tokens.
+    """The bytes that kernels may take: the call's own budget, or the default for this many tokens."""
+    return config.memory_budget or _default_memory_budget(config, dim, tokens)
 
-    The default holds 8 bytes for each number of hidden, which are two copies in 16 bits, or one in two parts, and a
-    float32 sum of dH. Beside them it has room for slices that are not too narrow.
+
+def _default_memory_budget(config: HeadConfig, dim: int, tokens: int) -> int:
+    """The bytes that kernels may take where the call names none.
+
+    They hold 8 bytes for each number of hidden, which are two copies in 16 bits, or one in two parts, and a float32 sum
+    of dH. Beside them there is room for slices that are not too narrow.
     """
-    least = (8 * dim + 2 * config.logit_parts * _LEAST_COLUMNS) * tokens
-    return config.memory_budget or max(KERNEL_MEMORY_BUDGET, least)
+    return max(KERNEL_MEMORY_BUDGET, (8 * dim + 2 * config.logit_parts * _LEAST_COLUMNS) * tokens)
 
 
-def room_for_slices(room: int, chain: int, bytes_of_column: int) -> int:
+def least_columns(config: HeadConfig, dim: int, tokens: int) -> int:
+    """Columns of a slice for which a chain of dH may exceed the budget: none, unless it is below the default."""
+    is_small = kernel_memory_budget(config, dim, tokens) < _default_memory_budget(config, dim, tokens)
+    return _LEAST_COLUMNS if is_small else 0
+
+
+def room_for_slices(room: int, chain: int, least: int) -> int:
     """Bytes for slices of gradients, of `room` bytes that the budget has beside hidden.
 
-    Slices leave room for one group's chain of dH. Where that leaves less than 4096 columns, the chain comes on top of
+    Slices leave room for one group's chain of dH. Where that leaves less than `least` bytes, the chain comes on top of
     the budget as far as these need it: each slice reads and writes the chain, and narrow ones do little else.
     """
-    return max(room - chain, min(room, _LEAST_COLUMNS * bytes_of_column))
+    return max(room - chain, min(room, least))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, statistics_tile
 from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
-from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget, room_for_slices
+from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget, least_columns, room_for_slices
 
 _FEW_TILES = 96
 """Tiles of dH, of 128 rows and 256 columns, below which the multiprocessors of a Hopper GPU have too little to do."""
@@ -208,10 +208,13 @@ def sums_groups_at_once(config: HeadConfig, dim: int, tokens: int) -> bool:
 def sliced_plan(
     config: HeadConfig, dim: int, tokens: int, in_place: int, kept: int, sizes: BufferSizes, unit: int
 ) -> HopperPlan:
-    """A plan whose slices are as wide as the budget holds, at least one chunk, and equally wide but for rounding within
-    each range. Slices that can hold `unit` chunks are a multiple of it wide.
+    """A plan whose slices are as wide as the budget holds, or as `room_for_slices` has it beside a chain of dH.
+
+    They have at least one chunk, and are equally wide but for rounding within each range. Slices that can hold `unit`
+    chunks are a multiple of it wide.
     """
     budget = kernel_memory_budget(config, dim, tokens)
+    least = least_columns(config, dim, tokens) // COLUMNS
 
     def width(count: int, room: int, per_chunk: int) -> int:
         affordable = max(1, room // per_chunk) if per_chunk else count
@@ -228,7 +231,7 @@ def sliced_plan(
         if is_kept:
             room -= sizes.chain + sizes.exponentials
         else:
-            room = room_for_slices(room, sizes.chain, per_chunk // COLUMNS)
+            room = room_for_slices(room, sizes.chain, least * per_chunk)
         return ChunkRange(first, end, width(end - first, room, per_chunk), copied, is_kept)
 
     bounds = sorted({0, vocabulary_of(config).chunks, in_place, kept})
@@ -261,7 +264,7 @@ def plan_of_sums(
     config: HeadConfig, dim: int, tokens: int, sizes: BufferSizes, needs: Needs, kept: int = 0
 ) -> HopperPlan:
     """The plan of a backward that holds so many bytes. Slices end with groups of the vocabulary, or leave room for the
-    chain of dH of the group that they end inside.
+    chain of dH of the group that they end inside, as `room_for_slices` has it.
     """
     of_call = (config, dim, tokens, chunks_in_place(config, dim), kept)
     if not needs.hidden or sums_groups_at_once(config, dim, tokens):

@@ -26,7 +26,6 @@ from rlk_jax.core.head import (
     head_dim,
     rank_axis,
     real_columns,
-    room_for_slices,
 )
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.softmax import scaling
@@ -84,11 +83,8 @@ def triton_head(config: HeadConfig, operands: Operands, rows: Compacted, allowed
     return TritonHead(config, operands, rows, shape, of_kernels)
 
 
-def width_within(config: HeadConfig, budget: int, bytes_of_column: int, chain: int = 0) -> int:
-    """Columns of a slice of one group that fit the budget beside the group's chain of dH, as `room_for_slices` has it;
-    slices of a group are equally wide but for rounding.
-    """
-    room = room_for_slices(budget, chain, bytes_of_column)
+def width_within(config: HeadConfig, room: int, bytes_of_column: int) -> int:
+    """Columns of a slice of one group that so many bytes hold; slices of a group are equally wide but for rounding."""
     affordable = max(1, room // (bytes_of_column * TILE_COLUMNS))
     tiles = -(-config.groups.width // TILE_COLUMNS)
     return TILE_COLUMNS * -(-tiles // -(-tiles // affordable))

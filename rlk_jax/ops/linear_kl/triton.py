@@ -20,7 +20,7 @@ from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange
 from rlk_jax.core import head as one_head
 from rlk_jax.core.fixed_order import ascending_sum, halving_sum, pairwise_sum
-from rlk_jax.core.head import kernel_memory_budget
+from rlk_jax.core.head import kernel_memory_budget, least_columns, room_for_slices
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import Partial, fixed_order_partial, logits_of, partial_of_chunks
@@ -117,13 +117,17 @@ class _RowsOfBoth:
     teacher: _RowsOfOne | None
 
     def width(self, needs: one_head.Needs, dtype: Any, bytes_of_sums: int) -> int:
-        """Columns of a slice whose logits fit the budget beside hidden states, sums, and dH where it is needed."""
+        """Columns of a slice whose logits fit the budget beside hidden states, sums, and dH where it is needed, as
+        `room_for_slices` has it.
+        """
         teacher_dim = 0 if self.teacher is None else self.teacher.head.shape.dim
         config, dim = self.student.head.config, self.student.head.shape.dim
         budget = kernel_memory_budget(config, dim + teacher_dim, len(self.rows.active))
         beside = bytes_of_rows(needs, self.rows.size, dim, dtype) + (2 * teacher_dim + bytes_of_sums) * self.rows.size
-        chain = bytes_of_chain(needs, self.rows.size, dim)
-        return width_within(config, budget - beside, _BYTES_PER_PAIR * self.rows.size, chain)
+        column = _BYTES_PER_PAIR * self.rows.size
+        least = least_columns(config, dim + teacher_dim, len(self.rows.active)) * column
+        room = room_for_slices(budget - beside, bytes_of_chain(needs, self.rows.size, dim), least)
+        return width_within(config, room, column)
 
     def forward_width(self) -> int:
         """Columns of a slice of the forward, which holds as many sums of each chunk of columns as a list needs."""

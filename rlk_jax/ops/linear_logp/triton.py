@@ -17,7 +17,16 @@ from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.gemm import gemm
 from pallas_kernels.triton.linear_logp import TILE_ROWS, ColumnRange, UpstreamGradients
 from rlk_jax.core.gemm import GemmLayout
-from rlk_jax.core.head import Gradients, HeadConfig, Needs, Operands, head_dim, kernel_memory_budget
+from rlk_jax.core.head import (
+    Gradients,
+    HeadConfig,
+    Needs,
+    Operands,
+    head_dim,
+    kernel_memory_budget,
+    least_columns,
+    room_for_slices,
+)
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.softmax import Partial, Statistics, fp16_scale, gradient_bound, merged, values_of
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -37,10 +46,13 @@ Array = jax.Array
 
 
 def slice_width(config: HeadConfig, dim: int, tokens: int, *, needs: Needs, dtype: Any) -> int:
-    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies and a group's chain of dH."""
+    """Columns of a slice of one group. Its dlogits fit the budget beside hidden's copies and a group's chain of dH, as
+    `room_for_slices` has it.
+    """
     rows = padded(tokens, TILE_ROWS)
     room = kernel_memory_budget(config, dim, tokens) - bytes_of_rows(needs, rows, dim, dtype)
-    return width_within(config, room, 2 * rows, bytes_of_chain(needs, rows, dim))
+    least = least_columns(config, dim, tokens) * 2 * rows
+    return width_within(config, room_for_slices(room, bytes_of_chain(needs, rows, dim), least), 2 * rows)
 
 
 def _partials(config: HeadConfig, operands: Operands, tokens: Tokens) -> tuple[Partial, Compacted]:

@@ -25,7 +25,7 @@ from pallas_kernels.hopper.vocabulary import Vocabulary
 from pallas_kernels.products import padded
 from rlk_jax.core import hopper_plan
 from rlk_jax.core.fixed_order import column_groups
-from rlk_jax.core.head import Needs
+from rlk_jax.core.head import Needs, kernel_memory_budget
 from rlk_jax.core.rows import compact
 from rlk_jax.ops.linear_logp import triton
 from rlk_jax.ops.linear_logp.hopper_blocks import block_functions
@@ -222,6 +222,10 @@ def test_the_default_budget_holds_wide_slices_for_any_number_of_tokens(tokens, d
     kept = hopper_plan.kept_chunks(config, dim, tokens, dtype)
     plan = hopper_plan.backward_plan(config, dim, tokens, needs=needs, dtype=dtype, kept=kept)
     assert all(part.width >= min(12, part.end - part.first) for part in plan.ranges if not part.is_kept)
+    sizes, chain = hopper_plan.backward_sizes(config, dim, tokens, needs, dtype), hopper_plan.chain_bytes(dim, tokens)
+    held = sizes.fixed + chain * (plan.cuts_groups and not plan.groups_at_once)
+    widest = max(part.width for part in plan.ranges)
+    assert held + widest * sizes.chunk <= kernel_memory_budget(config, dim, tokens)
     width = triton.slice_width(config, dim, tokens, needs=needs, dtype=dtype)
     assert width >= 2048
 
