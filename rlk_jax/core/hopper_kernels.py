@@ -157,3 +157,10 @@ class BlockKernels(HeadKernels, Protocol):
         so_far: Array | None = None,
         /,
     ) -> Array: ...
+
+
+def cuda_kernels() -> HeadKernels:
+    """The kernels in CUDA C++, which are imported when one of them is traced."""
+    from pallas_kernels.cuda import kernels
+
+    return kernels

@@ -43,6 +43,16 @@ def normalizer_of_groups(groups: Partial) -> Normalizer:
     return Normalizer(found.max, found.log_sum)
 
 
+class SliceLogits(NamedTuple):
+    """Which of a slice's columns are real and its own, `[1, width]`, and their logits `[rows, width]`, −inf elsewhere;
+    `raw` is before softcap and temperature.
+    """
+
+    valid: Array
+    raw: Array
+    logits: Array
+
+
 class KlStatistics(NamedTuple):
     """What a backward needs of the forward: the softmax of both rows, and the sum of all slopes, `[N]`."""
 

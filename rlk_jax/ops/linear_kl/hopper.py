@@ -1,15 +1,15 @@
-"""linear_kl on Hopper, by Mosaic's kernels.
+"""linear_kl on Hopper, by Mosaic's kernels and by those in CUDA C++, which know one head (hopper_products.py).
 
-One kernel makes the products with both heads, tile by tile, and sums up what a divergence is made of for each row and
-chunk of 256 columns. Chunks are folded to the eight groups of the vocabulary, and these in ascending order. The
-divergence from a mixture needs both softmaxes first, which a pass over each head takes. The backward makes the products
-once more, slice by slice of the vocabulary, turns them into gradients of the student's logits in 16 bits, and sums
-these up as that of linear_logp does. A teacher that lists tokens needs no product of its own (hopper_list.py).
+One kernel of Mosaic's makes the products with both heads, tile by tile, and sums up what a divergence is made of for
+each row and chunk of 256 columns. Chunks are folded to the eight groups of the vocabulary, and these in ascending
+order. The divergence from a mixture needs both softmaxes first, which a pass over each head takes. The backward makes
+the products once more, slice by slice of the vocabulary, turns them into gradients of the student's logits in 16 bits,
+and sums these up as that of linear_logp does. A teacher that lists tokens needs no product of its own (hopper_list.py).
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,17 +21,35 @@ from pallas_kernels.hopper.tiles import Machine
 from pallas_kernels.logits import LN_2
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import rounded_product
+from rlk_jax.core.hopper_kernels import HeadKernels, cuda_kernels
 from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
 from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_kl.hopper_backward import DivergenceStatistics, student_gradients
-from rlk_jax.ops.linear_kl.hopper_list import ListStatistics, list_divergence, list_gradients
-from rlk_jax.ops.linear_kl.hopper_plan import forward_plans, softmax_plan
+from rlk_jax.ops.linear_kl.hopper_backward import (
+    IN_REGISTERS,
+    DivergenceStatistics,
+    SliceGradients,
+    student_gradients,
+)
+from rlk_jax.ops.linear_kl.hopper_list import list_divergence, list_gradients
+from rlk_jax.ops.linear_kl.hopper_plan import TwoPlans, forward_plans, forward_plans_of_products, softmax_plan
+from rlk_jax.ops.linear_kl.hopper_products import OF_PRODUCTS, divergence_from_products
 from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, both_rows, softmax_of, two_slices
 from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlFunctions, KlTokens, Needs, Operands, dims_of
 
 Array = jax.Array
+
+
+@dataclass(frozen=True)
+class _TwoHeads[Kernels: HeadKernels]:
+    """How a set of kernels takes the divergence of two heads: the plan of the pass,
+    `divergence(use, machine, config, both, gather)` of all rows, which also gives what its gradients need, and these.
+    """
+
+    plans: Callable[[KlConfig, tuple[int, int], int], TwoPlans]
+    divergence: Callable[[Kernels, Machine, KlConfig, BothRows, Gather], tuple[Array, Any]]
+    gradients: SliceGradients[Kernels]
 
 
 def _kernels() -> KlKernels:
@@ -45,11 +63,30 @@ def mosaic(machine: Machine | None = None) -> KlFunctions:
 
     The kernels are imported when one of them is traced.
     """
-    return KlFunctions(functools.partial(_forward, _kernels, machine), functools.partial(_gradients, _kernels, machine))
+    return _functions(_TwoHeads(forward_plans, _divergence, IN_REGISTERS), _kernels, machine)
 
 
-def _gradients(
-    kernels: Callable[[], KlKernels],
+def cuda(machine: Machine | None = None) -> KlFunctions:
+    """The implementation by CUDA C++ kernels, for one machine; None for the GPU that JAX sees."""
+    return by_kernels_of_a_head(cuda_kernels, machine)
+
+
+def by_kernels_of_a_head(kernels: Callable[[], HeadKernels], machine: Machine | None) -> KlFunctions:
+    """The implementation by kernels that know one head, whichever language they are written in."""
+    two_heads = _TwoHeads(forward_plans_of_products, divergence_from_products, OF_PRODUCTS)
+    return _functions(two_heads, kernels, machine)
+
+
+def _functions[Kernels: HeadKernels](
+    two_heads: _TwoHeads[Kernels], kernels: Callable[[], Kernels], machine: Machine | None
+) -> KlFunctions:
+    of_call = two_heads, kernels, machine
+    return KlFunctions(functools.partial(_forward, *of_call), functools.partial(_gradients, *of_call))
+
+
+def _gradients[Kernels: HeadKernels](
+    two_heads: _TwoHeads[Kernels],
+    kernels: Callable[[], Kernels],
     machine: Machine | None,
     config: KlConfig,
     needs: Needs,
@@ -59,18 +96,19 @@ def _gradients(
     upstream: Array,
 ) -> Gradients:
     """The gradients of the student's operands, for a teacher of either kind."""
-    found = student_gradients if tokens.top_k is None else list_gradients
-    return found(kernels, machine, config, needs, operands, tokens, statistics, upstream)
+    of_call = kernels, machine, config, needs, operands, tokens, statistics, upstream
+    return student_gradients(two_heads.gradients, *of_call) if tokens.top_k is None else list_gradients(*of_call)
 
 
-def _forward(
-    kernels: Callable[[], KlKernels],
+def _forward[Kernels: HeadKernels](
+    two_heads: _TwoHeads[Kernels],
+    kernels: Callable[[], Kernels],
     machine: Machine | None,
     config: KlConfig,
     operands: Operands,
     tokens: KlTokens,
     gather: Gather,
-) -> tuple[Array, DivergenceStatistics | ListStatistics]:
+) -> tuple[Array, Any]:
     use, machine, typed = kernels(), machine or default_machine(), operands.student.hidden
 
     def gathered(groups: Any) -> Any:
@@ -80,10 +118,16 @@ def _forward(
     if tokens.top_k is not None:
         return list_divergence(kernels, machine, config, operands, tokens, gathered)
     operands, tokens = as_replicated(fusion_barrier((operands, tokens)))
-    plans = forward_plans(config, dims_of(operands), typed.shape[0])
+    plans = two_heads.plans(config, dims_of(operands), typed.shape[0])
     both = both_rows(plans, operands, tokens)
-    found = (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both, gathered)
+    found = two_heads.divergence(use, machine, config, both, gathered)
     return varying_like(jax.tree.map(both.rows.spread, found), typed)
+
+
+def _divergence(
+    use: KlKernels, machine: Machine, config: KlConfig, both: BothRows, gather: Gather
+) -> tuple[Array, DivergenceStatistics]:
+    return (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both, gather)
 
 
 def _from_one(

@@ -1,4 +1,4 @@
-"""linear_kl on Hopper from the tokens that a teacher lists, by Mosaic's kernels.
+"""linear_kl on Hopper from the tokens that a teacher lists, by the kernels of a head.
 
 Two passes over the student's head give its softmax, over all tokens and over the rest. The first one brings the
 products of a slice to memory, where those of listed tokens are found. In the backward a kernel gives every token of the
@@ -16,22 +16,22 @@ from jax import lax
 from pallas_kernels.hopper.allowed import allowed_bits
 from pallas_kernels.hopper.arrays import GradientRows, LogitsConfig, Softmax
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
-from pallas_kernels.logits import LN_2
 from rlk_jax.core import head as one_head
 from rlk_jax.core.allowed import words_of_ids
 from rlk_jax.core.devices import default_machine
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
 from rlk_jax.core.hopper_forward import Listener, new_products, products_so_far
 from rlk_jax.core.hopper_gradients import new_head_gradients
+from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, backward_plan, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice, over_slices, places_in_slice, slice_of
 from rlk_jax.core.rows import MEMORY_BUDGET, compact
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import logits_of, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_kl.divergence import Normalizer, Slopes, raw_gradients, row_scale
+from rlk_jax.ops.linear_kl.divergence import Slopes, raw_gradients, row_scale
 from rlk_jax.ops.linear_kl.hopper_plan import products_plan, softmax_plan
-from rlk_jax.ops.linear_kl.hopper_slices import KlKernels, RowsOfHead, rows_of_head, softmax_of
+from rlk_jax.ops.linear_kl.hopper_slices import RowsOfHead, normalizer_of_softmax, rows_of_head, softmax_of
 from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlTokens, Needs, Operands
 from rlk_jax.ops.linear_kl.top_k import logits_of_all, terms_of_buckets
 
@@ -51,7 +51,7 @@ class ListStatistics(NamedTuple):
 
 
 def list_divergence(
-    kernels: Callable[[], KlKernels],
+    kernels: Callable[[], HeadKernels],
     machine: Machine | None,
     config: KlConfig,
     operands: Operands,
@@ -93,7 +93,7 @@ def _divergence_of_rows(
     assert top_k is not None
     # A rest without a possible token has no softmax.
     rest = rest._replace(shift=jnp.where(rest.total == 0, 0, rest.shift))
-    whole, others = _normalizer(student), _normalizer(rest)
+    whole, others = normalizer_of_softmax(student), normalizer_of_softmax(rest)
     one, no_bias = jnp.zeros((1, products.shape[1]), jnp.int32), jnp.zeros((1, 1), jnp.float32)
     logits = logits_of(plan.config, products, no_bias, tokens.temperature, one, 1)
     terms = terms_of_buckets(config, top_k, logits, whole, others)
@@ -105,13 +105,8 @@ def _divergence_of_rows(
     return pairwise_sum(terms.value), ListStatistics(rest.shift, rest.total, of_rest, by_product, slope)
 
 
-def _normalizer(softmax: Softmax) -> Normalizer:
-    """ln Σ exp z of rows whose sum is total·2^shift."""
-    return Normalizer(rounded_product(softmax.shift, jnp.float32(LN_2)), jnp.log(softmax.total))
-
-
 def list_gradients(
-    kernels: Callable[[], KlKernels],
+    kernels: Callable[[], HeadKernels],
     machine: Machine | None,
     config: KlConfig,
     needs: Needs,

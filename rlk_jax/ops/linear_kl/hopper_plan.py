@@ -25,6 +25,8 @@ from rlk_jax.core.hopper_plan import (
 )
 from rlk_jax.ops.linear_kl.options import KlConfig
 
+_BYTES_OF_PRODUCTS = 12
+
 
 @dataclass(frozen=True)
 class TwoPlans:
@@ -59,10 +61,35 @@ def forward_plans(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPl
 
 def backward_plans(config: KlConfig, dims: tuple[int, int], tokens: int, needs: Needs, dtype: Any) -> TwoPlans:
     """The plan of a pass that also holds the gradients of the student's logits, and what its sums take."""
+    return _plans_of_sums(config, dims, tokens, needs, dtype, BufferSizes(0, 0, _tile_bytes(tokens)))
+
+
+def forward_plans_of_products(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPlans:
+    """The plan of a pass that brings the products of a slice with both heads to memory."""
+    student, teacher = head_configs(config, dims, tokens)
+    sums = 2 * 4 * vocabulary_of(student).chunks * matrix_rows(tokens)
+    fixed = sum(_hidden_bytes(dim, tokens) for dim in dims) + _partial_bytes(student, tokens) + sums
+    chunk = _products_bytes(tokens) + _copied_bytes(teacher, dims[1])
+    sizes = BufferSizes(chunk, copied_chunk_bytes(dims[0]), fixed)
+    return _with_teacher(_pass_over(student, dims[0], tokens, sizes), teacher, dims[1])
+
+
+def backward_plans_of_products(
+    config: KlConfig, dims: tuple[int, int], tokens: int, needs: Needs, dtype: Any
+) -> TwoPlans:
+    """The plan of a pass that holds those products, the gradients of the student's logits, and what its sums take."""
+    partials = _partial_bytes(head_configs(config, dims, tokens)[0], tokens)
+    return _plans_of_sums(config, dims, tokens, needs, dtype, BufferSizes(_products_bytes(tokens), 0, partials))
+
+
+def _plans_of_sums(
+    config: KlConfig, dims: tuple[int, int], tokens: int, needs: Needs, dtype: Any, beside: BufferSizes
+) -> TwoPlans:
+    """The plan of a backward that holds so many bytes beside what sums of the student's gradients take."""
     student, teacher = head_configs(config, dims, tokens)
     sizes = backward_sizes(student, dims[0], tokens, needs, dtype)
-    chunk = sizes.chunk + _copied_bytes(teacher, dims[1])
-    fixed = sizes.fixed + _hidden_bytes(dims[1], tokens) + _tile_bytes(tokens)
+    chunk = sizes.chunk + beside.chunk + _copied_bytes(teacher, dims[1])
+    fixed = sizes.fixed + beside.fixed + _hidden_bytes(dims[1], tokens)
     plan = plan_of_sums(student, dims[0], tokens, replace(sizes, chunk=chunk, fixed=fixed), needs)
     return _with_teacher(plan, teacher, dims[1])
 
@@ -98,6 +125,14 @@ def _hidden_bytes(dim: int, tokens: int) -> int:
 def _tile_bytes(tokens: int) -> int:
     """Bytes of the tiles that the blocks of a kernel over two heads hold."""
     return 4 * math.prod(stored_tiles(tokens, Machine()))
+
+
+def _products_bytes(tokens: int) -> int:
+    """Bytes of one chunk's float32 products of both heads, of the largest of each row, and of what XLA keeps of the
+    terms or gradients that it makes of them.
+    """
+    rows = matrix_rows(tokens)
+    return _BYTES_OF_PRODUCTS * COLUMNS * rows + 2 * 4 * padded(rows, THREADS)
 
 
 def _partial_bytes(head: HeadConfig, tokens: int) -> int:

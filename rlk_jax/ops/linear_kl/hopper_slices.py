@@ -5,8 +5,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.hopper.arrays import LogitsConfig, Softmax
+from pallas_kernels.hopper.arrays import LogitsConfig, SliceProducts, Softmax, new_partials
 from pallas_kernels.hopper.divergence import (
     DivergencePartials,
     GradientFactors,
@@ -16,15 +17,19 @@ from pallas_kernels.hopper.divergence import (
     RowNormalizer,
     TwoSlices,
 )
-from pallas_kernels.hopper.tiles import Machine
-from rlk_jax.core.head import Operands
+from pallas_kernels.hopper.tiles import COLUMNS, Machine
+from pallas_kernels.logits import LN_2
+from rlk_jax.core.fixed_order import rounded_product
+from rlk_jax.core.head import Operands, real_columns
 from rlk_jax.core.hopper_forward import ForwardPass, Listener
 from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, HopperPlan, vocabulary_of
 from rlk_jax.core.hopper_slices import HeadSlice, matrices, slice_of
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.shard import Gather
+from rlk_jax.core.softmax import logits_of
 from rlk_jax.core.transforms import fusion_barrier
+from rlk_jax.ops.linear_kl.divergence import Normalizer, SliceLogits
 from rlk_jax.ops.linear_kl.hopper_plan import TwoPlans
 from rlk_jax.ops.linear_kl.options import KlTokens, OneHead
 from rlk_jax.ops.linear_kl.options import Operands as BothOperands
@@ -125,8 +130,14 @@ def rows_of_head(
     return RowsOfHead(plan, own, hidden, fusion_barrier(rows.take(temperature, 1)))
 
 
+def _no_targets(plan: HopperPlan) -> tuple[Array, Array]:
+    """The target of each row, and which blocks of rows have one in which chunk: none has any."""
+    blocks = plan.rows // 64, vocabulary_of(plan.config).chunks
+    return jnp.full(plan.rows, -1, jnp.int32), jnp.zeros(blocks, jnp.int32)
+
+
 def softmax_of(
-    use: KlKernels,
+    use: HeadKernels,
     machine: Machine,
     head: RowsOfHead,
     rows: Compacted,
@@ -137,11 +148,32 @@ def softmax_of(
 ) -> Softmax:
     """The softmax of each row over one head, or over the columns that `allowed` has bits of. No row has a target."""
     plan = head.plan
-    targets = jnp.full(plan.rows, -1, jnp.int32)
-    holds_target = jnp.zeros((plan.rows // 64, vocabulary_of(plan.config).chunks), jnp.int32)
-    of_rows = head.hidden, None, targets, holds_target, head.temperature, allowed
+    of_rows = head.hidden, None, *_no_targets(plan), head.temperature, allowed
     one_pass = ForwardPass(plan, rows, head.operands, *of_rows)
     out = one_pass.new_partials()
     one_pass.run(use, machine, out, listener=listener)
     groups = use.fold_chunks(jax.tree.map(jax.freeze, out), plan.config.groups.count, rows.count, machine)
     return fusion_barrier(use.fold_groups(gather(groups), rows.count, machine))
+
+
+def normalizer_of_softmax(softmax: Softmax) -> Normalizer:
+    """ln Σ exp z of rows whose sum is total·2^shift."""
+    return Normalizer(rounded_product(softmax.shift, jnp.float32(LN_2)), jnp.log(softmax.total))
+
+
+def logits_of_slice(use: HeadKernels, machine: Machine, head: RowsOfHead, own: SliceOfHead) -> SliceLogits:
+    """The logits of all rows `[matrix rows, slice's places]`, of products that a kernel brings to memory."""
+    plan, places = head.plan, own.part.columns.size
+    shape = (places // COLUMNS, plan.rows)
+    products = SliceProducts(*(jax.new_ref(lax.empty(x, jnp.float32)) for x in ((plan.matrix_rows, places), shape)))
+    has_softcap = plan.config.logit_softcap is not None
+    of_chunks = vocabulary_of(plan.config).chunks, plan.rows
+    partials = new_partials(of_chunks, with_gap=False, with_derivative=has_softcap)
+    of_head = own.part.where, own.rows.hidden, own.rows.weight, own.rows.bias
+    use.partials(
+        own.logits, machine, *of_head, *_no_targets(plan), own.rows.temperature, partials, None, None, products
+    )
+    raw = fusion_barrier(jax.freeze(products.values))
+    columns, end = own.part.columns[None], real_columns(plan.config, head.operands)
+    no_bias, temperature = jnp.zeros((1, 1), jnp.float32), head.temperature[: plan.matrix_rows]
+    return SliceLogits(columns < end, raw, logits_of(plan.config, raw, no_bias, temperature, columns, end))

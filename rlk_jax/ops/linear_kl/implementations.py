@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.devices import hopper_obstacles, is_hopper, triton_obstacles
+from rlk_jax.core.devices import hopper_obstacles, is_hopper, triton_obstacles, with_cuda_library
 from rlk_jax.core.dispatch import CallFacts, Implementation, TypicalCall
 from rlk_jax.core.shard_checks import order_obstacles, shard_obstacles
 from rlk_jax.ops.linear_kl import hopper
@@ -27,7 +27,7 @@ def _pair_obstacles(facts: CallFacts) -> list[str]:
     return reasons
 
 
-def _mosaic_obstacles(facts: CallFacts) -> list[str]:
+def _hopper_obstacles(facts: CallFacts) -> list[str]:
     return hopper_obstacles(facts) + _pair_obstacles(facts)
 
 
@@ -36,7 +36,14 @@ def _triton_obstacles(facts: CallFacts) -> list[str]:
 
 
 ROWS = (
-    Implementation("mosaic", hopper.mosaic(), _mosaic_obstacles, meant_for=is_hopper, promises_bits=True),
+    Implementation("mosaic", hopper.mosaic(), _hopper_obstacles, meant_for=is_hopper, promises_bits=True),
+    Implementation(
+        "cuda",
+        hopper.cuda(),
+        with_cuda_library(_hopper_obstacles),
+        by_name_only="mosaic is faster and needs no compiler",
+        promises_bits=True,
+    ),
     Implementation(
         "triton",
         TRITON,

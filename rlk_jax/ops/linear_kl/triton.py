@@ -9,7 +9,7 @@ logits in 16 bits, of which core/triton_slices.py makes those of the operands.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from rlk_jax.core.triton_slices import (
 )
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
+    SliceLogits,
     Slopes,
     normalizer_of_groups,
     raw_gradients,
@@ -69,16 +70,6 @@ _BYTES_PER_PAIR = 12
 """float32 products of both heads, and what XLA keeps of the terms or gradients that it makes of them."""
 
 
-class _SliceLogits(NamedTuple):
-    """Which of a slice's columns are its group's, `[1, width]`, and their logits `[rows, width]`, −inf elsewhere; `raw`
-    is before softcap and temperature.
-    """
-
-    valid: Array
-    raw: Array
-    logits: Array
-
-
 @dataclass(frozen=True)
 class _RowsOfOne:
     """One of the two heads beside the rows of its hidden states, and their temperatures."""
@@ -92,7 +83,7 @@ class _RowsOfOne:
         of_head = self.head.shape, self.head.of_kernels, none, self.temperature
         return Partial(*fusion_barrier(kernels.group_partials(*of_head, with_gap=False, with_sum=False)))
 
-    def logits(self, where: ColumnRange, width: int) -> _SliceLogits:
+    def logits(self, where: ColumnRange, width: int) -> SliceLogits:
         """Those of a slice of so many columns."""
         ones = jnp.ones_like(self.temperature)
         bare = replace(self.head.shape, softcap=None)
@@ -100,7 +91,7 @@ class _RowsOfOne:
         columns = (where.start + jnp.arange(width, dtype=jnp.int32))[None]
         end = jnp.minimum(where.chain_end, self.head.of_kernels.real_columns)
         logits = logits_of(self.head.config, raw, jnp.zeros((1, 1), jnp.float32), self.temperature, columns, end)
-        return _SliceLogits(columns < end, raw, logits)
+        return SliceLogits(columns < end, raw, logits)
 
 
 @dataclass(frozen=True)
@@ -235,7 +226,7 @@ def _forward(
     return varying_like(jax.tree.map(both.rows.spread, fusion_barrier(found)), typed)
 
 
-def _slopes_of_slice(both: _RowsOfBoth, statistics: Any, found: _SliceLogits, where: ColumnRange) -> Slopes:
+def _slopes_of_slice(both: _RowsOfBoth, statistics: Any, found: SliceLogits, where: ColumnRange) -> Slopes:
     """Those of a slice in which the student has these logits."""
     if both.tokens.top_k is not None:
         return slopes_with_rest(statistics, both.tokens.top_k, found.logits, where.start)

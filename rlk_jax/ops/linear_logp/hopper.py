@@ -26,7 +26,7 @@ from rlk_jax.core.devices import default_machine
 from rlk_jax.core.gemm import by_kernel
 from rlk_jax.core.head import HeadConfig, Operands, head_dim
 from rlk_jax.core.hopper_forward import forward_pass
-from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels
+from rlk_jax.core.hopper_kernels import BlockKernels, HeadKernels, cuda_kernels
 from rlk_jax.core.hopper_plan import kept_chunks, logits_dtype, softmax_vocabulary
 from rlk_jax.core.rows import Compacted
 from rlk_jax.core.tokens import LinearLogp, Tokens
@@ -45,12 +45,6 @@ def _mosaic_kernels() -> BlockKernels:
     return head_kernels
 
 
-def _cuda_kernels() -> HeadKernels:
-    from pallas_kernels.cuda import kernels
-
-    return kernels
-
-
 def mosaic(machine: Machine | None = None) -> LinearLogpFunctions:
     """The implementation by Pallas Mosaic GPU kernels, for one machine; None for the GPU that JAX sees.
 
@@ -61,7 +55,7 @@ def mosaic(machine: Machine | None = None) -> LinearLogpFunctions:
 
 def cuda(machine: Machine | None = None) -> LinearLogpFunctions:
     """The implementation by CUDA C++ kernels, for one machine; None for the GPU that JAX sees."""
-    return _functions(_cuda_kernels, machine)
+    return _functions(cuda_kernels, machine)
 
 
 def _functions(kernels: Callable[[], HeadKernels], machine: Machine | None) -> LinearLogpFunctions:
