@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -33,6 +34,9 @@ MOST_BYTES = 256 * 2**20
 """All programs together; those that were not used for the longest time are deleted."""
 MOST_XLA_BYTES = 2 * 2**30
 """All that XLA compiled from them, when a process begins to use it."""
+_OUR_NAMES = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}\.new")
+_XLA_NAMES = re.compile(r".+-(cache|atime)")
+"""What JAX's cache calls its files."""
 _FIRST_LINE = b"rlk_jax program 2\n"
 _PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
 _NOT_KEPT = "programs are not kept on disk"
@@ -112,7 +116,7 @@ def share_xla_cache(device: jax.Device) -> None:
         if (why := why_unwritable(Path(shared))) is not None:
             raise OSError(f"{shared} cannot be written: {why}")
         Path(shared).mkdir(parents=True, exist_ok=True)
-        _make_room(Path(shared), MOST_XLA_BYTES)
+        _make_room(Path(shared), MOST_XLA_BYTES, _XLA_NAMES)
         use_xla_cache(xla_cache()._replace(folder=shared, of_xla=None))
 
 
@@ -218,9 +222,12 @@ def _settings() -> tuple[Any, ...]:
 def _load(name: str) -> Made | None:
     """The program of this name, if there is one that is whole."""
     with _never_an_error("a program on disk cannot be read"):
-        if (path := _path(name)) is None or not path.exists():
+        if (path := _path(name)) is None:
             return None
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):  # Nobody has kept it, or another process has just deleted it.
+            return None
         head = len(_FIRST_LINE) + 32
         if not data.startswith(_FIRST_LINE) or _checksum(name, data[head:]) != data[len(_FIRST_LINE) : head]:
             raise ValueError(f"{path} is damaged, or was written under another name")
@@ -247,7 +254,7 @@ def _store(name: str, facts: Any, exported: jax.export.Exported) -> None:
             new.replace(path)
         finally:
             new.unlink(missing_ok=True)
-        _make_room(path.parent, MOST_BYTES)
+        _make_room(path.parent, MOST_BYTES, _OUR_NAMES)
 
 
 def _checksum(name: str, data: bytes) -> bytes:
@@ -260,10 +267,13 @@ def _path(name: str) -> Path | None:
     return None if where is None else where / name
 
 
-def _make_room(where: Path, most_bytes: int) -> None:
-    """Delete files, those used last at the end, until the others have no more bytes than that."""
+def _make_room(where: Path, most_bytes: int, names: re.Pattern[str]) -> None:
+    """Delete files of these names, those used last at the end, until the others have no more bytes than that.
+
+    The folder may be any that the user has, with other files in it.
+    """
     sizes = {}
-    for path in filter(Path.is_file, where.iterdir()):
+    for path in (x for x in where.iterdir() if names.fullmatch(x.name) and x.is_file()):
         try:
             sizes[path] = path.stat()
         except FileNotFoundError:  # Another process was here.

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -197,9 +198,13 @@ def test_a_folder_may_begin_at_home(tmp_path, monkeypatch):
 def test_those_not_used_for_longest_make_room(folder, monkeypatch):
     make = Maker()
     (folder / "a user's own").mkdir(parents=True)
+    for name in ("thesis.tex", "0123.new"):
+        (folder / name).write_bytes(bytes(2**20))
+        os.utime(folder / name, (0, 0))
     for size in (4, 5, 6):
         make.run(size)
-    monkeypatch.setattr(program_cache, "MOST_BYTES", sum(x.stat().st_size for x in folder.iterdir() if x.is_file()))
+    programs = [x for x in folder.iterdir() if len(x.name) == 64]
+    monkeypatch.setattr(program_cache, "MOST_BYTES", sum(x.stat().st_size for x in programs))
     make.run(4)
     make.run(7)
     assert make.count == 4
@@ -208,6 +213,7 @@ def test_those_not_used_for_longest_make_room(folder, monkeypatch):
     assert make.count == 4
     make.run(5)
     assert make.count == 5
+    assert {"a user's own", "thesis.tex", "0123.new"} < {x.name for x in folder.iterdir()}
 
 
 def test_several_may_write_at_once(folder):
@@ -220,6 +226,35 @@ def test_several_may_write_at_once(folder):
     assert len(found) == 4 and len(list(folder.iterdir())) == 1
     for x in found:
         helpers.assert_same_bits(x, found[0])
+
+
+_MANY_TURNS = """
+import sys
+from tests.core import test_program_cache as tests
+
+tests.program_cache.MOST_BYTES = 10_000  # There is room for few programs.
+print("ready", flush=True)
+sys.stdin.readline()
+for size in (*range(3, 11), *range(3, 11)):
+    (_, total), facts = tests.Maker().run(size)
+    assert total == sum(range(size)) and facts == {"sizes": [1, None]}
+"""
+
+
+def test_two_processes_write_read_and_make_room_at_once(folder):
+    """Neither has a wrong program, or anything to warn of."""
+    command, pipe = [sys.executable, "-W", "error", "-c", _MANY_TURNS], subprocess.PIPE
+    both = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in both:
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 0 and not said
+    assert folder.exists()
 
 
 def test_programs_with_kernels_of_libraries_are_not_kept(folder, monkeypatch):
@@ -255,12 +290,12 @@ def test_what_xla_compiled_is_bounded_when_a_process_begins(folder, xla_cache, m
     """JAX's own bound stays as it was: it would delete what is in a cache that the user sets later."""
     before, where = jax.config.jax_compilation_cache_max_size, folder.parent / "xla"
     where.mkdir()
-    for i, name in enumerate(("oldest", "older", "newest")):
+    for i, name in enumerate(("a user's own", "oldest-cache", "older-cache", "newest-atime")):
         (where / name).write_bytes(b"0" * 100)
         os.utime(where / name, (i + 1, i + 1))
     monkeypatch.setattr(program_cache, "MOST_XLA_BYTES", 200)
     program_cache.share_xla_cache(GPU)
-    assert {x.name for x in where.iterdir()} == {"older", "newest"}
+    assert {x.name for x in where.iterdir()} == {"a user's own", "older-cache", "newest-atime"}
     assert jax.config.jax_compilation_cache_max_size == before
 
 
