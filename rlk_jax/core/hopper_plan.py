@@ -240,12 +240,13 @@ def sliced_plan(
 
 
 def forward_plan(config: HeadConfig, dim: int, tokens: int, kept: int = 0) -> HopperPlan:
-    """One slice where the head is read in place; else slices whose copies fit the budget beside kept exponentials. For
-    a ranking, the budget holds the products of a slice.
+    """One slice where the head is read in place; else slices whose copies fit the budget beside hidden's rows and kept
+    exponentials. For a ranking, the budget holds the products of a slice.
     """
     in_place = vocabulary_of(config).chunks if reads_in_place(config, dim) else 0
     products = 0 if config.ranking is None else 4 * COLUMNS * matrix_rows(tokens)
-    sizes = BufferSizes(products, copied_chunk_bytes(dim), kept * kept_bytes(config, tokens))
+    fixed = hidden_bytes(config, dim, tokens) + kept * kept_bytes(config, tokens)
+    sizes = BufferSizes(products, copied_chunk_bytes(dim), fixed)
     return sliced_plan(config, dim, tokens, in_place, 0, sizes, 1)
 
 
@@ -280,14 +281,19 @@ def backward_sizes(config: HeadConfig, dim: int, tokens: int, needs: Needs, dtyp
     every group are held where they are not what the caller asks for.
     """
     rows = matrix_rows(tokens)
-    hidden_copies = 2 if dtype == jnp.float16 and needs.weight else 1
+    copies_of_hidden = 2 if dtype == jnp.float16 and needs.weight else 1
     copies = copied_chunk_bytes(dim)
     if needs.weight and not (config.weight_parts > 1 and stores_in_place(config, dim)):
         copies += config.weight_parts * copied_chunk_bytes(dim)
-    fixed = 2 * rows * padded(dim, DEPTH) * hidden_copies * config.hidden_parts
+    fixed = copies_of_hidden * hidden_bytes(config, dim, tokens)
     if sums_groups_at_once(config, dim, tokens) and not config.sums_by_group:
         fixed += (config.groups.count - 1) * chain_bytes(dim, tokens)
     return BufferSizes(2 * COLUMNS * rows * config.logit_parts, copies, fixed)
+
+
+def hidden_bytes(config: HeadConfig, dim: int, tokens: int) -> int:
+    """Bytes of the compacted rows of hidden, in as many parts as the kernels see."""
+    return 2 * matrix_rows(tokens) * padded(dim, DEPTH) * config.hidden_parts
 
 
 def copied_chunk_bytes(dim: int) -> int:

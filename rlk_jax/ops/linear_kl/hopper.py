@@ -9,7 +9,7 @@ and sums these up as that of linear_logp does. A teacher that lists tokens needs
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from rlk_jax.ops.linear_kl.hopper_backward import (
     student_gradients,
 )
 from rlk_jax.ops.linear_kl.hopper_list import list_divergence, list_gradients
-from rlk_jax.ops.linear_kl.hopper_plan import TwoPlans, forward_plans, forward_plans_of_products, softmax_plan
+from rlk_jax.ops.linear_kl.hopper_plan import TwoPlans, forward_plans, forward_plans_of_products
 from rlk_jax.ops.linear_kl.hopper_products import OF_PRODUCTS, divergence_from_products
 from rlk_jax.ops.linear_kl.hopper_slices import BothRows, KlKernels, both_rows, softmax_of, two_slices
 from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlFunctions, KlTokens, Needs, Operands, dims_of
@@ -63,7 +63,7 @@ def mosaic(machine: Machine | None = None) -> KlFunctions:
 
     The kernels are imported when one of them is traced.
     """
-    return _functions(_TwoHeads(forward_plans, _divergence, IN_REGISTERS), _kernels, machine)
+    return _kl_functions(_TwoHeads(forward_plans, _from_heads, IN_REGISTERS), _kernels, machine)
 
 
 def cuda(machine: Machine | None = None) -> KlFunctions:
@@ -74,10 +74,10 @@ def cuda(machine: Machine | None = None) -> KlFunctions:
 def by_kernels_of_a_head(kernels: Callable[[], HeadKernels], machine: Machine | None) -> KlFunctions:
     """The implementation by kernels that know one head, whichever language they are written in."""
     two_heads = _TwoHeads(forward_plans_of_products, divergence_from_products, OF_PRODUCTS)
-    return _functions(two_heads, kernels, machine)
+    return _kl_functions(two_heads, kernels, machine)
 
 
-def _functions[Kernels: HeadKernels](
+def _kl_functions[Kernels: HeadKernels](
     two_heads: _TwoHeads[Kernels], kernels: Callable[[], Kernels], machine: Machine | None
 ) -> KlFunctions:
     of_call = two_heads, kernels, machine
@@ -124,7 +124,7 @@ def _forward[Kernels: HeadKernels](
     return varying_like(jax.tree.map(both.rows.spread, found), typed)
 
 
-def _divergence(
+def _from_heads(
     use: KlKernels, machine: Machine, config: KlConfig, both: BothRows, gather: Gather
 ) -> tuple[Array, DivergenceStatistics]:
     return (_from_mixture if config.kind == "jsd" else _from_one)(use, machine, config, both, gather)
@@ -161,7 +161,7 @@ def _from_mixture(
     both the terms.
     """
     plans, count = both.plans, both.rows.count
-    heads = (replace(head, plan=softmax_plan(head.plan)) for head in (both.student, both.teacher))
+    heads = both.over_one_head()
     softmaxes = [softmax_of(use, machine, head, both.rows, gather) for head in heads]
     student, teacher = (RowNormalizer(x.shift, jnp.log2(x.total)) for x in softmaxes)
     student, teacher = fusion_barrier((student, teacher))

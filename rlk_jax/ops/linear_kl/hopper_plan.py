@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pallas_kernels.hopper.divergence import DivergencePartials, stored_tiles
-from pallas_kernels.hopper.tiles import COLUMNS, DEPTH, THREADS, Machine
+from pallas_kernels.hopper.tiles import COLUMNS, THREADS, Machine
 from pallas_kernels.products import padded
 from rlk_jax.core.head import HeadConfig, Needs, kernel_memory_budget
 from rlk_jax.core.hopper_plan import (
@@ -17,6 +17,7 @@ from rlk_jax.core.hopper_plan import (
     HopperPlan,
     backward_sizes,
     copied_chunk_bytes,
+    hidden_bytes,
     matrix_rows,
     plan_of_sums,
     reads_in_place,
@@ -40,21 +41,23 @@ class TwoPlans:
         return self.teacher.ranges[self.student.ranges.index(chunks)]
 
 
-def softmax_plan(head: HopperPlan) -> HopperPlan:
-    """The plan of a pass over one head of a pair: one slice where it is read in place."""
-    return _pass_over(head.config, head.dim, head.tokens, BufferSizes(0, copied_chunk_bytes(head.dim)))
+def softmax_plan(head: HopperPlan, *others: HopperPlan) -> HopperPlan:
+    """The plan of a pass over one head, beside the rows of others: one slice where it is read in place."""
+    fixed = sum(hidden_bytes(x.config, x.dim, x.tokens) for x in (head, *others))
+    return _pass_over(head.config, head.dim, head.tokens, BufferSizes(0, copied_chunk_bytes(head.dim), fixed))
 
 
 def products_plan(head: HeadConfig, dim: int, tokens: int) -> HopperPlan:
     """The plan of a pass over one head whose float32 products of a slice the budget holds."""
     products = 4 * COLUMNS * matrix_rows(tokens)
-    return _pass_over(head, dim, tokens, BufferSizes(products, copied_chunk_bytes(dim), _hidden_bytes(dim, tokens)))
+    sizes = BufferSizes(products, copied_chunk_bytes(dim), hidden_bytes(head, dim, tokens))
+    return _pass_over(head, dim, tokens, sizes)
 
 
 def forward_plans(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPlans:
     """The plan of a pass over both heads: one slice where they are read in place."""
     student, teacher = head_configs(config, dims, tokens)
-    fixed = sum(_hidden_bytes(dim, tokens) for dim in dims) + _tile_bytes(tokens) + _partial_bytes(student, tokens)
+    fixed = _bytes_of_both(student, dims, tokens) + _tile_bytes(tokens) + _partial_bytes(student, tokens)
     sizes = BufferSizes(_copied_bytes(teacher, dims[1]), copied_chunk_bytes(dims[0]), fixed)
     return _with_teacher(_pass_over(student, dims[0], tokens, sizes), teacher, dims[1])
 
@@ -68,7 +71,7 @@ def forward_plans_of_products(config: KlConfig, dims: tuple[int, int], tokens: i
     """The plan of a pass that brings the products of a slice with both heads to memory."""
     student, teacher = head_configs(config, dims, tokens)
     sums = 2 * 4 * vocabulary_of(student).chunks * matrix_rows(tokens)
-    fixed = sum(_hidden_bytes(dim, tokens) for dim in dims) + _partial_bytes(student, tokens) + sums
+    fixed = _bytes_of_both(student, dims, tokens) + _partial_bytes(student, tokens) + sums
     chunk = _products_bytes(tokens) + _copied_bytes(teacher, dims[1])
     sizes = BufferSizes(chunk, copied_chunk_bytes(dims[0]), fixed)
     return _with_teacher(_pass_over(student, dims[0], tokens, sizes), teacher, dims[1])
@@ -89,7 +92,7 @@ def _plans_of_sums(
     student, teacher = head_configs(config, dims, tokens)
     sizes = backward_sizes(student, dims[0], tokens, needs, dtype)
     chunk = sizes.chunk + beside.chunk + _copied_bytes(teacher, dims[1])
-    fixed = sizes.fixed + beside.fixed + _hidden_bytes(dims[1], tokens)
+    fixed = sizes.fixed + beside.fixed + hidden_bytes(teacher, dims[1], tokens)
     plan = plan_of_sums(student, dims[0], tokens, replace(sizes, chunk=chunk, fixed=fixed), needs)
     return _with_teacher(plan, teacher, dims[1])
 
@@ -117,9 +120,9 @@ def _copied_bytes(head: HeadConfig, dim: int) -> int:
     return copied_chunk_bytes(dim) if _is_copied(head, dim) else 0
 
 
-def _hidden_bytes(dim: int, tokens: int) -> int:
-    """Bytes of the compacted rows of hidden states."""
-    return 2 * matrix_rows(tokens) * padded(dim, DEPTH)
+def _bytes_of_both(head: HeadConfig, dims: tuple[int, int], tokens: int) -> int:
+    """Bytes of the compacted rows of both hidden states."""
+    return sum(hidden_bytes(head, dim, tokens) for dim in dims)
 
 
 def _tile_bytes(tokens: int) -> int:

@@ -7,7 +7,6 @@ products once more, and XLA the gradients of the student's logits.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import fusion_barrier
 from rlk_jax.ops.linear_kl.divergence import KlStatistics, Terms, raw_gradients, slopes_of, terms_of
 from rlk_jax.ops.linear_kl.hopper_backward import SliceGradients, Upstream
-from rlk_jax.ops.linear_kl.hopper_plan import backward_plans_of_products, softmax_plan
+from rlk_jax.ops.linear_kl.hopper_plan import backward_plans_of_products
 from rlk_jax.ops.linear_kl.hopper_slices import (
     BothRows,
     SliceOfHead,
@@ -41,8 +40,7 @@ def divergence_from_products(
 ) -> tuple[Array, KlStatistics]:
     """The divergence of all rows `[matrix rows]`, and what their gradients need."""
     plan, vocabulary = both.plans.student, vocabulary_of(both.plans.student.config)
-    heads = (replace(head, plan=softmax_plan(head.plan)) for head in (both.student, both.teacher))
-    softmaxes = (softmax_of(use, machine, head, both.rows, gather) for head in heads)
+    softmaxes = (softmax_of(use, machine, head, both.rows, gather) for head in both.over_one_head())
     # Behind the barrier, both are as they are in the backward: equal heads have equal ones.
     found = [jax.tree.map(lambda x: x[: plan.matrix_rows], normalizer_of_softmax(x)) for x in softmaxes]
     student, teacher = normalizers = fusion_barrier(found)

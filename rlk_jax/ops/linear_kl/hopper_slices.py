@@ -1,6 +1,6 @@
 """What the kernels of linear_kl see on Hopper: rows of both hidden states, and slices of both heads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -30,7 +30,7 @@ from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import logits_of
 from rlk_jax.core.transforms import fusion_barrier
 from rlk_jax.ops.linear_kl.divergence import Normalizer, SliceLogits
-from rlk_jax.ops.linear_kl.hopper_plan import TwoPlans
+from rlk_jax.ops.linear_kl.hopper_plan import TwoPlans, softmax_plan
 from rlk_jax.ops.linear_kl.options import KlTokens, OneHead
 from rlk_jax.ops.linear_kl.options import Operands as BothOperands
 
@@ -105,6 +105,14 @@ class BothRows:
         """Slice number `index` of a range of the student's plan, of student and teacher."""
         teacher = self._slice(self.teacher, self.plans.teacher_range(chunks), index)
         return self._slice(self.student, chunks, index), teacher
+
+    def over_one_head(self) -> tuple[RowsOfHead, RowsOfHead]:
+        """Student and teacher for a pass over one of both heads."""
+        student, teacher = self.student, self.teacher
+        return (
+            replace(student, plan=softmax_plan(student.plan, teacher.plan)),
+            replace(teacher, plan=softmax_plan(teacher.plan, student.plan)),
+        )
 
     def _slice(self, head: RowsOfHead, chunks: ChunkRange, index: Any) -> SliceOfHead:
         part = slice_of(head.plan, chunks, index, head.operands, self.rows)
