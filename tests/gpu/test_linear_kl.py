@@ -1,5 +1,5 @@
-"""linear_kl by its kernels on a Hopper GPU, Mosaic's and Triton's: the definition, bits, equal and nearly equal heads,
-memory.
+"""linear_kl by its kernels on a Hopper GPU, Mosaic's, Triton's and those in CUDA C++: the definition, bits, equal and
+nearly equal heads, memory.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ CASES = (
 )
 
 
-@pytest.fixture(params=HEAD_KERNELS[:2], scope="module")
+@pytest.fixture(params=HEAD_KERNELS, scope="module")
 def kernels(request):
     return request.param
 

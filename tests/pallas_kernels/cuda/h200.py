@@ -1,4 +1,4 @@
-"""Compiles linear_logp and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
+"""Compiles linear_logp, linear_kl and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
 
 `python -m tests.pallas_kernels.cuda.h200 FOLDER` prints a dictionary that has for each program `calls`, its custom
 calls, `thunks`, the kinds of its outermost thunks, which are what XLA runs, and `exports`, whether jax.export takes it.
@@ -15,7 +15,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from rlk_jax import det_gemm, dispatch, linear_cross_entropy, linear_logp
+from rlk_jax import det_gemm, dispatch, linear_cross_entropy, linear_kl, linear_logp
 from tests.pallas_kernels.mosaic import sm90
 from tests.support import verdicts
 
@@ -24,7 +24,7 @@ FOLDER = pathlib.Path(sys.argv[1])
 
 def run_by_name() -> None:
     """Make dispatch find no reason why `cuda` cannot run, whatever this machine lacks."""
-    for op in ("linear_logp", "det_gemm"):
+    for op in ("linear_logp", "linear_kl", "det_gemm"):
         entries = dispatch.TABLE[op]
         dispatch.TABLE[op] = tuple(
             dataclasses.replace(x, obstacles=lambda facts: []) if x.name == "cuda" else x for x in entries
@@ -72,6 +72,20 @@ def low_rank(*operands):
     return head(*operands, return_entropy=True)
 
 
+def divergence(hidden, weight, teacher_hidden, teacher_weight):
+    def op(hidden, weight):
+        return linear_kl(hidden, weight, teacher_hidden, teacher_weight, implementation="cuda")
+
+    return with_gradients(op, hidden, weight)
+
+
+def divergence_from_a_list(hidden, weight, ids, logps):
+    def op(hidden, weight):
+        return linear_kl(hidden, weight, teacher_ids=ids, teacher_logps=logps, implementation="cuda")
+
+    return with_gradients(op, hidden, weight)
+
+
 def products(a, b, c):
     """Two products and their gradients, since XLA puts only programs of more than four calls into CUDA graphs."""
 
@@ -93,6 +107,8 @@ PROGRAMS = (
     (smoothed, HEAD),
     (ranked, HEAD),
     (low_rank, (*HEAD, spec((16, 256)), spec((8192, 16)))),
+    (divergence, (*HEAD[:2], spec((512, 128)), spec((8192, 128)))),
+    (divergence_from_a_list, (*HEAD[:2], spec((512, 8), jnp.int32), spec((512, 8), jnp.float32))),
     (products, (spec((512, 256)), spec((256, 1000)), spec((1000, 64)))),
 )
 

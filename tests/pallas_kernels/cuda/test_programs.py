@@ -29,6 +29,9 @@ def programs(quick, tmp_path_factory):
 
 RANKING = {"rlk_products", "rlk_statistics_of_products", "rlk_add_largest"}
 HEAD = set(build.TARGETS) - RANKING - {"rlk_gemm"}
+DLOGITS = {"rlk_coefficients", "rlk_dlogits", "rlk_dlogits_from_kept_exponentials"}
+SUMS = HEAD - DLOGITS - {"rlk_statistics"}
+LIST = {"rlk_products", "rlk_statistics", "rlk_statistics_of_products", "rlk_coefficients", "rlk_dlogits"}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,8 @@ HEAD = set(build.TARGETS) - RANKING - {"rlk_gemm"}
         ("smoothed", HEAD - {"rlk_dlogits"}),
         ("ranked", RANKING | {"rlk_fold_chunks", "rlk_fold_groups"}),
         ("low_rank", (HEAD | {"rlk_gemm"}) - {"rlk_dlogits_from_kept_exponentials"}),
+        ("divergence", (SUMS - {"rlk_column_sums"}) | {"rlk_products", "rlk_statistics"}),
+        ("divergence_from_a_list", (SUMS - {"rlk_column_sums"}) | LIST),
         ("products", {"rlk_gemm"}),
     ],
 )
