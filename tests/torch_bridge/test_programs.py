@@ -1,6 +1,7 @@
 """Few programs for a batch that varies, and a cache that says so."""
 
 import dataclasses
+import functools
 import gc
 import importlib
 import itertools
@@ -14,7 +15,9 @@ import torch
 
 import torch_bridge
 from rlk_jax import grpo
+from rlk_jax.core import hopper_plan
 from rlk_jax.core.dispatch import TABLE
+from tests.support.head_configs import head_config
 from tests.torch_bridge.tensors import array, head, policies, randint, randn, same_bits
 from torch_bridge import _exchange, _programs
 
@@ -33,6 +36,23 @@ def test_there_are_fewer_buckets_where_padding_is_skipped():
     assert sorted(set(found)) == [16, 64, 128, 512, 1024, 2048, 3072, 4096, 6144, 8192]
     assert all(n <= size <= max(16, 4 * n) for n, size in enumerate(found, 1))
     assert found[2048:] == [_programs.bucket(n) for n in range(2049, 8193)]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "step", "most"),
+    [(1, 512, 64, 1.0), (513, 1024, 32, 1.05), (1025, 2048, 64, 1.13), (2049, 16384, 509, 1.071)],
+)
+def test_padding_costs_no_more_than_the_page_says(first, last, step, most):
+    """docs/torch_bridge.md: the products of a forward and a backward, where exponentials are planned for the bucket's
+    rows, over those of a program of the call's own size. Four products have all logits once more.
+    """
+    for dim, vocab in itertools.product(range(896, 4097, 128), (131072, 151936, 200000, 256000)):
+        config = head_config(vocab, may_ignore=True, keeps=True)
+        chunks = hopper_plan.vocabulary_of(config).chunks
+        kept = functools.partial(hopper_plan.kept_chunks, config, dim, dtype=jnp.bfloat16)
+        for tokens in range(first, last + 1, step):
+            products = [4 * chunks - kept(tokens=n) for n in (_programs.bucket(tokens, skips_padding=True), tokens)]
+            assert products[0] <= most * products[1], (dim, vocab, tokens)
 
 
 def test_an_implementation_that_skips_padding_has_few_programs(fresh, monkeypatch):

@@ -1,4 +1,4 @@
-"""Compiles linear_logp, linear_kl and det_gemm for an H200 without one, and prints what each program consists of, as JSON.
+"""Compiles the ops that `cuda` has for an H200 without one, and prints what each program consists of, as JSON.
 
 `python -m tests.pallas_kernels.cuda.h200 FOLDER` prints a dictionary that has for each program `calls`, its custom
 calls, `thunks`, the kinds of its outermost thunks, which are what XLA runs, and `exports`, whether jax.export takes it.
