@@ -13,13 +13,16 @@ from rlk_jax.grpo.config import BadInput
 
 _LARGEST_OPERAND = 10**9
 """So that `random.sample` can count the sums."""
+_MOST_UNASKED = 1000
+"""How many sums are written where --count is not given and there are so many."""
 
 
 @dataclass(frozen=True)
 class Sums:
     """Which sums are asked, and how."""
 
-    count: int
+    count: int | None
+    """How many; None for `_MOST_UNASKED`, or all where there are fewer."""
     min_operand: int
     max_operand: int
     seed: int
@@ -32,9 +35,9 @@ class Sums:
             raise BadInput(f"--min-operand {self.min_operand} is greater than --max-operand {self.max_operand}")
         if max(-self.min_operand, self.max_operand) > _LARGEST_OPERAND:
             raise BadInput(f"operands must be within -{_LARGEST_OPERAND}..{_LARGEST_OPERAND}")
-        if self.count < 1:
+        if self.count is not None and self.count < 1:
             raise BadInput(f"--count must be at least 1, got {self.count}")
-        if self.count > self.available:
+        if self.count is not None and self.count > self.available:
             operands = f"{self.min_operand}..{self.max_operand}"
             raise BadInput(f"--count {self.count} is more than the {self.available} sums of operands in {operands}")
         _check_template(self.template)
@@ -50,7 +53,8 @@ class Sums:
         that rows cut off for evaluation ask no sum of the others.
         """
         draw = random.Random(self.seed)
-        for place in draw.sample(range(self.available), self.count):
+        count = min(_MOST_UNASKED, self.available) if self.count is None else self.count
+        for place in draw.sample(range(self.available), count):
             a, b = (self.min_operand + x for x in draw.sample(_low_and_high(place), 2))
             question = self.template.format(a=a, b=b)
             prompt = question if self.plain else [{"role": "user", "content": question}]
@@ -63,7 +67,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     kinds = subparsers.add_parser("prompts", help=description, description=description)
     described = "Distinct sums of two numbers, with their answers."
     parser = kinds.add_subparsers(required=True).add_parser("arithmetic", help=described, description=described)
-    parser.add_argument("--count", type=int, default=1000, help="how many sums (default: %(default)s)")
+    count_help = f"how many sums (default: {_MOST_UNASKED}, or all where there are fewer)"
+    parser.add_argument("--count", type=int, help=count_help)
     parser.add_argument("--min-operand", type=int, default=0, help="smallest operand (default: %(default)s)")
     parser.add_argument("--max-operand", type=int, default=99, help="largest operand (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sums and their order (default: %(default)s)")

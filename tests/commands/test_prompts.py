@@ -43,6 +43,12 @@ def test_all_sums_are_there_once_in_one_of_both_orders(capsys, low, high):
         assert [row["a"] for row in found] != sorted(row["a"] for row in found)
 
 
+@pytest.mark.parametrize(("high", "count"), [(9, 55), (43, 990), (44, 1000)])
+def test_a_count_that_is_not_given_is_at_most_that_of_all_sums(capsys, high, count):
+    found = rows(capsys, f"--max-operand={high}")
+    assert len(found) == len({frozenset((row["a"], row["b"])) for row in found}) == count
+
+
 def test_the_seed_draws_the_sums(capsys):
     first, again, other = (printed(capsys, "--count=30", f"--seed={seed}") for seed in (3, 3, 4))
     assert first == again and set(first.splitlines()) != set(other.splitlines())
