@@ -23,13 +23,23 @@ def public_names(package: str) -> list[str]:
     raise ValueError(f"{package} has no __all__.")
 
 
+def reference_of(package: str, name: str) -> str:
+    """What mkdocstrings makes the reference of a public name from. Where a module of the package has the same name,
+    `package.name` is the module to mkdocstrings, so that the name in that module is given, behind an anchor.
+    """
+    full_name = f"{package}.{name}"
+    if (ROOT / full_name.replace(".", "/")).with_suffix(".py").exists():
+        return f"[](){{#{full_name}}}\n\n::: {full_name}.{name}"
+    return f"::: {full_name}"
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add a page of reference for each package, and the results of benchmarks."""
     for package in PACKAGES:
         functions_first = sorted(public_names(package), key=lambda name: name[0].isupper())
-        names = [f"{package}.{name}" for name in functions_first]
         # A package inside another has a page of its own.
-        content = "\n\n".join([f"# `{package}`", *(f"::: {name}" for name in names if name not in PACKAGES)])
+        entries = [reference_of(package, name) for name in functions_first if f"{package}.{name}" not in PACKAGES]
+        content = "\n\n".join([f"# `{package}`", *entries])
         files.append(File.generated(config, f"reference/{package}.md", content=content))
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))

@@ -1,6 +1,8 @@
-"""The site that `make site` builds has every public name, and loads nothing from elsewhere."""
+"""The site that `make site` builds has every public name and no other, and loads nothing from elsewhere."""
 
+import ast
 import importlib
+import inspect
 import pathlib
 import re
 
@@ -10,6 +12,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 SITE = ROOT / ".site"
 PACKAGES = (
     "rlk_jax",
+    "rlk_jax.dispatch",
+    "rlk_jax.vocab_parallel",
     "rlk_jax.losses",
     "rlk_jax.nn",
     "rlk_jax.models",
@@ -17,15 +21,47 @@ PACKAGES = (
     "rlk_jax.checker",
     "torch_bridge",
 )
+TUNIX = "rlk_jax.clients.tunix"
+"""It is read and not imported: Tunix has an environment of its own."""
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_its_reference(package):
-    """Packages that others list have pages of their own."""
+def kind_of(value: object) -> str:
+    """What a public name is, as mkdocstrings calls it."""
+    return "class" if isinstance(value, type) else "function" if inspect.isfunction(value) else "attribute"
+
+
+def public_kinds(package: str) -> dict[str, str]:
+    """What each public name of a package is. Modules that other packages list have pages of their own."""
+    if package == TUNIX:
+        (body,) = (ROOT / "rlk_jax/clients/tunix/__init__.py").read_text().partition("__all__ = ")[2:]
+        return {name: "class" if name[0].isupper() else "function" for name in ast.literal_eval(body)}
+    module = importlib.import_module(package)
+    public = {name: getattr(module, name) for name in module.__all__}
+    return {name: kind_of(value) for name, value in public.items() if not inspect.ismodule(value)}
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, TUNIX])
+def test_every_public_name_is_there_once_as_what_it_is_and_no_other(package):
+    """Below a name stands what belongs to it: only a class has members."""
     page = (SITE / "reference" / package / "index.html").read_text()
-    for name in importlib.import_module(package).__all__:
-        full_name = f"{package}.{name}"
-        assert f'id="{full_name}"' in page or (SITE / "reference" / full_name / "index.html").exists(), full_name
+    headings = re.findall(
+        r'<div class="doc doc-object doc-([\w-]+)">\s*(?:<a id[^>]*></a>\s*)*<h(\d) id="([^"]+)"', page
+    )
+    assert len(headings) == page.count('"doc doc-heading"')
+    public = public_kinds(package)
+    names = [(kind, full_name.rpartition(".")[2]) for kind, level, full_name in headings if level == "2"]
+    assert sorted(names) == sorted((kind, name) for name, kind in public.items())
+    classes = [full_name for kind, level, full_name in headings if level == "2" and kind == "class"]
+    members = [full_name for _, level, full_name in headings if level != "2"]
+    assert [x for x in members if x.rpartition(".")[0] not in classes] == []
+    for name in public:
+        assert page.count(f'id="{package}.{name}"') == 1, name
+
+
+def test_every_package_that_has_public_names_has_a_page():
+    lists = [path for path in (ROOT / "rlk_jax").rglob("*.py") if "\n__all__ = " in path.read_text()]
+    public = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in lists}
+    assert {*PACKAGES, TUNIX} == {path.name for path in (SITE / "reference").iterdir()} >= public
 
 
 def test_signatures_and_docstrings_are_in_it():
