@@ -17,6 +17,7 @@ from rlk_jax.checker import check_tp
 from rlk_jax.checker import command as check
 from rlk_jax.checker.candidates import NAMES
 from rlk_jax.commands import build_cuda, doctor, generate, import_model, prompts
+from rlk_jax.core.backend import is_start_error, not_started
 from rlk_jax.core.terminal import did_you_mean
 from rlk_jax.grpo import command as grpo
 from rlk_jax.grpo.run_config import BadInput
@@ -26,9 +27,9 @@ from rlk_jax.grpo.sft import command as sft
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Bad input, and files that cannot be read or written, are one line and status 2. Bad usage ends the process with
-    status 2, as argparse does it. Where nobody reads the output any more, as behind head, nothing is said, and the
-    status is the one that SIGPIPE would give.
+    Bad input, files that cannot be read or written, and a JAX that cannot start are one line and status 2. Bad usage
+    ends the process with status 2, as argparse does it. Where nobody reads the output any more, as behind head, nothing
+    is said, and the status is the one that SIGPIPE would give.
     """
     parser = _Parser(prog="rlk", description=__doc__)
     parser.add_argument("--version", action="version", version=f"rlk {rlk_jax.__version__}")
@@ -47,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except (BadInput, OSError) as problem:
         print(f"{name}: error: {problem}", file=sys.stderr)
+        return 2
+    except (AssertionError, RuntimeError) as problem:
+        if not is_start_error(problem):
+            raise
+        print(f"{name}: error: {not_started(problem)}; rlk doctor says what mends it", file=sys.stderr)
         return 2
 
 

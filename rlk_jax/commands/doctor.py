@@ -13,6 +13,7 @@ from pallas_kernels.cuda import build
 from pallas_kernels.triton import call as triton_call
 from rlk_jax.commands import import_model
 from rlk_jax.commands.advice import advice, this_machine
+from rlk_jax.core.backend import not_started, start_error
 from rlk_jax.core.dispatch import TypicalCall
 from rlk_jax.core.packages import MODEL_PACKAGES, install_command, installed_version, missing_packages
 from rlk_jax.grpo.extras import TRAINER_PACKAGES
@@ -55,10 +56,11 @@ def report() -> dict[str, Any]:
         "triton": triton_call.why_missing() or triton_call.pair(),
         "needs": {name: _missing_extra(*needs) for name, needs in NEEDS.items()},
     }
-    try:
-        found: dict[str, Any] = {**versions, "devices": _devices(), "ops": _decisions()}
-    except RuntimeError as problem:
-        found = {**versions, "error": str(problem)}
+    error = start_error()
+    found: dict[str, Any] = {
+        **versions,
+        **({"error": not_started(error)} if error else {"devices": _devices(), "ops": _decisions()}),
+    }
     platforms = frozenset(x["platform"] for x in found.get("devices", ()))
     return {**found, "advice": [x._asdict() for x in advice(this_machine(platforms, found.get("error")))]}
 
@@ -117,12 +119,8 @@ def _missing_extra(extra: str, packages: Sequence[str]) -> str | None:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """The devices that JAX finds. Raises RuntimeError where JAX cannot start."""
-    try:
-        return [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
-    except Exception as problem:
-        # Each plugin of JAX fails in its own way; some raise an AssertionError without a message.
-        raise RuntimeError(f"JAX cannot start a backend here: {str(problem) or type(problem).__name__}") from problem
+    """The devices that JAX finds."""
+    return [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in jax.devices()]
 
 
 def typical_calls() -> dict[str, TypicalCall]:

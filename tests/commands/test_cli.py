@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import rlk_jax
@@ -171,3 +172,47 @@ def test_doctor_survives_a_backend_that_does_not_start():
     assert re.search(r"rlk doctor: JAX cannot start a backend here: \w", done.stderr), "the error or its type is named"
     assert found["packages"]["jaxlib"] and "JAX cannot start a backend here" in found["error"]
     assert found["advice"][0]["mend"] == "unset JAX_PLATFORMS" and found["error"] in found["advice"][0]["fault"]
+
+
+@pytest.mark.parametrize("command", ["check --op logp", "grpo --out run --grpo-steps 1"])
+def test_a_backend_that_does_not_start_is_one_line(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlk_jax.cli", *command.split()],
+        env={**os.environ, "JAX_PLATFORMS": "nonsense", "PYTHONPATH": str(pathlib.Path(rlk_jax.__file__).parents[1])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "JAX cannot start a backend here: Unable to initialize backend 'nonsense': "
+    assert re.fullmatch(rf"rlk \w+: error: {said}.*; rlk doctor says what mends it\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("of_jax", "raised", "is_hidden"),
+    [
+        (AssertionError(), AssertionError(), True),
+        (AssertionError(), RuntimeError("a bug"), False),
+        (None, AssertionError(), False),
+        (None, RuntimeError("a bug"), False),
+    ],
+)
+def test_only_a_backend_that_does_not_start_hides_a_traceback(of_jax, raised, is_hidden, capsys, monkeypatch):
+    def devices() -> list:
+        if of_jax is not None:
+            raise of_jax
+        return []
+
+    def fail(options: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(cli.check, "run", fail)
+    if is_hidden:
+        assert cli.main(["check"]) == 2
+        message = "JAX cannot start a backend here: AssertionError; rlk doctor says what mends it"
+        assert capsys.readouterr().err == f"rlk check: error: {message}\n"
+    else:
+        with pytest.raises(type(raised)):
+            cli.main(["check"])
