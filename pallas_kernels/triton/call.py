@@ -42,7 +42,13 @@ def why_missing() -> str | None:
         needed = (3, 7) if _numbers(bridge) >= (0, 4) else (3, 6)
         if _numbers(bridge) >= (0, 3) and _numbers(compiler) >= needed:
             return None
-    return f"needs {PAIRS}; found {pair()}"
+    return f"needs {PAIRS}; found {pair()}: {what_installs_a_pair(_version('triton'))}"
+
+
+def what_installs_a_pair(triton: str | None) -> str:
+    """The command that installs a pair, by the extra of rlk-jax. It keeps a triton 3.6 that is here: torch pins it."""
+    bridge = "jax-triton<0.4" if re.match(r"3\.6(\D|$)", triton or "") else "jax-triton>=0.4"
+    return f'pip install "rlk-jax[triton]" "{bridge}"'
 
 
 def launch(

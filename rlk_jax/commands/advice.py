@@ -16,7 +16,10 @@ import jax
 from packaging.requirements import Requirement
 
 from pallas_kernels.cuda import build
+from pallas_kernels.triton import call
 from rlk_jax.core import gpu_memory, program_cache
+from rlk_jax.core.devices import is_meant_for_triton
+from rlk_jax.core.dispatch import device_of
 from rlk_jax.core.packages import installed_version
 
 _OLDEST_DRIVER = {"13": 580, "12": 525}
@@ -51,6 +54,8 @@ class Machine:
     """For each variable that names a cache's folder: which folder cannot be written, and why."""
     error: str | None = None
     """The sentence that says why JAX could not start, without its full stop; None where it has started."""
+    lacks_triton: str | None = None
+    """The GPU that JAX uses where Triton's kernels are meant for it and cannot run; None anywhere else."""
 
     @property
     def has_unseen_gpu(self) -> bool:
@@ -66,7 +71,7 @@ class Machine:
 def this_machine(platforms: frozenset[str], error: str | None = None) -> Machine:
     """The machine that this runs on, where JAX has found devices of these kinds, or has not started."""
     gpus, driver = _nvidia_gpus()
-    names = {"jax", "jaxlib", "torch", *map(_plugin, _OLDEST_DRIVER), *(x.name for x in _requirements())}
+    names = {"jax", "jaxlib", "torch", "triton", *map(_plugin, _OLDEST_DRIVER), *(x.name for x in _requirements())}
     return Machine(
         gpus,
         driver,
@@ -77,6 +82,7 @@ def this_machine(platforms: frozenset[str], error: str | None = None) -> Machine
         jax.config.jax_compilation_cache_dir,
         _unwritable(),
         error,
+        _lacks_triton() if error is None else None,
     )
 
 
@@ -96,6 +102,11 @@ def _nvidia_gpus() -> tuple[tuple[str, ...], str | None]:
     return tuple(name for _, name in rows), rows[0][0] if rows else None
 
 
+def _lacks_triton() -> str | None:
+    device = device_of(())
+    return device.kind if is_meant_for_triton(device) and call.why_missing() is not None else None
+
+
 def _unwritable() -> dict[str, str]:
     """The caches whose folder takes no file. What is not on this disk, as gs://, is not tried."""
     folders = {"RLK_CACHE": program_cache.folder(), "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
@@ -111,7 +122,7 @@ def advice(machine: Machine) -> list[Advice]:
     if machine.has_unseen_gpu and not found:
         fault = f"JAX has a plugin for CUDA {machine.cuda}, and does not see the {machine.gpus[0]}."
         found.append(Advice(fault, "python -c \"import jax; jax.devices('cuda')\""))
-    return [*found, *_of_versions(machine), *_of_caches(machine)]
+    return [*found, *_of_triton(machine), *_of_versions(machine), *_of_caches(machine)]
 
 
 def _of_the_start(machine: Machine) -> Iterator[Advice]:
@@ -215,6 +226,13 @@ def _of_memory(machine: Machine) -> Iterator[Advice]:
             "imported before.",
             f"export {gpu_memory.PREALLOCATE}=false",
         )
+
+
+def _of_triton(machine: Machine) -> Iterator[Advice]:
+    """Whether ops run by xla because a package of Triton's kernels is missing or of another version."""
+    if machine.lacks_triton is not None:
+        fault = f"On the {machine.lacks_triton}, xla runs where Triton's kernels should: they need {call.PAIRS}."
+        yield Advice(fault, call.what_installs_a_pair(machine.packages.get("triton")))
 
 
 def _of_versions(machine: Machine) -> Iterator[Advice]:

@@ -31,8 +31,11 @@ NEEDS: dict[str, tuple[str, Sequence[str]]] = {
     "rlk generate": ("grpo", MODEL_PACKAGES),
     "rlk import-model": ("import", import_model.IMPORT_PACKAGES),
     "torch_bridge": ("torch", ("torch", "flatbuffers")),
+    "torch_bridge in TRL": ("clients", ("torch", "flatbuffers", "transformers", "trl", "peft", "gguf")),
+    "rlk_jax.clients.tunix": ("tunix", (*TRAINER_PACKAGES, "tunix")),
 }
-"""For each part of the project, the extra that it needs, and the packages that must be there."""
+"""For each part of the project, the extra that it needs, and the packages that must be there. Triton's kernels need a
+pair of versions that fit, too, and are not in here."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -54,7 +57,7 @@ def report() -> dict[str, Any]:
         "packages": package_versions(),
         "cuda": build.why_missing() or build.state(),
         "triton": triton_call.why_missing() or triton_call.pair(),
-        "needs": {name: _missing_extra(*needs) for name, needs in NEEDS.items()},
+        "needs": {**{name: _missing_extra(*needs) for name, needs in NEEDS.items()}, "Triton kernels": _missing_pair()},
     }
     error = start_error()
     found: dict[str, Any] = {
@@ -116,6 +119,11 @@ def run(as_json: bool) -> int:
 def _missing_extra(extra: str, packages: Sequence[str]) -> str | None:
     """The command that installs an extra; None where all of these packages are there."""
     return install_command(extra) if missing_packages(packages) else None
+
+
+def _missing_pair() -> str | None:
+    """The command that installs what Triton's kernels need; None where it is there."""
+    return triton_call.what_installs_a_pair(installed_version("triton")) if triton_call.why_missing() else None
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlk_jax import cli
+from rlk_jax import cli, dispatch
 from rlk_jax.commands import advice as module
 from rlk_jax.commands.advice import Machine, advice
 from rlk_jax.core import program_cache
@@ -28,6 +28,10 @@ def for_cuda_12(machine):
 
 def plugin_of(machine, version):
     return replace(machine, packages={**PACKAGES, "jax-cuda13-plugin": version})
+
+
+def lacking_triton(**packages):
+    return replace(HEALTHY, lacks_triton="NVIDIA A100", packages={**PACKAGES, **packages})
 
 
 def variables(machine, **environment):
@@ -101,6 +105,13 @@ FAULTS = {
     "an extra's version": (replace(HEALTHY, packages={**PACKAGES, "torch": "2.4.0"}), "torch 2.4.0", "torch>=2.11"),
     "memory that torch needs": (replace(HEALTHY, environment={}), "JAX takes 75% of the GPU", "PREALLOCATE=false"),
     "less memory": (replace(HEALTHY, environment={"XLA_CLIENT_MEM_FRACTION": ".5"}), "takes 50%", "PREALLOCATE=false"),
+    "no kernels of Triton's": (
+        lacking_triton(triton=None),
+        "On the NVIDIA A100, xla runs where Triton's kernels should: they need jax-triton 0.3.1 with triton 3.6, or",
+        'pip install "rlk-jax[triton]" "jax-triton>=0.4"',
+    ),
+    "a triton that torch pins": (lacking_triton(triton="3.6.0"), "they need jax-triton", '"jax-triton<0.4"'),
+    "an old triton": (lacking_triton(triton="3.5.1"), "they need jax-triton", '"jax-triton>=0.4"'),
     "no programs on disk": (
         replace(HEALTHY, keeps_programs=False, environment={**SHARED, "RLK_CACHE": "OFF"}),
         "their programs are not kept",
@@ -152,6 +163,22 @@ def test_this_machine_is_described(monkeypatch):
 
     monkeypatch.setattr(module.subprocess, "run", fail)
     assert module.this_machine(frozenset()).gpus == () and module.this_machine(frozenset()).driver is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing", "is_lacking"),
+    [
+        ("8.0", "needs a pair", True),
+        ("8.9", "needs a pair", True),
+        ("8.0", None, False),
+        ("9.0", "needs a pair", False),
+    ],
+)
+def test_a_gpu_that_lacks_kernels_of_triton(capability, missing, is_lacking, monkeypatch):
+    """On Hopper they are not what should run."""
+    monkeypatch.setattr(module, "device_of", lambda arrays: dispatch.Device("gpu", "NVIDIA A100", capability))
+    monkeypatch.setattr(module.call, "why_missing", lambda: missing)
+    assert module.this_machine(frozenset({"gpu"})).lacks_triton == ("NVIDIA A100" if is_lacking else None)
 
 
 def test_all_that_stands_before_a_gpu_is_said_at_once():

@@ -15,6 +15,7 @@ import rlk_jax
 from pallas_kernels.cuda import build
 from pallas_kernels.triton import call
 from rlk_jax import cli, dispatch
+from rlk_jax.commands import doctor
 
 
 def test_doctor_json_names_a_choice_and_a_reason_for_each_other(capsys):
@@ -33,8 +34,12 @@ def test_doctor_json_names_a_choice_and_a_reason_for_each_other(capsys):
 def test_doctor_names_the_pair_of_triton_and_its_bridge(missing, capsys, monkeypatch):
     monkeypatch.setattr(call, "why_missing", lambda: missing)
     monkeypatch.setattr(call, "_version", {"jax-triton": "0.3.1", "triton": "3.6.0"}.get)
+    monkeypatch.setattr(doctor, "installed_version", {"triton": "3.6.0"}.get)
     assert cli.main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["triton"] == (missing or "jax-triton 0.3.1 with triton 3.6.0")
+    found = json.loads(capsys.readouterr().out)
+    assert found["triton"] == (missing or "jax-triton 0.3.1 with triton 3.6.0")
+    install = 'pip install "rlk-jax[triton]" "jax-triton<0.4"'
+    assert found["needs"]["Triton kernels"] == (install if missing else None)
 
 
 @pytest.mark.parametrize("missing", [None, "needs nvcc"])
@@ -46,10 +51,13 @@ def test_doctor_names_what_the_cuda_kernels_are_built_with(missing, capsys, monk
 
 
 def test_doctor_says_which_commands_are_ready(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optax", None)
+    for package in ("optax", "trl", "tunix"):
+        monkeypatch.setitem(sys.modules, package, None)
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r'rlk grpo, rlk sft +│ no: pip install "rlk-jax\[grpo\]"', printed)
+    extras = {"rlk grpo, rlk sft": "grpo", "torch_bridge in TRL": "clients", "rlk_jax.clients.tunix": "tunix"}
+    for part, extra in extras.items():
+        assert re.search(rf'{part} +│ no: pip install "rlk-jax\[{extra}\]"', printed)
     assert re.search(r"rlk generate +│ yes", printed)
 
 

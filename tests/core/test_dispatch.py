@@ -173,6 +173,7 @@ def test_which_pairs_of_triton_and_its_bridge_run(installed, runs, monkeypatch):
     call.why_missing.cache_clear()
     assert (reason is None) == runs
     assert reason is None or all(name in reason for name in ("0.3.1 with triton 3.6", *installed.values()))
+    assert reason is None or ': pip install "rlk-jax[triton]" "jax-triton' in reason
 
 
 def test_the_choice_never_depends_on_the_number_of_tokens():
