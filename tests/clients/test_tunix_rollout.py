@@ -237,7 +237,7 @@ def test_bad_rollouts(installed):
 @pytest.mark.parametrize(("version", "found"), [("0.1.5", "0.1.5"), (None, "no version of it"), ("0.2.0", "0.2.0")])
 def test_other_versions_of_tunix(monkeypatch, version, found):
     needed = "google-tunix>=0.1.7,<0.2"
-    message = f'needs {needed}, and {found} is installed: pip install "{needed}"'
+    message = f'needs {needed}, of rlk-jax\'s extra `tunix`, and {found} is installed: pip install "rlk-jax[tunix]"'
     with monkeypatch.context() as patch:
         patch.setattr(packages, "installed_version", lambda name: version)
         with pytest.raises(ImportError, match=re.escape(message)):

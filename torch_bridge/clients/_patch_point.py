@@ -14,6 +14,8 @@ class PatchPoint:
     library: str
     versions: tuple[str, ...]
     """The major.minor versions whose source was read when `replacement` was written."""
+    install: str
+    """The command that installs one of these versions."""
     module: str
     """The home of the object."""
     name: str
@@ -31,7 +33,10 @@ class PatchPoint:
             found = "none installed"
         if ".".join(found.split(".")[:2]) not in self.versions:
             known = " and ".join(self.versions)
-            raise RuntimeError(f"torch_bridge knows {self.library} {known}, found {found}: nothing was changed.")
+            raise RuntimeError(
+                f"torch_bridge knows {self.library} {known}, found {found}: nothing was changed. "
+                f"To install what it knows: {self.install}"
+            )
         return found
 
     def read(self) -> dict[str, Any]:

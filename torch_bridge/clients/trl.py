@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlk_jax.core.packages import install_command
 from torch_bridge import _inputs
 from torch_bridge.clients._patch_point import PatchPoint
 from torch_bridge.linear_kl import linear_kl
@@ -141,11 +142,11 @@ def _scaled(temperature: float, softcap: float | None, logit_scale: float) -> tu
     return temperature / logit_scale, None if softcap is None else softcap / logit_scale
 
 
+_LIBRARY = ("trl", ("1.16",), install_command("clients"))
 PATCH_POINTS = (
-    PatchPoint("trl", ("1.16",), "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb),
+    PatchPoint(*_LIBRARY, "trl.trainer.utils", "_ChunkedLogProbFunction", (), ChunkedLogProb),
     PatchPoint(
-        "trl",
-        ("1.16",),
+        *_LIBRARY,
         "trl.kernels.chunked_divergence",
         "ChunkedDivergenceFunction",
         ("trl.trainer.distillation_trainer",),

@@ -49,6 +49,7 @@ def linear_cross_entropy(original: Any, options: dict[str, Any]) -> Callable[...
 PATCH_POINT = PatchPoint(
     "verl",
     ("0.9",),
+    'pip install "verl==0.9.*"',
     "verl.utils.kernel.linear_cross_entropy",
     "linear_cross_entropy",
     ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),

@@ -100,19 +100,25 @@ def test_a_module_imported_in_between_is_restored_too(library):
 @pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0"])
 def test_unknown_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    with pytest.raises(RuntimeError, match=rf"^torch_bridge knows trl 1\.16, found {version}: nothing was changed.$"):
+    message = (
+        f"torch_bridge knows trl 1.16, found {version}: nothing was changed. To install what it knows: pip install"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
         torch_bridge.install("trl")
 
 
-def test_a_library_that_is_missing_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "known", "command"),
+    [("trl", "1.16", 'pip install "rlk-jax[clients]"'), ("verl", "0.9", 'pip install "verl==0.9.*"')],
+)
+def test_a_library_that_is_missing_is_refused_with_the_command_that_installs_it(name, known, command, monkeypatch):
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(
-        RuntimeError, match=r"^torch_bridge knows verl 0.9, found none installed: nothing was changed.$"
-    ):
-        torch_bridge.install("verl")
+    said = f"torch_bridge knows {name} {known}, found none installed: nothing was changed. "
+    with pytest.raises(RuntimeError, match=f"^{re.escape(f'{said}To install what it knows: {command}')}$"):
+        torch_bridge.install(name)
 
 
 @pytest.mark.parametrize("function", [torch_bridge.install, torch_bridge.uninstall])
