@@ -1,4 +1,6 @@
-"""What mkdocs needs beside the pages: a page of reference for each package, and the results that pages link to."""
+"""What mkdocs needs beside the pages: a page of reference for each package, the changes, and the results that pages
+link to.
+"""
 
 import ast
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+CHANGES = "CHANGELOG.md"
 PACKAGES = (
     *("rlk_jax", "rlk_jax.dispatch", "rlk_jax.vocab_parallel", "rlk_jax.losses", "rlk_jax.nn", "rlk_jax.models"),
     *("rlk_jax.grpo", "rlk_jax.checker", "rlk_jax.clients.tunix", "torch_bridge"),
@@ -34,19 +37,24 @@ def reference_of(package: str, name: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page of reference for each package, and the results of benchmarks."""
+    """Add a page of reference for each package, the changes, and the results of benchmarks."""
     for package in PACKAGES:
         functions_first = sorted(public_names(package), key=lambda name: name[0].isupper())
         # A package inside another has a page of its own.
         entries = [reference_of(package, name) for name in functions_first if f"{package}.{name}" not in PACKAGES]
         content = "\n\n".join([f"# `{package}`", *entries])
         files.append(File.generated(config, f"reference/{package}.md", content=content))
+    changes = (ROOT / CHANGES).read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to results lead to the copies beside the pages, and one to their folder to the list of them."""
+    """Links to changes and results lead to the copies beside the pages, and one to the folder of results to the list of
+    them.
+    """
+    markdown = markdown.replace(f"](../{CHANGES})", "](changelog.md)")
     markdown = markdown.replace("](../benchmarks/results)", "](benchmarks.md)")
     return markdown.replace("](../benchmarks/results/", "](benchmarks/results/")

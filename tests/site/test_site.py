@@ -86,6 +86,14 @@ def test_nothing_is_loaded_from_elsewhere():
         assert not re.search(r"""url\(["']?(?:https?:)?//|@import""", sheet.read_text()), sheet
 
 
+def test_the_changes_are_there_and_the_start_page_leads_to_them():
+    page = (SITE / "changelog" / "index.html").read_text()
+    for heading in re.findall(r"^#+ (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
+        assert re.search(rf"<h\d [^>]*>{re.escape(heading)}<", page), heading
+    (article,) = re.findall(r"<article.*</article>", (SITE / "index.html").read_text(), re.DOTALL)
+    assert 'href="changelog/"' in article
+
+
 def test_results_that_pages_link_to_are_beside_them():
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert (SITE / "benchmarks" / "results" / path.name).read_bytes() == path.read_bytes()
