@@ -20,12 +20,14 @@ PYTHONS = ("3.12", "3.13")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PUBLIC = """
 import importlib
-for package in ("rlk_jax", "rlk_jax.checker", "rlk_jax.grpo", "rlk_jax.models", "rlk_jax.nn", "torch_bridge"):
+rooms = ("checker", "dispatch", "grpo", "losses", "models", "nn", "vocab_parallel")
+for package in ("rlk_jax", *(f"rlk_jax.{room}" for room in rooms), "torch_bridge"):
     module = importlib.import_module(package)
     for name in module.__all__:
         assert getattr(module, name) is not None
     print(module.__file__)
 """
+"""It imports all that has public names but rlk_jax.clients.tunix, whose extra is in neither environment."""
 
 
 def environment(kind: str, python: str) -> pathlib.Path:
@@ -66,10 +68,11 @@ def test_the_wheel_has_the_packages_and_nothing_else(wheel):
 
 
 def test_the_wheel_has_what_is_no_python(wheel):
-    """CUDA sources, and the contracts of the checker."""
+    """CUDA sources, the contracts of the checker, and what tells type checkers that the packages have types."""
     kinds = {pathlib.Path(name).suffix for name in wheel if name.startswith("pallas_kernels/cuda/")}
     assert {".cu", ".cuh"} <= kinds
     assert {"rlk_jax/checker/contract.json", "rlk_jax/checker/rl_kernel.json"} <= wheel
+    assert {f"{package}/py.typed" for package in PACKAGES} <= wheel
 
 
 def test_the_sdist_has_what_a_wheel_is_built_from():
@@ -97,18 +100,38 @@ def test_the_base_needs_no_extra(python, tmp_path):
     assert check.returncode == 0 and "suite=logp passed=True" in check.stdout, check.stdout + check.stderr
 
 
+TRITON = "import jax.numpy as jnp, rlk_jax; rlk_jax.logp(jnp.ones((2, 8)), jnp.zeros(2, int), implementation='triton')"
+WITHOUT_EXTRAS = {
+    "grpo": (["rlk", "grpo", "--out", "run"], "rlk grpo: error: the command needs flax, "),
+    "import": (["rlk", "import-model", "a.gguf", "model"], "rlk import-model: error: the command needs gguf, "),
+    "models": (["python", "-c", "import rlk_jax.models"], "ImportError: rlk_jax.models needs flax, safetensors, "),
+    "torch": (["python", "-c", "import torch_bridge"], "ImportError: torch_bridge needs PyTorch, "),
+    "tunix": (
+        ["python", "-c", "import rlk_jax.clients.tunix"],
+        "ImportError: rlk_jax.clients.tunix needs google-tunix",
+    ),
+    "triton": (["python", "-c", TRITON], "ValueError: logp cannot run 'triton' here: "),
+}
+"""For each extra, and for a module of one: what fails where no extra is installed, and how its last line begins."""
+
+
+@pytest.mark.parametrize("missing", WITHOUT_EXTRAS)
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_missing_extra_is_one_line(python, tmp_path):
-    folder = environment("base", python)
-    command = run(folder, "rlk", "grpo", "--out", "run", cwd=tmp_path)
-    assert command.returncode == 2 and "the command needs flax, " in command.stderr
-    assert len(command.stderr.splitlines()) == 1
-    models = run(folder, "python", "-c", "import rlk_jax.models", cwd=tmp_path)
-    assert models.stderr.splitlines()[-1].startswith("ImportError: rlk_jax.models needs flax, safetensors, ")
-    bridge = run(folder, "python", "-c", "import torch_bridge", cwd=tmp_path)
-    assert bridge.stderr.splitlines()[-1] == (
-        'ImportError: torch_bridge needs PyTorch, of rlk-jax\'s extra `torch`: pip install "rlk-jax[torch]"'
-    )
+def test_a_missing_extra_is_named_with_its_command(python, missing, tmp_path):
+    (tmp_path / "a.gguf").touch()
+    command, start = WITHOUT_EXTRAS[missing]
+    failed = run(environment("base", python), *command, cwd=tmp_path)
+    lines, extra = failed.stderr.splitlines(), "grpo" if missing == "models" else missing
+    assert lines[-1].startswith(start) and f'pip install "rlk-jax[{extra}]"' in lines[-1]
+    if command[0] == "rlk":
+        assert failed.returncode == 2 and len(lines) == 1
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_trainer_library_that_is_missing_is_named_with_its_extra(python, tmp_path):
+    folder = environment("full", python)
+    failed = run(folder, "python", "-c", "import torch_bridge; torch_bridge.install('trl')", cwd=tmp_path)
+    assert failed.stderr.splitlines()[-1].endswith('To install what it knows: pip install "rlk-jax[clients]"')
 
 
 @pytest.mark.parametrize("python", PYTHONS)
