@@ -1,1 +1,1 @@
-"""Adapters that put the ops into other JAX trainers. Each trainer has a module, which imports it."""
+"""Adapters that put the ops into other JAX trainers. Each trainer has a package, which imports it."""

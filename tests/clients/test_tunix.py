@@ -369,6 +369,24 @@ def test_chunked_logps(has_chunked, calls):
     helpers.assert_within_contract(our_moved, moved, "tunix_training", "float32", "gradient")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"implementation": "fast"}, "implementation must be "),
+        ({"implementation": "mosaic"}, "linear_logp cannot run 'mosaic' here: "),
+        ({"memory_budget": 0}, "memory_budget must be a positive number of bytes, such as 2**30, got 0."),
+    ],
+)
+@pytest.mark.parametrize("install", [client.register_policy_loss, client.install_logps, client.install_chunked_logps])
+def test_wrong_options_are_refused_before_anything_is_changed(install, wrong, message):
+    stock = common.compute_per_token_logps
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        install(**({"name": "wrong"} if install is client.register_policy_loss else {}), **wrong)
+    assert common.compute_per_token_logps is stock
+    with pytest.raises(LookupError):
+        function_registry.get_policy_loss_fn("wrong")
+
+
 def test_logps_of_another_version(monkeypatch):
     monkeypatch.setattr(common, "compute_per_token_logps", lambda model, return_entropy: None)
     with pytest.raises(RuntimeError, match="logps is with parameters model, return_entropy: nothing was changed"):

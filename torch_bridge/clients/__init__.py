@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from rlk_jax.core.checks import check_memory_budget
+from rlk_jax.clients.options import checked_options
 from rlk_jax.core.dispatch import log
-from rlk_jax.ops import OPS, explain
 from torch_bridge.clients import trl, verl
 from torch_bridge.clients._patch_point import PatchPoint
 
@@ -31,11 +30,7 @@ def install(name: str, *, implementation: str | None = None, memory_budget: int 
         bridge's object since; nothing is changed then.
     """
     patch_points = _patch_points_of(name)
-    if implementation is not None:
-        typical: Any = OPS["linear_logp"].typical
-        explain("linear_logp", *typical.arguments, implementation=implementation)
-    check_memory_budget(memory_budget)
-    options = {"implementation": implementation, "memory_budget": memory_budget}
+    options = checked_options(implementation, memory_budget)
     version = patch_points[0].checked_version()
     found = _originals(name) if name in _installed else [point.read() for point in patch_points]
     installed = []

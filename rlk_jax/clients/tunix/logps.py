@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from tunix.rl import algo_core, common, function_registry
 
+from rlk_jax.clients.options import checked_options
 from rlk_jax.clients.tunix.heads import Head, head_of, hidden_of
 from rlk_jax.core.tokens import LinearLogp
 from rlk_jax.ops import promising
@@ -41,16 +42,20 @@ def register_policy_loss(
       head: a function from the model to the `Head` that makes its logits.
       hidden: a function that returns the last hidden states `[B, T, D]`. It is called with a model, which it may
         change, and then with the arguments of the model's own call.
-      implementation, memory_budget: as in `linear_logp`.
+      implementation, memory_budget: as in `linear_logp`. A named implementation is looked for on JAX's device: that
+        comes after `jax.distributed.initialize`.
 
     Returns:
       The loss that was registered under `name`.
 
     Raises:
+      ValueError: for options that `linear_logp` does not take, and for an implementation that does not run here: on
+        JAX's device, with bfloat16. Nothing is registered then.
       LookupError: Tunix's own error, for a loss that is not registered.
       RuntimeError: for a loss that does not call `compute_per_token_logps` itself, and for a version of Tunix in which
         that function takes no `return_logits`.
     """
+    options = checked_options(implementation, memory_budget)
     stock = function_registry.get_policy_loss_fn(loss)
     if "return_logits" not in inspect.signature(common.compute_per_token_logps).parameters:
         raise RuntimeError(
@@ -58,7 +63,7 @@ def register_policy_loss(
         )
     if not isinstance(stock, FunctionType) or not {"common", "compute_per_token_logps"} <= {*stock.__code__.co_names}:
         raise RuntimeError(f"the policy loss {loss!r} does not call common.compute_per_token_logps itself.")
-    logps = _PerTokenLogps(head, hidden, {"implementation": implementation, "memory_budget": memory_budget})
+    logps = _PerTokenLogps(head, hidden, options)
     names = {
         **stock.__globals__,
         "common": SimpleNamespace(**{**vars(common), "compute_per_token_logps": logps}),
@@ -176,13 +181,15 @@ def install_logps(
       head, hidden, implementation, memory_budget: as in `register_policy_loss`.
 
     Raises:
+      ValueError: for options that `register_policy_loss` refuses; nothing is changed then.
       RuntimeError: for a version of Tunix whose function has other parameters; nothing is changed then.
     """
+    options = checked_options(implementation, memory_budget)
     _check_parameters("compute_per_token_logps", _PerTokenLogps)
     found = algo_core.compute_entropy_from_logits
     if not isinstance(found, _Entropy):
         algo_core.compute_entropy_from_logits = _Entropy(found, common.compute_per_token_logps)
-    logps = _PerTokenLogps(head, hidden, {"implementation": implementation, "memory_budget": memory_budget})
+    logps = _PerTokenLogps(head, hidden, options)
     common.compute_per_token_logps = jax.jit(
         logps, static_argnames=("pad_id", "eos_id", "stop_gradient", "return_logits", "temperature")
     )
@@ -238,12 +245,14 @@ def install_chunked_logps(
       implementation, memory_budget: as in `linear_logp`; they stand in for Tunix's chunk size.
 
     Raises:
+      ValueError: for options that `register_policy_loss` refuses; nothing is changed then.
       RuntimeError: for a version of Tunix without that function, or where it has other parameters; nothing is changed
         then.
     """
+    options = checked_options(implementation, memory_budget)
     found = _check_parameters("compute_chunked_logps", _ChunkedLogps)
     stock = found.stock if isinstance(found, _ChunkedLogps) else found
-    _write_chunked(_ChunkedLogps(stock, head, {"implementation": implementation, "memory_budget": memory_budget}))
+    _write_chunked(_ChunkedLogps(stock, head, options))
 
 
 def uninstall_chunked_logps() -> None:
