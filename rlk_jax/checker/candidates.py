@@ -121,6 +121,11 @@ def runnable(spec: OpSpec, problem: Problem) -> list[str]:
     return names + (["bridge"] if plugins.bridge_has(spec.function) else [])
 
 
+def without_implementation(spec: OpSpec) -> Unusable:
+    """What is raised where an op has no rows in the dispatch table, and no function is given in their place."""
+    return Unusable(f"{spec.function} has no implementation here: give --candidate module:function")
+
+
 def abstract(problem: Problem) -> list[Any]:
     """The shapes and dtypes of a problem's arrays, which is all that dispatch asks for."""
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in problem.inputs.values()]
@@ -129,7 +134,7 @@ def abstract(problem: Problem) -> list[Any]:
 def _choice(spec: OpSpec, problem: Problem, implementation: str | None) -> str:
     """The implementation that dispatch chooses. Raises `Unusable` where the named one cannot run, with its reasons."""
     if not spec.implementations:
-        raise Unusable(f"{spec.function} has no implementation here: give --candidate module:function")
+        raise without_implementation(spec)
     try:
         return rlk_jax.explain(
             spec.function, *abstract(problem), implementation=implementation, **problem.options

@@ -161,27 +161,29 @@ def _draw(options: argparse.Namespace, dtype: str) -> Draw:
 
 def _all(options: argparse.Namespace, device: jax.Device) -> list[OperatorCheckReport]:
     """Check all that --op, --candidate, --dtype and --input-mode leave. Raises `Unusable` where nothing is left."""
-    reports, refused = [], Unusable("nothing runs here")
+    reports, refused = list[OperatorCheckReport](), list[Unusable]()
     for spec in _specs(options):
         for dtype in [options.dtype] if options.dtype else spec.dtypes:
             try:
                 reports += _all_of(options, device, spec, dtype)
             except Unusable as error:
-                refused = error
+                refused.append(error)
             # Thousands of programs of a CPU would take all memory mappings that a process may have.
             jax.clear_caches()
     if not reports:
-        raise refused
+        raise refused[-1]
     return reports
 
 
 def _all_of(options: argparse.Namespace, device: jax.Device, spec: OpSpec, dtype: str) -> list[OperatorCheckReport]:
-    """Check all candidates of one op in one dtype."""
+    """Check all candidates of one op in one dtype. Raises `Unusable` where there is none."""
     modes = spec.modes_of(options.input_mode or "all")
     # Every implementation takes bf16, so the second sizes are checked in bf16 alone.
     cases = draws(_draw(options, spec.dtype_of(dtype)), modes, second=dtype == "bf16")
     problem = spec.problem(cases[0])
     names = [options.candidate] if options.candidate else candidates.runnable(spec, problem)
+    if not names:
+        raise candidates.without_implementation(spec)
     return [_suite(options, spec, device, name, cases) for name in names]
 
 
