@@ -30,8 +30,10 @@ from jax import lax
 from rich.table import Table
 
 from benchmarks import common, peers, programs
+from benchmarks.argument_types import positive
 from benchmarks.attention_peers import CUDNN, IN_TORCH, JAX_PALLAS, PEERS, Attend, Sizes, attend_by, flash_attention
 from benchmarks.common import Candidate, Launch, temporary_bytes
+from rlk_jax.core.dispatch import IMPLEMENTATIONS
 
 _TRAINING = "8,1024,1024,16,4,128;2,4096,4096,16,4,128;1,16384,16384,16,4,128"
 _HEAD_SIZES = ";".join(f"2,4096,4096,16,4,{size}" for size in (64, 256, 80, 96, 192))
@@ -249,17 +251,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ",".join(("mosaic", *(x for x in PEERS if x != CUDNN)))
     dtypes = common.DTYPES[:2]
     parser = common.parser(
-        "attention", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,S,H,G,E", dtypes=dtypes
+        "attention",
+        __doc__,
+        shapes=SHAPES,
+        implementations=names,
+        sizes="B,T,S,H,G,E",
+        dtypes=dtypes,
+        known=(*IMPLEMENTATIONS, *PEERS),
     )
-    parser.add_argument("--window", type=common.positive, default=1024, help="tokens of a sliding window")
+    parser.add_argument("--window", type=positive, default=1024, help="tokens of a sliding window")
     options = parser.parse_args(argv)
     fixed = options.dtype, options.window
     rows = common.measure_shapes("attention", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _show(rows)
     bars = ((r.shape, f"{r.what}: {r.implementation}", r.of_copy if r.speed is None else r.speed) for r in rows)
     common.plot(options.plot, bars, f"speed, {CUDNN} of the same run = 1; without it, that of a copy")
-    compared = options.implementations.split(",")
-    return common.exit_status(r.status for r in rows if r.implementation in compared)
+    return common.exit_status(r.status for r in rows if r.implementation in options.implementations)
 
 
 if __name__ == "__main__":

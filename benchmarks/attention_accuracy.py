@@ -17,7 +17,9 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.attention_peers import CUDNN, Attend, Sizes, attend_by
+from benchmarks.argument_types import some_of
+from benchmarks.attention_peers import CUDNN, IN_JAX, Attend, Sizes, attend_by
+from rlk_jax.core.dispatch import IMPLEMENTATIONS
 
 SIZES = Sizes(2, 1024, 1024, 16, 4, 128)
 SMOKE_SIZES = Sizes(1, 16, 16, 4, 2, 16)
@@ -124,10 +126,11 @@ def _show(rows: Sequence[Row], sizes: Sizes) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_accuracy", description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=common.DTYPES[:2])
-    parser.add_argument("--implementations", default=f"mosaic,{CUDNN}", help="comma-separated names")
+    names = some_of((*IMPLEMENTATIONS, *IN_JAX))
+    parser.add_argument("--implementations", type=names, default=f"mosaic,{CUDNN}", help="comma-separated names")
     options = common.add_outputs(parser).parse_args(argv)
     sizes = SMOKE_SIZES if options.smoke else SIZES
-    rows = measure(options.dtype, options.implementations.split(","), sizes)
+    rows = measure(options.dtype, options.implementations, sizes)
     _show(rows, sizes)
     if options.json:
         common.write(options.json, "attention_accuracy", argv, rows, timing="not timed")

@@ -50,12 +50,12 @@ type Attend = Callable[..., Any]
 
 def attend_by(name: str, sizes: Sizes, window: int | None) -> Attend:
     """attention of JAX arrays by an implementation of this library, or by a peer in JAX."""
-    if name not in _IN_JAX:
+    if name not in IN_JAX:
         start = sizes.slots - sizes.length
         return functools.partial(attention, start=start, sliding_window=window, implementation=name)
     if sizes.length not in (1, sizes.slots):
         raise ValueError("its causal mask is for as many queries as keys")
-    return _IN_JAX[name](sizes, window)
+    return IN_JAX[name](sizes, window)
 
 
 def _jax_nn(implementation: str, sizes: Sizes, window: int | None) -> Attend:
@@ -83,7 +83,7 @@ def _jax_pallas(sizes: Sizes, window: int | None) -> Attend:
     return lambda query, key, value: mgpu.attention(query, key, value, config)
 
 
-_IN_JAX: dict[str, Callable[[Sizes, int | None], Attend]] = {
+IN_JAX: dict[str, Callable[[Sizes, int | None], Attend]] = {
     CUDNN: functools.partial(_jax_nn, "cudnn"),
     JAX_XLA: functools.partial(_jax_nn, "xla"),
     JAX_PALLAS: _jax_pallas,
@@ -108,4 +108,4 @@ def flash_attention(name: str, sizes: Sizes, window: int | None) -> Attend:
 
 _FLASH_MODULES = {FLASH_3: "flash_attn_interface", FLASH_4: "flash_attn.cute"}
 IN_TORCH = tuple(_FLASH_MODULES)
-PEERS = (*_IN_JAX, *IN_TORCH)
+PEERS = (*IN_JAX, *IN_TORCH)

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from benchmarks.argument_types import shape_of, some_of
+
 _SHAPE = "4096,2048,131072"
 _TIMING = "wall time of one call each"
 
@@ -164,20 +166,22 @@ def table(rows: Sequence[Row]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", help=f"N,D,V (default: {_SHAPE})")
-    parser.add_argument("--what", default=",".join(CASES), help="comma-separated: " + ", ".join(CASES))
+    parser.add_argument("--shape", type=shape_of("N,D,V"), help=f"N,D,V (default: {_SHAPE})")
+    parser.add_argument(
+        "--what", type=some_of(CASES), default=",".join(CASES), help="comma-separated: " + ", ".join(CASES)
+    )
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
     options = parser.parse_args(argv)
     if options.child is not None:
-        child(options.child, tuple(map(int, options.shape.split(","))))
+        child(options.child, options.shape)
         return 0
     from benchmarks import common  # It imports JAX, which a child measures.
 
     if options.shape is None:
         common.require_gpu("--shape names a smaller one")
-    shape = tuple(map(common.positive, (options.shape or _SHAPE).split(",")))
-    rows = [row for what in options.what.split(",") for row in measure(what, shape)]
+    shape = options.shape or shape_of("N,D,V")(_SHAPE)
+    rows = [row for what in options.what for row in measure(what, shape)]
     common.show("", table(rows))
     if options.json:
         common.write(options.json, "cold", argv, rows, _TIMING)

@@ -25,8 +25,11 @@ import jax
 from rich.table import Table
 
 from benchmarks import processes
+from benchmarks.argument_types import fraction, positive, shapes_of, some_of
 from rlk_jax.commands import doctor
+from rlk_jax.core.dispatch import IMPLEMENTATIONS
 from rlk_jax.core.gpu_memory import PREALLOCATE
+from rlk_jax.core.packages import installed_version
 from rlk_jax.core.terminal import OutputConsole
 
 
@@ -71,6 +74,11 @@ def temporary_bytes(compiled: Any) -> int | None:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+PEERS_AND_CLIENTS = (
+    *("cut-cross-entropy", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-3", "flash-attn-4"),
+    *("trl", "transformers", "accelerate", "datasets", "peft", "verl", "google-tunix"),
+)
+"""The packages that are measured or train here and that `rlk doctor` does not know."""
 
 
 def parser(
@@ -81,29 +89,20 @@ def parser(
     implementations: str,
     sizes: str = "N,D,V",
     dtypes: Sequence[str] = DTYPES,
+    known: Iterable[str] = IMPLEMENTATIONS,
 ) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark takes. `sizes` names the numbers of a shape; `shapes` are those
-    that a GPU measures unless others are asked for.
+    that a GPU measures unless others are asked for. `implementations` are the names that are measured by default, and
+    `known` are others that may be asked for.
     """
     options = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
     options.add_argument("--shapes", type=shapes_of(sizes), help=f'"{sizes};{sizes};…" (default: {shapes})')
     options.set_defaults(shapes_of_gpu=shapes)
     options.add_argument("--dtype", default=dtypes[0], choices=dtypes)
-    options.add_argument("--implementations", default=implementations, help="comma-separated names")
+    names = some_of((*known, *implementations.split(",")))
+    options.add_argument("--implementations", type=names, default=implementations, help="comma-separated names")
     options.add_argument("--rounds", type=positive, default=5, help="interleaved rounds; figures are their medians")
     return add_outputs(options)
-
-
-def shapes_of(sizes: str) -> Callable[[str], str]:
-    """A type for arguments that are shapes "1,2,3;4,5,6;…"; `sizes` names their numbers."""
-    a_shape = ",".join(["[1-9][0-9]*"] * len(sizes.split(",")))
-
-    def checked(text: str) -> str:
-        if not re.fullmatch(f"{a_shape}(;{a_shape})*", text):
-            raise argparse.ArgumentTypeError(f'must be "{sizes};{sizes};…" of positive integers, got {text!r}')
-        return text
-
-    return checked
 
 
 def asked_shapes(options: argparse.Namespace, smoke_shapes: str) -> list[str]:
@@ -124,20 +123,6 @@ def require_gpu(ways: str) -> None:
         raise SystemExit(2)
 
 
-def positive(text: str) -> int:
-    """The value of an argument that must be a positive integer."""
-    if not re.fullmatch("[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
-
-def _fraction(text: str) -> float:
-    fraction = float(text)  # argparse itself reports text that is no number
-    if not 0 < fraction <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text!r}")
-    return fraction
-
-
 def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
     options.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
     options.add_argument("--plot", type=Path, help="draw the rows as a PNG")
@@ -146,7 +131,7 @@ def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add_mask_density(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    options.add_argument("--mask-density", type=_fraction, default=1.0, help="fraction of the tokens that count")
+    options.add_argument("--mask-density", type=fraction, default=1.0, help="fraction of the tokens that count")
     return options
 
 
@@ -321,7 +306,7 @@ def measure_shapes[Row](
     rows: list[Row] = []
     for shape in asked_shapes(options, smoke_shapes):
         print(f"measuring {shape} …", file=sys.stderr)
-        rows += measure(shape, options.implementations.split(","), rounds, seconds)
+        rows += measure(shape, options.implementations, rounds, seconds)
         if options.json:
             write(options.json, module, argv, rows)
     return rows
@@ -341,6 +326,12 @@ def show(title: str, table: Table, *, width: int = 120) -> None:
     console.print(title, table)
 
 
+def recorded_versions() -> dict[str, str | None]:
+    """The versions of the packages that `rlk doctor` knows, and of those of `PEERS_AND_CLIENTS` that are installed."""
+    found = {name: installed_version(name) for name in PEERS_AND_CLIENTS}
+    return doctor.package_versions() | {name: version for name, version in found.items() if version is not None}
+
+
 def write(
     path: Path,
     module: str,
@@ -355,7 +346,7 @@ def write(
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "timing": timing,
-        "packages": doctor.package_versions(),
+        "packages": recorded_versions(),
         "rows": [asdict(r) for r in rows],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")

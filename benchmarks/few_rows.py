@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks import common, programs
+from benchmarks.argument_types import positive
 from benchmarks.decoder import DecoderSizes
 from benchmarks.invariance import CASES, SMOKE_CASE
 from rlk_jax import det_gemm
@@ -125,7 +126,7 @@ def _show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.few_rows", description=__doc__)
-    parser.add_argument("--rounds", type=common.positive, default=3, help="programs that are traced")
+    parser.add_argument("--rounds", type=positive, default=3, help="programs that are traced")
     options = common.add_outputs(parser).parse_args(argv)
     if not options.smoke:
         common.require_gpu("--smoke has small ones")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.argument_types import positive
 from benchmarks.common import Candidate, compiled_candidate
 from benchmarks.linear_logp import naive
 from rlk_jax import linear_logp
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = common.parser(
         "few_tokens", __doc__, shapes=SHAPES, implementations=f"mosaic,{NAIVE}", dtypes=("bfloat16",)
     )
-    parser.add_argument("--scan", type=common.positive, help="also measure steps of a scan of this length")
+    parser.add_argument("--scan", type=positive, help="also measure steps of a scan of this length")
     options = parser.parse_args(argv)
     lengths = [1] if options.scan is None else [1, options.scan]
     rows = common.measure_shapes("few_tokens", options, argv, SMOKE_SHAPES, functools.partial(measure, lengths))

@@ -29,6 +29,7 @@ from rich.table import Table
 from benchmarks import common, processes, programs
 from benchmarks.linear_logp import naive, naive_of_logits
 from rlk_jax import linear_grpo_loss, linear_logp
+from rlk_jax.core.dispatch import IMPLEMENTATIONS
 from rlk_jax.grpo import GrpoConfig, LossOptions, policy_loss
 from rlk_jax.grpo.head import MeshHead
 from rlk_jax.grpo.layers import STOCK
@@ -225,7 +226,13 @@ def _show(rows: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     names = f"naive,xla,mosaic,{ONE_CALL}mosaic"
     parser = common.parser(
-        "grpo", __doc__, shapes=SHAPES, implementations=names, sizes="B,T,D,L,V", dtypes=["bfloat16"]
+        "grpo",
+        __doc__,
+        shapes=SHAPES,
+        implementations=names,
+        sizes="B,T,D,L,V",
+        dtypes=["bfloat16"],
+        known=[*IMPLEMENTATIONS, *(ONE_CALL + x for x in IMPLEMENTATIONS)],
     )
     parser.add_argument("--meshes", default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
     parser.add_argument("--rollout", action="store_true", help="sample the sequences of an update first")
@@ -233,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = STEP if options.rollout else UPDATE
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
     shapes = common.asked_shapes(options, SMOKE_SHAPES)
-    cases = itertools.product(shapes, options.meshes.split(";"), options.implementations.split(","))
+    cases = itertools.product(shapes, options.meshes.split(";"), options.implementations)
     rows: list[Row] = []
     for shape, mesh, candidate in cases:
         rows.append(measure(shape, mesh, what, candidate, rounds, seconds))

@@ -26,6 +26,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.argument_types import positive
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, make_mesh
 from rlk_jax.grpo.text_steps import build_text_steps
@@ -167,13 +168,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="directory of a checkpoint")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of rlk prompts arithmetic")
     parser.add_argument("--kind", choices=("invariant", "stock"), default="invariant")
-    parser.add_argument("--prompts-per-step", type=common.positive, default=8)
-    parser.add_argument("--samples", type=common.positive, default=8)
-    parser.add_argument("--new-tokens", type=common.positive, default=512)
-    parser.add_argument("--steps", type=common.positive, default=5)
+    parser.add_argument("--prompts-per-step", type=positive, default=8)
+    parser.add_argument("--samples", type=positive, default=8)
+    parser.add_argument("--new-tokens", type=positive, default=512)
+    parser.add_argument("--steps", type=positive, default=5)
     parser.add_argument("--remat", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--devices", type=common.positive, help="compare bits of so many devices")
+    parser.add_argument("--devices", type=positive, help="compare bits of so many devices")
     parser.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
     options = parser.parse_args(argv)
     if options.devices is not None:

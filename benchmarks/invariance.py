@@ -17,7 +17,7 @@ largest |log-prob of the training forward − log-prob recorded while decoding| 
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from benchmarks import common, decoder, programs
+from benchmarks.argument_types import positive, some_of
 from benchmarks.common import Candidate, Launch
 from benchmarks.decoder import OPERATIONS, DecoderSizes, Operations
 
@@ -301,24 +302,13 @@ def _show(rows: Sequence[Row], kinds: Sequence[str]) -> None:
     common.show(f"the price of invariance, {jax.devices()[0].device_kind}", table, width=150)
 
 
-def _some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    names = tuple(known)
-
-    def checked(text: str) -> list[str]:
-        if unknown := [x for x in text.split(",") if x not in names]:
-            raise argparse.ArgumentTypeError(f"must be names among {', '.join(names)}, got {', '.join(unknown)}")
-        return text.split(",")
-
-    return checked
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.invariance", description=__doc__)
     phases = list(dict.fromkeys(x for case in CASES.values() for x in case.phases))
-    parser.add_argument("--decoders", type=_some_of(CASES), help="comma-separated names (default: all)")
-    parser.add_argument("--phases", type=_some_of(phases), default=phases, help="comma-separated names")
-    parser.add_argument("--layers", type=_some_of(OPERATIONS), default=[*OPERATIONS], help="comma-separated names")
-    parser.add_argument("--rounds", type=common.positive, default=3, help="interleaved rounds; figures are medians")
+    parser.add_argument("--decoders", type=some_of(CASES), help="comma-separated names (default: all)")
+    parser.add_argument("--phases", type=some_of(phases), default=phases, help="comma-separated names")
+    parser.add_argument("--layers", type=some_of(OPERATIONS), default=[*OPERATIONS], help="comma-separated names")
+    parser.add_argument("--rounds", type=positive, default=3, help="interleaved rounds; figures are medians")
     options = common.add_outputs(parser).parse_args(argv)
     if not (options.smoke or options.decoders):
         common.require_gpu("--smoke has small ones, and --decoders names one")

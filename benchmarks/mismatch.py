@@ -16,6 +16,7 @@ import jax
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.argument_types import positive
 from rlk_jax.grpo import GrpoConfig
 from rlk_jax.grpo.steps import build_steps, make_mesh
 from rlk_jax.grpo.tasks import load_task
@@ -88,7 +89,7 @@ def _show(rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mismatch", description=__doc__)
-    parser.add_argument("--steps", type=common.positive, default=10, help="steps of GRPO (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=10, help="steps of GRPO (default: %(default)s)")
     common.add_outputs(parser)
     options = parser.parse_args(argv)
     run = (1, 0, SMOKE) if options.smoke else (options.steps, WARMUP, {})

@@ -2,8 +2,10 @@
 
 The first shape is so small that a GPU has finished before the host has launched the next call: its times are what a
 call costs the host. On larger shapes "over jax" is the time for which the bridge leaves the GPU waiting, since bridge
-and JAX op run the same programs. Memory is the most that JAX's and torch's allocators hold beyond inputs and results.
-All candidates of a shape are timed in turn, round after round, each back to back for half a second first.
+and JAX op run the same programs, with a memory budget of 256 MiB. Two more rows are of the bridge with the default
+budget, and with one that holds all exponentials. Memory is the most that JAX's and torch's allocators hold beyond
+inputs and results. All candidates of a shape are timed in turn, round after round, each back to back for half a second
+first.
 """
 
 import functools
@@ -24,14 +26,18 @@ from rlk_jax import linear_logp
 SHAPES = "8,64,1000;4096,4096,131072"
 SMOKE_SHAPES = "8,16,100"
 BUDGET = 256 * 2**20
+"""The memory budget of all candidates of ours but `OTHER_BUDGETS`, in bytes."""
 JAX, COMPILED = "jax", "torch.compile"
-BRIDGES = {"bridge": False, "bridge validate": True}
-"""The candidates that call torch_bridge, and whether each validates its arguments."""
+BRIDGE, VALIDATING = "bridge", "bridge validate"
+DEFAULT_BUDGET, ALL_KEPT = OTHER_BUDGETS = "bridge default budget", "bridge all kept"
+"""The bridge with the budget that a call has by default, and with one that holds all exponentials."""
+BRIDGES = (BRIDGE, VALIDATING, *OTHER_BUDGETS)
+"""The candidates that call torch_bridge, by how much memory they take."""
 LEAST = "autograd and DLPack"
 """The work that no bridge can do without; see `_least`."""
 ONE_THREAD = " in one thread"
 """The end of the names of candidates whose backward torch's autograd runs in the thread that calls it."""
-OURS = (*BRIDGES, "bridge" + ONE_THREAD, LEAST, LEAST + ONE_THREAD, JAX)
+OURS = (*BRIDGES, BRIDGE + ONE_THREAD, LEAST, LEAST + ONE_THREAD, JAX)
 """The candidates that need no other library than JAX and torch."""
 
 
@@ -104,13 +110,21 @@ def _in_one_thread(launch: Launch) -> Launch:
     return replace(launch, start=start)
 
 
-def _bridge(validate: bool, inputs: Inputs) -> dict[str, Candidate]:
+def budget_of(name: str, tokens: int, vocab: int, dtype: str) -> int | None:
+    """The memory budget of one of `BRIDGES` in bytes; None is the default one."""
+    # Kept exponentials are in two parts beside a float32 head, and take half of the budget.
+    all_kept = (8 if dtype == "float32" else 2) * tokens * vocab * 11 // 10
+    return {DEFAULT_BUDGET: None, ALL_KEPT: all_kept}.get(name, BUDGET)
+
+
+def _bridge(name: str, inputs: Inputs) -> dict[str, Candidate]:
     """torch_bridge.linear_logp."""
     bridge: Any = importlib.import_module("torch_bridge")
-    ids = inputs.tensors[2]
+    ids, weight = inputs.tensors[2], inputs.arrays[1]
+    budget = budget_of(name, len(ids), weight.shape[0], weight.dtype.name)
 
     def loss(hidden: Any, weight: Any) -> Any:
-        return bridge.linear_logp(hidden, weight, ids, validate=validate, memory_budget=BUDGET)
+        return bridge.linear_logp(hidden, weight, ids, validate=name == VALIDATING, memory_budget=budget)
 
     found = peers.both_passes(loss, inputs.tensors[:2], inputs.upstream)
     results = {"forward": inputs.upstream.nbytes, "forward+backward": sum(x.nbytes for x in inputs.tensors[:2])}
@@ -178,7 +192,7 @@ def candidates_of(name: str, inputs: Inputs) -> dict[str, Candidate]:
     """Both passes of one of `OURS` or of a peer; raises what that raises where it cannot run."""
     base = name.removesuffix(ONE_THREAD)
     if base in BRIDGES:
-        found = _bridge(BRIDGES[base], inputs)
+        found = _bridge(base, inputs)
     elif base == LEAST:
         found = _least(inputs)
     elif base == JAX:
@@ -195,14 +209,15 @@ def measure(dtype: str, shape: str, names: Sequence[str], rounds: int, seconds: 
     def by_pass(name: str) -> dict[tuple[str, str], Candidate]:
         return {(name, what): x for what, x in candidates_of(name, inputs).items()}
 
-    # The bridges are built first: up to then, JAX's peak of memory is theirs alone.
-    names = sorted(names, key=lambda name: name.removesuffix(ONE_THREAD) not in BRIDGES)
+    # The bridges are built first, and that with the most memory last: up to then, JAX's peak of memory is theirs alone.
+    order = {name: i for i, name in enumerate(BRIDGES)}
+    names = sorted(names, key=lambda name: order.get(name.removesuffix(ONE_THREAD), len(order)))
     builders = {(name, ""): functools.partial(by_pass, name) for name in names}
     found, failed = common.measure_candidates(builders, rounds, seconds)
     rows = [Row(shape, dtype, *key, status) for key, status in failed.items()]
     for (name, what), x in found.items():
         jax_op, compiled = found.get((JAX, what)), found.get((COMPILED, what))
-        over = None if jax_op is None else 1e3 * (x.ms - jax_op.ms)
+        over = None if jax_op is None or name in OTHER_BUDGETS else 1e3 * (x.ms - jax_op.ms)
         of_compile = None if compiled is None else x.ms / compiled.ms
         rows.append(Row(shape, dtype, name, what, "pass", x.ms, over, of_compile, x.extra_mib))
     return rows
@@ -226,7 +241,7 @@ def _print(rows: Sequence[Row], device: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     common.share_gpu_with_torch()
     names = (*OURS, COMPILED, "liger triton (mean loss)", "cce")
-    parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names))
+    parser = common.parser("torch_bridge", __doc__, shapes=SHAPES, implementations=",".join(names), known=peers.PEERS)
     options = parser.parse_args(argv)
     rows = common.measure_shapes("torch_bridge", options, argv, SMOKE_SHAPES, functools.partial(measure, options.dtype))
     _print(rows, jax.devices()[0].device_kind)

@@ -5,8 +5,8 @@ the rest. The model has the sizes of a known one and random weights, or is read 
 activations are computed again in the backward. A step is all that the trainer does for one batch but sampling:
 log-probs, loss, backward, AdamW. "core" is the part of it from the loss on. "head" is the time in the fused head,
 forward and backward, from steps of their own that wait before and after it. Each candidate runs in a process of its
-own. Memory is the most that torch's and JAX's allocators held, and what the device had in use at the end, beyond what
-it had before.
+own. Memory is what the device has in use at the end, beyond what it had before: neither allocator gives back what
+it once took. Beside it stands the most that torch's and JAX's allocators held for tensors and arrays.
 """
 
 import argparse
@@ -23,12 +23,13 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import common, processes
+from benchmarks.argument_types import batch_sizes, positive, some_of
 from benchmarks.trl_steps import (
     BOTH,
     BRIDGE,
     LIGER,
+    MODELS,
     QWEN,
-    SMOLLM2,
     STOCK,
     TINY,
     TRAINERS,
@@ -68,8 +69,8 @@ class Row:
     """The most sequences with which a step fits; None where they were not searched."""
 
     @property
-    def memory_mib(self) -> float | None:
-        """What both allocators held at their peaks."""
+    def allocators_mib(self) -> float | None:
+        """What both allocators held at their peaks, together."""
         return None if self.torch_mib is None or self.jax_mib is None else self.torch_mib + self.jax_mib
 
 
@@ -123,7 +124,8 @@ def _largest(case: Case, candidate: str) -> int:
 def _show(rows: Sequence[Row]) -> None:
     case = "trainer", "model", "completions", "candidate"
     times = "step", "of stock", "core", "of stock", "head"
-    table = Table(*case, *times, "memory", "of stock", "largest batch", "loss", "gradient norm")
+    memory = "memory", "of stock", "torch and JAX", "of stock"
+    table = Table(*case, *times, *memory, "largest batch", "loss", "gradient norm")
     of_stock = {(r.trainer, r.model, r.sequences, r.tokens): r for r in rows if r.candidate == STOCK}
     for r in rows:
         named = r.trainer, r.model, f"{r.sequences} × {r.tokens}", r.candidate
@@ -136,23 +138,26 @@ def _show(rows: Sequence[Row]) -> None:
             *common.beside(r.step_ms, None if stock is None else stock.step_ms, "ms"),
             *common.beside(r.core_ms, None if stock is None else stock.core_ms, "ms"),
             "" if r.head_ms is None else f"{r.head_ms:.1f} ms",
-            *common.beside(r.memory_mib, None if stock is None else stock.memory_mib, "MiB"),
+            *common.beside(r.device_mib, None if stock is None else stock.device_mib, "MiB"),
+            *common.beside(r.allocators_mib, None if stock is None else stock.allocators_mib, "MiB"),
             "" if r.largest is None else str(r.largest),
             f"{r.losses[-1]:.6f}",
             f"{r.grad_norms[-1]:.5f}",
         )
-    common.show("Steps of TRL's trainers; medians", table, width=190)
+    common.show("Steps of TRL's trainers; medians", table, width=220)
 
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks.trl", description=__doc__)
-    options.add_argument("--trainers", default=",".join(TRAINERS), help="comma-separated names")
-    help_text = f"comma-separated: {QWEN}, {SMOLLM2}, {TINY}, or a checkpoint's folder (default: {QWEN})"
-    options.add_argument("--models", help=help_text)
+    options.add_argument("--trainers", type=some_of(TRAINERS), default=",".join(TRAINERS), help="comma-separated names")
+    help_text = f"comma-separated: {', '.join(MODELS)}, or a checkpoint's folder (default: {QWEN})"
+    options.add_argument("--models", type=some_of(MODELS, folders=True), help=help_text)
     help_text = f"sequences x tokens of a batch, comma-separated (default: {_COMPLETIONS})"
-    options.add_argument("--completions", help=help_text)
-    options.add_argument("--candidates", default=",".join(CANDIDATES), help="comma-separated names")
-    options.add_argument("--steps", type=common.positive, default=10, help="timed steps, whose median is printed")
+    options.add_argument("--completions", type=batch_sizes, help=help_text)
+    options.add_argument(
+        "--candidates", type=some_of(CANDIDATES), default=",".join(CANDIDATES), help="comma-separated names"
+    )
+    options.add_argument("--steps", type=positive, default=10, help="timed steps, whose median is printed")
     options.add_argument("--largest", action="store_true", help="search the largest batch that fits, too")
     return common.add_outputs(options)
 
@@ -163,14 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     common.share_gpu_with_torch()
     if not (options.smoke or options.models or options.completions):
         common.require_gpu(f"--smoke has small ones, and --models {TINY} --completions 4x8 names some")
-    models, batches, steps = options.models or QWEN, options.completions or _COMPLETIONS, options.steps
+    models, steps = options.models or [QWEN], options.steps
+    batches = options.completions or batch_sizes(_COMPLETIONS)
     if options.smoke:
-        models, batches, steps = TINY, "4x8", 2
+        models, batches, steps = [TINY], [(4, 8)], 2
     rows: list[Row] = []
-    for trainer, model, batch in itertools.product(options.trainers.split(","), models.split(","), batches.split(",")):
-        sequences, tokens = map(int, batch.split("x"))
-        case = Case(trainer, model, sequences, tokens)
-        for candidate in options.candidates.split(","):
+    for trainer, model, batch in itertools.product(options.trainers, models, batches):
+        case = Case(trainer, model, *batch)
+        for candidate in options.candidates:
             row = measure(case, candidate, steps)
             if options.largest and row.status == "pass":
                 row = replace(row, largest=_largest(case, candidate))

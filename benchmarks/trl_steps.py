@@ -50,6 +50,8 @@ _SIZES = {
         "tie_word_embeddings": True,
     },
 }
+MODELS = QWEN, SMOLLM2, TINY
+"""The models that may be asked for by name."""
 _PROMPT_TOKENS = 16
 
 

@@ -24,6 +24,7 @@ import jax
 from rich.table import Table
 
 from benchmarks import common, processes
+from benchmarks.argument_types import positive, shapes_of, some_of
 from benchmarks.tunix_cases import CANDIDATES, STOCK, Case
 from rlk_jax.grpo.usage import peak_memory
 
@@ -108,10 +109,12 @@ def _show(rows: Sequence[Row]) -> None:
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks.tunix", description=__doc__)
-    options.add_argument("--models", type=common.shapes_of(_MODEL), default="256,4,32768", help=f'"{_MODEL};…"')
-    options.add_argument("--batches", type=common.shapes_of(_BATCH), default="4,4,32", help=f'"{_BATCH};…"')
-    options.add_argument("--candidates", default=",".join(CANDIDATES), help="comma-separated names")
-    options.add_argument("--rollouts", type=common.positive, default=5, help="timed rollouts, each trained on twice")
+    options.add_argument("--models", type=shapes_of(_MODEL), default="256,4,32768", help=f'"{_MODEL};…"')
+    options.add_argument("--batches", type=shapes_of(_BATCH), default="4,4,32", help=f'"{_BATCH};…"')
+    options.add_argument(
+        "--candidates", type=some_of(CANDIDATES), default=",".join(CANDIDATES), help="comma-separated names"
+    )
+    options.add_argument("--rollouts", type=positive, default=5, help="timed rollouts, each trained on twice")
     return common.add_outputs(options)
 
 
@@ -125,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for model, batch in itertools.product(models.split(";"), batches.split(";")):
         case = Case(*map(int, f"{model},{batch}".split(",")))
-        for candidate in options.candidates.split(","):
+        for candidate in options.candidates:
             rows.append(measure(case, candidate, rollouts))
             if options.json:
                 common.write(options.json, "tunix", argv, rows, "wall time, median, a process per candidate")

@@ -23,6 +23,7 @@ from benchmarks import common
 from benchmarks.common import Candidate, compiled_candidate
 from benchmarks.linear_logp import IGNORED, SMOKE_SHAPES, Inputs, make_inputs
 from rlk_jax import linear_logp, vocab_parallel
+from rlk_jax.core.dispatch import IMPLEMENTATIONS
 
 SHAPES = "8192,4096,131072"
 DEGREES = (1, 2, 4, 8)
@@ -138,7 +139,9 @@ def _print(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=",".join(CANDIDATES))
+    known = [x + reduction for x in IMPLEMENTATIONS for reduction in ("", " canonical")]
+    names = ",".join(CANDIDATES)
+    parser = common.parser("vocab_parallel", __doc__, shapes=SHAPES, implementations=names, known=known)
     options = common.add_mask_density(parser).parse_args(argv)
     fixed = DEGREES[:2] if options.smoke else DEGREES, options.dtype, options.mask_density
     rows = common.measure_shapes("vocab_parallel", options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))

@@ -428,12 +428,50 @@ def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(
         (mismatch, ["--steps", "ten"], "argument --steps: must be a positive integer, got 'ten'"),
         (vocab_parallel, ["--mask-density", "0.0"], "--mask-density: must be above 0 and at most 1, got '0.0'"),
         (logits_ops, ["--mask-density", "1.5"], "--mask-density: must be above 0 and at most 1, got '1.5'"),
+        (trl, ["--trainers", "grpo,foo"], "--trainers: must be names among grpo, sft, distillation, got foo"),
+        (
+            trl,
+            ["--models", "qwen"],
+            "must be names among qwen2.5-0.5b, smollm2-135m, tiny and folders that exist, got q",
+        ),
+        (trl, ["--completions", "8"], "--completions: must be \"8x512,32x512,…\", sequences x tokens, got '8'"),
+        (soak, ["--what", "brige"], "--what: must be names among bridge, stock, limits, command, got brige"),
+        (cold, ["--what", "naiv"], "--what: must be names among linear_logp, naive, torch_bridge, got naiv"),
+        (cold, ["--shape", "8,64"], "--shape: must be \"N,D,V\" of positive integers, got '8,64'"),
     ],
 )
 def test_bad_arguments(capsys, benchmark, arguments, message):
     with pytest.raises(SystemExit, match="2"):
-        benchmark.main(["--smoke", *arguments])
+        benchmark.main(arguments)
     assert message in capsys.readouterr().err
+
+
+COMPARING = [attention, attention_accuracy, det_gemm, few_tokens, grpo, linear_cross_entropy, linear_grpo_loss]
+COMPARING += [linear_kl, linear_logp, logits_ops, torch_bridge, vocab_parallel, trl, tunix]
+
+
+@pytest.mark.parametrize("benchmark", COMPARING)
+def test_an_unknown_candidate_is_refused_with_those_that_are_known(capsys, benchmark, monkeypatch):
+    monkeypatch.setenv(common.PREALLOCATE, "")  # which restores the variable after the test
+    option = "--candidates" if benchmark in (trl, tunix) else "--implementations"
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--smoke", option, "magic"])
+    *_, said = capsys.readouterr().err.splitlines()
+    assert re.search(rf"argument {option}: must be names among \w.*, got magic$", said)
+
+
+def test_a_checkpoints_folder_is_a_model_of_trl(tmp_path):
+    assert trl._options().parse_args(["--models", f"tiny,{tmp_path}"]).models == ["tiny", str(tmp_path)]
+
+
+def test_a_record_has_the_versions_of_peers_and_clients_that_are_installed(monkeypatch, tmp_path):
+    versions = {"trl": "1.16.0", "jax": "0.11.2"}
+    monkeypatch.setattr(common, "installed_version", versions.get)
+    monkeypatch.setattr(common.doctor, "installed_version", versions.get)
+    common.write(tmp_path / "rows.json", "linear_logp", [], [])
+    packages = json.loads((tmp_path / "rows.json").read_text())["packages"]
+    assert packages["trl"] == "1.16.0" and packages["jax"] == "0.11.2" and packages["torch"] is None
+    assert set(packages) == {"rlk-jax", *common.doctor.PACKAGES, "trl"}
 
 
 @pytest.mark.parametrize(
@@ -451,8 +489,8 @@ def test_status_1_where_no_candidate_could_run(benchmark, tmp_path, capsys, monk
         return measure_shapes(*arguments)
 
     monkeypatch.setattr(common, "measure_shapes", checked)
-    picture = tmp_path / "rows.png"
-    assert benchmark.main(["--smoke", "--implementations", "magic", "--plot", str(picture)]) == 1
+    picture, absent = tmp_path / "rows.png", "cce" if benchmark is torch_bridge else "mosaic"
+    assert benchmark.main(["--smoke", "--implementations", absent, "--plot", str(picture)]) == 1
     assert picture.exists() != (f"nothing to draw in {picture}" in capsys.readouterr().err)
 
 
@@ -580,7 +618,8 @@ def test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed(
     """The candidates of this test compute nothing."""
     if benchmark is torch_bridge:
         pytest.importorskip("torch")
-    fails = BASELINES[benchmark] if failing == "baseline" else "xla"
+    own = {torch_bridge: ("bridge", "bridge validate")}.get(benchmark, ("xla", "deterministic"))
+    fails = BASELINES[benchmark] if failing == "baseline" else own[0]
     failed, ran = set(), set()
 
     def candidate(key):
@@ -602,7 +641,7 @@ def test_every_benchmark_goes_on_where_a_candidate_fails_while_it_is_timed(
 
     monkeypatch.setattr(common, "_build", build)
     out, picture = tmp_path / "rows.json", tmp_path / "rows.png"
-    names = ",".join({"xla", "deterministic", BASELINES[benchmark]} - {"GEMM", "cuBLAS", "copy: negation"})
+    names = ",".join({*own, BASELINES[benchmark]} - {"GEMM", "cuBLAS", "copy: negation"})
     arguments = ["--smoke", "--implementations", names, "--json", str(out), "--plot", str(picture)]
     assert benchmark.main(arguments) == 0
     rows = json.loads(out.read_text())["rows"]
@@ -673,6 +712,18 @@ def test_torch_bridge_smoke(tmp_path, compiled_quickly):
     passed = {(r["candidate"], r["what"]) for r in rows if r["status"] == "pass"}
     assert passed == {(n, w) for n in torch_bridge.OURS for w in ("forward", "forward+backward")}
     assert {r["candidate"] for r in rows if r["status"].startswith("not available")} >= {"torch.compile", "cce"}
+    compared = {r["candidate"] for r in rows if r["over_jax_us"] is not None}
+    assert compared == set(torch_bridge.OURS) - set(torch_bridge.OTHER_BUDGETS)
+
+
+def test_budgets_of_the_bridge():
+    found = {name: torch_bridge.budget_of(name, 8192, 151936, "bfloat16") for name in torch_bridge.BRIDGES}
+    assert found == {
+        "bridge": 256 * 2**20,
+        "bridge validate": 256 * 2**20,
+        "bridge default budget": None,
+        "bridge all kept": 2 * 8192 * 151936 * 11 // 10,
+    }
 
 
 def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch, only_lowered):
@@ -808,7 +859,7 @@ def test_cold(tmp_path, capsys, monkeypatch, compiled_quickly):
         assert next(iter(stages.seconds)).startswith("import") and len(stages.seconds) > 3, name
 
 
-def test_a_soak_judges_memory_by_thirds_and_curves_by_their_bounds():
+def test_a_soak_judges_curves_by_thirds_and_by_their_bounds():
     flat, rising = [5.0, 100, 100, 100, 100, 101, 101, 7], [5.0, 5, 100, 100, 101.5, 101.5]
     curves = {"step ms": rising, "host MiB": flat, "device MiB": rising, "programs on disk MiB": rising}
     row = soak.Row("a run", "pass", curves=curves, bounds={"programs on disk MiB": 101, "step ms": 101.5})
@@ -816,7 +867,17 @@ def test_a_soak_judges_memory_by_thirds_and_curves_by_their_bounds():
     assert soak.exceeded(row) == ["programs on disk MiB reached 101.5 of 101"]
 
 
-@pytest.mark.parametrize(("smoke", "status"), [(True, "pass"), (False, "failed: host MiB rose from 2.0 to 4.0")])
+@pytest.mark.parametrize(("last", "faults"), [(109.0, []), (111.0, ["step ms rose from 100.0 to 111.0"])])
+def test_a_soak_judges_the_drift_of_step_times_by_medians(last, faults):
+    """The first third, and a step that compiles, say nothing."""
+    curves = {"step ms": [900.0, 900, 900, 100, 5000, 100, last, last, 9000]}
+    assert soak.risen(soak.Row("a run", "pass", curves=curves)) == faults
+
+
+@pytest.mark.parametrize(
+    ("smoke", "status"),
+    [(True, "pass"), (False, "failed: step ms rose from 2.0 to 4.0; host MiB rose from 2.0 to 4.0")],
+)
 def test_only_a_long_soak_is_judged(monkeypatch, tmp_path, capsys, smoke, status):
     curves = {"step ms": [1.0, 2, 4], "host MiB": [1.0, 2, 4]}
     monkeypatch.setattr(soak, "runs", lambda smoke: {"command": lambda: (curves, {})})
@@ -826,7 +887,8 @@ def test_only_a_long_soak_is_judged(monkeypatch, tmp_path, capsys, smoke, status
     assert soak.main(arguments) == int(not smoke)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["status"] == status and row["curves"] == curves and picture.stat().st_size > 1000
-    assert "last of middle" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "last of middle" in shown and "1.10" in shown and "1.01" in shown
 
 
 FOR_A_GPU = [attention, cold, det_gemm, few_rows, few_tokens, grpo, grpo_plan, invariance, linear_cross_entropy]
