@@ -44,6 +44,22 @@ def batch_sizes(text: str) -> list[tuple[int, int]]:
     return [(int(sequences), int(tokens)) for sequences, tokens in (x.split("x") for x in text.split(","))]
 
 
+def meshes(text: str) -> list[str]:
+    """The value of an argument "data=2,tensor=1;data=1,tensor=2;…": the meshes."""
+    a_mesh = "data=[1-9][0-9]*,tensor=[1-9][0-9]*"
+    if not re.fullmatch(f"{a_mesh}(;{a_mesh})*", text):
+        raise argparse.ArgumentTypeError(f'must be "data=N,tensor=M;…" of positive integers, got {text!r}')
+    return text.split(";")
+
+
+def output_path(text: str) -> Path:
+    """The value of an argument that names a file to write: it would be missed only when all is measured."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write {path.name} in")
+    return path
+
+
 def some_of(known: Iterable[str], *, folders: bool = False) -> Callable[[str], list[str]]:
     """A type for arguments that are comma-separated names among those that are known, or existing folders too."""
     names = tuple(dict.fromkeys(known))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.argument_types import shape_of, some_of
+from benchmarks.argument_types import output_path, shape_of, some_of
 
 _SHAPE = "4096,2048,131072"
 _TIMING = "wall time of one call each"
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--what", type=some_of(CASES), default=",".join(CASES), help="comma-separated: " + ", ".join(CASES)
     )
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
+    parser.add_argument("--json", type=output_path, help="write the rows with command, date, device and versions")
     options = parser.parse_args(argv)
     if options.child is not None:
         child(options.child, options.shape)

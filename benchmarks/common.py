@@ -25,7 +25,7 @@ import jax
 from rich.table import Table
 
 from benchmarks import processes
-from benchmarks.argument_types import fraction, positive, shapes_of, some_of
+from benchmarks.argument_types import fraction, output_path, positive, shapes_of, some_of
 from rlk_jax.commands import doctor
 from rlk_jax.core.dispatch import IMPLEMENTATIONS
 from rlk_jax.core.gpu_memory import PREALLOCATE
@@ -124,8 +124,8 @@ def require_gpu(ways: str) -> None:
 
 
 def add_outputs(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    options.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
-    options.add_argument("--plot", type=Path, help="draw the rows as a PNG")
+    options.add_argument("--json", type=output_path, help="write the rows with command, date, device and versions")
+    options.add_argument("--plot", type=output_path, help="draw the rows as a PNG")
     options.add_argument("--smoke", action="store_true", help="one tiny case, one short round")
     return options
 

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from benchmarks import common, processes, programs
+from benchmarks.argument_types import meshes
 from benchmarks.linear_logp import naive, naive_of_logits
 from rlk_jax import linear_grpo_loss, linear_logp
 from rlk_jax.core.dispatch import IMPLEMENTATIONS
@@ -234,13 +235,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtypes=["bfloat16"],
         known=[*IMPLEMENTATIONS, *(ONE_CALL + x for x in IMPLEMENTATIONS)],
     )
-    parser.add_argument("--meshes", default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
+    parser.add_argument("--meshes", type=meshes, default=ONE_DEVICE, help='"data=N,tensor=M;data=N,tensor=M;…"')
     parser.add_argument("--rollout", action="store_true", help="sample the sequences of an update first")
     options = parser.parse_args(argv)
     what = STEP if options.rollout else UPDATE
     rounds, seconds = (1, 0.0) if options.smoke else (options.rounds, 1.0)
     shapes = common.asked_shapes(options, SMOKE_SHAPES)
-    cases = itertools.product(shapes, options.meshes.split(";"), options.implementations)
+    cases = itertools.product(shapes, options.meshes, options.implementations)
     rows: list[Row] = []
     for shape, mesh, candidate in cases:
         rows.append(measure(shape, mesh, what, candidate, rounds, seconds))

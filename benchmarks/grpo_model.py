@@ -26,8 +26,9 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import common
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import output_path, positive
 from rlk_jax.grpo import GrpoConfig
+from rlk_jax.grpo.run_config import BadInput
 from rlk_jax.grpo.steps import TrainingSteps, TrainState, make_mesh
 from rlk_jax.grpo.text_steps import build_text_steps
 from rlk_jax.grpo.text_task import load_text_task
@@ -163,6 +164,17 @@ def profile_table(run: Callable[[], Any]) -> Table:
     return table
 
 
+def measure(options: argparse.Namespace) -> list[Row]:
+    """The rows of a run. Raises BadInput for a model, prompts or a configuration that no run may have."""
+    if options.devices is not None:
+        return bits_rows(options)
+    run = build(options)
+    state, rows = run.timed(run.steps.initial_state(), options.steps)
+    if options.profile:
+        common.show("", profile_table(lambda: run.steps.grpo_step(state, options.steps)))
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="directory of a checkpoint")
@@ -175,15 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--remat", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--devices", type=positive, help="compare bits of so many devices")
-    parser.add_argument("--json", type=Path, help="write the rows with command, date, device and versions")
+    parser.add_argument("--json", type=output_path, help="write the rows with command, date, device and versions")
     options = parser.parse_args(argv)
-    if options.devices is not None:
-        rows = bits_rows(options)
-    else:
-        run = build(options)
-        state, rows = run.timed(run.steps.initial_state(), options.steps)
-        if options.profile:
-            common.show("", profile_table(lambda: run.steps.grpo_step(state, options.steps)))
+    try:
+        rows = measure(options)
+    except BadInput as problem:
+        parser.error(str(problem))
     table = Table("layers", "what", "value", "unit")
     for row in rows:
         table.add_row(row.kind, row.what, f"{row.value:.6g}", row.unit)

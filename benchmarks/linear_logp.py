@@ -267,13 +267,17 @@ def add_passes(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def run_benchmark(module: str, options: argparse.Namespace, argv: Sequence[str] | None, build: CandidatesOf) -> int:
     """Measure as the options say; print, write and draw the rows. Returns the exit status."""
-    fixed = build, options.dtype, options.mask_density, [x for x in options.passes.split(";") if x]
+    passes = [x for x in options.passes.split(";") if x]
+    fixed = build, options.dtype, options.mask_density, passes
     rows = common.measure_shapes(module, options, argv, SMOKE_SHAPES, functools.partial(measure, *fixed))
     _show(module, rows)
     compared = [r for r in rows if r.what != GEMM[1]]
     by_pass = sorted(compared, key=lambda r: r.what)
     bars = ((r.shape, f"{r.what}: {r.implementation}", r.of_gemm) for r in by_pass)
     common.plot(options.plot, bars, "time, in bare GEMMs of the same run")
+    if unknown := set(passes) - {r.what for r in compared}:
+        print(f"no candidate was measured in a pass {', '.join(map(repr, sorted(unknown)))}", file=sys.stderr)
+        return 1
     return common.exit_status(r.status for r in compared)
 
 

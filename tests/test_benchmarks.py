@@ -435,6 +435,13 @@ def test_a_rollout_records_its_own_log_probs_of_the_logits_that_it_samples_from(
             "must be names among qwen2.5-0.5b, smollm2-135m, tiny and folders that exist, got q",
         ),
         (trl, ["--completions", "8"], "--completions: must be \"8x512,32x512,…\", sequences x tokens, got '8'"),
+        (trl, ["--json", "no/rows.json"], "argument --json: there is no folder no to write rows.json in"),
+        (grpo, ["--meshes", "data=2"], "--meshes: must be \"data=N,tensor=M;…\" of positive integers, got 'data=2'"),
+        (
+            grpo_model,
+            ["--model", "no", "--prompts", "no"],
+            "error: no is no directory: that of a checkpoint is",
+        ),
         (soak, ["--what", "brige"], "--what: must be names among bridge, stock, limits, command, got brige"),
         (cold, ["--what", "naiv"], "--what: must be names among linear_logp, naive, torch_bridge, got naiv"),
         (cold, ["--shape", "8,64"], "--shape: must be \"N,D,V\" of positive integers, got '8,64'"),
@@ -444,6 +451,12 @@ def test_bad_arguments(capsys, benchmark, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_pass_that_no_candidate_has_is_told(capsys, only_lowered):
+    arguments = ["--smoke", "--implementations", "naive", "--passes", "forward;backward"]
+    assert linear_logp.main(arguments) == 1
+    assert capsys.readouterr().err.endswith("no candidate was measured in a pass 'backward'\n")
 
 
 COMPARING = [attention, attention_accuracy, det_gemm, few_tokens, grpo, linear_cross_entropy, linear_grpo_loss]
