@@ -1,10 +1,14 @@
-"""Every Python block of README.md and docs/ runs as printed, alone."""
+"""Every Python block of README.md and docs/ runs as printed, alone, and every line that calls rlk can be pasted."""
 
+import argparse
 import dataclasses
+import itertools
 import re
+import shlex
 
 import pytest
 
+from rlk_jax import cli
 from rlk_jax.grpo import GrpoConfig
 from tests.support import helpers
 from tests.support.snippets import PAGES, ROOT, Snippet, configuration, run, snippets_of
@@ -104,6 +108,49 @@ def test_a_snippet_has_no_name_and_no_file_of_another(tmp_path):
 )
 def test_what_configures_the_process_owns_it(code, how):
     assert configuration(code) == how
+
+
+def calls_of_rlk(text: str) -> list[list[str]]:
+    """The arguments of each call of rlk in a page's blocks of shell, and in those that name no language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [x for language, block in blocks if language in SHELLS for x in block.replace("\\\n", " ").splitlines()]
+    found = []
+    for line in filter(re.compile(r"\brlk ").search, lines):
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.wordchars += "=:,"
+        for is_between, words in itertools.groupby(lexer, lambda word: set(word) <= set("();<>|&")):
+            call = [] if is_between else list(itertools.dropwhile(re.compile(r"\w+=").match, words))
+            found += [call[1:]] if call[:1] == ["rlk"] else []
+    return found
+
+
+SHELLS = ("sh", "bash", "shell", "")
+CALLS = [
+    pytest.param(call, id=f"{page.name}: {' '.join(call)}") for page in PAGES for call in calls_of_rlk(page.read_text())
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_of_rlk_parses(call, monkeypatch):
+    """The command line itself parses it, and runs nothing. No call has placeholders, so that each can be pasted."""
+    parsed, parse = [], argparse.ArgumentParser.parse_known_args
+
+    def parsed_only(parser, *arguments):
+        options, unknown = parse(parser, *arguments)
+        options.run = parsed.append
+        return options, unknown
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed_only)
+    cli.main(call)
+    assert [options.command for options in parsed] == call[:1]
+
+
+def test_calls_of_rlk_are_found_in_lines_of_shell():
+    lines = ["A=1 rlk sft --data a.jsonl \\\n    --steps 2 > log  # rlk", "pip install x && rlk doctor; rlk check"]
+    page = "\n".join(["```sh", *lines, "```\n"])
+    calls = [["sft", "--data", "a.jsonl", "--steps", "2"], ["doctor"], ["check"]]
+    assert calls_of_rlk(page + page.replace("sh", "text")) == calls
+    assert len(CALLS) >= 30
 
 
 def test_links_lead_somewhere():
