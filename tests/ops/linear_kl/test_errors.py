@@ -119,9 +119,9 @@ BAD = {
     ),
     "dtype": ({"hidden": jnp.ones((2, 3, 8), int)}, "hidden must be bfloat16, float16 or float32, got int32."),
     "implementation": ({"implementation": "torch"}, "implementation must be one of"),
-    "no such implementation": (
+    "an implementation of another device": (
         {"implementation": "cuda"},
-        "linear_kl cannot run 'cuda' here: linear_kl has no such implementation in this release.",
+        "linear_kl cannot run 'cuda' here: needs compute capability 9.0 (Hopper), not cpu.",
     ),
 }
 
