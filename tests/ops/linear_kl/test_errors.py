@@ -121,7 +121,7 @@ BAD = {
     "implementation": ({"implementation": "torch"}, "implementation must be one of"),
     "an implementation of another device": (
         {"implementation": "cuda"},
-        "linear_kl cannot run 'cuda' here: needs compute capability 9.0 (Hopper), not cpu.",
+        "linear_kl cannot run 'cuda' here: needs compute capability 9.0 (Hopper), not cpu; ",
     ),
 }
 
