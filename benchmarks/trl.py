@@ -6,7 +6,8 @@ activations are computed again in the backward. A step is all that the trainer d
 log-probs, loss, backward, AdamW. "core" is the part of it from the loss on. "head" is the time in the fused head,
 forward and backward, from steps of their own that wait before and after it. Each candidate runs in a process of its
 own. Memory is what the device has in use at the end, beyond what it had before: neither allocator gives back what
-it once took. Beside it stands the most that torch's and JAX's allocators held for tensors and arrays.
+it once took. Beside it stands the most that torch's and JAX's allocators held for tensors and arrays, and "state", the
+part of that which no head can spare: weights, their gradients and the optimizer's state.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from benchmarks.trl_steps import (
     installed,
     peaks,
     run,
+    state_mib,
     timed_head,
 )
 
@@ -67,6 +69,8 @@ class Row:
     grad_norms: list[float] = field(default_factory=list)
     largest: int | None = None
     """The most sequences with which a step fits; None where they were not searched."""
+    state_mib: float | None = None
+    """What the trainer holds with any head: `state_mib` of trl_steps."""
 
     @property
     def allocators_mib(self) -> float | None:
@@ -94,7 +98,7 @@ def _measure(case: Case, candidate: str, steps: int) -> Row:
     before = device_bytes(torch)
     with tempfile.TemporaryDirectory() as folder, installed(candidate):
         timed, clock = run(case, candidate, folder, steps + _WARM_STEPS), Clock(torch)
-        memory = peaks(torch, candidate, before)
+        memory, state = peaks(torch, candidate, before), state_mib(timed)
         with timed_head(clock):
             run(case, candidate, folder, _HEAD_STEPS)
     logs = [x for x in timed.state.log_history if "grad_norm" in x][_WARM_STEPS:]
@@ -111,6 +115,7 @@ def _measure(case: Case, candidate: str, steps: int) -> Row:
         *memory,
         [x["loss"] for x in logs],
         [x["grad_norm"] for x in logs],
+        state_mib=state,
     )
 
 
@@ -124,7 +129,7 @@ def _largest(case: Case, candidate: str) -> int:
 def _show(rows: Sequence[Row]) -> None:
     case = "trainer", "model", "completions", "candidate"
     times = "step", "of stock", "core", "of stock", "head"
-    memory = "memory", "of stock", "torch and JAX", "of stock"
+    memory = "memory", "of stock", "torch and JAX", "of stock", "state"
     table = Table(*case, *times, *memory, "largest batch", "loss", "gradient norm")
     of_stock = {(r.trainer, r.model, r.sequences, r.tokens): r for r in rows if r.candidate == STOCK}
     for r in rows:
@@ -140,11 +145,12 @@ def _show(rows: Sequence[Row]) -> None:
             "" if r.head_ms is None else f"{r.head_ms:.1f} ms",
             *common.beside(r.device_mib, None if stock is None else stock.device_mib, "MiB"),
             *common.beside(r.allocators_mib, None if stock is None else stock.allocators_mib, "MiB"),
+            "" if r.state_mib is None else f"{r.state_mib:.1f} MiB",
             "" if r.largest is None else str(r.largest),
             f"{r.losses[-1]:.6f}",
             f"{r.grad_norms[-1]:.5f}",
         )
-    common.show("Steps of TRL's trainers; medians", table, width=220)
+    common.show("Steps of TRL's trainers; medians", table, width=240)
 
 
 def _options() -> argparse.ArgumentParser:

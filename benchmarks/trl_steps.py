@@ -324,3 +324,12 @@ def peaks(torch: Any, candidate: str, before: int) -> tuple[float | None, float 
         of_jax = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     held = torch.cuda.max_memory_allocated(), of_jax, device_bytes(torch) - before
     return held[0] / 2**20, held[1] / 2**20, held[2] / 2**20
+
+
+def state_mib(trainer: Any) -> float:
+    """MiB that a trainer holds with any head: weights, gradients of what is trained, and the optimizer's state."""
+    models = [x for x in (trainer.model, getattr(trainer, "teacher_model", None)) if x is not None]
+    weights = [x for model in models for x in model.parameters()]
+    gradients = [x for x in trainer.model.parameters() if x.requires_grad]
+    moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    return sum(x.nbytes for x in (*weights, *gradients, *moments)) / 2**20

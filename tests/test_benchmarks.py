@@ -479,11 +479,13 @@ def test_a_checkpoints_folder_is_a_model_of_trl(tmp_path):
 
 def test_the_table_of_trl_has_the_devices_memory_beside_the_allocators(capsys):
     losses = {"losses": [0.5], "grad_norms": [1.5]}
-    stock = trl.Row("grpo", "tiny", 4, 8, trl.STOCK, "pass", 10.0, 9.0, 1.0, 1000.0, 0.0, 2000.0, **losses)
+    stock = trl.Row(
+        "grpo", "tiny", 4, 8, trl.STOCK, "pass", 10.0, 9.0, 1.0, 1000.0, 0.0, 2000.0, **losses, state_mib=750.0
+    )
     bridge = trl.Row("grpo", "tiny", 4, 8, trl.BRIDGE, "pass", 9.0, 9.0, 1.0, 900.0, 300.0, 2500.0, **losses)
     trl._show([stock, bridge])
     head, *rows = (x for x in capsys.readouterr().out.splitlines() if "memory" in x or "bridge" in x)
-    assert re.search(r"memory\W+of stock\W+torch and JAX\W+of stock", head)
+    assert re.search(r"memory\W+of stock\W+torch and JAX\W+of stock\W+state", head)
     assert re.search(r"2500\.0 MiB\W+1\.250\W+1200\.0 MiB\W+1\.200", rows[0])
 
 

@@ -10,7 +10,7 @@ from tests.support.tiny_trl import torch  # It skips where TRL is not installed.
 
 assert torch is not None
 from benchmarks import trl  # noqa: E402
-from benchmarks.trl_steps import TINY, Case  # noqa: E402
+from benchmarks.trl_steps import TINY, Case, _model  # noqa: E402
 
 
 def test_steps_with_the_bridge_have_the_losses_of_stock():
@@ -20,6 +20,10 @@ def test_steps_with_the_bridge_have_the_losses_of_stock():
         assert len(row.losses) == len(row.grad_norms) == 2 and min(row.step_ms, row.core_ms, row.head_ms) > 0
     stock, bridge = (np.array([*row.losses, *row.grad_norms]) for row in rows)
     helpers.assert_error(np.abs(bridge - stock).max(), "trl_training", "float32", "forward")
+    # A float32 parameter has its gradient and AdamW's two moments; AdamW counts steps besides.
+    parameters = sum(x.numel() for x in _model(TINY).parameters())
+    for row in rows:
+        assert 16 * parameters <= row.state_mib * 2**20 < 16.5 * parameters
 
 
 @pytest.mark.full
