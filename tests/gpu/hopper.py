@@ -1,5 +1,8 @@
 """linear_logp's and det_gemm's implementations by kernels, as pytest parameters."""
 
+from typing import Any
+
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.cuda import build
@@ -10,3 +13,13 @@ needs_triton = pytest.mark.skipif(call.why_missing() is not None, reason=str(cal
 HEAD_KERNELS = ("mosaic", pytest.param("triton", marks=needs_triton), pytest.param("cuda", marks=needs_cuda))
 """linear_logp's implementations by kernels that run on Hopper; Triton's run elsewhere too."""
 every_implementation = pytest.mark.parametrize("implementation", ["mosaic", pytest.param("cuda", marks=needs_cuda)])
+
+
+def by_kernels_and_dtype(*mosaics_alone: Any) -> pytest.MarkDecorator:
+    """Parameters `kernels` and `dtype`: all kernels with both 16-bit dtypes, and `mosaic` with others besides."""
+    found = []
+    for entry in HEAD_KERNELS:
+        name, marks = (entry, ()) if isinstance(entry, str) else (entry.values[0], entry.marks)
+        for dtype in (jnp.bfloat16, jnp.float16, *(mosaics_alone if name == "mosaic" else ())):
+            found.append(pytest.param(name, dtype, marks=marks, id=f"{name}-{jnp.dtype(dtype).name}"))
+    return pytest.mark.parametrize(("kernels", "dtype"), found)

@@ -3,6 +3,7 @@ nearly equal heads, memory.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import rlk_jax
 from rlk_jax import linear_kl
 from rlk_jax.ops.linear_kl.options import KlOptions
+from tests.gpu import golden
 from tests.gpu.hopper import HEAD_KERNELS
 from tests.ops.linear_kl import test_list_shards, test_shards
 from tests.ops.linear_kl import test_top_k as listed
@@ -150,6 +152,23 @@ def test_bits(kernels, kind, dtype):
             assert_same_bits(x[real], e[index[real]])
         if name.startswith("masked"):
             assert_same_bits((actual.weight, actual.bias), (expected.weight, expected.bias))
+
+
+def golden_outputs(kernels: str) -> dict[str, jax.Array]:
+    """Divergences and gradients of both kinds of teachers."""
+    found = {}
+    for kind, dtype in itertools.product(KINDS, (jnp.bfloat16, jnp.float16)):
+        of_head = divergences.found(BITS, divergences.make(BITS, dtype), kernels, kind=kind)
+        of_list = listed.found(LISTS[0], listed.make(LISTS[0], dtype), kind, kernels)
+        for teacher, outputs in (("head", of_head), ("list", of_list)):
+            for name, x in outputs._asdict().items():
+                if x is not None:
+                    found[f"{kind}, {teacher}, {jnp.dtype(dtype).name} {name}"] = x
+    return found
+
+
+def test_golden_hashes(kernels):
+    golden.check("linear_kl", lambda: golden_outputs(kernels), kernels)
 
 
 _OF_SHARDS = {**test_shards.CASE.options, "global_vocab_size": 8180, "teacher_global_vocab_size": 8180}
