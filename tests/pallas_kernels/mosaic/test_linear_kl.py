@@ -44,13 +44,61 @@ EVERYTHING = Case(
 )
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Make `mosaic` run in the interpreter. New memory holds NaN, as it may on a GPU."""
-    row = dispatch.Implementation("mosaic", hopper.mosaic(MACHINE), promises_bits=True)
-    monkeypatch.setitem(dispatch.TABLE, "linear_kl", (row, *dispatch.TABLE["linear_kl"][1:]))
+def interpret(monkeypatch, name, functions):
+    """Make the implementation of this name run by `functions` in the interpreter. New memory holds NaN, as it may on a
+    GPU.
+    """
+    row = dispatch.Implementation(name, functions, promises_bits=True)
+    others = (x for x in dispatch.TABLE["linear_kl"] if x.name != name)
+    monkeypatch.setitem(dispatch.TABLE, "linear_kl", (row, *others))
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    interpret(monkeypatch, "mosaic", hopper.mosaic(MACHINE))
+
+
+def check_against_float64(case, kind, dtype, implementation):
+    case = of_kind(case, kind)
+    problem = divergences.make(case, dtype)
+    expected = divergences.gold(case, problem)
+    actual = divergences.found(case, with_anything_where_nothing_counts(problem, case), implementation)
+    assert_found(actual, expected, dtype)
+    if problem.completion_mask is not None:
+        assert not actual.values[~problem.completion_mask].any() and not actual.hidden[~problem.completion_mask].any()
+    assert not actual.weight[case.real :].any()
+
+
+def check_identical_heads(kind, implementation):
+    """The divergence and every gradient are exactly 0."""
+    case = of_kind(Case("same", (9,), 64, 64, 300, 300, bias=True, noise=0.0), kind)
+    for x in jax.tree.leaves(divergences.found(case, divergences.make(case, BF16), implementation)):
+        assert not x.any()
+
+
+def check_bits(kind, implementation):
+    """Slices of one chunk, with masked rows between the others. The forward has slices because the teacher's head is
+    copied, and kernels see heads of two layouts.
+    """
+    options = {"global_vocab_size": 512, "weight_layout": "dv"}
+    case = of_kind(Case("bits", (20,), 64, 60, 576, 512, options=options), kind)
+    problem = divergences.make(case, BF16)._replace(completion_mask=jnp.ones(20, bool), temperature=jnp.ones(20))
+    expected = divergences.found(case, problem, implementation)
+    index = np.insert(np.arange(20), [0, 1, 7], -1)
+    actual = divergences.found(case, rows_of(problem, index, np.nan), implementation, memory_budget=1)
+    real = index >= 0
+    assert_same_bits(actual._replace(values=actual.values[real], hidden=actual.hidden[real]), expected)
+
+
+def check_shards(kind, count, implementation):
+    """They have the bits of whole heads, with NaN in padding and masked rows."""
+    case = of_kind(dataclasses.replace(CASE, dim=64, teacher_dim=64), kind)
+    problem = divergences.make(case, BF16)
+    expected = divergences.found(case, problem, implementation)
+    spoilt = with_anything_where_nothing_counts(problem, case)
+    assert_same_bits(one_rank_after_another(case, spoilt, implementation, count), expected)
 
 
 @cover(
@@ -60,14 +108,7 @@ def interpreted(monkeypatch):
 )
 def test_against_float64(case, kind, dtype):
     """In make test with all options; the forward divergence is that of exchanged heads."""
-    case = of_kind(case, kind)
-    problem = divergences.make(case, dtype)
-    expected = divergences.gold(case, problem)
-    actual = divergences.found(case, with_anything_where_nothing_counts(problem, case), "mosaic")
-    assert_found(actual, expected, dtype)
-    if problem.completion_mask is not None:
-        assert not actual.values[~problem.completion_mask].any() and not actual.hidden[~problem.completion_mask].any()
-    assert not actual.weight[case.real :].any()
+    check_against_float64(case, kind, dtype, "mosaic")
 
 
 @cover(
@@ -129,10 +170,8 @@ def test_a_row_of_a_list_has_its_bits_alone():
 
 @cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "forward")
 def test_identical_student_and_teacher(kind):
-    """The divergence and every gradient are exactly 0. Sums of both heads go by the same code for every kind."""
-    case = of_kind(Case("same", (9,), 64, 64, 300, 300, bias=True, noise=0.0), kind)
-    for x in jax.tree.leaves(divergences.found(case, divergences.make(case, BF16), "mosaic")):
-        assert not x.any()
+    """Sums of both heads go by the same code for every kind."""
+    check_identical_heads(kind, "mosaic")
 
 
 @pytest.mark.full
@@ -152,30 +191,17 @@ def test_a_teacher_near_the_student(kind):
 
 @cover("kind", [(kind,) for kind in KINDS], lambda kind: kind == "reverse")
 def test_bits(kind):
-    """Slices of one chunk, with masked rows between the others. All kinds go over the same slices. The forward has
-    slices because the teacher's head is copied, and kernels see heads of two layouts.
-    """
-    options = {"global_vocab_size": 512, "weight_layout": "dv"}
-    case = of_kind(Case("bits", (20,), 64, 60, 576, 512, options=options), kind)
-    problem = divergences.make(case, BF16)._replace(completion_mask=jnp.ones(20, bool), temperature=jnp.ones(20))
-    expected = divergences.found(case, problem, "mosaic")
-    index = np.insert(np.arange(20), [0, 1, 7], -1)
-    actual = divergences.found(case, rows_of(problem, index, np.nan), "mosaic", memory_budget=1)
-    real = index >= 0
-    assert_same_bits(actual._replace(values=actual.values[real], hidden=actual.hidden[real]), expected)
+    """All kinds go over the same slices."""
+    check_bits(kind, "mosaic")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "count"), [("reverse", 2), ("jsd", 2), ("forward", 8)])
 def test_shards_have_the_bits_of_whole_heads(kind, count):
-    """With NaN in padding and masked rows. In make test, test_linear_kl_lowers (test_shard_map.py) has the types, and
-    test_same_bits_at_every_degree (tests/ops/linear_kl/test_shards.py) what shards of all implementations share.
+    """In make test, test_linear_kl_lowers (test_shard_map.py) has the types, and test_same_bits_at_every_degree
+    (tests/ops/linear_kl/test_shards.py) what shards of all implementations share.
     """
-    case = of_kind(dataclasses.replace(CASE, dim=64, teacher_dim=64), kind)
-    problem = divergences.make(case, BF16)
-    expected = divergences.found(case, problem, "mosaic")
-    spoilt = with_anything_where_nothing_counts(problem, case)
-    assert_same_bits(one_rank_after_another(case, spoilt, "mosaic", count), expected)
+    check_shards(kind, count, "mosaic")
 
 
 @pytest.mark.full
