@@ -73,6 +73,14 @@ def temporary_bytes(compiled: Any) -> int | None:
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
+def budget_for_all(tokens: int, weight: Any) -> int:
+    """A memory budget in bytes that holds the exponentials of so many tokens over a head `[V, D]`, and a tenth more.
+
+    Beside a float32 head they are in two parts, and take half of the budget.
+    """
+    return (8 if weight.dtype == "float32" else 2) * tokens * weight.shape[0] * 11 // 10
+
+
 DTYPES = ("bfloat16", "float16", "float32")
 PEERS_AND_CLIENTS = (
     *("cut-cross-entropy", "liger-kernel", "quack-kernels", "flash-attn", "flash-attn-3", "flash-attn-4"),

@@ -167,11 +167,8 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
         rankings["rank"] = {"return_target_rank": True}
         for what, wanted in rankings.items():
             found[f"forward, {what}"] = build(lambda h, w, t, wanted=wanted: logp(h, w, t, **wanted), *operands)
-        # Kept exponentials are in two parts beside a float32 head, and take half of the budget.
         is_float32 = inputs.weight.dtype == jnp.float32
-        bytes_of_logit = 8 if is_float32 else 2
-        logits = inputs.hidden.shape[0] * inputs.weight.shape[0]
-        holds_all: dict[str, Any] = {"memory_budget": bytes_of_logit * logits * 11 // 10}
+        holds_all: dict[str, Any] = {"memory_budget": common.budget_for_all(len(inputs.hidden), inputs.weight)}
         passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
         for what, options in passes.items():
             found[f"forward+backward, {what}"] = build(gradient((0, 1), **options), *operands, g, work=3)

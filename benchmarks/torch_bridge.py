@@ -110,18 +110,16 @@ def _in_one_thread(launch: Launch) -> Launch:
     return replace(launch, start=start)
 
 
-def budget_of(name: str, tokens: int, vocab: int, dtype: str) -> int | None:
+def budget_of(name: str, tokens: int, weight: jax.Array) -> int | None:
     """The memory budget of one of `BRIDGES` in bytes; None is the default one."""
-    # Kept exponentials are in two parts beside a float32 head, and take half of the budget.
-    all_kept = (8 if dtype == "float32" else 2) * tokens * vocab * 11 // 10
-    return {DEFAULT_BUDGET: None, ALL_KEPT: all_kept}.get(name, BUDGET)
+    return {DEFAULT_BUDGET: None, ALL_KEPT: common.budget_for_all(tokens, weight)}.get(name, BUDGET)
 
 
 def _bridge(name: str, inputs: Inputs) -> dict[str, Candidate]:
     """torch_bridge.linear_logp."""
     bridge: Any = importlib.import_module("torch_bridge")
-    ids, weight = inputs.tensors[2], inputs.arrays[1]
-    budget = budget_of(name, len(ids), weight.shape[0], weight.dtype.name)
+    ids = inputs.tensors[2]
+    budget = budget_of(name, len(ids), inputs.arrays[1])
 
     def loss(hidden: Any, weight: Any) -> Any:
         return bridge.linear_logp(hidden, weight, ids, validate=name == VALIDATING, memory_budget=budget)

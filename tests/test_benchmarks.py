@@ -742,7 +742,8 @@ def test_torch_bridge_smoke(tmp_path, compiled_quickly):
 
 
 def test_budgets_of_the_bridge():
-    found = {name: torch_bridge.budget_of(name, 8192, 151936, "bfloat16") for name in torch_bridge.BRIDGES}
+    weight = jax.ShapeDtypeStruct((151936, 4096), "bfloat16")
+    found = {name: torch_bridge.budget_of(name, 8192, weight) for name in torch_bridge.BRIDGES}
     assert found == {
         "bridge": 256 * 2**20,
         "bridge validate": 256 * 2**20,

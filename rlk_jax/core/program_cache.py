@@ -35,6 +35,7 @@ MOST_BYTES = 256 * 2**20
 MOST_XLA_BYTES = 2 * 2**30
 """All that XLA compiled from them, when a process begins to use it."""
 _OUR_NAMES = re.compile(r"[0-9a-f]{64}|[0-9a-f]{32}\.new")
+"""What programs are called, and files that are to become one."""
 _XLA_NAMES = re.compile(r".+-(cache|atime)")
 """What JAX's cache calls its files."""
 _FIRST_LINE = b"rlk_jax program 2\n"

@@ -21,11 +21,11 @@ SHAPES = (
     Case("softcap", (700,), 128, 5000, options={"logit_softcap": 30.0}, temperature=0.7),
     Case("softcap, bias, ragged", (70,), 64, 1000, bias=True, options={"logit_softcap": 2.0}, temperature="per token"),
 )
-every_dtype = by_kernels_and_dtype(jnp.float32)
+every_kernel_and_dtype = by_kernels_and_dtype(jnp.float32)
 every_shape = pytest.mark.parametrize("case", SHAPES, ids=str)
 
 
-@every_dtype
+@every_kernel_and_dtype
 @every_shape
 def test_against_float64(case, kernels, dtype):
     problem = helpers.make(case, dtype)
@@ -38,7 +38,7 @@ def test_against_float64(case, kernels, dtype):
         assert_within_contract(gradient, expected, "linear_logp_wgmma", dtype, "gradient")
 
 
-@every_dtype
+@every_kernel_and_dtype
 @every_shape
 def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, kernels, dtype):
     """With a backward, and in a forward alone."""
@@ -49,7 +49,7 @@ def test_a_mask_that_allows_everything_gives_the_bits_of_no_mask(case, kernels, 
     assert_same_bits(problem.call(case, kernels, allowed_mask=every), problem.call(case, kernels))
 
 
-@every_dtype
+@every_kernel_and_dtype
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_no_budget_and_no_batch_changes_a_bit(kernels, dtype, softcap):
     """What is kept, what is computed again, and which rows stand beside one another."""

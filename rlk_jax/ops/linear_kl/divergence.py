@@ -6,16 +6,19 @@ Because Σ b − a is 0, D(a ‖ b) = Σ a·(eᵈ − 1 − d) with d = ln(b / a
 is exactly 0, and an error of a log-sum-exp, which all columns share, cancels to first order.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from rlk_jax.core.fixed_order import rounded_product
+from rlk_jax.core.fixed_order import halving_sum, rounded_product
 from rlk_jax.core.softmax import Partial, before_softcap, fp16_scale, merged, partial_of_rows
 from rlk_jax.ops.linear_kl.options import KlConfig, KlTokens
 
 Array = jax.Array
+BYTES_PER_PAIR = 12
+"""float32 products of both heads, and what XLA keeps of the terms or gradients that it makes of them."""
 _LARGEST_DIFFERENCE = 80.0
 """Where one probability is less than e⁻⁸⁰ of the other, it adds nothing to their mixture, and eᵈ stays finite."""
 
@@ -80,6 +83,13 @@ def terms_of(config: KlConfig, student: Array, teacher: Array) -> Terms:
     if config.kind == "reverse":
         return Terms(_excess(p, q, -difference), jnp.where(p == 0, 0, rounded_product(p, difference)))
     return _terms_of_mixture(config.beta, p, q, jnp.clip(difference, -_LARGEST_DIFFERENCE, _LARGEST_DIFFERENCE))
+
+
+def sums_of_chunks(config: KlConfig, normalizers: Sequence[Normalizer], logits: Iterable[Array], columns: int) -> Terms:
+    """The terms of student and teacher, summed over each chunk of so many columns, `[N, chunks]`."""
+    logprobs = (own.logprobs(x) for own, x in zip(normalizers, logits, strict=True))
+    terms = terms_of(config, *logprobs)
+    return jax.tree.map(lambda x: halving_sum(x.reshape(-1, columns)).reshape(len(x), -1), terms)
 
 
 def _excess(a: Array, b: Array, d: Array) -> Array:

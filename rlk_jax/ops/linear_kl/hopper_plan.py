@@ -24,9 +24,8 @@ from rlk_jax.core.hopper_plan import (
     sliced_plan,
     vocabulary_of,
 )
+from rlk_jax.ops.linear_kl.divergence import BYTES_PER_PAIR
 from rlk_jax.ops.linear_kl.options import KlConfig
-
-_BYTES_OF_PRODUCTS = 12
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,7 @@ def products_plan(head: HeadConfig, dim: int, tokens: int) -> HopperPlan:
 
 def forward_plans(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPlans:
     """The plan of a pass over both heads: one slice where they are read in place."""
-    student, teacher = head_configs(config, dims, tokens)
-    fixed = _bytes_of_both(student, dims, tokens) + _tile_bytes(tokens) + _partial_bytes(student, tokens)
-    sizes = BufferSizes(_copied_bytes(teacher, dims[1]), copied_chunk_bytes(dims[0]), fixed)
-    return _with_teacher(_pass_over(student, dims[0], tokens, sizes), teacher, dims[1])
+    return _plans_over_both(config, dims, tokens, BufferSizes(0, 0, _tile_bytes(tokens)))
 
 
 def backward_plans(config: KlConfig, dims: tuple[int, int], tokens: int, needs: Needs, dtype: Any) -> TwoPlans:
@@ -69,20 +65,27 @@ def backward_plans(config: KlConfig, dims: tuple[int, int], tokens: int, needs: 
 
 def forward_plans_of_products(config: KlConfig, dims: tuple[int, int], tokens: int) -> TwoPlans:
     """The plan of a pass that brings the products of a slice with both heads to memory."""
-    student, teacher = head_configs(config, dims, tokens)
+    student, _ = head_configs(config, dims, tokens)
     sums = 2 * 4 * vocabulary_of(student).chunks * matrix_rows(tokens)
-    fixed = _bytes_of_both(student, dims, tokens) + _partial_bytes(student, tokens) + sums
-    chunk = _products_bytes(tokens) + _copied_bytes(teacher, dims[1])
-    sizes = BufferSizes(chunk, copied_chunk_bytes(dims[0]), fixed)
-    return _with_teacher(_pass_over(student, dims[0], tokens, sizes), teacher, dims[1])
+    return _plans_over_both(config, dims, tokens, BufferSizes(_products_bytes(tokens), 0, sums))
 
 
 def backward_plans_of_products(
     config: KlConfig, dims: tuple[int, int], tokens: int, needs: Needs, dtype: Any
 ) -> TwoPlans:
     """The plan of a pass that holds those products, the gradients of the student's logits, and what its sums take."""
-    partials = _partial_bytes(head_configs(config, dims, tokens)[0], tokens)
-    return _plans_of_sums(config, dims, tokens, needs, dtype, BufferSizes(_products_bytes(tokens), 0, partials))
+    student, _ = head_configs(config, dims, tokens)
+    beside = BufferSizes(_products_bytes(tokens), 0, _partial_bytes(student, tokens))
+    return _plans_of_sums(config, dims, tokens, needs, dtype, beside)
+
+
+def _plans_over_both(config: KlConfig, dims: tuple[int, int], tokens: int, beside: BufferSizes) -> TwoPlans:
+    """The plan of a forward that holds so many bytes beside the rows of both hidden states, copies and partials."""
+    student, teacher = head_configs(config, dims, tokens)
+    rows = sum(hidden_bytes(head, dim, tokens) for head, dim in zip((student, teacher), dims, strict=True))
+    fixed = rows + _partial_bytes(student, tokens) + beside.fixed
+    sizes = BufferSizes(beside.chunk + _copied_bytes(teacher, dims[1]), copied_chunk_bytes(dims[0]), fixed)
+    return _with_teacher(_pass_over(student, dims[0], tokens, sizes), teacher, dims[1])
 
 
 def _plans_of_sums(
@@ -120,22 +123,15 @@ def _copied_bytes(head: HeadConfig, dim: int) -> int:
     return copied_chunk_bytes(dim) if _is_copied(head, dim) else 0
 
 
-def _bytes_of_both(head: HeadConfig, dims: tuple[int, int], tokens: int) -> int:
-    """Bytes of the compacted rows of both hidden states."""
-    return sum(hidden_bytes(head, dim, tokens) for dim in dims)
-
-
 def _tile_bytes(tokens: int) -> int:
     """Bytes of the tiles that the blocks of a kernel over two heads hold."""
     return 4 * math.prod(stored_tiles(tokens, Machine()))
 
 
 def _products_bytes(tokens: int) -> int:
-    """Bytes of one chunk's float32 products of both heads, of the largest of each row, and of what XLA keeps of the
-    terms or gradients that it makes of them.
-    """
+    """Bytes of one chunk's pairs of products, and of the largest product of each row."""
     rows = matrix_rows(tokens)
-    return _BYTES_OF_PRODUCTS * COLUMNS * rows + 2 * 4 * padded(rows, THREADS)
+    return BYTES_PER_PAIR * COLUMNS * rows + 2 * 4 * padded(rows, THREADS)
 
 
 def _partial_bytes(head: HeadConfig, tokens: int) -> int:

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.tiles import COLUMNS, Machine
-from rlk_jax.core.fixed_order import ascending_sum, halving_sum, pairwise_sum
+from rlk_jax.core.fixed_order import ascending_sum, pairwise_sum
 from rlk_jax.core.hopper_kernels import HeadKernels
 from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
 from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Terms, raw_gradients, slopes_of, terms_of
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Terms, raw_gradients, slopes_of, sums_of_chunks
 from rlk_jax.ops.linear_kl.hopper_backward import SliceGradients, Upstream
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans_of_products
 from rlk_jax.ops.linear_kl.hopper_slices import (
@@ -48,16 +48,14 @@ def divergence_from_products(
     sums = [jax.new_ref(lax.empty(of_chunks, jnp.float32)) for _ in Terms._fields]
 
     def step(chunks: ChunkRange, index: Any) -> None:
-        slices = zip((both.student, both.teacher), both.slices(chunks, index), strict=True)
-        logits = [logits_of_slice(use, machine, *x).logits for x in slices]
-        terms = terms_of(config, *(own.logprobs(x) for own, x in zip(normalizers, logits, strict=True)))
-        number = jnp.arange(chunks.width, dtype=jnp.int32)
-        chunk = chunks.first + index * chunks.width + number
-        # The last slice of a range may have places for chunks behind it.
-        chunk = jnp.where(chunk < chunks.end, chunk, vocabulary.chunks)
-        for ref, columns in zip(sums, terms, strict=True):
-            of_slice = halving_sum(columns.reshape(-1, COLUMNS)).reshape(plan.matrix_rows, -1).T
-            ref[...] = ref[...].at[chunk].set(of_slice, mode="drop", unique_indices=True)
+        slices = both.slices(chunks, index)
+        heads = zip((both.student, both.teacher), slices, strict=True)
+        logits = [logits_of_slice(use, machine, *x).logits for x in heads]
+        where, number = slices[0].part.where, jnp.arange(chunks.width, dtype=jnp.int32)
+        # The last slice of a range may have places for chunks behind it, which are stored nowhere.
+        chunk = jnp.where(number < where.chunks, where.first_chunk + number, vocabulary.chunks + number)
+        for ref, of_slice in zip(sums, sums_of_chunks(config, normalizers, logits, COLUMNS), strict=True):
+            ref[...] = ref[...].at[chunk].set(of_slice.T, mode="drop", unique_indices=True)
 
     over_slices(plan, step)
 

@@ -19,7 +19,7 @@ from pallas_kernels.products import padded
 from pallas_kernels.triton import linear_logp as kernels
 from pallas_kernels.triton.linear_logp import TILE_COLUMNS, TILE_ROWS, ColumnRange
 from rlk_jax.core import head as one_head
-from rlk_jax.core.fixed_order import ascending_sum, halving_sum, pairwise_sum
+from rlk_jax.core.fixed_order import ascending_sum, pairwise_sum
 from rlk_jax.core.head import kernel_memory_budget, least_columns, room_for_slices
 from rlk_jax.core.rows import Compacted, compact
 from rlk_jax.core.shard import Gather
@@ -34,6 +34,7 @@ from rlk_jax.core.triton_slices import (
     width_within,
 )
 from rlk_jax.ops.linear_kl.divergence import (
+    BYTES_PER_PAIR,
     KlStatistics,
     SliceLogits,
     Slopes,
@@ -41,7 +42,7 @@ from rlk_jax.ops.linear_kl.divergence import (
     raw_gradients,
     row_scale,
     slopes_of,
-    terms_of,
+    sums_of_chunks,
 )
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
@@ -66,8 +67,6 @@ from rlk_jax.ops.linear_kl.top_k import (
 
 Array = jax.Array
 _SUMS_OF_CHUNK = 4
-_BYTES_PER_PAIR = 12
-"""float32 products of both heads, and what XLA keeps of the terms or gradients that it makes of them."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class _RowsOfBoth:
         config, dim = self.student.head.config, self.student.head.shape.dim
         budget = kernel_memory_budget(config, dim + teacher_dim, len(self.rows.active))
         beside = bytes_of_rows(needs, self.rows.size, dim, dtype) + (2 * teacher_dim + bytes_of_sums) * self.rows.size
-        column = _BYTES_PER_PAIR * self.rows.size
+        column = BYTES_PER_PAIR * self.rows.size
         least = least_columns(config, dim + teacher_dim, len(self.rows.active)) * column
         room = room_for_slices(budget - beside, bytes_of_chain(needs, self.rows.size, dim), least)
         return width_within(config, room, column)
@@ -174,9 +173,7 @@ def _divergence_from_head(both: _RowsOfBoth, teacher: _RowsOfOne, gather: Gather
 
     def step(where: ColumnRange, width: int, carry: None) -> tuple[None, Any]:
         found = (x.logits(where, width).logits for x in (both.student, teacher))
-        logprobs = (normalizer.logprobs(x) for normalizer, x in zip(normalizers, found, strict=True))
-        terms = terms_of(both.config, *logprobs)
-        return None, jax.tree.map(lambda x: halving_sum(_in_chunks(x)).reshape(both.rows.size, -1), terms)
+        return None, sums_of_chunks(both.config, normalizers, found, TILE_COLUMNS)
 
     sums = gather(jax.tree.map(pairwise_sum, _over_slices(both, step, None)[1]))
     value, slope = map(ascending_sum, sums)
