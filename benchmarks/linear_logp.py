@@ -36,8 +36,12 @@ MIXED = "bfloat16/float32"
 """The dtypes of hidden and of the head, where they differ."""
 KEPT_IDS = 50
 """How many ids of a row a sampler has kept."""
-TOP_KS = 20, 128
-"""How many of the most probable tokens a caller lists."""
+RANKINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("top 20", {"return_top_k": 20}),
+    ("top 128", {"return_top_k": 128}),
+    ("rank", {"return_target_rank": True}),
+)
+"""What a caller asks for of the most probable tokens, by name."""
 GEMM = "GEMM", "G"
 """The implementation and the pass of the baseline."""
 
@@ -58,9 +62,37 @@ class Row:
     extra_mib: float | None = None
 
 
-def naive(hidden: jax.Array, weight: jax.Array, target_ids: jax.Array, **options: Any) -> jax.Array:
-    """Log-probabilities as a trainer writes them without this library."""
-    return naive_of_logits(hidden @ weight.T, target_ids)
+def naive(
+    hidden: jax.Array,
+    weight: jax.Array,
+    target_ids: jax.Array,
+    *,
+    allowed_ids: jax.Array | None = None,
+    allowed_mask: jax.Array | None = None,
+    return_top_k: int | None = None,
+    return_target_rank: bool = False,
+    **options: Any,
+) -> Any:
+    """Log-probabilities, and what `linear_logp` returns for these options, as a trainer writes them without this
+    library. Other options are left out.
+    """
+    logits = hidden @ weight.T
+    if allowed_ids is not None or allowed_mask is not None:
+        logits = jnp.where(_is_allowed(logits.shape, allowed_ids, allowed_mask), logits, -jnp.inf)
+    values = naive_of_logits(logits, target_ids)
+    if return_top_k:
+        return values, jax.lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), return_top_k)
+    if return_target_rank:
+        return values, (logits > jnp.take_along_axis(logits, target_ids[:, None], axis=1)).sum(axis=1)
+    return values
+
+
+def _is_allowed(shape: tuple[int, ...], ids: jax.Array | None, mask: jax.Array | None) -> jax.Array:
+    """What each row may take, as booleans of the logits' shape."""
+    if mask is None:
+        return jnp.zeros(shape, bool).at[jnp.arange(shape[0])[:, None], ids].set(True)
+    columns = jnp.arange(shape[1])
+    return (mask[:, columns // 32] >> (columns % 32).astype(jnp.uint32)) & 1 != 0
 
 
 def naive_of_logits(logits: jax.Array, target_ids: jax.Array) -> jax.Array:
@@ -138,7 +170,7 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
     ids = jnp.where(inputs.active, inputs.target_ids, IGNORED) if masked else inputs.target_ids
 
     def logp(h: jax.Array, w: jax.Array, t: jax.Array, b: jax.Array | None = None, **options: Any) -> Any:
-        return linear_logp(h, w, t, b, implementation=name, **options) if is_ours else naive(h, w, t)
+        return linear_logp(h, w, t, b, implementation=name, **options) if is_ours else naive(h, w, t, **options)
 
     def gradient(argnums: tuple[int, ...], **options: Any) -> Callable[..., Any]:
         return jax.grad(lambda h, w, t, g: jnp.vdot(logp(h, w, t, **options), g), argnums)
@@ -157,36 +189,35 @@ def own_candidates(name: str, inputs: Inputs) -> dict[str, Build]:
         zeroed = jnp.where(inputs.active, g, 0)
         arguments = inputs.hidden, inputs.weight, inputs.target_ids, zeroed
         found["masked loss"] = build(gradient((0, 1)), *arguments, work=3)
-    elif is_ours:
-        found |= {
-            "forward, entropy": build(lambda h, w, t: logp(h, w, t, return_entropy=True), *operands),
-            "forward, bias": build(logp, *operands, inputs.bias),
-            "forward, softcap": build(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
-        }
-        rankings: dict[str, dict[str, Any]] = {f"top {k}": {"return_top_k": k} for k in TOP_KS}
-        rankings["rank"] = {"return_target_rank": True}
-        for what, wanted in rankings.items():
-            found[f"forward, {what}"] = build(lambda h, w, t, wanted=wanted: logp(h, w, t, **wanted), *operands)
-        is_float32 = inputs.weight.dtype == jnp.float32
-        holds_all: dict[str, Any] = {"memory_budget": common.budget_for_all(len(inputs.hidden), inputs.weight)}
-        passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
-        for what, options in passes.items():
-            found[f"forward+backward, {what}"] = build(gradient((0, 1), **options), *operands, g, work=3)
-        for what, allowed in inputs.allowed().items():
-            found[f"forward, {what}"] = build(lambda h, w, t, a: logp(h, w, t, **a), *operands, allowed)
-            found[f"forward+backward, {what}"] = build(
-                jax.grad(lambda h, w, t, g, a: jnp.vdot(logp(h, w, t, **a), g), (0, 1)), *operands, g, allowed, work=3
-            )
-        for rank in () if is_float32 else LOW_RANKS:
-            a, b = inputs.low_rank(rank)
-            found[f"forward, rank {rank}"] = build(
-                lambda h, w, t, a, b: logp(h, w, t, low_rank=(a, b, 2.0)), *operands, a, b
-            )
-            found[f"frozen head, rank {rank}"] = build(
-                jax.grad(lambda h, w, t, a, b, g: jnp.vdot(logp(h, w, t, low_rank=(a, b, 2.0)), g), (0, 3, 4)),
-                *(*operands, a, b, g),
-                work=2,
-            )
+        return found
+    found |= {f"forward, {what}": build(functools.partial(logp, **wanted), *operands) for what, wanted in RANKINGS}
+    for what, allowed in inputs.allowed().items():
+        found[f"forward, {what}"] = build(lambda h, w, t, a: logp(h, w, t, **a), *operands, allowed)
+        found[f"forward+backward, {what}"] = build(
+            jax.grad(lambda h, w, t, g, a: jnp.vdot(logp(h, w, t, **a), g), (0, 1)), *operands, g, allowed, work=3
+        )
+    if not is_ours:
+        return found
+    found |= {
+        "forward, entropy": build(lambda h, w, t: logp(h, w, t, return_entropy=True), *operands),
+        "forward, bias": build(logp, *operands, inputs.bias),
+        "forward, softcap": build(lambda h, w, t: logp(h, w, t, **SOFTCAP), *operands),
+    }
+    is_float32 = inputs.weight.dtype == jnp.float32
+    holds_all: dict[str, Any] = {"memory_budget": common.budget_for_all(len(inputs.hidden), inputs.weight)}
+    passes = {"all kept": holds_all, "softcap": SOFTCAP, "softcap, all kept": SOFTCAP | holds_all}
+    for what, options in passes.items():
+        found[f"forward+backward, {what}"] = build(gradient((0, 1), **options), *operands, g, work=3)
+    for rank in () if is_float32 else LOW_RANKS:
+        a, b = inputs.low_rank(rank)
+        found[f"forward, rank {rank}"] = build(
+            lambda h, w, t, a, b: logp(h, w, t, low_rank=(a, b, 2.0)), *operands, a, b
+        )
+        found[f"frozen head, rank {rank}"] = build(
+            jax.grad(lambda h, w, t, a, b, g: jnp.vdot(logp(h, w, t, low_rank=(a, b, 2.0)), g), (0, 3, 4)),
+            *(*operands, a, b, g),
+            work=2,
+        )
     return found
 
 

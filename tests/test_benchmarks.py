@@ -124,11 +124,13 @@ def test_smoke(tmp_path, capsys, programs, density, own):
     ranked = {f"{what}, rank {rank}" for what in ("forward", "frozen head") for rank in linear_logp.LOW_RANKS}
     whole = {"forward, entropy", "forward, bias", "forward, softcap"} | ranked
     whole |= {f"forward+backward, {what}" for what in ("all kept", "softcap", "softcap, all kept")}
-    whole |= {f"forward, {what}" for what in ("rank", *(f"top {k}" for k in linear_logp.TOP_KS))}
+    both = {f"forward, {what}" for what, _ in linear_logp.RANKINGS}
     allowed = ("all allowed", "7 of 8 allowed", f"{linear_logp.KEPT_IDS} ids allowed")
-    whole |= {f"{what}, {tokens}" for what in ("forward", "forward+backward") for tokens in allowed}
-    passes |= {"masked loss"} if density == "0.5" else whole
+    both |= {f"{what}, {tokens}" for what in ("forward", "forward+backward") for tokens in allowed}
+    of_naive = passes | ({"masked loss"} if density == "0.5" else both)
+    passes = of_naive if density == "0.5" else of_naive | whole
     assert {what for n, what in status if n == own} == passes
+    assert {what for n, what in status if n == "naive"} == of_naive
     assert all(status[own, what] == "pass" for what in passes)
     assert status["GEMM", "G"] == status["naive", "forward"] == "pass"
     for name in ("mosaic", "torch eager", "quack (mean loss)"):
@@ -763,9 +765,33 @@ def test_a_pass_that_runs_out_of_memory_costs_its_own_row(monkeypatch, only_lowe
         return found | {"forward": lambda: dataclasses.replace(found["forward"](), launch=Launch(exhausted))}
 
     monkeypatch.setattr(linear_logp, "own_candidates", short)
-    rows = linear_logp.measure(linear_logp.candidates_of, "float32", 1.0, [], "16,8,20", ["naive"], 1, 0.0)
+    passes = ["forward", "forward+backward", "frozen head"]
+    rows = linear_logp.measure(linear_logp.candidates_of, "float32", 1.0, passes, "16,8,20", ["naive"], 1, 0.0)
     status = {r.what: r.status.split(":")[0] for r in rows}
     assert status == {"G": "pass", "forward": "out of memory", "forward+backward": "pass", "frozen head": "pass"}
+
+
+@pytest.mark.parametrize("what", ["top 20", "rank", "7 of 8 allowed", f"{linear_logp.KEPT_IDS} ids allowed"])
+def test_naive_masks_and_rankings_are_right(compiled_quickly, what):
+    inputs = linear_logp.make_inputs("8,16,200", "float32", 1.0)
+    arguments = inputs.hidden, inputs.weight, inputs.target_ids
+    options = {**dict(linear_logp.RANKINGS), **inputs.allowed()}[what]
+    expected = linear_logp.linear_logp(*arguments, **options, implementation="reference")
+    found = jax.tree.leaves(linear_logp.naive(*arguments, **options))
+    names = {"top 20": ("logp", "top_logps", "top_ids"), "rank": ("logp", "target_rank")}.get(what)
+    right = (expected,) if names is None else tuple(getattr(expected, x) for x in names)
+    for actual, value in zip(found, right, strict=True):
+        assert_within_contract(actual, value, "linear_logp", jnp.float32, "forward")
+
+
+@pytest.mark.parametrize("what", linear_cross_entropy.OPTIONS)
+def test_naive_cross_entropy_is_right(compiled_quickly, what):
+    inputs = linear_logp.make_inputs("8,16,200", "float32", 1.0)
+    options = linear_cross_entropy.OPTIONS[what]
+    found = linear_cross_entropy.naive(inputs.hidden, inputs.weight, inputs.target_ids, **options)
+    op = linear_cross_entropy.linear_cross_entropy
+    expected = op(inputs.hidden, inputs.weight, inputs.target_ids, **options, implementation="reference")
+    assert_within_contract(found, expected, "linear_logp", jnp.float32, "forward")
 
 
 def test_half_of_the_tokens_count():

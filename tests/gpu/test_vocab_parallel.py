@@ -17,9 +17,10 @@ from rlk_jax.core.fixed_order import ascending_sum
 from rlk_jax.core.head import Needs, Operands
 from rlk_jax.ops.linear_logp.call import facts_of_call, tokens_of
 from rlk_jax.ops.linear_logp.checks import check_call
-from rlk_jax.ops.linear_logp.options import HeadInputs, HeadOptions
-from tests.gpu.hopper import every_implementation
+from rlk_jax.ops.linear_logp.options import HeadFunctions, HeadInputs, HeadOptions
+from tests.gpu.hopper import HEAD_KERNELS, every_implementation
 from tests.support import helpers
+from tests.support.allowed import allowed_beside, mask_of
 from tests.support.helpers import Case, assert_same_bits, assert_within_contract, weighted
 
 CASES = (
@@ -70,7 +71,7 @@ def outputs(case: Case, problem: helpers.Problem, mesh: jax.sharding.Mesh, reduc
     return tuple(jax.jit(call)(operands)), gradients
 
 
-def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, implementation: str):
+def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, implementation: str, allowed_mask=None):
     """Values of every one of `count` ranks, and gradients as of `outputs` with the canonical reduction, on one GPU."""
     layout, pad = case.options.get("weight_layout", "vd"), functools.partial(vocab_parallel.pad_lm_head, n=count)
     axis = 0 if layout == "vd" else 1
@@ -78,10 +79,10 @@ def one_rank_after_another(case: Case, problem: helpers.Problem, count: int, imp
     bias = None if problem.bias is None else pad(problem.bias)
     asked = {"return_lse": True, "return_entropy": True, **case.options, "global_vocab_size": case.vocab}
     options = HeadOptions(**asked, implementation=implementation, validate=False)
-    inputs, config, _ = check_call(
-        HeadInputs(problem.hidden, weight, problem.target_ids, bias, problem.temperature), options
-    )
-    functions = dispatch.choose(facts_of_call(inputs, config), implementation).functions.on_device
+    arrays = problem.hidden, weight, problem.target_ids, bias, problem.temperature
+    inputs, config, _ = check_call(HeadInputs(*arrays, allowed_mask=allowed_mask), options)
+    functions = dispatch.choose(facts_of_call(inputs, config), implementation).functions
+    functions = functions.on_device if isinstance(functions, HeadFunctions) else functions
     shard = sharding.Shard("tp", count, weight.shape[axis] // count, case.vocab, "canonical", True)
     of_shard = replace(shard.config(config), keeps=True)
     whole = tokens_of(inputs, case.vocab, options)
@@ -160,6 +161,22 @@ def test_kernels_of_every_degree_on_one_gpu(case, degree, implementation, unshar
     for own_values in by_rank:
         assert_same_bits(tuple(own_values), values)
     assert_same_bits(gradients, one_group_at_a_time[1])
+
+
+@pytest.mark.parametrize("implementation", HEAD_KERNELS)
+@pytest.mark.parametrize("degree", [2, 4, 8])
+@pytest.mark.parametrize("options", [{}, {"return_entropy": False}], ids=["computed again", "kept"])
+def test_masked_kernels_of_every_degree_on_one_gpu(options, degree, implementation):
+    """The mask spans the whole vocabulary on every rank, whose columns may begin inside a word: those of eight do."""
+    case = Case("masked", (130,), 256, 151936, bias=True, temperature="per token", options=options)
+    assert (case.vocab // 8) % 32
+    problem = helpers.make(case, jnp.bfloat16)
+    mask = mask_of(allowed_beside(problem.target_ids, case.vocab))
+    values, gradients = problem.values_and_gradients(case, implementation, allowed_mask=mask)
+    by_rank, of_ranks = one_rank_after_another(case, problem, degree, implementation, mask)
+    for own_values in by_rank:
+        assert_same_bits(tuple(own_values), tuple(values))
+    assert_same_bits(of_ranks, gradients)
 
 
 @every_implementation
