@@ -51,7 +51,7 @@ OPS = {
     "ratio_kl": Op(logits.ratio_kl, logits.describe_ratio_kl, 3, _LOGITS_ROWS, _TYPICAL["ratio_kl"]),
     "grpo_loss": Op(logits.grpo_loss, logits.describe_grpo_loss, 3, _LOGITS_ROWS, _TYPICAL["grpo_loss"]),
     "attention": Op(attend.attention, attend.describe, 1, attend_implementations.ROWS, attend_implementations.TYPICAL),
-    "linear_kl": Op(distill.linear_kl, distill.describe, 2, *_DISTILL),
+    "linear_kl": Op(distill.linear_kl, distill.describe, 3, *_DISTILL),
     "linear_cross_entropy": Op(cross_entropy.linear_cross_entropy, cross_entropy.describe),
     "linear_grpo_loss": Op(composed.linear_grpo_loss, composed.describe, plan=composed.describe_plan),
 }

@@ -29,7 +29,6 @@ from rlk_jax.core.fixed_order import (
     ascending_sum,
     fma_chain,
     halving_sum,
-    pairwise_sum,
 )
 from rlk_jax.core.rows import Block, fold_blocks, store_by_block
 from rlk_jax.core.shard import Gather
@@ -38,11 +37,10 @@ from rlk_jax.core.transforms import varying_like
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
     Normalizer,
-    Slopes,
     Terms,
+    derivatives_of,
     normalizer_of_groups,
     raw_gradients,
-    slopes_of,
     terms_of,
 )
 from rlk_jax.ops.linear_kl.options import (
@@ -58,12 +56,12 @@ from rlk_jax.ops.linear_kl.options import (
 )
 from rlk_jax.ops.linear_kl.top_k import (
     BucketStatistics,
+    derivatives_with_rest,
+    divergence_of_buckets,
     listed_logits,
     logits_of_all,
     no_values,
     possibly_of_none,
-    slopes_with_rest,
-    terms_of_buckets,
     without_listed,
 )
 
@@ -213,9 +211,8 @@ def _from_list(
 
     def values(block: Block) -> tuple[Array, BucketStatistics]:
         student, rest = map(normalizer_of_groups, rows_first(block.take(partials)))
-        rest = possibly_of_none(rest)
-        terms = terms_of_buckets(config, block.take(top_k), block.take(logits), student, rest)
-        return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
+        listed = block.take(top_k), block.take(logits)
+        return divergence_of_buckets(config, *listed, student, possibly_of_none(rest))
 
     empty = Partial(many, many + 1, many, None)
     *own, own_logits = by_block(sums, (empty, empty, jnp.zeros(top_k.ids.shape, jnp.float32)))
@@ -241,13 +238,13 @@ class _BlockRows(NamedTuple):
     statistics: Any
 
 
-def _slopes_of_chunk(config: KlConfig, rows: _BlockRows, own: _ChunkLogits, group: Array, index: Array) -> Slopes:
-    """Those of a chunk in which the student has these logits."""
+def _derivatives_in_chunk(config: KlConfig, rows: _BlockRows, own: _ChunkLogits, group: Array, index: Array) -> Array:
+    """The derivatives by the logits of a chunk."""
     if rows.tokens.top_k is not None:
-        return slopes_with_rest(rows.statistics, rows.tokens.top_k, own.logits, own.chunk.start)
+        return derivatives_with_rest(rows.statistics, rows.tokens.top_k, own.logits, own.chunk.start)
     assert rows.teacher is not None
     others = _chunk_logits(config, rows.teacher, group, index).logits
-    return slopes_of(config, (own.logits, others), rows.statistics)
+    return derivatives_of(config, (own.logits, others), rows.statistics)
 
 
 def _gradients(
@@ -268,8 +265,8 @@ def _gradients(
 
         def of_chunk(group: Array, index: Array, so_far: Gradients) -> Gradients:
             logits = _chunk_logits(config, rows, group, index)
-            chunk, slopes = logits.chunk, _slopes_of_chunk(config, both, logits, group, index)
-            gradient = raw_gradients(config, logits.raw, slopes, own, own_upstream, chunk.valid)
+            chunk, by_logit = logits.chunk, _derivatives_in_chunk(config, both, logits, group, index)
+            gradient = raw_gradients(config, logits.raw, by_logit, own, own_upstream, chunk.valid)
             d_hidden, d_weight, d_bias = so_far
             if d_hidden is not None:
                 d_hidden += fma_chain(gradient.T, chunk.weight, jnp.zeros_like(rows.hidden))

@@ -126,29 +126,28 @@ def _log_mixture(own: Array, other: Array, d: Array) -> Array:
     return jnp.where((d < -1) & (other >= own), far, near)
 
 
-class Slopes(NamedTuple):
-    """The slopes of columns `[N, columns]`, the student's probabilities there, and the sum of all slopes `[N]`."""
+def derivatives(slope: Array, probability: Array, sum_of_slopes: Array) -> Array:
+    """The derivative of the divergence by each of the student's logits `[N, columns]`, where these have such slopes and
+    probabilities, and all slopes of a row such a sum `[N]`.
+    """
+    return slope - rounded_product(probability, sum_of_slopes[:, None])
 
-    slope: Array
-    probability: Array
-    total: Array
 
-
-def slopes_of(config: KlConfig, logits: tuple[Array, Array], statistics: KlStatistics) -> Slopes:
-    """Those of columns in which `logits` are those of student and teacher."""
+def derivatives_of(config: KlConfig, logits: tuple[Array, Array], statistics: KlStatistics) -> Array:
+    """Those in columns in which `logits` are those of student and teacher."""
     student, teacher = statistics.student.logprobs(logits[0]), statistics.teacher.logprobs(logits[1])
-    return Slopes(terms_of(config, student, teacher).slope, jnp.exp(student), statistics.slope)
+    return derivatives(terms_of(config, student, teacher).slope, jnp.exp(student), statistics.slope)
 
 
 def raw_gradients(
-    config: KlConfig, raw: Array, slopes: Slopes, tokens: KlTokens, upstream: Array, is_real: Array
+    config: KlConfig, raw: Array, by_logit: Array, tokens: KlTokens, upstream: Array, is_real: Array
 ) -> Array:
-    """The gradient with respect to `raw`, the student's logits before softcap and temperature, `[N, columns]`.
+    """The gradient with respect to `raw`, the student's logits before softcap and temperature, `[N, columns]`, from the
+    derivative of the divergence by each logit.
 
     It is exactly 0 for tokens that are not active, and in columns that are not real. Everything is float32.
     """
-    centred = slopes.slope - rounded_product(slopes.probability, slopes.total[:, None])
-    gradient = rounded_product(upstream[:, None], centred)
+    gradient = rounded_product(upstream[:, None], by_logit)
     counts = tokens.active[:, None] & is_real
     return before_softcap(config.student, gradient, raw, tokens.temperature, counts)
 

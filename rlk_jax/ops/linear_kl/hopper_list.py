@@ -19,7 +19,7 @@ from pallas_kernels.hopper.tiles import COLUMNS, Machine
 from rlk_jax.core import head as one_head
 from rlk_jax.core.allowed import words_of_ids
 from rlk_jax.core.devices import default_machine
-from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
+from rlk_jax.core.fixed_order import rounded_product
 from rlk_jax.core.hopper_forward import Listener, new_products, products_so_far
 from rlk_jax.core.hopper_gradients import new_head_gradients
 from rlk_jax.core.hopper_kernels import HeadKernels
@@ -29,11 +29,11 @@ from rlk_jax.core.rows import MEMORY_BUDGET, compact
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.softmax import logits_of, scaling
 from rlk_jax.core.transforms import as_replicated, fusion_barrier, varying_like
-from rlk_jax.ops.linear_kl.divergence import Slopes, raw_gradients, row_scale
+from rlk_jax.ops.linear_kl.divergence import raw_gradients, row_scale
 from rlk_jax.ops.linear_kl.hopper_plan import products_plan, softmax_plan
 from rlk_jax.ops.linear_kl.hopper_slices import RowsOfHead, normalizer_of_softmax, rows_of_head, softmax_of
 from rlk_jax.ops.linear_kl.options import Gradients, KlConfig, KlTokens, Needs, Operands
-from rlk_jax.ops.linear_kl.top_k import logits_of_all, terms_of_buckets
+from rlk_jax.ops.linear_kl.top_k import divergence_of_buckets, logits_of_all
 
 Array = jax.Array
 
@@ -96,13 +96,9 @@ def _divergence_of_rows(
     whole, others = normalizer_of_softmax(student), normalizer_of_softmax(rest)
     one, no_bias = jnp.zeros((1, products.shape[1]), jnp.int32), jnp.zeros((1, 1), jnp.float32)
     logits = logits_of(plan.config, products, no_bias, tokens.temperature, one, 1)
-    terms = terms_of_buckets(config, top_k, logits, whole, others)
-    slope = pairwise_sum(terms.slope)
-    of_listed = Slopes(terms.slope[:, 1:], jnp.exp(whole.logprobs(logits)), slope)
-    probability = jnp.exp((others.max - whole.max) + (others.log_sum - whole.log_sum))
-    by_product = raw_gradients(config, products, of_listed, tokens, jnp.ones_like(slope), top_k.is_listed)
-    of_rest = terms.slope[:, 0] - rounded_product(probability, slope)
-    return pairwise_sum(terms.value), ListStatistics(rest.shift, rest.total, of_rest, by_product, slope)
+    value, (_, by_bucket, slope) = divergence_of_buckets(config, top_k, logits, whole, others)
+    by_product = raw_gradients(config, products, by_bucket[:, 1:], tokens, jnp.ones_like(slope), top_k.is_listed)
+    return value, ListStatistics(rest.shift, rest.total, by_bucket[:, 0], by_product, slope)
 
 
 def list_gradients(

@@ -20,7 +20,7 @@ from rlk_jax.core.hopper_plan import ChunkRange, vocabulary_of
 from rlk_jax.core.hopper_slices import over_slices
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import fusion_barrier
-from rlk_jax.ops.linear_kl.divergence import KlStatistics, Terms, raw_gradients, slopes_of, sums_of_chunks
+from rlk_jax.ops.linear_kl.divergence import KlStatistics, Terms, derivatives_of, raw_gradients, sums_of_chunks
 from rlk_jax.ops.linear_kl.hopper_backward import SliceGradients, Upstream
 from rlk_jax.ops.linear_kl.hopper_plan import backward_plans_of_products
 from rlk_jax.ops.linear_kl.hopper_slices import (
@@ -78,8 +78,8 @@ def _of_products(
     def dlogits(student: SliceOfHead, teacher: SliceOfHead) -> Array:
         own = logits_of_slice(use, machine, both.student, student)
         other = logits_of_slice(use, machine, both.teacher, teacher)
-        slopes = slopes_of(config, (own.logits, other.logits), statistics)
-        exact = raw_gradients(config, own.raw, slopes, tokens, gradient, own.valid)
+        by_logit = derivatives_of(config, (own.logits, other.logits), statistics)
+        exact = raw_gradients(config, own.raw, by_logit, tokens, gradient, own.valid)
         return exact.astype(both.student.hidden.dtype)
 
     return dlogits

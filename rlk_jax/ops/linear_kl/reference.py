@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from rlk_jax.core.shard import Gather
 from rlk_jax.core.transforms import isolated
-from rlk_jax.ops.linear_kl.divergence import Slopes, terms_of
+from rlk_jax.ops.linear_kl.divergence import derivatives, terms_of
 from rlk_jax.ops.linear_kl.options import (
     Gradients,
     KlConfig,
@@ -20,7 +20,7 @@ from rlk_jax.ops.linear_kl.options import (
     OneHeadConfig,
     Operands,
 )
-from rlk_jax.ops.linear_kl.top_k import divergence_of_logits, slopes_with_rest
+from rlk_jax.ops.linear_kl.top_k import derivatives_with_rest, divergence_of_logits
 
 Array = jax.Array
 
@@ -40,16 +40,16 @@ def _logits_of_head(config: OneHeadConfig, head: OneHead, temperature: Array) ->
     return logits / temperature[:, None]
 
 
-def _divergence(config: KlConfig, student: Array, operands: Operands, tokens: KlTokens) -> tuple[Array, Slopes]:
-    """The divergence of a student of these logits, and the slopes of all columns."""
+def _divergence(config: KlConfig, student: Array, operands: Operands, tokens: KlTokens) -> tuple[Array, Array]:
+    """The divergence of a student of these logits, and its derivative by each of them."""
     if tokens.top_k is not None:
         value, statistics = divergence_of_logits(config, tokens.top_k, student)
-        return value, slopes_with_rest(statistics, tokens.top_k, student)
+        return value, derivatives_with_rest(statistics, tokens.top_k, student)
     assert config.teacher is not None and operands.teacher is not None
     teacher = _logits_of_head(config.teacher, operands.teacher, tokens.teacher_temperature)
     logprobs = _log_softmax(student)
     terms = terms_of(config, logprobs, _log_softmax(teacher))
-    return terms.value.sum(axis=1), Slopes(terms.slope, jnp.exp(logprobs), terms.slope.sum(axis=1))
+    return terms.value.sum(axis=1), derivatives(terms.slope, jnp.exp(logprobs), terms.slope.sum(axis=1))
 
 
 def _forward(config: KlConfig, operands: Operands, tokens: KlTokens, gather: Gather) -> tuple[Array, tuple[()]]:
@@ -70,8 +70,7 @@ def _gradients(
         return _logits_of_head(config.student, student, temperature)
 
     student, pull_back = jax.vjp(logits, operands.student._replace(hidden=hidden))
-    slope, probability, total = _divergence(config, student, operands, tokens)[1]
-    gradient = upstream[:, None] * (slope - probability * total[:, None])
+    gradient = upstream[:, None] * _divergence(config, student, operands, tokens)[1]
     found = pull_back(jnp.where(active[:, None], gradient, 0))[0]
     return Gradients(
         found.hidden if needs.hidden else None,

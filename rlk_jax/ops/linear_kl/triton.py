@@ -37,11 +37,10 @@ from rlk_jax.ops.linear_kl.divergence import (
     BYTES_PER_PAIR,
     KlStatistics,
     SliceLogits,
-    Slopes,
+    derivatives_of,
     normalizer_of_groups,
     raw_gradients,
     row_scale,
-    slopes_of,
     sums_of_chunks,
 )
 from rlk_jax.ops.linear_kl.options import (
@@ -57,11 +56,11 @@ from rlk_jax.ops.linear_kl.options import (
 )
 from rlk_jax.ops.linear_kl.top_k import (
     BucketStatistics,
+    derivatives_with_rest,
+    divergence_of_buckets,
     listed_logits,
     logits_of_all,
     possibly_of_none,
-    slopes_with_rest,
-    terms_of_buckets,
     without_listed,
 )
 
@@ -199,8 +198,7 @@ def _divergence_from_list(both: _RowsOfBoth, top_k: TeacherTopK, gather: Gather)
     logits, chunks = _over_slices(both, step, jnp.zeros(top_k.ids.shape, jnp.float32))
     student, rest = map(normalizer_of_groups, gather(tuple(map(partial_of_chunks, chunks))))
     rest, logits = possibly_of_none(rest), logits_of_all(logits, both.config.groups.count, gather)
-    terms = terms_of_buckets(both.config, top_k, logits, student, rest)
-    return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
+    return divergence_of_buckets(both.config, top_k, logits, student, rest)
 
 
 def _forward(
@@ -223,13 +221,13 @@ def _forward(
     return varying_like(jax.tree.map(both.rows.spread, fusion_barrier(found)), typed)
 
 
-def _slopes_of_slice(both: _RowsOfBoth, statistics: Any, found: SliceLogits, where: ColumnRange) -> Slopes:
-    """Those of a slice in which the student has these logits."""
+def _derivatives_in_slice(both: _RowsOfBoth, statistics: Any, found: SliceLogits, where: ColumnRange) -> Array:
+    """The derivatives by the logits of a slice."""
     if both.tokens.top_k is not None:
-        return slopes_with_rest(statistics, both.tokens.top_k, found.logits, where.start)
+        return derivatives_with_rest(statistics, both.tokens.top_k, found.logits, where.start)
     assert both.teacher is not None
     teacher = both.teacher.logits(where, found.logits.shape[1])
-    return slopes_of(both.config, (found.logits, teacher.logits), statistics)
+    return derivatives_of(both.config, (found.logits, teacher.logits), statistics)
 
 
 def _gradients(
@@ -241,24 +239,19 @@ def _gradients(
     both = _rows_of_call(config, operands, tokens)
     known, given, scale = jax.tree.map(both.rows.take, statistics), both.rows.take(upstream), None
     if typed.dtype == jnp.float16:
-        scale = row_scale(both.tokens, _sum_of_slopes(known), given)
+        scale = row_scale(both.tokens, known.slope, given)
         given = given * scale
     of_head = one_head.Needs(needs.hidden, needs.weight, needs.bias)
     width = both.width(of_head, typed.dtype, 0)
 
     def dlogits(where: ColumnRange) -> Array:
         found = both.student.logits(where, width)
-        slopes = _slopes_of_slice(both, known, found, where)
-        exact = raw_gradients(config, found.raw, slopes, both.tokens, given, found.valid)
+        by_logit = _derivatives_in_slice(both, known, found, where)
+        exact = raw_gradients(config, found.raw, by_logit, both.tokens, given, found.valid)
         return fusion_barrier(exact.astype(typed.dtype))
 
     found = gradients_by_slice(both.student.head, of_head, scale, width, dlogits)
     return varying_like(Gradients(found.hidden, found.weight, found.bias), typed)
-
-
-def _sum_of_slopes(statistics: KlStatistics | BucketStatistics) -> Array:
-    """The sum of the slopes of all columns in each row."""
-    return statistics.slope if isinstance(statistics, KlStatistics) else pairwise_sum(statistics.slopes)
 
 
 TRITON = KlFunctions(_forward, _gradients)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlk_jax.core.fixed_order import ascending_sum, pairwise_sum
+from rlk_jax.core.fixed_order import ascending_sum
 from rlk_jax.core.gemm import common_dtype, wide_product
 from rlk_jax.core.rows import MEMORY_BUDGET, Block, fold_blocks, rows_within, store_by_block
 from rlk_jax.core.shard import Gather
@@ -19,11 +19,10 @@ from rlk_jax.core.softmax import Partial, fp16_scale, logits_of, partial_of_rows
 from rlk_jax.ops.linear_kl.divergence import (
     KlStatistics,
     Normalizer,
-    Slopes,
     Terms,
+    derivatives_of,
     normalizer_of_groups,
     raw_gradients,
-    slopes_of,
     terms_of,
 )
 from rlk_jax.ops.linear_kl.options import (
@@ -39,12 +38,12 @@ from rlk_jax.ops.linear_kl.options import (
 )
 from rlk_jax.ops.linear_kl.top_k import (
     BucketStatistics,
+    derivatives_with_rest,
+    divergence_of_buckets,
     listed_logits,
     logits_of_all,
     no_values,
     possibly_of_none,
-    slopes_with_rest,
-    terms_of_buckets,
     without_listed,
 )
 
@@ -182,8 +181,7 @@ def _list_in_one_pass(
     *partials, logits = store_by_block(tokens.active, rows_of_block(config, operands), sums, start)
     student, rest = map(normalizer_of_groups, gather(_as_group(tuple(partials))))
     rest = possibly_of_none(rest)
-    terms = terms_of_buckets(config, top_k, logits_of_all(logits, 1, gather), student, rest)
-    return pairwise_sum(terms.value), BucketStatistics(student, rest, terms.slope)
+    return divergence_of_buckets(config, top_k, logits_of_all(logits, 1, gather), student, rest)
 
 
 def _forward(
@@ -203,13 +201,13 @@ def _forward(
     return store_by_block(tokens.active, rows_of_block(config, operands), of_head, no_values(tokens))
 
 
-def _slopes(
+def _derivatives(
     config: KlConfig, operands: Operands, block: Block, tokens: KlTokens, statistics: Any, logits: Array
-) -> Slopes:
-    """Those of a block whose student has these logits."""
+) -> Array:
+    """The derivatives by the logits of a block."""
     if tokens.top_k is not None:
-        return slopes_with_rest(statistics, tokens.top_k, logits)
-    return slopes_of(config, (logits, _teacher_logits(config, operands, block, tokens)), statistics)
+        return derivatives_with_rest(statistics, tokens.top_k, logits)
+    return derivatives_of(config, (logits, _teacher_logits(config, operands, block, tokens)), statistics)
 
 
 def _gradients(
@@ -224,8 +222,8 @@ def _gradients(
     def step(block: Block, so_far: Gradients) -> Gradients:
         own, (own_statistics, own_upstream) = _tokens_of(block, tokens), block.take((statistics, upstream))
         raw, logits = _student_logits(config, operands, block, own)
-        slopes = _slopes(config, operands, block, own, own_statistics, logits)
-        exact = raw_gradients(config, raw, slopes, own, own_upstream, is_real[None])
+        by_logit = _derivatives(config, operands, block, own, own_statistics, logits)
+        exact = raw_gradients(config, raw, by_logit, own, own_upstream, is_real[None])
         # float16 needs a power of two, so that gradients near 1e-9 survive.
         scale = fp16_scale(jnp.max(jnp.abs(exact))) if dtype == jnp.float16 else jnp.ones((), jnp.float32)
         rounded = (exact * scale).astype(dtype)

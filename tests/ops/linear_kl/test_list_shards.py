@@ -24,7 +24,6 @@ CASE = Case(
     count=20,
     bias=True,
     temperature=True,
-    op_class="linear_kl_peaked",
     options={"logit_softcap": 3.0, "weight_layout": "dv", "global_vocab_size": 1000},
 )
 """The padding lies in the last shard, and every shard has some of the listed tokens."""
