@@ -5,6 +5,7 @@ code, so that equal logits have equal ones.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,10 @@ NEAR = 0.5
 """Differences of logits up to this are small: there a series keeps the digits that eᵈ − 1 − d would lose."""
 _NEAR_ONE = 0.25
 """Up to this distance from 1 a series computes logarithms."""
+_SMALL_SHARE = 0.25
+"""With a share below this, a mixture may be near one of both although they are not `NEAR` one another. What each adds
+is formed by itself then, without the cancellation of their sum.
+"""
 LARGEST_DIFFERENCE = 80.0
 """Where one probability is less than e⁻⁸⁰ of the other, it adds nothing to their mixture, and eᵈ stays finite."""
 SERIES = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040, 1 / 40320)
@@ -55,9 +60,31 @@ def _excess(a: Array, b: Array, d: Array) -> Array:
     return jnp.where(a == 0, b, jnp.where(jnp.abs(d) < NEAR, near, far))
 
 
-def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
-    """ln(m / q) and ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p
-    and q are equal.
+@functools.cache
+def _mixture_series(share: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The factors of two series in d = ln(p / q), for the mixture m = share·q + (1 − share)·p: those of ln(m / p) / d,
+    and of what a column adds to the divergence, over p·d². Up to `NEAR` they leave less than 5e-8 of either sum.
+
+    With g = m / p and f = ln(g), g·f′ = g′ gives f, and the column adds −p·(g·f + share·d·e⁻ᵈ).
+    """
+    count = 10
+    power = [(-1) ** n / math.factorial(n) for n in range(count)]
+    g, f = [1.0, *(share * x for x in power[1:])], [0.0] * count
+    for n in range(1, count):
+        f[n] = g[n] - sum(k * f[k] * g[n - k] for k in range(1, n)) / n
+    value = [-sum(g[k] * f[n - k] for k in range(n)) - share * power[n - 1] for n in range(2, count)]
+    return tuple(f[1 : count - 1]), tuple(value)
+
+
+def _log_near_one(w: Array) -> Array:
+    """ln(1 + w) for |w| up to `_NEAR_ONE`: 2·artanh(s), of which a series keeps digits where w is near 0."""
+    s = w / (2 + w)
+    return s * polynomial(s * s, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
+
+
+def log_mixture(share: float, difference: Array) -> Array:
+    """ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p and q are
+    equal.
 
     What is taken off the larger of both to make m has one logarithm, and m lies above the smaller by the rest.
     """
@@ -66,12 +93,51 @@ def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
     own, other = (jnp.where(is_teacher, x, 1 - x) for x in (share, 1 - share))
     power = jnp.exp2(apart * -LOG2_E)
     w = other * jnp.where(apart < NEAR, -apart * polynomial(-apart, (1.0, *SERIES)), power - 1)
-    # ln(1 + w) is 2·artanh(s), of which a series keeps digits where w is near 0.
-    s = w / (2 + w)
-    near = s * polynomial(s * s, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
-    of_larger = jnp.where(w > -_NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
-    of_smaller = of_larger + apart
-    return jnp.where(is_teacher, of_larger, of_smaller), jnp.where(is_teacher, of_smaller, of_larger)
+    of_larger = jnp.where(w > -_NEAR_ONE, _log_near_one(w), jnp.log2(own + other * power) * LN_2)
+    return jnp.where(is_teacher, of_larger + apart, of_larger)
+
+
+def _mixture_terms(share: float, log_a: Array, log_b: Array) -> tuple[Array, Array]:
+    """What columns add to the divergence from the mixture m = share·q + (1 − share)·p, and p·ln(m / p), from log2 of p
+    and of q; exactly 0 where p and q are equal.
+    """
+    of_log, of_value = (functools.partial(polynomial, factors=x) for x in _mixture_series(share))
+    log_larger = jnp.maximum(log_a, log_b)
+    # Both may be −∞, whose difference is NaN.
+    difference = jnp.where(log_larger == -jnp.inf, 0.0, (log_a - log_b) * LN_2)
+    far = _far_terms if min(share, 1 - share) >= _SMALL_SHARE else _far_terms_of_small_share
+    p, value, from_a = far(share, log_a, log_b, difference)
+    is_near = jnp.abs(difference) < NEAR
+    value = jnp.where(is_near, p * ((difference * difference) * of_value(difference)), value)
+    return value, p * jnp.where(is_near, difference * of_log(difference), from_a)
+
+
+def _far_terms(share: float, log_a: Array, log_b: Array, difference: Array) -> tuple[Array, Array, Array]:
+    """p, what a column adds to the divergence, and ln(m / p), where p and q are not `NEAR` one another."""
+    is_teacher, apart = difference < 0, jnp.minimum(jnp.abs(difference), LARGEST_DIFFERENCE)
+    # The smaller of both is `ratio` of the larger one, and has the share `other` of the mixture.
+    larger, ratio = jnp.exp2(jnp.maximum(log_a, log_b)), jnp.exp2(apart * -LOG2_E)
+    other = jnp.where(is_teacher, 1 - share, share)
+    mixture = (1 - other) + other * ratio
+    from_larger = jnp.log2(mixture) * LN_2
+    value = -larger * (mixture * from_larger + (other * ratio) * apart)
+    from_a = jnp.where(is_teacher, from_larger + apart, from_larger)
+    return jnp.where(is_teacher, larger * ratio, larger), value, from_a
+
+
+def _far_terms_of_small_share(
+    share: float, log_a: Array, log_b: Array, difference: Array
+) -> tuple[Array, Array, Array]:
+    """The same, where the mixture is nearly the one that has the larger share, a major part beside a minor one."""
+    is_student, least = share < 0.5, min(share, 1 - share)
+    apart = jnp.maximum(difference if is_student else -difference, -LARGEST_DIFFERENCE)
+    w = least * (jnp.exp2(apart * -LOG2_E) - 1)
+    from_major = jnp.where(jnp.abs(w) < _NEAR_ONE, _log_near_one(w), jnp.log2(1 + w) * LN_2)
+    from_minor = from_major + apart
+    p, q = jnp.exp2(log_a), jnp.exp2(log_b)
+    major, minor = (p, q) if is_student else (q, p)
+    value = -((1 - least) * (major * from_major) + least * (minor * from_minor))
+    return p, value, from_major if is_student else from_minor
 
 
 def _over_chunks(
@@ -178,13 +244,8 @@ def mixture_sums(
                 masked(of_head[0], log_probability(*of_head), width - first, -jnp.inf)
                 for of_head in zip(two.logits, products, scales, known, strict=True)
             )
-            p, q = jnp.exp2(log_a), jnp.exp2(log_b)
-            # Both may be −∞, whose difference is NaN.
-            difference = jnp.where((p == 0) & (q == 0), 0.0, (log_a - log_b) * LN_2)
-            mixture = share * q + (1 - share) * p
-            from_b, from_a = log_mixtures(share, difference)
-            value = share * _excess(q, mixture, from_b) + (1 - share) * _excess(p, mixture, from_a)
-            return MixtureSums(value.sum(axis=1), (p * from_a).sum(axis=1) * (share - 1))
+            value, slope = _mixture_terms(share, log_a, log_b)
+            return MixtureSums(value.sum(axis=1), slope.sum(axis=1) * (share - 1))
 
         return add
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_kernels.mosaic.divergence import _mixture_terms
 from pallas_kernels.mosaic.divergence_gradients import _gradient
 from rlk_jax import dispatch, linear_kl
 from rlk_jax.core.fixed_order import column_groups
@@ -246,6 +247,25 @@ def test_gradients_of_near_logits(kind):
     total = np.zeros_like(p) if kind == "forward" else np.broadcast_to(slope.sum(axis=1, keepdims=True), p.shape)
     found = _gradient(kind, share, *map(jnp.asarray, log2s), jnp.asarray(total, jnp.float32))
     assert_within_contract(found, slope - p * total, "linear_kl", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.3, 0.1, 0.01, 0.99])
+@pytest.mark.parametrize("noise", [1e-3, 0.1, 0.5, 2.0])
+def test_terms_of_a_mixture(share, noise):
+    """The formulas of the kernel, outside of it: near and far terms keep their digits, whatever the share."""
+    rng = np.random.default_rng(0)
+    log_a = np.float32(-np.abs(rng.normal(size=20000)) - 20)
+    log_b = np.append(np.float32(log_a + noise * rng.normal(size=log_a.shape))[:-1], log_a[-1])
+    log_p, log_q = (np.float64(x) * np.log(2) for x in (log_a, log_b))
+    p, difference = np.exp(log_p), log_q - log_p
+    # Exact where p and q are near: m / p = 1 + share·(q / p − 1), and m / q likewise.
+    from_p = np.log1p(share * np.expm1(difference))
+    from_q = np.log1p((1 - share) * np.expm1(-difference))
+    excess = share * np.exp(difference) * (np.expm1(from_q) - from_q) + (1 - share) * (np.expm1(from_p) - from_p)
+    value, slope = jax.jit(_mixture_terms, static_argnums=0)(share, log_a, log_b)
+    assert_within_contract(value, p * excess, "linear_kl_wgmma", BF16, "forward")
+    assert_within_contract(slope, p * from_p, "linear_kl_peaked", jnp.float32, "gradient")
+    assert value[-1] == 0 and slope[-1] == 0 and (value >= 0).all()
 
 
 def test_budgets_are_kept_and_every_chunk_is_in_one_slice():

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from pallas_kernels.hopper.divergence import (
     DivergencePartials,
     GradientFactors,
     HeadRows,
-    Kind,
     MixtureSums,
     RowNormalizer,
     TwoSlices,
@@ -25,6 +24,8 @@ from tests.pallas_kernels.mosaic.configurations import MACHINE, Configuration
 from tests.pallas_kernels.mosaic.configurations.head import Problem
 
 _COPIED = "copied"
+_SHARES = 0.5, 0.3, 0.1
+"""Those of a teacher in a mixture, which kernels are made for: equal, other large and small ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +96,24 @@ def partials(two: TwoHeads) -> Configuration:
     return Configuration(two.options("partials of a divergence"), run, two.arguments())
 
 
-def mixture(two: TwoHeads) -> Configuration:
+def mixture(share: float) -> Callable[[TwoHeads], Configuration]:
     """The kernel of a mixture's sums."""
 
-    def run(where: Any, heads: Any, normalizers: Any) -> MixtureSums:
-        out = two.new_sums(MixtureSums)
-        divergence.mixture_sums(two.slices(where, heads), 0.5, normalizers, out)
-        return jax.tree.map(jax.freeze, out)
+    def of_heads(two: TwoHeads) -> Configuration:
+        def run(where: Any, heads: Any, normalizers: Any) -> MixtureSums:
+            out = two.new_sums(MixtureSums)
+            divergence.mixture_sums(two.slices(where, heads), share, normalizers, out)
+            return jax.tree.map(jax.freeze, out)
 
-    return Configuration(two.options("sums of a mixture"), run, {**two.arguments(), "normalizers": two.normalizers()})
+        arguments = {**two.arguments(), "normalizers": two.normalizers()}
+        return Configuration(two.options("sums of a mixture", share=share), run, arguments)
+
+    return of_heads
 
 
-def gradients(kind: Any) -> Callable[[TwoHeads], Configuration]:
-    """The kernel of the gradients of a slice's logits. For "reverse", with a softcap and a bias, ptxas spills one
-    register.
+def gradients(kind: Any, share: float = 0.5) -> Callable[[TwoHeads], Configuration]:
+    """The kernel of the gradients of a slice's logits. For "reverse", and for "jsd" with shares that are not equal,
+    ptxas spills one register beside a softcap and a bias.
     """
 
     def of_heads(two: TwoHeads) -> Configuration:
@@ -116,13 +121,14 @@ def gradients(kind: Any) -> Callable[[TwoHeads], Configuration]:
 
         def run(where: Any, heads: Any, normalizers: Any, factors: GradientFactors) -> Any:
             out = head.new_dlogits()
-            divergence_gradients(two.slices(where, heads), kind, 0.5, normalizers, factors, out)
+            divergence_gradients(two.slices(where, heads), kind, share, normalizers, factors, out)
             return jax.freeze(out)
 
         factors = GradientFactors(head.vector(), head.vector())
         arguments = {**two.arguments(), "normalizers": two.normalizers(), "factors": factors}
-        spills = 4 if kind == "reverse" and two.bias and two.softcap is not None else 0
-        return Configuration(two.options("gradients of a divergence", kind=kind), run, arguments, spills)
+        may_spill = kind == "reverse" or (kind == "jsd" and share != 0.5)
+        spills = 4 if may_spill and two.bias and two.softcap is not None else 0
+        return Configuration(two.options("gradients of a divergence", kind=kind, share=share), run, arguments, spills)
 
     return of_heads
 
@@ -132,13 +138,6 @@ def _fold(name: str, fold: Callable[..., Any], sums: Any) -> Configuration:
     row = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     arguments = {"sums": sums(*(row for _ in sums._fields)), "active": jax.ShapeDtypeStruct((1,), jnp.int32)}
     return Configuration({"kernel": name}, lambda sums, active: fold(sums, 8, active, MACHINE), arguments)
-
-
-def _mixture_may_spill(two: TwoHeads) -> Configuration:
-    """ptxas spills up to five registers of some of these configurations, once a tile: it stores them before the loop
-    over strips and loads them behind it.
-    """
-    return mixture(two)._replace(most_spills=20)
 
 
 def configurations() -> Iterator[Configuration]:
@@ -155,7 +154,8 @@ def configurations() -> Iterator[Configuration]:
         TwoHeads(shard=True),
         TwoHeads(shard=True, softcap=30.0, bias=True, layouts=("vd", _COPIED)),
     )
-    kernels = (partials, _mixture_may_spill, *map(gradients, get_args(Kind)))
+    mixtures = (*map(mixture, _SHARES), *(gradients("jsd", share) for share in _SHARES))
+    kernels = (partials, gradients("forward"), gradients("reverse"), *mixtures)
     for kernel, two in itertools.product(kernels, problems):
         yield kernel(two)
     for rows, *layouts in itertools.product((64, 128, 512), ("vd", "dv", _COPIED), ("vd", "dv", _COPIED)):
