@@ -184,8 +184,6 @@ class GrpoConfig(RunConfig):
             raise BadField(f"`teacher_kind` must be reverse, forward or jsd, got {self.teacher_kind!r}")
         if "teacher_beta" in changed and self.teacher_kind != "jsd":
             raise BadField(f"`teacher_beta` is of jsd: it has no meaning beside `teacher_kind` {self.teacher_kind}")
-        if self.mesh_shape[1] > 1:
-            raise BadField(f"`teacher` needs a whole head, as in `mesh` data=N,tensor=1, got {self.mesh}")
         if self.lora_rank is not None:
             raise BadField("`teacher` does not go with `lora_rank`: linear_kl takes no low-rank term of a head")
         if self.teacher_only:

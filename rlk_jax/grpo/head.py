@@ -51,12 +51,13 @@ class MeshHead:
         return self.implementation == "deterministic"
 
     def shard[Tree](self, tree: Tree) -> Tree:
-        """The tree with its heads as they are stored: padded with zeros and cut along the vocabulary into equal shards,
-        one on each device along "tensor".
+        """The tree with its heads as they are stored: without tokens behind the vocabulary, padded with zeros and cut
+        along it into equal shards, one on each device along "tensor".
         """
 
         def stored(kernel: Array) -> Array:
-            padded = vocab_parallel.pad_lm_head(kernel, self.shard_count, weight_layout=self.weight_layout)
+            real = self._without_padding(kernel)
+            padded = vocab_parallel.pad_lm_head(real, self.shard_count, weight_layout=self.weight_layout)
             return self._constrain(self._constrain(padded), *self._cut)
 
         return self._map_heads(stored, tree)
@@ -65,8 +66,7 @@ class MeshHead:
         """The inverse of `shard`: heads without padding, on every device, for code written for one device."""
 
         def whole(kernel: Array) -> Array:
-            real = jax.lax.slice_in_dim(self._constrain(kernel), 0, self.vocab_size, axis=self._cut.index("tensor"))
-            return self._constrain(real)
+            return self._constrain(self._without_padding(self._constrain(kernel)))
 
         return self._map_heads(whole, tree)
 
@@ -167,15 +167,16 @@ class MeshHead:
     def own_divergences(
         self,
         hidden: Float[Array, "*lead D"],
-        kernel: Float[Array, "D V"] | Float[Array, "V D"],
+        kernel: Float[Array, "D W"] | Float[Array, "W D"],
         teacher: "MeshHead",
         teacher_hidden: Float[Array, "*lead Dt"],
-        teacher_kernel: Float[Array, "Dt Vt"] | Float[Array, "Vt Dt"],
+        teacher_kernel: Float[Array, "Dt Wt"] | Float[Array, "Wt Dt"],
         **options: Any,
     ) -> Float[Array, "*lead"]:
         """fp32 divergence of a device's own rows from those of a teacher, inside shard_map, over this head's tokens and
-        at its temperature. Both heads are whole. The options are those of `linear_kl`.
+        at its temperature. The kernels are its parts of both heads. The options are those of `linear_kl`.
         """
+        options |= self._own_cut_options
         return linear_kl(
             *self._rounded(hidden, kernel),
             *teacher._rounded(teacher_hidden, teacher_kernel),
@@ -273,14 +274,22 @@ class MeshHead:
 
     def _own_options(self, low_rank: tuple[Array, Array] | None) -> dict[str, Any]:
         """The same inside shard_map, where a device has its part of the head."""
-        cut = {"axis_name": "tensor", **self._cut_options} if self.shard_count > 1 else {}
-        return {"low_rank": low_rank, **self._options, **cut}
+        return {"low_rank": low_rank, **self._options, **self._own_cut_options}
+
+    @property
+    def _own_cut_options(self) -> dict[str, Any]:
+        """What an op is told inside shard_map about a head that is cut; nothing about a whole one."""
+        return {"axis_name": "tensor", **self._cut_options} if self.shard_count > 1 else {}
 
     @property
     def _cut_options(self) -> dict[str, Any]:
         """The same for a head that is cut."""
         reduction = "canonical" if self.keeps_bits else "sum"
         return {"global_vocab_size": self.vocab_size, "reduction": reduction}
+
+    def _without_padding(self, kernel: Array) -> Array:
+        """A head of the tokens of the vocabulary alone."""
+        return jax.lax.slice_in_dim(kernel, 0, self.vocab_size, axis=self._cut.index("tensor"))
 
     def _rounded(self, hidden: Array, kernel: Array) -> tuple[Array, Array]:
         return self.fusion_barrier((hidden.astype(self.dtype), kernel.astype(self.dtype)))

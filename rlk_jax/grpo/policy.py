@@ -128,15 +128,19 @@ class Policy:
         return jax.tree.map(functools.partial(NamedSharding, self.head.mesh), self.specs(tree))
 
     def over_rows[Rows, Result](
-        self, function: Callable[[nnx.State, Rows], Result]
+        self,
+        function: Callable[[nnx.State, Rows], Result],
+        specs_of: Callable[[nnx.State], Any] | None = None,
     ) -> Callable[[nnx.State, Rows], Result]:
-        """A function of parts of parameters and of a device's own rows, as one of whole arrays."""
+        """A function of parts of parameters and of a device's own rows, as one of whole arrays. `specs_of` says how
+        parameters lie that are not this model's alone.
+        """
         if self.head.mesh.size == 1:
             return function
         rows = PartitionSpec("data")
 
         def of_whole_arrays(params: nnx.State, given: Rows) -> Result:
-            specs = (self.specs(params), rows)
+            specs = ((specs_of or self.specs)(params), rows)
             return jax.shard_map(function, mesh=self.head.mesh, in_specs=specs, out_specs=rows)(params, given)
 
         return of_whole_arrays

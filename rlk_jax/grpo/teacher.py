@@ -44,14 +44,16 @@ class Teacher:
     @property
     def shapes(self) -> nnx.State:
         """Shapes of the parameters, as they lie on the mesh."""
-        stored, dtype = self.model.shapes, self.model.head.dtype
+        stored, dtype = jax.eval_shape(self.model.head.shard, self.model.shapes), self.model.head.dtype
         return jax.tree.map(
             lambda x, lies: jax.ShapeDtypeStruct(x.shape, dtype, sharding=lies), stored, self.model.shardings(stored)
         )
 
     def load(self) -> nnx.State:
-        """The parameters. Raises BadInput for a checkpoint that does not fit its config.json."""
-        return load_parameters(self.directory, self.model.head.mesh, self.model.head.dtype)
+        """The parameters on the mesh. Raises BadInput for a checkpoint that does not fit its config.json."""
+        head = self.model.head
+        stored = head.shard(load_parameters(self.directory, head.mesh, head.dtype))
+        return jax.device_put(stored, self.model.shardings(stored))
 
     def hidden(self, params: nnx.State, sequences: Sequences) -> Float[Array, "R T Dt"]:
         """The teacher's hidden states that predict the targets."""
@@ -79,7 +81,11 @@ class Teacher:
             divergence = self.policy.head.own_divergences(hidden, taught, *theirs, completion_mask=rows.mask, **how)
             return values, divergence
 
-        return self.policy.over_rows(own)(given, sequences)
+        def specs(given: nnx.State) -> nnx.State:
+            both = self.policy.specs(given["policy"]), self.model.specs(given["teacher"])
+            return nnx.State({"policy": both[0], "teacher": both[1]})
+
+        return self.policy.over_rows(own, specs)(given, sequences)
 
 
 def make_teacher(config: GrpoConfig, policy: Policy, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
@@ -94,7 +100,9 @@ def make_teacher(config: GrpoConfig, policy: Policy, tokenizer: Tokenizer, mesh:
     sizes = model.head.vocab_size, policy.head.vocab_size
     if sizes[0] < sizes[1]:
         raise BadField(f"`teacher` has {sizes[0]} tokens, and the policy may draw any of its {sizes[1]}")
-    implementation = _promising(policy, model) if config.invariant else None
+    implementation = _promising(policy, model) if config.invariant or policy.head.keeps_bits else None
+    # Heads that are cut alike have the same tokens: the teacher's others are padding.
+    model = replace(model, head=replace(model.head, vocab_size=policy.head.vocab_size))
     kind: Any = config.teacher_kind
     return Teacher(config.teacher, policy, model, kind, config.teacher_beta, implementation)
 

@@ -218,6 +218,7 @@ def beginning(
 
     shapes = policy.given_shapes, None if teacher is None else teacher.shapes
     shardings = policy.shardings(jax.eval_shape(begin, *shapes))
+    shardings = shardings._replace(teacher=jax.tree.map(lambda x: x.sharding, shapes[1]))
     program = jax.jit(begin, out_shardings=shardings, donate_argnums=1)  # A teacher stays as it is.
 
     def first_state() -> TrainState:

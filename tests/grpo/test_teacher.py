@@ -101,8 +101,9 @@ def some_sequences() -> Sequences:
 def taught_by(config: GrpoConfig) -> tuple[Teacher, Any, Any]:
     """The teacher of a run with its policy, and the parameters of policy and teacher."""
     mesh, tokenizer = make_mesh(config), load_tokenizer(config.model)
-    teacher = make_teacher(config, make_policy(config, mesh, tokenizer), tokenizer, mesh)
-    return teacher, load_parameters(config.model, mesh), teacher.load()
+    policy = make_policy(config, mesh, tokenizer)
+    teacher = make_teacher(config, policy, tokenizer, mesh)
+    return teacher, policy.head.shard(load_parameters(config.model, mesh)), teacher.load()
 
 
 @nnx.jit
@@ -160,20 +161,73 @@ RESUMED = {
 }
 
 
-def test_a_mesh_gives_the_divergences_of_one_device(files):
-    """Each device has its part of both models, and its rows."""
-    found = []
-    for mesh in ("data=1,tensor=1", "data=2,tensor=1"):
-        teacher, params, theirs = taught_by(config_of(files, mesh=mesh))
+@pytest.fixture(scope="module")
+def tied_files(files, tmp_path_factory) -> dict[str, str]:
+    """A policy with a head of its own, whose teacher's is its embedding, and has more tokens."""
+    folder, wider = tmp_path_factory.mktemp("tied"), {"hidden_size": 48, "vocab_size": 320, "tie_word_embeddings": True}
+    model = tiny_text.write_model(folder / "model", num_hidden_layers=1)
+    teacher = tiny_text.write_model(folder / "teacher", seed=1, num_hidden_layers=1, **wider)
+    return {**files, "model": str(model), "teacher": str(teacher)}
 
-        @jax.jit
-        def divergences(params: Any, theirs: Any, rows: Sequences, teacher: Teacher = teacher) -> jax.Array:
-            rows = rows._replace(teacher_hidden=teacher.hidden(theirs, rows))
-            return teacher.values(params, theirs, rows, entropy=False)[1]
 
-        found.append(divergences(params, theirs, some_sequences()))
-    assert (found[0] > 0).sum() == 7
-    helpers.assert_within_contract(found[1], found[0], "models", jnp.float32, "forward")
+@pytest.fixture(params=["files", "tied_files"])
+def either_files(request) -> dict[str, str]:
+    """Policy or teacher has its embedding as its head, and the other has not."""
+    return request.getfixturevalue(request.param)
+
+
+def learnt(config: GrpoConfig) -> tuple[jax.Array, Any]:
+    """The divergences of some sequences, and whole gradients of these and of log-probs."""
+    teacher, params, theirs = taught_by(config)
+
+    def loss(params: Any, theirs: Any, rows: Sequences) -> tuple[jax.Array, jax.Array]:
+        rows = rows._replace(teacher_hidden=teacher.hidden(theirs, rows))
+        values, divergence = teacher.values(params, theirs, rows, entropy=False)
+        return (values.logp + divergence).sum(), divergence
+
+    (_, divergence), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, theirs, some_sequences())
+    assert (divergence > 0).sum() == 7
+    return divergence, teacher.policy.head.unshard(gradients)
+
+
+def test_a_mesh_gives_what_one_device_does(either_files):
+    """Each device has its part of both models, heads included, and its rows."""
+    one, *others = (
+        learnt(config_of(either_files, mesh=mesh)) for mesh in ("data=1,tensor=1", "data=2,tensor=1", "data=2,tensor=2")
+    )
+    for found in others:
+        helpers.assert_within_contract(found[0], one[0], "models", jnp.float32, "forward")
+        for x, expected in zip(*map(jax.tree.leaves, (found[1], one[1])), strict=True):
+            helpers.assert_within_contract(x, expected, "models", jnp.float32, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("either_files", "how"),
+    [("files", INVARIANT), ("tied_files", {"teacher_kind": "forward"})],
+    indirect=["either_files"],
+    ids=["invariant", "stock"],
+)
+def test_heads_that_are_cut_have_the_bits_of_whole_ones(either_files, how):
+    """By `deterministic`, which linear_kl then follows in its promise of bits."""
+    meshes = ("data=1,tensor=1", "data=1,tensor=2")
+    found = [learnt(config_of(either_files, **how, implementation="deterministic", mesh=mesh)) for mesh in meshes]
+    helpers.assert_same_bits(*found)
+
+
+def test_a_device_holds_its_part_of_a_teacher(either_files):
+    """Its head is cut where the policy's is: the tokens behind the policy's vocabulary are no part of it. A run
+    begins with it as it was read.
+    """
+    config = config_of(either_files, mesh="data=2,tensor=2")
+    teacher, params, theirs = taught_by(config)
+    own, head = params[teacher.policy.head.name], theirs[teacher.model.head.name]
+    assert [x.shape[0] for x in jax.tree.leaves(own)] == [x.shape[0] for x in jax.tree.leaves(head)]
+    for x in jax.tree.leaves(theirs):
+        assert x.addressable_shards[0].data.size * (4 if x is jax.tree.leaves(head)[0] else 2) == x.size
+    begun = load_job(config).steps.initial_state().teacher
+    lying = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree) for tree in (teacher.shapes, theirs, begun)]
+    assert lying[0] == lying[1] == lying[2]
+    helpers.assert_same_bits(begun, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +265,7 @@ def test_another_teacher_is_no_resumption(finished, files, tmp_path, capsys):
 def test_devices_have_the_bits_of_micro_batches(files):
     """Gradients of both uses of the head are added on a device before those of devices are. Each device holds its part
     of the teacher, which stays as it is, and which is not saved. In `make test`, test_shards.py has these bits without
-    a teacher, and test_a_mesh_gives_the_divergences_of_one_device what is new on a mesh.
+    a teacher, and test_a_mesh_gives_what_one_device_does what is new on a mesh.
     """
     found = []
     for how in ({"micro_batches": 2}, {"mesh": "data=2,tensor=1"}):
@@ -225,6 +279,19 @@ def test_devices_have_the_bits_of_micro_batches(files):
     helpers.assert_same_bits(*found)
     assert {x.dtype.name for x in before} == {"bfloat16"} and "teacher" not in state.saved
     assert all(x.addressable_shards[0].data.size * 2 == x.size for x in jax.tree.leaves(state.teacher))
+
+
+@pytest.mark.full
+def test_a_run_with_cut_heads_has_the_bits_of_one_with_whole_heads(files, tmp_path):
+    """The same metrics, from the start and resumed. In `make test`, the gradients of cut heads have these bits."""
+    how, metrics = {**RESUMED, **INVARIANT}, []
+    for tensor in (1, 2):
+        out = RunFolder(tmp_path / str(tensor))
+        run(files, out.path, **how, mesh=f"data=1,tensor={tensor}")
+        metrics.append(out.metrics.read_bytes())
+    tiny.lose_the_end(out, 2)
+    run(files, out.path, **how, mesh="data=1,tensor=2", resume=True)
+    assert [metrics[0], out.metrics.read_bytes()] == [metrics[1]] * 2
 
 
 def test_a_plan_counts_the_teacher(files, monkeypatch):
@@ -248,10 +315,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"teacher_kind": "tv"}, "--teacher-kind must be reverse, forward or jsd, got 'tv'"),
     "beta": ({"teacher_beta": 0.1}, "--teacher-beta is of jsd: it has no meaning beside --teacher-kind reverse"),
     "coef": ({"teacher_coef": 0.0}, "--teacher-coef must be greater than 0, got 0.0"),
-    "tensor": (
-        {"mesh": "data=1,tensor=2"},
-        "--teacher needs a whole head, as in --mesh data=N,tensor=1, got data=1,tensor",
-    ),
     "lora": ({"lora_rank": 2}, "--teacher does not go with --lora-rank: linear_kl takes no low-rank term of a head"),
     "loss": (
         {"teacher_only": True, "clip_eps": 0.1},
