@@ -1,5 +1,8 @@
-"""Options that are True or False, of every op for arrays and for tensors: one check, one message."""
+"""Options that are True or False, and those that do not exist, of every op for arrays and for tensors: one check, one
+message.
+"""
 
+import functools
 import inspect
 
 import jax
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 import torch_bridge
-from rlk_jax import vocab_parallel
+from rlk_jax import explain, vocab_parallel
 from rlk_jax.ops import OPS
 
 FLAGS = (bool, bool | None)
@@ -71,6 +74,19 @@ def test_of_tensors(op, option):
 def test_over_a_mesh(option):
     mesh = {"mesh": jax.make_mesh((1,), ("v",)), "vocab_axis": "v"}
     assert_refused(lambda **flag: vocab_parallel.linear_logp(*ARGUMENTS["linear_logp"], **mesh, **flag), option, "yes")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_option_that_does_not_exist(op):
+    """The error names the op that was called, whatever this is made of."""
+    tensors = [x if x is None else torch.from_numpy(x.copy()) for x in ARGUMENTS[op]]
+    calls = [(OPS[op].function, ARGUMENTS[op]), (functools.partial(explain, op), ARGUMENTS[op])]
+    calls += [(getattr(torch_bridge, op), tensors)] if hasattr(torch_bridge, op) else []
+    for call, arguments in calls:
+        with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'no_such_option'"):
+            call(*arguments, no_such_option=1)
+    with pytest.raises(TypeError, match=rf"^{op}\(\) missing a required argument: "):
+        explain(op)
 
 
 def test_every_op_has_been_asked():

@@ -166,7 +166,7 @@ def smoothed_linear_logp(*tensors: Any, label_smoothing: float, **options: Any) 
     """
     for name in options:
         if name not in _KEYWORDS:
-            raise TypeError(f"linear_logp() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"linear_cross_entropy() got an unexpected keyword argument {name!r}")
     given = {**_KEYWORDS, **options}
     others, rank = [[given.pop(name) for name in names] for names in (HeadArguments._fields[4:], _OF_A_RANK)]
     return _values_of(HeadArguments(*tensors, *others), rank, HeadOptions(**given, label_smoothing=label_smoothing))

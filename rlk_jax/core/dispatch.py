@@ -156,9 +156,14 @@ def facts_of(op: str, operands: Sequence[Any], config: Any) -> CallFacts:
     return CallFacts(op, device_of(operands), dtypes, operands[0].shape[-1], config)
 
 
-def bound_arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names, defaults included; raises TypeError as the call would."""
-    call = inspect.signature(function).bind(*args, **kwargs)
+def bound_arguments(op: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of `function` by their names, defaults included. Raises TypeError for those that it does
+    not take, in the name of the op that the user called.
+    """
+    try:
+        call = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op}() {error}") from None
     call.apply_defaults()
     return call.arguments
 

@@ -69,7 +69,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Decision:
     """
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; the ops are {tuple(OPS)}.")
-    given = dispatch.bound_arguments(OPS[op].function, *args, **kwargs)
+    given = dispatch.bound_arguments(op, OPS[op].function, *args, **kwargs)
     facts, implementation = OPS[op].describe(given)
     decision = dispatch.decide(op, facts, implementation, numerics_version[facts.op])
     plan = OPS[op].plan
@@ -81,5 +81,5 @@ def promising(op: str, *args: Any, **kwargs: Any) -> str:
 
     A call that names an implementation gets that one. Raises ValueError where it promises no bits.
     """
-    given = dispatch.bound_arguments(OPS[op].function, *args, **kwargs)
+    given = dispatch.bound_arguments(op, OPS[op].function, *args, **kwargs)
     return dispatch.first_promising(*OPS[op].describe(given))

@@ -211,5 +211,5 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     rest = (arguments[name] for name in ("z_loss", "validate", "hidden_grad_reduction"))
     operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
     options = _head_options(ignored, *rest)
-    bound = bound_arguments(linear_logp, **operands, **options, **arguments["head"])
+    bound = bound_arguments("linear_cross_entropy", linear_logp, **operands, **options, **arguments["head"])
     return describe_linear_logp(bound, arguments["label_smoothing"])

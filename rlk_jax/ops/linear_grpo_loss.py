@@ -115,7 +115,7 @@ def linear_grpo_loss(
     head["return_entropy"] = _needs_entropy(return_entropy, entropy_threshold, options)
     loss = _LossOfValues(options)
     constants = _Constants(old_logps, ref_logps, rollout_logps, advantages, mask, entropy_threshold, denominator)
-    given = bound_arguments(linear_logp, hidden, lm_head_weight, ids, bias, **head)
+    given = bound_arguments("linear_grpo_loss", linear_logp, hidden, lm_head_weight, ids, bias, **head)
     blocks = _blocks_or_reason(given, constants, options)
     if isinstance(blocks, TokenBlocks):
         inputs, head_options, _ = inputs_and_options(given)
@@ -278,4 +278,4 @@ def _head_call(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return_entropy = (arguments[name] for name in ("return_entropy", "entropy_threshold", "options"))
     operands = {name: arguments[name] for name in ("hidden", "lm_head_weight", "target_ids", "bias")}
     asked = {"ignore_index": _MASKED, "return_entropy": _needs_entropy(*return_entropy), **arguments["head"]}
-    return bound_arguments(linear_logp, **operands, **asked)
+    return bound_arguments("linear_grpo_loss", linear_logp, **operands, **asked)

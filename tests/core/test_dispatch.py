@@ -26,7 +26,7 @@ XLA = next(x for x in dispatch.TABLE["linear_logp"] if x.name == "xla")
 
 
 def described(op: str, *args) -> dispatch.CallFacts:
-    return OPS[op].describe(dispatch.bound_arguments(OPS[op].function, *args))[0]
+    return OPS[op].describe(dispatch.bound_arguments(op, OPS[op].function, *args))[0]
 
 
 def refuses(name: str, reason: str, platform: str = "cpu") -> dispatch.Implementation:

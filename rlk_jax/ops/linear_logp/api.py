@@ -192,7 +192,7 @@ def smoothed_linear_logp(*args: Any, label_smoothing: float, **options: Any) -> 
     is the mean of all tokens' log-probabilities under the smoothed target, which gives s in equal parts to all tokens
     of the vocabulary and 1 − s to the target.
     """
-    inputs, own, start = inputs_and_options(bound_arguments(linear_logp, *args, **options))
+    inputs, own, start = inputs_and_options(bound_arguments("linear_cross_entropy", linear_logp, *args, **options))
     return _values(inputs, replace(own, label_smoothing=label_smoothing), start)
 
 

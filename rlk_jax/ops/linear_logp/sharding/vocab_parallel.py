@@ -140,7 +140,7 @@ def linear_logp(
     def layout(inputs: HeadInputs, config: HeadConfig) -> _CallLayout:
         # The processes agree on what this raises, so that none waits for one that has raised alone.
         if unknown := sorted(options.keys() - known.keys()):
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+            raise TypeError(f"vocab_parallel.linear_logp() got an unexpected keyword argument {unknown[0]!r}")
         lead = token_axes
         if not isinstance(lead, PartitionSpec):
             lead = PartitionSpec() if lead is None else PartitionSpec(lead)

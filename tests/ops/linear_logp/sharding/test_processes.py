@@ -43,7 +43,7 @@ MISTAKES = {
     "mask": "ValueError: the processes call linear_logp differently: ",
     "mask without targets": "ValueError: target_ids must be allowed: they are not in rows 0 to 11 of the flat tokens.",
     "cut masks": "ValueError: validate=True reads allowed_ids and allowed_mask in arrays of one process alone.",
-    "unknown option": "ValueError: TypeError: got an unexpected keyword argument 'no_such_option'",
+    "unknown option": "ValueError: TypeError: vocab_parallel.linear_logp() got an unexpected keyword argument ",
     "bare": "ValueError: target_ids out of range: expected [0, 999], got [-7, ",
     "grad outside jit": "ValueError: target_ids out of range: expected [0, 999], got [",
     "token axes": "ValueError: the processes call linear_logp differently: ",
