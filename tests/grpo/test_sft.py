@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlk_jax import cli, dispatch, models
+from rlk_jax import cli, dispatch, explain, models
 from rlk_jax.checker import relative_norm
 from rlk_jax.core.tokens import IGNORED
 from rlk_jax.grpo import memory, text_steps
@@ -180,6 +180,14 @@ def test_losses_are_those_of_transformers_and_optax(files):
     assert metrics["tokens"] == sum(len(ids_of(row)[1]) for row in taken)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 1.0])
+def test_labels_are_smoothed_as_far_as_the_op_smooths_them(files, smoothing):
+    """At 1 a target has no more of the loss than any other token."""
+    assert config(files, label_smoothing=smoothing).label_smoothing == smoothing
+    hidden, head, ids = jnp.ones((2, 8)), jnp.ones((16, 8)), jnp.zeros(2, jnp.int32)
+    assert explain("linear_cross_entropy", hidden, head, ids, label_smoothing=smoothing).choice == "xla"
+
+
 def test_targets_are_the_tokens_of_completions_and_their_end(files):
     """Rows end in the last slot; a prompt has no target, nor has a row that fills a batch up."""
     task = load_sft_task(config(files))
@@ -317,7 +325,9 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(tmp_path, c
         ({"z_loss": -1}, "--z-loss must be at least 0, got -1.0"),
         ({"z_loss": "nan"}, "--z-loss must be finite, got nan"),
         ({"z_loss": 1e39}, "--z-loss must be 0 or a positive finite number, got 1e+39."),
-        ({"label_smoothing": 1}, "--label-smoothing must be less than 1, got 1.0"),
+        ({"label_smoothing": 1.1}, "--label-smoothing must be a number in [0, 1], got 1.1."),
+        ({"label_smoothing": -0.1}, "--label-smoothing must be a number in [0, 1], got -0.1."),
+        ({"label_smoothing": "nan"}, "--label-smoothing must be finite, got nan"),
         ({"learning_rate": 0}, "--learning-rate must be greater than 0, got 0.0"),
         ({"schedule_warmup": 9}, "--schedule-warmup (9) must be at most --steps (4)"),
         ({"micro_batches": 3}, "--micro-batches (3) must divide a device's 4 samples of a step"),

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlk_jax.core.checks import require_not_negative
-from rlk_jax.grpo.run_config import BadField, RunConfig, option
+from rlk_jax.grpo.run_config import BadField, RunConfig, option, with_marks
+from rlk_jax.ops.linear_logp.checks import check_label_smoothing
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class SftConfig(RunConfig):
         None, "steps between losses of the held-out rows (default: before and after the run alone)", minimum=1
     )
     z_loss: float = option(0.0, "weight of the square of ln Σ exp z in the loss", minimum=0)
-    label_smoothing: float = option(
-        0.0, "part of each target that is spread evenly over the vocabulary", minimum=0, below=1
-    )
+    label_smoothing: float = option(0.0, "part of each target that is spread evenly over the vocabulary, from 0 to 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,9 +44,10 @@ class SftConfig(RunConfig):
             if getattr(self, name) is None:
                 raise BadField(f"`{name}` is missing: {what}")
         try:
-            require_not_negative("`z_loss`", self.z_loss)
+            require_not_negative("z_loss", self.z_loss)
+            check_label_smoothing(self.label_smoothing)
         except ValueError as error:
-            raise BadField(str(error)) from error
+            raise BadField(with_marks(str(error), ["z_loss", "label_smoothing"])) from error
         self._check_schedule_warmup("steps")
         self._check_batch("rows_per_step", 1, ("micro_batches",))
 
