@@ -130,7 +130,7 @@ def _far_terms_of_small_share(
 ) -> tuple[Array, Array, Array]:
     """The same, where the mixture is nearly the one that has the larger share, a major part beside a minor one."""
     is_student, least = share < 0.5, min(share, 1 - share)
-    apart = jnp.maximum(difference if is_student else -difference, -LARGEST_DIFFERENCE)
+    apart = jnp.clip(difference if is_student else -difference, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
     w = least * (jnp.exp2(apart * -LOG2_E) - 1)
     from_major = jnp.where(jnp.abs(w) < _NEAR_ONE, _log_near_one(w), jnp.log2(1 + w) * LN_2)
     from_minor = from_major + apart

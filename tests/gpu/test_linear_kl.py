@@ -109,6 +109,11 @@ def test_far_apart(kernels, kind):
         assert_found(actual, gold, jnp.bfloat16, op_class="linear_kl_peaked_wgmma")
 
 
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.9, 0.99])
+def test_mixtures_of_any_share(kernels, share):
+    divergences.assert_mixtures_of_any_share(share, kernels, 300, "linear_kl_wgmma")
+
+
 @pytest.mark.parametrize(("kind", "who"), [("forward", "bias"), ("reverse", "teacher_bias")])
 def test_impossible_tokens(kernels, kind, who):
     """A token that the first distribution can take and the second cannot."""

@@ -164,6 +164,15 @@ def gold(case: Case, problem: Problem) -> Found:
     )
 
 
+def assert_mixtures_of_any_share(share: float, implementation: str, tokens: int, op_class: str) -> None:
+    """jsd is finite and right for a mixture that is nearly one of both, with tokens that are impossible for either."""
+    case = Case("share", (tokens,), 64, 48, 300, 300, bias=True, scale=2.0, options={"kind": "jsd", "beta": share})
+    problem = make(case, jnp.bfloat16)
+    bias, teacher_bias = problem.bias.at[:50].set(-jnp.inf), problem.teacher_bias.at[30:90].set(-jnp.inf)
+    problem = problem._replace(bias=bias, teacher_bias=teacher_bias)
+    assert_found(found(case, problem, implementation), gold(case, problem), jnp.bfloat16, op_class)
+
+
 def assert_found(actual: Found, expected: Found, dtype: Any, op_class: str = "linear_kl") -> None:
     """Values and gradients keep to the contract, and gradients have the dtype of their operands."""
     assert actual.values.dtype == jnp.float32

@@ -256,16 +256,25 @@ def test_terms_of_a_mixture(share, noise):
     rng = np.random.default_rng(0)
     log_a = np.float32(-np.abs(rng.normal(size=20000)) - 20)
     log_b = np.append(np.float32(log_a + noise * rng.normal(size=log_a.shape))[:-1], log_a[-1])
-    log_p, log_q = (np.float64(x) * np.log(2) for x in (log_a, log_b))
+    log_a[0] = log_b[1] = -np.inf
+    log_p, log_q = (np.float64(x)[2:] * np.log(2) for x in (log_a, log_b))
     p, difference = np.exp(log_p), log_q - log_p
     # Exact where p and q are near: m / p = 1 + share·(q / p − 1), and m / q likewise.
     from_p = np.log1p(share * np.expm1(difference))
     from_q = np.log1p((1 - share) * np.expm1(-difference))
     excess = share * np.exp(difference) * (np.expm1(from_q) - from_q) + (1 - share) * (np.expm1(from_p) - from_p)
     value, slope = jax.jit(_mixture_terms, static_argnums=0)(share, log_a, log_b)
-    assert_within_contract(value, p * excess, "linear_kl_wgmma", BF16, "forward")
-    assert_within_contract(slope, p * from_p, "linear_kl_peaked", jnp.float32, "gradient")
+    # A token that is impossible for one of both adds what the other has, times the logarithm of its share.
+    first = np.exp2(np.float64([log_b[0], log_a[1]])) * -np.log([share, 1 - share]) * [share, 1 - share]
+    assert_within_contract(value, np.append(first, p * excess), "linear_kl_wgmma", BF16, "forward")
+    assert_within_contract(slope[2:], p * from_p, "linear_kl_peaked", jnp.float32, "gradient")
+    assert np.isfinite(slope).all()
     assert value[-1] == 0 and slope[-1] == 0 and (value >= 0).all()
+
+
+@cover("share", [(0.01,), (0.3,), (0.99,)], lambda share: share == 0.01)
+def test_mixtures_of_any_share(share):
+    divergences.assert_mixtures_of_any_share(share, "mosaic", 9, "linear_kl_wgmma")
 
 
 def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
