@@ -82,9 +82,9 @@ def _log_near_one(w: Array) -> Array:
     return s * polynomial(s * s, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
 
 
-def log_mixture(share: float, difference: Array) -> Array:
-    """ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p and q are
-    equal.
+def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
+    """ln(m / q) and ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p
+    and q are equal.
 
     What is taken off the larger of both to make m has one logarithm, and m lies above the smaller by the rest.
     """
@@ -93,8 +93,10 @@ def log_mixture(share: float, difference: Array) -> Array:
     own, other = (jnp.where(is_teacher, x, 1 - x) for x in (share, 1 - share))
     power = jnp.exp2(apart * -LOG2_E)
     w = other * jnp.where(apart < NEAR, -apart * polynomial(-apart, (1.0, *SERIES)), power - 1)
-    of_larger = jnp.where(w > -_NEAR_ONE, _log_near_one(w), jnp.log2(own + other * power) * LN_2)
-    return jnp.where(is_teacher, of_larger + apart, of_larger)
+    near = _log_near_one(w)
+    of_larger = jnp.where(w > -_NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
+    of_smaller = of_larger + apart
+    return jnp.where(is_teacher, of_larger, of_smaller), jnp.where(is_teacher, of_smaller, of_larger)
 
 
 def _mixture_terms(share: float, log_a: Array, log_b: Array) -> tuple[Array, Array]:

@@ -112,8 +112,8 @@ def mixture(share: float) -> Callable[[TwoHeads], Configuration]:
 
 
 def gradients(kind: Any, share: float = 0.5) -> Callable[[TwoHeads], Configuration]:
-    """The kernel of the gradients of a slice's logits. For "reverse", and for "jsd" with shares that are not equal,
-    ptxas spills one register beside a softcap and a bias.
+    """The kernel of the gradients of a slice's logits. Beside a softcap ptxas spills one register for "reverse", where
+    there is a bias, and up to four for "jsd" with shares that are not equal.
     """
 
     def of_heads(two: TwoHeads) -> Configuration:
@@ -126,8 +126,8 @@ def gradients(kind: Any, share: float = 0.5) -> Callable[[TwoHeads], Configurati
 
         factors = GradientFactors(head.vector(), head.vector())
         arguments = {**two.arguments(), "normalizers": two.normalizers(), "factors": factors}
-        may_spill = kind == "reverse" or (kind == "jsd" and share != 0.5)
-        spills = 4 if may_spill and two.bias and two.softcap is not None else 0
+        of_reverse = 4 if kind == "reverse" and two.bias else 0
+        spills = 0 if two.softcap is None else 16 if kind == "jsd" and share != 0.5 else of_reverse
         return Configuration(two.options("gradients of a divergence", kind=kind, share=share), run, arguments, spills)
 
     return of_heads
