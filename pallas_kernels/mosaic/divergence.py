@@ -82,9 +82,9 @@ def _log_near_one(w: Array) -> Array:
     return s * polynomial(s * s, (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9))
 
 
-def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
-    """ln(m / q) and ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p
-    and q are equal.
+def log_mixture(share: float, difference: Array) -> Array:
+    """ln(m / p) for the mixture m = share·q + (1 − share)·p and difference = ln(p / q); exactly 0 where p and q are
+    equal.
 
     What is taken off the larger of both to make m has one logarithm, and m lies above the smaller by the rest.
     """
@@ -95,8 +95,7 @@ def log_mixtures(share: float, difference: Array) -> tuple[Array, Array]:
     w = other * jnp.where(apart < NEAR, -apart * polynomial(-apart, (1.0, *SERIES)), power - 1)
     near = _log_near_one(w)
     of_larger = jnp.where(w > -_NEAR_ONE, near, jnp.log2(own + other * power) * LN_2)
-    of_smaller = of_larger + apart
-    return jnp.where(is_teacher, of_larger, of_smaller), jnp.where(is_teacher, of_smaller, of_larger)
+    return jnp.where(is_teacher, of_larger + apart, of_larger)
 
 
 def _mixture_terms(share: float, log_a: Array, log_b: Array) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.divergence import GradientFactors, Kind, RowNormalizer, TwoSlices
 from pallas_kernels.hopper.tiles import COLUMNS
 from pallas_kernels.logits import LN_2, LOG2_E
-from pallas_kernels.mosaic.divergence import NEAR, SERIES, log_mixtures, log_probability, polynomial
+from pallas_kernels.mosaic.divergence import NEAR, SERIES, log_mixture, log_probability, polynomial
 from pallas_kernels.mosaic.main_loop import ROW, STRIPS_IN_FLIGHT, WARPGROUP_ROWS, Block, over_columns, row_vector
 from pallas_kernels.mosaic.softcap import softcapped
 from pallas_kernels.mosaic.statistics import chunk_and_width, masked
@@ -90,8 +90,5 @@ def _gradient(kind: Kind, share: float, log_p: Array, log_q: Array, total: Array
         left = jnp.exp2(larger) * jnp.where(apart < NEAR, near, far)
         return jnp.where(difference < 0, -left, left)
     p = jnp.exp2(log_p)
-    if kind == "reverse":
-        slope = jnp.where(p == 0, 0.0, difference)
-    else:
-        slope = (share - 1) * log_mixtures(share, difference)[1]
+    slope = jnp.where(p == 0, 0.0, difference) if kind == "reverse" else (share - 1) * log_mixture(share, difference)
     return p * (slope - total)
