@@ -21,6 +21,8 @@ from rlk_jax.ops.linear_kl.options import DivergenceKind
 
 SHAPES = "4096,4096,131072"
 KINDS: tuple[DivergenceKind, ...] = get_args(DivergenceKind)
+LIGERS_BETA: dict[DivergenceKind, float] = {"forward": 0.0, "jsd": 0.5, "reverse": 1.0}
+"""What Liger's fused loss calls the kinds."""
 PRODUCTS = {"forward": 2, "forward+backward": 4}
 """The products [N, D] x [D, V] that a pass cannot do without: one for each head, and those of both gradients."""
 LIGER = "liger (mean loss)"
@@ -64,21 +66,21 @@ def _own(name: str, inputs: Inputs, teacher: tuple[jax.Array, jax.Array]) -> dic
     return found
 
 
-def _liger(inputs: Inputs, teacher: tuple[jax.Array, jax.Array]) -> dict[str, Candidate]:
-    """Both passes of Liger's fused loss. Raises what importing it or its first run raises."""
+def _liger(kind: DivergenceKind, inputs: Inputs, teacher: tuple[jax.Array, jax.Array]) -> dict[str, Candidate]:
+    """Both passes of Liger's fused loss, by name. Raises what importing it or its first run raises."""
     torch: Any = importlib.import_module("torch")
     functional: Any = importlib.import_module("liger_kernel.transformers.functional")
     if jax.default_backend() != "gpu":
         raise RuntimeError("peers are measured on GPUs only")
     hidden, weight, *others = (torch.from_dlpack(x) for x in (inputs.hidden, inputs.weight, *teacher))
     launches = peers.both_passes(
-        lambda h, w: functional.liger_fused_linear_jsd(h, w, *others),
+        lambda h, w: functional.liger_fused_linear_jsd(h, w, *others, jsd_beta=LIGERS_BETA[kind]),
         (hidden, weight),
         torch.from_dlpack(inputs.upstream),
     )
     results = {"forward": 0, "forward+backward": inputs.hidden.nbytes + inputs.weight.nbytes}
     return {
-        f"jsd: {what}": Candidate(x, peers.extra_bytes(x, results[what]), PRODUCTS[what])
+        f"{kind}: {what}": Candidate(x, peers.extra_bytes(x, results[what]), PRODUCTS[what])
         for what, x in launches.items()
     }
 
@@ -88,12 +90,13 @@ def candidates_of(name: str, inputs: Inputs) -> dict[str, Build]:
     teacher = teacher_of(*inputs.hidden.shape, inputs.weight.shape[0], inputs.hidden.dtype.name)
     if name != LIGER:
         return _own(name, inputs, teacher)
-    found = functools.cache(lambda: _liger(inputs, teacher))
+    found = functools.cache(functools.partial(_liger, inputs=inputs, teacher=teacher))
 
-    def build(what: str) -> Candidate:
-        return found()[what]
+    def build(kind: DivergenceKind, what: str) -> Candidate:
+        return found(kind)[what]
 
-    return {f"jsd: {what}": functools.partial(build, f"jsd: {what}") for what in PRODUCTS}
+    passes = [(kind, f"{kind}: {what}") for kind in KINDS for what in PRODUCTS]
+    return {what: functools.partial(build, kind, what) for kind, what in passes}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
