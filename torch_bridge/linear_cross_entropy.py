@@ -60,7 +60,7 @@ def linear_cross_entropy(
         the true vocabulary. It cannot be given beside allowed_ids or allowed_mask. A logit of −inf makes a loss inf.
       validate: as in `linear_logp`; it checks the values of weights too. A bad weight that is not checked gives NaN.
       tp_group, vocab_start_index: as in `linear_logp`; token_weights are the same on every rank.
-      **head: `linear_logp`'s other options but `return_lse` and `return_entropy`.
+      **head: `linear_logp`'s other options but those that begin with `return_`.
 
     Returns:
       The loss, float32: a scalar, or `[*lead]` with reduction="none".

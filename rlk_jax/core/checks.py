@@ -241,8 +241,8 @@ def require_values(inputs: NamedArrays) -> None:
 
 
 def require_one_of(name: str, x: Any, allowed: tuple[Any, ...]) -> None:
-    """The option is one of the values that exist."""
-    require(x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
+    """The option is one of the values that exist, each of which is a name or None."""
+    require((x is None or isinstance(x, str)) and x in allowed, f"{name} must be one of {allowed}, got {x!r}.")
 
 
 def require_positive_integer(name: str, x: Any) -> None:

@@ -195,7 +195,8 @@ def choose(facts: CallFacts, implementation: str | None) -> Implementation:
 
     Only implementations that the choice depends on are asked for obstacles, because finding a compiler takes a process.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    is_name = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    if implementation is not None and not is_name:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}.")
     if implementation is not None and (reasons := _obstacles(facts, implementation)):
         raise ValueError(f"{facts.op} cannot run {implementation!r} here: {'; '.join(reasons)}.")

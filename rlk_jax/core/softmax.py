@@ -35,8 +35,12 @@ class Smoothing:
         return self.share / self.vocab_size
 
     def logp(self, logp: Array, lse: Array, logit_sum: Array) -> Array:
-        """Σ t·ln p over all tokens, t being the smoothed target; logit_sum is Σ z."""
+        """Σ t·ln p over all tokens, t being the smoothed target; logit_sum is Σ z. It is −∞ where a token is
+        impossible.
+        """
         mean = rounded_product(logit_sum, jnp.float32(1 / self.vocab_size)) - lse
+        if self.share == 1:
+            return mean  # The target's own part is 0·−∞ where it is impossible.
         of_target, of_mean = (
             rounded_product(x, jnp.float32(t)) for x, t in ((logp, 1 - self.share), (mean, self.share))
         )

@@ -20,6 +20,7 @@ class BadField(BadInput):
     """
 
     def __init__(self, message: str) -> None:
+        self.marked = message
         super().__init__(_MARKED.sub(r"\1", message))
         self.of_options = _MARKED.sub(lambda found: flag_of(found[1]), message)
 

@@ -96,7 +96,12 @@ def make_teacher(config: GrpoConfig, policy: Policy, tokenizer: Tokenizer, mesh:
         return None
     theirs = given_tokenizer(Path(config.teacher))
     _check_tokenizers(theirs, tokenizer)
-    model = make_policy(replace(config, model=config.teacher, remat=False), mesh, theirs)
+    # `implementation` is that of linear_logp, which takes no head of a teacher.
+    alone = replace(config, model=config.teacher, remat=False, implementation=None)
+    try:
+        model = make_policy(alone, mesh, theirs)
+    except BadField as error:
+        raise BadField(f"`teacher`: {error.marked}") from error
     sizes = model.head.vocab_size, policy.head.vocab_size
     if sizes[0] < sizes[1]:
         raise BadField(f"`teacher` has {sizes[0]} tokens, and the policy may draw any of its {sizes[1]}")

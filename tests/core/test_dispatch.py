@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import rlk_jax
@@ -132,6 +133,12 @@ def test_no_kernel_is_missed_on_other_gpus(kind, monkeypatch, caplog):
     monkeypatch.setenv("RLK_STRICT", "1")
     linear_logp(*ARGUMENTS)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["cublas", ["xla"], np.array(["xla", "triton"])], ids=str)
+def test_what_is_no_name_of_an_implementation_is_refused(name):
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        linear_logp(*ARGUMENTS, implementation=name)
 
 
 def test_a_named_implementation_that_does_not_exist_says_so():

@@ -360,6 +360,12 @@ def test_a_teacher_of_fewer_tokens_is_refused(files, tmp_path):
         load_job(config_of(files, teacher=str(fewer)))
 
 
+def test_a_teacher_that_the_mesh_cannot_cut_is_refused(files, tmp_path):
+    odd = tiny_text.write_model(tmp_path / "odd", hidden_size=33, head_dim=16, num_hidden_layers=1)
+    with pytest.raises(BadInput, match=r"^teacher: mesh: \S+ \[.*33.*\] cannot be cut into data=2 equal parts$"):
+        load_job(config_of(files, teacher=str(odd), mesh="data=2,tensor=1"))
+
+
 def test_weights_of_a_teacher_that_are_missing(files, tmp_path, capsys):
     """Nothing is begun."""
     empty = Path(shutil.copytree(files["teacher"], tmp_path / "empty"))

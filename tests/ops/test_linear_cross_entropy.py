@@ -496,6 +496,16 @@ def test_a_bias_of_minus_infinity_makes_smoothed_losses_infinite(implementation)
     assert_within_contract(d_bias[7], -24 * SMOOTHING / VOCAB, "linear_cross_entropy", jnp.float32, "gradient")
 
 
+@helpers.implementations("xla", "deterministic")
+def test_the_loss_of_an_impossible_target_is_infinite_where_it_has_no_share_of_its_own(implementation):
+    b = batch()
+    b = b._replace(bias=b.bias.at[b.target_ids.reshape(-1)[0]].set(-jnp.inf))
+    options: dict[str, Any] = {"implementation": implementation, "label_smoothing": 1.0}
+    assert (b.loss(reduction="none", **options)[b.target_ids != -100] == np.inf).all()
+    _, gradients = value_and_gradients(b, reduction="sum", **options)
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
 def test_without_smoothing_the_program_is_the_same():
     b = batch()
     text, expected = (
@@ -547,7 +557,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no such reduction of ranks": (
         {},
         {"hidden_grad_reduction": "mean", "axis_name": "tp"},
-        "reduction must be one of ('sum', 'canonical'), got 'mean'.",
+        "hidden_grad_reduction must be one of ('sum', 'canonical'), got 'mean'.",
+    ),
+    "an order of ranks without ranks": (
+        {},
+        {"hidden_grad_reduction": "canonical"},
+        "hidden_grad_reduction='canonical' requires axis_name, the mesh axis of the shards.",
     ),
 }
 

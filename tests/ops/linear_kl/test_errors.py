@@ -102,6 +102,15 @@ BAD = {
         LISTED | {"teacher_ids": jnp.zeros((3, 1), int), "teacher_logps": jnp.zeros((3, 1))},
         "teacher_ids leading shape (3,) must match hidden leading shape (2, 3).",
     ),
+    "an array of kinds": ({"kind": np.array(["forward", "jsd"])}, "kind must be one of ('forward', 'reverse', 'jsd'),"),
+    "an array of softcaps beside a list": (
+        LISTED | {"logit_softcap": np.array([1.0, 2.0])},
+        "logit_softcap must be a positive finite number, got [1. 2.].",
+    ),
+    "a teacher's array of softcaps beside a list": (
+        LISTED | {"teacher_logit_softcap": np.array([1.0, 2.0])},
+        f"{NO_HEAD} teacher_logit_softcap.",
+    ),
     "list dtype": (LISTED | {"teacher_ids": jnp.zeros((2, 3, 1))}, "teacher_ids must be integers, got float32."),
     "list dtype of log-probs": (
         LISTED | {"teacher_logps": jnp.zeros((2, 3, 1), int)},
