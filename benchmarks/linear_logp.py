@@ -98,8 +98,8 @@ def _is_allowed(shape: tuple[int, ...], ids: jax.Array | None, mask: jax.Array |
 
 
 def _nine_of_ten(shape: tuple[int, ...]) -> jax.Array:
-    """Random words of which each bit is set with a probability of 0.9: from its last binary digit to its first, each 1
-    joins the bits of other random words to them, and each 0 leaves those alone that are in both.
+    """Random words of which each bit is set with a probability of 0.9. The binary digits of 0.9, the last one first,
+    say whether further random words are combined with them by `or`, for a 1, or by `and`, for a 0.
     """
     words = jnp.zeros(shape, jnp.uint32)
     for i, digit in enumerate(reversed("1110011001")):

@@ -15,8 +15,15 @@ from rlk_jax.core.mesh import axis_names
 from rlk_jax.core.shard import Reduction, Shard, ShardOptions
 
 
-def _check_reduction(reduction: Reduction) -> None:
-    require_one_of("reduction", reduction, get_args(Reduction))
+def check_reduction(reduction: Any, axis_name: Any, option: str = "reduction") -> None:
+    """The reduction of hidden's gradient over ranks exists, and "canonical" has ranks. `option` is the op's name for
+    it.
+    """
+    require_one_of(option, reduction, get_args(Reduction))
+    require(
+        reduction == "sum" or axis_name is not None,
+        f"{option}='canonical' requires axis_name, the mesh axis of the shards.",
+    )
 
 
 def checked_shard(
@@ -28,7 +35,7 @@ def checked_shard(
         no_axis_options(options, vocab_start_index)
         return None
     check_axis_names("axis_name", axis_name)
-    _check_reduction(options.reduction)
+    check_reduction(options.reduction, axis_name)
     require(
         options.reduce_hidden_grad or options.reduction == "sum",
         "reduction='canonical' orders a sum that reduce_hidden_grad=False leaves to the caller.",
@@ -60,9 +67,8 @@ def no_axis_options(options: ShardOptions, vocab_start_index: Any) -> None:
         f"beside axis_name {options.axis_name!r} no input may lie over Explicit mesh axes: make them Auto, or manual "
         "too.",
     )
-    _check_reduction(options.reduction)
+    check_reduction(options.reduction, options.axis_name)
     require(vocab_start_index is None, "vocab_start_index requires axis_name, the mesh axis of the shards.")
-    require(options.reduction == "sum", "reduction='canonical' requires axis_name, the mesh axis of the shards.")
     require(options.reduce_hidden_grad, "reduce_hidden_grad=False requires axis_name, the mesh axis of the shards.")
 
 

@@ -16,7 +16,7 @@ class BadInput(ValueError):
 
 class BadField(BadInput):
     """Fields of a configuration that cannot work. The message has their names in backquotes. Python shows them as they
-    are, and the command line, by `of_options`, as its options.
+    are, and the command line, by `of_options`, as its options. `marked` is the message for another `BadField`.
     """
 
     def __init__(self, message: str) -> None:

@@ -24,6 +24,7 @@ from rlk_jax.core.dispatch import CallFacts, bound_arguments
 from rlk_jax.core.fixed_order import pairwise_sum, rounded_product
 from rlk_jax.core.mesh import whole_on_every_device
 from rlk_jax.core.shard import Reduction
+from rlk_jax.core.shard_checks import check_reduction
 from rlk_jax.core.tokens import IGNORED, LinearLogp, as_int32, checked, fit, left_out
 from rlk_jax.ops.linear_logp.api import describe as describe_linear_logp
 from rlk_jax.ops.linear_logp.api import linear_logp, smoothed_linear_logp
@@ -91,7 +92,7 @@ def linear_cross_entropy(
     Source: the z-loss of PaLM, arXiv 2204.02311, section 5; label smoothing, arXiv 1512.00567, section 7.
     """
     check_cross_entropy(target_ids, reduction, ignore_index, token_weights, z_loss, validate, head)
-    _check_hidden_grad_reduction(hidden_grad_reduction, head)
+    check_reduction(hidden_grad_reduction, head.get("axis_name"), "hidden_grad_reduction")
     tokens = _weighted_tokens(target_ids, ignore_index, token_weights, validate)
     options = _head_options(tokens.ignore_index, z_loss, validate, hidden_grad_reduction)
     operands = hidden, lm_head_weight, tokens.target_ids, bias
@@ -180,15 +181,6 @@ def check_cross_entropy(
         _check_token_weights(token_weights, ids.shape)
 
 
-def _check_hidden_grad_reduction(hidden_grad_reduction: Any, head: Mapping[str, Any]) -> None:
-    """The checks of `linear_logp`'s `reduction`, by the name that the option has here."""
-    require_one_of("hidden_grad_reduction", hidden_grad_reduction, get_args(Reduction))
-    require(
-        hidden_grad_reduction == "sum" or head.get("axis_name") is not None,
-        "hidden_grad_reduction='canonical' requires axis_name, the mesh axis of the shards.",
-    )
-
-
 def _check_token_weights(token_weights: Any, shape: tuple[int, ...]) -> None:
     """There is one weight for each token, a bool or a real number."""
     weights = as_array("token_weights", token_weights)
@@ -215,7 +207,7 @@ def describe(arguments: Mapping[str, Any]) -> tuple[CallFacts, str | None]:
     """`describe` of the call of `linear_logp` that these arguments lead to, which are checked."""
     checked_here = ("target_ids", "reduction", "ignore_index", "token_weights", "z_loss", "validate", "head")
     check_cross_entropy(*(arguments[name] for name in checked_here))
-    _check_hidden_grad_reduction(arguments["hidden_grad_reduction"], arguments["head"])
+    check_reduction(arguments["hidden_grad_reduction"], arguments["head"].get("axis_name"), "hidden_grad_reduction")
     ignored = arguments["ignore_index"]
     if arguments["token_weights"] is not None:
         ignored = ignored_id(ignored)

@@ -496,7 +496,7 @@ def test_a_bias_of_minus_infinity_makes_smoothed_losses_infinite(implementation)
     assert_within_contract(d_bias[7], -24 * SMOOTHING / VOCAB, "linear_cross_entropy", jnp.float32, "gradient")
 
 
-@helpers.implementations("xla", "deterministic")
+@helpers.implementations("xla", "deterministic")  # the reference is what others are compared with
 def test_the_loss_of_an_impossible_target_is_infinite_where_it_has_no_share_of_its_own(implementation):
     b = batch()
     b = b._replace(bias=b.bias.at[b.target_ids.reshape(-1)[0]].set(-jnp.inf))

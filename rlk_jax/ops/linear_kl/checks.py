@@ -97,7 +97,7 @@ def _names_of_teacher(inputs: KlInputs, options: KlOptions) -> tuple[str, str]:
         return _both(inputs, "teacher_hidden", "teacher_weight")
     listed, unset = ("teacher_ids", "teacher_logps"), asdict(KlOptions())
     given = [name for name, x in inputs._asdict().items() if x is not None and name not in listed]
-    # An option that is no number or name is given: arrays must not be compared.
+    # A value of another type than the default is given; it may be an array, which must not be compared.
     given += [name for name, x in asdict(options).items() if not isinstance(x, type(unset[name])) or x != unset[name]]
     of_head = [name for name in given if name.startswith("teacher_")]
     require(not of_head, f"teacher_ids and teacher_logps replace a teacher's head: leave out {', '.join(of_head)}.")
