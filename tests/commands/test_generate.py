@@ -17,6 +17,7 @@ from rlk_jax import cli, linear_logp, models
 from rlk_jax.commands import generate as command
 from tests.models.test_tokenizer import change
 from tests.models.tiny import CHATML, FAMILIES, SIZES, make_tokenizer
+from tests.support.helpers import HANG_S
 from tests.test_architecture import ROOT
 
 
@@ -171,7 +172,7 @@ def test_text_comes_before_the_end_and_ctrl_c_ends_it(endless):
     with started(endless) as process:
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 130 and said == "\n"
 
 
@@ -183,7 +184,7 @@ def test_a_reader_may_stop_early(endless):
     with started(endless) as process:
         assert process.stdout.read(1)
         process.stdout.close()
-        assert process.wait(timeout=60) == 141 and process.stderr.read() == ""
+        assert process.wait(timeout=HANG_S) == 141 and process.stderr.read() == ""
 
 
 ASKED = {"--prompt": "17 + 26 =", "--max-new-tokens": 3, "--dtype": "float32"}

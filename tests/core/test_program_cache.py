@@ -252,7 +252,7 @@ def test_two_processes_write_read_and_make_room_at_once(folder):
         process.stdin.write("go\n")
         process.stdin.flush()
     for process in both:
-        _, said = process.communicate(timeout=100)
+        _, said = process.communicate(timeout=helpers.HANG_S)
         assert process.returncode == 0 and not said
     assert folder.exists()
 

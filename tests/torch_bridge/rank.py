@@ -25,6 +25,7 @@ from rlk_jax import cli
 from rlk_jax.checker.processes import free_port
 from rlk_jax.core import overwriting
 from rlk_jax.vocab_parallel import shard_bounds
+from tests.support.helpers import HANG_S
 from tests.torch_bridge.tensors import assert_close, head, randint, randn, same_bits
 from tests.torch_bridge.test_autograd import reference
 from torch_bridge import _calls, _exchange
@@ -604,7 +605,7 @@ CHECKS = (
 
 
 def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
-    limit = timedelta(seconds=50)
+    limit = timedelta(seconds=HANG_S / 4)
     overwriting.LEAST_BYTES = 1  # A rank's backward overwrites whatever it is given here.
     if device == "cuda":  # Each of NCCL's processes has one of its own.
         torch.cuda.set_device(rank % torch.cuda.device_count())

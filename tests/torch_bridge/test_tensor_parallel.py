@@ -13,12 +13,9 @@ from rlk_jax.checker.processes import free_port, run_together
 from rlk_jax.cli import main
 from rlk_jax.core.fixed_order import ColumnGroups
 from rlk_jax.core.rank_columns import RankColumns
+from tests.support.helpers import HANG_S
 from tests.torch_bridge.rank import UNEVEN
 from tests.torch_bridge.tensors import head
-
-LIMIT_S = 300
-GPU_LIMIT_S = 900
-"""Each process compiles the kernels of three implementations; four of them alone on 32 cores took 290 s."""
 
 
 def messages(count: int, device: str) -> dict[str, str]:
@@ -68,7 +65,7 @@ def assert_processes_agree(backend: str, device: str, count: int = 4) -> None:
     port = free_port()
     of_rank = [[str(port), str(count), str(rank), backend, device] for rank in range(count)]
     commands = [["-m", "tests.torch_bridge.rank", *arguments] for arguments in of_rank]
-    finished = run_together(commands, timeout_s=GPU_LIMIT_S if device == "cuda" else LIMIT_S)
+    finished = run_together(commands, timeout_s=HANG_S)
     for process in finished:
         assert process.code == 0, process.stderr[-3000:]
     said = finished[0].stdout.splitlines()
@@ -134,7 +131,7 @@ def test_whole_groups_keep_the_order_of_sums(ranges, groups):
 def torchrun(*options: str, count: int = 2) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += ["-m", "rlk_jax.cli", "check-tp", "--bridge", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.full

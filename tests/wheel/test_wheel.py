@@ -13,6 +13,8 @@ import zipfile
 
 import pytest
 
+from tests.support.helpers import HANG_S
+
 ROOT = pathlib.Path(__file__).parents[2]
 BUILT = ROOT / ".wheel"
 PACKAGES = ("rlk_jax", "pallas_kernels", "torch_bridge")
@@ -43,7 +45,7 @@ def run(folder: pathlib.Path, *command: str, cwd: pathlib.Path) -> subprocess.Co
     variables |= {"JAX_PLATFORMS": "cpu", "RLK_CACHE": "off", "COLUMNS": "200"}
     program = folder / "bin" / command[0]
     return subprocess.run(
-        [program, *command[1:]], cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=600
+        [program, *command[1:]], cwd=cwd, env=variables, capture_output=True, text=True, check=False, timeout=HANG_S
     )
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import torch_bridge
 from rlk_jax.checker.processes import free_port, run_together
+from tests.support.helpers import HANG_S
 from torch_bridge import FusedLMHead
 
 VOCAB, DIM, ROWS, PROMPT, COMPLETION = 300, 24, 4, 3, 6
 TEMPERATURE, IGNORED = 0.7, -100
-COUNT, LIMIT_S = 2, 300
+COUNT = 2
 LEARNING_RATE = 10.0
 
 
@@ -131,7 +132,7 @@ def largest(tensors: Any) -> float:
 def on_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
     """Run a module that calls `main` on its processes; returns what its task returned on each of them."""
     port = str(free_port())
-    finished = run_together([["-m", module, port, str(i), *arguments] for i in range(COUNT)], timeout_s=LIMIT_S)
+    finished = run_together([["-m", module, port, str(i), *arguments] for i in range(COUNT)], timeout_s=HANG_S)
     for process in finished:
         assert process.code == 0, process.stderr[-3000:]
     return [json.loads(process.stdout.splitlines()[-1]) for process in finished]

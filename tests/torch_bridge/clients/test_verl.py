@@ -24,7 +24,6 @@ from rlk_jax.checker.processes import free_port, run_together  # noqa: E402
 from tests.support import helpers  # noqa: E402
 
 VOCAB, TEMPERATURE = 300, 0.7
-LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +95,7 @@ def test_a_head_between_ranks(count):
     """
     port = free_port()
     ranks = (["-m", "tests.torch_bridge.clients.verl_rank", str(port), str(count), str(i)] for i in range(count))
-    for process in run_together(list(ranks), timeout_s=LIMIT_S):
+    for process in run_together(list(ranks), timeout_s=helpers.HANG_S):
         assert process.code == 0, process.stderr[-3000:]
 
 

@@ -23,14 +23,11 @@ from rlk_jax.checker import processes as checker_processes
 from rlk_jax.checker.processes import Finished, free_port, run_together
 from tests.support import helpers, rank
 
-LIMIT_S = 300
-"""Processes that have not ended by then hang."""
-
 
 def processes(*tasks: str, count: int) -> list[Finished]:
     coordinator = f"127.0.0.1:{free_port()}"
     ranks = (["-m", "tests.support.rank", coordinator, str(count), str(index), *tasks] for index in range(count))
-    return run_together(list(ranks), timeout_s=LIMIT_S)
+    return run_together(list(ranks), timeout_s=helpers.HANG_S)
 
 
 MISTAKES = {
@@ -130,13 +127,15 @@ def test_a_check_with_other_options_in_one_process_ends_both():
         ["-m", "rlk_jax.checker.check_tp", json.dumps({**given, "process_id": i, "run_stress": bool(i)})]
         for i in range(2)
     ]
-    for process in run_together(commands, timeout_s=LIMIT_S):
+    for process in run_together(commands, timeout_s=helpers.HANG_S):
         assert process.code == 2 and "the processes were started with different options" in process.stderr
 
 
 def test_a_hanging_process_is_killed_after_another_fails(monkeypatch):
     monkeypatch.setattr(checker_processes, "_GRACE_S", 1.0)
-    finished = run_together([["-c", "raise SystemExit(3)"], ["-c", "import time; time.sleep(600)"]], timeout_s=LIMIT_S)
+    finished = run_together(
+        [["-c", "raise SystemExit(3)"], ["-c", "import time; time.sleep(600)"]], timeout_s=helpers.HANG_S
+    )
     assert [process.code for process in finished] == [3, -9]
 
 
@@ -151,9 +150,9 @@ def test_a_terminated_check_leaves_no_process_behind():
                 lines.append(path.read_bytes())
         return [line for line in lines if b"rlk_jax.checker.check_tp" in line and b"7919" in line]
 
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + helpers.HANG_S
     while len(children()) < 2 and time.monotonic() < until:
         time.sleep(0.1)
     check.send_signal(signal.SIGTERM)
-    assert check.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert check.wait(helpers.HANG_S) == 128 + signal.SIGTERM
     assert not children()
