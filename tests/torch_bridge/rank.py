@@ -605,7 +605,7 @@ CHECKS = (
 
 
 def main(port: int, count: int, rank: int, backend: str, device: str) -> None:
-    limit = timedelta(seconds=HANG_S / 4)
+    limit = timedelta(seconds=HANG_S / 4)  # A collective that hangs says so before its rank is killed.
     overwriting.LEAST_BYTES = 1  # A rank's backward overwrites whatever it is given here.
     if device == "cuda":  # Each of NCCL's processes has one of its own.
         torch.cuda.set_device(rank % torch.cuda.device_count())
