@@ -33,7 +33,9 @@ def values_of_logits(config: SoftmaxConfig, logits: jax.Array, tokens: Tokens) -
     logp = jnp.take_along_axis(logprobs, tokens.target_ids[:, None], axis=-1)[:, 0]
     if config.smoothing is not None:
         share, real = config.smoothing.share, config.real_vocab_size
-        logp = (1 - share) * logp + share * logprobs[:, :real].mean(axis=-1)
+        mean = logprobs[:, :real].mean(axis=-1)
+        # With a share of 1 the target has no part of its own, which would be 0·−∞ where it is impossible.
+        logp = mean if share == 1 else (1 - share) * logp + share * mean
     return LinearLogp(
         logp=logp,
         lse=jax.nn.logsumexp(logits, axis=-1) if config.return_lse else None,

@@ -1,6 +1,7 @@
 """A head between processes: the values of one, its bits on the edges of groups, one message for one's mistake."""
 
 import itertools
+import os
 import subprocess
 import sys
 
@@ -131,7 +132,8 @@ def test_whole_groups_keep_the_order_of_sums(ranges, groups):
 def torchrun(*options: str, count: int = 2) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += ["-m", "rlk_jax.cli", "check-tp", "--bridge", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    no_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # The command takes them where torch sees any.
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=no_gpus)
 
 
 @pytest.mark.full

@@ -274,7 +274,8 @@ def test_terms_of_a_mixture(share, noise):
 
 @cover("share", [(0.01,), (0.3,), (0.99,)], lambda share: share == 0.01)
 def test_mixtures_of_any_share(share):
-    divergences.assert_mixtures_of_any_share(share, "mosaic", 9, "linear_kl_wgmma")
+    """Few tokens would not do: of nine, the exact gradients, rounded where the kernel rounds, miss the contract."""
+    divergences.assert_mixtures_of_any_share(share, "mosaic", 64, "linear_kl_wgmma")
 
 
 def test_budgets_are_kept_and_every_chunk_is_in_one_slice():
