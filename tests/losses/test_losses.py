@@ -831,19 +831,19 @@ def test_constant_group_is_exactly_zero(reward, samples):
     assert not np.any(group_advantages(np.full(2 * samples, reward, np.float32), samples_per_prompt=samples))
 
 
-SEQUENCES = {"list": list, "tuple": tuple, "numpy": np.array, "jax": jnp.array}
+MAKERS_OF_BOUNDARIES = {"list": list, "tuple": tuple, "numpy": np.array, "jax": jnp.array}
 
 
 # Boundaries are made a tuple first.
 @helpers.cover(
-    "sequence, std",
-    itertools.product(SEQUENCES, ["population", "sample", "none"]),
+    "maker, std",
+    itertools.product(MAKERS_OF_BOUNDARIES, ["population", "sample", "none"]),
     lambda *x: x in (("list", "population"), ("tuple", "none"), ("numpy", "sample"), ("jax", "population")),
 )
-def test_groups_of_unequal_sizes(sequence, std):
+def test_groups_of_unequal_sizes(maker, std):
     rewards = np.array([1, 3, 10, 20, 30, 7], np.float32)
     boundaries = [0, 2, 5, 6]
-    advantages = group_advantages(rewards, group_boundaries=SEQUENCES[sequence](boundaries), std=std)
+    advantages = group_advantages(rewards, group_boundaries=MAKERS_OF_BOUNDARIES[maker](boundaries), std=std)
     gold = gold_advantages(rewards, boundaries, std=std)
     helpers.assert_within_contract(advantages, gold, "grpo_losses", jnp.float32, "forward")
     helpers.assert_same_bits(advantages[5], np.float32(0))  # a group of one

@@ -132,7 +132,7 @@ def test_whole_groups_keep_the_order_of_sums(ranges, groups):
 def torchrun(*options: str, count: int = 2) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     command += ["-m", "rlk_jax.cli", "check-tp", "--bridge", *options]
-    no_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # The command takes them where torch sees any.
+    no_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # check-tp takes the GPUs that torch sees; JAX sees none here.
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=no_gpus)
 
 

@@ -274,7 +274,7 @@ def test_terms_of_a_mixture(share, noise):
 
 @cover("share", [(0.01,), (0.3,), (0.99,)], lambda share: share == 0.01)
 def test_mixtures_of_any_share(share):
-    """Few tokens would not do: of nine, the exact gradients, rounded where the kernel rounds, miss the contract."""
+    """The problem has 64 tokens: of nine, exact gradients miss the contract once they are rounded as in the kernel."""
     divergences.assert_mixtures_of_any_share(share, "mosaic", 64, "linear_kl_wgmma")
 
 
